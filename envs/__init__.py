@@ -1,0 +1,20 @@
+"""Simulators, one file or folder each. Nothing is imported until a task asks for it.
+
+``BUILTIN`` maps a task's environment name to ``module:factory``; ``EXTRA_OF`` names the extra that installs what
+a module needs. A package of yours adds names through the entry-point group ``pql.envs`` and touches nothing here.
+"""
+
+BUILTIN = {
+    "counter": "pql.envs.toy:Counter",
+    "lqr": "pql.envs.toy:LQR",
+    "pendulum": "pql.envs.classic:Pendulum",
+    "cartpole_swingup": "pql.envs.classic:CartpoleSwingup",
+    "ball_balance": "pql.envs.classic:BallBalance",
+    "halfcheetah": "pql.envs.mujoco:halfcheetah",
+    "hopper": "pql.envs.mujoco:hopper",
+    "walker2d": "pql.envs.mujoco:walker2d",
+    "ant": "pql.envs.mujoco:ant",
+    "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
+}
+
+EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium"}

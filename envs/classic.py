@@ -1,0 +1,330 @@
+"""Classic control as batched torch code: pendulum, cart-pole swing-up, ball balance. Any device, any number of envs.
+
+Nothing here waits for the device: shapes are static, resets are masked, and every step draws fresh start states
+for all rows, so the random stream does not depend on who ended. State lives at fixed addresses and is written in
+place; ``step`` can be captured in a CUDA graph (register ``env.generator`` with it). This file knows nothing of
+learners.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pql.env import Box, EnvSpec, ObsSpec
+from pql.errors import ConfigError
+from pql.types import Obs, Step
+
+
+class Transition(NamedTuple):
+    """What the dynamics of one step give, before time limits and resets."""
+
+    state: Tensor  # [N, S]
+    reward: Tensor  # [N] float32
+    terminated: Tensor  # [N] bool
+    log: dict[str, Tensor]  # name -> [N] float32
+
+
+def positive(setting: str, value: int) -> int:
+    """``value`` if it is a whole number of at least 1, else ``ConfigError`` naming ``setting``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(setting, value, "a whole number, at least 1")
+    return value
+
+
+class TorchEnv:
+    """Step counter, same-step autoreset, seeding and exact resume for dynamics written in torch.
+
+    A subclass gives the class constants and three functions: ``draw`` (start states for all rows), ``observe``
+    and ``advance``. Observations returned are new tensors each step, and ``final_obs`` is true on every row.
+
+    Args:
+        num_envs: N.
+        device: where the state lives.
+        max_episode_steps: time limit in steps; None takes the task's own (``time_limit``).
+        stagger: start the first episodes at random points of the time limit, so that not all environments are
+            truncated on the same step.
+
+    Raises:
+        ConfigError: a size that is not a positive whole number.
+    """
+
+    name: ClassVar[str]
+    obs_size: ClassVar[int]
+    action_size: ClassVar[int]
+    state_size: ClassVar[int]
+    time_limit: ClassVar[int]
+    terms: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        max_episode_steps: int | None = None,
+        stagger: bool = False,
+    ):
+        self.spec = self.describe(num_envs, device, max_episode_steps, stagger)
+        device = self.spec.device
+        self.generator = torch.Generator(device)
+        self._limit = self.spec.max_episode_steps or self.time_limit
+        self._stagger = stagger
+        self._state = torch.zeros(num_envs, self.state_size, device=device)
+        self._steps = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self._true = torch.ones(num_envs, dtype=torch.bool, device=device)
+
+    @classmethod
+    def describe(
+        cls,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        max_episode_steps: int | None = None,
+        stagger: bool = False,
+    ) -> EnvSpec:
+        """The ``EnvSpec`` that the same arguments would build."""
+        if max_episode_steps is None:
+            max_episode_steps = cls.time_limit
+        return EnvSpec(
+            name=cls.name,
+            num_envs=positive("num_envs", num_envs),
+            obs={"policy": ObsSpec((cls.obs_size,))},
+            action=Box(cls.action_size),
+            device=torch.device(device),
+            max_episode_steps=positive("max_episode_steps", max_episode_steps),
+            final_obs="always",
+            log=cls.terms,
+            capturable=True,
+        )
+
+    def draw(self) -> Tensor:
+        """Start states for all rows: [N, S], from ``self.generator``."""
+        raise NotImplementedError
+
+    def observe(self, state: Tensor) -> Tensor:
+        """[N, S] -> [N, D], a new tensor."""
+        raise NotImplementedError
+
+    def advance(self, state: Tensor, action: Tensor) -> Transition:
+        """One control step from ``state`` under ``action`` ([N, A] in [-1, 1]); writes to neither."""
+        raise NotImplementedError
+
+    def uniform(self, width: int) -> Tensor:
+        """[N, width] uniform in [-1, 1)."""
+        return self._rand(width) * 2 - 1
+
+    def _rand(self, width: int) -> Tensor:
+        return torch.rand(self.spec.num_envs, width, device=self.spec.device, generator=self.generator)
+
+    @torch.no_grad()
+    def reset(self, seed: int | None = None) -> Obs:
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        self._state.copy_(self.draw())
+        self._steps.zero_()
+        if self._stagger:
+            self._steps.copy_((self._rand(1)[:, 0] * self._limit).long().clamp(max=self._limit - 1))
+        return {"policy": self.observe(self._state)}
+
+    @torch.no_grad()
+    def step(self, action: Tensor) -> Step:
+        state, reward, terminated, log = self.advance(self._state, action.clamp(-1, 1))
+        self._steps += 1
+        truncated = (self._steps >= self._limit) & ~terminated
+        done = terminated | truncated
+        final = self.observe(state)
+        self._state.copy_(torch.where(done[:, None], self.draw(), state))
+        self._steps.masked_fill_(done, 0)
+        obs = self.observe(self._state)
+        return Step(
+            {"policy": obs}, reward, terminated, truncated, done, {"policy": final}, self._true, self._true, log
+        )
+
+    def close(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on, as copies."""
+        return {
+            "state": self._state.clone(),
+            "steps": self._steps.clone(),
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state.copy_(state["state"])
+        self._steps.copy_(state["steps"])
+        self.generator.set_state(state["generator"].cpu())
+
+
+def rk4(derivative: Callable[[Tensor], Tensor], state: Tensor, dt: float) -> Tensor:
+    """One classical Runge-Kutta step of ``d state / dt = derivative(state)``."""
+    k1 = derivative(state)
+    k2 = derivative(state + 0.5 * dt * k1)
+    k3 = derivative(state + 0.5 * dt * k2)
+    k4 = derivative(state + dt * k3)
+    return state + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+
+
+def wrap_angle(angle: Tensor) -> Tensor:
+    """Radians to [-pi, pi)."""
+    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+
+
+class Pendulum(TorchEnv):
+    """Torque-limited pendulum: gymnasium's Pendulum-v1, equation for equation.
+
+    obs [N, 3]: cos and sin of the angle (0 is upright, rad), angular velocity (rad/s, within 8). action [N, 1]:
+    torque / 2 N m. reward = -(angle^2 + 0.1 velocity^2 + 0.001 torque^2) of the state acted in, from -16.3 to 0.
+    Never terminates; 200 steps of 0.05 s.
+    """
+
+    name, obs_size, action_size, state_size, time_limit = "pendulum", 3, 1, 2, 200
+    terms = ("angle", "speed", "torque")
+    gravity, mass, length, dt, max_torque, max_speed = 10.0, 1.0, 1.0, 0.05, 2.0, 8.0
+
+    def draw(self) -> Tensor:
+        unit = self.uniform(2)
+        return torch.stack((unit[:, 0] * math.pi, unit[:, 1]), 1)
+
+    def observe(self, state: Tensor) -> Tensor:
+        angle, speed = state.unbind(1)
+        return torch.stack((angle.cos(), angle.sin(), speed), 1)
+
+    def advance(self, state: Tensor, action: Tensor) -> Transition:
+        angle, speed = state.unbind(1)
+        torque = action[:, 0] * self.max_torque
+        log = {"angle": -(wrap_angle(angle) ** 2), "speed": -0.1 * speed**2, "torque": -0.001 * torque**2}
+        pull = 1.5 * self.gravity / self.length * angle.sin() + 3 / (self.mass * self.length**2) * torque
+        speed = (speed + pull * self.dt).clamp(-self.max_speed, self.max_speed)
+        # Wrapped, unlike gymnasium's: the sine of a large float32 angle would lose digits.
+        angle = wrap_angle(angle + speed * self.dt)
+        reward = log["angle"] + log["speed"] + log["torque"]
+        return Transition(torch.stack((angle, speed), 1), reward, torch.zeros_like(self._true), log)
+
+
+class CartpoleSwingup(TorchEnv):
+    """Cart-pole, started hanging: swing the pole up and balance it near the middle of the rail.
+
+    Equations of Florian (2007), "Correct equations for the dynamics of the cart-pole system", without friction
+    (the pole is a uniform rod), integrated with RK4 at 50 Hz. obs [N, 5]: cart position (m), cos and sin of the
+    pole's angle (0 is upright), cart velocity (m/s), pole velocity (rad/s). action [N, 1]: force / 10 N.
+    reward = upright * centred * calm * effort, each in [0, 1], of the state reached; 1 a step at best. Terminates
+    where the cart leaves the rail (2.4 m to either side); 500 steps, that is 10 s.
+    """
+
+    name, obs_size, action_size, state_size, time_limit = "cartpole_swingup", 5, 1, 4, 500
+    terms = ("upright", "centred", "calm", "effort")
+    gravity, mass_cart, mass_pole, half_length, max_force, dt, rail = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02, 2.4
+
+    def draw(self) -> Tensor:
+        start = self.uniform(4) * 0.1
+        start[:, 2] += math.pi
+        return start
+
+    def observe(self, state: Tensor) -> Tensor:
+        x, x_dot, angle, angle_dot = state.unbind(1)
+        return torch.stack((x, angle.cos(), angle.sin(), x_dot, angle_dot), 1)
+
+    def derivative(self, state: Tensor, force: Tensor) -> Tensor:
+        """d/dt of (x, x_dot, angle, angle_dot): [N, 4], under ``force`` [N] in newtons."""
+        _, x_dot, angle, angle_dot = state.unbind(1)
+        sin, cos = angle.sin(), angle.cos()
+        total, moment = self.mass_cart + self.mass_pole, self.mass_pole * self.half_length
+        push = (force + moment * angle_dot**2 * sin) / total
+        angle_acc = (self.gravity * sin - cos * push) / (self.half_length * (4 / 3 - self.mass_pole * cos**2 / total))
+        return torch.stack((x_dot, push - moment * angle_acc * cos / total, angle_dot, angle_acc), 1)
+
+    def advance(self, state: Tensor, action: Tensor) -> Transition:
+        force = action[:, 0] * self.max_force
+        state = rk4(lambda s: self.derivative(s, force), state, self.dt)
+        x, x_dot, angle, angle_dot = state.unbind(1)
+        log = {
+            "upright": (1 + angle.cos()) / 2,
+            "centred": (1 + torch.exp(-(x**2))) / 2,
+            "calm": (1 + torch.exp(-((angle_dot / 4) ** 2))) / 2,
+            "effort": 1 - 0.1 * action[:, 0] ** 2,
+        }
+        reward = log["upright"] * log["centred"] * log["calm"] * log["effort"]
+        state = torch.stack((x, x_dot, wrap_angle(angle), angle_dot), 1)
+        return Transition(state, reward, x.abs() > self.rail, log)
+
+
+class BallBalance(TorchEnv):
+    """Catch a falling ball on a plate carried by three legs, and hold it at rest in the middle.
+
+    In the spirit of IsaacGymEnvs' BallBalance (obs 24, action 3), written as rigid-body equations: a solid sphere
+    in 3D with spring-damper contact along the plate's normal and Coulomb friction (mu = 0.8), semi-implicit Euler at
+    200 Hz, control at 50 Hz, 500 steps. What differs: actions are the legs' target heights (there: increments of joint
+    targets), legs follow with a lag of 0.1 s and do not feel the ball, there are no force sensors (12 of the 24
+    observations there), the reward's distance is scaled, and the episode ends where the ball leaves the plate's
+    circle (there: where it falls below a height).
+
+    obs [N, 12]: leg heights / 0.05 m, ball position (m, from the middle of the level plate), ball velocity (m/s),
+    spin times radius (m/s). action [N, 3]: leg targets / 0.05 m, at 90, 210 and 330 degrees. reward = centred * calm
+    = 1 / (1 + distance / 0.1 m) * 1 / (1 + speed / 1 m/s), at most 1, distance to rest in the middle.
+    """
+
+    name, obs_size, action_size, state_size, time_limit = "ball_balance", 12, 3, 12, 500
+    terms = ("centred", "calm")
+    gravity, ball, plate, leg_radius, leg_range, lag = 9.81, 0.05, 0.5, 0.4, 0.05, 0.1
+    stiffness, damping, friction, dt, substeps = 1500.0, 39.0, 0.8, 0.02, 4
+
+    def __init__(
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        max_episode_steps: int | None = None,
+        stagger: bool = False,
+    ):
+        super().__init__(num_envs, device, max_episode_steps, stagger)
+        turn = torch.tensor([90.0, 210.0, 330.0], device=self.spec.device).deg2rad()
+        slope = 2 / (3 * self.leg_radius)
+        # Leg heights [N, 3] @ plane [3, 3] = the plate's height in the middle and its slopes along x and y.
+        self._plane = torch.stack((torch.full_like(turn, 1 / 3), slope * turn.cos(), slope * turn.sin()), 1)
+        self._up = torch.tensor([0.0, 0.0, 1.0], device=self.spec.device)
+
+    def draw(self) -> Tensor:
+        unit = self._rand(5)
+        away, turn = 0.3 * unit[:, 0].sqrt(), 2 * math.pi * unit[:, 1]
+        still = torch.zeros_like(away)
+        position = (away * turn.cos(), away * turn.sin(), self.ball + 0.1 * unit[:, 2])
+        velocity = (0.6 * unit[:, 3] - 0.3, 0.6 * unit[:, 4] - 0.3, still)
+        return torch.stack((still, still, still, *position, *velocity, still, still, still), 1)
+
+    def observe(self, state: Tensor) -> Tensor:
+        legs, position, velocity, spin = state.split(3, 1)
+        return torch.cat((legs / self.leg_range, position, velocity, spin * self.ball), 1)
+
+    def substep(self, state: Tensor, target: Tensor, dt: float) -> Tensor:
+        """``dt`` seconds of legs and ball: state [N, 12] (legs, position, velocity, spin), target [N, 3] in metres."""
+        legs, position, velocity, spin = state.split(3, 1)
+        moved = target + (legs - target) * math.exp(-dt / self.lag)
+        height, slope = (moved @ self._plane).split((1, 2), 1)
+        rise, twist = ((moved - legs) / dt @ self._plane).split((1, 2), 1)
+        flat = position[:, :2]
+        normal = torch.cat((-slope, torch.ones_like(height)), 1)
+        normal = normal / normal.norm(dim=1, keepdim=True)
+        above = (position[:, 2:] - height - (slope * flat).sum(1, keepdim=True)) * normal[:, 2:]
+        gap = above - self.ball
+        relative = velocity - (rise + (twist * flat).sum(1, keepdim=True)) * self._up
+        closing = (relative * normal).sum(1, keepdim=True)
+        press = (-self.stiffness * gap - self.damping * closing).clamp(min=0) * (gap < 0)
+        arm = -self.ball * normal  # from the ball's centre to the contact
+        slip = relative - closing * normal + torch.linalg.cross(spin, arm)
+        speed = slip.norm(dim=1, keepdim=True)
+        # 2/7 of the slip per step is what brings a solid sphere to rolling: friction never overshoots it.
+        drag = torch.minimum(self.friction * press, 2 / 7 * speed / dt)
+        push = -drag * slip / (speed + 1e-9)
+        velocity = velocity + dt * (press * normal + push - self.gravity * self._up)
+        spin = spin + dt * torch.linalg.cross(arm, push) / (0.4 * self.ball**2)
+        return torch.cat((moved, position + dt * velocity, velocity, spin), 1)
+
+    def advance(self, state: Tensor, action: Tensor) -> Transition:
+        for _ in range(self.substeps):
+            state = self.substep(state, action * self.leg_range, self.dt / self.substeps)
+        position, velocity = state[:, 3:6], state[:, 6:9]
+        distance = (position - self.ball * self._up).norm(dim=1)
+        log = {"centred": 1 / (1 + distance / 0.1), "calm": 1 / (1 + velocity.norm(dim=1))}
+        fell = position[:, :2].norm(dim=1) > self.plate
+        return Transition(state, log["centred"] * log["calm"], fell, log)

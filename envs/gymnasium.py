@@ -1,0 +1,223 @@
+"""Any gymnasium environment with continuous actions, N copies of it, in this process or in one process each.
+
+Host code: every step waits for the actions, steps the environments and stages what they return through host buffers
+(pinned for a CUDA device). Episode ends and observations follow ``pql.types.Step`` in both of gymnasium's autoreset
+modes.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+
+from pql.env import Box, EnvSpec, ObsSpec
+from pql.errors import ConfigError, nearest
+from pql.types import Obs, Step
+
+MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
+
+
+class CopyObservation(gymnasium.ObservationWrapper):
+    """Copies each observation: the final one would otherwise change under ``reset`` where an environment reuses its
+    array (gymnasium issue 1132)."""
+
+    def observation(self, observation: Any) -> Any:
+        return copy.deepcopy(observation)
+
+
+class Stage:
+    """Host arrays to new device tensors, through one reused host buffer (pinned for CUDA)."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self._device = device
+        self._host = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self.array = self._host.numpy()
+
+    def send(self) -> Tensor:
+        """What ``array`` holds, as a new tensor; do not write to ``array`` before that copy has happened."""
+        return self._host.to(self._device, non_blocking=True, copy=True)
+
+
+class GymnasiumVec:
+    """``num_envs`` copies of a registered gymnasium environment.
+
+    Float observations become float32, uint8 ones stay; a Dict space needs a ``policy`` entry and becomes groups by its
+    keys. Actions in [-1, 1] are clamped and rescaled to the environment's bounds. ``reset(seed)`` seeds copy i with
+    ``seed + i``.
+
+    Args:
+        num_envs: N.
+        device: where the tensors go; the environments run on the host.
+        id: registered name, or ``module:Name-v0``.
+        autoreset: ``next_step`` (a filler row follows each end) or ``same_step``.
+        vectorization: ``sync`` (one after the other, in this process) or ``async`` (a process each).
+        kwargs: keywords for ``gymnasium.make``, ``max_episode_steps`` included.
+
+    Raises:
+        ConfigError: unknown id, unsupported space, or a value out of range.
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        id: str = "Pendulum-v1",
+        autoreset: str = "next_step",
+        vectorization: str = "sync",
+        kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.spec = self.describe(num_envs, device, id, autoreset, vectorization, kwargs)
+        device = self.spec.device
+        vector: dict[str, Any] = {"autoreset_mode": MODES[autoreset], "copy": False}
+        if vectorization == "async" and device.type == "cuda":
+            vector["context"] = "spawn"  # a forked child would inherit a CUDA context that it cannot use
+        wrappers = [CopyObservation] if autoreset == "same_step" else []
+        self._envs = gymnasium.make_vec(id, num_envs, vectorization, vector, wrappers, **(kwargs or {}))
+        self._next = autoreset == "next_step"
+        box = cast(spaces.Box, self._envs.single_action_space)
+        self._low, self._high = (bound.astype(np.float64).reshape(-1) for bound in (box.low, box.high))
+        self._action_shape, self._action_dtype = (num_envs, *box.shape), box.dtype
+        self._obs, self._final = ({k: self._stage(v.shape, v.dtype) for k, v in self.spec.obs.items()} for _ in "of")
+        self._reward = self._stage((), torch.float32)
+        self._flags = Stage((4, num_envs), torch.bool, device)
+        self._true = torch.ones(num_envs, dtype=torch.bool, device=device)
+        self._ended = np.zeros(num_envs, dtype=bool)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+
+    @classmethod
+    def describe(
+        cls,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        id: str = "Pendulum-v1",
+        autoreset: str = "next_step",
+        vectorization: str = "sync",
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> EnvSpec:
+        """The ``EnvSpec`` that the same arguments would build; makes, and closes, a single copy to read its spaces."""
+        if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
+            raise ConfigError("num_envs", num_envs, "a whole number, at least 1")
+        for setting, value, allowed in (
+            ("autoreset", autoreset, tuple(MODES)),
+            ("vectorization", vectorization, ("sync", "async")),
+        ):
+            if value not in allowed:
+                raise ConfigError(setting, value, " or ".join(allowed))
+        env = _make(id, dict(kwargs or {}))
+        try:
+            limit = env.spec.max_episode_steps if env.spec else None
+            return EnvSpec(
+                name=id,
+                num_envs=num_envs,
+                obs=_obs_spec(env.observation_space),
+                action=_action_spec(env.action_space),
+                device=torch.device(device),
+                max_episode_steps=limit if limit and limit > 0 else None,
+                autoreset=cast(Literal["same_step", "next_step"], autoreset),
+                final_obs="always",
+            )
+        finally:
+            env.close()
+
+    def _stage(self, shape: tuple[int, ...], dtype: torch.dtype) -> Stage:
+        return Stage((self.spec.num_envs, *shape), dtype, self.spec.device)
+
+    def reset(self, seed: int | None = None) -> Obs:
+        self._wait()
+        obs, _ = self._envs.reset(seed=seed)
+        self._ended[:] = False
+        return self._send(self._fill(self._obs, obs))
+
+    def step(self, action: Tensor) -> Step:
+        obs, reward, terminated, truncated, info = self._envs.step(self._rescale(action))
+        self._wait()
+        raw = terminated | truncated
+        filler = self._ended if self._next else np.zeros_like(raw)
+        self._flags.array[:] = (
+            terminated & ~filler,
+            truncated & ~terminated & ~filler,
+            filler if self._next else raw,
+            ~filler,
+        )
+        self._reward.array[:] = reward
+        stages = self._fill(self._obs, obs)
+        ends = np.flatnonzero(raw) if not self._next else ()
+        if len(ends):  # otherwise the successor is the observation itself
+            self._fill(self._final, obs)
+            for i in ends:
+                for name, row in _groups(info["final_obs"][i]).items():
+                    self._final[name].array[i] = row
+        self._ended = raw
+        flags = self._flags.send().unbind(0)
+        reward_sent = self._reward.send()
+        final = {name: stage.send() for name, stage in self._final.items()} if len(ends) else None
+        sent = self._send(stages)
+        return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), self._true, flags[3], {})
+
+    def close(self) -> None:
+        self._envs.close()
+
+    def _rescale(self, action: Tensor) -> np.ndarray:
+        """[N, A] in [-1, 1] -> [N, ...] within the environment's bounds; waits for the device."""
+        unit = action.detach().cpu().numpy().astype(np.float64).clip(-1, 1)
+        scaled = self._low + (unit + 1) / 2 * (self._high - self._low)
+        return scaled.clip(self._low, self._high).reshape(self._action_shape).astype(self._action_dtype)
+
+    def _fill(self, stages: dict[str, Stage], obs: Any) -> dict[str, Stage]:
+        for name, values in _groups(obs).items():
+            np.copyto(stages[name].array, values, casting="same_kind")
+        return stages
+
+    def _send(self, stages: dict[str, Stage]) -> Obs:
+        obs = {name: stage.send() for name, stage in stages.items()}
+        if self._sent is not None:
+            self._sent.record()
+        return obs
+
+    def _wait(self) -> None:
+        if self._sent is not None:
+            self._sent.synchronize()  # the last step's copies still read the host buffers
+
+
+def _groups(obs: Any) -> dict[str, Any]:
+    return obs if isinstance(obs, dict) else {"policy": obs}
+
+
+def _make(id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
+    """One environment, with gymnasium's refusals as ``ConfigError``."""
+    try:
+        return gymnasium.make(id, **kwargs)
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
+        known = f"a registered gymnasium id{nearest(id, gymnasium.registry)}"
+        raise ConfigError("id", id, known) from error
+    except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        raise ConfigError("id", id, f"an environment whose packages are installed ({error})") from error
+    except TypeError as error:
+        raise ConfigError("kwargs", kwargs, f"keywords that {id} takes ({error})") from error
+
+
+def _obs_spec(space: spaces.Space) -> dict[str, ObsSpec]:
+    parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {"policy": space}
+    wanted = "a Box of floats or uint8, or a Dict of such with a 'policy' entry (see gymnasium.wrappers)"
+    if "policy" not in parts:
+        raise ConfigError("observation_space", space, wanted)
+    groups = {}
+    for name, part in parts.items():
+        if not isinstance(part, spaces.Box) or not (part.dtype == np.uint8 or np.issubdtype(part.dtype, np.floating)):
+            raise ConfigError("observation_space", space, wanted)
+        groups[name] = ObsSpec(part.shape, torch.uint8 if part.dtype == np.uint8 else torch.float32)
+    return groups
+
+
+def _action_spec(space: spaces.Space) -> Box:
+    bounded = isinstance(space, spaces.Box) and np.isfinite(space.low).all() and np.isfinite(space.high).all()
+    if not bounded or not np.issubdtype(space.dtype, np.floating):
+        raise ConfigError("action_space", space, "a Box of floats with finite bounds")
+    return Box(math.prod(cast(spaces.Box, space).shape))

@@ -1,0 +1,267 @@
+"""Environments whose answers are known: ``Counter`` (every row computable by hand) and ``LQR`` (Q* in closed form).
+
+They are for tests of collectors, replay and learners, and as the smallest examples of the environment contract.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pql.env import Box, EnvSpec, ObsSpec
+from pql.envs.classic import TorchEnv, Transition, positive
+from pql.errors import ConfigError
+from pql.types import Obs, Step
+
+FILLER_REWARD = -1000.0
+"""Reward of ``Counter``'s filler rows: a learner or a statistic that takes one shows it."""
+
+LOST = -1.0
+"""Both entries of the final observation that ``Counter`` loses under next-step autoreset."""
+
+
+class Counter:
+    """obs = [episode id, step]: [N, 2] float32, both from 0, so a transition names itself. Actions do nothing.
+
+    Everything is a function of environment i, episode e and step s, whatever the autoreset mode:
+
+        reward     reward_of(i, e, s) = (i mod 8) + 10 (e mod 8) + s / 8     (exact in float32), of the row acted in
+        length     episodes with (i + e) mod terminate_every == 0 terminate after 1 + (2 i + 3 e) mod episode_length
+                   rows (also on the limit itself, where terminated wins); the others are truncated after
+                   ``episode_length`` rows
+        restart    episodes with (i + e) mod restart_every == restart_every - 1 that last longer than two rows restart
+                   unannounced on their second row: ``first`` without an end, and the true successor is lost
+
+    Filler rows pay ``FILLER_REWARD``. ``log["rows"]`` is 1 on valid rows, so it sums to the episode's length.
+
+    Args:
+        autoreset: as in ``EnvSpec``.
+        final_obs: as in ``EnvSpec``; ``never`` returns the next episode's observation as the final one (same step),
+            or ``LOST`` (next step), with ``final_ok`` False.
+        episode_length: time limit in rows.
+        terminate_every: 0 switches terminations off.
+        restart_every: 0 switches unannounced restarts off.
+        stagger: episode 0 of environment i starts at step i mod episode_length.
+        action_dim: A.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        autoreset: str = "same_step",
+        final_obs: str = "always",
+        episode_length: int = 7,
+        terminate_every: int = 3,
+        restart_every: int = 0,
+        stagger: bool = False,
+        action_dim: int = 2,
+    ):
+        self.spec = self.describe(
+            num_envs, device, autoreset, final_obs, episode_length, terminate_every, restart_every, stagger, action_dim
+        )
+        device = self.spec.device
+        self.episode_length, self.terminate_every, self.restart_every = episode_length, terminate_every, restart_every
+        self._env = torch.arange(num_envs, device=device)
+        self._start = self._env % episode_length if stagger else torch.zeros_like(self._env)
+        self._episode = torch.zeros_like(self._env)
+        self._step = self._start.clone()
+        self._pending = torch.zeros(num_envs, dtype=torch.bool, device=device)  # next step: a filler row is due
+
+    @classmethod
+    def describe(
+        cls,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        autoreset: str = "same_step",
+        final_obs: str = "always",
+        episode_length: int = 7,
+        terminate_every: int = 3,
+        restart_every: int = 0,
+        stagger: bool = False,
+        action_dim: int = 2,
+    ) -> EnvSpec:
+        """The ``EnvSpec`` that the same arguments would build."""
+        if autoreset not in ("same_step", "next_step"):
+            raise ConfigError("autoreset", autoreset, "same_step or next_step")
+        if final_obs not in ("always", "on_done", "never"):
+            raise ConfigError("final_obs", final_obs, "always, on_done or never")
+        for setting, value in (("terminate_every", terminate_every), ("restart_every", restart_every)):
+            if value != 0:
+                positive(setting, value)
+        return EnvSpec(
+            name="counter",
+            num_envs=positive("num_envs", num_envs),
+            obs={"policy": ObsSpec((2,))},
+            action=Box(positive("action_dim", action_dim)),
+            device=torch.device(device),
+            max_episode_steps=positive("episode_length", episode_length),
+            autoreset=autoreset,  # type: ignore[arg-type]
+            final_obs=final_obs,  # type: ignore[arg-type]
+            log=("rows",),
+            capturable=True,
+            info={"restarts": True} if restart_every else {},
+        )
+
+    def reward_of(self, env: Tensor, episode: Tensor, step: Tensor) -> Tensor:
+        """Reward of the row in which ``env`` acts at ``step`` of ``episode`` (integers, any one shape): float32."""
+        return (env % 8).float() + 10.0 * (episode % 8) + step / 8
+
+    def terminates(self, env: Tensor, episode: Tensor) -> Tensor:
+        """Whether the episode ends by termination (bool) rather than by the time limit."""
+        if not self.terminate_every:
+            return torch.zeros_like(env + episode, dtype=torch.bool)
+        return (env + episode) % self.terminate_every == 0
+
+    def length_of(self, env: Tensor, episode: Tensor) -> Tensor:
+        """Step count at which the episode ends (int64), restarts aside."""
+        short = 1 + (2 * env + 3 * episode) % self.episode_length
+        return torch.where(self.terminates(env, episode), short, self.episode_length)
+
+    def restarts(self, env: Tensor, episode: Tensor) -> Tensor:
+        """Whether the episode restarts unannounced on its second row (bool)."""
+        if not self.restart_every:
+            return torch.zeros_like(env + episode, dtype=torch.bool)
+        return ((env + episode) % self.restart_every == self.restart_every - 1) & (self.length_of(env, episode) > 2)
+
+    def _obs(self) -> Tensor:
+        return torch.stack((self._episode, self._step), 1).float()
+
+    def reset(self, seed: int | None = None) -> Obs:
+        """Back to episode 0. There is nothing to seed."""
+        self._episode.zero_()
+        self._step.copy_(self._start)
+        self._pending.zero_()
+        return {"policy": self._obs()}
+
+    def step(self, action: Tensor) -> Step:
+        filler = self._pending.clone()
+        reward = self.reward_of(self._env, self._episode, self._step).masked_fill(filler, FILLER_REWARD)
+        step = self._step + 1
+        ended = (step >= self.length_of(self._env, self._episode)) & ~filler
+        terminated = ended & self.terminates(self._env, self._episode)
+        restart = (step == 2) & self.restarts(self._env, self._episode) & ~ended & ~filler
+        same = self.spec.autoreset == "same_step"
+        final = torch.stack((self._episode, step), 1).float()
+        first = restart | (ended if same else filler)
+        self._episode += first.long()
+        self._step.copy_(torch.where(first, torch.zeros_like(step), step))
+        self._pending.copy_(ended if not same else torch.zeros_like(ended))
+        obs = self._obs()
+        lost = ended if self.spec.final_obs == "never" else torch.zeros_like(ended)
+        if not same:
+            obs = obs.masked_fill(lost[:, None], LOST)
+        final = torch.where((ended & ~lost)[:, None], final, obs)
+        log = {"rows": (~filler).float()}
+        return Step(
+            {"policy": obs}, reward, terminated, ended & ~terminated, first, {"policy": final}, ~(lost | restart),
+            ~filler, log,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"episode": self._episode.clone(), "step": self._step.clone(), "pending": self._pending.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._episode.copy_(state["episode"])
+        self._step.copy_(state["step"])
+        self._pending.copy_(state["pending"])
+
+
+class LQR(TorchEnv):
+    """Linear-quadratic regulator: x' = A x + B u, reward = -(x' Q x + u' R u) of the row acted in, no noise.
+
+    Two damped, coupled masses: x = (positions, velocities), obs = x [N, 4], action = u [N, 2] in [-1, 1]. Starts are
+    uniform in [-0.5, 0.5]; episodes are cut by the time limit only, so the value of a truncated row is the value of
+    an endless problem. From those starts no sequence of allowed actions reaches a state in which the optimal control
+    would leave [-1, 1] (for any discount up to 1), so Q* below is exact wherever the data can go.
+
+    Source: discounted Riccati equation, Bertsekas, Dynamic Programming and Optimal Control, vol. 2, section 4.2.
+    """
+
+    name, obs_size, action_size, state_size, time_limit = "lqr", 4, 2, 4, 50
+    terms = ("state_cost", "action_cost")
+    start_range = 0.5
+
+    def __init__(
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        max_episode_steps: int | None = None,
+        stagger: bool = False,
+    ):
+        super().__init__(num_envs, device, max_episode_steps, stagger)
+        wide = {"dtype": torch.float64, "device": self.spec.device}
+        self.A = torch.tensor(
+            [[1.0, 0.0, 0.2, 0.0], [0.0, 1.0, 0.0, 0.2], [-0.4, 0.1, 0.5, 0.0], [0.1, -0.4, 0.0, 0.5]], **wide
+        )
+        self.B = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.2, 0.0], [0.0, 0.2]], **wide)
+        self.Q = torch.diag(torch.tensor([1.0, 1.0, 0.1, 0.1], **wide))
+        self.R = torch.diag(torch.tensor([0.5, 0.5], **wide))
+        self._float = tuple(m.float() for m in (self.A, self.B, self.Q, self.R))
+
+    def draw(self) -> Tensor:
+        return self.uniform(4) * self.start_range
+
+    def observe(self, state: Tensor) -> Tensor:
+        return state.clone()
+
+    def advance(self, state: Tensor, action: Tensor) -> Transition:
+        A, B, Q, R = self._float
+        log = {"state_cost": -((state @ Q) * state).sum(1), "action_cost": -((action @ R) * action).sum(1)}
+        reward = log["state_cost"] + log["action_cost"]
+        return Transition(state @ A.T + action @ B.T, reward, torch.zeros_like(self._true), log)
+
+    def optimal_gain(self, gamma: float) -> Tensor:
+        """K of the optimal policy u = -K x: [2, 4] float64, by iterating the Riccati equation to its fixed point.
+
+        Raises:
+            ConfigError: gamma outside [0, 1].
+        """
+        if not 0 <= gamma <= 1:
+            raise ConfigError("gamma", gamma, "a discount in [0, 1]")
+        A, B, P = self.A, self.B, self.Q
+        K = torch.zeros_like(B.T)
+        for _ in range(1000):  # A is stable with spectral radius 0.8: converged to rounding long before
+            K = torch.linalg.solve(self.R + gamma * B.T @ P @ B, gamma * B.T @ P @ A)
+            P = self.Q + gamma * A.T @ P @ (A - B @ K)
+        return K
+
+    def value_matrix(self, gamma: float, gain: Tensor | None = None) -> Tensor:
+        """P with V(x) = -x' P x: [4, 4] float64; of the policy u = -gain x, or of the optimal one.
+
+        Solves P = Q + K' R K + gamma (A - B K)' P (A - B K), linear in P.
+
+        Raises:
+            ConfigError: gamma outside [0, 1], or a gain whose value is infinite.
+        """
+        K = self.optimal_gain(gamma) if gain is None else gain.to(self.A)
+        closed = gamma**0.5 * (self.A - self.B @ K)
+        if torch.linalg.eigvals(closed).abs().max() >= 1:
+            raise ConfigError("gain", gain, "a stable closed loop: sqrt(gamma) (A - B gain) within the unit circle")
+        cost = self.Q + K.T @ self.R @ K
+        system = torch.eye(16).to(cost) - torch.kron(closed.T, closed.T)
+        return torch.linalg.solve(system, cost.reshape(16)).reshape(4, 4)
+
+    def value(self, obs: Tensor, gamma: float, gain: Tensor | None = None) -> Tensor:
+        """V(x) of the policy u = -gain x, or V* where none is given: obs [..., 4] -> [...] float64."""
+        x = obs.to(self.A)
+        return -((x @ self.value_matrix(gamma, gain)) * x).sum(-1)
+
+    def q_value(self, obs: Tensor, action: Tensor, gamma: float, gain: Tensor | None = None) -> Tensor:
+        """Q(x, u), followed by the policy u = -gain x or, by default, by the optimal one (Q*).
+
+        Args:
+            obs: [..., 4]; action: [..., 2] in [-1, 1].
+
+        Returns:
+            [...] float64.
+        """
+        x, u = obs.to(self.A), action.to(self.A)
+        reward = -((x @ self.Q) * x).sum(-1) - ((u @ self.R) * u).sum(-1)
+        return reward + gamma * self.value(x @ self.A.T + u @ self.B.T, gamma, gain)

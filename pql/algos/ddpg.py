@@ -1,0 +1,134 @@
+"""DDPG(n), TD3 and their distributional form: two update functions over named state.
+
+PQL is these two under the ``Concurrent`` schedule; TD3 (smoothing, twin critics, delay) and C51 are settings.
+Sources: Lillicrap et al. 2016 (DDPG), Fujimoto et al. 2018 (TD3), Bellemare et al. 2017 (C51), Li et al. 2023 (PQL).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+
+from pql.dist import lower_mean, project
+from pql.nets import Critic, Flat
+from pql.optim import AdamW, polyak
+from pql.types import Batch, Metrics, Obs, ObsBatch
+from pql.worker import State
+
+
+@dataclass
+class ValueState(State):
+    """What the V-learner owns. ``atoms`` [Z] makes the critic categorical."""
+
+    critic: Flat
+    target: Flat
+    optimizer: AdamW
+    tau: float
+    smoothing: float = 0.0  # standard deviation of the target action's noise
+    smoothing_clip: float = 0.0
+    atoms: Tensor | None = None
+
+
+@dataclass
+class PolicyState(State):
+    """What the P-learner owns. ``target`` is None where the policy itself forms the targets (PQL)."""
+
+    policy: Flat
+    target: Flat | None
+    optimizer: AdamW
+    tau: float
+    reduce: str = "min"  # how an ensemble's values become one: min, mean, first
+
+
+@dataclass
+class ValueInputs:
+    """The V-learner's private copies: the policy that forms targets."""
+
+    policy: nn.Module
+
+
+@dataclass
+class PolicyInputs:
+    """The P-learner's private copies: the critic that it climbs."""
+
+    critic: Critic
+    atoms: Tensor | None = None
+
+
+def value_update(state: ValueState, inputs: ValueInputs, batch: Batch, gen: Generator) -> Metrics:
+    """One critic step towards r + discount * Q'(s', clip(pi(s') + clipped noise)). Mutates ``state`` only."""
+    with torch.no_grad():
+        action = inputs.policy(batch.next_obs)
+        if state.smoothing > 0:
+            noise = torch.randn(action.shape, generator=gen, device=action.device) * state.smoothing
+            action = (action + noise.clamp_(-state.smoothing_clip, state.smoothing_clip)).clamp_(-1, 1)
+    return critic_step(state, batch, action, None)
+
+
+def critic_step(state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None) -> Metrics:
+    """Regress every critic of the ensemble on one shared target, then move the target network.
+
+    Args:
+        next_action: [B, A] at ``batch.next_obs``.
+        bonus: [B] added to the value of the next state (SAC's entropy term), or None.
+    """
+    share = loss_share(batch.mask, batch.weight)
+    loss_of = scalar_loss if state.atoms is None else categorical_loss
+    loss, q = loss_of(state, batch, next_action, bonus)  # [E, B], [B]
+    total = (loss * share).sum()
+    state.optimizer.zero_grad()
+    total.backward()
+    norm = state.optimizer.step()
+    polyak(state.target, state.critic, state.tau)
+    return {"loss/critic": total.detach(), "value/q": (q * share).sum(), "grad_norm/critic": norm}
+
+
+def scalar_loss(state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Squared error against r + discount * (min_e Q'_e(s', a') + bonus). Returns ([E, B], [B] values)."""
+    with torch.no_grad():
+        value = state.target.module(batch.next_obs, next_action).amin(0)
+        target = torch.addcmul(batch.reward, batch.discount, value if bonus is None else value + bonus)
+    q = state.critic.module(batch.obs, batch.action)  # [E, B]
+    return (q - target).square(), q.detach()[0]
+
+
+def categorical_loss(
+    state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy against the projected target distribution: the whole one with the lower mean."""
+    atoms = state.atoms
+    assert atoms is not None
+    with torch.no_grad():
+        probs = lower_mean(state.target.module(batch.next_obs, next_action).softmax(-1), atoms)  # [B, Z]
+        ahead = atoms if bonus is None else atoms + bonus.unsqueeze(-1)
+        support = batch.reward.unsqueeze(-1) + batch.discount.unsqueeze(-1) * ahead
+        target = project(support, probs, atoms)
+    log_probs = state.critic.module(batch.obs, batch.action).log_softmax(-1)  # [E, B, Z]
+    return -(target * log_probs).sum(-1), log_probs.detach()[0].exp() @ atoms
+
+
+def policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
+    """One ascent step on Q(s, pi(s)); moves the target policy where there is one. Mutates ``state`` only."""
+    q = ensemble_value(inputs, batch.obs, state.policy.module(batch.obs), state.reduce)
+    loss = -(q * loss_share(batch.mask, batch.weight)).sum()
+    state.optimizer.zero_grad()
+    loss.backward()
+    norm = state.optimizer.step()
+    if state.target is not None:
+        polyak(state.target, state.policy, state.tau)
+    return {"loss/policy": loss.detach(), "grad_norm/policy": norm}
+
+
+def ensemble_value(inputs: PolicyInputs, obs: Obs, action: Tensor, reduce: str) -> Tensor:
+    """The ensemble's value of (obs, action) as one number per row, [B]."""
+    q = inputs.critic(obs, action)
+    if inputs.atoms is not None:
+        q = q.softmax(-1) @ inputs.atoms
+    if reduce == "first":
+        return q[0]
+    return q.mean(0) if reduce == "mean" else q.amin(0)
+
+
+def loss_share(mask: Tensor, weight: Tensor) -> Tensor:
+    """What each row contributes to a loss: mask * weight / sum(mask), [B]; zeros where no row counts."""
+    return mask * weight / mask.sum().clamp(min=1)

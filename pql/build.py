@@ -1,0 +1,407 @@
+"""All wiring, as plain calls: a checked config and an environment become workers under a schedule."""
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Generator, Tensor, nn
+
+from pql.algos import ddpg, sac
+from pql.collect import ActFunction, Collector
+from pql.config import Config, PlacementConfig, resolve_device
+from pql.dist import squashed_gaussian
+from pql.env import Box, EnvSpec, VecEnv, find_factory
+from pql.errors import ConfigError
+from pql.explore import Exploration
+from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy
+from pql.normalize import Normalizer
+from pql.optim import AdamW
+from pql.replay import Cursor, Replay, preflight
+from pql.schedule import (
+    Concurrent,
+    Counts,
+    Executor,
+    Inline,
+    Lockstep,
+    Schedule,
+    Streams,
+    Threads,
+    Trace,
+    tick_counts,
+)  # fmt: skip
+from pql.slots import WeightSlot
+from pql.types import Batch, Obs, ObsBatch
+from pql.worker import Learner, LearnerJob, Worker
+
+
+@dataclass
+class Parts:
+    """A run's objects, wired."""
+
+    config: Config
+    env: VecEnv
+    counts: Counts
+    collector: Collector
+    learners: dict[str, Learner]  # "v", "p"
+    jobs: dict[str, LearnerJob]
+    cursors: dict[str, Cursor]
+    slots: dict[str, WeightSlot]
+    workers: dict[str, Worker]
+    schedule: Schedule
+    policy: Flat  # the policy that is evaluated and saved
+
+    def prepare(self) -> None:
+        """Capture graphs where they are on. Before the first reset."""
+        self.collector.prepare()
+        for job in self.jobs.values():
+            job.graph.prepare()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next tick depends on."""
+        learners = {k: {"state": v.state.state_dict(), "gen": v.gen.get_state()} for k, v in self.learners.items()}
+        lost = {k: v.lost for k, v in self.cursors.items()}
+        return {"collector": self.collector.state_dict(), "learners": learners, "lost": lost}
+
+    def load_state_dict(self, state: dict[str, Any], ticks: int) -> None:
+        """Restore in place, as if ``ticks`` ticks had been run."""
+        self.collector.load_state_dict(state["collector"])
+        for k, learner in self.learners.items():
+            learner.state.load_state_dict(state["learners"][k]["state"])
+            learner.gen.set_state(state["learners"][k]["gen"].cpu())
+            self.cursors[k].lost.copy_(state["lost"][k])
+        self.begin(ticks)
+
+    def begin(self, ticks: int = 0) -> None:
+        """Publish everything as it stands; tick ``ticks`` comes next."""
+        self.schedule.ticks = ticks
+        for slot in self.slots.values():
+            slot.reload(ticks)
+
+
+def seeds(seed: int) -> dict[str, int]:
+    """One seed -> a seed for every generator and for the simulator."""
+    root = torch.Generator().manual_seed(seed)
+    names = ("init", "env", "collector", "v", "p", "eval")
+    return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
+
+
+def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
+    """The environment's spec without starting it, where its factory can tell."""
+    factory = find_factory(config.task.name)
+    describe = getattr(factory, "describe", None)
+    return describe(num_envs=config.num_envs, device=device, **env_kwargs(config)) if describe else None
+
+
+def env_kwargs(config: Config) -> dict[str, Any]:
+    """What the task passes to its environment's factory."""
+    return {**({"id": config.task.id} if config.task.id else {}), **config.task.kwargs}
+
+
+def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
+    """The task's environment. ``num_envs`` overrides the config's (evaluation)."""
+    device = torch.device(config.placement.collector or resolve_device(config.device))
+    count = config.num_envs if num_envs is None else num_envs
+    return find_factory(config.task.name)(num_envs=count, device=device, **env_kwargs(config))
+
+
+def build(
+    config: Config, env: VecEnv | None = None, trace: Trace | None = None, executor: Executor | None = None
+) -> Parts:
+    """Wire a run.
+
+    Args:
+        env: a live environment instead of the task's.
+        trace, executor: for tests: record the tick; run its workers otherwise than the placement says.
+    Raises:
+        ConfigError: something cannot work together, before any simulator starts where its spec can be had.
+    """
+    devices = worker_devices(config)
+    set_precision(config.placement)
+    counts = tick_counts(config.algo.v_per_step, config.algo.p_per_v)
+    spec = env.spec if env is not None else describe_env(config, devices["collector"])
+    rows = check_spec(config, spec, counts, devices["v"]) if spec is not None else 0
+    env = env if env is not None else build_env(config)
+    rows = rows or check_spec(config, env.spec, counts, devices["v"])
+    return _wire(config, env, counts, rows, devices, trace, executor)
+
+
+def _wire(
+    config: Config, env: VecEnv, counts: Counts, rows: int, devices: dict[str, torch.device],
+    trace: Trace | None, executor: Executor | None,
+) -> Parts:  # fmt: skip
+    spec, algo, seed = env.spec, config.algo, seeds(config.seed)
+    gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
+    policy, critic = make_networks(config, spec, seed["init"])
+    normalizer = Normalizer(
+        spec.obs, spec.num_envs, devices["collector"], algo.normalize_obs, config.task.reward_scale,
+        algo.gamma if algo.normalize_reward else None,
+    )  # fmt: skip
+    replays = [make_replay(config, spec, rows, counts, devices["v"])]
+    if devices["p"] != devices["v"]:
+        replays.append(make_replay(config, spec, rows, counts, devices["p"], obs_only=True))
+    capture = config.cuda_graphs != "off"
+    collector = make_collector(config, env, policy, normalizer, replays, gens["collector"], capture)
+    roles = {
+        "v": value_role(config, policy, critic, normalizer, replays[0], gens["v"]),
+        "p": policy_role(config, policy, critic, normalizer, replays[-1], gens["p"]),
+        "collector": Role(pulls={"policy": [Flat(collector.policy).data]}, owns={
+            "norm": normalizer.frozen(), "rows": replays[0].live.tensors()}),
+    }  # fmt: skip
+    slots = {name: WeightSlot(name, source) for role in roles.values() for name, source in role.owns.items()}
+    rounds = counts.rounds if algo.schedule == "lockstep" else 1
+    learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
+    sizes = {"v": counts.v // rounds, "p": counts.p // rounds}
+    jobs = {w: LearnerJob(learners[w], sizes[w], devices[w], capture) for w in learners}
+    threads = thread_counts(config)
+    workers = {
+        # Learners first: a simulator that blocks the launching host then overlaps with queued learner work.
+        w: Worker(
+            w, jobs[w] if w in jobs else collector.run, devices[w], [(slots[s], t) for s, t in role.pulls.items()],
+            [slots[s] for s in role.owns], threads[w], trace,
+        )
+        for w, role in roles.items()
+    }  # fmt: skip
+    schedule: Schedule
+    if algo.schedule == "lockstep":
+        schedule = Lockstep(workers, counts, executor or Inline())
+    else:
+        schedule = Concurrent(workers, counts, executor or make_executor(config.placement, devices))
+    cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
+    best = cast(ddpg.PolicyState, learners["p"].state).policy
+    return Parts(config, env, counts, collector, learners, jobs, cursors, slots, workers, schedule, best)
+
+
+@dataclass
+class Role:
+    """One worker's algorithmic side: private tensors by the slot that fills them, and what it owns."""
+
+    pulls: dict[str, list[Tensor]]
+    owns: dict[str, list[Tensor]]
+    learner: Learner | None = None
+    cursor: Cursor | None = None
+
+
+def value_role(
+    config: Config, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay, gen: Generator
+) -> Role:
+    """The V-learner: critic and target, a private policy, normaliser and cursor."""
+    algo, net, device = config.algo, config.algo.critic, replay.device
+    flat = Flat(copy.deepcopy(critic).to(device), trained=True)
+    state = ddpg.ValueState(
+        critic=flat, target=Flat(copy.deepcopy(critic).to(device)),
+        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay), tau=net.tau,
+        smoothing=algo.smoothing, smoothing_clip=algo.smoothing_clip, atoms=make_atoms(config, device),
+    )  # fmt: skip
+    mine, cursor, private = copy.deepcopy(policy).to(device), Cursor(replay.num_envs, device), clone_norm(norm, device)
+    source = "target_policy" if algo.policy.target else "policy"
+    pulls = {source: [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
+
+    def draw(gen: Generator) -> Batch:
+        batch = replay.sample(cursor, algo.batch_size, algo.n_step, algo.gamma, gen)
+        reward = batch.reward * private.reward_scale
+        return batch._replace(obs=private(batch.obs), next_obs=private(batch.next_obs), reward=reward)
+
+    if algo.family == "sac":
+        alpha = torch.zeros(1, device=device)
+        pulls["temperature"] = [alpha]
+        learner = Learner("v", state, sac.value_update, draw, sac.SacValueInputs(mine, alpha), gen)
+    else:
+        learner = Learner("v", state, ddpg.value_update, draw, ddpg.ValueInputs(mine), gen)
+    return Role(pulls, {"critic": [flat.data]}, learner, cursor)
+
+
+def policy_role(
+    config: Config, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay, gen: Generator
+) -> Role:
+    """The P-learner: policy (and temperature or target policy), a private critic, normaliser and cursor."""
+    algo, net, device = config.algo, config.algo.policy, replay.device
+    flat = Flat(copy.deepcopy(policy).to(device), trained=True)
+    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay)
+    mine, cursor, private = copy.deepcopy(critic).to(device), Cursor(replay.num_envs, device), clone_norm(norm, device)
+    pulls = {"critic": [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
+    inputs, owns = ddpg.PolicyInputs(mine, make_atoms(config, device)), {"policy": [flat.data]}
+
+    def draw(gen: Generator) -> ObsBatch:
+        batch = replay.sample_obs(cursor, algo.batch_size, gen)
+        return batch._replace(obs=private(batch.obs))
+
+    if algo.family == "sac":
+        size = replay.action.shape[1]
+        temperature = Flat(sac.Temperature(algo.sac.alpha).to(device), trained=True)
+        entropy = -float(size) if algo.sac.target_entropy is None else algo.sac.target_entropy
+        state = sac.SacPolicyState(
+            flat,
+            optimizer,
+            temperature,
+            AdamW(temperature, algo.sac.alpha_lr),
+            entropy,
+            algo.sac.auto_alpha,
+            net.reduce,
+        )
+        owns["temperature"] = [temperature.data]
+        return Role(pulls, owns, Learner("p", state, sac.policy_update, draw, inputs, gen), cursor)
+    target = Flat(copy.deepcopy(policy).to(device)) if net.target else None
+    if target is not None:
+        owns["target_policy"] = [target.data]
+    plain = ddpg.PolicyState(flat, target, optimizer, net.tau, net.reduce)
+    return Role(pulls, owns, Learner("p", plain, ddpg.policy_update, draw, inputs, gen), cursor)
+
+
+def clone_norm(norm: Normalizer, device: torch.device) -> Normalizer:
+    """A private copy for a reader: only the frozen tensors are ever filled."""
+    return copy.deepcopy(norm).to(device)
+
+
+def make_atoms(config: Config, device: torch.device) -> Tensor | None:
+    """The categorical critic's support [Z], or None for a scalar critic."""
+    net = config.algo.critic
+    return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)
+
+
+def make_networks(config: Config, spec: EnvSpec, seed: int) -> tuple[nn.Module, Critic]:
+    """Policy and critic on the CPU, initialised from ``seed`` alone."""
+    algo, size = config.algo, cast(Box, spec.action).size
+    sizes = {k: s.shape[0] for k, s in spec.obs.items()}
+    group = "critic" if "critic" in sizes else "policy"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy, critic = make_policy(config, spec), Critic(
+            group, sizes[group], size, algo.critic.hidden, algo.critic.activation, algo.critic.layer_norm,
+            algo.critic.ensemble, algo.critic.atoms,
+        )  # fmt: skip
+    return policy, critic
+
+
+def make_policy(config: Config, spec: EnvSpec) -> nn.Module:
+    """The policy network alone, freshly initialised."""
+    net = config.algo.policy
+    kind = GaussianPolicy if config.algo.family == "sac" else DeterministicPolicy
+    return kind(spec.obs["policy"].shape[0], cast(Box, spec.action).size, net.hidden, net.activation, net.layer_norm)
+
+
+def make_replay(
+    config: Config, spec: EnvSpec, rows: int, counts: Counts, device: torch.device, obs_only: bool = False
+) -> Replay:
+    """An empty ring on ``device``."""
+    return Replay(
+        spec.obs, cast(Box, spec.action).size, spec.num_envs, rows, counts.horizon, spec.max_episode_steps, device,
+        getattr(torch, config.replay.dtype), obs_only,
+    )  # fmt: skip
+
+
+def make_collector(
+    config: Config,
+    env: VecEnv,
+    policy: nn.Module,
+    norm: Normalizer,
+    replays: list[Replay],
+    gen: Generator,
+    capture: bool,
+) -> Collector:
+    """The collector with its private policy and exploration noise."""
+    explore, spec = config.algo.explore, env.spec
+    noise = Exploration(
+        explore.kind, explore.low, explore.high, spec.num_envs, cast(Box, spec.action).size, spec.device, explore.repeat
+    )  # type: ignore[arg-type]
+    act: ActFunction = act_stochastic if config.algo.family == "sac" else act_deterministic
+    return Collector(env, copy.deepcopy(policy).to(spec.device), act, norm, noise, replays, gen, capture)
+
+
+def act_deterministic(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
+    return policy(obs)
+
+
+def act_stochastic(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
+    return squashed_gaussian(*policy(obs), gen)[0]
+
+
+def worker_devices(config: Config) -> dict[str, torch.device]:
+    """Where each worker sits: its own placement, else the run's device.
+
+    Raises:
+        ConfigError: a device that this machine does not have.
+    """
+    place, out = config.placement, {}
+    for worker, name in (("collector", place.collector), ("v", place.v_learner), ("p", place.p_learner)):
+        device = torch.device(resolve_device(name or config.device))
+        # One spelling per device, or tensors on cuda and on cuda:0 would count as apart.
+        out[worker] = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return out
+
+
+def thread_counts(config: Config) -> dict[str, int]:
+    """Intra-op threads per worker on the CPU.
+
+    Under ``lockstep`` each has all cores. Under ``concurrent`` the V-learner, which bounds most ticks, has what the
+    other two (one each) leave. Another count is another order of summation, so other bits: never chosen at run time.
+    """
+    cores, place = os.cpu_count() or 1, config.placement.threads
+    alone = config.algo.schedule == "lockstep"
+    default = {
+        "collector": cores if alone else 1,
+        "v": cores if alone else max(1, cores - 2),
+        "p": cores if alone else 1,
+    }
+    return {w: getattr(place, w) or n for w, n in default.items()}
+
+
+def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> Executor:
+    """How the workers of a concurrent tick are run."""
+    on_cuda = all(d.type == "cuda" for d in devices.values())
+    kind = place.executor if place.executor != "auto" else ("streams" if on_cuda else "threads")
+    if kind == "streams":
+        if not on_cuda:
+            raise ConfigError("placement.executor", kind, "threads or inline where a worker sits on the CPU")
+        return Streams(devices)
+    return Threads(list(devices), place.watchdog_seconds) if kind == "threads" else Inline()
+
+
+def set_precision(place: PlacementConfig) -> None:
+    """float32 products: TF32 on CUDA, and on the CPU oneDNN's reduced-precision mode.
+
+    That mode hands float32 products to oneDNN, which rounds inputs to bfloat16 only on CPUs with matrix units for
+    it (AMX); elsewhere they stay float32 and merely run faster than MKL's on some processors.
+    """
+    fast = place.matmul == "fast"
+    torch.backends.cuda.matmul.allow_tf32 = fast
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
+
+
+def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+    """What an environment and a config must agree on. Returns the replay's rows T.
+
+    Raises:
+        ConfigError: an action or observation space that no network here takes, a replay that is too small or too large.
+    """
+    if not isinstance(spec.action, Box):
+        raise ConfigError(
+            "task", config.task.name, f"a task with bounded continuous actions; this one has {spec.action}"
+        )
+    for group, s in spec.obs.items():
+        if len(s.shape) != 1 or not s.dtype.is_floating_point:
+            raise ConfigError(
+                "task", config.task.name, f"flat float observations; {group!r} is {s.dtype} {list(s.shape)}"
+            )
+    replay = config.replay
+    rows = preflight(
+        spec.obs, spec.action.size, spec.num_envs, replay.capacity, counts.horizon, spec.max_episode_steps,
+        getattr(torch, replay.dtype), available_bytes(device),
+    )  # fmt: skip
+    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + 2
+    if rows < least:
+        raise ConfigError(
+            "replay.capacity", replay.capacity,
+            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
+        )  # fmt: skip
+    return rows
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that a replay may take: what is free, less a tenth."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(free * 0.9)

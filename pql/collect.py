@@ -1,0 +1,253 @@
+"""The collector: act -> env.step -> write. It owns the replay's rows, the statistics and the exploration noise."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from pql.env import VecEnv
+from pql.explore import Exploration
+from pql.graph import Graph
+from pql.normalize import Normalizer
+from pql.replay import Replay
+from pql.types import Obs, Step
+
+ActFunction = Callable[[nn.Module, Obs, Generator], Tensor]
+"""(policy, normalised obs, generator) -> action [N, A]: what algorithms differ in when acting."""
+
+
+class EpisodeStats:
+    """Returns, lengths and log terms of finished episodes, summed on the device."""
+
+    def __init__(self, num_envs: int, terms: Sequence[str], device: torch.device):
+        self.terms = tuple(terms)
+        rows = 2 + len(self.terms)  # return, length, then one per term
+        self.running = torch.zeros(rows, num_envs, device=device)
+        self.finished = torch.zeros(rows, device=device)
+        self.count = torch.zeros((), device=device)
+
+    def update(self, step: Step) -> None:
+        new = torch.stack([step.reward, torch.ones_like(step.reward), *(step.log[k] for k in self.terms)])
+        self.running += new * step.valid
+        ended = (step.terminated | step.truncated) & step.valid
+        self.finished += (self.running * ended).sum(1)
+        self.count += ended.sum()
+        self.running *= ~(ended | step.first)
+
+    def drain(self) -> dict[str, Tensor]:
+        """Means over the episodes that ended since the last drain, and their number; then start over."""
+        mean = self.finished / self.count.clamp(min=1)
+        names = ["train/return_mean", "train/length_mean", *(f"episode/{k}" for k in self.terms)]
+        out = dict(zip(names, mean, strict=True)) | {"train/episodes": self.count.clone()}
+        self.finished.zero_()
+        self.count.zero_()
+        return out
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"running": self.running, "finished": self.finished, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+class Collector:
+    """Steps all environments with a private copy of the policy.
+
+    Args:
+        policy: private copy that pulls land in; ``act`` turns its output into an action.
+        replays: rings to write to; all but the first are observation-only copies on other devices.
+        capture: put acting and recording into CUDA graphs (the simulator's own step stays outside).
+    """
+
+    def __init__(
+        self,
+        env: VecEnv,
+        policy: nn.Module,
+        act: ActFunction,
+        normalizer: Normalizer,
+        explore: Exploration,
+        replays: Sequence[Replay],
+        gen: Generator,
+        capture: bool = False,
+    ):
+        self.env, self.policy, self.normalizer, self.explore = env, policy, normalizer, explore
+        self.replays, self.gen, self._policy_act = replays, gen, act
+        spec = env.spec
+        self.device = spec.device
+        self.episodes = EpisodeStats(spec.num_envs, spec.log, self.device)
+        self.obs = {
+            k: torch.zeros(spec.num_envs, *s.shape, dtype=s.dtype, device=self.device) for k, s in spec.obs.items()
+        }
+        self.action = torch.zeros(spec.num_envs, replays[0].action.shape[1], device=self.device)
+        self.now: Step | None = None
+        self.steps = 0  # env steps of each environment, warm-up included
+        self._act = Graph(self._act_body, self.device, [gen], _ActState(self), capture)
+        self._record = Graph(self._record_body, self.device, [], _RecordState(self), capture)
+
+    def prepare(self) -> None:
+        """Capture, where that is on; before the first reset, while the rings are empty."""
+        if self._act.capture:
+            spec = self.env.spec
+            flag = torch.zeros(spec.num_envs, dtype=torch.bool, device=self.device)
+            zero = torch.zeros(spec.num_envs, device=self.device)
+            obs = {k: v.clone() for k, v in self.obs.items()}
+            final = {k: v.clone() for k, v in self.obs.items()}
+            log = {k: zero.clone() for k in spec.log}
+            flags = [flag.clone() for _ in range(5)]
+            self.now = Step(obs, zero, flags[0], flags[1], flags[2], final, flags[3], flags[4], log)
+            self._act.prepare()
+            self._record.prepare()
+
+    def start(self, seed: int) -> None:
+        """Reset the simulator and write the first observation."""
+        obs = self.env.reset(seed)
+        self._keep(obs)
+        for replay in self.replays:
+            replay.begin({k: v.to(replay.device) for k, v in obs.items()})
+        self.normalizer.observe(obs)
+        self.normalizer.freeze()
+
+    @torch.no_grad()
+    def run(self, steps: int) -> None:
+        """``steps`` steps of every environment with the policy; then freeze the statistics for the next tick."""
+        for _ in range(steps):
+            self._act()
+            self._advance()
+        self.normalizer.freeze()
+
+    @torch.no_grad()
+    def warm_up(self, steps: int) -> None:
+        """``steps`` steps with actions uniform in [-1, 1]."""
+        for _ in range(steps):
+            self.action.copy_(torch.rand(self.action.shape, generator=self.gen, device=self.device).mul_(2).sub_(1))
+            self._advance()
+        self.normalizer.freeze()
+
+    def _advance(self) -> None:
+        step = self._env_step(self.action)
+        if self._record.graph is None:
+            self.now = step
+        else:
+            self._load(step)
+        self._record()
+        self.steps += 1
+
+    def _act_body(self) -> None:
+        action = self._policy_act(self.policy, self.normalizer(self.obs), self.gen)
+        self.action.copy_(self.explore(action, self.gen))
+
+    def _record_body(self) -> None:
+        step = self.now
+        assert step is not None
+        for replay in self.replays:
+            replay.insert(self.action.to(replay.device), step_to(step, replay.device))
+        self.normalizer.observe(step.obs)
+        self.normalizer.observe_reward(step.reward, step.terminated | step.truncated)
+        self.episodes.update(step)
+        self.explore.observe(step.first)
+        self._keep(step.obs)
+
+    def _keep(self, obs: dict[str, Tensor]) -> None:
+        for k, v in self.obs.items():
+            v.copy_(obs[k])
+
+    def _load(self, step: Step) -> None:
+        """Copy a simulator's step to the addresses that the captured recording reads."""
+        for target, source in zip(flatten(self.now), flatten(step), strict=True):
+            target.copy_(source, non_blocking=True)
+
+    def _env_step(self, action: Tensor) -> Step:
+        if self.env.spec.stream == "current" or self.device.type != "cuda":
+            return self.env.step(action)
+        # The simulator works on the legacy default stream, which PyTorch's side streams are not ordered with.
+        mine, theirs = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
+        theirs.wait_stream(mine)
+        with torch.cuda.stream(theirs):
+            step = self.env.step(action)
+        mine.wait_stream(theirs)
+        for tensor in flatten(step):
+            tensor.record_stream(mine)
+        return step
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on, the simulator included where it offers ``state_dict``."""
+        state = {
+            "obs": self.obs, "gen": self.gen.get_state(), "explore": self.explore.state_dict(),
+            "normalizer": self.normalizer.state_dict(), "episodes": self.episodes.state_dict(),
+            "replay": [r.state_dict() for r in self.replays],
+        }  # fmt: skip
+        if hasattr(self.env, "state_dict"):
+            state["env"] = self.env.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._keep(state["obs"])
+        self.gen.set_state(state["gen"].cpu())
+        self.explore.load_state_dict(state["explore"])
+        self.normalizer.load_state_dict(state["normalizer"])
+        self.episodes.load_state_dict(state["episodes"])
+        for replay, saved in zip(self.replays, state["replay"], strict=True):
+            replay.load_state_dict(saved)
+        if "env" in state:
+            self.env.load_state_dict(state["env"])  # type: ignore[attr-defined]
+
+
+class _ActState:
+    """What a warm-up of acting must leave as it was."""
+
+    def __init__(self, collector: Collector):
+        self.c = collector
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gen": self.c.gen.get_state(), "explore": self.c.explore.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.c.gen.set_state(state["gen"].cpu())
+        self.c.explore.load_state_dict(state["explore"])
+
+
+class _RecordState:
+    """What a warm-up of recording must leave as it was. Rows past a head hold nothing, so heads suffice."""
+
+    def __init__(self, collector: Collector):
+        self.c = collector
+
+    def _cursors(self) -> dict[str, Tensor]:
+        return {f"{i}.{j}": t for i, r in enumerate(self.c.replays) for j, t in enumerate(r.live.tensors())}
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {"explore": self.c.explore, "normalizer": self.c.normalizer, "episodes": self.c.episodes}
+        return {**{k: v.state_dict() for k, v in parts.items()}, "cursors": self._cursors()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.c.explore.load_state_dict(state["explore"])
+        self.c.normalizer.load_state_dict(state["normalizer"])
+        self.c.episodes.load_state_dict(state["episodes"])
+        for k, t in self._cursors().items():
+            t.copy_(state["cursors"][k])
+
+
+def flatten(step: Step | None) -> list[Tensor]:
+    """A step's tensors in a fixed order."""
+    assert step is not None
+    out: list[Tensor] = []
+    for part in step:
+        out += part.values() if isinstance(part, dict) else [part]
+    return out
+
+
+def step_to(step: Step, device: torch.device) -> Step:
+    """The step on ``device`` (itself where it is there already)."""
+    if step.reward.device == device:
+        return step
+    move = {k: v.to(device, non_blocking=True) for k, v in step.obs.items()}
+    final = {k: v.to(device, non_blocking=True) for k, v in step.final_obs.items()}
+    rest = {
+        f: getattr(step, f).to(device, non_blocking=True)
+        for f in ("reward", "terminated", "truncated", "first", "final_ok", "valid")
+    }
+    return Step(obs=move, final_obs=final, log={}, **rest)

@@ -1,0 +1,367 @@
+"""The schema: frozen dataclasses, their checks, and the composition of YAML presets with overrides.
+
+One field in, one field used. YAML in ``pql.cfg`` holds presets; Hydra is imported only to compose them.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pql.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    name: str = "halfcheetah"  # the registered environment
+    id: str | None = None  # for name=gymnasium: the gymnasium id
+    kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the environment's factory
+    reward_scale: float = 1.0  # constant factor on rewards before learning
+
+
+@dataclass(frozen=True)
+class NetConfig:
+    hidden: list[int] = field(default_factory=lambda: [512, 256, 128])
+    activation: str = "elu"  # relu | elu | silu | tanh
+    layer_norm: bool = False
+    lr: float = 5e-4
+    weight_decay: float = 0.01
+    grad_clip: float | None = 0.5  # largest gradient norm; null: none
+
+
+@dataclass(frozen=True)
+class CriticConfig(NetConfig):
+    ensemble: int = 2  # critics, as one batched network
+    atoms: int | None = None  # categorical (C51) with this many atoms; null: scalar
+    v_min: float = -10.0
+    v_max: float = 10.0
+    tau: float = 0.05  # target network: share of the new weights per update
+
+
+@dataclass(frozen=True)
+class PolicyConfig(NetConfig):
+    target: bool = False  # keep a target policy for the critic's targets (TD3); false: the policy itself (PQL)
+    tau: float = 0.05
+    reduce: str = "min"  # the ensemble's value for the policy: min | mean | first
+
+
+@dataclass(frozen=True)
+class ExploreConfig:
+    kind: str = "mixed"  # mixed | fixed | redrawn | none
+    low: float = 0.05  # smallest sigma (the only one where fixed)
+    high: float = 0.8
+    repeat: bool = False  # hold each noise vector for a zeta(2)-distributed number of steps
+
+
+@dataclass(frozen=True)
+class SacConfig:
+    alpha: float = 1.0  # initial temperature
+    auto_alpha: bool = True
+    alpha_lr: float = 0.005
+    target_entropy: float | None = None  # null: -A
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    name: str = "pql"  # the preset's name
+    family: str = "ddpg"  # ddpg | sac: which update functions
+    schedule: str = "concurrent"  # concurrent | lockstep
+    batch_size: int = 8192
+    n_step: int = 3
+    gamma: float = 0.99
+    v_per_step: float = 8.0  # critic updates per step of all environments (beta_a:v = 1 : this)
+    p_per_v: float = 0.5  # policy updates per critic update (beta_p:v)
+    warmup_steps: int = 32  # random steps of every environment before learning
+    normalize_obs: bool = True
+    normalize_reward: bool = False  # divide rewards by the running standard deviation of returns
+    smoothing: float = 0.8  # target action noise
+    smoothing_clip: float = 0.2
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    explore: ExploreConfig = field(default_factory=ExploreConfig)
+    sac: SacConfig = field(default_factory=SacConfig)
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    capacity: int = 5_000_000  # transitions, all environments together
+    dtype: str = "float32"  # float32 | float16 | bfloat16: storage of floating observations (uint8 stays uint8)
+
+
+@dataclass(frozen=True)
+class ThreadsConfig:
+    collector: int | None = None  # intra-op threads per worker; null: by core count
+    v: int | None = None
+    p: int | None = None
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    collector: str | None = None  # a device; null: the run's ``device``
+    v_learner: str | None = None
+    p_learner: str | None = None
+    executor: str = "auto"  # auto | threads | inline | streams: how the workers of a tick are run
+    threads: ThreadsConfig = field(default_factory=ThreadsConfig)
+    watchdog_seconds: float = 30.0  # a worker that needs longer for one tick is hung
+    matmul: str = "fast"  # fast: TF32 on CUDA, oneDNN's reduced-precision mode on the CPU | exact: plain float32
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    seconds: float | None = None  # of training; null: no limit
+    env_steps: int | None = None  # transitions, all environments together, warm-up included
+    target_return: float | None = None  # stop once an evaluation's mean return reaches this
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    num_envs: int = 16  # episodes of an evaluation: exactly one per environment
+    every_seconds: float | None = 30.0  # null: only at the end
+    final: bool = True
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_seconds: float | None = 300.0  # resume points; null: only at the end
+    keep: int = 2
+    replay: bool = True  # resume points hold the replay, so that resuming continues bit for bit
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    kind: str = "none"  # none | tensorboard | wandb; the console and metrics.jsonl are always there
+    every_seconds: float = 2.0
+    project: str = "pql"  # wandb
+    mode: str = "offline"  # wandb: offline | online
+
+
+@dataclass(frozen=True)
+class Config:
+    task: TaskConfig = field(default_factory=TaskConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    num_envs: int = 4096
+    device: str = "auto"  # auto | cpu | cuda | cuda:0 ...
+    seed: int = 0
+    cuda_graphs: str = "auto"  # auto | on | off
+    run_dir: str | None = None  # null: runs/<task>-<algo>-<time>
+    init_from: str | None = None  # run or checkpoint whose weights a new run starts from
+
+
+CHOICES = {
+    "algo.family": ("ddpg", "sac"),
+    "algo.schedule": ("concurrent", "lockstep"),
+    "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
+    "algo.policy.activation": ("relu", "elu", "silu", "tanh"),
+    "algo.policy.reduce": ("min", "mean", "first"),
+    "algo.explore.kind": ("mixed", "fixed", "redrawn", "none"),
+    "replay.dtype": ("float32", "float16", "bfloat16"),
+    "placement.executor": ("auto", "threads", "inline", "streams"),
+    "placement.matmul": ("fast", "exact"),
+    "logger.kind": ("none", "tensorboard", "wandb"),
+    "logger.mode": ("offline", "online"),
+    "cuda_graphs": ("auto", "on", "off"),
+}
+
+# Numbers: (smallest, largest, is the smallest itself allowed). None in a nullable field is always allowed.
+RANGES: dict[str, tuple[float, float, bool]] = {
+    "num_envs": (1, 1_000_000, True),
+    "seed": (0, 2**62, True),
+    "algo.batch_size": (1, 2**24, True),
+    "algo.n_step": (1, 100, True),
+    "algo.gamma": (0, 1, True),
+    "algo.v_per_step": (0, 1000, False),
+    "algo.p_per_v": (0, 1000, False),
+    "algo.warmup_steps": (1, 10**9, True),
+    "algo.smoothing": (0, 10, True),
+    "algo.smoothing_clip": (0, 2, True),
+    "algo.critic.ensemble": (1, 100, True),
+    "algo.critic.atoms": (2, 1001, True),
+    "algo.critic.tau": (0, 1, False),
+    "algo.policy.tau": (0, 1, False),
+    **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {
+        "lr": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
+    "algo.explore.low": (0, 10, True),
+    "algo.explore.high": (0, 10, True),
+    "algo.sac.alpha": (0, 100, False),
+    "algo.sac.alpha_lr": (0, 1, False),
+    "replay.capacity": (1, 10**12, True),
+    "placement.threads.collector": (1, 1024, True),
+    "placement.threads.v": (1, 1024, True),
+    "placement.threads.p": (1, 1024, True),
+    "placement.watchdog_seconds": (0, 1e6, False),
+    "budget.seconds": (0, 1e9, False),
+    "budget.env_steps": (1, 10**15, True),
+    "eval.num_envs": (1, 100_000, True),
+    "eval.every_seconds": (0, 1e9, False),
+    "checkpoint.every_seconds": (0, 1e9, False),
+    "checkpoint.keep": (1, 1000, True),
+    "logger.every_seconds": (0, 1e6, False),
+}  # fmt: skip
+
+
+def validate(config: Config) -> Config:
+    """Check every value against its range or choices, and what must fit together.
+
+    Raises:
+        ConfigError: names the first setting that is wrong, its value, and what is allowed.
+    """
+    flat = dict(leaves(config))
+    for name, allowed in CHOICES.items():
+        if flat[name] not in allowed:
+            raise ConfigError(name, flat[name], f"one of {', '.join(allowed)}{nearest(str(flat[name]), allowed)}")
+    for name, (low, high, inclusive) in RANGES.items():
+        value = flat[name]
+        if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
+            raise ConfigError(name, value, f"a number {'from' if inclusive else 'above'} {low:g} up to {high:g}")
+    for net in ("critic", "policy"):
+        hidden = flat[f"algo.{net}.hidden"]
+        if not hidden or min(hidden) < 1:
+            raise ConfigError(f"algo.{net}.hidden", hidden, "a list of layer widths, each at least 1")
+    if config.algo.critic.v_min >= config.algo.critic.v_max:
+        raise ConfigError(
+            "algo.critic.v_min", config.algo.critic.v_min, f"below algo.critic.v_max={config.algo.critic.v_max:g}"
+        )
+    if config.algo.explore.low > config.algo.explore.high:
+        raise ConfigError(
+            "algo.explore.low", config.algo.explore.low, f"at most algo.explore.high={config.algo.explore.high:g}"
+        )
+    if config.budget.seconds is config.budget.env_steps is config.budget.target_return is None:
+        raise ConfigError("budget", "null", "at least one of budget.seconds, budget.env_steps, budget.target_return")
+    if config.algo.batch_size > config.replay.capacity:
+        raise ConfigError(
+            "algo.batch_size", config.algo.batch_size, f"at most replay.capacity={config.replay.capacity}"
+        )
+    return config
+
+
+def leaves(config: Any, prefix: str = "") -> typing.Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every field."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, value
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain nested dicts, for YAML and JSON."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(data: dict[str, Any]) -> Config:
+    """The reverse of :func:`to_dict`, with the checks that a run's saved config needs (types, unknown names)."""
+    return _build(Config, data, "")
+
+
+def _build(cls: type, data: Any, prefix: str) -> Any:
+    if not isinstance(data, dict):
+        raise ConfigError(prefix.rstrip("."), data, "a group of settings")
+    hints = typing.get_type_hints(cls)
+    for key in data:
+        if key not in hints:
+            raise ConfigError(f"{prefix}{key}", data[key], f"a known setting{nearest(key, hints)}")
+    values = {}
+    for key, value in data.items():
+        hint, name = hints[key], f"{prefix}{key}"
+        values[key] = _build(hint, value, f"{name}.") if dataclasses.is_dataclass(hint) else _typed(name, value, hint)
+    return cls(**values)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if origin is type(None) and value is None:
+            return None
+        if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if origin is list and isinstance(value, list | tuple):
+            inner = typing.get_args(option)[0]
+            return [_typed(name, v, inner) for v in value]
+        if isinstance(origin, type) and isinstance(value, origin) and not (origin is int and isinstance(value, bool)):
+            return value
+        if origin is int and isinstance(value, float) and value == int(value):
+            return int(value)
+    words = {"NoneType": "null", "str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+    raise ConfigError(name, value, " or ".join(words.get(getattr(o, "__name__", ""), str(o)) for o in options))
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` -> ``cuda`` where there is one, else ``cpu``. Says what is there if a device is not.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    found = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if name in found or (name == "cuda" and len(found) > 1):
+        return name
+    raise ConfigError("device", name, f"a device of this machine: auto, {', '.join(found)}")
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Presets plus ``key=value`` overrides -> a checked :class:`Config`.
+
+    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU.
+
+    Raises:
+        ConfigError: unknown group, key or option, wrong type or range; names the nearest valid name.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    ConfigStore.instance().store(name="schema", node=to_dict(Config()))  # every field, so that any can be overridden
+    _check_overrides(overrides)
+    chosen = {k.lstrip("+~"): v for k, _, v in (o.partition("=") for o in overrides)}
+    device = resolve_device(chosen.get("device", "auto"))
+    overrides = [f"++{o}" if o.startswith("task.kwargs.") else o for o in overrides]
+    extra = [] if "scale" in chosen else [f"scale={'cpu' if device == 'cpu' else 'gpu'}"]
+    try:
+        with initialize_config_module("pql.cfg", version_base="1.3"):
+            raw = OmegaConf.to_container(
+                hydra_compose("train", overrides=[*extra, *overrides]), resolve=True, throw_on_missing=True
+            )
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError("override", " ".join(overrides), str(error).splitlines()[0]) from error
+    assert isinstance(raw, dict)
+    return validate(from_dict({str(k): v for k, v in raw.items()}))
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Unknown groups, options and keys, before Hydra sees them: its own messages do not name the nearest one."""
+    groups = {g: options(g) for g in ("algo", "task", "placement", "logger", "scale")}
+    known = {name for name, _ in leaves(Config())}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        name = key.lstrip("+")
+        if not equals:
+            raise ConfigError("override", override, "the form key=value")
+        if name in groups:
+            if value not in groups[name]:
+                raise ConfigError(name, value, f"one of {', '.join(groups[name])}{nearest(value, groups[name])}")
+        elif name not in known and not name.startswith("task.kwargs."):
+            raise ConfigError(name, value, f"a known setting{nearest(name, [*known, *groups])}")
+
+
+def options(group: str) -> list[str]:
+    """The presets of a config group."""
+    from importlib.resources import files
+
+    folder = files("pql.cfg").joinpath(group)
+    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))

@@ -1,0 +1,471 @@
+"""``check_env``: does an environment keep the contract of ``pql.env.VecEnv`` and ``pql.types.Step``?
+
+Run it on your own simulator before you train on it: ``print(check_env(my_env))``. Each rule is one function over one
+recorded step; a rule that could not be tested (no episode ended, say) is reported as such, not as passed. This file
+reads values back to the host at every step, as nothing in a training loop may.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pql.env import Box, Discrete, EnvSpec, VecEnv
+from pql.types import Step
+
+FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One rule's outcome: ``ok`` is None where the run gave no occasion to test it."""
+
+    name: str
+    ok: bool | None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``check_env`` found; ``print`` it."""
+
+    env: str
+    results: list[Result]
+
+    @property
+    def ok(self) -> bool:
+        """No rule failed (rules without an occasion do not count)."""
+        return not self.failed
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of the rules that failed."""
+        return [r.name for r in self.results if r.ok is False]
+
+    def __str__(self) -> str:
+        mark = {True: "ok  ", False: "FAIL", None: "-   "}
+        head = f"{self.env}: " + ("conforms" if self.ok else f"{len(self.failed)} rules broken")
+        return "\n".join([head, *(f"  {mark[r.ok]} {r.name:<16} {r.message}".rstrip() for r in self.results)])
+
+
+@dataclass
+class Row:
+    """One step and what the rules need to know of the steps before it. All tensors are clones."""
+
+    spec: EnvSpec
+    index: int  # steps since reset
+    step: Step
+    length: Tensor  # [N] int64; valid rows of the running episode, this one included
+    after_end: Tensor  # [N] bool; the row before was valid and ended an episode
+    after_filler: Tensor  # [N] bool
+
+
+def ended(step: Step) -> Tensor:
+    return step.terminated | step.truncated
+
+
+def continues(row: Row) -> Tensor:
+    """Rows that end a value without ending an episode: a lost life, where the specification declares it."""
+    if not row.spec.info.get("lost_life"):
+        return torch.zeros_like(row.step.first)
+    return row.step.terminated & ~row.step.first
+
+
+def restarted(row: Row) -> Tensor:
+    """Rows whose observation begins an episode although none ended."""
+    return row.step.first & row.step.valid & ~ended(row.step)
+
+
+def closes(row: Row) -> Tensor:
+    """Rows that end an episode."""
+    return ended(row.step) & row.step.valid & ~continues(row)
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """[N] bool; NaN equals NaN."""
+    return ((a != b) & ~((a != a) & (b != b))).reshape(len(a), -1).any(1)
+
+
+def where(bad: Tensor) -> str:
+    """``" (environments 0, 3, ...)"``, or an empty string where nothing is bad."""
+    rows = bad.nonzero()[:, 0].unique().tolist()
+    if not rows:
+        return ""
+    return f" (environments {', '.join(map(str, rows[:4]))}{', ...' if len(rows) > 4 else ''})"
+
+
+def tensors(step: Step) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a step by name."""
+    for name, value in step._asdict().items():
+        if isinstance(value, dict):
+            yield from ((f"{name}[{key}]", tensor) for key, tensor in value.items())
+        else:
+            yield name, value
+
+
+def clone(step: Step) -> Step:
+    return Step._make({k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v.clone() for v in step)
+
+
+# --- rules on one step: "" where it is kept, else what is wrong ---------------------------------------------------
+
+
+def _tensor_fault(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
+    if not isinstance(value, Tensor):
+        return f"{name} is a {type(value).__name__}, not a tensor"
+    if tuple(value.shape) != shape:
+        return f"{name} has shape {list(value.shape)}, expected {list(shape)}"
+    if value.dtype != dtype:
+        return f"{name} is {value.dtype}, expected {dtype}"
+    if value.device.type != device.type or (device.index is not None and value.device.index != device.index):
+        return f"{name} is on {value.device}, expected {device}"
+    if value.requires_grad or value.is_inference():
+        return f"{name} must carry neither a gradient nor inference mode"
+    return ""
+
+
+def obs_fault(name: str, obs: Any, spec: EnvSpec) -> str:
+    if not isinstance(obs, dict) or set(obs) != set(spec.obs):
+        return f"{name} has groups {sorted(obs) if isinstance(obs, dict) else obs}, expected {sorted(spec.obs)}"
+    for key, part in spec.obs.items():
+        if fault := _tensor_fault(f"{name}[{key}]", obs[key], (spec.num_envs, *part.shape), part.dtype, spec.device):
+            return fault
+    return ""
+
+
+def shapes_fault(step: Any, spec: EnvSpec) -> str:
+    """The one rule that must hold before any other can be tested."""
+    if not isinstance(step, Step):
+        return f"step returned a {type(step).__name__}, not a pql.types.Step"
+    fault = obs_fault("obs", step.obs, spec) or obs_fault("final_obs", step.final_obs, spec)
+    for name in ("reward", *FLAGS):
+        dtype = torch.float32 if name == "reward" else torch.bool
+        fault = fault or _tensor_fault(name, getattr(step, name), (spec.num_envs,), dtype, spec.device)
+    return fault
+
+
+def log_fault(step: Step, spec: EnvSpec) -> str:
+    if set(step.log) != set(spec.log):
+        return f"log has keys {sorted(step.log)}, spec.log says {sorted(spec.log)}"
+    faults = (_tensor_fault(f"log[{k}]", v, (spec.num_envs,), torch.float32, spec.device) for k, v in step.log.items())
+    return next((fault for fault in faults if fault), "")
+
+
+def finite(row: Row) -> str:
+    for name, value in tensors(row.step):
+        if value.is_floating_point() and not value.isfinite().all():
+            return f"{name} holds NaN or infinity" + where(~value.isfinite())
+    return ""
+
+
+def disjoint(row: Row) -> str:
+    both = row.step.terminated & row.step.truncated
+    return f"terminated and truncated are both set{where(both)}: terminated wins" if both.any() else ""
+
+
+def final_obs(row: Row) -> str:
+    step = row.step
+    exempt = restarted(row) | (closes(row) if row.spec.autoreset == "same_step" else ~step.final_ok)
+    for name, obs in step.obs.items():
+        bad = differs(obs, step.final_obs[name]) & ~exempt
+        if bad.any():
+            return f"final_obs[{name}] differs from obs, which is the true successor there{where(bad)}"
+    return ""
+
+
+def final_ok(row: Row) -> str:
+    lost = closes(row) if row.spec.final_obs == "never" else torch.zeros_like(row.step.first)
+    bad = (row.step.final_ok == lost) & ~restarted(row)
+    if not bad.any():
+        return ""
+    wanted = "False on a row that ends an episode" if (bad & lost).any() else "True"
+    return f"final_ok must be {wanted} with spec.final_obs={row.spec.final_obs}{where(bad)}"
+
+
+def first(row: Row) -> str:
+    step, same = row.step, row.spec.autoreset == "same_step"
+    begins = closes(row) if same else row.after_end | (row.after_filler & ~step.valid)
+    bad = step.first != begins
+    if row.spec.info.get("restarts"):
+        bad &= ~restarted(row)
+    if not bad.any():
+        return ""
+    rows = "a row that ends an episode" if same else "the filler row after an episode's end"
+    if (bad & begins).any():
+        return f"first is missing on {rows}{where(bad & begins)}"
+    return (
+        f"first is set on other than {rows}{where(bad)}; declare spec.info['restarts'] if the simulator restarts alone"
+    )
+
+
+def filler(row: Row) -> str:
+    valid = row.step.valid
+    if row.spec.autoreset == "same_step":
+        return f"valid is False under same-step autoreset{where(~valid)}" if not valid.all() else ""
+    missing, extra = row.after_end & valid, ~(row.after_end | row.after_filler) & ~valid
+    if missing.any():
+        return f"no filler row (valid=False) after a row that ended an episode{where(missing)}"
+    return f"a filler row (valid=False) that follows no end of an episode{where(extra)}" if extra.any() else ""
+
+
+def filler_flags(row: Row) -> str:
+    bad = ended(row.step) & ~row.step.valid
+    return f"a filler row carries terminated or truncated{where(bad)}" if bad.any() else ""
+
+
+def time_limit(row: Row) -> str:
+    limit = row.spec.max_episode_steps
+    if limit is None:
+        return ""
+    late = (row.length >= limit) & row.step.valid & ~ended(row.step) & ~row.step.first
+    return f"an episode goes on after max_episode_steps={limit} rows{where(late)}" if late.any() else ""
+
+
+STEP_RULES: dict[str, Callable[[Row], str]] = {
+    "finite": finite,
+    "disjoint": disjoint,
+    "final_obs": final_obs,
+    "final_ok": final_ok,
+    "first": first,
+    "filler": filler,
+    "filler_flags": filler_flags,
+    "time_limit": time_limit,
+}
+
+
+# --- the run ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Checker:
+    """Steps the environment and keeps the first fault of each rule."""
+
+    env: VecEnv
+    seed: int
+    faults: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    ends: int = 0
+    limited: int = 0
+    kept: bool = False
+
+    def fault(self, rule: str, message: str, index: int | None = None) -> None:
+        if message and rule not in self.faults:
+            self.faults[rule] = message + (f", step {index}" if index is not None else "")
+
+    def actions(self, count: int, scale: float = 1.0) -> Iterator[Tensor]:
+        """``count`` random actions, the same ones in every call; ``scale`` takes continuous ones out of range."""
+        spec, gen = self.env.spec, torch.Generator().manual_seed(self.seed)
+        for _ in range(count):
+            if isinstance(spec.action, Discrete):
+                yield torch.randint(spec.action.n, (spec.num_envs,), generator=gen).to(spec.device)
+            else:
+                unit = torch.rand(spec.num_envs, spec.action.size, generator=gen) * 2 - 1
+                yield (unit * scale).to(spec.device)
+
+    def rollout(self, actions: Iterator[Tensor]) -> list[dict[str, bytes]]:
+        """Step through ``actions``; a digest of every tensor returned."""
+        return [digest(self.env.step(action)) for action in actions]
+
+    def inspect(self, steps: int) -> list[dict[str, bytes]]:
+        """The main run: every rule on every step. Stops at the first fault of shape."""
+        spec = self.env.spec
+        obs = self.env.reset(self.seed)
+        self.fault("shapes", obs_fault("reset's obs", obs, spec))
+        if "shapes" in self.faults:
+            return []
+        zeros = torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device)
+        length, after_end, after_filler = zeros, zeros.bool(), zeros.bool()
+        digests, live, copies = [], dict(obs), {k: v.clone() for k, v in obs.items()}
+        for index, action in enumerate(self.actions(steps)):
+            given = action.clone()
+            step = self.env.step(action)
+            self.fault("shapes", shapes_fault(step, spec), index)
+            if "shapes" in self.faults:
+                return []
+            self.fault("log", log_fault(step, spec), index)
+            self.fault("action_kept", "step wrote to the action it was given" * (not torch.equal(action, given)))
+            for name, value in live.items():
+                rewritten = bool(differs(value, copies[name]).any())
+                self.fault("buffers", f"{name} was rewritten by the next step: return copies" * rewritten, index)
+            length = length + step.valid
+            row = Row(spec, index, clone(step), length, after_end, after_filler)
+            self.judge(row)
+            length = length.masked_fill(closes(row) | row.step.first, 0)
+            after_end, after_filler = closes(row), ~row.step.valid
+            live, copies = dict(tensors(step)), dict(tensors(row.step))
+            digests.append(digest(step))
+        if self.ends and not self.kept and spec.autoreset == "same_step" and spec.final_obs != "never":
+            self.fault("final_obs_kept", "final_obs is the next episode's first observation at every end")
+        return digests
+
+    def judge(self, row: Row) -> None:
+        for name, rule in STEP_RULES.items():
+            self.fault(name, rule(row), row.index)
+        close = closes(row)
+        self.ends += int(close.sum())
+        if row.spec.max_episode_steps is not None:
+            self.limited += int((close & (row.length >= row.spec.max_episode_steps)).sum())
+        for name, obs in row.step.obs.items():
+            self.kept |= bool((differs(obs, row.step.final_obs[name]) & close).any())
+
+    def repeat(self, digests: list[dict[str, bytes]]) -> None:
+        """Rules that need the environment to do the same thing twice."""
+        env, few = self.env, min(len(digests), 50)
+        if not env.spec.deterministic:
+            self.skipped |= dict.fromkeys(("determinism", "state_dict"), "spec.deterministic is False")
+        else:
+            env.reset(self.seed)
+            self.fault("determinism", compare(digests, self.rollout(self.actions(len(digests))), "reset(seed)"))
+        stable = env.spec.deterministic and "determinism" not in self.faults
+        if "determinism" in self.faults:
+            self.skipped["state_dict"] = "needs determinism"
+        elif not hasattr(env, "state_dict"):
+            self.skipped["state_dict"] = "not offered: resume restarts the episodes"
+        elif stable:
+            state = env.state_dict()
+            once = self.rollout(self.actions(few))
+            env.load_state_dict(state)  # type: ignore[attr-defined]
+            self.fault("state_dict", compare(once, self.rollout(self.actions(few)), "load_state_dict"))
+        self.clamp(few, stable)
+
+    def clamp(self, steps: int, stable: bool) -> None:
+        """Actions far outside [-1, 1] must do what the clamped ones do."""
+        env = self.env
+        if not isinstance(env.spec.action, Box):
+            self.skipped["action_range"] = "discrete actions"
+            return
+        env.reset(self.seed)
+        far = []
+        for index, action in enumerate(self.actions(steps, 3.0)):
+            step = env.step(action)
+            bad = [name for name, value in tensors(step) if value.is_floating_point() and not value.isfinite().all()]
+            if "finite" not in self.faults and bad:
+                self.fault("action_range", f"{bad[0]} holds NaN or infinity after actions in [-3, 3]", index)
+            far.append(digest(step))
+        if stable:
+            env.reset(self.seed)
+            near = self.rollout(a.clamp(-1, 1) for a in self.actions(steps, 3.0))
+            self.fault("action_range", compare(near, far, "actions in [-3, 3] instead of clamped ones"))
+
+    def results(self) -> list[Result]:
+        """All rules in order, each failed, passed or (None) without an occasion."""
+        spec, skipped = self.env.spec, self.skipped
+        if "shapes" in self.faults:
+            skipped |= dict.fromkeys(RULES, "needs shapes")
+        elif not self.ends:
+            idle = ("final_obs_kept", "filler", "first", "filler_flags")
+            skipped |= dict.fromkeys(idle, "no episode ended: pass more steps")
+        if spec.autoreset == "same_step":
+            skipped.setdefault("filler_flags", "same-step autoreset")
+        else:
+            skipped.setdefault("final_obs_kept", "next-step autoreset: obs is the final observation")
+        if spec.final_obs == "never":
+            skipped.setdefault("final_obs_kept", "spec.final_obs=never")
+        if not self.limited:
+            none = spec.max_episode_steps is None
+            skipped.setdefault(
+                "time_limit", "no limit" if none else f"none of {spec.max_episode_steps} rows was reached"
+            )
+        return [
+            Result(name, False, self.faults[name])
+            if name in self.faults
+            else Result(name, None, "not tested: " + skipped[name])
+            if name in skipped
+            else Result(name, True, meaning)
+            for name, meaning in {"protocol": PROTOCOL, **RULES}.items()
+        ]
+
+
+PROTOCOL = "spec, reset, step and close are there, and spec is consistent"
+RULES = {
+    "shapes": "shape, dtype and device of every field are the specification's, at every step",
+    "log": "log keys are spec.log, each [N] float32",
+    "finite": "no NaN or infinity",
+    "disjoint": "terminated and truncated are never both set",
+    "final_obs": "final_obs is obs where no episode was replaced",
+    "final_obs_kept": "final_obs is not the next episode's first observation",
+    "final_ok": "final_ok is False exactly where spec.final_obs says it is lost",
+    "first": "first marks exactly the observations that begin an episode",
+    "filler": "filler rows follow ends, and only under next-step autoreset",
+    "filler_flags": "filler rows carry no flags",
+    "time_limit": "no episode goes on after max_episode_steps rows",
+    "buffers": "what a step returned is not rewritten by the next one",
+    "action_kept": "step does not write to its action",
+    "action_range": "actions outside [-1, 1] act as if clamped",
+    "determinism": "reset(seed) and the same actions give the same bits",
+    "state_dict": "load_state_dict continues with the same bits",
+    "describe": "describe gives the specification without building",
+}
+
+
+def digest(step: Step) -> dict[str, bytes]:
+    """Hash of the bytes of every tensor of a step."""
+    return {
+        name: hashlib.blake2b(value.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).digest()
+        for name, value in tensors(step)
+    }
+
+
+def compare(a: list[dict[str, bytes]], b: list[dict[str, bytes]], what: str) -> str:
+    for index, (one, other) in enumerate(zip(a, b, strict=True)):
+        for name, value in one.items():
+            if other.get(name) != value:
+                return f"{name} differs after {what}, step {index}"
+    return ""
+
+
+def protocol_fault(env: Any) -> str:
+    """What keeps ``env`` from being stepped at all, or its specification from meaning something."""
+    spec = getattr(env, "spec", None)
+    if not isinstance(spec, EnvSpec):
+        return f"spec is a {type(spec).__name__}, not a pql.env.EnvSpec"
+    for name in ("reset", "step", "close"):
+        if not callable(getattr(env, name, None)):
+            return f"{name} is missing"
+    for one, other in (("state_dict", "load_state_dict"), ("send", "recv")):
+        if hasattr(env, one) != hasattr(env, other):
+            return f"{one} and {other} belong together: one of them is missing"
+    if spec.num_envs < 1 or "policy" not in spec.obs or not isinstance(spec.action, Box | Discrete):
+        return "spec needs num_envs of at least 1, a 'policy' observation, and Box or Discrete actions"
+    for name, allowed in (
+        ("autoreset", ("same_step", "next_step")),
+        ("final_obs", ("always", "on_done", "never")),
+        ("stream", ("current", "default")),
+    ):
+        if getattr(spec, name) not in allowed:
+            return f"spec.{name}={getattr(spec, name)}: expected one of {', '.join(allowed)}"
+    return ""
+
+
+@torch.no_grad()
+def check_env(env: VecEnv, steps: int = 200, seed: int = 0, described: EnvSpec | None = None) -> Report:
+    """Test ``env`` against the environment contract, with random actions. Leaves it freshly reset.
+
+    Args:
+        env: built, in any state. A few environments (8, say) are enough, and quicker.
+        steps: length of the main run; more than ``max_episode_steps`` also tests the time limit. The run is repeated
+            once for determinism.
+        seed: of the environment and the actions.
+        described: what the factory's ``describe`` returned, to be compared with ``env.spec``.
+
+    Returns:
+        A report of one result per rule; ``report.ok``, ``report.failed`` (names), ``print(report)``. Special rows must
+        be declared: ``spec.info["lost_life"]`` (``terminated`` without ``first``: the episode goes on) and
+        ``spec.info["restarts"]`` (``first`` without an end).
+    """
+    if fault := protocol_fault(env):
+        skipped = [Result(name, None, "not tested: needs protocol") for name in RULES]
+        return Report(type(env).__name__, [Result("protocol", False, fault), *skipped])
+    checker = Checker(env, seed)
+    if described is None:
+        checker.skipped["describe"] = "nothing to compare with"
+    elif described != env.spec:
+        checker.fault("describe", f"describe gave {described}, but spec is {env.spec}")
+    digests = checker.inspect(steps)
+    if "shapes" not in checker.faults:
+        checker.repeat(digests)
+        checker.fault("shapes", obs_fault("reset's obs", env.reset(), env.spec))
+    return Report(env.spec.name, checker.results())

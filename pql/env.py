@@ -1,0 +1,167 @@
+"""The environment contract: ``VecEnv``, its ``EnvSpec``, and the registry of simulators.
+
+A simulator is one object that steps N environments at once and speaks in device tensors. This file imports
+none; names resolve lazily, from the table in ``pql.envs`` and from the entry-point group ``pql.envs``.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pql.errors import ConfigError, nearest
+from pql.types import Obs, Step
+
+
+@dataclass(frozen=True)
+class ObsSpec:
+    """Shape and dtype of one environment's observation group (without the N axis)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Box:
+    """Continuous actions: ``[N, size]`` float32 in [-1, 1]; the adapter rescales to the simulator's bounds."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Integer actions: ``[N]`` int64 in [0, n)."""
+
+    n: int
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What a learner must know of an environment before the first step.
+
+    Attributes:
+        obs: observation groups; ``"policy"`` is required.
+        max_episode_steps: time limit in env steps, None where the simulator has none. It sizes the replay's
+            store of final observations.
+        autoreset: ``same_step``: the row that ends an episode returns the next episode's first observation;
+            ``next_step``: it returns the final one, and a filler row (``valid=False``) follows.
+        final_obs: ``always``: ``final_obs`` is true on every row; ``on_done``: only where an episode ended
+            (it aliases ``obs`` elsewhere, which is the same thing); ``never``: lost, ``final_ok`` is False there.
+        log: keys of ``Step.log``, constant over the run.
+        single_instance: only one simulator fits in a process, so evaluation needs a process of its own.
+        capturable: ``step`` may be captured in a CUDA graph.
+        deterministic: same seed and actions, same bits.
+        stream: CUDA stream the simulator works on: ``current`` (PyTorch's), or ``default`` (the legacy default
+            stream; the collector then bridges the two with events).
+    """
+
+    name: str
+    num_envs: int
+    obs: Mapping[str, ObsSpec]
+    action: Box | Discrete
+    device: torch.device
+    max_episode_steps: int | None = None
+    autoreset: Literal["same_step", "next_step"] = "same_step"
+    final_obs: Literal["always", "on_done", "never"] = "on_done"
+    log: tuple[str, ...] = ()
+    single_instance: bool = False
+    capturable: bool = False
+    deterministic: bool = True
+    stream: Literal["current", "default"] = "current"
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class VecEnv(Protocol):
+    """N environments that step together. See ``Step`` for the meaning of each field.
+
+    Optional, found by ``hasattr``: ``state_dict() -> dict`` and ``load_state_dict(d)`` for exact resume;
+    ``reset_where(mask) -> Obs`` to restart single environments; ``send(action, ids)`` / ``recv() -> (ids, Step)``
+    for simulators whose environments answer in groups.
+    """
+
+    @property
+    def spec(self) -> EnvSpec: ...
+
+    def reset(self, seed: int | None = None) -> Obs:
+        """Restart all environments. An int seeds every random draw that follows; None goes on drawing."""
+        ...
+
+    def step(self, action: Tensor) -> Step:
+        """Apply ``action`` ([N, A] float32 in [-1, 1], or [N] int64) and return what followed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+EnvFactory = Callable[..., VecEnv]
+"""``factory(num_envs, device, **kwargs) -> VecEnv``. Where it has an attribute ``describe`` of the same signature,
+that returns the ``EnvSpec`` without starting the simulator, so memory can be checked first."""
+
+_registered: dict[str, EnvFactory] = {}
+
+
+def register(name: str, factory: EnvFactory) -> None:
+    """Make ``factory`` available under ``name`` in this process (packages use the entry-point group ``pql.envs``)."""
+    _registered[name] = factory
+
+
+def env_names() -> list[str]:
+    """All names ``make_env`` knows: built in, registered here, and from installed packages."""
+    from pql.envs import BUILTIN
+
+    return sorted({*BUILTIN, *_registered, *(e.name for e in entry_points(group="pql.envs"))})
+
+
+def find_factory(name: str) -> EnvFactory:
+    """Resolve a task name.
+
+    Raises:
+        ConfigError: no such name, or its simulator is not installed (the message says what to install).
+    """
+    from pql.envs import BUILTIN, EXTRA_OF
+
+    if name in _registered:
+        return _registered[name]
+    for entry in entry_points(group="pql.envs"):
+        if entry.name == name:
+            return entry.load()
+    if name not in BUILTIN:
+        raise ConfigError("task", name, f"one of {', '.join(env_names())}{nearest(name, env_names())}")
+    module, _, attribute = BUILTIN[name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        extra = EXTRA_OF.get(module)
+        if extra is None or (error.name or "").startswith("pql"):
+            raise
+        raise ConfigError(
+            "task", name, f"the package {error.name!r}, which is not installed: pip install 'pql[{extra}]'"
+        ) from error
+
+
+def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", **kwargs: Any) -> VecEnv:
+    """Build a registered environment: ``make_env("halfcheetah", num_envs=64)``.
+
+    Raises:
+        ConfigError: unknown name, missing simulator, or a keyword the simulator does not take.
+    """
+    factory = find_factory(name)
+    check_keywords(factory, kwargs)
+    return factory(num_envs=num_envs, device=torch.device(device), **kwargs)
+
+
+def check_keywords(factory: EnvFactory, kwargs: Mapping[str, Any]) -> None:
+    """``ConfigError`` for the first keyword that ``factory`` does not take; one that takes any checks its own."""
+    taken = inspect.signature(factory).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in taken):
+        return
+    known = [p.name for p in taken if p.name not in ("num_envs", "device")]
+    for key, value in kwargs.items():
+        if key not in known:
+            raise ConfigError(key, value, f"one of the keywords {', '.join(known)}{nearest(key, known)}")

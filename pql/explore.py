@@ -1,0 +1,65 @@
+"""Exploration noise for deterministic policies, as device tensors that advance without a host sync."""
+
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor
+
+REPEAT_MAX = 16
+
+
+class Exploration:
+    """Gaussian noise on the policy's action, clamped to [-1, 1].
+
+    Args:
+        kind: ``mixed``: environment i keeps sigma_i = linspace(low, high, N) (PQL, section 3.3);
+            ``fixed``: ``low`` for all; ``redrawn``: sigma ~ U(low, high) per environment, drawn anew when an
+            episode begins (FastTD3); ``none``: the policy is stochastic itself.
+        repeat: hold each noise vector for k ~ zeta(2) steps, at most 16 (FlashSAC), instead of one.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["mixed", "fixed", "redrawn", "none"],
+        low: float,
+        high: float,
+        num_envs: int,
+        action_size: int,
+        device: torch.device,
+        repeat: bool = False,
+    ):
+        self.kind, self.low, self.high, self.repeat = kind, low, high, repeat
+        ladder = torch.linspace(low, high if kind == "mixed" else low, num_envs, device=device)
+        self.sigma = ladder.unsqueeze(1).contiguous()  # [N, 1]
+        self.noise = torch.zeros(num_envs, action_size, device=device)
+        self.left = torch.zeros(num_envs, 1, device=device)  # steps for which the noise is still held
+        weights = torch.arange(1, REPEAT_MAX + 1, dtype=torch.float64) ** -2
+        self.cdf = (weights.cumsum(0) / weights.sum()).float().to(device)
+        self.fresh = torch.ones(num_envs, dtype=torch.bool, device=device)  # an episode begins with this action
+
+    def __call__(self, action: Tensor, gen: Generator) -> Tensor:
+        """Add this step's noise to ``action`` [N, A]."""
+        if self.kind == "none":
+            return action
+        if self.kind == "redrawn":
+            u = torch.rand(self.sigma.shape, generator=gen, device=action.device)
+            self.sigma.copy_(torch.where(self.fresh.unsqueeze(1), self.low + (self.high - self.low) * u, self.sigma))
+        noise = torch.randn(action.shape, generator=gen, device=action.device)
+        if self.repeat:
+            u = torch.rand(self.left.shape, generator=gen, device=action.device)
+            over = self.left <= 0
+            self.noise.copy_(torch.where(over, noise, self.noise))
+            self.left.copy_(torch.where(over, torch.searchsorted(self.cdf, u) + 1.0, self.left) - 1)
+            noise = self.noise
+        return torch.addcmul(action, self.sigma, noise).clamp_(-1, 1)
+
+    def observe(self, first: Tensor) -> None:
+        """Note where the next action begins an episode ([N] bool)."""
+        self.fresh.copy_(first)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"sigma": self.sigma, "noise": self.noise, "left": self.left, "fresh": self.fresh}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])

@@ -1,0 +1,150 @@
+"""Networks: MLPs, ensembles of critics as one batched network, policies; and ``Flat``, parameters as one tensor.
+
+Networks take observation groups and know which one they read. This file knows nothing of losses or devices.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pql.types import Obs
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "tanh": nn.Tanh}
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+class EnsembleLinear(nn.Module):
+    """E linear layers as one batched product: [B, in] or [E, B, in] -> [E, B, out]."""
+
+    def __init__(self, ensemble: int, size_in: int, size_out: int):
+        super().__init__()
+        bound = size_in**-0.5  # torch.nn.Linear's own default
+        self.weight = nn.Parameter(torch.empty(ensemble, size_in, size_out).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(ensemble, 1, size_out).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x.expand(self.weight.shape[0], -1, -1), self.weight)
+
+
+class EnsembleLayerNorm(nn.Module):
+    """LayerNorm over the last axis of [E, B, size] with a gain and bias for each member."""
+
+    def __init__(self, ensemble: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ensemble, 1, size))
+        self.bias = nn.Parameter(torch.zeros(ensemble, 1, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
+
+
+def mlp(
+    size_in: int,
+    hidden: Sequence[int],
+    size_out: int,
+    activation: str = "elu",
+    layer_norm: bool = False,
+    ensemble: int | None = None,
+) -> nn.Sequential:
+    """Linear (-> LayerNorm) -> activation for each of ``hidden``, then Linear. ``ensemble=E`` makes E of them at once."""
+    linear: Callable[[int, int], nn.Module] = (
+        nn.Linear if ensemble is None else lambda i, o: EnsembleLinear(ensemble, i, o)
+    )
+    norm: Callable[[int], nn.Module] = nn.LayerNorm if ensemble is None else lambda s: EnsembleLayerNorm(ensemble, s)
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers += [linear(size_in, size), *([norm(size)] if layer_norm else []), ACTIVATIONS[activation]()]
+        size_in = size
+    return nn.Sequential(*layers, linear(size_in, size_out))
+
+
+class DeterministicPolicy(nn.Module):
+    """obs -> tanh(MLP(obs["policy"])): [B, A] in [-1, 1]."""
+
+    def __init__(self, obs_size: int, action_size: int, hidden: Sequence[int], activation: str, layer_norm: bool):
+        super().__init__()
+        self.net = mlp(obs_size, hidden, action_size, activation, layer_norm)
+
+    def forward(self, obs: Obs) -> Tensor:
+        return torch.tanh(self.net(obs["policy"]))
+
+    def mean_action(self, obs: Obs) -> Tensor:
+        """The action without exploration, [B, A]."""
+        return self(obs)
+
+
+class GaussianPolicy(nn.Module):
+    """obs -> mean and log standard deviation of a Gaussian that a tanh squashes, [B, A] each."""
+
+    def __init__(self, obs_size: int, action_size: int, hidden: Sequence[int], activation: str, layer_norm: bool):
+        super().__init__()
+        self.net = mlp(obs_size, hidden, 2 * action_size, activation, layer_norm)
+
+    def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
+        mean, spread = self.net(obs["policy"]).chunk(2, -1)
+        # A smooth map into the allowed range keeps the gradient alive at both ends, where a clamp would kill it.
+        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(spread) + 1)
+
+    def mean_action(self, obs: Obs) -> Tensor:
+        """The mode of the squashed Gaussian's underlying Gaussian, squashed: [B, A]."""
+        return torch.tanh(self(obs)[0])
+
+
+class Critic(nn.Module):
+    """An ensemble of E critics: (obs, action) -> [E, B] values, or [E, B, Z] logits where ``atoms`` is given.
+
+    Reads the observation group ``"critic"`` where the environment has one, else ``"policy"``.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        obs_size: int,
+        action_size: int,
+        hidden: Sequence[int],
+        activation: str,
+        layer_norm: bool,
+        ensemble: int = 2,
+        atoms: int | None = None,
+    ):
+        super().__init__()
+        self.group, self.atoms = group, atoms
+        self.net = mlp(obs_size + action_size, hidden, atoms or 1, activation, layer_norm, ensemble)
+
+    def forward(self, obs: Obs, action: Tensor) -> Tensor:
+        out = self.net(torch.cat((obs[self.group], action), -1))
+        return out if self.atoms else out.squeeze(-1)
+
+
+class Flat:
+    """A module's parameters as views of one contiguous tensor, their gradients of another.
+
+    Clipping, the optimiser, polyak averaging and publishing then each take one kernel instead of one per layer.
+
+    Attributes:
+        data: [P] all parameters; a leaf with ``grad`` set to ``[P]`` where the module is trained.
+    """
+
+    def __init__(self, module: nn.Module, trained: bool = False):
+        self.module = module
+        parameters = list(module.parameters())
+        self.data = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]), requires_grad=trained)
+        grad = torch.zeros_like(self.data) if trained else None
+        self.data.grad = grad
+        start = 0
+        for p in parameters:
+            stop = start + p.numel()
+            p.data = self.data.detach()[start:stop].view_as(p)
+            p.grad = grad[start:stop].view_as(p) if grad is not None else None
+            p.requires_grad_(trained)
+            start = stop
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's own names."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy in place: the views, and captured graphs, stay valid."""
+        self.module.load_state_dict(state)

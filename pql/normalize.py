@@ -1,0 +1,113 @@
+"""Running statistics: observations to zero mean and unit variance, rewards to unit-variance returns.
+
+The collector owns both. It feeds each frame once, when it is fresh; what everybody uses (the collector included)
+are the values frozen at the last tick's boundary, which travel with the weights.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pql.env import ObsSpec
+from pql.types import Obs
+
+CLIP = 5.0
+EPSILON = 1e-8
+
+
+class Moments(nn.Module):
+    """Count, mean and sum of squared deviations in float64, merged batch by batch (Chan et al. 1979)."""
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=device))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64, device=device))
+        self.register_buffer("m2", torch.zeros(shape, dtype=torch.float64, device=device))
+
+    def update(self, x: Tensor) -> None:
+        """Merge ``x`` [N, ...]."""
+        x = x.to(torch.float64)
+        var, mean = torch.var_mean(x, 0, correction=0)
+        total = self.count + x.shape[0]
+        delta = mean - self.mean
+        share = x.shape[0] / total
+        self.mean.addcmul_(delta, share)
+        self.m2.add_(var, alpha=x.shape[0]).addcmul_(delta * delta, self.count * share)
+        self.count.copy_(total)
+
+    def variance(self) -> Tensor:
+        return self.m2 / self.count.clamp(min=1)
+
+
+class Normalizer(nn.Module):
+    """Observation normalisation by group, and a reward scale, as one thing to publish.
+
+    ``forward`` maps observations with the frozen statistics, clamped to +-5; before the first :meth:`freeze` it is
+    the identity (clamped). uint8 groups pass through.
+
+    Args:
+        normalize_obs: False: the identity, unclamped.
+        reward_scale: constant factor on rewards.
+        reward_gamma: discount of the return whose running standard deviation divides the reward; None: off.
+    """
+
+    reward_scale: Tensor
+
+    def __init__(
+        self,
+        obs: Mapping[str, ObsSpec],
+        num_envs: int,
+        device: torch.device,
+        normalize_obs: bool = True,
+        reward_scale: float = 1.0,
+        reward_gamma: float | None = None,
+    ):
+        super().__init__()
+        self.base_scale, self.reward_gamma = reward_scale, reward_gamma
+        groups = {k: s for k, s in obs.items() if normalize_obs and s.dtype.is_floating_point}
+        self.moments = nn.ModuleDict({k: Moments(s.shape, device) for k, s in groups.items()})
+        for k, s in groups.items():  # x -> x * scale + shift
+            self.register_buffer(f"scale_{k}", torch.ones(s.shape, device=device))
+            self.register_buffer(f"shift_{k}", torch.zeros(s.shape, device=device))
+        self.register_buffer("reward_scale", torch.tensor(reward_scale, device=device))
+        if reward_gamma is not None:
+            self.returns = Moments((), device)
+            self.register_buffer("running_return", torch.zeros(num_envs, device=device))
+
+    def forward(self, obs: Obs) -> Obs:
+        return {k: self._map(k, v) if k in self.moments else v for k, v in obs.items()}
+
+    def _map(self, k: str, x: Tensor) -> Tensor:
+        out = torch.addcmul(getattr(self, f"shift_{k}"), x, getattr(self, f"scale_{k}"))
+        return out.clamp_(-CLIP, CLIP)
+
+    def observe(self, obs: Obs) -> None:
+        """Feed fresh observations [N, ...]."""
+        for k, moments in self.moments.items():
+            moments.update(obs[k])  # type: ignore[operator]
+
+    def observe_reward(self, reward: Tensor, ended: Tensor) -> None:
+        """Feed rewards [N] and where episodes ended [N]."""
+        if self.reward_gamma is not None:
+            self.running_return.mul_(self.reward_gamma).add_(reward)
+            self.returns.update(self.running_return)
+            self.running_return.mul_(~ended)
+
+    def freeze(self) -> None:
+        """Make the statistics so far the ones in use (a tick's boundary)."""
+        for k, moments in self.moments.items():
+            scale = (moments.variance() + EPSILON).rsqrt()  # type: ignore[operator]
+            getattr(self, f"scale_{k}").copy_(scale)
+            getattr(self, f"shift_{k}").copy_(-moments.mean * scale)  # type: ignore[operator]
+        if self.reward_gamma is not None:
+            self.reward_scale.copy_(self.base_scale * (self.returns.variance() + EPSILON).rsqrt())
+
+    def frozen(self) -> list[Tensor]:
+        """The tensors that readers need, in a fixed order."""
+        used = [getattr(self, f"{what}_{k}") for k in self.moments for what in ("scale", "shift")]
+        return [*used, self.reward_scale]

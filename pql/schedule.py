@@ -1,0 +1,262 @@
+"""Schedules: what runs when. One tick is ``horizon`` steps of every environment, k_v critic and k_p policy updates.
+
+``Concurrent``: the three workers of a tick run at once, each on weights and rows exactly one tick old. Nothing they
+touch is shared, so their order cannot matter: threads, streams or one after the other give the same bits.
+``Lockstep``: the same workers one after another, each on the newest weights.
+
+An executor says how the jobs of a tick are run: on three threads (CPU), on three CUDA streams, or inline.
+"""
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+import torch
+
+from pql.errors import ConfigError, RunError
+from pql.worker import Worker
+
+Job = Callable[[], None]
+LONGEST_HORIZON = 64
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The integers of a tick, and in how many rounds ``Lockstep`` interleaves critic and policy updates."""
+
+    horizon: int
+    v: int
+    p: int
+    rounds: int
+
+
+def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
+    """The smallest horizon for which both ratios are met by whole numbers of updates.
+
+    Args:
+        v_per_step: critic updates per step of all environments (beta_a:v = 1:8 is 8).
+        p_per_v: policy updates per critic update (beta_p:v = 1:2 is 0.5).
+    Raises:
+        ConfigError: no horizon up to 64 does.
+    """
+    v, p = Fraction(str(v_per_step)), Fraction(str(v_per_step)) * Fraction(str(p_per_v))
+    for horizon in range(1, LONGEST_HORIZON + 1):
+        kv, kp = v * horizon, p * horizon
+        if kv.denominator == kp.denominator == 1 and kv >= 1 and kp >= 1:
+            a, b = int(kv), int(kp)
+            return Counts(horizon, a, b, next(g for g in range(min(a, b), 0, -1) if a % g == b % g == 0))
+    raise ConfigError(
+        "algo.v_per_step", v_per_step,
+        f"a ratio that, with algo.p_per_v={p_per_v}, gives whole numbers of updates within {LONGEST_HORIZON} steps",
+    )  # fmt: skip
+
+
+class Trace:
+    """Records what the workers of a tick do and which edges order it; a test derives happens-before from it."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def __call__(self, *event: Any) -> None:
+        self.events.append(event)  # list.append is atomic
+
+
+class Executor(Protocol):
+    """Runs one tick's jobs by worker name. On return each has run, or is queued with its order fixed."""
+
+    def run(self, jobs: Mapping[str, Job]) -> None: ...
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Inside, the calling thread's device work is ordered after all ticks so far and before all later ones."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Inline:
+    """One after the other on the calling thread, in ``order`` (default: as given)."""
+
+    def __init__(self, order: Sequence[str] | None = None):
+        self.order = order
+
+    def run(self, jobs: Mapping[str, Job]) -> None:
+        for name in self.order or jobs:
+            jobs[name]()
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+class Threads:
+    """One thread per worker; torch and the simulators release the GIL.
+
+    Args:
+        watchdog: seconds after which a worker that has not finished its tick counts as hung.
+    """
+
+    def __init__(self, names: Sequence[str], watchdog: float = 30.0):
+        self.watchdog = watchdog
+        self.done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+        self.inbox: dict[str, queue.SimpleQueue[Job | None]] = {n: queue.SimpleQueue() for n in names}
+        # Daemons: a hung worker cannot be stopped, but it must not keep the process alive.
+        self.threads = {n: threading.Thread(target=self._loop, args=(n,), name=f"pql-{n}", daemon=True) for n in names}
+        for thread in self.threads.values():
+            thread.start()
+
+    def _loop(self, name: str) -> None:
+        while (job := self.inbox[name].get()) is not None:
+            try:
+                job()
+            except BaseException as error:
+                self.done.put((name, error))
+            else:
+                self.done.put((name, None))
+
+    def run(self, jobs: Mapping[str, Job]) -> None:
+        for name, job in jobs.items():
+            self.inbox[name].put(job)
+        waiting, failed = set(jobs), None
+        deadline = time.monotonic() + self.watchdog
+        while waiting:
+            try:
+                # Once a worker has failed the others get a moment to finish, so that its error comes first.
+                left = deadline - time.monotonic() if failed is None else min(5.0, deadline - time.monotonic())
+                name, error = self.done.get(timeout=max(0.01, left))
+            except queue.Empty:
+                if failed is not None:
+                    break
+                names = ", ".join(sorted(waiting))
+                raise RunError(f"worker {names} has not finished its tick in {self.watchdog:g} s\n{stacks()}") from None
+            waiting.discard(name)
+            if error is not None and failed is None:
+                failed = (name, error)
+        if failed is not None:
+            raise RunError(f"worker {failed[0]} failed: {type(failed[1]).__name__}: {failed[1]}") from failed[1]
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        for name, box in self.inbox.items():
+            box.put(None)
+            self.threads[name].join(timeout=2.0)
+
+
+class Streams:
+    """One CUDA stream per worker, one host thread. The host runs ahead of the device by at most two ticks.
+
+    All order is in events: a tick's jobs each wait for all jobs of the tick before. ``torch.cuda.synchronize`` is
+    never called.
+    """
+
+    AHEAD = 2
+
+    def __init__(self, devices: Mapping[str, torch.device]):
+        self.streams = {name: self._stream(device) for name, device in devices.items()}
+        self.ends: list[Any] = []  # what the next tick must wait for
+        self.flight: deque[list[Any]] = deque()
+
+    # The four calls below are all that touches CUDA: the recording back end of the tests replaces them.
+    def _stream(self, device: torch.device) -> Any:
+        return torch.cuda.Stream(device)
+
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def _wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def _record(self, stream: Any) -> Any:
+        return stream.record_event()
+
+    def _current(self) -> list[Any]:
+        return [torch.cuda.current_stream(d) for d in {s.device for s in self.streams.values()}]
+
+    def run(self, jobs: Mapping[str, Job]) -> None:
+        before, self.ends = self.ends, []
+        for name, job in jobs.items():
+            stream = self.streams[name]
+            for event in before:
+                self._wait(stream, event)
+            with self._on(stream):
+                job()
+            self.ends.append(self._record(stream))
+        self.flight.append(self.ends)
+        if len(self.flight) > self.AHEAD:
+            for event in self.flight.popleft():
+                event.synchronize()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        streams = self._current()
+        for stream in streams:
+            for event in self.ends:
+                self._wait(stream, event)
+        yield
+        self.ends = [*self.ends, *(self._record(stream) for stream in streams)]
+
+    def close(self) -> None:
+        pass
+
+
+class Concurrent:
+    """All workers at once, each exactly one tick stale."""
+
+    def __init__(self, workers: Mapping[str, Worker], counts: Counts, executor: Executor):
+        self.workers, self.counts, self.executor = workers, counts, executor
+        self.ticks = 0
+        self.lag = 0  # ticks by which the newest rows' policy trails the policy that stands beside them
+
+    def tick(self) -> None:
+        version, c = self.ticks, self.counts
+        amount = {"v": 1, "p": 1, "collector": c.horizon}
+        self.executor.run({name: (lambda w=w, n=name: w.run(amount[n], version)) for name, w in self.workers.items()})
+        self.lag = policy_lag(self.workers)
+        self.ticks += 1
+
+
+class Lockstep:
+    """Collector, then rounds of critic and policy updates, each on the newest weights."""
+
+    def __init__(self, workers: Mapping[str, Worker], counts: Counts, executor: Executor):
+        self.workers, self.counts, self.executor = workers, counts, executor
+        self.ticks = 0
+        self.lag = 0
+
+    def tick(self) -> None:
+        workers = self.workers
+        self.executor.run({"collector": lambda: workers["collector"].run(self.counts.horizon)})
+        self.lag = policy_lag(workers)
+        for _ in range(self.counts.rounds):
+            for name in ("v", "p"):
+                self.executor.run({name: (lambda n=name: workers[n].run(1))})
+        self.ticks += 1
+
+
+Schedule = Concurrent | Lockstep
+
+
+def policy_lag(workers: Mapping[str, Worker]) -> int:
+    """Versions between the policy that acted for the newest rows and the one published when they were sealed."""
+    newest = next(s for s in workers["p"].publishes if s.name == "policy").version
+    return newest - workers["collector"].pulled["policy"]
+
+
+def stacks() -> str:
+    """The Python stack of every thread of this package."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    return "\n".join(
+        f"--- {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame))
+        for ident, frame in sys._current_frames().items()
+    )

@@ -1,0 +1,49 @@
+"""Where workers meet: versioned copies of weights, statistics and replay cursors.
+
+A worker never touches another's tensors. The owner publishes a copy at the end of its tick; readers pull a copy
+at the start of theirs. Two buffers alternate, so that publishing version v + 1 never touches version v, which is
+still being pulled: with one join of all workers between ticks nothing else needs an order.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class WeightSlot:
+    """A fixed list of tensors with one owner.
+
+    Args:
+        name: as traces and errors call it.
+        source: the owner's tensors, copied by every ``publish``.
+    """
+
+    def __init__(self, name: str, source: Sequence[Tensor]):
+        self.name = name
+        self.source = [t.detach() for t in source]
+        self.buffers = [[t.clone() for t in self.source] for _ in range(2)]
+        self.version = 0  # how often published
+
+    @torch.no_grad()
+    def publish(self) -> int:
+        """Copy the owner's tensors into the buffer that nobody reads. Returns the new version."""
+        torch._foreach_copy_(self.buffers[(self.version + 1) % 2], self.source)
+        self.version += 1
+        return self.version
+
+    @torch.no_grad()
+    def pull(self, target: Sequence[Tensor], version: int) -> None:
+        """Copy ``version`` into ``target``, in place and across devices.
+
+        Raises:
+            AssertionError: that version is not here (yet, or any more): the schedule broke its promise.
+        """
+        assert version in (self.version, self.version - 1), f"slot {self.name}: {version} of {self.version}"
+        for t, s in zip(target, self.buffers[version % 2], strict=True):
+            t.copy_(s, non_blocking=True)
+
+    def reload(self, version: int) -> None:
+        """After a checkpoint changed the owner's tensors: make them ``version``."""
+        self.version = version - 1
+        self.publish()

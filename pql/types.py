@@ -1,0 +1,66 @@
+"""The records that travel between environments, replay and learners.
+
+Shape letters used in every docstring and shape comment of this package:
+
+    N  environments          T  time (rows of a ring, steps of a rollout)
+    B  batch                 D  features of one observation group
+    A  action dimensions     Z  atoms of a categorical value distribution
+    E  critics in an ensemble
+
+This file knows nothing of simulators, networks or devices.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+Obs = dict[str, Tensor]
+"""Observation groups by name. ``"policy"`` is always there; ``"critic"`` where an environment has
+privileged observations for the value function. Each is ``[N, ...]``."""
+
+Metrics = dict[str, Tensor]
+"""Name -> 0-dim float tensor on the device. Reading one on the host would wait for the device: don't."""
+
+
+class Step(NamedTuple):
+    """What one step of all environments returns: device tensors of static shape.
+
+    ``terminated`` and ``truncated`` are disjoint; where a simulator raises both, ``terminated`` wins.
+    Reading a ``Step`` needs no host synchronisation.
+    """
+
+    obs: Obs  # act on this next: [N, ...]; already the new episode's where one ended (same-step autoreset)
+    reward: Tensor  # [N] float32, raw
+    terminated: Tensor  # [N] bool; the task ended: no value beyond this row
+    truncated: Tensor  # [N] bool; cut off (time limit): the value of final_obs stands beyond this row
+    first: Tensor  # [N] bool; ``obs`` begins an episode (also after an unannounced restart)
+    final_obs: Obs  # the true successor of this row's action; may alias ``obs`` where nothing ended
+    final_ok: Tensor  # [N] bool; False: the simulator lost the final observation
+    valid: Tensor  # [N] bool; False: a filler row (next-step autoreset); never learned from
+    log: dict[str, Tensor]  # name -> [N] float32, e.g. reward terms; summed per episode
+
+
+class Batch(NamedTuple):
+    """Transitions for a value update. ``discount`` is all a loss sees of episode ends.
+
+    The target is ``reward + discount * value(next_obs)``, with ``discount = gamma**m * (1 - terminated)`` for a
+    window of ``m <= n`` steps. Rows with ``mask == 0`` are fill that keeps the shape static: every loss is
+    ``sum(mask * weight * l) / sum(mask)``.
+    """
+
+    obs: Obs  # [B, ...]
+    action: Tensor  # [B, A]
+    reward: Tensor  # [B] float32, n-step sum
+    discount: Tensor  # [B] float32
+    next_obs: Obs  # [B, ...]
+    mask: Tensor  # [B] float32, 0 or 1
+    weight: Tensor  # [B] float32, importance weight (1 without priorities)
+    index: Tensor  # [B] int64, row * N + column in the ring
+
+
+class ObsBatch(NamedTuple):
+    """Observations for a policy update; ``mask`` and ``weight`` as in :class:`Batch`."""
+
+    obs: Obs  # [B, ...]
+    mask: Tensor  # [B] float32
+    weight: Tensor  # [B] float32
