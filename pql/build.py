@@ -12,7 +12,7 @@ from pql.algos import ddpg, sac
 from pql.collect import ActFunction, Collector
 from pql.config import Config, PlacementConfig, resolve_device
 from pql.dist import squashed_gaussian
-from pql.env import Box, EnvSpec, VecEnv, find_factory
+from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.errors import ConfigError
 from pql.explore import Exploration
 from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy
@@ -32,7 +32,7 @@ from pql.schedule import (
     tick_counts,
 )  # fmt: skip
 from pql.slots import WeightSlot
-from pql.types import Batch, Obs, ObsBatch
+from pql.types import Batch, Obs, ObsBatch, split
 from pql.worker import Learner, LearnerJob, Worker
 
 
@@ -90,6 +90,7 @@ def seeds(seed: int) -> dict[str, int]:
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
     """The environment's spec without starting it, where its factory can tell."""
     factory = find_factory(config.task.name)
+    check_keywords(factory, env_kwargs(config))
     describe = getattr(factory, "describe", None)
     return describe(num_envs=config.num_envs, device=device, **env_kwargs(config)) if describe else None
 
@@ -103,7 +104,7 @@ def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
     """The task's environment. ``num_envs`` overrides the config's (evaluation)."""
     device = torch.device(config.placement.collector or resolve_device(config.device))
     count = config.num_envs if num_envs is None else num_envs
-    return find_factory(config.task.name)(num_envs=count, device=device, **env_kwargs(config))
+    return make_env(config.task.name, count, device, **env_kwargs(config))
 
 
 def build(
@@ -158,7 +159,7 @@ def _wire(
     workers = {
         # Learners first: a simulator that blocks the launching host then overlaps with queued learner work.
         w: Worker(
-            w, jobs[w] if w in jobs else collector.run, devices[w], [(slots[s], t) for s, t in role.pulls.items()],
+            w, jobs.get(w, collector.run), devices[w], [(slots[s], t) for s, t in role.pulls.items()],
             [slots[s] for s in role.owns], threads[w], trace,
         )
         for w, role in roles.items()
@@ -196,12 +197,13 @@ def value_role(
     )  # fmt: skip
     mine, cursor, private = copy.deepcopy(policy).to(device), Cursor(replay.num_envs, device), clone_norm(norm, device)
     source = "target_policy" if algo.policy.target else "policy"
-    pulls = {source: [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
+    pulls: dict[str, list[Tensor]] = {source: [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
 
-    def draw(gen: Generator) -> Batch:
-        batch = replay.sample(cursor, algo.batch_size, algo.n_step, algo.gamma, gen)
+    def draw(count: int, gen: Generator) -> list[Batch]:
+        batch = replay.sample(cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)
         reward = batch.reward * private.reward_scale
-        return batch._replace(obs=private(batch.obs), next_obs=private(batch.next_obs), reward=reward)
+        batch = batch._replace(obs=private(batch.obs), next_obs=private(batch.next_obs), reward=reward)
+        return split(batch, count)
 
     if algo.family == "sac":
         alpha = torch.zeros(1, device=device)
@@ -220,12 +222,13 @@ def policy_role(
     flat = Flat(copy.deepcopy(policy).to(device), trained=True)
     optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay)
     mine, cursor, private = copy.deepcopy(critic).to(device), Cursor(replay.num_envs, device), clone_norm(norm, device)
-    pulls = {"critic": [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
-    inputs, owns = ddpg.PolicyInputs(mine, make_atoms(config, device)), {"policy": [flat.data]}
+    pulls: dict[str, list[Tensor]] = {"critic": [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
+    inputs = ddpg.PolicyInputs(mine, make_atoms(config, device))
+    owns: dict[str, list[Tensor]] = {"policy": [flat.data]}
 
-    def draw(gen: Generator) -> ObsBatch:
-        batch = replay.sample_obs(cursor, algo.batch_size, gen)
-        return batch._replace(obs=private(batch.obs))
+    def draw(count: int, gen: Generator) -> list[ObsBatch]:
+        batch = replay.sample_obs(cursor, count * algo.batch_size, gen)
+        return split(batch._replace(obs=private(batch.obs)), count)
 
     if algo.family == "sac":
         size = replay.action.shape[1]
@@ -304,7 +307,7 @@ def make_collector(
     explore, spec = config.algo.explore, env.spec
     noise = Exploration(
         explore.kind, explore.low, explore.high, spec.num_envs, cast(Box, spec.action).size, spec.device, explore.repeat
-    )  # type: ignore[arg-type]
+    )
     act: ActFunction = act_stochastic if config.algo.family == "sac" else act_deterministic
     return Collector(env, copy.deepcopy(policy).to(spec.device), act, norm, noise, replays, gen, capture)
 
@@ -314,7 +317,8 @@ def act_deterministic(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
 
 
 def act_stochastic(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
-    return squashed_gaussian(*policy(obs), gen)[0]
+    mean, log_std = policy(obs)
+    return squashed_gaussian(mean, log_std, gen)[0]
 
 
 def worker_devices(config: Config) -> dict[str, torch.device]:

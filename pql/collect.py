@@ -220,7 +220,7 @@ class _RecordState:
         return {f"{i}.{j}": t for i, r in enumerate(self.c.replays) for j, t in enumerate(r.live.tensors())}
 
     def state_dict(self) -> dict[str, Any]:
-        parts = {"explore": self.c.explore, "normalizer": self.c.normalizer, "episodes": self.c.episodes}
+        parts: dict[str, Any] = {"explore": self.c.explore, "normalizer": self.c.normalizer, "episodes": self.c.episodes}
         return {**{k: v.state_dict() for k, v in parts.items()}, "cursors": self._cursors()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """Exploration noise for deterministic policies, as device tensors that advance without a host sync."""
 
-from typing import Literal
-
 import torch
 from torch import Generator, Tensor
 
@@ -20,7 +18,7 @@ class Exploration:
 
     def __init__(
         self,
-        kind: Literal["mixed", "fixed", "redrawn", "none"],
+        kind: str,
         low: float,
         high: float,
         num_envs: int,

@@ -11,7 +11,13 @@ from torch.nn import functional as F
 
 from pql.types import Obs
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "tanh": nn.Tanh}
+# In place where the gradient needs the output only: the layer before does not keep it.
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: nn.ReLU(inplace=True),
+    "elu": lambda: nn.ELU(inplace=True),
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+}
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
@@ -48,7 +54,7 @@ def mlp(
     layer_norm: bool = False,
     ensemble: int | None = None,
 ) -> nn.Sequential:
-    """Linear (-> LayerNorm) -> activation for each of ``hidden``, then Linear. ``ensemble=E`` makes E of them at once."""
+    """Linear (-> LayerNorm) -> activation for each of ``hidden``, then Linear; ``ensemble=E``: E of them at once."""
     linear: Callable[[int, int], nn.Module] = (
         nn.Linear if ensemble is None else lambda i, o: EnsembleLinear(ensemble, i, o)
     )

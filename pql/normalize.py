@@ -4,7 +4,8 @@ The collector owns both. It feeds each frame once, when it is fresh; what everyb
 are the values frozen at the last tick's boundary, which travel with the weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ class Normalizer(nn.Module):
     """
 
     reward_scale: Tensor
+    running_return: Tensor
 
     def __init__(
         self,
@@ -86,10 +88,13 @@ class Normalizer(nn.Module):
         out = torch.addcmul(getattr(self, f"shift_{k}"), x, getattr(self, f"scale_{k}"))
         return out.clamp_(-CLIP, CLIP)
 
+    def _groups(self) -> Iterator[tuple[str, Moments]]:
+        return ((k, cast(Moments, m)) for k, m in self.moments.items())
+
     def observe(self, obs: Obs) -> None:
         """Feed fresh observations [N, ...]."""
-        for k, moments in self.moments.items():
-            moments.update(obs[k])  # type: ignore[operator]
+        for k, moments in self._groups():
+            moments.update(obs[k])
 
     def observe_reward(self, reward: Tensor, ended: Tensor) -> None:
         """Feed rewards [N] and where episodes ended [N]."""
@@ -100,10 +105,10 @@ class Normalizer(nn.Module):
 
     def freeze(self) -> None:
         """Make the statistics so far the ones in use (a tick's boundary)."""
-        for k, moments in self.moments.items():
-            scale = (moments.variance() + EPSILON).rsqrt()  # type: ignore[operator]
+        for k, moments in self._groups():
+            scale = (moments.variance() + EPSILON).rsqrt()
             getattr(self, f"scale_{k}").copy_(scale)
-            getattr(self, f"shift_{k}").copy_(-moments.mean * scale)  # type: ignore[operator]
+            getattr(self, f"shift_{k}").copy_(-moments.mean * scale)
         if self.reward_gamma is not None:
             self.reward_scale.copy_(self.base_scale * (self.returns.variance() + EPSILON).rsqrt())
 

@@ -263,5 +263,5 @@ def preflight(
         low, high = (middle, high) if fits else (low, middle)
     raise ConfigError(
         "replay.capacity", capacity,
-        f"at most {low * num_envs} here: this many need {need / 2**30:.3g} GiB and {available / 2**30:.3g} GiB are free",
+        f"at most {low * num_envs} here: this many need {need / 2**30:.3g} GiB, {available / 2**30:.3g} GiB are free",
     )  # fmt: skip

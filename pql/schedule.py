@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -221,7 +222,7 @@ class Concurrent:
     def tick(self) -> None:
         version, c = self.ticks, self.counts
         amount = {"v": 1, "p": 1, "collector": c.horizon}
-        self.executor.run({name: (lambda w=w, n=name: w.run(amount[n], version)) for name, w in self.workers.items()})
+        self.executor.run({name: partial(w.run, amount[name], version) for name, w in self.workers.items()})
         self.lag = policy_lag(self.workers)
         self.ticks += 1
 
@@ -236,11 +237,11 @@ class Lockstep:
 
     def tick(self) -> None:
         workers = self.workers
-        self.executor.run({"collector": lambda: workers["collector"].run(self.counts.horizon)})
+        self.executor.run({"collector": partial(workers["collector"].run, self.counts.horizon)})
         self.lag = policy_lag(workers)
         for _ in range(self.counts.rounds):
             for name in ("v", "p"):
-                self.executor.run({name: (lambda n=name: workers[n].run(1))})
+                self.executor.run({name: partial(workers[name].run, 1)})
         self.ticks += 1
 
 

@@ -10,7 +10,7 @@ Shape letters used in every docstring and shape comment of this package:
 This file knows nothing of simulators, networks or devices.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
     next_obs: Obs  # [B, ...]
     mask: Tensor  # [B] float32, 0 or 1
     weight: Tensor  # [B] float32, importance weight (1 without priorities)
-    index: Tensor  # [B] int64, row * N + column in the ring
+    index: Tensor  # type: ignore[assignment]  # [B] int64, row * N + column in the ring (hides tuple.index)
 
 
 class ObsBatch(NamedTuple):
@@ -64,3 +64,20 @@ class ObsBatch(NamedTuple):
     obs: Obs  # [B, ...]
     mask: Tensor  # [B] float32
     weight: Tensor  # [B] float32
+
+
+AnyBatch = TypeVar("AnyBatch", Batch, ObsBatch)
+
+
+def split(batch: AnyBatch, count: int) -> list[AnyBatch]:
+    """Cut a batch of ``count * B`` rows into ``count`` batches of B (views, nothing is copied)."""
+
+    def cut(field: Any) -> list[Any]:
+        if isinstance(field, dict):
+            parts = {k: v.chunk(count) for k, v in field.items()}
+            return [{k: v[i] for k, v in parts.items()} for i in range(count)]
+        return list(field.chunk(count))
+
+    if count == 1:
+        return [batch]
+    return [type(batch)(*fields) for fields in zip(*map(cut, batch), strict=True)]

@@ -39,7 +39,7 @@ class Learner:
     name: str
     state: State
     update: Callable[[Any, Any, Any, Generator], Metrics]  # (state, inputs, batch, gen)
-    draw: Callable[[Generator], Any]  # gen -> Batch or ObsBatch
+    draw: Callable[[int, Generator], Sequence[Any]]  # (k, gen) -> k batches: the rows are sealed for the whole tick
     inputs: Any  # private copies of what other workers publish
     gen: Generator
 
@@ -84,8 +84,8 @@ class LearnerJob:
 
     def _burst(self) -> None:
         one = self.learner
-        for _ in range(self.size):
-            self.metrics.add(one.update(one.state, one.inputs, one.draw(one.gen), one.gen))
+        for batch in one.draw(self.size, one.gen):
+            self.metrics.add(one.update(one.state, one.inputs, batch, one.gen))
 
     def __call__(self, bursts: int) -> None:
         for _ in range(bursts):

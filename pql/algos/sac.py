@@ -5,6 +5,7 @@ n-step SAC. The critic's step is DDPG's.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -36,7 +37,7 @@ class SacPolicyState(State):
 
     policy: Flat
     optimizer: AdamW
-    temperature: Flat
+    temperature: Flat  # of a Temperature
     temperature_optimizer: AdamW
     target_entropy: float
     auto_temperature: bool = True
@@ -46,7 +47,8 @@ class SacPolicyState(State):
 def value_update(state: ValueState, inputs: SacValueInputs, batch: Batch, gen: Generator) -> Metrics:
     """One critic step towards r + discount * (Q'(s', a') - alpha log pi(a'|s')), a' ~ pi. Mutates ``state`` only."""
     with torch.no_grad():
-        action, log_prob = squashed_gaussian(*inputs.policy(batch.next_obs), gen)
+        mean, log_std = inputs.policy(batch.next_obs)
+        action, log_prob = squashed_gaussian(mean, log_std, gen)
         bonus = -inputs.log_alpha.exp() * log_prob
     return critic_step(state, batch, action, bonus)
 
@@ -54,9 +56,10 @@ def value_update(state: ValueState, inputs: SacValueInputs, batch: Batch, gen: G
 def policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
     """One step on alpha log pi - Q, then one on the temperature. Mutates ``state`` only."""
     share = loss_share(batch.mask, batch.weight)
-    action, log_prob = squashed_gaussian(*state.policy.module(batch.obs), gen)
+    mean, log_std = state.policy.module(batch.obs)
+    action, log_prob = squashed_gaussian(mean, log_std, gen)
     q = ensemble_value(inputs, batch.obs, action, state.reduce)
-    log_alpha = state.temperature.module.log_alpha
+    log_alpha = cast(Temperature, state.temperature.module).log_alpha
     loss = (share * (log_alpha.detach().exp() * log_prob - q)).sum()
     state.optimizer.zero_grad()
     loss.backward()

@@ -1,0 +1,68 @@
+"""Shared pieces of the suite: one intra-op thread, small runs built from the dataclasses, trees compared bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pql.build import Parts, build, seeds
+from pql.checkpoint import flatten
+from pql.config import Config, from_dict
+from pql.schedule import Executor, Trace
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+SMALL: dict[str, Any] = {
+    "task": {"name": "pendulum"},
+    "num_envs": 8,
+    "device": "cpu",
+    "seed": 3,
+    "replay": {"capacity": 4096},
+    "budget": {"env_steps": 1000},
+    "placement": {"executor": "inline", "threads": {"collector": 1, "v": 1, "p": 1}},
+    "algo": {
+        "batch_size": 32,
+        "v_per_step": 2,
+        "p_per_v": 0.5,
+        "warmup_steps": 16,
+        "critic": {"hidden": [16, 16]},
+        "policy": {"hidden": [16, 16]},
+    },
+}
+
+
+def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for k, v in change.items():
+        out[k] = merge(base.get(k, {}), v) if isinstance(v, dict) else v
+    return out
+
+
+def small_config(**changes: Any) -> Config:
+    """A run of seconds: ``small_config(algo={"n_step": 1})``."""
+    return from_dict(merge(SMALL, changes))
+
+
+def start(config: Config, executor: Executor | None = None, trace: Trace | None = None) -> Parts:
+    """Build, reset, warm up: the next thing is tick 0."""
+    parts = build(config, executor=executor, trace=trace)
+    parts.prepare()
+    parts.collector.start(seeds(config.seed)["env"])
+    parts.collector.warm_up(config.algo.warmup_steps)
+    parts.begin()
+    return parts
+
+
+def bits(parts: Parts) -> dict[str, torch.Tensor]:
+    """A copy of everything the next tick depends on."""
+    return {k: v.clone() for k, v in flatten(parts.state_dict()).items()}
+
+
+def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not bit-identical (NaN equal to NaN)."""
+    assert a.keys() == b.keys()
+    return [k for k in a if not torch.equal(torch.nan_to_num(a[k].double()), torch.nan_to_num(b[k].double()))]

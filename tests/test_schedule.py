@@ -1,0 +1,293 @@
+"""The tick: exact ratios, exact staleness, and concurrency that cannot change a bit."""
+
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+from conftest import bits, differences, small_config, start
+
+from pql.errors import ConfigError, RunError
+from pql.schedule import Inline, Streams, Threads, Trace, tick_counts
+
+ORDERS = list(itertools.permutations(("collector", "v", "p")))
+TICKS = 200
+ALGOS = {
+    "pql": {},
+    "pql_d": {"critic": {"hidden": [16], "atoms": 11, "v_min": -50.0, "v_max": 0.0}},
+    "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
+    "td3 with a target policy": {"policy": {"hidden": [16], "target": True, "reduce": "first"}},
+    "running reward scale": {"normalize_reward": True, "explore": {"kind": "redrawn", "repeat": True}},
+}
+
+
+def run(config, executor, ticks=TICKS):
+    parts = start(config, executor)
+    try:
+        for _ in range(ticks):
+            parts.schedule.tick()
+    finally:
+        parts.schedule.executor.close()
+    return parts
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_every_worker_order_and_threads_give_the_same_bits(algo):
+    config = small_config(algo=ALGOS[algo])
+    reference = bits(run(config, Inline(ORDERS[0])))
+    for order in ORDERS[1:]:
+        assert differences(reference, bits(run(config, Inline(order)))) == [], order
+    for _ in range(2):  # twice: also two runs with the same seed
+        assert differences(reference, bits(run(config, Threads(("collector", "v", "p"))))) == []
+
+
+@pytest.mark.parametrize(
+    "task",
+    [{"name": "halfcheetah", "kwargs": {"threads": 1}}, {"name": "counter"}, {"name": "lqr"}],
+    ids=lambda t: t["name"],
+)
+def test_order_cannot_matter_on_other_environments(task):
+    if task["name"] == "halfcheetah":
+        pytest.importorskip("mujoco")
+    config = small_config(task=task)
+    reference = bits(run(config, Inline(ORDERS[0])))
+    assert differences(reference, bits(run(config, Inline(ORDERS[-1])))) == []
+    assert differences(reference, bits(run(config, Threads(("v", "p", "collector"))))) == []
+
+
+def test_random_delays_between_workers_change_nothing():
+    config = small_config()
+    reference = bits(run(config, Inline(), ticks=50))
+    for seed in range(5):
+        parts = start(config, Threads(("v", "p", "collector")))
+        generator = torch.Generator().manual_seed(seed)
+        for worker in parts.workers.values():
+            delays = (torch.rand(50, generator=generator) * 0.004).tolist()
+            worker.job = lambda count, job=worker.job, it=iter(delays): (time.sleep(next(it)), job(count))
+        for _ in range(50):
+            parts.schedule.tick()
+        parts.schedule.executor.close()
+        assert differences(reference, bits(parts)) == []
+
+
+def test_another_seed_gives_other_bits():
+    a, b = (bits(run(small_config(seed=s), Inline(), ticks=5)) for s in (3, 4))
+    assert "learners/v/state/critic/net.0.weight" in differences(a, b)
+    assert "collector/replay/0/action" in differences(a, b)
+
+
+@pytest.mark.parametrize(
+    ("v", "p", "expected"),
+    [
+        (8, 0.5, (1, 8, 4, 4)),
+        (2, 1, (1, 2, 2, 2)),
+        (0.5, 0.5, (4, 2, 1, 1)),
+        (0.1, 1, (10, 1, 1, 1)),
+        (1.5, 2, (2, 3, 6, 3)),
+    ],
+)
+def test_counts_are_the_smallest_whole_numbers(v, p, expected):
+    counts = tick_counts(v, p)
+    assert (counts.horizon, counts.v, counts.p, counts.rounds) == expected
+
+
+def test_ratios_that_no_horizon_meets_are_refused():
+    with pytest.raises(ConfigError, match=r"algo\.v_per_step=0\.001"):
+        tick_counts(0.001, 1.0)
+
+
+@pytest.mark.parametrize(("schedule", "lag"), [("concurrent", 1), ("lockstep", 0)])
+@pytest.mark.parametrize(("v", "p", "horizon"), [(2, 0.5, 1), (0.5, 0.5, 4)])
+def test_ratios_and_lag_are_exact_at_every_tick(schedule, lag, v, p, horizon):
+    parts = start(small_config(algo={"schedule": schedule, "v_per_step": v, "p_per_v": p}), Inline())
+    warm_up = parts.collector.steps
+    for tick in range(1, 30):
+        parts.schedule.tick()
+        steps = parts.collector.steps - warm_up
+        assert steps == tick * horizon
+        assert parts.jobs["v"].updates == v * steps
+        assert parts.jobs["p"].updates == p * parts.jobs["v"].updates
+        assert parts.schedule.lag == lag
+
+
+def test_lockstep_interleaves_on_the_newest_weights():
+    trace = Trace()
+    parts = start(small_config(algo={"schedule": "lockstep", "v_per_step": 4}), Inline(), trace)
+    parts.schedule.tick()
+    who = [e[1] for e in trace.events if e[0] == "publish" and e[2] in ("critic", "policy", "rows")]
+    assert who == ["collector", "v", "p", "v", "p"]
+    newest = {}
+    for what, worker, slot, version in trace.events:
+        if what == "publish":
+            newest[slot] = version
+        else:
+            assert version == newest.get(slot, 0), (worker, slot)
+
+
+class RecordingStreams(Streams):
+    """The CUDA executor with its four calls to CUDA replaced by a log of the edges they would make."""
+
+    def __init__(self, names, log):
+        self.log, self.count = log, 0
+        super().__init__(dict.fromkeys(names, "fake"))
+
+    def _stream(self, device):
+        self.count += 1
+        return f"stream{self.count}"
+
+    def _on(self, stream):
+        self.log("on", stream)
+        return super_null()
+
+    def _wait(self, stream, event):
+        self.log("wait", stream, event)
+
+    def _record(self, stream):
+        self.count += 1
+        self.log("record", stream, f"event{self.count}")
+        return FakeEvent(f"event{self.count}", self.log)
+
+    def _current(self):
+        return ["main"]
+
+
+class FakeEvent(str):
+    def __new__(cls, name, log):
+        event = super().__new__(cls, name)
+        event.log = log
+        return event
+
+    def synchronize(self):
+        self.log("host", str(self))
+
+
+def super_null():
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def happens_before(events):
+    """Event indices that are ordered before each event, by program order per stream and record -> wait edges."""
+    before: list[set[int]] = []
+    last: dict[str, int] = {}
+    recorded: dict[str, int] = {}
+    stream = "main"
+    for i, event in enumerate(events):
+        kind = event[0]
+        if kind == "on":
+            stream = event[1]
+        where = event[1] if kind in ("wait", "record") else stream
+        sources = {last[where]} if where in last else set()
+        if kind == "wait":
+            sources.add(recorded[event[2]])
+        before.append(set().union(*(before[s] | {s} for s in sources)) if sources else set())
+        last[where] = i
+        if kind == "record":
+            recorded[event[2]] = i
+    return before
+
+
+def check_order(events):
+    """Each pull comes after the publish it reads and before the publish that reuses its buffer. Returns pulls checked."""
+    before = happens_before(events)
+    published = {(e[2], e[3]): i for i, e in enumerate(events) if e[0] == "publish"}
+    checked = 0
+    for i, e in enumerate(events):
+        if e[0] != "pull":
+            continue
+        _, _, slot, version = e
+        if version > 0:
+            assert published[slot, version] in before[i], f"{e}: nothing orders it after the publish"
+            checked += 1
+        reuse = published.get((slot, version + 2))
+        assert reuse is None or i in before[reuse], f"{e}: its buffer may be overwritten while it is read"
+    return checked
+
+
+@pytest.mark.parametrize("order", ORDERS[:3])
+def test_streams_order_every_cross_worker_read(order):
+    trace = Trace()
+    parts = start(small_config(), RecordingStreams(order, trace), trace)
+    for _ in range(12):
+        parts.schedule.tick()
+    assert check_order(trace.events) >= 11 * 7  # three readers of rows, weights and statistics
+    # the host waits for a tick two behind, never for the newest one
+    events = [e for e in trace.events if e[0] in ("record", "host")]
+    behind = [sum(r[0] == "record" for r in events[:i]) - int(e[1][5:]) for i, e in enumerate(events) if e[0] == "host"]
+    assert len(behind) == 3 * 10
+    assert min(behind) > 0
+
+
+def test_the_order_check_sees_a_missing_edge():
+    trace = Trace()
+    executor = RecordingStreams(("v", "p", "collector"), trace)
+    executor._wait = lambda stream, event: None  # type: ignore[method-assign]
+    parts = start(small_config(), executor, trace)
+    for _ in range(3):
+        parts.schedule.tick()
+    with pytest.raises(AssertionError, match="nothing orders it|may be overwritten"):
+        check_order(trace.events)
+
+
+def test_exclusive_work_is_ordered_against_the_ticks_around_it():
+    trace = Trace()
+    parts = start(small_config(), RecordingStreams(("v", "p", "collector"), trace), trace)
+    executor = parts.schedule.executor
+    parts.schedule.tick()
+    with executor.exclusive():
+        trace("on", "main")
+        trace("publish", "main", "drain", 1)
+    parts.schedule.tick()
+    before = happens_before(trace.events)
+    at = next(i for i, e in enumerate(trace.events) if e[2:3] == ("drain",))
+    pulls = [i for i, e in enumerate(trace.events) if e[0] == "pull"]
+    earlier = [i for i in pulls if i < at]
+    later = [i for i in pulls if i > at]
+    assert all(i in before[at] for i in earlier)
+    assert all(at in before[i] for i in later)
+    assert earlier
+    assert later
+
+
+@pytest.mark.parametrize("name", ["collector", "v", "p"])
+@pytest.mark.fault
+def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name):
+    parts = start(small_config(), Threads(("collector", "v", "p")))
+    parts.schedule.tick()
+
+    def fail(count):
+        raise ZeroDivisionError("the cause")
+
+    parts.workers[name].job = fail
+    begun = time.monotonic()
+    with pytest.raises(RunError, match=f"worker {name} failed: ZeroDivisionError: the cause") as caught:
+        parts.schedule.tick()
+    assert time.monotonic() - begun < 10
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert any(entry.name == "fail" for entry in _frames(caught.value.__cause__.__traceback__))
+    parts.schedule.executor.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("pql-") and t.is_alive()]
+
+
+def _frames(tb):
+    import traceback
+
+    return traceback.extract_tb(tb)
+
+
+@pytest.mark.fault
+def test_a_hung_worker_is_named_with_all_stacks():
+    parts = start(small_config(), Threads(("collector", "v", "p"), watchdog=0.3))
+    release = threading.Event()
+    parts.workers["p"].job = lambda count: release.wait(20)
+    begun = time.monotonic()
+    with pytest.raises(RunError, match=r"worker p has not finished its tick in 0\.3 s") as caught:
+        parts.schedule.tick()
+    assert time.monotonic() - begun < 5
+    assert "--- pql-p" in str(caught.value)
+    assert "release.wait(20)" in str(caught.value)
+    release.set()
+    parts.schedule.executor.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("pql-") and t.is_alive()]

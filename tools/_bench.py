@@ -1,0 +1,79 @@
+"""What the benchmark scripts share: time things in turn, and report medians as a table and as JSON."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COLUMNS = ("name", "value", "unit", "baseline", "ratio", "runs")
+
+
+def machine() -> str:
+    """One line: processor, cores, GPU if there is one, Python and torch."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{cpu} x{os.cpu_count()}{gpu}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def alternate(fns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Call every function once a round, in turn, so that a slow minute of the machine hits all alike.
+
+    Args:
+        fns: name -> function that runs one round and returns its rate.
+        rounds: how often; one more round comes first and is thrown away.
+
+    Returns:
+        name -> one rate a round.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in fns}
+    for turn in range(rounds + 1):
+        for name, fn in fns.items():
+            rate = fn()
+            if turn > 0:
+                rates[name].append(rate)
+    return rates
+
+
+def compare(name: str, unit: str, rates: list[float], baseline: list[float] | None = None) -> dict[str, Any]:
+    """One row for :func:`report`: medians; ``ratio`` is the median of the rounds' own ratios."""
+    ratio = None if baseline is None else statistics.median(a / b for a, b in zip(rates, baseline, strict=True))
+    return {
+        "name": name,
+        "value": statistics.median(rates),
+        "unit": unit,
+        "baseline": None if baseline is None else statistics.median(baseline),
+        "ratio": ratio,
+        "runs": len(rates),
+        "machine": machine(),
+    }
+
+
+def report(rows: list[dict[str, Any]], json_path: str | None = None) -> None:
+    """Print ``rows`` (see :func:`compare`) as a table; with a path, also write them there as a JSON list."""
+    cells = [COLUMNS, *(tuple(_text(row.get(column)) for column in COLUMNS) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+    for line in cells:
+        first, *rest = (
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join((first, *rest)))
+    print(machine())
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+    return str(value)
