@@ -178,7 +178,7 @@ class Replay:
         end = flags.gather(0, last).squeeze(0)
         terminated, truncated = (end & TERMINATED) != 0, (end & TRUNCATED) != 0
         count = self.final[cell.gather(0, last).squeeze(0)].to(torch.int64)
-        lost = truncated & (((end & FINAL_OK) == 0) | (count < cursor.finals[column] - self.finals + self.horizon + 1))
+        lost = truncated & (((end & FINAL_OK) == 0) | (count < cursor.finals[column] - self.finals + self.horizon))
         unannounced = (end & _ENDS) == NEXT_FIRST
         usable = ((flags[0] & VALID) != 0) & (head > 0)
         cursor.lost += (lost & usable).sum()
