@@ -7,21 +7,26 @@
 Names load on first use, so that ``import pql`` stays light.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# Before the first CUDA call: cuBLAS picks its workspaces when it starts, and only these give the same bits each time.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if TYPE_CHECKING:
     from pql.conformance import check_env as check_env
     from pql.env import make_env as make_env
     from pql.env import register as register
-    from pql.evaluate import load_policy as load_policy
+    from pql.policy import load_policy as load_policy
+    from pql.rundir import Summary as Summary
     from pql.session import Session as Session
-    from pql.session import Summary
     from pql.types import Step as Step
 
 _HOME = {
     "check_env": "pql.conformance", "make_env": "pql.env", "register": "pql.env", "EnvSpec": "pql.env",
-    "ObsSpec": "pql.env", "Box": "pql.env", "Step": "pql.types", "load_policy": "pql.evaluate",
-    "Session": "pql.session", "ConfigError": "pql.errors", "RunError": "pql.errors",
+    "ObsSpec": "pql.env", "Box": "pql.env", "Step": "pql.types", "load_policy": "pql.policy",
+    "Session": "pql.session", "Summary": "pql.rundir", "Config": "pql.config", "ConfigError": "pql.errors",
+    "RunError": "pql.errors",
 }  # fmt: skip
 
 
@@ -36,17 +41,28 @@ def __getattr__(name: str) -> Any:
 def train(*overrides: str, env: Any = None, callbacks: Any = (), quiet: bool = False) -> "Summary":
     """Train with the command line's overrides: ``pql.train("task=halfcheetah", "budget.seconds=60")``.
 
+    Ctrl-C ends the run after its tick and saves it, as on the command line.
+
     Args:
-        env: a live ``VecEnv`` to train on instead of the task's; ``num_envs`` is then its own.
-        callbacks: called as ``callback(session, row)`` with every row of metrics.
+        env: a live ``VecEnv`` to train on instead of a task; ``num_envs`` and ``device`` are then its own. It is
+            evaluated once, after training, and stays open.
+        callbacks: called as ``callback(session, row)`` with every row of metrics; ``session.stop = True`` ends the run.
         quiet: nothing on the console.
     Returns:
         the run's ``Summary`` (``return_mean``, ``run_dir``, ``checkpoint``, ...).
     Raises:
         ConfigError: an override, or the environment, cannot work.
+        RunError: the run failed after it started.
     """
-    from pql.config import compose
+    from pql.compose import compose
+    from pql.errors import ConfigError
     from pql.session import Session
 
-    live = [] if env is None else ["task=env", f"task.name={env.spec.name}", f"num_envs={env.spec.num_envs}"]
-    return Session(compose([*live, *overrides]), env=env, callbacks=callbacks, quiet=quiet).train()
+    words = list(overrides)
+    if env is not None:
+        if clash := [w for w in words if w.partition("=")[0] in ("task", "task.name", "task.id")]:
+            raise ConfigError("task", clash[0].partition("=")[2], "no task beside env=, which is trained on instead")
+        spec = env.spec
+        words = ["task=env", f"task.name={spec.name}", f"num_envs={spec.num_envs}", f"device={spec.device}", *words]
+        words.append(f"placement.collector={spec.device}")
+    return Session(compose(words), env=env, callbacks=callbacks, quiet=quiet, overrides=words).train()

@@ -1,6 +1,9 @@
 """All wiring, as plain calls: a checked config and an environment become workers under a schedule."""
 
+import contextlib
 import copy
+import ctypes
+import inspect
 import os
 from dataclasses import dataclass
 from typing import Any, cast
@@ -96,8 +99,11 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
 
 
 def env_kwargs(config: Config) -> dict[str, Any]:
-    """What the task passes to its environment's factory."""
-    return {**({"id": config.task.id} if config.task.id else {}), **config.task.kwargs}
+    """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores."""
+    given = {**({"id": config.task.id} if config.task.id else {}), **config.task.kwargs}
+    if "threads" in inspect.signature(find_factory(config.task.name)).parameters:
+        given.setdefault("threads", thread_counts(config)["simulator"])
+    return given
 
 
 def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
@@ -120,6 +126,7 @@ def build(
     """
     devices = worker_devices(config)
     set_precision(config.placement)
+    keep_freed_memory()
     counts = tick_counts(config.algo.v_per_step, config.algo.p_per_v)
     spec = env.spec if env is not None else describe_env(config, devices["collector"])
     rows = check_spec(config, spec, counts, devices["v"]) if spec is not None else 0
@@ -195,6 +202,7 @@ def value_role(
         optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay), tau=net.tau,
         smoothing=algo.smoothing, smoothing_clip=algo.smoothing_clip, atoms=make_atoms(config, device),
     )  # fmt: skip
+    replay.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
     mine, cursor, private = copy.deepcopy(policy).to(device), Cursor(replay.num_envs, device), clone_norm(norm, device)
     source = "target_policy" if algo.policy.target else "policy"
     pulls: dict[str, list[Tensor]] = {source: [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
@@ -336,17 +344,19 @@ def worker_devices(config: Config) -> dict[str, torch.device]:
 
 
 def thread_counts(config: Config) -> dict[str, int]:
-    """Intra-op threads per worker on the CPU.
+    """Threads on the CPU: each worker's intra-op threads, and those of a simulator that has its own.
 
-    Under ``lockstep`` each has all cores. Under ``concurrent`` the V-learner, which bounds most ticks, has what the
-    other two (one each) leave. Another count is another order of summation, so other bits: never chosen at run time.
+    Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere. Under
+    ``concurrent`` the V-learner and the simulator, which bound most ticks, get half the cores each. Another count is
+    another order of summation, so other bits: never chosen at run time.
     """
     cores, place = os.cpu_count() or 1, config.placement.threads
     alone = config.algo.schedule == "lockstep"
     default = {
         "collector": cores if alone else 1,
-        "v": cores if alone else max(1, cores - 2),
+        "v": cores if alone else max(1, cores // 2),
         "p": cores if alone else 1,
+        "simulator": cores if alone or resolve_device(config.device) != "cpu" else max(1, cores // 2),
     }
     return {w: getattr(place, w) or n for w, n in default.items()}
 
@@ -358,7 +368,7 @@ def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> E
     if kind == "streams":
         if not on_cuda:
             raise ConfigError("placement.executor", kind, "threads or inline where a worker sits on the CPU")
-        return Streams(devices)
+        return Streams(devices, place.watchdog_seconds)
     return Threads(list(devices), place.watchdog_seconds) if kind == "threads" else Inline()
 
 
@@ -369,8 +379,19 @@ def set_precision(place: PlacementConfig) -> None:
     it (AMX); elsewhere they stay float32 and merely run faster than MKL's on some processors.
     """
     fast = place.matmul == "fast"
-    torch.backends.cuda.matmul.allow_tf32 = fast
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if fast else "ieee"
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc's allocator to keep what is freed: an update's temporaries (about 0.5 MiB each) otherwise go back to
+    the kernel every time, and fault in again page by page. Where there is no glibc, nothing happens."""
+    m_mmap_threshold, m_trim_threshold, m_top_pad = -3, -1, -2
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(m_mmap_threshold, 32 << 20)  # the largest it accepts
+        mallopt(m_trim_threshold, 1 << 30)
+        mallopt(m_top_pad, 64 << 20)
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:

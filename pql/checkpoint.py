@@ -1,9 +1,11 @@
 """Checkpoints: a directory with one safetensors file and a JSON manifest, hashed, written aside and renamed.
 
 Nothing is ever unpickled. A checkpoint is complete or not there: files are synced before the rename that makes
-them visible. A reader checks the hash and falls back to the one before.
+them visible, and one that is replaced stays beside it (``.old-NAME``) until the new one stands. A reader checks the
+hashes and falls back to the one before.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,13 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pql.errors import ConfigError
+from pql.errors import ConfigError, PqlWarning
 
 FORMAT = 1
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 
 
-class CorruptCheckpoint(ConfigError):
+class CorruptCheckpointError(ConfigError):
     """A checkpoint whose files are missing, truncated or altered."""
 
 
@@ -35,8 +37,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Tensor]:
     elif isinstance(tree, list | tuple):
         items = [(str(i), v) for i, v in enumerate(tree)]
     else:
-        tensor = tree.detach() if isinstance(tree, Tensor) else torch.as_tensor(tree)
-        return {prefix: tensor}
+        return {prefix: tree.detach() if isinstance(tree, Tensor) else torch.as_tensor(tree)}
     out: dict[str, Tensor] = {}
     for k, v in items:
         out |= flatten(v, f"{prefix}/{k}" if prefix else k)
@@ -47,43 +48,59 @@ def unflatten(flat: Mapping[str, Tensor], like: Any, prefix: str = "") -> Any:
     """The reverse of :func:`flatten`, in the shape of ``like``.
 
     Raises:
-        ConfigError: the checkpoint lacks something that the run has.
+        ConfigError: the checkpoint lacks something that the run has, or holds it in another shape or type.
     """
     if isinstance(like, Mapping):
         return {k: unflatten(flat, v, f"{prefix}/{k}" if prefix else str(k)) for k, v in like.items()}
     if isinstance(like, list | tuple):
-        return [unflatten(flat, v, f"{prefix}/{i}") for i, v in enumerate(like)]
+        return [unflatten(flat, v, f"{prefix}/{i}" if prefix else str(i)) for i, v in enumerate(like)]
     if prefix not in flat:
-        raise ConfigError(
-            "checkpoint", prefix, "a checkpoint of the same task, algorithm and version: this one lacks it"
-        )
+        raise ConfigError("checkpoint", prefix, "a checkpoint of the same task, algorithm and version; this lacks it")
     value = flat[prefix]
-    return value if isinstance(like, Tensor) else value.item()
+    if not isinstance(like, Tensor):
+        return value.item()
+    if value.shape != like.shape or value.dtype != like.dtype:
+        # Checked here because copying into place would broadcast, or round, without a word.
+        have, want = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (value, like))
+        raise ConfigError("checkpoint", prefix, f"{want}, as this run's settings make it; the checkpoint has {have}")
+    return value
 
 
 def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
-    """Write ``tree`` and ``manifest`` to the directory ``path``, atomically (an existing one is replaced)."""
-    aside = path.with_name(f".writing-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    """Write ``tree`` and ``manifest`` to the directory ``path``, atomically (an existing one is replaced).
+
+    Raises:
+        OSError: it could not be written; what was at ``path`` is still there.
+    """
+    aside, old = path.with_name(f".writing-{path.name}"), _old(path)
     try:
-        # Views of flat parameter tensors share storage, which safetensors refuses: those are copied (they are small).
-        tensors = {k: _own(v) for k, v in flatten(tree).items()}
-        save_file(tensors, aside / TENSORS)
-        full = {"format": FORMAT, **manifest, "sha256": _sha256(aside / TENSORS)}
-        (aside / MANIFEST).write_text(json.dumps(full, indent=1))
-        for file in (aside / TENSORS, aside / MANIFEST, aside):
-            _sync(file)
-        old = path.with_name(f".old-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        _write(aside, tree, manifest)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
         aside.rename(path)
         _sync(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError:
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(folder: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
+    # Views of flat parameter tensors share storage, which safetensors refuses: those are copied (they are small).
+    tensors = {k: _own(v) for k, v in flatten(tree).items()}
+    try:
+        save_file(tensors, folder / TENSORS)
+    except SafetensorError as error:  # its way to say that the disk is full
+        raise OSError(str(error)) from error
+    full = {"format": FORMAT, **manifest, "sha256": _sha256(folder / TENSORS)}
+    (folder / MANIFEST).write_text(json.dumps({**full, "manifest_sha256": _manifest_hash(full)}, indent=1))
+    for file in (folder / TENSORS, folder / MANIFEST, folder):
+        _sync(file)
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -91,28 +108,42 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.cpu().clone().contiguous() if shared else tensor.cpu().contiguous()
 
 
+def _manifest_hash(manifest: Mapping[str, Any]) -> str:
+    known = {k: v for k, v in manifest.items() if k != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name, and the manifest.
+    """Tensors by name, and the manifest. Safe beside a run that replaces the checkpoint at this very moment.
 
     Raises:
-        CorruptCheckpoint: incomplete, truncated or altered.
+        CorruptCheckpointError: incomplete, truncated or altered.
         ConfigError: written by a newer format.
     """
     try:
+        return _read(path)
+    except CorruptCheckpointError:
+        if not path.exists() and _old(path).exists():  # stopped (or still) between the two renames of ``save``
+            return _read(_old(path))
+        return _read(path)  # replaced between the reading of its two files
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
         manifest = json.loads((path / MANIFEST).read_text())
-        whole = manifest["sha256"] == _sha256(path / TENSORS)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpoint(
-            "checkpoint", path, f"a complete checkpoint ({type(error).__name__}: {error})"
-        ) from error
-    if not whole:
-        raise CorruptCheckpoint("checkpoint", path, "an intact checkpoint: its content does not match its hash")
+        intact = manifest["manifest_sha256"] == _manifest_hash(manifest)
+        intact = intact and manifest["sha256"] == _sha256(path / TENSORS)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpointError("checkpoint", path, f"a complete checkpoint, not one with {why}") from error
+    if not intact:
+        raise CorruptCheckpointError("checkpoint", path, "an intact checkpoint: its content does not match its hash")
     if manifest["format"] > FORMAT:
         raise ConfigError("checkpoint", path, f"format {FORMAT} or older; this is {manifest['format']}: update pql")
     try:
         return load_file(path / TENSORS), manifest
-    except SafetensorError as error:
-        raise CorruptCheckpoint("checkpoint", path, f"a readable checkpoint ({error})") from error
+    except (OSError, SafetensorError) as error:
+        raise CorruptCheckpointError("checkpoint", path, f"a readable checkpoint ({error})") from error
 
 
 def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
@@ -125,21 +156,58 @@ def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
     for path in reversed(points):
         try:
             return (*load(path), path)
-        except CorruptCheckpoint as error:
-            warnings.warn(f"{error}; trying the one before", stacklevel=2)
-    what = "none is intact" if points else "there is none"
+        except CorruptCheckpointError as error:
+            warnings.warn(f"{error}; trying the one before", PqlWarning, stacklevel=2)
+    what = "none is intact" if points else "there is none (checkpoint.replay=false keeps none)"
     raise ConfigError("run", folder.parent, f"a run with a resume point: {what} in {folder}")
 
 
 def resume_points(folder: Path) -> list[Path]:
     """Resume points, oldest first."""
-    return sorted(folder.glob("tick-*")) if folder.is_dir() else []
+    return sorted(folder.glob("tick-*"))
+
+
+def find(path: Path) -> Path:
+    """A checkpoint directory itself, or a run's: the last policy, else the best, else the newest resume point.
+
+    Raises:
+        ConfigError: none of these is there.
+    """
+    if (path / MANIFEST).exists() or (path / TENSORS).exists():
+        return path
+    folder = path / "checkpoints"
+    for candidate in [folder / "last", folder / "best", *reversed(resume_points(folder))]:
+        if candidate.exists() or _old(candidate).exists():
+            return candidate
+    raise ConfigError("run", path, "a run directory with a checkpoint, or a checkpoint in one (with manifest.json)")
+
+
+def set_aside(folder: Path, keep_up_to: Path) -> None:
+    """Rename resume points newer than ``keep_up_to``, which are damaged, so that none passes for the newest again."""
+    for path in resume_points(folder):
+        if path.name > keep_up_to.name:
+            path.rename(path.with_name(f"damaged-{path.name}"))
 
 
 def rotate(folder: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` resume points, and what an interrupted save left behind."""
+    with contextlib.suppress(OSError):
+        recover(folder)
     for path in [*resume_points(folder)[:-keep], *folder.glob(".writing-*"), *folder.glob(".old-*")]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Put back what was being replaced when a save was cut off. For the one process that writes to ``folder``."""
+    for old in folder.glob(".old-*"):
+        path = old.with_name(old.name.removeprefix(".old-"))
+        if not path.exists():
+            old.rename(path)
+
+
+def _old(path: Path) -> Path:
+    """Where a checkpoint stays while it is being replaced."""
+    return path.with_name(f".old-{path.name}")
 
 
 def _sha256(path: Path) -> str:

@@ -84,7 +84,9 @@ class Collector:
         self.now: Step | None = None
         self.steps = 0  # env steps of each environment, warm-up included
         self._act = Graph(self._act_body, self.device, [gen], _ActState(self), capture)
-        self._record = Graph(self._record_body, self.device, [], _RecordState(self), capture)
+        # A copy to another device joins that device's current stream, which no capture may do.
+        here = all(replay.device == self.action.device for replay in replays)
+        self._record = Graph(self._record_body, self.device, [], _RecordState(self), capture and here)
 
     def prepare(self) -> None:
         """Capture, where that is on; before the first reset, while the rings are empty."""
@@ -154,9 +156,10 @@ class Collector:
             v.copy_(obs[k])
 
     def _load(self, step: Step) -> None:
-        """Copy a simulator's step to the addresses that the captured recording reads."""
-        for target, source in zip(flatten(self.now), flatten(step), strict=True):
-            target.copy_(source, non_blocking=True)
+        """Copy a simulator's step to the addresses that the captured recording reads, groups and terms by name."""
+        source = named(step)
+        for name, target in named(self.now).items():
+            target.copy_(source[name], non_blocking=True)
 
     def _env_step(self, action: Tensor) -> Step:
         if self.env.spec.stream == "current" or self.device.type != "cuda":
@@ -167,7 +170,7 @@ class Collector:
         with torch.cuda.stream(theirs):
             step = self.env.step(action)
         mine.wait_stream(theirs)
-        for tensor in flatten(step):
+        for tensor in named(step).values():
             tensor.record_stream(mine)
         return step
 
@@ -220,7 +223,11 @@ class _RecordState:
         return {f"{i}.{j}": t for i, r in enumerate(self.c.replays) for j, t in enumerate(r.live.tensors())}
 
     def state_dict(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"explore": self.c.explore, "normalizer": self.c.normalizer, "episodes": self.c.episodes}
+        parts: dict[str, Any] = {
+            "explore": self.c.explore,
+            "normalizer": self.c.normalizer,
+            "episodes": self.c.episodes,
+        }
         return {**{k: v.state_dict() for k, v in parts.items()}, "cursors": self._cursors()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,12 +238,12 @@ class _RecordState:
             t.copy_(state["cursors"][k])
 
 
-def flatten(step: Step | None) -> list[Tensor]:
-    """A step's tensors in a fixed order."""
+def named(step: Step | None) -> dict[str, Tensor]:
+    """A step's tensors by name: ``reward``, ``obs.policy``, ``log.speed`` ..."""
     assert step is not None
-    out: list[Tensor] = []
-    for part in step:
-        out += part.values() if isinstance(part, dict) else [part]
+    out: dict[str, Tensor] = {}
+    for field, part in step._asdict().items():
+        out |= {f"{field}.{k}": v for k, v in part.items()} if isinstance(part, dict) else {field: part}
     return out
 
 

@@ -1,12 +1,13 @@
-"""The schema: frozen dataclasses, their checks, and the composition of YAML presets with overrides.
+"""The schema: frozen dataclasses, and the checks of their values. YAML presets and overrides: ``compose.py``.
 
-One field in, one field used. YAML in ``pql.cfg`` holds presets; Hydra is imported only to compose them.
+One field in, one field used. This file imports nothing but the standard library (and torch, to look for a device).
 """
 
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,7 @@ class ThreadsConfig:
     collector: int | None = None  # intra-op threads per worker; null: by core count
     v: int | None = None
     p: int | None = None
+    simulator: int | None = None  # of a simulator that steps on threads of its own (MuJoCo)
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "placement.threads.collector": (1, 1024, True),
     "placement.threads.v": (1, 1024, True),
     "placement.threads.p": (1, 1024, True),
+    "placement.threads.simulator": (1, 1024, True),
     "placement.watchdog_seconds": (0, 1e6, False),
     "budget.seconds": (0, 1e9, False),
     "budget.env_steps": (1, 10**15, True),
@@ -217,32 +220,38 @@ def validate(config: Config) -> Config:
     for name, allowed in CHOICES.items():
         if flat[name] not in allowed:
             raise ConfigError(name, flat[name], f"one of {', '.join(allowed)}{nearest(str(flat[name]), allowed)}")
+    for name, value in flat.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(name, value, "a finite number")
     for name, (low, high, inclusive) in RANGES.items():
         value = flat[name]
         if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
-            raise ConfigError(name, value, f"a number {'from' if inclusive else 'above'} {low:g} up to {high:g}")
-    for net in ("critic", "policy"):
-        hidden = flat[f"algo.{net}.hidden"]
-        if not hidden or min(hidden) < 1:
-            raise ConfigError(f"algo.{net}.hidden", hidden, "a list of layer widths, each at least 1")
-    if config.algo.critic.v_min >= config.algo.critic.v_max:
-        raise ConfigError(
-            "algo.critic.v_min", config.algo.critic.v_min, f"below algo.critic.v_max={config.algo.critic.v_max:g}"
-        )
-    if config.algo.explore.low > config.algo.explore.high:
-        raise ConfigError(
-            "algo.explore.low", config.algo.explore.low, f"at most algo.explore.high={config.algo.explore.high:g}"
-        )
-    if config.budget.seconds is config.budget.env_steps is config.budget.target_return is None:
-        raise ConfigError("budget", "null", "at least one of budget.seconds, budget.env_steps, budget.target_return")
-    if config.algo.batch_size > config.replay.capacity:
-        raise ConfigError(
-            "algo.batch_size", config.algo.batch_size, f"at most replay.capacity={config.replay.capacity}"
-        )
+            raise ConfigError(name, value, f"a number {'from' if inclusive else 'above'} {low} up to {high}")
+    for name in ("algo.critic.hidden", "algo.policy.hidden"):
+        if not flat[name] or min(flat[name]) < 1:
+            raise ConfigError(name, flat[name], "a list of layer widths, each at least 1, such as [128,128]")
+    for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
+        if flat[name] is not None:
+            resolve_device(flat[name], name)
+    _check_together(config)
     return config
 
 
-def leaves(config: Any, prefix: str = "") -> typing.Iterator[tuple[str, Any]]:
+def _check_together(config: Config) -> None:
+    algo, budget = config.algo, config.budget
+    if algo.critic.v_min >= algo.critic.v_max:
+        raise ConfigError("algo.critic.v_min", algo.critic.v_min, f"below algo.critic.v_max={algo.critic.v_max:g}")
+    if algo.explore.kind in ("mixed", "redrawn") and algo.explore.low > algo.explore.high:
+        raise ConfigError("algo.explore.low", algo.explore.low, f"at most algo.explore.high={algo.explore.high:g}")
+    if budget.seconds is budget.env_steps is budget.target_return is None:
+        raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
+    if budget.target_return is not None and config.eval.every_seconds is None:
+        raise ConfigError("budget.target_return", budget.target_return, "evaluations: eval.every_seconds is null")
+    if algo.batch_size > config.replay.capacity:
+        raise ConfigError("algo.batch_size", algo.batch_size, f"at most replay.capacity={config.replay.capacity}")
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of every field."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
@@ -257,50 +266,66 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def from_dict(data: dict[str, Any]) -> Config:
-    """The reverse of :func:`to_dict`, with the checks that a run's saved config needs (types, unknown names)."""
+def from_dict(data: Mapping[str, Any]) -> Config:
+    """The reverse of :func:`to_dict`: types and names are checked, ranges are not (see :func:`validate`).
+
+    Raises:
+        ConfigError: an unknown name, or a value of the wrong type.
+    """
     return _build(Config, data, "")
 
 
 def _build(cls: type, data: Any, prefix: str) -> Any:
-    if not isinstance(data, dict):
+    if not isinstance(data, Mapping):
         raise ConfigError(prefix.rstrip("."), data, "a group of settings")
     hints = typing.get_type_hints(cls)
     for key in data:
         if key not in hints:
-            raise ConfigError(f"{prefix}{key}", data[key], f"a known setting{nearest(key, hints)}")
+            raise ConfigError(f"{prefix}{key}", data[key], f"a known setting{nearest(str(key), hints)}")
     values = {}
     for key, value in data.items():
         hint, name = hints[key], f"{prefix}{key}"
-        values[key] = _build(hint, value, f"{name}.") if dataclasses.is_dataclass(hint) else _typed(name, value, hint)
+        group = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        values[key] = _build(hint, value, f"{name}.") if group else _typed(name, value, hint)
     return cls(**values)
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        origin = typing.get_origin(option) or option
-        if origin is type(None) and value is None:
+    """``value`` as one of ``hint``'s types, where that loses nothing."""
+    for option in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        kind = typing.get_origin(option) or option
+        if kind is type(None) and value is None:
             return None
-        if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
-        if origin is list and isinstance(value, list | tuple):
-            inner = typing.get_args(option)[0]
-            return [_typed(name, v, inner) for v in value]
-        if isinstance(origin, type) and isinstance(value, origin) and not (origin is int and isinstance(value, bool)):
-            return value
-        if origin is int and isinstance(value, float) and value == int(value):
+        if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
-    words = {"NoneType": "null", "str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}
-    raise ConfigError(name, value, " or ".join(words.get(getattr(o, "__name__", ""), str(o)) for o in options))
+        if kind is list and isinstance(value, list) and all(type(v) is int for v in value):
+            return list(value)
+        if kind in (str, int, bool, dict) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+            return value
+    raise ConfigError(name, value, _words(hint))
 
 
-def resolve_device(name: str) -> str:
+def _words(hint: Any) -> str:
+    """A type, for people."""
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_words(h) for h in typing.get_args(hint))
+    names = {
+        "str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "NoneType": "null",
+        "list": "a list of whole numbers such as [128,128]", "dict": "key=value settings",
+    }  # fmt: skip
+    return names[(typing.get_origin(hint) or hint).__name__]
+
+
+def resolve_device(name: str, setting: str = "device") -> str:
     """``auto`` -> ``cuda`` where there is one, else ``cpu``. Says what is there if a device is not.
 
     Raises:
         ConfigError: no such device.
     """
+    if name == "cpu":
+        return name
     import torch
 
     if name == "auto":
@@ -308,60 +333,11 @@ def resolve_device(name: str) -> str:
     found = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if name in found or (name == "cuda" and len(found) > 1):
         return name
-    raise ConfigError("device", name, f"a device of this machine: auto, {', '.join(found)}")
+    raise ConfigError(setting, name, f"a device of this machine: auto, {', '.join(found)}{nearest(name, found)}")
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Presets plus ``key=value`` overrides -> a checked :class:`Config`.
+    """Presets plus the command line's ``key=value`` words -> a checked :class:`Config`. See ``compose.py``."""
+    from pql.compose import compose
 
-    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU.
-
-    Raises:
-        ConfigError: unknown group, key or option, wrong type or range; names the nearest valid name.
-    """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_module
-    from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    ConfigStore.instance().store(name="schema", node=to_dict(Config()))  # every field, so that any can be overridden
-    _check_overrides(overrides)
-    chosen = {k.lstrip("+~"): v for k, _, v in (o.partition("=") for o in overrides)}
-    device = resolve_device(chosen.get("device", "auto"))
-    overrides = [f"++{o}" if o.startswith("task.kwargs.") else o for o in overrides]
-    extra = [] if "scale" in chosen else [f"scale={'cpu' if device == 'cpu' else 'gpu'}"]
-    try:
-        with initialize_config_module("pql.cfg", version_base="1.3"):
-            raw = OmegaConf.to_container(
-                hydra_compose("train", overrides=[*extra, *overrides]), resolve=True, throw_on_missing=True
-            )
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("override", " ".join(overrides), str(error).splitlines()[0]) from error
-    assert isinstance(raw, dict)
-    return validate(from_dict({str(k): v for k, v in raw.items()}))
-
-
-def _check_overrides(overrides: Sequence[str]) -> None:
-    """Unknown groups, options and keys, before Hydra sees them: its own messages do not name the nearest one."""
-    groups = {g: options(g) for g in ("algo", "task", "placement", "logger", "scale")}
-    known = {name for name, _ in leaves(Config())}
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        name = key.lstrip("+")
-        if not equals:
-            raise ConfigError("override", override, "the form key=value")
-        if name in groups:
-            if value not in groups[name]:
-                raise ConfigError(name, value, f"one of {', '.join(groups[name])}{nearest(value, groups[name])}")
-        elif name not in known and not name.startswith("task.kwargs."):
-            raise ConfigError(name, value, f"a known setting{nearest(name, [*known, *groups])}")
-
-
-def options(group: str) -> list[str]:
-    """The presets of a config group."""
-    from importlib.resources import files
-
-    folder = files("pql.cfg").joinpath(group)
-    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+    return compose(overrides)

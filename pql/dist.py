@@ -14,7 +14,7 @@ def project(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
     """Project a distribution onto a fixed, evenly spaced support (Bellemare et al. 2017, Eq. 7).
 
     Each target atom's mass is split between its two neighbours, in proportion to nearness; mass beyond the ends
-    goes to the ends. Written as a triangular kernel: no scatter, hence deterministic on every device.
+    goes to the ends.
 
     Args:
         support: [B, Z'] where the mass sits.
@@ -23,9 +23,26 @@ def project(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
     Returns:
         [B, Z] probabilities with the same total mass.
     """
-    clamped = support.clamp(atoms[0], atoms[-1])
-    kernel = (1 - (clamped.unsqueeze(-1) - atoms).abs() / (atoms[1] - atoms[0])).clamp_(min=0)  # [B, Z', Z]
-    return torch.bmm(probs.unsqueeze(1), kernel).squeeze(1)
+    size = atoms.shape[0]
+    position = ((support - atoms[0]) / (atoms[1] - atoms[0])).clamp_(0, size - 1)  # in units of atoms
+    # Atomic adds make a CUDA scatter depend on their order; the kernel form does not, and there the waste is cheap.
+    return (_project_scatter if support.device.type == "cpu" else _project_kernel)(position, probs, size)
+
+
+def _project_scatter(position: Tensor, probs: Tensor, size: int) -> Tensor:
+    lower = position.floor()
+    upper_share = probs * (position - lower)
+    index = lower.to(torch.int64)
+    out = probs.new_zeros(probs.shape[0], size)
+    out.scatter_add_(1, index, probs - upper_share)
+    return out.scatter_add_(1, (index + 1).clamp_(max=size - 1), upper_share)
+
+
+def _project_kernel(position: Tensor, probs: Tensor, size: int) -> Tensor:
+    """The same as a product with triangular weights max(0, 1 - |distance|), [B, Z', Z]."""
+    grid = torch.arange(size, device=position.device, dtype=position.dtype)
+    negated = (position.unsqueeze(-1) - grid).abs_().sub_(1).clamp_(max=0)
+    return torch.bmm(probs.neg().unsqueeze(1), negated).squeeze(1)
 
 
 def lower_mean(probs: Tensor, atoms: Tensor) -> Tensor:

@@ -10,18 +10,41 @@ class PqlError(Exception):
 
 
 class ConfigError(PqlError):
-    """A setting that cannot work: says which, its value, and what is allowed. Exit status 2."""
+    """A setting that cannot work: says which, its value, and what is allowed. Exit status 2.
+
+    Attributes:
+        setting: dotted name, as it is written on the command line.
+        value: what was given.
+        allowed: what to give instead; reads on after "expected".
+    """
 
     def __init__(self, setting: str, value: Any, allowed: str):
         self.setting, self.value, self.allowed = setting, value, allowed
-        super().__init__(f"{setting}={value}: expected {allowed}")
+        # One line, whatever a library's message that went into it looks like.
+        super().__init__(" ".join(f"{setting}={show(value)}: expected {allowed}".split()))
 
 
 class RunError(PqlError):
     """The run failed after it started. Exit status 1."""
 
 
+class PqlWarning(UserWarning):
+    """Something is wrong that does not end the run: ``main.py`` prints it as one line."""
+
+
+def show(value: Any) -> str:
+    """``value`` as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """``" (did you mean x?)"`` for the closest of ``names``, or an empty string."""
-    near = difflib.get_close_matches(name, list(names), n=1)
+    """``" (did you mean x?)"`` for the closest of ``names``, or an empty string.
+
+    Of dotted names, one that ends in ``name`` is the closest: ``gamma`` is ``algo.gamma``.
+    """
+    names = list(names)
+    ending = [n for n in names if n.endswith(f".{name}")]
+    near = ending[:1] or difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {near[0]}?)" if near else ""

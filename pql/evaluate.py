@@ -4,17 +4,15 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pql import checkpoint
-from pql.config import Config, from_dict
-from pql.env import Box, EnvSpec, ObsSpec, VecEnv
-from pql.errors import ConfigError
-from pql.normalize import Normalizer
+from pql.env import VecEnv
+from pql.graph import clone_state
+from pql.policy import Policy
+from pql.policy import fresh_policy as fresh_policy
 from pql.types import Obs
 
 LONGEST = 100_000  # steps, where an environment has no time limit
@@ -39,55 +37,53 @@ class Evaluation:
         middle = sorted(self.returns)[cut : len(self.returns) - cut]
         return sum(middle) / len(middle)
 
-
-class Policy:
-    """A trained policy ready to act: raw observations in, actions out, normaliser included.
-
-    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1], without exploration.
-    """
-
-    def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
-        self.net, self.norm, self.spec = net, norm, spec
-
-    @torch.no_grad()
-    def __call__(self, obs: Obs | Tensor) -> Tensor:
-        groups = obs if isinstance(obs, dict) else {"policy": obs}
-        known = {k: v for k, v in groups.items() if k == "policy"}
-        return self.net.mean_action(self.norm(known))  # type: ignore[operator]
-
-    def tensors(self) -> list[Tensor]:
-        """Weights and statistics, in a fixed order."""
-        return [*self.net.parameters(), *self.norm.frozen()]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"policy": self.net.state_dict(), "norm": self.norm.state_dict()}
+    @property
+    def length(self) -> float:
+        """Mean length in steps."""
+        return sum(self.lengths) / len(self.lengths)
 
 
-def fresh_policy(config: Config, spec: EnvSpec, device: torch.device) -> Policy:
-    """An untrained policy of the config's shape."""
-    from pql.build import make_policy
-
-    norm = Normalizer({"policy": spec.obs["policy"]}, 1, device, config.algo.normalize_obs)
-    return Policy(make_policy(config, spec).to(device), norm, spec)
+class StoppedError(Exception):
+    """An evaluation was told to stop before its episodes had ended."""
 
 
 @torch.no_grad()
-def run_episodes(env: VecEnv, policy: Callable[[Obs], Tensor], seed: int) -> Evaluation:
-    """One whole episode in every environment of ``env``."""
+def run_episodes(
+    env: VecEnv, policy: Callable[[Obs], Tensor], seed: int, stop: threading.Event | None = None
+) -> Evaluation:
+    """One whole episode in every environment of ``env``: the first after a reset with ``seed``.
+
+    Rewards after an environment's own episode has ended do not count, nor do filler rows. A simulator's unannounced
+    restart ends the episode.
+
+    Raises:
+        StoppedError: ``stop`` was set.
+    """
     obs = env.reset(seed)
     n, device = env.spec.num_envs, env.spec.device
     returns, lengths = torch.zeros(n, device=device), torch.zeros(n, device=device)
     alive = torch.ones(n, dtype=torch.bool, device=device)
     for i in range(1, (env.spec.max_episode_steps or LONGEST) + 1):
+        if stop is not None and stop.is_set():
+            raise StoppedError
         step = env.step(policy(obs))
         counted = alive & step.valid
         returns += torch.where(counted, step.reward, 0)
         lengths += counted
-        alive &= ~((step.terminated | step.truncated) & step.valid)
+        alive &= ~(((step.terminated | step.truncated) & step.valid) | step.first)
         obs = step.obs
         if i % CHECK_EVERY == 0 and not bool(alive.any()):
             break
     return Evaluation(returns.tolist(), lengths.tolist())
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a request: the counters it was made with, the policy that was evaluated, the outcome."""
+
+    counters: dict[str, float]
+    state: dict[str, Any]
+    outcome: Evaluation | BaseException
 
 
 class Evaluator:
@@ -96,31 +92,39 @@ class Evaluator:
     def __init__(self, env: VecEnv, policy: Policy, seed: int):
         self.env, self.policy, self.seed = env, policy, seed
         self.dropped = 0
-        self.results: queue.SimpleQueue[tuple[dict[str, float], Evaluation | BaseException]] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
+        self._idle, self._stop = threading.Event(), threading.Event()
         self._idle.set()
+        device = env.spec.device
+        # A stream of its own on CUDA: on the default one, the run's own short visits there would queue behind episodes.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._loop, name="pql-evaluator", daemon=True)
         self._thread.start()
 
-    @torch.no_grad()
-    def request(self, tensors: list[Tensor], counters: dict[str, float]) -> bool:
-        """Copy ``tensors`` and evaluate them; ``counters`` come back with the result. False if busy."""
+    def request(self, state: dict[str, Any], counters: dict[str, float]) -> bool:
+        """Copy a policy's ``state`` and evaluate it; ``counters`` come back with the result. False if busy."""
         if not self._idle.is_set():
             self.dropped += 1
             return False
         self._idle.clear()
-        torch._foreach_copy_(self.policy.tensors(), tensors)
+        self.policy.load_state_dict(state)
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._inbox.put(counters)
         return True
 
     def _loop(self) -> None:
         torch.set_num_threads(1)
         while (counters := self._inbox.get()) is not None:
+            outcome: Evaluation | BaseException
             try:
-                self.results.put((counters, run_episodes(self.env, self.policy, self.seed)))
+                with torch.cuda.stream(self._stream):  # None: nothing. It ends in a host read, so the stream is idle
+                    outcome = run_episodes(self.env, self.policy, self.seed, self._stop)
             except BaseException as error:
-                self.results.put((counters, error))
+                outcome = error
+            # A copy: the next request may come before this report is read.
+            self.reports.put(Report(counters, clone_state(self.policy.state_dict()), outcome))
             self._idle.set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -128,59 +132,9 @@ class Evaluator:
         return self._idle.wait(timeout)
 
     def close(self) -> None:
+        """Stop, without waiting for episodes to end."""
+        self._stop.set()
         self._inbox.put(None)
         self._thread.join(timeout=5.0)
-        if not self._thread.is_alive():
+        if not self._thread.is_alive():  # else the simulator hangs, and closing it under a step could crash
             self.env.close()
-
-
-def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
-    """What loading a policy needs to know of the environment, as JSON."""
-    assert isinstance(spec.action, Box)
-    groups = {k: {"shape": list(s.shape), "dtype": str(s.dtype).removeprefix("torch.")} for k, s in spec.obs.items()}
-    return {"name": spec.name, "obs": groups, "action": spec.action.size, "max_episode_steps": spec.max_episode_steps}
-
-
-def spec_from_dict(data: dict[str, Any]) -> EnvSpec:
-    obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"])) for k, s in data["obs"].items()}
-    return EnvSpec(
-        data["name"], 1, obs, Box(data["action"]), torch.device("cpu"), max_episode_steps=data["max_episode_steps"]
-    )
-
-
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint directory itself, or a run's: the last policy, else the best, else the newest resume point.
-
-    Raises:
-        ConfigError: none of these is there.
-    """
-    if (path / checkpoint.MANIFEST).exists():
-        return path
-    folder = path / "checkpoints"
-    candidates = [folder / "last", folder / "best", *reversed(checkpoint.resume_points(folder))]
-    for candidate in candidates:
-        if candidate.exists():
-            return candidate
-    raise ConfigError("run", path, "a run directory or a checkpoint in one (with manifest.json)")
-
-
-def load_policy(path: str | Path, device: str | torch.device = "cpu") -> Policy:
-    """The policy of a run directory or checkpoint: obs [N, D] -> action [N, A], normaliser included.
-
-    Raises:
-        ConfigError: no checkpoint there, or a damaged one.
-    """
-    tensors, manifest = checkpoint.load(find_checkpoint(Path(path)))
-    policy = fresh_policy(from_dict(manifest["config"]), spec_from_dict(manifest["spec"]), torch.device(device))
-    load_policy_tensors(policy, tensors)
-    return policy
-
-
-def load_policy_tensors(policy: Policy, tensors: dict[str, Tensor]) -> None:
-    """Fill ``policy`` from a policy checkpoint's or a resume point's tensors."""
-    like = policy.state_dict()
-    full = "learners/p/state/policy/" in " ".join(tensors)
-    prefixes = {"policy": "learners/p/state/policy", "norm": "collector/normalizer"} if full else {}
-    state = {k: checkpoint.unflatten(tensors, v, prefixes.get(k, k)) for k, v in like.items()}
-    policy.net.load_state_dict(state["policy"])
-    policy.norm.load_state_dict(state["norm"])

@@ -53,6 +53,10 @@ class Graph:
         """Warm up and capture. Called before the loop starts, with the device otherwise idle."""
         if not self.capture or self.graph is not None:
             return
+        with torch.cuda.device(self.device):  # a generator's seed is stored on the current device
+            self._capture()
+
+    def _capture(self) -> None:
         saved = clone_state(self.owner.state_dict())
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -60,6 +64,9 @@ class Graph:
             for _ in range(WARMUP):
                 self.body()
         stream.synchronize()
+        # The workspace is then made anew during the capture, in this graph's own pool. Kept by stream outside of it,
+        # it would be shared with, and freed with, any other graph captured on this stream (there are 32 in all).
+        torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)

@@ -5,18 +5,23 @@ asynchronously, and written a tick later: no sink ever makes a worker wait.
 """
 
 import contextlib
+import importlib.util
 import json
 import queue
 import resource
 import sys
 import threading
-import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from pql.config import BudgetConfig, Config, to_dict
+from pql.errors import ConfigError, PqlWarning
+from pql.rundir import Summary
 
 Row = dict[str, float]
 
@@ -27,10 +32,28 @@ class Sink(Protocol):
 
 
 class Jsonl:
-    """One JSON object a line, numbers only. A number that JSON lacks (nan, inf) is left out."""
+    """One JSON object a line, numbers only. A number that JSON lacks (nan, inf) is left out.
 
-    def __init__(self, path: Path):
+    Args:
+        resumed_at: env steps at which a resumed run goes on. Rows beyond them, which it will write again, and a line
+            that was cut off are dropped.
+    """
+
+    def __init__(self, path: Path, resumed_at: int | None = None):
+        if resumed_at is not None and path.exists():
+            self._trim(path, resumed_at)
         self.file = path.open("a", buffering=1)
+
+    @staticmethod
+    def _trim(path: Path, steps: int) -> None:
+        kept = []
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["steps/env"] <= steps:
+                    kept.append(line + "\n")
+        aside = path.with_name(f".{path.name}")
+        aside.write_text("".join(kept))
+        aside.replace(path)
 
     def write(self, row: Row) -> None:
         finite = {k: v for k, v in row.items() if abs(v) < float("inf")}
@@ -43,10 +66,10 @@ class Jsonl:
 class TensorBoard:
     """Scalars by env step. Needs the extra ``tensorboard``."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, resumed_at: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder))
+        self.writer = SummaryWriter(str(folder), purge_step=resumed_at)
 
     def write(self, row: Row) -> None:
         for key, value in row.items():
@@ -57,10 +80,15 @@ class TensorBoard:
 
 
 class Wandb:
-    """wandb in a thread of its own, offline unless asked: whatever it does, the run neither waits nor stops."""
+    """wandb in a thread of its own, offline unless asked: whatever it does, the run neither waits nor stops.
 
-    def __init__(self, folder: Path, project: str, mode: str, config: dict[str, Any]):
+    Args:
+        patience: seconds that ``close`` waits for it.
+    """
+
+    def __init__(self, folder: Path, project: str, mode: str, config: dict[str, Any], patience: float = 15.0):
         self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self.patience = patience
         options = {"dir": str(folder), "project": project, "mode": mode, "config": config}
         self.thread = threading.Thread(target=self._loop, args=(options,), name="pql-wandb", daemon=True)
         self.thread.start()
@@ -70,29 +98,38 @@ class Wandb:
             import wandb
 
             run = wandb.init(**options)
+            # Not wandb's own step, which may never fall: an evaluation is reported after later rows of training.
+            run.define_metric("*", step_metric="steps/env")
             while (row := self.rows.get()) is not None:
-                run.log(row, step=int(row["steps/env"]))
+                run.log(row)
             run.finish()
         except Exception as error:
-            warnings.warn(f"wandb stopped, the run goes on: {type(error).__name__}: {error}", stacklevel=1)
+            what = f"wandb stopped, the run goes on: {type(error).__name__}: {error}"
+            warnings.warn(what, PqlWarning, stacklevel=1)
 
     def write(self, row: Row) -> None:
-        self.rows.put(row)
+        if self.thread.is_alive():
+            self.rows.put(dict(row))
 
     def close(self) -> None:
         self.rows.put(None)
-        self.thread.join(timeout=15.0)
+        self.thread.join(self.patience)
 
 
 class Console:
-    """A live panel on a terminal, plain lines when piped (at most one every ``every`` seconds)."""
+    """A live panel on a terminal, plain lines when piped (at most one every ``every`` seconds, and evaluations).
 
-    def __init__(self, title: str, budget: Row, every: float = 10.0):
+    Args:
+        budget: what ends the run, for the time left: ``seconds``, ``env_steps``.
+        console: where to print instead of standard output.
+    """
+
+    def __init__(self, title: str, budget: Row, every: float = 10.0, console: Any = None):
         from rich.console import Console as RichConsole
         from rich.live import Live
 
         self.title, self.budget, self.every = title, budget, every
-        self.console = RichConsole()
+        self.console = console or RichConsole()
         self.last = -1e9
         self.seen: Row = {}
         self.live = Live(console=self.console, refresh_per_second=4) if self.console.is_terminal else None
@@ -100,15 +137,18 @@ class Console:
             self.live.start()
 
     def write(self, row: Row) -> None:
-        self.seen |= row
+        ahead = {k: max(row[k], self.seen.get(k, 0.0)) for k in ("time/seconds", "steps/env")}
+        self.seen |= row | ahead  # an evaluation comes with the counters of its request
         if self.live:
             self.live.update(self._panel())
-        elif row["time/seconds"] - self.last >= self.every or "eval/return_mean" in row:
-            self.last = row["time/seconds"]
-            self.console.print(plain_line(self.seen | row, self._eta()), highlight=False, soft_wrap=True)
+        elif ahead["time/seconds"] - self.last >= self.every or "eval/return_mean" in row:
+            self.last = ahead["time/seconds"]
+            self.say(plain_line(self.seen, self._eta()))
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        # A reader that has gone (a closed pipe; rich turns it into SystemExit) is no reason to stop training.
+        with contextlib.suppress(OSError, ValueError, SystemExit):
+            self.console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def close(self) -> None:
         if self.live:
@@ -148,7 +188,7 @@ def describe(row: Row, eta: float | None) -> list[tuple[str, str]]:
         ("ratios", f"v/step {number('ratio/v_per_step', 'g')}, p/v {number('ratio/p_per_v', 'g')}, "
                    f"lag {number('lag/policy_ticks', 'g')}"),
         ("return", f"train {number('train/return_mean', ',.1f')}, eval {number('eval/return_mean', ',.1f')}"),
-        ("busy", f"collector {number('busy/collector', '.0%')}, v {number('busy/v', '.0%')}, p {number('busy/p', '.0%')}"),
+        ("busy", ", ".join(f"{w} {number(f'busy/{w}', '.0%')}" for w in ("collector", "v", "p"))),
         ("memory", f"{number('memory/host_gib', '.2f')} GiB"
                    + (f", GPU {number('memory/gpu_gib', '.2f')} GiB" if "memory/gpu_gib" in row else "")),
     ]  # fmt: skip
@@ -162,8 +202,7 @@ class Pending:
     """Device scalars on their way to the host."""
 
     def __init__(self, values: dict[str, Tensor], row: Row):
-        self.row, self.names = row, list(values)
-        self.event: torch.cuda.Event | None = None
+        self.row = row
         by_device: dict[torch.device, list[str]] = {}
         for name, value in values.items():
             by_device.setdefault(value.device, []).append(name)
@@ -191,23 +230,50 @@ class Pending:
 
 
 class Sinks:
-    """All sinks of a run. One that fails is dropped with a warning; the run goes on."""
+    """All sinks of a run. One that fails is warned of once, and tried again with every row; the run goes on."""
 
-    def __init__(self, sinks: list[Sink]):
-        self.sinks = sinks
+    def __init__(self, sinks: Sequence[Sink]):
+        self.sinks = list(sinks)
+        self.failed: set[Sink] = set()
 
     def write(self, row: Row) -> None:
-        for sink in list(self.sinks):
+        for sink in self.sinks:
             try:
                 sink.write(row)
             except Exception as error:
-                self.sinks.remove(sink)
-                warnings.warn(f"{type(sink).__name__} dropped, the run goes on: {error}", stacklevel=2)
+                if sink not in self.failed:
+                    what = f"{type(sink).__name__}: {type(error).__name__}: {error}"
+                    warnings.warn(f"a log is incomplete, the run goes on: {what}", PqlWarning, stacklevel=2)
+                self.failed.add(sink)
 
     def close(self) -> None:
         for sink in self.sinks:
             with contextlib.suppress(Exception):
                 sink.close()
+
+
+def make_sinks(config: Config, run_dir: Path, quiet: bool, resumed_at: int | None = None) -> Sinks:
+    """metrics.jsonl and the console always (unless quiet), plus the chosen logger.
+
+    Raises:
+        ConfigError: the logger's package is not installed.
+    """
+    sinks: list[Sink] = [Jsonl(run_dir / "metrics.jsonl", resumed_at)]
+    if config.logger.kind == "tensorboard":
+        sinks.append(TensorBoard(run_dir / "tensorboard", resumed_at))
+    elif config.logger.kind == "wandb":
+        sinks.append(Wandb(run_dir, config.logger.project, config.logger.mode, to_dict(config)))
+    if not quiet:
+        budget = {k: float(v) for k, v in to_dict(config.budget).items() if v is not None}
+        sinks.append(Console(f"{config.algo.name} on {config.task.name}", budget))
+    return Sinks(sinks)
+
+
+def check_logger(config: Config) -> None:
+    """Raises ``ConfigError`` where the logger's package is not installed."""
+    kind = config.logger.kind
+    if kind != "none" and kind not in sys.modules and importlib.util.find_spec(kind) is None:
+        raise ConfigError("logger", kind, f"the package {kind!r}, which is not installed: pip install 'pql[{kind}]'")
 
 
 def memory(device: torch.device) -> Row:
@@ -219,5 +285,31 @@ def memory(device: torch.device) -> Row:
     return row
 
 
-def stamp() -> str:
-    return time.strftime("%Y%m%d-%H%M%S")
+def closing_words(summary: Summary, busy: Row, seconds: float, budget: BudgetConfig) -> str:
+    """The last lines of a run: what came out, what bounded it, where it is, what to type next.
+
+    Args:
+        busy: seconds of work by worker in this sitting, which took ``seconds``.
+    """
+    advice = {
+        "collector": "fewer environments or a faster simulator would speed it up; more updates per step would be free",
+        "v": "a smaller critic or batch, fewer updates per step or more threads for v would speed it up",
+        "p": "a smaller policy or batch, or fewer policy updates per critic update would speed it up",
+    }
+    bound = max(busy, key=lambda k: busy[k])
+    shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())
+    score = "not evaluated" if summary.return_mean is None else (
+        f"return {summary.return_mean:,.1f} (IQM {summary.return_iqm:,.1f}) over {summary.episodes} episodes"
+    )  # fmt: skip
+    run = summary.run_dir
+    more = f" budget.seconds={2 * max(summary.seconds, 1):.0f}" if budget.seconds else ""
+    more += f" budget.env_steps={2 * summary.env_steps}" if budget.env_steps else ""
+    return "\n".join([
+        f"{'interrupted, saved' if summary.interrupted else 'done'}: {score}",
+        f"{summary.seconds:,.0f} s, {summary.env_steps:,} env steps, {summary.updates_v:,} critic and "
+        f"{summary.updates_p:,} policy updates",
+        f"the tick is bounded by {bound} (busy: {shares}): {advice[bound]}",
+        f"run: {run}",
+        f"policy: {summary.checkpoint}",
+        f"next: pql eval {run}   |   pql resume {run}{'' if summary.interrupted else more}",
+    ])  # fmt: skip

@@ -5,19 +5,21 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from pql.errors import ConfigError, PqlError, nearest
+from pql.errors import ConfigError, PqlError, PqlWarning, nearest
 
 COMMANDS = ("train", "resume", "eval", "list", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 the run failed, 2 wrong input, 130 interrupted and saved."""
-    # Before the first CUDA call: cuBLAS picks its workspaces when it starts, and only these are reproducible.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     words = list(sys.argv[1:] if argv is None else argv)
+    plain, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
             raise ConfigError("command", words[0], f"one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
@@ -28,16 +30,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except PqlError as error:
         if error.__cause__ is not None:
-            import traceback
-
             traceback.print_exception(error.__cause__)
         print(f"pql: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before, or after, there was something to save
+        print("pql: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        warnings.formatwarning = plain
+
+
+def _format_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
+    """One line for a warning of this package; Python's own form for all others."""
+    if issubclass(category, PqlWarning):
+        return f"pql: warning: {message}\n"
+    return f"{where[0]}:{where[1]}: {category.__name__}: {message}\n"
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for wrong usage, as for every other error, instead of argparse's own report."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("command", self.prog, f"other words: {message} ({self.prog} --help)")
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="pql", description="Parallel Q-Learning on massively parallel simulators.")
-    sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS))
+    top = Parser(prog="pql", description="Parallel Q-Learning on massively parallel simulators.")
+    sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
     train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
         "overrides", nargs="*", help="key=value settings; presets: algo= task= placement= logger= scale="
@@ -49,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     resume.set_defaults(run=run_resume)
     evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT num_envs=16 seed=0")
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT")
-    evaluate.add_argument("overrides", nargs="*")
+    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 seed=0 device=cpu")
     evaluate.set_defaults(run=run_eval)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
     listing.add_argument("what", choices=("tasks", "algos"))
@@ -63,47 +82,60 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    from pql.config import compose
-    from pql.session import Session
+    from pql.interrupt import Interrupt
 
-    summary = Session(compose(args.overrides)).train()
+    with Interrupt() as interrupt:  # from the start: what is slow to build is saved, too, once it stands
+        from pql.compose import compose
+        from pql.session import Session
+
+        config = compose(args.overrides)
+        summary = Session(config, overrides=args.overrides, interrupt=interrupt).train()
     return 130 if summary.interrupted else 0
 
 
 def run_resume(args: argparse.Namespace) -> int:
-    from pql.session import Session, resume_config
+    from pql.interrupt import Interrupt
 
-    config = resume_config(Path(args.run_dir), args.overrides)
-    return 130 if Session(config, resume=True).train().interrupted else 0
+    with Interrupt() as interrupt:
+        from pql.compose import resume_config
+        from pql.session import Session
+
+        config = resume_config(Path(args.run_dir), args.overrides)
+        summary = Session(config, resume=True, overrides=args.overrides, interrupt=interrupt).train()
+    return 130 if summary.interrupted else 0
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    import torch
-
     from pql import checkpoint
-    from pql.build import build_env
-    from pql.config import from_dict, resolve_device
-    from pql.evaluate import find_checkpoint, load_policy, run_episodes
+    from pql.build import build_env, set_precision
+    from pql.config import PlacementConfig, from_dict, resolve_device
+    from pql.evaluate import run_episodes
+    from pql.policy import policy_of
 
-    options = parse_pairs(args.overrides, {"num_envs": 16, "seed": 0, "device": "cpu"})
-    path = find_checkpoint(Path(args.path))
-    _, manifest = checkpoint.load(path)
-    device = resolve_device(str(options["device"]))
-    config = dataclasses.replace(from_dict(manifest["config"]), device=device)
-    env = build_env(config, int(options["num_envs"]))
-    result = run_episodes(env, load_policy(path, torch.device(device)), int(options["seed"]))
+    asked = parse_pairs(args.overrides, {"num_envs": 16, "seed": 0, "device": "cpu"})
+    for key, least in (("num_envs", 1), ("seed", 0)):
+        if int(asked[key]) < least:
+            raise ConfigError(key, asked[key], f"a whole number, at least {least}")
+    device = resolve_device(str(asked["device"]))
+    path = checkpoint.find(Path(args.path))
+    tensors, manifest = checkpoint.load(path)
+    saved = from_dict(manifest["config"])
+    set_precision(saved.placement)
+    config = dataclasses.replace(saved, device=device, placement=PlacementConfig())
+    env = build_env(config, int(asked["num_envs"]))
+    result = run_episodes(env, policy_of(tensors, manifest, device), int(asked["seed"]))
     env.close()
     row = {
         "checkpoint": str(path), "return_mean": result.mean, "return_iqm": result.iqm,
         "return_min": min(result.returns), "return_max": max(result.returns),
-        "length_mean": sum(result.lengths) / len(result.lengths), "episodes": len(result.returns),
+        "length_mean": result.length, "episodes": len(result.returns),
     }  # fmt: skip
     print(json.dumps(row, indent=1))
     return 0
 
 
 def run_list(args: argparse.Namespace) -> int:
-    from pql.config import options
+    from pql.compose import options
     from pql.env import env_names
 
     group = "task" if args.what == "tasks" else "algo"
@@ -124,15 +156,9 @@ def first_comment(group: str, name: str) -> str:
 
 def run_doctor(args: argparse.Namespace) -> int:
     if args.env:
-        from pql.conformance import check_env
-        from pql.env import make_env
-
-        kwargs = {k: v for k, v in (parse_pair(o) for o in args.overrides)}
-        env = make_env(args.env, num_envs=args.num_envs, **kwargs)
-        report = check_env(env)
-        print(report)
-        env.close()
-        return 0 if report.ok else 1
+        return _check_simulator(args.env, args.num_envs, dict(_pair(o) for o in args.overrides))
+    if args.overrides:
+        raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
     import importlib.metadata
     import platform
 
@@ -149,24 +175,33 @@ def run_doctor(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_pair(text: str) -> tuple[str, object]:
-    """``key=value`` with the value read as YAML."""
-    import yaml
+def _check_simulator(name: str, num_envs: int, kwargs: dict[str, Any]) -> int:
+    from pql.conformance import check_env
+    from pql.env import make_env
 
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError("override", text, "the form key=value")
-    return key, yaml.safe_load(value)
+    if num_envs < 1:
+        raise ConfigError("--num-envs", num_envs, "a whole number, at least 1")
+    env = make_env(name, num_envs=num_envs, **kwargs)
+    report = check_env(env)
+    print(report)
+    env.close()
+    return 0 if report.ok else 1
 
 
-def parse_pairs(texts: Sequence[str], defaults: dict[str, int | str]) -> dict[str, int | str]:
+def _pair(word: str) -> tuple[str, Any]:
+    from pql.compose import parse_word
+
+    return parse_word(word, ("device",))
+
+
+def parse_pairs(words: Sequence[str], defaults: dict[str, int | str]) -> dict[str, int | str]:
     """``key=value`` words for the keys of ``defaults``, of the same types."""
     out = dict(defaults)
-    for text in texts:
-        key, value = parse_pair(text)
+    for word in words:
+        key, value = _pair(word)
         if key not in defaults:
             raise ConfigError(key, value, f"one of {', '.join(defaults)}{nearest(key, defaults)}")
-        if not isinstance(value, type(defaults[key])):
+        if type(value) is not type(defaults[key]):
             raise ConfigError(key, value, "a whole number" if isinstance(defaults[key], int) else "text")
         out[key] = value
     return out

@@ -42,7 +42,8 @@ class Moments(nn.Module):
         self.count.copy_(total)
 
     def variance(self) -> Tensor:
-        return self.m2 / self.count.clamp(min=1)
+        """Population variance; 1 while nothing was fed, so that a freeze then rescales nothing."""
+        return torch.where(self.count > 0, self.m2 / self.count.clamp(min=1), 1.0)
 
 
 class Normalizer(nn.Module):

@@ -32,7 +32,16 @@ from pql.errors import ConfigError
 from pql.types import Batch, Obs, ObsBatch, Step
 
 TERMINATED, TRUNCATED, NEXT_FIRST, VALID, FINAL_OK = 1, 2, 4, 8, 16
-_ENDS = TERMINATED | TRUNCATED | NEXT_FIRST
+
+RULES = {
+    "valid": lambda f: bool(f & VALID),
+    "alive": lambda f: float(not f & TERMINATED),  # a value lies beyond this row
+    "cut": lambda f: bool(f & TRUNCATED and not f & TERMINATED),  # ... that of a final observation
+    "final lost": lambda f: bool(f & TRUNCATED and not f & (TERMINATED | FINAL_OK)),
+    "announced": lambda f: f & (TERMINATED | TRUNCATED | NEXT_FIRST) != NEXT_FIRST,  # no episode began unannounced
+    "goes on": lambda f: not f & (TERMINATED | TRUNCATED | NEXT_FIRST),
+}
+"""Meanings of a row's packed flags; a ring holds them as tables on its device."""
 
 
 class Cursor:
@@ -92,6 +101,7 @@ class Replay:
             self.final = torch.zeros(cells, dtype=torch.int32, device=device)  # which final observation, if truncated
         self.live = Cursor(num_envs, device)  # the collector's own view, ahead of every sealed one
         self.columns = torch.arange(num_envs, device=device)
+        self._rules = {k: torch.tensor([rule(f) for f in range(32)], device=device) for k, rule in RULES.items()}
         self._constants: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
 
     # -- the collector's side -------------------------------------------------------------------------------------
@@ -123,7 +133,7 @@ class Replay:
             self.final.index_copy_(0, here, count.to(torch.int32))
             # Written whether or not this row was cut off: the slot counts only once the counter has passed it.
             self._write_obs((self.rows + count % self.finals) * self.num_envs + columns, step.final_obs)
-            self.live.finals.index_add_(0, columns, (step.truncated & step.valid).to(torch.int64))
+            self.live.finals.index_copy_(0, columns, count + (step.truncated & step.valid))
         self._write_obs((head + 1) % self.rows * self.num_envs + columns, step.obs)
         self.live.head.index_copy_(0, columns, head + 1)
 
@@ -139,17 +149,20 @@ class Replay:
         Row and column are drawn apart and in integers: a float32 uniform has 24 bits, too few for large rings.
         """
         column = torch.randint(self.num_envs, (batch,), generator=gen, device=self.device)
-        bits = torch.randint(2**62, (batch,), generator=gen, device=self.device)
-        head = cursor.head[column]
+        shift = 62 - self.rows.bit_length()  # random bits that, times a row count, stay within int64
+        bits = torch.randint(1 << shift, (batch,), generator=gen, device=self.device)
+        head = cursor.head.index_select(0, column)
         length = head.clamp(1, self.rows - self.horizon - 1)
-        return (head - 1 - bits % length).clamp_(min=0), column, head
+        # A multiplication and a shift scale the random bits to [0, length); an integer division costs many times that.
+        age = (bits * length) >> shift
+        return head - 1 - age, column, head  # an empty column gives row -1: a cell that nobody is writing, masked
 
     def sample_obs(self, cursor: Cursor, batch: int, gen: Generator) -> ObsBatch:
         """Observations alone, for a policy update: [B, ...] each."""
         row, column, head = self.draw(cursor, batch, gen)
-        index = row % self.rows * self.num_envs + column
-        mask = ((self.flags[index] & VALID) != 0) & (head > 0)
-        return ObsBatch(self._gather(index), mask.float(), torch.ones_like(mask, dtype=torch.float32))
+        cell = torch.add(column, row % self.rows, alpha=self.num_envs)
+        mask = self._rule("valid", self.flags.index_select(0, cell).int()) & (head > 0)
+        return ObsBatch(self._gather(cell), mask.float(), torch.ones_like(mask, dtype=torch.float32))
 
     def sample(self, cursor: Cursor, batch: int, n: int, gamma: float, gen: Generator) -> Batch:
         """Draw ``batch`` n-step windows. Shapes are static; windows that must not be used have ``mask == 0``."""
@@ -162,37 +175,58 @@ class Replay:
         A window ends at the first of: n steps, a terminated or truncated row, the row before a filler row or before
         an unannounced restart, the head. Its target is ``sum_i gamma^i r_i + gamma^m (1 - terminated) V(s_{t+m})``.
         """
-        steps, powers, table = self._tables(n, gamma)
-        # A window never reads flags or rewards of a row at or above the head: that row is in flight.
-        ahead = head - 1 - row  # [B] rows between this one and the newest complete one
-        offset = torch.minimum(steps, ahead)  # [n+1, B]
-        cell = (row + offset) % self.rows * self.num_envs + column  # [n+1, B]
-        flags = self.flags[cell]  # [n+1, B]
-        inside = steps[1:] <= ahead  # [n, B] the row after this one is complete
-        stop = ((flags[:-1] & _ENDS) != 0) | ~inside | ((flags[1:] & VALID) == 0)
-        # alive[i]: step i belongs to the window, i.e. nothing before it stopped
-        alive = torch.cat((torch.ones_like(stop[:1]), ~stop[:-1])).to(torch.int64).cumprod(0)  # [n, B]
-        length = alive.sum(0)  # [B] m
-        reward = (self.reward[cell[:-1]] * (alive * powers)).sum(0)
-        last = (length - 1).unsqueeze(0)
-        end = flags.gather(0, last).squeeze(0)
-        terminated, truncated = (end & TERMINATED) != 0, (end & TRUNCATED) != 0
-        count = self.final[cell.gather(0, last).squeeze(0)].to(torch.int64)
-        lost = truncated & (((end & FINAL_OK) == 0) | (count < cursor.finals[column] - self.finals + self.horizon))
-        unannounced = (end & _ENDS) == NEXT_FIRST
-        usable = ((flags[0] & VALID) != 0) & (head > 0)
+        start = row % self.rows
+        cell = torch.add(column, start, alpha=self.num_envs)
+        flags = self.flags.index_select(0, cell).int()
+        usable = self._rule("valid", flags) & (head > 0)
+        reward = self.reward.index_select(0, cell)
+        last, tail, end, power = start, cell, flags, self.constants(1, gamma)[2]  # the window's last row: this one
+        if n > 1:
+            reward, more, power = self._extend(reward, flags, start, column, head - 1 - row, n, gamma)
+            last = self._wrap(start + more)
+            tail = torch.add(column, last, alpha=self.num_envs)
+            end = self.flags.index_select(0, tail).int()
+        cut, count = self._rule("cut", end), self.final.index_select(0, tail)
+        # The `horizon` oldest final observations may be overwritten while this is read; those before them are gone.
+        gone = count < cursor.finals.index_select(0, column) - (self.finals - self.horizon)
+        lost = (gone & cut) | self._rule("final lost", end)
         cursor.lost += (lost & usable).sum()
-        mask = (usable & ~lost & ~unannounced).float()
-        successor = torch.where(truncated, self.rows + count % self.finals, (row + length) % self.rows)
-        obs, next_obs = self._gather_pair(cell[0], successor * self.num_envs + column)
-        discount = table[length] * (~terminated)
-        return Batch(obs, self.action[cell[0]], reward, discount, next_obs, mask, torch.ones_like(mask), cell[0])
+        mask = (usable & ~lost & self._rule("announced", end)).float()
+        successor = torch.where(cut, count % self.finals + self.rows, self._wrap(last + 1))
+        obs, next_obs = self._gather_pair(cell, torch.add(column, successor, alpha=self.num_envs))
+        discount, action = power * self._rule("alive", end), self.action.index_select(0, cell)
+        return Batch(obs, action, reward, discount, next_obs, mask, torch.ones_like(mask), cell)
 
-    def _tables(self, n: int, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Constants of a window: offsets [n+1, 1], gamma^i [n, 1], gamma^m [n+1]. Made once, in float64."""
+    def _extend(
+        self, reward: Tensor, flags: Tensor, start: Tensor, column: Tensor, ahead: Tensor, n: int, gamma: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Steps 2..n of a window. Returns (reward sum [B], steps after the first [B], gamma^m [B])."""
+        steps, powers, table = self.constants(n, gamma)
+        inside = steps <= ahead  # [n-1, B] the row is complete: at or above the head it is in flight, never read
+        later = self._wrap(start + torch.minimum(steps, ahead))
+        cell = torch.add(column, later, alpha=self.num_envs).view(-1)
+        rows = self.flags.index_select(0, cell).int()
+        goes_on = self._rule("goes on", torch.cat((flags, rows[: -flags.shape[0]]))).view_as(later)
+        alive = goes_on & inside & self._rule("valid", rows).view_as(later)  # step i follows step i - 1
+        for i in range(1, n - 1):
+            alive[i] &= alive[i - 1]
+        more = alive.sum(0)
+        reward = reward + (self.reward.index_select(0, cell).view_as(later) * powers).mul_(alive).sum(0)
+        return reward, more, table.index_select(0, more)
+
+    def _wrap(self, row: Tensor) -> Tensor:
+        """``row`` modulo the ring's rows, for a row less than one turn ahead."""
+        return torch.where(row >= self.rows, row - self.rows, row)
+
+    def _rule(self, name: str, flags: Tensor) -> Tensor:
+        """What a row's flags (int32) mean, by table: one kernel instead of a chain of bit tests."""
+        return self._rules[name].index_select(0, flags)
+
+    def constants(self, n: int, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Offsets 1..n-1 [n-1, 1], gamma^i of those [n-1, 1], gamma^m [n] for m = 1..n. Made once, in float64."""
         if (n, gamma) not in self._constants:
-            powers = torch.tensor([gamma**i for i in range(n + 1)], dtype=torch.float64).float().to(self.device)
-            steps = torch.arange(n + 1, device=self.device).unsqueeze(1)
+            powers = torch.tensor([gamma**i for i in range(1, n + 1)], dtype=torch.float64).float().to(self.device)
+            steps = torch.arange(1, n, device=self.device).unsqueeze(1)
             self._constants[n, gamma] = (steps, powers[:-1].unsqueeze(1), powers)
         return self._constants[n, gamma]
 

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -159,13 +159,22 @@ class Streams:
 
     All order is in events: a tick's jobs each wait for all jobs of the tick before. ``torch.cuda.synchronize`` is
     never called.
+
+    Args:
+        watchdog: seconds after which a tick that the device has not finished counts as hung.
     """
 
     AHEAD = 2
 
-    def __init__(self, devices: Mapping[str, torch.device]):
-        self.streams = {name: self._stream(device) for name, device in devices.items()}
+    def __init__(self, devices: Mapping[str, torch.device], watchdog: float = 30.0):
+        self.watchdog = watchdog
+        # A stream for every device that a worker may touch (it pulls from, and inserts on, others'), its own last.
+        every = list(dict.fromkeys(devices.values()))
+        self.streams = {
+            name: [self._stream(d) for d in (*(d for d in every if d != own), own)] for name, own in devices.items()
+        }
         self.ends: list[Any] = []  # what the next tick must wait for
+        self.started = False
         self.flight: deque[list[Any]] = deque()
 
     # The four calls below are all that touches CUDA: the recording back end of the tests replaces them.
@@ -182,21 +191,33 @@ class Streams:
         return stream.record_event()
 
     def _current(self) -> list[Any]:
-        return [torch.cuda.current_stream(d) for d in {s.device for s in self.streams.values()}]
+        return [torch.cuda.current_stream(d) for d in {s.device for own in self.streams.values() for s in own}]
 
     def run(self, jobs: Mapping[str, Job]) -> None:
+        if not self.started:  # PyTorch's streams do not wait for the one on which everything was set up
+            self.ends += [self._record(stream) for stream in self._current()]
+            self.started = True
         before, self.ends = self.ends, []
         for name, job in jobs.items():
-            stream = self.streams[name]
-            for event in before:
-                self._wait(stream, event)
-            with self._on(stream):
+            with ExitStack() as inside:
+                for stream in self.streams[name]:
+                    for event in before:
+                        self._wait(stream, event)
+                    inside.enter_context(self._on(stream))
                 job()
-            self.ends.append(self._record(stream))
+            self.ends += [self._record(stream) for stream in self.streams[name]]
         self.flight.append(self.ends)
         if len(self.flight) > self.AHEAD:
-            for event in self.flight.popleft():
-                event.synchronize()
+            self._settle(self.flight.popleft())
+
+    def _settle(self, events: list[Any]) -> None:
+        """Wait until the device has passed ``events``; by asking, since a blocking wait could not be given up."""
+        deadline = time.monotonic() + self.watchdog
+        for event in events:
+            while not event.query():
+                if time.monotonic() > deadline:
+                    raise RunError(f"the device has not finished a tick in {self.watchdog:g} s\n{stacks()}")
+                time.sleep(2e-5)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -204,8 +225,10 @@ class Streams:
         for stream in streams:
             for event in self.ends:
                 self._wait(stream, event)
-        yield
-        self.ends = [*self.ends, *(self._record(stream) for stream in streams)]
+        try:
+            yield
+        finally:
+            self.ends = [*self.ends, *(self._record(stream) for stream in streams)]
 
     def close(self) -> None:
         pass

@@ -134,6 +134,9 @@ class Worker:
     def run(self, count: int, version: int | None = None) -> None:
         """Pull (``version``, or the newest where None), work, publish."""
         start = time.perf_counter()
+        # Asked first: the first question makes the calling thread take the process-wide count, whenever it comes.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
         for slot, target in self.pulls:
             self.pulled[slot.name] = slot.version if version is None else version
             slot.pull(target, self.pulled[slot.name])
@@ -144,4 +147,5 @@ class Worker:
             slot.publish()
             if self.trace:
                 self.trace("publish", self.name, slot.name, slot.version)
+        torch.set_num_threads(threads)
         self.busy += time.perf_counter() - start

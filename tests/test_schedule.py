@@ -158,8 +158,9 @@ class FakeEvent(str):
         event.log = log
         return event
 
-    def synchronize(self):
+    def query(self):
         self.log("host", str(self))
+        return True
 
 
 def super_null():

@@ -1,0 +1,147 @@
+"""The command line's words -> a checked ``Config``: Hydra overlays the presets of ``pql.cfg``, then the words win.
+
+Hydra and OmegaConf are imported here and nowhere else, and only when called.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pql.config import Config, from_dict, leaves, resolve_device, to_dict, validate
+from pql.errors import ConfigError, nearest
+
+GROUPS = ("algo", "task", "placement", "logger", "scale")
+
+
+def options(group: str) -> list[str]:
+    """The presets of a config group."""
+    folder = files("pql.cfg").joinpath(group)
+    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+
+
+def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
+    """``key=value`` with the value in Hydra's grammar; those of ``text_keys`` need no quotes, whatever they hold.
+
+    Raises:
+        ConfigError: no such form, no value, or one that cannot be read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, equals, text = word.partition("=")
+    key, text = key.strip().lstrip("+"), text.strip()
+    if not (key and equals):
+        raise ConfigError("override", word, "the form key=value")
+    if not text:
+        raise ConfigError(key, text, "a value (null for none)")
+    if key in text_keys and text != "null" and text[0] not in "'\"":
+        return key, text
+    try:
+        override = OverridesParser.create().parse_override(f"value={text}")
+    except HydraException as error:
+        raise ConfigError(key, text, "a value such as 3, 0.5, true, null, [64,64], or text in quotes") from error
+    if override.is_sweep_override():
+        raise ConfigError(key, text, "a single value")
+    return key, override.value()
+
+
+def parse_words(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The command line's words -> (preset by group, value by setting); of two for the same thing the later wins.
+
+    Raises:
+        ConfigError: an unknown group, preset or setting, or a value that cannot be read.
+    """
+    known = dict(leaves(Config()))
+    text_keys = [*GROUPS, *(k for k in known if hint_of(k) in (str, str | None))]
+    presets: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for word in words:
+        key, value = parse_word(word, text_keys)
+        if key in GROUPS:
+            if value not in options(key):
+                raise ConfigError(key, value, f"one of {', '.join(options(key))}{nearest(str(value), options(key))}")
+            presets[key] = value
+        elif key in known or (key.startswith("task.kwargs.") and all(key.split("."))):
+            values[key] = value
+        else:
+            raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS])}")
+    return presets, values
+
+
+def hint_of(name: str) -> Any:
+    """The declared type of a dotted setting."""
+    hint: Any = Config
+    for part in name.split("."):
+        hint = typing.get_type_hints(hint)[part]
+    return hint
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Presets plus ``key=value`` overrides -> a checked :class:`Config`.
+
+    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU.
+
+    Raises:
+        ConfigError: unknown group, key or option, wrong type or range; names the nearest valid name.
+    """
+    presets, values = parse_words(overrides)
+    device = resolve_device(str(values.get("device", "auto")))
+    return _overlay(_load_presets({"scale": "cpu" if device == "cpu" else "gpu", **presets}), values)
+
+
+RESUMABLE = ("budget", "eval", "logger", "checkpoint")
+
+
+def resume_config(run_dir: Path, overrides: Sequence[str]) -> Config:
+    """A run's config with ``overrides`` of its budget, evaluation, logger or checkpoints.
+
+    Raises:
+        ConfigError: no run there, or an override that would make it another run.
+    """
+    from omegaconf import OmegaConf
+
+    from pql.rundir import read_config
+
+    data = read_config(run_dir)
+    presets, values = parse_words(overrides)
+    values |= {f"{group}.kind": name for group, name in presets.items() if group == "logger"}
+    for key, value in {**presets, **values}.items():
+        if key.partition(".")[0] not in RESUMABLE:
+            raise ConfigError(key, value, f"one of {', '.join(f'{g}.*' for g in RESUMABLE)}: the rest stays as it was")
+    return dataclasses.replace(_overlay(OmegaConf.create(data), values), run_dir=str(run_dir))
+
+
+def _overlay(raw: Any, values: Mapping[str, Any]) -> Config:
+    """``values`` over the OmegaConf tree ``raw``, resolved and checked."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    OmegaConf.set_struct(raw, False)
+    try:
+        for key, value in values.items():
+            OmegaConf.update(raw, key, value, merge=False, force_add=True)
+        data = OmegaConf.to_container(raw, resolve=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or "override"
+        raise ConfigError(key, values.get(key), f"a value ({str(error).splitlines()[0]})") from error
+    assert isinstance(data, dict)
+    return validate(from_dict({str(k): v for k, v in data.items()}))
+
+
+def _load_presets(presets: Mapping[str, str]) -> Any:
+    """The schema's defaults overlaid with the chosen presets, by Hydra."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    ConfigStore.instance().store(name="schema", node=to_dict(Config()))
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # a program of yours may use Hydra too
+    try:
+        with initialize_config_module("pql.cfg", version_base="1.3"):
+            return hydra_compose("train", overrides=[f"{k}={v}" for k, v in presets.items()])
+    finally:
+        GlobalHydra.instance().hydra = outer

@@ -1,0 +1,155 @@
+"""The files of a run directory, checkpoints and metrics aside: what was run, on what, and what came of it."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pql.config import Config, resolve_device, to_dict
+from pql.errors import ConfigError
+
+PACKAGES = ("pql", "numpy", "safetensors", "mujoco", "gymnasium")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished run came to. ``summary.json`` holds the same, ``interrupted`` aside.
+
+    Attributes:
+        return_mean, return_iqm, episodes: of the final evaluation; None, None and 0 where there was none.
+        seconds: of training, all sittings together.
+        checkpoint: the directory of the final policy.
+    """
+
+    run_dir: str
+    return_mean: float | None
+    return_iqm: float | None
+    episodes: int
+    seconds: float
+    env_steps: int
+    updates_v: int
+    updates_p: int
+    checkpoint: str
+    interrupted: bool = False
+
+
+def run_directory(config: Config) -> Path:
+    """``config.run_dir``, or a new one below ``runs``."""
+    if config.run_dir is not None:
+        return Path(config.run_dir).expanduser()
+    stem = Path("runs") / f"{config.task.name}-{config.algo.name}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    tries = (stem, *(stem.with_name(f"{stem.name}-{i}") for i in range(2, 1000)))
+    return next(path for path in tries if not path.exists())
+
+
+def check_new(run_dir: Path) -> None:
+    """Raises ``ConfigError`` where ``run_dir`` holds a run already."""
+    if (run_dir / "config.yaml").exists():
+        raise ConfigError("run_dir", run_dir, f"a new folder; to go on with this run: pql resume {run_dir}")
+
+
+def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
+    """A new run's directory: config.yaml, overrides.yaml, git.json and env.json.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        _write_yaml(run_dir / "overrides.yaml", list(overrides))
+        _write_json(run_dir / "git.json", git_state())
+        _write_json(run_dir / "env.json", machine(config))
+        _write_yaml(run_dir / "config.yaml", to_dict(config))
+    except OSError as error:
+        raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
+
+
+def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
+    """A resumed run's config, and the words that changed it after those it was started with."""
+    _write_yaml(run_dir / "config.yaml", to_dict(config))
+    _write_yaml(run_dir / "overrides.yaml", [*(_read_yaml(run_dir / "overrides.yaml") or ()), *overrides])
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """A run's saved config, as plain dicts.
+
+    Raises:
+        ConfigError: no run there, or a damaged config.yaml.
+    """
+    data = _read_yaml(run_dir / "config.yaml")
+    if not isinstance(data, dict):
+        raise ConfigError("run", run_dir, "a run directory (with a readable config.yaml)")
+    return data
+
+
+def write_summary(run_dir: Path, summary: Summary) -> None:
+    """summary.json. Raises ``OSError`` where it cannot be written."""
+    _write_json(run_dir / "summary.json", {k: v for k, v in dataclasses.asdict(summary).items() if k != "interrupted"})
+
+
+def machine(config: Config) -> dict[str, Any]:
+    """Versions and devices: what another run must share to give the same bits."""
+    device = resolve_device(config.device)
+    return {
+        "argv": sys.argv, "python": platform.python_version(), "torch": torch.__version__,
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "platform": platform.platform(), "cpus": os.cpu_count(), "device": device,
+        "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
+    }  # fmt: skip
+
+
+def git_state() -> dict[str, Any]:
+    """Commit and cleanliness of this package's source, where that is a git checkout; else null."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # a checkout of this, not of something around it
+        dirty = bool(git("status", "--porcelain", "--untracked-files=no").strip())
+        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": dirty}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+
+
+def _write_yaml(path: Path, data: Any) -> None:
+    import yaml
+
+    _write(path, yaml.safe_dump(data, sort_keys=False))
+
+
+def _write_json(path: Path, data: Any) -> None:
+    _write(path, json.dumps(data, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text)
+    aside.replace(path)

@@ -1,0 +1,138 @@
+"""Slow oracles, in plain Python loops: each formula as its source states it, sharing no code with the library.
+
+They take and return numbers and lists; a tensor that comes in is read entry by entry, in float64.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """One row of one environment's history. ``obs`` numbers stand for whole observations and are unique."""
+
+    obs: int  # acted on here
+    action: float
+    reward: float
+    terminated: bool
+    truncated: bool
+    first: bool
+    final_ok: bool
+    valid: bool
+    after: int  # Step.obs: acted on next
+    final: int  # Step.final_obs
+
+
+class Window(NamedTuple):
+    """An n-step target: ``reward + discount * value(next_obs)``; ``next_obs`` is None where it does not matter."""
+
+    mask: bool
+    lost: bool  # dropped because the true final observation is gone
+    reward: float = 0.0
+    discount: float = 0.0
+    next_obs: int | None = None
+
+
+def n_step(events: Sequence[Event], start: int, n: int, gamma: float, kept: int) -> Window:
+    """The window that starts at ``events[start]``; the list ends at the reader's head.
+
+    It ends at the first of n steps, a terminated or truncated row, the row before a filler row, a row after which
+    an episode begins unannounced, or the newest row.
+
+    Args:
+        kept: of the final observations of this environment's truncated rows, only so many newest are still there.
+    """
+    if not events[start].valid:
+        return Window(False, False)
+    reward = 0.0
+    for m in range(n):
+        row = events[start + m]
+        reward += gamma**m * row.reward
+        if row.terminated:
+            return Window(True, False, reward, 0.0)
+        if row.truncated:
+            later = sum(e.truncated and e.valid for e in events[start + m + 1 :])
+            if not row.final_ok or later >= kept:
+                return Window(False, True)
+            return Window(True, False, reward, gamma ** (m + 1), row.final)
+        if row.first:
+            return Window(False, False)
+        newest = start + m + 1 == len(events)
+        if m == n - 1 or newest or not events[start + m + 1].valid:
+            return Window(True, False, reward, gamma ** (m + 1), row.after)
+    raise AssertionError("n must be at least 1")
+
+
+def c51_projection(support: Sequence[float], probs: Sequence[float], atoms: Sequence[float]) -> list[float]:
+    """Bellemare et al. 2017, Algorithm 1: each mass goes to the two atoms around it, in proportion to nearness."""
+    low, high = atoms[0], atoms[-1]
+    gap = (high - low) / (len(atoms) - 1)
+    out = [0.0] * len(atoms)
+    for z, p in zip(support, probs, strict=True):
+        b = (min(max(z, low), high) - low) / gap
+        lower = min(math.floor(b), len(atoms) - 1)
+        upper = min(lower + 1, len(atoms) - 1)
+        out[upper] += p * (b - lower)
+        out[lower] += p * (1 - (b - lower))
+    return out
+
+
+def tanh_gaussian_log_prob(raw: Sequence[float], mean: Sequence[float], std: Sequence[float]) -> float:
+    """log-density of tanh(raw), raw ~ N(mean, std), by the change of variables: d tanh / du = 1 / cosh(u)^2."""
+    total = 0.0
+    for u, mu, sigma in zip(raw, mean, std, strict=True):
+        normal = -0.5 * ((u - mu) / sigma) ** 2 - math.log(sigma) - 0.5 * math.log(2 * math.pi)
+        total += normal + 2 * math.log(math.cosh(u))
+    return total
+
+
+class AdamW:
+    """Loshchilov & Hutter 2019, Algorithm 2, on a list of floats, after clipping the gradient's norm."""
+
+    def __init__(self, lr: float, weight_decay: float = 0.0, clip: float | None = None, eps: float = 1e-8):
+        self.lr, self.weight_decay, self.clip, self.eps = lr, weight_decay, clip, eps
+        self.count, self.mean, self.square = 0, None, None
+
+    def step(self, parameters: Sequence[float], grads: Sequence[float]) -> list[float]:
+        """The new parameters."""
+        norm = math.sqrt(sum(g * g for g in grads))
+        if self.clip is not None and norm > self.clip:
+            grads = [g * self.clip / norm for g in grads]
+        self.count += 1
+        old_mean, old_square = self.mean or [0.0] * len(grads), self.square or [0.0] * len(grads)
+        self.mean = [0.9 * m + 0.1 * g for m, g in zip(old_mean, grads, strict=True)]
+        self.square = [0.999 * v + 0.001 * g * g for v, g in zip(old_square, grads, strict=True)]
+        out = []
+        for p, m, v in zip(parameters, self.mean, self.square, strict=True):
+            m, v = m / (1 - 0.9**self.count), v / (1 - 0.999**self.count)
+            out.append(p - self.lr * (m / (math.sqrt(v) + self.eps) + self.weight_decay * p))
+        return out
+
+
+class Welford:
+    """Running mean and variance, one number at a time (Welford 1962)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.m2 = 0, 0.0, 0.0
+
+    def add(self, x: float) -> None:
+        self.count += 1
+        delta = x - self.mean
+        self.mean += delta / self.count
+        self.m2 += delta * (x - self.mean)
+
+    def variance(self) -> float:
+        return self.m2 / self.count
+
+
+def zeta_pmf(exponent: float, largest: int) -> list[float]:
+    """P(k), k = 1..largest, proportional to k^-exponent."""
+    weights = [k**-exponent for k in range(1, largest + 1)]
+    return [w / sum(weights) for w in weights]
+
+
+def chi_square_fits(counts: Sequence[float], expected: Sequence[float]) -> bool:
+    """Whether Pearson's statistic is within five standard deviations of what the expectation itself would give."""
+    statistic = sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True))
+    freedom = len(counts) - 1
+    return statistic < freedom + 5 * math.sqrt(2 * freedom)

@@ -1,0 +1,376 @@
+"""The updates of DDPG and SAC against the same step in float64 with layers written out, and what a mask means."""
+
+import math
+
+import pytest
+import torch
+from oracles import AdamW as SlowAdamW
+from oracles import c51_projection, tanh_gaussian_log_prob
+from torch.nn import functional as F
+
+from pql.algos import ddpg, sac
+from pql.nets import LOG_STD_MAX, LOG_STD_MIN, Critic, DeterministicPolicy, EnsembleLinear, Flat, GaussianPolicy
+from pql.optim import AdamW
+from pql.types import Batch, ObsBatch
+
+torch.set_num_threads(1)
+B, D, P, A = 24, 4, 3, 2  # batch, features of "critic" and "policy", actions
+ATOMS = torch.linspace(-3, 3, 13)
+OPTIMIZER = {"lr": 1e-3, "clip": 0.5, "weight_decay": 0.1, "eps": 1e-4}  # eps: rounding must not turn a step's sign
+TAU, ALPHA = 0.05, 0.2
+
+
+# --- what is updated ---
+
+
+def critic(seed, atoms=None):
+    torch.manual_seed(seed)
+    net = Critic("critic", D, A, (7, 6), "elu", False, 2, None if atoms is None else len(atoms))
+    with torch.no_grad():  # so that now one member has the lower value, now the other
+        for weight in list(net.parameters())[::2]:
+            weight.mul_(2.5)
+    return net
+
+
+def policy(seed, kind=DeterministicPolicy):
+    torch.manual_seed(seed)
+    net = kind(P, A, (7, 6), "elu", False)
+    with torch.no_grad():  # far from the linear range: some actions are close to the ends
+        list(net.parameters())[-2].mul_(6)
+    Flat(net)
+    return net
+
+
+def value_state(atoms=None, **kwargs):
+    flat = Flat(critic(0, atoms), trained=True)
+    return ddpg.ValueState(flat, Flat(critic(1, atoms)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
+
+
+def policy_inputs(atoms=None):
+    net = critic(3, atoms)
+    Flat(net)
+    return ddpg.PolicyInputs(net, atoms)
+
+
+def policy_state(reduce="min"):
+    flat = Flat(policy(2), trained=True)
+    return ddpg.PolicyState(flat, Flat(policy(4)), AdamW(flat, **OPTIMIZER), TAU, reduce)
+
+
+def sac_policy_state(target_entropy=-2.0, auto=True):
+    flat, temperature = Flat(policy(2, GaussianPolicy), True), Flat(sac.Temperature(ALPHA), True)
+    return sac.SacPolicyState(
+        flat, AdamW(flat, **OPTIMIZER), temperature, AdamW(temperature, 5e-3), target_entropy, auto
+    )
+
+
+def sac_inputs():
+    return sac.SacValueInputs(policy(2, GaussianPolicy), torch.tensor([ALPHA]).log())
+
+
+def make_batch(masked=8, count=B):
+    gen = torch.Generator().manual_seed(7)
+
+    def draw(size):
+        return torch.randn(count, size, generator=gen)
+
+    obs, next_obs = ({"policy": draw(P), "critic": draw(D)} for _ in range(2))
+    mask = (torch.arange(count) >= masked).float()
+    weight = torch.rand(count, generator=gen) + 0.5
+    discount = 0.97 * (torch.rand(count, generator=gen) > 0.2)
+    return Batch(obs, draw(A).tanh(), draw(1)[:, 0], discount, next_obs, mask, weight, torch.arange(count))
+
+
+def obs_part(batch):
+    return ObsBatch(batch.obs, batch.mask, batch.weight)
+
+
+def generator():
+    return torch.Generator().manual_seed(11)
+
+
+# --- the same in float64, one layer and one member at a time ---
+
+
+class Plain:
+    """A network of this file written out: [[(weight, bias), ...] of each member], float64 leaves."""
+
+    def __init__(self, net):
+        layers = [m for m in net.net if hasattr(m, "weight")]
+        self.ensemble = isinstance(layers[0], EnsembleLinear)
+        self.members = []
+        for e in range(2 if self.ensemble else 1):
+            pairs = [(m.weight[e].T, m.bias[e, 0]) if self.ensemble else (m.weight, m.bias) for m in layers]
+            self.members.append([tuple(t.detach().double().clone().requires_grad_() for t in p) for p in pairs])
+
+    def __call__(self, x, e=0):
+        for i, (weight, bias) in enumerate(self.members[e]):
+            x = x @ weight.T + bias
+            x = F.elu(x) if i + 1 < len(self.members[e]) else x
+        return x
+
+    def flat(self, what):
+        """Values or gradients in the order of the library's flat tensor, as a list."""
+        out = []
+        for i in range(len(self.members[0])):
+            for j in range(2):
+                for one in self.members:
+                    t = what(one[i][j])
+                    out.append((t.T if self.ensemble and j == 0 else t).reshape(-1))
+        return torch.cat(out).tolist()
+
+    def values(self):
+        return self.flat(lambda t: t.detach())
+
+    def grads(self):
+        return self.flat(lambda t: t.grad)
+
+
+def wide(batch):
+    return [{k: v.double() for k, v in f.items()} if isinstance(f, dict) else f.double() for f in batch]
+
+
+def rows_share(mask, weight):
+    return (mask * weight / mask.sum()).tolist()
+
+
+def check_step(flat, metrics, name, plain, loss):
+    """Loss, gradient norm and parameters after one clipped AdamW step. Returns the new parameters."""
+    loss.backward()
+    grads = plain.grads()
+    norm = math.sqrt(sum(g * g for g in grads))
+    assert norm > 1e-2
+    assert metrics[f"loss/{name}"].item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert metrics[f"grad_norm/{name}"].item() == pytest.approx(norm, rel=1e-4)
+    want = SlowAdamW(**OPTIMIZER).step(plain.values(), grads)
+    assert max(abs(a - b) for a, b in zip(want, plain.values(), strict=True)) > 5e-4
+    assert flat.data.tolist() == pytest.approx(want, abs=2e-6)
+    return want
+
+
+def check_polyak(target, before, moved):
+    want = [(1 - TAU) * t + TAU * s for t, s in zip(before, moved, strict=True)]
+    assert target.data.tolist() == pytest.approx(want, abs=1e-6)
+
+
+def value_loss(batch, plain, target, action, bonus, atoms):
+    """sum_b share_b sum_e loss_e, by a loop over rows and members. Returns (loss, mean value of member 0)."""
+    obs, taken, reward, discount, next_obs, mask, weight, _ = wide(batch)
+    ahead = [target(torch.cat((next_obs["critic"], action), 1), e).detach() for e in range(2)]
+    now = [plain(torch.cat((obs["critic"], taken), 1), e) for e in range(2)]
+    loss, value, choices = torch.zeros((), dtype=torch.float64), 0.0, set()
+    for b, share in enumerate(rows_share(mask, weight)):
+        if atoms is None:
+            values = [ahead[e][b, 0] for e in range(2)]
+            y = reward[b] + discount[b] * (min(values) + bonus[b])
+            loss = loss + share * sum((now[e][b, 0] - y) ** 2 for e in range(2))
+            value += share * now[0][b, 0].item()
+        else:
+            probs = [torch.softmax(ahead[e][b], 0).tolist() for e in range(2)]
+            values = [sum(x * z for x, z in zip(p, atoms.tolist(), strict=True)) for p in probs]
+            lower = probs[values.index(min(values))]
+            support = [(reward[b] + discount[b] * (z + bonus[b])).item() for z in atoms.tolist()]
+            y = torch.tensor(c51_projection(support, lower, atoms.tolist()), dtype=torch.float64)
+            loss = loss - share * sum((y * torch.log_softmax(now[e][b], 0)).sum() for e in range(2))
+            value += share * (torch.softmax(now[0][b], 0) @ atoms.double()).item()
+        choices.add(bool(values[0] < values[1]))
+    assert choices == {True, False}
+    return loss, value
+
+
+def gaussian(plain, obs, gen):
+    """(action, log-probability of each row) in float64 of the noise that ``gen`` gives."""
+    mean, spread = plain(obs["policy"]).chunk(2, 1)
+    log_std = LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * torch.sigmoid(2 * spread)
+    noise = torch.randn(mean.shape, generator=gen).double()
+    raw = mean + log_std.exp() * noise
+    normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
+    log_prob = (normal + 2 * torch.log(torch.cosh(raw))).sum(1)
+    rows = zip(*(x.detach().tolist() for x in (raw, mean, log_std.exp())), strict=True)
+    assert log_prob.tolist() == pytest.approx([tanh_gaussian_log_prob(*r) for r in rows])
+    return raw.tanh(), log_prob
+
+
+# --- value updates ---
+
+
+@pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+def test_ddpg_value_update(smoothing, atoms):
+    state, batch = value_state(atoms, smoothing=smoothing, smoothing_clip=0.2), make_batch()
+    inputs = ddpg.ValueInputs(policy(2))
+    plain, target = Plain(state.critic.module), Plain(state.target.module)
+    with torch.no_grad():
+        action = Plain(inputs.policy)(batch.next_obs["policy"].double()).tanh()
+        if smoothing:
+            noise = (smoothing * torch.randn(B, A, generator=generator())).double()
+            clipped = noise.clamp(-0.2, 0.2)
+            inside, outside = (clipped == noise).sum(), ((action + clipped).abs() > 1).sum()
+            assert min(inside, noise.numel() - inside, outside) >= 5  # both clips matter here
+            action = (action + clipped).clamp(-1, 1)
+    loss, value = value_loss(batch, plain, target, action, [0.0] * B, atoms)
+    metrics = ddpg.value_update(state, inputs, batch, generator())
+    moved = check_step(state.critic, metrics, "critic", plain, loss)
+    check_polyak(state.target, target.values(), moved)
+    assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
+
+
+@pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
+def test_sac_value_update(atoms):
+    state, batch, inputs = value_state(atoms), make_batch(), sac_inputs()
+    plain, target = Plain(state.critic.module), Plain(state.target.module)
+    with torch.no_grad():
+        next_obs = {k: v.double() for k, v in batch.next_obs.items()}
+        action, log_prob = gaussian(Plain(inputs.policy), next_obs, generator())
+    loss, value = value_loss(batch, plain, target, action, (-ALPHA * log_prob).tolist(), atoms)
+    metrics = sac.value_update(state, inputs, batch, generator())
+    moved = check_step(state.critic, metrics, "critic", plain, loss)
+    check_polyak(state.target, target.values(), moved)
+    assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
+
+
+def test_the_target_is_the_lower_of_the_ensemble():
+    """Raise one member of the target by a lot: where it was the lower one the other takes over, elsewhere nothing."""
+    losses = {}
+    for member in (None, 0, 1):
+        state = value_state()
+        if member is not None:
+            with torch.no_grad():
+                list(state.target.module.parameters())[-1][member].add_(1000.0)
+        losses[member] = ddpg.value_update(state, ddpg.ValueInputs(policy(2)), make_batch(), generator())["loss/critic"]
+    assert max(losses.values()) < 100  # a target of 1000 would cost a million
+    assert len({x.item() for x in losses.values()}) == 3
+
+
+# --- policy updates ---
+
+
+def ensemble_q(plain, obs, action, reduce, atoms):
+    """[B] float64."""
+    both = [plain(torch.cat((obs["critic"], action), 1), e) for e in range(2)]
+    q = [o[:, 0] if atoms is None else torch.softmax(o, 1) @ atoms.double() for o in both]
+    return {"min": torch.minimum(*q), "mean": (q[0] + q[1]) / 2, "first": q[0]}[reduce]
+
+
+@pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
+@pytest.mark.parametrize("reduce", ["min", "mean", "first"])
+def test_ddpg_policy_update(reduce, atoms):
+    state, inputs, batch = policy_state(reduce), policy_inputs(atoms), obs_part(make_batch())
+    plain, target = Plain(state.policy.module), Plain(state.target.module)
+    obs, mask, weight = wide(batch)
+    q = ensemble_q(Plain(inputs.critic), obs, plain(obs["policy"]).tanh(), reduce, atoms)
+    loss = -sum(share * one for share, one in zip(rows_share(mask, weight), q, strict=True))
+    metrics = ddpg.policy_update(state, inputs, batch, generator())
+    moved = check_step(state.policy, metrics, "policy", plain, loss)
+    check_polyak(state.target, target.values(), moved)
+
+
+@pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
+def test_sac_policy_update(atoms):
+    state, inputs, batch = sac_policy_state(), policy_inputs(atoms), obs_part(make_batch())
+    plain = Plain(state.policy.module)
+    obs, mask, weight = wide(batch)
+    action, log_prob = gaussian(plain, obs, generator())
+    q = ensemble_q(Plain(inputs.critic), obs, action, "min", atoms)
+    rows = list(zip(rows_share(mask, weight), log_prob, q, strict=True))
+    loss, entropy = sum(s * (ALPHA * p - q) for s, p, q in rows), -sum(s * p.item() for s, p, _ in rows)
+    metrics = sac.policy_update(state, inputs, batch, generator())
+    check_step(state.policy, metrics, "policy", plain, loss)
+    assert metrics["policy/entropy"].item() == pytest.approx(entropy, abs=1e-5)
+    want = SlowAdamW(5e-3).step([math.log(ALPHA)], [entropy + 2.0])
+    assert state.temperature.data.tolist() == pytest.approx(want, abs=1e-6)
+    assert metrics["policy/alpha"].item() == pytest.approx(math.exp(want[0]), abs=1e-6)
+
+
+@pytest.mark.parametrize(("gap", "direction"), [(1.0, -1), (-1.0, 1)])
+def test_temperature_falls_where_the_entropy_is_above_its_target_and_rises_below(gap, direction):
+    inputs, batch = policy_inputs(), obs_part(make_batch())
+    entropy = sac.policy_update(sac_policy_state(), inputs, batch, generator())["policy/entropy"].item()
+    state = sac_policy_state(target_entropy=entropy - gap)
+    before = state.temperature.data.item()
+    sac.policy_update(state, inputs, batch, generator())
+    assert state.temperature.data.item() - before == pytest.approx(direction * 5e-3, rel=1e-3)
+    fixed = sac_policy_state(target_entropy=entropy - gap, auto=False)
+    sac.policy_update(fixed, inputs, batch, generator())
+    assert fixed.temperature.data.item() == before
+
+
+# --- masks, and what an update may touch ---
+
+CASES = {
+    "ddpg value": (ddpg.value_update, lambda: value_state(smoothing=0.5, smoothing_clip=0.2), "value"),
+    "c51 value": (ddpg.value_update, lambda: value_state(ATOMS), "value"),
+    "sac value": (sac.value_update, value_state, "sac"),
+    "ddpg policy": (ddpg.policy_update, policy_state, "policy"),
+    "sac policy": (sac.policy_update, sac_policy_state, "policy"),
+}
+
+
+def run_case(name, batch):
+    """(state, inputs, metrics) after one update."""
+    update, make, kind = CASES[name]
+    state = make()
+    inputs = {"value": lambda: ddpg.ValueInputs(policy(2)), "sac": sac_inputs, "policy": policy_inputs}[kind]()
+    batch = obs_part(batch) if kind == "policy" else batch
+    return state, inputs, update(state, inputs, batch, generator())
+
+
+def leaves(tree):
+    """Every tensor of a nested dict, tuple or dataclass."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, torch.nn.Module):
+        return list(tree.parameters())
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple) else vars(tree).values()
+    return [t for part in parts if part is not None for t in leaves(part)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masked_rows_have_no_influence_at_all(name):
+    batch, masked = make_batch(), 8
+    other = Batch(*({k: v.clone() for k, v in f.items()} if isinstance(f, dict) else f.clone() for f in batch))
+    for field in (*other.obs.values(), *other.next_obs.values(), other.reward, other.weight, other.action):
+        field[:masked] = field[:masked] * 1e4 + 77
+    other.discount[:masked] = 0.5
+    one, _, metrics = run_case(name, batch)
+    two, _, again = run_case(name, other)
+    for a, b in zip(leaves(one.state_dict()), leaves(two.state_dict()), strict=True):
+        assert torch.equal(a, b)
+    assert {k: v.item() for k, v in metrics.items()} == {k: v.item() for k, v in again.items()}
+
+
+@pytest.mark.parametrize("name", ["c51 value", "ddpg policy"])
+def test_a_masked_batch_equals_the_smaller_one(name):
+    """sum(mask * l) / sum(mask): the mean over the rows that count, not over all."""
+    batch = make_batch()
+    rest = Batch(*({k: v[8:] for k, v in f.items()} if isinstance(f, dict) else f[8:] for f in batch))
+    one, _, metrics = run_case(name, batch)
+    two, _, again = run_case(name, rest)
+    for a, b in zip(leaves(one.state_dict()), leaves(two.state_dict()), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    for k, v in metrics.items():
+        assert v.item() == pytest.approx(again[k].item(), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wholly_masked_batch_gives_no_gradient_and_no_nan(name):
+    state, _, metrics = run_case(name, make_batch(masked=B))
+    assert metrics[next(k for k in metrics if k.startswith("grad_norm"))].item() == 0
+    assert all(t.isfinite().all() for t in [*metrics.values(), *leaves(state.state_dict())])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_touches_its_state_only(name):
+    batch = make_batch()
+    fresh_batch, (_, make, kind) = make_batch(), CASES[name]
+    state, inputs, metrics = run_case(name, batch)
+    fresh = {"value": lambda: ddpg.ValueInputs(policy(2)), "sac": sac_inputs, "policy": policy_inputs}[kind]()
+    for a, b in zip(leaves(inputs), leaves(fresh), strict=True):
+        assert torch.equal(a, b)
+        assert a.grad is None
+    for a, b in zip(leaves(batch), leaves(fresh_batch), strict=True):
+        assert torch.equal(a, b)
+    assert any(
+        not torch.equal(a, b) for a, b in zip(leaves(state.state_dict()), leaves(make().state_dict()), strict=True)
+    )
+    assert not any(v.requires_grad for v in metrics.values())

@@ -1,0 +1,330 @@
+"""A checkpoint is whole or not there: crashes at every stage, damage, full disks, hostile files, concurrent readers."""
+
+import hashlib
+import json
+import os
+import pickle
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from runs import points
+
+from pql import checkpoint
+from pql.checkpoint import CorruptCheckpointError, flatten, load, newest, recover, rotate, save, set_aside, unflatten
+from pql.errors import ConfigError, PqlWarning
+
+
+def tree(value: float) -> dict:
+    return {
+        "a": {"w": torch.full((3, 2), value), "n": torch.tensor(7), "empty": torch.zeros(0)},
+        "list": [torch.arange(4, dtype=torch.uint8), {"flag": torch.tensor([True, False])}],
+        "count": 5,
+    }
+
+
+def value_at(path: Path) -> float:
+    return load(path)[0]["a/w"][0, 0].item()
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+# -- trees ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_survives_with_its_types(tmp_path):
+    save(tmp_path / "x", tree(1.5), {"kind": "t"})
+    tensors, manifest = load(tmp_path / "x")
+    back = unflatten(tensors, tree(0.0))
+    assert manifest["kind"] == "t"
+    assert manifest["format"] == checkpoint.FORMAT
+    assert back["count"] == 5
+    assert isinstance(back["count"], int)
+    want = flatten(tree(1.5))
+    assert {k: (v.dtype, v.tolist()) for k, v in flatten(back).items()} == {
+        k: (v.dtype, v.tolist()) for k, v in want.items()
+    }
+
+
+def test_views_of_one_storage_are_stored_apart(tmp_path):
+    flat = torch.arange(6.0)
+    save(tmp_path / "x", {"all": flat, "head": flat[:2], "tail": flat[2:].view(2, 2)}, {})
+    tensors, _ = load(tmp_path / "x")
+    assert tensors["head"].tolist() == [0.0, 1.0]
+    assert tensors["tail"].tolist() == [[2.0, 3.0], [4.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b": torch.zeros(1)}, "checkpoint=b: expected a checkpoint of the same task, algorithm and version"),
+        ({"w": torch.zeros(1, 2)}, "checkpoint=w: expected float32 [1, 2], as this run's settings make it; the "),
+        ({"w": torch.zeros(3, 2, dtype=torch.float64)}, "expected float64 [3, 2]"),
+    ],
+)
+def test_what_does_not_fit_is_refused_rather_than_broadcast(change, message):
+    with pytest.raises(ConfigError) as error:
+        unflatten({"w": torch.zeros(3, 2)}, change)
+    assert message in str(error.value)
+
+
+# -- crashes --------------------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process dies here: nothing that follows runs."""
+
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    def die(*args, **kwargs):
+        raise Crash
+
+    # A dead process cleans nothing up either.
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)
+    if stage == "tensors":
+        monkeypatch.setattr(checkpoint, "save_file", die)
+    elif stage == "manifest":
+        monkeypatch.setattr(Path, "write_text", die)
+    elif stage == "sync":
+        monkeypatch.setattr(os, "fsync", die)
+    else:
+        real, calls = Path.rename, []
+
+        def rename(self, target):
+            calls.append(self)
+            if len(calls) >= {"before the first rename": 1, "between the renames": 2}[stage]:
+                raise Crash
+            return real(self, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+
+
+STAGES = ("tensors", "manifest", "sync", "before the first rename", "between the renames")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_crash_while_replacing_leaves_the_one_before(tmp_path, monkeypatch, stage):
+    save(tmp_path / "last", tree(1.0), {})
+    with monkeypatch.context() as patch:
+        crash_at(patch, stage)
+        with pytest.raises(Crash):
+            save(tmp_path / "last", tree(2.0), {})
+    assert value_at(tmp_path / "last") == 1.0  # a reader finds it wherever it stands
+    recover(tmp_path)
+    assert value_at(tmp_path / "last") == 1.0
+    save(tmp_path / "last", tree(3.0), {})
+    rotate(tmp_path, keep=1)
+    assert value_at(tmp_path / "last") == 3.0
+    assert [p.name for p in tmp_path.iterdir()] == ["last"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("stage", [s for s in STAGES if s != "between the renames"])
+def test_a_crash_while_adding_leaves_the_points_before(tmp_path, monkeypatch, stage):
+    save(tmp_path / "tick-1", tree(1.0), {})
+    with monkeypatch.context() as patch:
+        crash_at(patch, stage)
+        with pytest.raises(Crash):
+            save(tmp_path / "tick-2", tree(2.0), {})
+    assert newest(tmp_path)[2].name == "tick-1"
+    rotate(tmp_path, keep=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["tick-1"]
+
+
+@pytest.mark.fault
+def test_rotation_after_a_crash_keeps_what_was_being_replaced(tmp_path):
+    """``best`` is not written again by the next save: were its old copy deleted, it would be lost for good."""
+    save(tmp_path / "best", tree(1.0), {})
+    (tmp_path / "best").rename(tmp_path / ".old-best")
+    rotate(tmp_path, keep=1)
+    assert value_at(tmp_path / "best") == 1.0
+
+
+def test_a_reader_beside_a_writer_retries(tmp_path, monkeypatch):
+    """The checkpoint is replaced after its manifest has been read and before its tensors are."""
+    save(tmp_path / "last", tree(1.0), {})
+    real, calls = checkpoint._sha256, []
+
+    def replace_first(path):
+        if not calls:
+            calls.append(path)
+            save(tmp_path / "last", tree(2.0), {})
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "_sha256", replace_first)
+    assert value_at(tmp_path / "last") == 2.0
+
+
+# -- damage ---------------------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    data = (path / "tensors.safetensors").read_bytes()
+    (path / "tensors.safetensors").write_bytes(data[: len(data) // 2])
+
+
+DAMAGE = {
+    "truncated tensors": truncate,
+    "flipped byte in the tensors' data": lambda p: flip(p / "tensors.safetensors", -1),
+    "flipped byte in the tensors' header": lambda p: flip(p / "tensors.safetensors", 20),
+    "no tensors": lambda p: (p / "tensors.safetensors").unlink(),
+    "no manifest": lambda p: (p / "manifest.json").unlink(),
+    "truncated manifest": lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text()[:40]),
+    "empty manifest": lambda p: (p / "manifest.json").write_text(""),
+    "another manifest": lambda p: (p / "manifest.json").write_text("[1, 2]"),
+    "not text": lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+    "altered counter": lambda p: (p / "manifest.json").write_text(
+        (p / "manifest.json").read_text().replace('"ticks": 2', '"ticks": 3')
+    ),
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_seen_and_the_point_before_is_used(tmp_path, damage):
+    for i in (1, 2):
+        save(tmp_path / f"tick-{i}", tree(float(i)), {"ticks": i})
+    assert newest(tmp_path)[1]["ticks"] == 2
+    damage(tmp_path / "tick-2")
+    with pytest.raises(CorruptCheckpointError) as error:
+        load(tmp_path / "tick-2")
+    assert f"checkpoint={tmp_path / 'tick-2'}: expected a" in str(error.value)
+    with pytest.warns(PqlWarning, match="tick-2.*trying the one before"):
+        tensors, manifest, path = newest(tmp_path)
+    assert (manifest["ticks"], path.name, tensors["a/w"][0, 0].item()) == (1, "tick-1", 1.0)
+
+
+@pytest.mark.fault
+def test_a_flipped_bit_in_any_byte_of_a_manifest_is_seen(tmp_path):
+    save(tmp_path / "x", {"a": torch.zeros(1)}, {"ticks": 1, "seconds": 0.5})
+    path = tmp_path / "x" / "manifest.json"
+    good = path.read_bytes()
+    meaning = json.loads(good)
+    unseen = []
+    for at in range(len(good)):
+        flip(path, at)
+        try:
+            load(tmp_path / "x")
+            if json.loads(path.read_bytes()) != meaning:
+                unseen.append(at)
+        except ConfigError:
+            pass
+        path.write_bytes(good)
+    assert unseen == []
+
+
+def test_none_intact_says_so(tmp_path):
+    save(tmp_path / "checkpoints" / "tick-1", tree(1.0), {})
+    truncate(tmp_path / "checkpoints" / "tick-1")
+    with pytest.warns(PqlWarning), pytest.raises(ConfigError, match=r"run=.*a resume point: none is intact"):
+        newest(tmp_path / "checkpoints")
+    with pytest.raises(ConfigError, match=r"there is none \(checkpoint.replay=false keeps none\)"):
+        newest(tmp_path / "elsewhere")
+
+
+def test_a_damaged_newest_point_does_not_outlive_the_good_ones(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for i in (1, 2, 3):
+        save(folder / f"tick-{i}", tree(float(i)), {})
+    set_aside(folder, keep_up_to=folder / "tick-2")
+    save(folder / "tick-4", tree(4.0), {})
+    rotate(folder, keep=2)
+    assert [p.name for p in points(tmp_path)] == ["tick-2", "tick-4"]
+    assert (folder / "damaged-tick-3").exists()
+
+
+def test_a_newer_format_is_named(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT", 99)
+        save(tmp_path / "x", tree(1.0), {})
+    with pytest.raises(ConfigError, match="format 1 or older; this is 99: update pql"):
+        load(tmp_path / "x")
+
+
+class Payload:
+    def __reduce__(self):
+        return (os.system, (f"touch {self.mark}",))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_is_never_executed(tmp_path, protocol):
+    """With hashes that match, as an attacker would write them."""
+    payload = Payload()
+    payload.mark = tmp_path / "executed"
+    save(tmp_path / "x", tree(1.0), {})
+    path = tmp_path / "x" / "tensors.safetensors"
+    path.write_bytes(pickle.dumps(payload, protocol))
+    facts = json.loads((tmp_path / "x" / "manifest.json").read_text())
+    facts["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    facts["manifest_sha256"] = checkpoint._manifest_hash(facts)
+    (tmp_path / "x" / "manifest.json").write_text(json.dumps(facts))
+    with pytest.raises(CorruptCheckpointError, match="a readable checkpoint"):
+        load(tmp_path / "x")
+    assert not payload.mark.exists()
+
+
+# -- full disks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault
+def test_a_full_disk_is_an_os_error_and_the_one_before_stays(tmp_path):
+    """A file size limit stands in for the full disk: the library that writes reports both in its own class."""
+    save(tmp_path / "last", tree(1.0), {})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"large|space"):
+            save(tmp_path / "last", {"a": torch.zeros(100_000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert value_at(tmp_path / "last") == 1.0
+    assert [p.name for p in tmp_path.iterdir()] == ["last"]
+
+
+@pytest.mark.fault
+def test_a_failed_last_rename_puts_the_old_one_back(tmp_path, monkeypatch):
+    save(tmp_path / "last", tree(1.0), {})
+    real = Path.rename
+
+    def fail(self, target):
+        if self.name.startswith(".writing-"):
+            raise OSError(28, "No space left on device")
+        return real(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="No space left"):
+            save(tmp_path / "last", tree(2.0), {})
+    assert [p.name for p in tmp_path.iterdir()] == ["last"]
+    assert value_at(tmp_path / "last") == 1.0
+
+
+def test_rotation_keeps_the_newest(tmp_path):
+    for i in range(1, 6):
+        save(tmp_path / f"tick-{i:03d}", tree(float(i)), {})
+    save(tmp_path / "best", tree(9.0), {})
+    rotate(tmp_path, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "tick-004", "tick-005"]
+
+
+def test_finding_a_checkpoint(tmp_path):
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(ConfigError, match="expected a run directory with a checkpoint"):
+        checkpoint.find(tmp_path)
+    save(folder / "tick-1", tree(1.0), {})
+    assert checkpoint.find(tmp_path) == folder / "tick-1"
+    save(folder / "best", tree(2.0), {})
+    assert checkpoint.find(tmp_path) == folder / "best"
+    save(folder / "last", tree(3.0), {})
+    assert checkpoint.find(tmp_path) == folder / "last"
+    assert checkpoint.find(folder / "tick-1") == folder / "tick-1"
+    (folder / "last").rename(folder / ".old-last")  # the moment between a save's renames
+    assert value_at(checkpoint.find(tmp_path)) == 3.0

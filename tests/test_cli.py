@@ -1,0 +1,369 @@
+"""The command line: exit statuses, one line for every mistake, signals, and runs in processes of their own."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from runs import manifest, points, rows, words
+
+from pql import checkpoint
+from pql.envs.toy import Counter
+from pql.errors import PqlWarning
+from pql.interrupt import Interrupt
+from pql.main import main
+
+
+@pytest.fixture
+def finished(tmp_path: Path, trained: Path) -> Path:
+    """A finished run of one's own, to damage."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "run"
+    assert main(["train", *words(path, "eval.final=true")]) == 0
+    return path
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """The one line that a wrong command gives."""
+    capsys.readouterr()
+    assert main([str(word) for word in argv]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("pql: ")
+    assert said.err.endswith("\n")
+    assert said.err.count("\n") == 1, said.err
+    return said.err.strip()
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "pql: command=trian: expected one of train, resume, eval, list, doctor (did you mean train?)"),
+        ([], "pql: command=pql: expected other words: the following arguments are required"),
+        (["--verbose"], "pql: command=pql: expected other words:"),
+        (["train", "--fast"], "unrecognized arguments: --fast (pql --help)"),
+        (["resume"], "pql: command=pql resume: expected other words: the following arguments are required: RUN"),
+        (["list", "robots"], "argument what: invalid choice: 'robots'"),
+        (["doctor", "--num-envs", "x"], "argument --num-envs: invalid int value: 'x'"),
+        (["doctor", "seed=1"], "pql: command=seed=1: expected --env NAME with keywords for an environment"),
+        (["doctor", "--env", "pendulun"], "task=pendulun: expected one of "),
+        (["doctor", "--env", "pendulum", "max_steps=3"], "max_steps=3: expected one of the keywords "),
+        (["doctor", "--env", "pendulum", "--num-envs", "0"], "--num-envs=0: expected a whole number, at least 1"),
+        (["train", "task=pendulm"], "(did you mean pendulum?)"),
+        (["train", "algo=td4"], "(did you mean td3?)"),
+        (["train", "num_envs=abc"], "pql: num_envs=abc: expected a whole number"),
+        (["train", "algo.critic.hidden=[64,"], "pql: algo.critic.hidden=[64,: expected a value such as"),
+        (["train", "~algo"], "pql: override=~algo: expected the form key=value"),
+        (["train", "device=cuda:9"], "pql: device=cuda:9: expected a device of this machine: auto, cpu"),
+        (["train", "task=env"], "pql: task.name=null: expected text"),
+        (["train", "task=env", "task.name=pendulun"], "(did you mean pendulum?)"),
+        (["train", "task=lqr", "task.kwargs.max_steps=3"], "task.kwargs.max_steps=3: expected one of the keywords "),
+        (["train", "task=lqr", "task.kwargs.max_episode_steps=no"], "task.kwargs.max_episode_steps=no: expected a"),
+        (["train", "task=lqr", "task.id=x"], "pql: task.id=x: expected one of the keywords "),
+        (["train", "task=pendulum", "algo.v_per_step=0.0123"], "algo.v_per_step=0.0123: expected a ratio that"),
+        (["train", "task=lqr", "algo.batch_size=50", "replay.capacity=10"], "algo.batch_size=50: expected at most"),
+        (["train", "task=pendulum", "replay.capacity=1e12"], "replay.capacity=1000000000000: expected at most "),
+        (["train", "task=pendulum", "init_from=/nowhere"], "run=/nowhere: expected a run directory with a checkpoint"),
+        (["eval", "/nowhere"], "run=/nowhere: expected a run directory with a checkpoint"),
+        (["resume", "/nowhere"], "run=/nowhere: expected a run directory (with a readable config.yaml)"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in mistake(capsys, *argv)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("num_env=3", "num_env=3: expected one of num_envs, seed, device (did you mean num_envs?)"),
+        ("num_envs=0", "num_envs=0: expected a whole number, at least 1"),
+        ("num_envs=many", "num_envs=many: expected a whole number"),
+        ("seed=1.5", "seed=1.5: expected a whole number"),
+        ("device=cuda:9", "device=cuda:9: expected a device of this machine"),
+        ("seed", "override=seed: expected the form key=value"),
+    ],
+)
+def test_mistakes_in_an_evaluation(capsys, trained, word, message):
+    assert message in mistake(capsys, "eval", trained, word)
+
+
+def test_a_run_directory_in_use(capsys, trained):
+    want = f"run_dir={trained}: expected a new folder; to go on with this run: pql resume {trained}"
+    assert want in mistake(capsys, "train", *words(trained))
+
+
+def test_a_simulator_that_is_not_installed(capsys, monkeypatch):
+    for name in [m for m in sys.modules if m.startswith("pql.envs.mujoco")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "mujoco", None)
+    text = mistake(capsys, "train", "task=halfcheetah")
+    assert text == (
+        "pql: task=halfcheetah: expected the package 'mujoco', which is not installed: pip install 'pql[mujoco]'"
+    )
+
+
+def test_a_logger_that_is_not_installed(capsys, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'pql[wandb]'" in mistake(capsys, "train", *words(tmp_path / "x", "logger=wandb"))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", ["tensors.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_policy_is_named(capsys, finished, name, damage):
+    path = finished / "checkpoints" / "last" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[:100])
+    text = mistake(capsys, "eval", finished)
+    assert f"checkpoint={path.parent}: expected a" in text
+
+
+@pytest.mark.fault
+def test_a_run_whose_only_resume_point_is_damaged(capsys, finished):
+    (points(finished)[-1] / "tensors.safetensors").unlink()
+    with pytest.warns(PqlWarning, match="trying the one before"):
+        text = mistake(capsys, "resume", finished, "budget.env_steps=640")
+    assert f"run={finished}: expected a run with a resume point: none is intact" in text
+
+
+# -- what works -----------------------------------------------------------------------------------------------------
+
+
+def test_training_says_how_it_went_and_what_to_type_next(capsys, tmp_path):
+    assert main(["train", *words(tmp_path, "eval.final=true")]) == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert said.err == ""
+    assert "\x1b" not in said.out
+    assert any(line.startswith("time ") and "env steps" in line for line in lines)
+    assert any(line.startswith("done: return -") for line in lines)
+    assert lines[-1] == f"next: pql eval {tmp_path}   |   pql resume {tmp_path} budget.env_steps=640"
+
+
+def test_resuming_goes_on(capsys, finished):
+    assert main(["resume", str(finished), "budget.env_steps=640"]) == 0
+    assert "resumed at tick 12, 320 env steps" in capsys.readouterr().out
+    assert json.loads((finished / "summary.json").read_text())["env_steps"] == 640
+
+
+def test_evaluating_prints_json(capsys, trained):
+    capsys.readouterr()
+    results = []
+    for path in (trained, trained / "checkpoints" / "last", points(trained)[-1]):
+        assert main(["eval", str(path), "num_envs=3", "seed=1"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert [Path(r.pop("checkpoint")).name for r in results] == ["last", "last", points(trained)[-1].name]
+    assert results[0] == results[1] == results[2]
+    assert set(results[0]) == {"return_mean", "return_iqm", "return_min", "return_max", "length_mean", "episodes"}
+    assert (results[0]["episodes"], results[0]["length_mean"]) == (3, 200.0)
+    assert results[0]["return_min"] <= results[0]["return_mean"] <= results[0]["return_max"] < 0
+
+
+def test_listing(capsys):
+    assert main(["list", "tasks"]) == 0
+    tasks = capsys.readouterr().out
+    assert {line.split()[0] for line in tasks.splitlines()} >= {"pendulum", "halfcheetah", "gymnasium", "lqr"}
+    assert main(["list", "algos"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "ddpg", "pql", "pql_d", "pql_sac", "sac", "td3",
+    ]  # fmt: skip
+
+
+def test_doctor(capsys):
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("python 3.")
+    assert "torch 2." in said
+    assert main(["doctor", "--env", "lqr", "--num-envs", "4", "max_episode_steps=5"]) == 0
+
+
+class Broken(Counter):
+    """Fails after some steps."""
+
+    def step(self, action):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps > 12:
+            raise ValueError("the simulator fell over")
+        return super().step(action)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("executor", ["threads", "inline"])
+def test_a_run_that_fails_has_status_1_and_shows_the_cause(tmp_path, executor):
+    script = (
+        "import sys; from pql.env import register; from test_cli import Broken; register('broken', Broken); "
+        "from pql.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    more = ("task=env", "task.name=broken", f"placement.executor={executor}")
+    command = [sys.executable, "-c", script, "train", *words(tmp_path, *more)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent)
+    assert done.returncode == 1
+    assert "ValueError: the simulator fell over" in done.stderr
+    assert "test_cli.py" in done.stderr  # where it happened
+    if executor == "threads":
+        assert done.stderr.splitlines()[-1] == "pql: worker collector failed: ValueError: the simulator fell over"
+
+
+# -- signals --------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_is_a_flag_and_the_handlers_come_back():
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with Interrupt() as interrupt, interrupt:
+            assert not interrupt.asked
+            os.kill(os.getpid(), number)
+            assert interrupt.asked
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_ctrl_c_before_there_is_a_run(monkeypatch, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pql.main.run_list", interrupt)
+    assert main(["list", "tasks"]) == 130
+    assert capsys.readouterr().err == "pql: interrupted\n"
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start ``pql train`` in a process of its own, with a slow environment, and wait until it has made some ticks."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(run_dir: Path, *more: str, stuck_at: int = 10**9) -> "subprocess.Popen[str]":
+        script = (
+            "import sys; from pql.env import register; from test_cli import slow; register('slow', slow); "
+            "from pql.main import main; sys.exit(main(sys.argv[1:]))"
+        )
+        slow = ("task=env", "task.name=slow", f"task.kwargs.stuck_at={stuck_at}", f"task.kwargs.mark={run_dir}.mark")
+        command = [sys.executable, "-c", script, "train", *words(run_dir, *slow, "budget.env_steps=1000000", *more)]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=Path(__file__).parent)
+        running.append(process)
+        wait_for(Path(f"{run_dir}.mark").exists, process)
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+class Slow(Counter):
+    """Takes a while for every step, marks that it is under way after ten, and for ever for step ``stuck_at``."""
+
+    def __init__(self, num_envs: int, device: object, stuck_at: int, mark: str):
+        super().__init__(num_envs)
+        self.stuck_at, self.mark, self.steps = stuck_at, Path(mark), 0
+
+    def step(self, action):
+        self.steps += 1
+        time.sleep(0.005)
+        if self.steps == min(self.stuck_at, 20):
+            self.mark.touch()
+        if self.steps == self.stuck_at:
+            time.sleep(1000)
+        return super().step(action)
+
+
+def slow(num_envs: int, device: object, stuck_at: int, mark: str) -> Slow:
+    return Slow(num_envs, device, stuck_at, mark)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_exits_130(start, tmp_path, number):
+    run_dir = tmp_path / "run"
+    process = start(run_dir)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "pql: stopping after this tick and saving; Ctrl-C again to leave at once" in err
+    assert "Traceback" not in err
+    assert "interrupted, saved: not evaluated" in out
+    _, facts, _ = checkpoint.newest(run_dir / "checkpoints")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["env_steps"] == facts["counters"]["steps"] * 16 >= 20 * 16
+    assert summary["return_mean"] is None
+    assert rows(run_dir)[-1]["steps/env"] == summary["env_steps"]
+
+
+@pytest.mark.fault
+def test_a_second_ctrl_c_leaves_at_once(start, tmp_path):
+    process = start(tmp_path / "run", "placement.watchdog_seconds=100", stuck_at=15)
+    process.send_signal(signal.SIGINT)
+    assert "stopping after this tick" in process.stderr.readline() + process.stderr.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)  # the tick does not end
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 130
+    assert time.monotonic() - begin < 2
+
+
+# -- processes of their own -----------------------------------------------------------------------------------------
+
+
+def python(*argv: str) -> str:
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_same_seed_gives_the_same_bits_in_two_processes(tmp_path):
+    hashes = []
+    for name in ("a", "b"):
+        setting = words(tmp_path / name, "task.kwargs.max_episode_steps=11", "seed=7", "budget.env_steps=640")
+        python("-m", "pql.main", "train", *setting)
+        found = tmp_path / name / "checkpoints"
+        hashes.append([manifest(found / "last")["sha256"], manifest(points(tmp_path / name)[-1])["sha256"]])
+    assert hashes[0] == hashes[1]
+
+
+def test_importing_and_building_need_torch_numpy_and_safetensors_only():
+    script = """
+import sys
+import pql
+assert "torch" not in sys.modules
+from pql.config import BudgetConfig, Config, ReplayConfig, TaskConfig, validate
+from pql.build import build
+config = Config(TaskConfig("pendulum"), replay=ReplayConfig(100_000), num_envs=16, device="cpu",
+                budget=BudgetConfig(env_steps=100))
+parts = build(validate(config))
+import pql.session, pql.policy, pql.checkpoint
+foreign = {"hydra", "omegaconf", "rich", "yaml", "mujoco", "gymnasium", "tensorboard", "wandb", "antlr4"}
+print(sorted(foreign & set(sys.modules)), parts.env.spec.name)
+"""
+    assert python("-c", script).strip() == "[] pendulum"

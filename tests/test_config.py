@@ -1,0 +1,265 @@
+"""The schema's checks, and the command line's words: every wrong one is named, in one line, with what is allowed."""
+
+import dataclasses
+
+import pytest
+from runs import words
+
+from pql import config as schema
+from pql.compose import GROUPS, compose, hint_of, options, parse_word, resume_config
+from pql.config import CHOICES, RANGES, Config, from_dict, leaves, to_dict, validate
+from pql.errors import ConfigError, nearest
+from pql.rundir import create
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        compose(["device=cpu", *overrides])
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+# -- what is refused, and in which words ----------------------------------------------------------------------------
+
+MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in quotes"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        # unknown names, with the nearest known one
+        ("algo=pqll", "algo=pqll: expected one of ddpg, pql, pql_d, pql_sac, sac, td3 (did you mean pql?)"),
+        ("task=halfchetah", "(did you mean halfcheetah?)"),
+        ("logger=tensorbord", "expected one of none, tensorboard, wandb (did you mean tensorboard?)"),
+        ("scale=huge", "scale=huge: expected one of cpu, gpu"),
+        ("algo.gama=0.9", "algo.gama=0.9: expected a known setting (did you mean algo.gamma?)"),
+        ("gamma=0.9", "gamma=0.9: expected a known setting (did you mean algo.gamma?)"),
+        ("algo.critic.hiden=[64]", "expected a known setting (did you mean algo.critic.hidden?)"),
+        ("buget.seconds=3", "buget.seconds=3: expected a known setting (did you mean budget.seconds?)"),
+        ("algo.critic=3", "algo.critic=3: expected a known setting"),
+        ("+foo=1", "foo=1: expected a known setting"),
+        ("algo.explore.kind=fixd", "expected one of mixed, fixed, redrawn, none (did you mean fixed?)"),
+        # wrong types
+        ("num_envs=abc", "num_envs=abc: expected a whole number"),
+        ("num_envs=1.5", "num_envs=1.5: expected a whole number"),
+        ("num_envs=true", "num_envs=true: expected a whole number"),
+        ("num_envs=1e400", "num_envs=inf: expected a whole number"),
+        ("seed=null", "seed=null: expected a whole number"),
+        ("algo.gamma=high", "algo.gamma=high: expected a number"),
+        ("algo.critic.hidden=64", "algo.critic.hidden=64: expected a list of whole numbers such as [128,128]"),
+        ("algo.critic.hidden=[64,a]", "algo.critic.hidden=[64, 'a']: expected a list of whole numbers"),
+        ("algo.critic.atoms=many", "algo.critic.atoms=many: expected a whole number or null"),
+        ("algo.normalize_obs=1", "algo.normalize_obs=1: expected true or false"),
+        ("task.kwargs.=1", "expected a known setting"),
+        # out of range
+        ("seed=-1", "seed=-1: expected a number from 0 up to 4611686018427387904"),
+        ("num_envs=0", "num_envs=0: expected a number from 1 up to 1000000"),
+        ("algo.gamma=2", "algo.gamma=2.0: expected a number from 0 up to 1"),
+        ("algo.critic.lr=0", "algo.critic.lr=0.0: expected a number above 0 up to 1"),
+        ("algo.gamma=nan", "algo.gamma=nan: expected a finite number"),
+        ("task.reward_scale=inf", "task.reward_scale=inf: expected a finite number"),
+        ("algo.policy.hidden=[64,0]", "algo.policy.hidden=[64, 0]: expected a list of layer widths, each at least 1"),
+        ("algo.critic.hidden=[]", "algo.critic.hidden=[]: expected a list of layer widths"),
+        ("cuda_graphs=maybe", "cuda_graphs=maybe: expected one of auto, on, off"),
+        # devices
+        ("device=cuda:7", "device=cuda:7: expected a device of this machine: auto, cpu"),
+        ("device=gpu", "device=gpu: expected a device of this machine: auto, cpu"),
+        ("placement.v_learner=cuda:7", "placement.v_learner=cuda:7: expected a device of this machine: auto, cpu"),
+        # what must fit together
+        ("replay.capacity=100", ": expected at most replay.capacity=100"),
+        ("algo.critic.v_min=20", "algo.critic.v_min=20.0: expected below algo.critic.v_max=10"),
+        ("algo.explore.low=0.9", "algo.explore.low=0.9: expected at most algo.explore.high=0.8"),
+        ("budget.seconds=null", "budget=null: expected at least one of budget.seconds, budget.env_steps"),
+        # malformed
+        ("seed", "override=seed: expected the form key=value"),
+        ("~algo", "override=~algo: expected the form key=value"),
+        ("=3", "override==3: expected the form key=value"),
+        ("", "override=: expected the form key=value"),
+        ("seed=", "seed=: expected a value (null for none)"),
+        ("run_dir=", "run_dir=: expected a value (null for none)"),
+        ("seed==3", f"seed==3: {MALFORMED}"),
+        ("algo.critic.hidden=[64,", f"algo.critic.hidden=[64,: {MALFORMED}"),
+        ("seed=${x", f"seed=${{x: {MALFORMED}"),
+        ("seed=1,2", "seed=1,2: expected a single value"),
+        ("seed=range(1,3)", "seed=range(1,3): expected a single value"),
+        ("run_dir=${nowhere}", "run_dir=${nowhere}: expected a value (Interpolation key 'nowhere' not found)"),
+        ("task=env", "task.name=null: expected text"),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_is_named_with_what_is_allowed(word, message):
+    assert message in refusal(word)
+
+
+def test_a_target_return_needs_evaluations():
+    text = refusal("budget.target_return=5", "eval.every_seconds=null")
+    assert text == "budget.target_return=5.0: expected evaluations: eval.every_seconds is null"
+
+
+def test_multi_line_messages_become_one_line():
+    assert str(ConfigError("a", "1\n2", "x,\n y")) == "a=1 2: expected x, y"
+
+
+def test_nearest_prefers_the_setting_that_ends_in_the_name():
+    assert nearest("tau", ["tax", "algo.policy.tau"]) == " (did you mean algo.policy.tau?)"
+    assert nearest("zzz", ["tax"]) == ""
+
+
+# -- what is accepted -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("run_dir=~/a b(1)=c,d", "~/a b(1)=c,d"),
+        ("run_dir='quoted, text'", "quoted, text"),
+        ("run_dir=5", "5"),
+        ("run_dir=null", None),
+    ],
+)
+def test_text_needs_no_quotes(word, value):
+    assert compose(["device=cpu", word]).run_dir == value
+
+
+def test_numbers_lists_and_keywords():
+    config = compose([
+        "device=cpu", "num_envs=1e3", "algo.critic.hidden=[64,32]", "budget.env_steps=1e6", "task.kwargs.a={b: [1, 2]}",
+        "+task.kwargs.c=yes", "algo.critic.grad_clip=null", "algo.gamma=1",
+    ])  # fmt: skip
+    assert (config.num_envs, config.algo.critic.hidden, config.budget.env_steps) == (1000, [64, 32], 1_000_000)
+    assert config.task.kwargs == {"a": {"b": [1, 2]}, "c": "yes"}
+    assert config.algo.critic.grad_clip is None
+    assert isinstance(config.algo.gamma, float)
+
+
+def test_of_two_words_for_one_thing_the_later_wins():
+    config = compose(["device=cpu", "algo=td3", "seed=1", "algo=pql_d", "seed=2"])
+    assert (config.algo.name, config.algo.critic.atoms, config.seed) == ("pql_d", 51, 2)
+
+
+def test_words_win_over_presets():
+    assert compose(["device=cpu", "algo.critic.atoms=11", "algo=pql_d"]).algo.critic.atoms == 11
+
+
+def test_the_scale_follows_the_device(monkeypatch):
+    monkeypatch.setattr("pql.compose.resolve_device", lambda name, setting="device": "cuda")
+    large, small = compose(["device=auto"]), compose(["device=auto", "scale=cpu"])
+    assert (large.num_envs, large.algo.batch_size, large.algo.v_per_step) == (4096, 8192, 8.0)
+    assert small.num_envs < 1000
+    assert None not in (large.budget.seconds, small.budget.seconds)  # every scale ends by itself
+
+
+@pytest.mark.parametrize("algo", options("algo"))
+def test_every_algorithm_composes_at_every_scale(algo):
+    for scale in options("scale"):
+        config = compose(["device=cpu", f"algo={algo}", f"scale={scale}"])
+        assert config.algo.name == algo
+
+
+@pytest.mark.parametrize("task", [t for t in options("task") if t != "env"])
+def test_every_task_composes(task):
+    from pql.env import env_names
+
+    assert compose(["device=cpu", f"task={task}"]).task.name in env_names()
+
+
+def test_composing_inside_a_program_that_uses_hydra():
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize_config_module("pql.cfg", version_base="1.3"):
+        assert compose(["device=cpu", "seed=4"]).seed == 4
+        assert GlobalHydra.instance().is_initialized()
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_parse_word_reads_hydras_grammar():
+    assert parse_word("a.b=[1,x]") == ("a.b", [1, "x"])
+    assert parse_word("device=cuda:0", ("device",)) == ("device", "cuda:0")
+
+
+# -- the schema itself ----------------------------------------------------------------------------------------------
+
+
+def test_every_check_is_of_a_setting_and_the_defaults_pass():
+    names = dict(leaves(Config()))
+    assert set(CHOICES) <= set(names)
+    assert set(RANGES) <= set(names)
+    budget = dataclasses.replace(Config().budget, seconds=1.0)
+    assert validate(dataclasses.replace(Config(), budget=budget)).num_envs == 4096
+
+
+def test_every_number_has_a_range():
+    free = {"task.reward_scale", "budget.target_return", "algo.critic.v_min", "algo.critic.v_max"}
+    free |= {"algo.sac.target_entropy"}
+    numeric = (int, float, int | None, float | None)
+    assert {k for k in dict(leaves(Config())) if hint_of(k) in numeric} - set(RANGES) == free
+
+
+def test_a_config_survives_its_dicts():
+    config = compose(["device=cpu", "algo=pql_sac", "task.kwargs.x=1"])
+    assert from_dict(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algo": {"gama": 1}}, "algo.gama=1: expected a known setting (did you mean gamma?)"),
+        ({"algo": 3}, "algo=3: expected a group of settings"),
+        ({"algo": {"critic": {"hidden": "64"}}}, "algo.critic.hidden=64: expected a list of whole numbers"),
+    ],
+)
+def test_a_damaged_saved_config_is_refused_by_name(change, message):
+    with pytest.raises(ConfigError) as error:
+        from_dict(change)
+    assert message in str(error.value)
+
+
+def test_auto_is_the_gpu_where_there_is_one(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert schema.resolve_device("auto") == "cuda"
+    assert schema.resolve_device("cuda:1") == "cuda:1"
+    with pytest.raises(ConfigError, match=r"cuda:2: expected a device of this machine: auto, cpu, cuda:0, cuda:1"):
+        schema.resolve_device("cuda:2")
+
+
+# -- resuming -------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_config_is_the_saved_one_with_another_budget(tmp_path):
+    config = compose(words(tmp_path, "seed=9"))
+    create(tmp_path, config, [])
+    resumed = resume_config(tmp_path, ["budget.env_steps=999", "logger=tensorboard", "checkpoint.keep=5"])
+    assert resumed.budget.env_steps == 999
+    assert (resumed.logger.kind, resumed.checkpoint.keep, resumed.seed) == ("tensorboard", 5, 9)
+    assert resumed.algo == config.algo
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("seed=3", "seed=3: expected one of budget.*, eval.*, logger.*, checkpoint.*: the rest stays as it was"),
+        ("algo=td3", "algo=td3: expected one of budget.*"),
+        ("buget.seconds=3", "(did you mean budget.seconds?)"),
+        ("budget.seconds=-3", "budget.seconds=-3.0: expected a number above 0"),
+        ("budget.seconds=long", "budget.seconds=long: expected a number or null"),
+    ],
+)
+def test_what_a_resumed_run_may_not_change(tmp_path, word, message):
+    create(tmp_path, compose(words(tmp_path)), [])
+    with pytest.raises(ConfigError) as error:
+        resume_config(tmp_path, [word])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text", [None, "a: [", "- 1", ""])
+def test_resuming_where_no_run_is(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"run=.*: expected a run directory \(with a readable config.yaml\)"):
+        resume_config(tmp_path, [])
+
+
+def test_the_groups_are_those_with_presets():
+    assert all(options(group) for group in GROUPS)

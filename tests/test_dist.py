@@ -1,0 +1,151 @@
+"""Distributions against numbers worked out by hand, slow oracles and their own samples."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import c51_projection, tanh_gaussian_log_prob
+
+from pql import dist
+from pql.dist import lower_mean, project, squashed_gaussian
+
+torch.set_num_threads(1)
+QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+
+
+def both_forms(support, probs, atoms):
+    """The projection in the form that the CPU runs and in the one that CUDA runs."""
+    with mock.patch.object(dist, "_project_scatter", dist._project_kernel):
+        other = project(support, probs, atoms)
+    return project(support, probs, atoms), other
+
+
+@pytest.mark.parametrize(
+    ("atoms", "support", "probs", "want"),
+    [
+        ([4, 5, 6, 7, 8], [0, 2, 4, 6, 8], [0.1, 0.6, 0.1, 0.1, 0.1], [0.8, 0, 0.1, 0, 0.1]),
+        ([4, 5, 6, 7, 8], [1, 3, 4, 5, 6], [0.1, 0.2, 0.5, 0.1, 0.1], [0.8, 0.1, 0.1, 0, 0]),
+        ([3, 4, 5, 6, 7], [0, 1, 2, 3, 4], [0.1, 0.2, 0.1, 0.3, 0.3], [0.7, 0.3, 0, 0, 0]),
+        ([0, 1, 2], [0.25, 1.5, 9.0], [0.5, 0.25, 0.25], [0.375, 0.25, 0.375]),
+    ],
+)
+def test_projection_of_known_distributions(atoms, support, probs, want):
+    row = [torch.tensor([x], dtype=torch.float32) for x in (support, probs)]
+    for out in both_forms(*row, torch.tensor(atoms).float()):
+        torch.testing.assert_close(out, torch.tensor([want], dtype=torch.float32), rtol=0, atol=1e-6)
+    assert c51_projection(support, probs, atoms) == pytest.approx(want, abs=1e-12)
+
+
+@st.composite
+def distributions(draw):
+    atoms, low = draw(st.integers(2, 51)), draw(st.floats(-50, 50))
+    high = low + draw(st.floats(0.5, 100))
+    count = draw(st.integers(1, 51))
+    support = draw(st.lists(st.floats(-300, 300, width=32), min_size=count, max_size=count))
+    weights = draw(st.lists(st.floats(0.0, 1.0, width=32), min_size=count, max_size=count))
+    weights = [w + 1e-3 for w in weights]
+    return torch.linspace(low, high, atoms), support, [w / sum(weights) for w in weights]
+
+
+@QUICK
+@given(case=distributions())
+def test_projection_keeps_the_mass_and_equals_the_loop(case):
+    atoms, support, probs = case
+    for out in both_forms(torch.tensor([support]), torch.tensor([probs]), atoms):
+        assert out.shape == (1, len(atoms))
+        assert out.min() >= 0
+        assert out.sum().item() == pytest.approx(1, abs=1e-5)
+        assert out[0].tolist() == pytest.approx(c51_projection(support, probs, atoms.tolist()), abs=2e-4)
+
+
+def test_projection_keeps_the_mean_inside_the_support():
+    gen = torch.Generator().manual_seed(0)
+    atoms = torch.linspace(-10, 10, 51)
+    support = torch.rand(64, 51, generator=gen) * 18 - 9
+    probs = torch.rand(64, 51, generator=gen).softmax(-1)
+    for out in both_forms(support, probs, atoms):
+        torch.testing.assert_close(out @ atoms, (support * probs).sum(-1), rtol=0, atol=1e-4)
+        torch.testing.assert_close(out.sum(-1), torch.ones(64), rtol=0, atol=1e-5)
+
+
+def test_lower_mean_picks_whole_distributions():
+    gen = torch.Generator().manual_seed(1)
+    atoms = torch.linspace(-1, 1, 11)
+    probs = (3 * torch.randn(3, 40, 11, generator=gen)).softmax(-1)
+    out = lower_mean(probs, atoms)
+    picked = set()
+    for b in range(40):
+        means = [sum(p * z for p, z in zip(probs[e, b].tolist(), atoms.tolist(), strict=True)) for e in range(3)]
+        best = means.index(min(means))
+        picked.add(best)
+        assert torch.equal(out[b], probs[best, b])
+    assert picked == {0, 1, 2}
+
+
+# --- the squashed Gaussian ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_log_prob_by_change_of_variables(dtype):
+    gen = torch.Generator().manual_seed(2)
+    mean = torch.randn(200, 3, generator=gen, dtype=dtype) * 2
+    log_std = torch.rand(200, 3, generator=gen, dtype=dtype) * 3 - 2.5
+    action, log_prob = squashed_gaussian(mean, log_std, torch.Generator().manual_seed(3))
+    noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(3))
+    raw = mean.double() + log_std.double().exp() * noise.double()
+    tolerance = 1e-6 if dtype == torch.float64 else 2e-4  # the noise itself is float32
+    torch.testing.assert_close(action.double(), raw.tanh(), rtol=0, atol=tolerance)
+    want = [
+        tanh_gaussian_log_prob(*rows) for rows in zip(*(x.tolist() for x in (raw, mean, log_std.exp())), strict=True)
+    ]
+    assert log_prob.tolist() == pytest.approx(want, abs=tolerance, rel=1e-5)
+    # From the action alone, where float64 still can tell it from 1.
+    if dtype == torch.float64:
+        back = torch.atanh(action)
+        one = torch.distributions.Normal(mean, log_std.exp()).log_prob(back) - torch.log1p(-action.square())
+        near = (back.abs() < 4).all(-1)
+        assert near.sum() > 50
+        torch.testing.assert_close(one.sum(-1)[near], log_prob[near], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mean", [-40.0, 40.0, 300.0])
+def test_log_prob_is_finite_where_tanh_saturates(mean):
+    mean = torch.full((4, 2), mean, requires_grad=True)
+    log_std = torch.zeros(4, 2, requires_grad=True)
+    action, log_prob = squashed_gaussian(mean, log_std, torch.Generator().manual_seed(0))
+    log_prob.sum().backward()
+    for x in (action, log_prob, mean.grad, log_std.grad):
+        assert x.isfinite().all()
+    # log sech(u)^2 -> 2 (log 2 - |u|): the density grows with e^(2|u|).
+    noise = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+    raw = (mean.detach() + noise).double()
+    want = (-0.5 * noise.double() ** 2 - 0.5 * math.log(2 * math.pi) + 2 * (raw.abs() - math.log(2))).sum(-1)
+    torch.testing.assert_close(log_prob.detach().double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_samples_have_the_moments_and_the_density_that_they_claim():
+    count = 200_000
+    mean, log_std = torch.full((count, 1), 0.3, dtype=torch.float64), torch.full((count, 1), -0.4, dtype=torch.float64)
+    action, log_prob = squashed_gaussian(mean, log_std, torch.Generator().manual_seed(4))
+    raw = torch.atanh(action)
+    std = math.exp(-0.4)
+    assert raw.mean().item() == pytest.approx(0.3, abs=5 * std / count**0.5)
+    assert raw.std().item() == pytest.approx(std, abs=5 * std / (2 * count) ** 0.5)
+    # E[1{|a| < .9} / p(a)] is the length of that interval if, and only if, p is the density of a.
+    inside = action.squeeze(-1).abs() < 0.9
+    volume = torch.where(inside, (-log_prob).exp(), 0.0)
+    assert volume.mean().item() == pytest.approx(1.8, abs=5 * volume.std().item() / count**0.5)
+
+
+def test_samples_are_reparameterised():
+    """d action / d mean and d log_prob / d log_std against central differences, the noise held fixed."""
+    mean, log_std = torch.tensor([[0.2, -0.7]], dtype=torch.float64), torch.tensor([[-0.5, 0.1]], dtype=torch.float64)
+
+    def both(mean, log_std):
+        action, log_prob = squashed_gaussian(mean, log_std, torch.Generator().manual_seed(5))
+        return action, log_prob
+
+    assert torch.autograd.gradcheck(both, (mean.requires_grad_(), log_std.requires_grad_()))

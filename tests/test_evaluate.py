@@ -1,0 +1,210 @@
+"""Evaluation: one episode an environment, to the reward; beside the run and never in its way; policies that travel."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from runs import points, words
+
+from pql.checkpoint import load
+from pql.compose import compose
+from pql.envs.toy import FILLER_REWARD, Counter
+from pql.errors import RunError
+from pql.evaluate import Evaluation, Evaluator, StoppedError, run_episodes
+from pql.policy import fresh_policy, load_policy, snapshot
+from pql.session import Session
+
+
+def zero(obs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.zeros(len(obs["policy"]), 2)
+
+
+def first_episode(env: Counter, i: int) -> tuple[float, int]:
+    """Return and length of environment ``i``'s first episode, from the formulas alone."""
+    at = torch.tensor([i])
+    length = int(env.length_of(at, at * 0))
+    if bool(env.restarts(at, at * 0)):
+        length = 2
+    return sum(float(env.reward_of(at, at * 0, at * 0 + s)) for s in range(length)), length
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+@pytest.mark.parametrize("options", [{}, {"restart_every": 2}, {"terminate_every": 0}, {"terminate_every": 1}])
+def test_exactly_the_first_episode_of_every_environment_counts(autoreset, options):
+    """Lengths differ between environments, so most see several episodes until the last one's first has ended."""
+    env = Counter(num_envs=24, autoreset=autoreset, episode_length=9, **options)
+    result = run_episodes(env, zero, seed=0)
+    want = [first_episode(env, i) for i in range(24)]
+    assert result.returns == [r for r, _ in want]
+    assert result.lengths == [n for _, n in want]
+    if options.get("terminate_every") != 0:
+        assert len(set(result.lengths)) > 3
+
+
+def test_evaluation_ends_early_where_all_episodes_have(monkeypatch):
+    env = Counter(num_envs=4, episode_length=1000, terminate_every=1)
+    env.length_of = lambda env, episode: torch.full_like(env, 5)  # type: ignore[method-assign]
+    calls, real = [], env.step
+    monkeypatch.setattr(env, "step", lambda action: calls.append(1) or real(action))
+    assert run_episodes(env, zero, seed=0).lengths == [5.0] * 4
+    assert len(calls) == 64
+
+
+def test_filler_rows_inside_an_episode_do_not_count():
+    env = Counter(num_envs=3, episode_length=4, terminate_every=0)
+    real = env.step
+
+    def step(action):
+        row = real(action)
+        filler = row.obs["policy"][:, 1] == 2  # every second row of an episode
+        return row._replace(valid=~filler, reward=torch.where(filler, FILLER_REWARD, row.reward))
+
+    env.step = step  # type: ignore[method-assign]
+    result = run_episodes(env, zero, seed=0)
+    assert result.lengths == [3.0] * 3
+    assert result.returns == [3 * i + (0 + 2 + 3) / 8 for i in range(3)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 16, 33])
+def test_the_interquartile_mean_is_scipys_trimmed_mean(count):
+    stats = pytest.importorskip("scipy.stats")
+    x = torch.randn(count, generator=torch.Generator().manual_seed(count)).double().pow(3).tolist()
+    result = Evaluation(x, [1.0] * count)
+    assert result.iqm == pytest.approx(stats.trim_mean(x, 0.25), rel=1e-12)
+    assert result.mean == pytest.approx(sum(x) / count)
+
+
+# -- beside the run -------------------------------------------------------------------------------------------------
+
+
+class Gate(Counter):
+    """Steps only while the gate is open."""
+
+    def __init__(self, **options: Any):
+        super().__init__(num_envs=2, episode_length=3, terminate_every=0, **options)
+        self.open, self.entered, self.closed = threading.Event(), threading.Event(), False
+
+    def step(self, action):
+        self.entered.set()
+        assert self.open.wait(10)
+        return super().step(action)
+
+    def close(self):
+        self.closed = True
+
+
+def evaluator(env: Gate) -> Evaluator:
+    config = compose(words("x", "task=counter"))  # type: ignore[arg-type]
+    return Evaluator(env, fresh_policy(config, env.spec, "cpu"), seed=0)
+
+
+def state_of(one: Evaluator, value: float) -> dict[str, Any]:
+    return {
+        group: {k: torch.full_like(v, value) for k, v in part.items()}
+        for group, part in one.policy.state_dict().items()
+    }
+
+
+def test_a_request_while_busy_is_dropped_counted_and_returns_at_once():
+    env = Gate()
+    one = evaluator(env)
+    assert one.request(state_of(one, 1.0), {"steps/env": 1.0})
+    assert env.entered.wait(5)
+    assert not one.request(state_of(one, 2.0), {"steps/env": 2.0})  # returns although the evaluation is stuck
+    assert not one.wait(0.01)
+    assert (one.dropped, one.reports.empty()) == (1, True)
+    env.open.set()
+    assert one.wait(5)
+    report = one.reports.get()
+    assert report.counters == {"steps/env": 1.0}
+    assert report.outcome.lengths == [3.0, 3.0]
+    one.close()
+    assert env.closed
+
+
+def test_a_report_holds_the_policy_that_was_evaluated():
+    """Also when the next request comes before the report is read: its weights must not pass for the best ones."""
+    env = Gate()
+    env.open.set()
+    one = evaluator(env)
+    for value in (1.0, 2.0):
+        assert one.request(state_of(one, value), {})
+        assert one.wait(5)
+    reports = [one.reports.get() for _ in range(2)]
+    one.close()
+    assert [{float(t.reshape(-1)[0]) for t in r.state["policy"].values()} for r in reports] == [{1.0}, {2.0}]
+
+
+def test_closing_does_not_wait_for_the_episodes():
+    env = Gate()
+    env.spec = Counter.describe(num_envs=2, episode_length=10**6)
+    env.episode_length = 10**6
+    env.open.set()
+    one = evaluator(env)
+    one.request(state_of(one, 0.0), {})
+    assert env.entered.wait(5)
+    one.close()
+    assert env.closed
+    assert isinstance(one.reports.get().outcome, StoppedError)
+
+
+@pytest.mark.fault
+def test_an_evaluator_that_fails_ends_the_run_and_names_the_cause(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("simulator lost")
+
+    monkeypatch.setattr("pql.evaluate.run_episodes", fail)
+    session = Session(compose(words(tmp_path, "eval.final=true")), quiet=True)
+    with pytest.raises(RunError, match="the evaluator failed: ValueError: simulator lost"):
+        session.train()
+
+
+def test_evaluating_often_does_not_change_the_training(tmp_path):
+    bits = []
+    for every in ("null", "1e-9"):
+        run_dir = tmp_path / every
+        setting = (f"eval.every_seconds={every}", "task.kwargs.max_episode_steps=20", "budget.env_steps=640")
+        Session(compose(words(run_dir, *setting)), quiet=True).train()
+        bits.append(load(points(run_dir)[-1])[1]["sha256"])
+    assert bits[0] == bits[1]
+
+
+# -- policies that travel -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", ["pql", "pql_d", "pql_sac", "td3"])
+def test_a_loaded_policy_acts_as_the_trained_one(tmp_path, algo):
+    session = Session(compose(words(tmp_path, f"algo={algo}", "eval.final=true")), quiet=True)
+    session.train()
+    obs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) * 3
+    parts = session.parts
+    with torch.no_grad():
+        want = parts.policy.module.mean_action(parts.collector.normalizer({"policy": obs}))
+        raw = parts.policy.module.mean_action({"policy": obs})
+    resume_point = next((tmp_path / "checkpoints").glob("tick-*"))
+    for source in (tmp_path, tmp_path / "checkpoints" / "best", resume_point):
+        policy = load_policy(source)
+        assert torch.equal(policy(obs), want)
+        assert torch.equal(policy({"policy": obs, "critic": obs}), want)
+    assert not torch.equal(want, raw)  # the normaliser matters
+    assert not want.requires_grad
+    assert policy.spec.obs["policy"].shape == (3,)
+
+
+def test_a_policy_without_a_normaliser(tmp_path):
+    session = Session(compose(words(tmp_path, "algo.normalize_obs=false")), quiet=True)
+    session.train()
+    obs = torch.randn(8, 3)
+    assert torch.equal(load_policy(tmp_path)(obs), session.parts.policy.module.mean_action({"policy": obs}))
+
+
+def test_a_fresh_policy_leaves_torchs_own_generator_alone(tmp_path):
+    session = Session(compose(words(tmp_path)), quiet=True)
+    session.closing.close()
+    torch.manual_seed(0)
+    want = torch.rand(1)
+    torch.manual_seed(0)
+    fresh_policy(session.config, session.parts.env.spec, "cpu")
+    assert torch.equal(torch.rand(1), want)
+    assert set(snapshot(session.parts)) == {"policy", "norm"}

@@ -1,0 +1,121 @@
+"""Exploration noise: its scales, its run lengths, and that it restores."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from oracles import chi_square_fits, zeta_pmf
+
+from pql.explore import REPEAT_MAX, Exploration
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def noises(explore, steps, gen, action=None):
+    """[steps, N, A] of what is added to ``action`` (default: zero)."""
+    action = torch.zeros_like(explore.noise) if action is None else action
+    return torch.stack([explore(action, gen) - action for _ in range(steps)])
+
+
+def test_mixed_noise_is_a_fixed_ladder():
+    explore = Exploration("mixed", 0.05, 0.8, 6, 2, CPU)
+    want = [0.05 + 0.75 * i / 5 for i in range(6)]
+    assert explore.sigma.squeeze(1).tolist() == pytest.approx(want, abs=1e-7)
+    # Far enough from the clamp the noise has that scale: 0.05 .. 0.2.
+    explore = Exploration("mixed", 0.05, 0.2, 6, 2, CPU)
+    for _ in range(3):
+        explore.observe(torch.ones(6, dtype=torch.bool))  # episodes do not change it
+        noise = noises(explore, 2000, generator())
+        want = torch.linspace(0.05, 0.2, 6)
+        torch.testing.assert_close(noise.std((0, 2)), want, rtol=0.06, atol=0)
+        assert noise.mean((0, 2)).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("num_envs", [1, 5])
+def test_fixed_noise_has_one_scale(num_envs):
+    explore = Exploration("fixed", 0.1, 0.9, num_envs, 3, CPU)
+    assert explore.sigma.tolist() == [[pytest.approx(0.1)]] * num_envs
+    noise = noises(explore, 3000, generator())
+    torch.testing.assert_close(noise.std((0, 2)), torch.full((num_envs,), 0.1), rtol=0.05, atol=0)
+    # Independent from step to step and between action dimensions.
+    assert (noise[1:] * noise[:-1]).mean().abs() < 0.1 * 0.01
+    assert (noise[..., 0] * noise[..., 1]).mean().abs() < 0.1 * 0.01
+
+
+def test_redrawn_noise_changes_scale_only_where_an_episode_begins():
+    explore, gen = Exploration("redrawn", 0.1, 0.4, 500, 1, CPU), generator()
+    action = torch.zeros(500, 1)
+    explore(action, gen)
+    first = explore.sigma.clone()
+    assert 0.1 <= first.min() < 0.11
+    assert 0.39 < first.max() <= 0.4
+    assert first.mean().item() == pytest.approx(0.25, abs=5 * 0.3 / 12**0.5 / 500**0.5)
+    assert chi_square_fits(((first - 0.1) / 0.03).long().clamp(max=9).flatten().bincount().tolist(), [50] * 10)
+    explore.observe(torch.zeros(500, dtype=torch.bool))
+    for _ in range(3):
+        explore(action, gen)
+        assert torch.equal(explore.sigma, first)
+    begins = torch.arange(500) % 3 == 0
+    explore.observe(begins)
+    explore(action, gen)
+    assert torch.equal((explore.sigma != first).squeeze(1), begins)
+    assert explore.sigma.min() >= 0.1
+    assert explore.sigma.max() <= 0.4
+
+
+def test_repeated_noise_runs_follow_zeta_2():
+    explore, num_envs, steps = Exploration("fixed", 0.1, 0.1, 50, 2, CPU, repeat=True), 50, 1500
+    noise = noises(explore, steps, generator())
+    counts = [0] * REPEAT_MAX
+    for i in range(num_envs):
+        changed = (noise[1:, i] != noise[:-1, i]).any(-1)
+        starts = [0, *(torch.nonzero(changed).squeeze(1) + 1).tolist()]
+        for one, two in pairwise(starts):  # the last run is cut off by the end
+            counts[two - one - 1] += 1
+    assert REPEAT_MAX == 16
+    pmf = zeta_pmf(2, 16)
+    assert sum(counts) > 20_000
+    assert chi_square_fits(counts, [p * sum(counts) for p in pmf])
+    assert counts[15] > 0
+
+
+def test_noise_is_clamped_to_the_action_range():
+    explore = Exploration("fixed", 5.0, 5.0, 100, 3, CPU)
+    out = explore(torch.zeros(100, 3), generator())
+    assert (out.min(), out.max()) == (-1, 1)
+    assert (out.abs() == 1).float().mean() > 0.7
+
+
+def test_none_leaves_the_action_alone():
+    action, gen = torch.rand(4, 2) * 3, generator()
+    before = gen.get_state()
+    out = Exploration("none", 0.5, 0.5, 4, 2, CPU)(action, gen)
+    assert torch.equal(out, action)
+    assert torch.equal(gen.get_state(), before)
+
+
+def test_the_action_that_came_in_is_not_changed():
+    action = torch.full((4, 2), 0.5)
+    out = Exploration("mixed", 0.1, 0.5, 4, 2, CPU)(action, generator())
+    assert (action == 0.5).all()
+    assert not torch.equal(out, action)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "redrawn"])
+def test_state_restores_in_place_and_continues_bit_for_bit(kind):
+    one, two = (Exploration(kind, 0.1, 0.4, 6, 2, CPU, repeat=True) for _ in range(2))
+    gen = generator()
+    noises(one, 7, gen)
+    one.observe(torch.arange(6) % 2 == 0)
+    noises(two, 3, generator(9))
+    addresses = [t.data_ptr() for t in two.state_dict().values()]
+    two.load_state_dict({k: t.clone() for k, t in one.state_dict().items()})
+    assert [t.data_ptr() for t in two.state_dict().values()] == addresses
+    again = generator()
+    again.set_state(gen.get_state())
+    assert torch.equal(noises(one, 20, gen), noises(two, 20, again))

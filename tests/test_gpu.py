@@ -1,0 +1,334 @@
+"""What only a CUDA device can show: captured graphs, streams side by side, and a tick that never waits.
+
+All of it is skipped without one. ``python tools/gpu_check.py`` runs these tests and nothing else of the suite.
+"""
+
+import gc
+import itertools
+import os
+from dataclasses import replace
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first CUDA call, as `pql train` does
+
+import pytest
+import torch
+from conftest import bits, differences, merge, small_config, start
+from torch import Generator
+
+from pql.build import build, build_env, seeds, worker_devices
+from pql.graph import Graph
+from pql.schedule import Inline, Streams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+DEVICE = "cuda"
+CYCLES = 200_000_000  # of the device's clock: about a tenth of a second
+ORDERS = list(itertools.permutations(("collector", "v", "p")))
+BASE = {
+    "task": {"name": "cartpole_swingup", "kwargs": {"max_episode_steps": 7, "stagger": True}},
+    "device": DEVICE,
+    "num_envs": 256,
+    "replay": {"capacity": 65536},
+    "placement": {"executor": "auto"},
+    "algo": {"batch_size": 512, "v_per_step": 4, "critic": {"hidden": [64, 32]}, "policy": {"hidden": [64, 32]}},
+}
+ALGOS = {
+    "pql": {},
+    "pql_d": {"critic": {"atoms": 51, "v_min": 0.0, "v_max": 50.0}},
+    "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
+    "reward scale, target policy, held noise": {
+        "normalize_reward": True,
+        "policy": {"target": True},
+        "explore": {"kind": "redrawn", "repeat": True},
+    },
+}
+EVERY_ALGO = pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    """PyTorch reuses its 32 streams: graphs captured on them must be gone before others are."""
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+def gpu_config(**changes):
+    return small_config(**merge(BASE, changes))
+
+
+def settle(parts):
+    """Everything the next tick depends on, on the host."""
+    with parts.schedule.executor.exclusive():
+        out = {k: v.cpu() for k, v in bits(parts).items()}
+    torch.cuda.synchronize()
+    return out
+
+
+def run(config, ticks, executor=None, env=None, delay=None):
+    """``ticks`` ticks from the start, settled. ``delay(parts)`` may hold the device up before the first."""
+    parts = build(config, env, executor=executor)
+    parts.prepare()
+    parts.collector.start(seeds(config.seed)["env"])
+    parts.collector.warm_up(config.algo.warmup_steps)
+    if delay is None:
+        parts.begin()
+        torch.cuda.synchronize()
+    else:
+        delay(parts)
+        parts.begin()
+    for _ in range(ticks):
+        parts.schedule.tick()
+    out = settle(parts)
+    del parts
+    gc.collect()
+    return out
+
+
+def learners(state):
+    return {k: v for k, v in state.items() if k.startswith("learners/")}
+
+
+class Ordered(Streams):
+    """Three streams, launched in a chosen order."""
+
+    def __init__(self, config, order):
+        super().__init__(worker_devices(config))
+        self.order = order
+
+    def run(self, jobs):
+        super().run({name: jobs[name] for name in self.order})
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@EVERY_ALGO
+def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
+    captured, eager = (start(gpu_config(algo=algo, cuda_graphs=g)) for g in ("on", "off"))
+    assert all((job.graph.graph is not None) == (DEVICE == "cuda") for job in captured.jobs.values())
+    assert all(job.graph.graph is None for job in eager.jobs.values())
+    ours, theirs = (parts.collector.replays[0] for parts in (captured, eager))
+    untouched = learners(settle(captured))
+    for _ in range(5):
+        for store in (ours.obs["policy"], ours.action, ours.reward):
+            store.copy_(torch.randn_like(store))
+        theirs.load_state_dict(ours.state_dict())
+        for name in ("v", "p"):
+            for parts in (captured, eager):
+                parts.workers[name].run(1)
+    after = learners(settle(captured))
+    assert differences(after, learners(settle(eager))) == []
+    assert "learners/v/state/critic/net.0.weight" in differences(after, untouched)
+    for name in ("v", "p"):
+        one, other = (parts.jobs[name].metrics.drain() for parts in (captured, eager))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[k], other[k]) for k in one)
+
+
+@EVERY_ALGO
+def test_a_captured_run_equals_an_eager_one(algo):
+    captured, eager = (run(gpu_config(algo=algo, cuda_graphs=g), ticks=20) for g in ("on", "off"))
+    assert differences(captured, eager) == []
+
+
+@EVERY_ALGO
+def test_warm_up_and_capture_leave_no_trace(algo):
+    parts = build(gpu_config(algo=algo, cuda_graphs="on"))
+    before, generator = settle(parts), torch.cuda.get_rng_state()
+    parts.prepare()
+    assert differences(before, settle(parts)) == []
+    assert torch.equal(generator, torch.cuda.get_rng_state())
+    assert parts.collector.steps == 0
+    for job in parts.jobs.values():
+        assert job.updates == 0
+        if job.metrics.count is not None:
+            assert [float(v) for v in (job.metrics.count, *job.metrics.sums)] == [0.0] * (1 + len(job.metrics.sums))
+
+
+class Draws:
+    """A body that draws both kinds of number that updates draw."""
+
+    def __init__(self, capture):
+        self.gen = Generator(DEVICE).manual_seed(11)
+        self.normal = torch.zeros(1000, device=DEVICE)
+        self.whole = torch.zeros(1000, dtype=torch.int64, device=DEVICE)
+        self.graph = Graph(self.body, torch.device(DEVICE, 0), [self.gen], self, capture)
+        self.graph.prepare()
+
+    def body(self):
+        self.normal.copy_(torch.randn(1000, generator=self.gen, device=DEVICE))
+        self.whole.copy_(torch.randint(2**62, (1000,), generator=self.gen, device=DEVICE))
+
+    def state_dict(self):
+        return {"gen": self.gen.get_state()}
+
+    def load_state_dict(self, state):
+        self.gen.set_state(state["gen"])
+
+    def __call__(self):
+        self.graph()
+        return self.normal.tolist(), self.whole.tolist()
+
+
+def test_replays_draw_new_numbers_and_repeat_them_after_reseeding():
+    captured, eager = Draws(True), Draws(False)
+    first, second = captured(), captured()
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    assert (first, second) == (eager(), eager())  # the capture has used none up, and draws what eager code draws
+    captured.gen.manual_seed(11)
+    assert (captured(), captured()) == (first, second)
+    middle = captured.gen.get_state()
+    third = captured()
+    captured.gen.set_state(middle)
+    assert captured() == third
+
+
+class Product:
+    """Products with a long inner dimension, which cuBLAS splits over its workspace; the input changes every time."""
+
+    def __init__(self, seed):
+        gen = Generator(DEVICE).manual_seed(seed)
+        self.left = torch.randn(64, 16384, generator=gen, device=DEVICE)
+        self.right = torch.randn(16384, 64, generator=gen, device=DEVICE)
+        self.total = torch.zeros(64, 64, device=DEVICE)
+        self.graph = Graph(self.body, torch.device(DEVICE, 0), [], self, capture=True)
+        self.graph.prepare()
+
+    def body(self):
+        for _ in range(2):
+            self.total.mul_(0.9).add_(torch.mm(self.left, self.right))
+            self.left.copy_(self.left.roll(1, 1))
+
+    def state_dict(self):
+        return {"left": self.left, "total": self.total}
+
+    def load_state_dict(self, state):
+        self.left.copy_(state["left"])
+        self.total.copy_(state["total"])
+
+
+def test_three_graphs_replayed_together_equal_three_replayed_one_after_another():
+    products = [Product(seed) for seed in range(3)]
+    saved = [{k: v.clone() for k, v in p.state_dict().items()} for p in products]
+    for product in products:
+        for _ in range(1000):
+            product.graph()
+        torch.cuda.synchronize()
+    serial = [p.total.clone() for p in products]
+    for product, state in zip(products, saved, strict=True):
+        product.load_state_dict(state)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in products]
+    for _ in range(1000):
+        for product, stream in zip(products, streams, strict=True):
+            with torch.cuda.stream(stream):
+                product.graph()
+    torch.cuda.synchronize()
+    for product, total in zip(products, serial, strict=True):
+        assert total.abs().sum() > 0
+        assert torch.equal(product.total, total)
+
+
+# -- the tick ---------------------------------------------------------------------------------------------------------
+
+
+@EVERY_ALGO
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_tick_never_waits_for_the_device(algo, graphs):
+    parts = start(gpu_config(algo=algo, cuda_graphs=graphs))
+    parts.schedule.tick()  # what is made on first use is made here
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            parts.schedule.tick()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("algo", ["pql", "pql_sac"])
+def test_every_order_on_three_streams_gives_the_same_bits(algo):
+    config = gpu_config(algo=ALGOS[algo])
+    reference = run(config, 20, Inline())
+    for order in ORDERS:
+        assert differences(reference, run(config, 20, Ordered(config, order))) == [], order
+
+
+def test_random_delays_on_the_streams_change_nothing():
+    config = gpu_config()
+    reference = run(config, 20, Inline())
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+
+        def hold_up(parts, generator=generator):
+            torch.cuda.synchronize()
+            for worker in parts.workers.values():
+                cycles = iter((torch.rand(20, generator=generator) * CYCLES / 10).long().tolist())
+
+                def job(count, job=worker.job, cycles=cycles):
+                    torch.cuda._sleep(next(cycles))
+                    job(count)
+
+                worker.job = job
+
+        assert differences(reference, run(config, 20, delay=hold_up)) == []
+
+
+def test_the_first_tick_waits_for_what_was_set_up():
+    config = gpu_config()
+    reference = run(config, 3, Inline())
+    assert differences(reference, run(config, 3, delay=lambda parts: torch.cuda._sleep(CYCLES))) == []
+
+
+def test_a_simulator_on_the_default_stream_is_waited_for():
+    config = gpu_config()
+    env = build_env(config)
+    env.spec = replace(env.spec, stream="default")
+    step = env.step
+
+    def slow_step(action):
+        torch.cuda._sleep(CYCLES // 100)
+        return step(action)
+
+    env.step = slow_step
+    assert differences(run(config, 10, Inline()), run(config, 10, env=env)) == []
+
+
+def test_reading_between_ticks_is_ordered_with_them():
+    parts = start(gpu_config())
+    torch.cuda.synchronize()
+    counts = []
+    for _ in range(5):
+        parts.schedule.tick()
+        with parts.schedule.executor.exclusive():
+            torch.cuda._sleep(CYCLES // 100)
+            counts.append(parts.collector.replays[0].live.head[0].clone())
+    warm = parts.config.algo.warmup_steps
+    assert [int(c) for c in counts] == [warm + tick for tick in range(1, 6)]
+
+
+@pytest.mark.parametrize("worker", ["collector", "v_learner", "p_learner"])
+def test_a_worker_on_a_second_device_learns_the_same(worker):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    one = run(gpu_config(), 20)
+    two = run(gpu_config(placement={worker: "cuda:1"}), 20)
+    assert differences(learners(one), learners(two)) == []
+
+
+def test_the_host_runs_ahead_by_two_ticks_at_most():
+    parts = start(gpu_config())
+    torch.cuda.synchronize()
+    executor = parts.schedule.executor
+    with executor.exclusive():
+        torch.cuda._sleep(CYCLES)
+    for _ in range(2):
+        parts.schedule.tick()
+    first = executor.flight[0]
+    assert not any(event.query() for event in first)  # two ticks are launched, and the device has begun neither
+    parts.schedule.tick()  # the third returns once the first has ended
+    assert all(event.query() for event in first)
+    torch.cuda.synchronize()

@@ -1,0 +1,107 @@
+"""Networks: an ensemble as one batched product equals as many separate networks, in values and gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from pql.nets import (
+    LOG_STD_MAX,
+    LOG_STD_MIN,
+    Critic,
+    DeterministicPolicy,
+    EnsembleLayerNorm,
+    EnsembleLinear,
+    GaussianPolicy,
+    mlp,
+)
+
+torch.set_num_threads(1)
+
+
+def member(layer, e):
+    """Member ``e`` of an ensemble layer as torch's own layer."""
+    if isinstance(layer, EnsembleLinear):
+        one = nn.Linear(layer.weight.shape[1], layer.weight.shape[2])
+        one.weight.data, one.bias.data = layer.weight.data[e].T.clone(), layer.bias.data[e, 0].clone()
+        return one
+    if isinstance(layer, EnsembleLayerNorm):
+        one = nn.LayerNorm(layer.weight.shape[-1])
+        one.weight.data, one.bias.data = layer.weight.data[e, 0].clone(), layer.bias.data[e, 0].clone()
+        return one
+    return layer
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "elu", "silu", "tanh"])
+def test_ensemble_equals_separate_networks(activation, layer_norm):
+    torch.manual_seed(0)
+    net = mlp(5, (8, 6), 3, activation, layer_norm, ensemble=3)
+    with torch.no_grad():  # gains and biases start at 1 and 0, where members could not be told apart
+        for p in net.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    x, seen = torch.randn(7, 5, requires_grad=True), torch.randn(3, 7, 3)
+    out = net(x)
+    (out * seen).sum().backward()
+    grad, x.grad = x.grad, None
+    for e in range(3):
+        alone = nn.Sequential(*(member(layer, e) for layer in net))
+        one = alone(x)
+        (one * seen[e]).sum().backward()
+        torch.testing.assert_close(out[e], one, rtol=0, atol=1e-5)
+        for layer, own in zip(net, alone, strict=True):
+            if isinstance(layer, EnsembleLinear):
+                torch.testing.assert_close(layer.weight.grad[e], own.weight.grad.T, rtol=1e-5, atol=1e-5)
+            elif isinstance(layer, EnsembleLayerNorm):
+                torch.testing.assert_close(layer.weight.grad[e, 0], own.weight.grad, rtol=1e-5, atol=1e-5)
+            if isinstance(layer, EnsembleLinear | EnsembleLayerNorm):
+                torch.testing.assert_close(layer.bias.grad[e, 0], own.bias.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, x.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_ensemble_members_differ_and_start_like_torch_linear():
+    torch.manual_seed(0)
+    layer, theirs = EnsembleLinear(4, 100, 50), nn.Linear(100, 50)
+    assert not torch.equal(layer.weight[0], layer.weight[1])
+    for mine, other in ((layer.weight, theirs.weight), (layer.bias, theirs.bias)):
+        assert 0.097 < mine.abs().max() <= 0.1  # uniform in +-1 / sqrt(100)
+        assert 0.09 < other.abs().max() <= 0.1
+    assert layer.weight.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.02)
+
+
+def test_plain_network_equals_layers_by_hand():
+    torch.manual_seed(0)
+    net = mlp(4, (6,), 2, "elu", layer_norm=True)
+    x = torch.randn(9, 4)
+    first, norm, _, last = net
+    y = x @ first.weight.T + first.bias
+    y = (y - y.mean(1, keepdim=True)) / (y.var(1, keepdim=True, correction=0) + 1e-5).sqrt() * norm.weight + norm.bias
+    y = torch.where(y > 0, y, y.exp() - 1) @ last.weight.T + last.bias
+    torch.testing.assert_close(net(x), y, rtol=0, atol=1e-5)
+
+
+def test_critic_reads_its_own_group_and_gives_values_or_logits():
+    torch.manual_seed(0)
+    obs = {"policy": torch.randn(5, 3), "critic": torch.randn(5, 4)}
+    action = torch.randn(5, 2)
+    critic = Critic("critic", 4, 2, (8,), "elu", False, ensemble=3)
+    values = critic(obs, action)
+    assert values.shape == (3, 5)
+    changed = critic({**obs, "policy": torch.randn(5, 3)}, action)
+    assert torch.equal(values, changed)
+    assert not torch.equal(values, critic({**obs, "critic": torch.randn(5, 4)}, action))
+    assert not torch.equal(values, critic(obs, -action))
+    assert Critic("policy", 3, 2, (8,), "elu", False, 2, atoms=11)(obs, action).shape == (2, 5, 11)
+
+
+def test_policies_stay_in_range():
+    torch.manual_seed(0)
+    obs = {"policy": 100 * torch.randn(64, 3)}
+    sharp, soft = (kind(3, 2, (16,), "elu", False) for kind in (DeterministicPolicy, GaussianPolicy))
+    assert sharp(obs).abs().max() <= 1
+    assert torch.equal(sharp.mean_action(obs), sharp(obs))
+    mean, log_std = soft(obs)
+    assert mean.shape == log_std.shape == (64, 2)
+    assert torch.equal(soft.mean_action(obs), mean.tanh())
+    assert log_std.min() >= LOG_STD_MIN
+    assert log_std.max() <= LOG_STD_MAX
+    assert log_std.max() - log_std.min() > 0.5 * (LOG_STD_MAX - LOG_STD_MIN)

@@ -1,0 +1,156 @@
+"""Running statistics against Welford's and against float64 statistics of all that was fed."""
+
+import pytest
+import torch
+from oracles import Welford
+
+from pql.env import ObsSpec
+from pql.normalize import CLIP, Moments, Normalizer
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+SPECS = {"policy": ObsSpec((3,)), "critic": ObsSpec((2,)), "frame": ObsSpec((2,), torch.uint8)}
+
+
+def frames(count, num_envs, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    scale, shift = torch.tensor([0.1, 1.0, 50.0]), torch.tensor([0.0, -3.0, 400.0])
+    for _ in range(count):
+        x = torch.randn(num_envs, 3, generator=gen) * scale + shift
+        yield {
+            "policy": x, "critic": x[:, :2] * 2,
+            "frame": torch.randint(256, (num_envs, 2), generator=gen).to(torch.uint8),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_envs", [1, 7])
+def test_moments_equal_welford(num_envs):
+    moments, slow = Moments((), CPU), Welford()
+    gen = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        x = torch.randn(num_envs, generator=gen) * 3 + 1000
+        moments.update(x)
+        for value in x.tolist():
+            slow.add(value)
+    assert moments.count.item() == slow.count
+    assert moments.mean.item() == pytest.approx(slow.mean, rel=1e-13)
+    assert moments.variance().item() == pytest.approx(slow.variance(), rel=1e-9)
+
+
+def test_frozen_statistics_are_those_of_everything_fed():
+    norm, fed = Normalizer(SPECS, 16, CPU), list(frames(40, 16))
+    for obs in fed:
+        norm.observe(obs)
+    norm.freeze()
+    out = norm(fed[-1])
+    for k in ("policy", "critic"):
+        every = torch.cat([obs[k] for obs in fed]).double()
+        want = (fed[-1][k].double() - every.mean(0)) / every.std(0, correction=0)
+        torch.testing.assert_close(out[k].double(), want.clamp(-5, 5), rtol=0, atol=1e-4)
+    assert torch.equal(out["frame"], fed[-1]["frame"])
+
+
+def test_statistics_in_use_change_only_at_a_freeze():
+    norm = Normalizer(SPECS, 16, CPU)
+    first, second, probe = frames(3, 16)
+    identity = {k: v.clamp(-5, 5) if k != "frame" else v for k, v in probe.items()}
+    norm.observe(first)
+    assert all(torch.equal(v, identity[k]) for k, v in norm(probe).items())
+    norm.freeze()
+    used = norm(probe)
+    assert not torch.equal(used["policy"], identity["policy"])
+    norm.observe(second)
+    assert torch.equal(norm(probe)["policy"], used["policy"])
+    norm.freeze()
+    assert not torch.equal(norm(probe)["policy"], used["policy"])
+
+
+def test_freezing_before_anything_was_fed_changes_nothing():
+    norm = Normalizer(SPECS, 4, CPU, reward_scale=0.1, reward_gamma=0.9)
+    norm.freeze()
+    x = torch.tensor([[-7.0, 0.5, 2.0]])
+    assert norm({"policy": x})["policy"].tolist() == [[-5.0, 0.5, 2.0]]
+    assert norm.reward_scale.item() == pytest.approx(0.1)
+
+
+def test_clamp_and_its_input():
+    norm = Normalizer(SPECS, 8, CPU)
+    for obs in frames(5, 8):
+        norm.observe(obs)
+    norm.freeze()
+    x = torch.tensor([[1e6, -1e6, 400.0]])
+    out = norm({"policy": x})["policy"]
+    assert out[0, :2].tolist() == [CLIP, -CLIP]
+    assert CLIP == 5.0
+    assert x.tolist() == [[1e6, -1e6, 400.0]]
+
+
+def test_switched_off_it_is_the_identity():
+    norm = Normalizer(SPECS, 8, CPU, normalize_obs=False)
+    obs = next(frames(1, 8))
+    norm.observe(obs)
+    norm.freeze()
+    assert all(torch.equal(v, obs[k]) for k, v in norm(obs).items())
+    assert norm({"policy": torch.full((1, 3), 99.0)})["policy"].max() == 99
+
+
+def test_a_constant_feature_stays_finite():
+    norm = Normalizer({"policy": ObsSpec((1,))}, 4, CPU)
+    for _ in range(10):
+        norm.observe({"policy": torch.full((4, 1), 3.0)})
+    norm.freeze()
+    assert norm({"policy": torch.full((4, 1), 3.0)})["policy"].abs().max() < 1e-2
+
+
+def feed(norm, fed, seed):
+    gen = torch.Generator().manual_seed(seed)
+    for obs in fed:
+        norm.observe(obs)
+        norm.observe_reward(torch.randn(8, generator=gen), torch.rand(8, generator=gen) < 0.2)
+        norm.freeze()
+
+
+def test_a_restored_normalizer_continues_like_the_uninterrupted_one():
+    first, rest = list(frames(10, 8, 1)), list(frames(10, 8, 2))
+    one, two = (Normalizer(SPECS, 8, CPU, reward_gamma=0.9) for _ in range(2))
+    feed(one, first, 3)
+    addresses = [t.data_ptr() for t in two.frozen()]
+    two.load_state_dict({k: t.clone() for k, t in one.state_dict().items()})
+    assert two.moments["policy"].count.item() == 80
+    assert [t.data_ptr() for t in two.frozen()] == addresses
+    for norm in (one, two):
+        feed(norm, rest, 4)
+    for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_frozen_tensors_are_all_that_a_reader_needs():
+    one, two = (Normalizer(SPECS, 8, CPU, reward_gamma=0.9) for _ in range(2))
+    feed(one, frames(10, 8), 0)
+    for target, source in zip(two.frozen(), one.frozen(), strict=True):
+        target.copy_(source)
+    probe = next(frames(1, 8, 5))
+    assert all(torch.equal(one(probe)[k], two(probe)[k]) for k in probe)
+    assert two.reward_scale == one.reward_scale != 1
+
+
+def test_reward_scale_is_one_over_the_spread_of_discounted_returns():
+    norm = Normalizer({}, 3, CPU, reward_scale=0.5, reward_gamma=0.9)
+    gen, slow, running = torch.Generator().manual_seed(0), Welford(), [0.0] * 3
+    for _ in range(60):
+        reward, ended = torch.randn(3, generator=gen) * 4 + 1, torch.rand(3, generator=gen) < 0.15
+        norm.observe_reward(reward, ended)
+        for i in range(3):
+            running[i] = 0.9 * running[i] + reward[i].item()
+            slow.add(running[i])
+            running[i] = 0.0 if ended[i] else running[i]
+    assert norm.reward_scale.item() == 0.5
+    norm.freeze()
+    assert norm.reward_scale.item() == pytest.approx(0.5 / slow.variance() ** 0.5, rel=1e-5)
+
+
+def test_constant_reward_scale_needs_no_returns():
+    norm = Normalizer({}, 3, CPU, reward_scale=0.01)
+    norm.observe_reward(torch.randn(3) * 100, torch.zeros(3, dtype=torch.bool))
+    norm.freeze()
+    assert norm.reward_scale.item() == pytest.approx(0.01)

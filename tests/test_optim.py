@@ -1,0 +1,157 @@
+"""AdamW on a flat parameter tensor, and Flat itself, against the paper's algorithm and torch's own optimiser."""
+
+import copy
+
+import pytest
+import torch
+from oracles import AdamW as SlowAdamW
+from torch import nn
+
+from pql.nets import Flat, mlp
+from pql.optim import AdamW, polyak
+
+torch.set_num_threads(1)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return mlp(3, (5, 4), 2, layer_norm=True)
+
+
+def flat_grads(module):
+    return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+
+
+def flat_values(module):
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+# --- AdamW ---
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 1e3])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_equals_torch_and_the_algorithm(clip, decay):
+    module = net()
+    theirs, slow = copy.deepcopy(module), flat_values(module).double().tolist()
+    flat = Flat(module, trained=True)
+    mine = AdamW(flat, 3e-3, clip, decay)
+    other = torch.optim.AdamW(theirs.parameters(), lr=3e-3, weight_decay=decay, foreach=False)
+    oracle = SlowAdamW(3e-3, decay, clip)
+    gen, clipped = torch.Generator().manual_seed(1), 0
+    for _ in range(20):
+        x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
+        mine.zero_grad()
+        (module(x) - y).square().mean().backward()
+        slow = oracle.step(slow, flat_grads(module).double().tolist())
+        norm = mine.step()
+        other.zero_grad()
+        (theirs(x) - y).square().mean().backward()
+        want = nn.utils.clip_grad_norm_(theirs.parameters(), clip if clip is not None else float("inf"))
+        other.step()
+        clipped += clip is not None and norm.item() > clip
+        assert norm.item() == pytest.approx(want.item(), rel=1e-4)
+        torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=1e-6)
+        torch.testing.assert_close(flat.data.detach().double(), torch.tensor(slow).double(), rtol=0, atol=3e-6)
+    assert clipped == {None: 0, 0.5: 20, 1e3: 0}[clip]
+
+
+def test_the_learning_rate_is_a_tensor_that_may_change_between_steps():
+    flat = Flat(net(), trained=True)
+    optimizer = AdamW(flat, 1e-3)
+    before = flat.data.detach().clone()
+    flat.data.grad.fill_(1.0)
+    optimizer.step()
+    torch.testing.assert_close(before - flat.data, torch.full_like(before, 1e-3), rtol=0, atol=1e-6)
+    optimizer.lr.fill_(5e-3)
+    before = flat.data.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(before - flat.data, torch.full_like(before, 5e-3), rtol=0, atol=1e-6)
+
+
+def test_optimizer_state_restores_in_place_and_continues_bit_for_bit():
+    gen = torch.Generator().manual_seed(2)
+    grads = [torch.randn(Flat(net()).data.shape, generator=gen) for _ in range(10)]
+
+    def steps(flat, optimizer, some):
+        for g in some:
+            flat.data.grad.copy_(g)
+            optimizer.step()
+
+    one, two = Flat(net(), trained=True), Flat(net(1), trained=True)
+    first, second = AdamW(one, 1e-3, 0.5, 0.01), AdamW(two, 9.0, 0.5, 0.01)
+    steps(one, first, grads[:5])
+    address = {k: t.data_ptr() for k, t in second.state_dict().items()}
+    two.load_state_dict({k: t.clone() for k, t in one.state_dict().items()})
+    second.load_state_dict({k: t.clone() for k, t in first.state_dict().items()})
+    assert {k: t.data_ptr() for k, t in second.state_dict().items()} == address
+    for flat, optimizer in ((one, first), (two, second)):
+        steps(flat, optimizer, grads[5:])
+    assert torch.equal(one.data, two.data)
+
+
+# --- Flat ---
+
+
+def test_flat_parameters_and_gradients_are_views():
+    module = net()
+    names, values = list(module.state_dict()), flat_values(module)
+    flat = Flat(module, trained=True)
+    assert torch.equal(flat.data, values)
+    start = 0
+    for p in module.parameters():
+        assert p.data_ptr() == flat.data.data_ptr() + 4 * start
+        assert p.grad.data_ptr() == flat.data.grad.data_ptr() + 4 * start
+        start += p.numel()
+    assert start == flat.data.numel()
+    assert list(flat.state_dict()) == names
+    module(torch.ones(2, 3)).sum().backward()
+    assert torch.equal(flat_grads(module), flat.data.grad)
+    assert flat.data.grad.abs().sum() > 0
+    with torch.no_grad():
+        flat.data.fill_(0.25)
+    assert all((p == 0.25).all() for p in module.parameters())
+
+
+def test_flat_gradients_accumulate_in_place_over_backward_calls():
+    module = net()
+    flat = Flat(module, trained=True)
+    address = flat.data.grad.data_ptr(), [p.grad.data_ptr() for p in module.parameters()]
+    module(torch.ones(2, 3)).sum().backward()
+    once = flat.data.grad.clone()
+    module(torch.ones(2, 3)).sum().backward()
+    torch.testing.assert_close(flat.data.grad, 2 * once)
+    assert (flat.data.grad.data_ptr(), [p.grad.data_ptr() for p in module.parameters()]) == address
+
+
+def test_flat_without_training_takes_no_gradient():
+    module = net()
+    flat = Flat(module)
+    assert flat.data.grad is None
+    assert not flat.data.requires_grad
+    assert not any(p.requires_grad for p in module.parameters())
+    x = torch.ones(2, 3, requires_grad=True)
+    module(x).sum().backward()  # still differentiable in its input: a policy climbs a critic it does not train
+    assert x.grad.abs().sum() > 0
+
+
+def test_flat_loads_in_place():
+    one, two = Flat(net(0)), Flat(net(1), trained=True)
+    address = [two.data.data_ptr(), *(p.data_ptr() for p in two.module.parameters())]
+    assert not torch.equal(one.data, two.data)
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(one.data, two.data)
+    assert [two.data.data_ptr(), *(p.data_ptr() for p in two.module.parameters())] == address
+
+
+# --- polyak ---
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.05, 0.7, 1.0])
+def test_polyak_moves_the_target_by_tau(tau):
+    target, source = Flat(net(0)), Flat(net(1), trained=True)
+    want = [(1 - tau) * t + tau * s for t, s in zip(target.data.tolist(), source.data.tolist(), strict=True)]
+    before = source.data.detach().clone()
+    polyak(target, source, tau)
+    assert flat_values(target.module).tolist() == pytest.approx(want, abs=1e-7)
+    assert torch.equal(source.data, before)

@@ -1,0 +1,236 @@
+"""n-step windows from the replay ring against a brute-force oracle over made-up histories."""
+
+import random
+from collections import Counter as Tally
+
+import pytest
+import torch
+from histories import CPU, Recorded, assert_same
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from pql.envs.toy import Counter
+from pql.replay import Replay
+
+torch.set_num_threads(1)
+
+# --- the oracle over random histories ---
+
+SCENARIOS = {  # rates of what may happen in a row; kinds of windows that must then turn up
+    "endless": ({}, {"plain"}),
+    "terminations": ({"terminate": 0.15}, {"plain", "terminated"}),
+    "truncations": ({"terminate": 0.05, "limit": 5}, {"plain", "terminated", "final"}),
+    "lost": ({"lose": 0.1, "truncate": 0.05, "forget": 0.05, "limit": 8}, {"plain", "terminated", "final", "lost"}),
+    "restarts": ({"restart": 0.15, "terminate": 0.05}, {"plain", "terminated", "dropped"}),
+    "lives": ({"life": 0.15, "limit": 9}, {"plain", "terminated", "final"}),
+    "stalls": ({"stall": 0.2, "terminate": 0.1}, {"plain", "terminated", "filler"}),
+    "overflow": ({"truncate": 0.5}, {"plain", "final", "lost"}),
+    "everything": (
+        {
+            "terminate": 0.1,
+            "truncate": 0.1,
+            "lose": 0.05,
+            "forget": 0.03,
+            "restart": 0.05,
+            "life": 0.05,
+            "stall": 0.05,
+            "limit": 6,
+        },
+        {"plain", "terminated", "final", "lost", "dropped", "filler"},
+    ),
+}
+ENDS = ("terminate", "truncate", "lose", "forget", "restart")
+
+
+class Fate:
+    """Draws what happens in each column, the time limit included."""
+
+    def __init__(self, rng, rates, num_envs):
+        self.rng, self.rates, self.age = rng, {k: v for k, v in rates.items() if k != "limit"}, [0] * num_envs
+        self.limit = rates.get("limit")
+
+    def kinds(self, sims, columns):
+        out = []
+        for i in columns:
+            kind = self.rng.choices(["step", *self.rates], [1 - sum(self.rates.values()), *self.rates.values()])[0]
+            if sims[i].filler_due:
+                self.age[i] = 0
+            else:
+                self.age[i] += 1
+                if self.limit and self.age[i] >= self.limit and kind not in ENDS:
+                    kind = "truncate"
+                self.age[i] = 0 if kind in ENDS else self.age[i]
+            out.append(kind)
+        return out
+
+
+def run_history(rates, seed, next_step, unequal) -> Tally:
+    """Write three rings' worth of rows; at every seal, sample before and after the writer ran ahead."""
+    rng = random.Random(seed)
+    num_envs, horizon, n = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 5)
+    rows, gamma = rng.randint(8, 40), rng.choice((0.9, 0.99, 1.0))
+    ring = Recorded(num_envs, rows, horizon, rates.get("limit"), next_step)
+    fate, kinds = Fate(rng, rates, num_envs), Tally()
+    for tick in range(3 * rows // horizon):
+        ring.seal()
+        before = int(ring.cursor.lost)
+        batch = ring.replay.sample(ring.cursor, 16, n, gamma, torch.Generator().manual_seed(tick))
+        lost = int(ring.cursor.lost) - before
+        for _ in range(horizon):
+            columns = [i for i in range(num_envs) if not unequal or rng.random() < (i + 1) / num_envs]
+            rng.shuffle(columns)
+            if columns:
+                ring.insert(fate.kinds(ring.sims, columns), columns)
+        again = ring.replay.sample(ring.cursor, 16, n, gamma, torch.Generator().manual_seed(tick))
+        assert_same(batch, again)
+        assert int(ring.cursor.lost) - before == 2 * lost
+        kinds += ring.check(batch, lost, n, gamma)
+    return kinds
+
+
+@pytest.mark.parametrize("unequal", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("next_step", [False, True], ids=["same_step", "next_step"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_windows_equal_the_oracle(name, next_step, unequal):
+    rates, expected = SCENARIOS[name]
+    kinds = sum((run_history(rates, seed, next_step, unequal) for seed in range(3)), Tally())
+    ends = set(rates) - {"life", "restart"}
+    assert set(kinds) == expected | ({"filler"} if next_step and ends else set())
+    assert kinds.total() > 400  # 36 of these: more than 20,000 windows
+
+
+def test_all_environments_time_out_at_once():
+    """Every row of final observations is full at the same moment, ticks and limits aligned, over several wraps."""
+    ring = Recorded(5, 20, 4, 4)
+    finals = 0
+    for t in range(1, 81):
+        ring.insert(["truncate" if t % 4 == 0 else "step"] * 5)
+        if t % 4 == 0:
+            ring.seal()
+            kinds = ring.check(ring.everything(3, 0.9), int(ring.cursor.lost), 3, 0.9)
+            finals += kinds["final"]
+            assert kinds["plain"] + kinds["final"] == kinds.total()
+    assert finals > 500
+
+
+def test_more_truncations_than_the_side_ring_holds():
+    """Every row is cut off: exactly the newest K - horizon keep their successor, per column; the rest is counted."""
+    ring = Recorded(3, 30, 2, 10)  # K = 3 + 2 + 1
+    for _ in range(50):
+        ring.insert(["truncate"] * 3)
+    ring.seal()
+    batch = ring.everything(2, 0.9)
+    kept = ring.replay.finals - 2
+    assert kept == 4
+    assert batch.mask.sum() == 3 * kept
+    assert ring.cursor.lost == batch.mask.numel() - 3 * kept
+    ring.check(batch, int(ring.cursor.lost), 2, 0.9)
+
+
+class RingMachine(RuleBasedStateMachine):
+    """Any order of inserts, seals and samples; the writer never runs more than ``horizon`` rows past a seal."""
+
+    @initialize(
+        num_envs=st.integers(1, 3), rows=st.integers(8, 12), horizon=st.integers(1, 4),
+        limit=st.sampled_from([None, 2, 5]), next_step=st.booleans(),
+    )  # fmt: skip
+    def start(self, num_envs, rows, horizon, limit, next_step):
+        self.ring = Recorded(num_envs, rows, horizon, limit, next_step)
+
+    @rule(
+        kinds=st.lists(st.sampled_from(["step", "step", "life", "stall", *ENDS]), min_size=3, max_size=3),
+        who=st.sets(st.integers(0, 2)), times=st.integers(1, 4),
+    )  # fmt: skip
+    def insert(self, kinds, who, times):
+        ring = self.ring
+        for _ in range(times):
+            ahead = (ring.replay.live.head - ring.cursor.head).tolist()
+            columns = [i for i in who if i < len(ahead) and ahead[i] < ring.replay.horizon]
+            if columns:
+                ring.insert([kinds[i] for i in columns], columns)
+
+    @rule()
+    def seal(self):
+        self.ring.seal()
+
+    @rule(n=st.integers(1, 5), seed=st.integers(0, 99))
+    def sample(self, n, seed):
+        before = int(self.ring.cursor.lost)
+        batch = self.ring.replay.sample(self.ring.cursor, 4, n, 0.9, torch.Generator().manual_seed(seed))
+        self.ring.check(batch, int(self.ring.cursor.lost) - before, n, 0.9)
+
+    @rule(n=st.integers(1, 5))
+    def look_at_everything(self, n):
+        before = int(self.ring.cursor.lost)
+        batch = self.ring.everything(n, 0.9)
+        self.ring.check(batch, int(self.ring.cursor.lost) - before, n, 0.9)
+
+
+TestRingMachine = RingMachine.TestCase
+TestRingMachine.settings = settings(
+    max_examples=40, stateful_step_count=25, deadline=None, derandomize=True, database=None
+)
+
+
+# --- the counter environment: the same targets whatever the simulator's autoreset mode ---
+
+EPISODES = 6
+
+
+def counter_targets(env, n, gamma):
+    """Multiset of all usable windows of the first episodes: (env, obs, action, reward, discount, next obs)."""
+    steps, num_envs = 70, env.spec.num_envs
+    replay = Replay(env.spec.obs, 2, num_envs, steps + 3, 1, env.spec.max_episode_steps, CPU)
+    obs = env.reset(0)["policy"]
+    replay.begin({"policy": obs})
+    for _ in range(steps):
+        action = torch.stack((obs.sum(1), obs[:, 1]), 1) / 64  # a function of the observation, so modes can agree
+        step = env.step(action)
+        replay.insert(action, step)
+        obs = step.obs["policy"]
+    row, column = torch.cartesian_prod(torch.arange(steps), torch.arange(num_envs)).unbind(1)
+    cursor = replay.live
+    b = replay.windows(cursor, row, column, cursor.head[column], n, gamma)
+    keep = (b.mask > 0) & (b.obs["policy"][:, 0] < EPISODES)
+    fields = (column, b.obs["policy"], b.action, b.reward, b.discount, b.next_obs["policy"])
+    rows = zip(*(f[keep].tolist() for f in fields), strict=True)
+    return Tally((i, *o, *a, r, d, *(x if d > 0 else ())) for i, o, a, r, d, x in rows)
+
+
+def counter_expectation(env, n, gamma):
+    """The same, from the environment's formulas alone. Windows that end in an unannounced restart are dropped."""
+    out = Tally()
+    for i in range(env.spec.num_envs):
+        for e in range(EPISODES):
+            one, two = torch.tensor(i), torch.tensor(e)
+            ends, length = bool(env.terminates(one, two)), int(env.length_of(one, two))
+            restart = bool(env.restarts(one, two))
+            length = 2 if restart else length
+            for s in range(length):
+                m = min(n, length - s)
+                if restart and s + m == length:
+                    continue
+                reward = sum(gamma**k * (i % 8 + 10 * (e % 8) + (s + k) / 8) for k in range(m))
+                over = ends and s + m == length
+                after = (0.0,) if over else (gamma**m, float(e), float(s + m))
+                out[i, float(e), float(s), (e + s) / 64, s / 64, reward, *after] += 1
+    return out
+
+
+MODES = [(reset, final) for reset in ("same_step", "next_step") for final in ("always", "on_done")]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("kwargs", [{}, {"restart_every": 3}, {"terminate_every": 0}, {"terminate_every": 1}])
+def test_counter_gives_the_same_targets_in_every_autoreset_mode(n, kwargs):
+    gamma = 0.5  # keeps every sum exact
+    want = counter_expectation(Counter(9, **kwargs), n, gamma)
+    assert want.total() > 9 * EPISODES
+    for reset, final in MODES:
+        assert counter_targets(Counter(9, autoreset=reset, final_obs=final, **kwargs), n, gamma) == want
+    # Where the simulator loses final observations, exactly the targets that would need one are missing.
+    limit = Counter().episode_length
+    fewer = Tally({w: c for w, c in want.items() if not (len(w) > 7 and w[-1] == limit)})
+    for reset in ("same_step", "next_step"):
+        assert counter_targets(Counter(9, autoreset=reset, final_obs="never", **kwargs), n, gamma) == fewer

@@ -1,0 +1,182 @@
+"""What the replay ring draws, stores, refuses and restores."""
+
+import random
+import re
+from collections import Counter as Tally
+
+import pytest
+import torch
+from histories import CPU, SPECS, Recorded, assert_same, stack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import chi_square_fits
+
+from pql.env import ObsSpec
+from pql.errors import ConfigError
+from pql.replay import Replay, preflight, replay_bytes
+from pql.types import Step
+
+torch.set_num_threads(1)
+STORED = ("flags", "action", "reward", "final")
+
+# --- what is drawn ---
+
+
+def test_sampling_is_uniform_in_every_column_and_stays_inside():
+    ring = Recorded(3, 24, 2, None)
+    for t in range(100):
+        who = [i for i, end in enumerate((5, 20, 100)) if t < end]
+        ring.insert(["step"] * len(who), who)
+    ring.seal()
+    row, column, head = ring.replay.draw(ring.cursor, 60_000, torch.Generator().manual_seed(0))
+    assert torch.equal(head, ring.cursor.head[column])
+    assert chi_square_fits(column.bincount(minlength=3).tolist(), [20_000] * 3)
+    for i, (low, high) in enumerate([(0, 5), (0, 20), (79, 100)]):  # 24 rows less horizon + 1: 21 at most
+        drawn = row[column == i]
+        assert (int(drawn.min()), int(drawn.max())) == (low, high - 1)
+        counts = (drawn - low).bincount(minlength=high - low)
+        assert chi_square_fits(counts.tolist(), [len(drawn) / (high - low)] * (high - low))
+
+
+def test_rows_of_a_huge_ring_are_drawn_to_the_last_bit():
+    """A float32 uniform would reach one row in 16 of these only."""
+    ring = Recorded(2, 8, 1, None)
+    ring.replay.rows = 2**28 + 2
+    ring.cursor.head.fill_(2**29)
+    row, _, _ = ring.replay.draw(ring.cursor, 4096, torch.Generator().manual_seed(0))
+    assert row.min() >= 2**28
+    assert row.max() < 2**29
+    for bit in range(16):
+        assert 0.4 < (row >> bit & 1).float().mean() < 0.6
+
+
+def test_an_empty_ring_gives_masked_rows():
+    ring = Recorded(2, 8, 2, 4)
+    gen = torch.Generator().manual_seed(0)
+    batch = ring.replay.sample(ring.cursor, 8, 3, 0.9, gen)
+    assert batch.mask.sum() == 0
+    assert ring.replay.sample_obs(ring.cursor, 8, gen).mask.sum() == 0
+    assert ring.cursor.lost == 0
+
+
+def test_observation_only_ring_equals_the_full_one_and_masks_fillers():
+    full, lean = Recorded(3, 12, 2, 4, next_step=True), Recorded(3, 12, 2, 4, next_step=True, obs_only=True)
+    rng, seen = random.Random(0), Tally()
+    for t in range(40):
+        kinds = [rng.choice(("step", "step", "truncate", "terminate")) for _ in range(3)]
+        for ring in (full, lean):
+            ring.insert(kinds)
+            ring.seal()
+        one, two = (r.replay.sample_obs(r.cursor, 16, torch.Generator().manual_seed(t)) for r in (full, lean))
+        assert torch.equal(one.mask, two.mask)
+        assert torch.equal(one.weight, torch.ones(16))
+        by_obs = {e.obs: e.valid for events in full.events for e in events}
+        for k in range(16):
+            assert all(torch.equal(one.obs[g][k], two.obs[g][k]) for g in SPECS)
+            valid = by_obs[int(one.obs["policy"][k, 0])]
+            assert one.mask[k].item() == float(valid)
+            seen[valid] += 1
+    assert min(seen[True], seen[False]) > 100
+    assert set(lean.replay.state_dict()) == {"obs.policy", "obs.frame", "flags", "head", "finals"}
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_storage_keeps_its_precision_and_bytes_stay_bytes(dtype):
+    specs = {"policy": ObsSpec((4,)), "frame": ObsSpec((2, 2), torch.uint8)}
+    replay = Replay(specs, 2, 3, 12, 1, 5, CPU, dtype)
+    gen = torch.Generator().manual_seed(0)
+    off, on = torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)
+
+    def draw():
+        frame = torch.randint(256, (3, 2, 2), generator=gen).to(torch.uint8)
+        return {"policy": torch.randn(3, 4, generator=gen) * 30, "frame": frame}
+
+    first, second, final = draw(), draw(), draw()
+    replay.begin(first)
+    replay.insert(torch.zeros(3, 2), Step(second, torch.zeros(3), off, on, on, final, on, on, {}))
+    head = replay.live.head
+    batch = replay.windows(replay.live, head - 1, torch.arange(3), head, 1, 0.9)
+    for seen, put in ((batch.obs, first), (batch.next_obs, final)):
+        assert seen["policy"].dtype == torch.float32
+        assert torch.equal(seen["policy"], put["policy"].to(dtype).float())
+        assert seen["frame"].dtype == torch.uint8
+        assert torch.equal(seen["frame"], put["frame"])
+    assert replay.obs["policy"].dtype == dtype
+
+
+SIZES = st.tuples(
+    st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3),  # observation groups
+    st.integers(1, 6), st.integers(1, 7), st.integers(1, 3), st.sampled_from([None, 1, 7, 30]),
+    st.sampled_from([torch.float32, torch.float16]),
+)  # fmt: skip
+
+
+def spec_of(groups):
+    return {str(k): ObsSpec((d,), torch.uint8 if b else torch.float32) for k, (d, b) in enumerate(groups)}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(sizes=SIZES, rows=st.integers(4, 50))
+def test_bytes_computed_are_bytes_allocated(sizes, rows):
+    groups, action, num_envs, horizon, limit, dtype = sizes
+    replay = Replay(spec_of(groups), action, num_envs, rows, horizon, limit, CPU, dtype)
+    tensors = [*replay.obs.values(), *(getattr(replay, name) for name in STORED)]
+    assert sum(t.nbytes for t in tensors) == replay_bytes(
+        spec_of(groups), action, num_envs, rows, horizon, limit, dtype
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(sizes=SIZES, rows=st.integers(10, 10**7), share=st.floats(0.01, 0.999))
+def test_preflight_names_the_largest_capacity_that_fits(sizes, rows, share):
+    groups, action, num_envs, horizon, limit, dtype = sizes
+
+    def size(rows):
+        return replay_bytes(spec_of(groups), action, num_envs, rows, horizon, limit, dtype)
+
+    def ask(capacity, available):
+        return preflight(spec_of(groups), action, num_envs, capacity, horizon, limit, dtype, available)
+
+    need = size(rows)
+    assert ask(rows * num_envs + num_envs - 1, need) == rows  # a capacity rounds down to whole rows
+    available = int(need * share)
+    with pytest.raises(ConfigError) as caught:
+        ask(rows * num_envs, available)
+    error = caught.value
+    assert (error.setting, error.value) == ("replay.capacity", rows * num_envs)
+    for amount in (need, available):
+        assert f"{amount / 2**30:.3g} GiB" in error.allowed
+    best = int(re.search(r"at most (\d+)", error.allowed)[1])
+    assert best % num_envs == 0
+    assert size(best // num_envs + 1) > available
+    if best:
+        assert ask(best, available) == best // num_envs
+
+
+# --- checkpoints ---
+
+
+def test_state_restores_in_place_and_continues_bit_for_bit():
+    one, two = Recorded(3, 12, 2, 4), Recorded(3, 12, 2, 4)
+    rng = random.Random(1)
+    plan = [[rng.choice(("step", "step", "truncate", "terminate")) for _ in range(3)] for _ in range(40)]
+    for kinds in plan[:20]:
+        one.insert(kinds)
+    addresses = {k: t.data_ptr() for k, t in two.replay.state_dict().items()}
+    two.replay.load_state_dict({k: t.clone() for k, t in one.replay.state_dict().items()})
+    two.sims, two.events = one.sims, one.events
+    assert {k: t.data_ptr() for k, t in two.replay.state_dict().items()} == addresses
+    for kinds in plan[20:]:
+        for ring in (one, two):
+            ring.seal()
+        batches = [r.replay.sample(r.cursor, 32, 3, 0.9, torch.Generator().manual_seed(5)) for r in (one, two)]
+        assert batches[0].mask.sum() > 0
+        assert_same(*batches)
+        start = [s.now for s in one.sims]
+        one.insert(kinds)
+        step = stack([events[-1] for events in one.events])
+        assert [e[-1].obs for e in one.events] == start
+        two.replay.insert(*step)

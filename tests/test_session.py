@@ -1,0 +1,517 @@
+"""A run as a whole: its budgets, its files, what resuming and starting from old weights keep, and live environments."""
+
+import functools
+import json
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import differences
+from runs import manifest, points, rows, words
+
+import pql
+from pql import checkpoint
+from pql.compose import compose, resume_config
+from pql.env import register
+from pql.envs.classic import Pendulum
+from pql.envs.toy import Counter
+from pql.errors import ConfigError, PqlWarning
+from pql.evaluate import Evaluation, Report
+from pql.interrupt import Interrupt
+from pql.policy import load_policy
+from pql.session import Session
+
+
+def run(*overrides: str, **options) -> pql.Summary:
+    return Session(compose(overrides), quiet=True, overrides=overrides, **options).train()
+
+
+def resume(run_dir: Path, *overrides: str) -> pql.Summary:
+    return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
+
+
+def opened(*overrides: str, **options) -> Session:
+    """A session that is built, warmed up and not trained."""
+    return Session(compose(overrides), quiet=True, **options)
+
+
+# -- resuming -------------------------------------------------------------------------------------------------------
+
+TASKS = {
+    "pendulum": ("task=pendulum", "task.kwargs.max_episode_steps=11", "task.kwargs.stagger=true"),
+    "lqr": ("task=lqr", "task.kwargs.max_episode_steps=9"),
+    "counter": ("task=counter", "task.kwargs.autoreset=next_step", "task.kwargs.restart_every=4"),
+    "halfcheetah": ("task=halfcheetah", "task.kwargs.max_episode_steps=12", "num_envs=4"),
+}
+CASES = [
+    ("pendulum", "algo=pql"), ("pendulum", "algo=pql_d"), ("pendulum", "algo=pql_sac"), ("pendulum", "algo=td3"),
+    ("lqr", "algo=pql"), ("lqr", "algo=sac"), ("counter", "algo=pql"), ("counter", "algo=td3"),
+    ("halfcheetah", "algo=pql"),
+]  # fmt: skip
+EXTRAS = ("algo.normalize_reward=true", "algo.explore.repeat=true")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("task", "algo"), CASES)
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, task, algo):
+    """Split in the middle of episodes, on the default (threaded) executor. Everything the next tick depends on."""
+    if task == "halfcheetah":
+        pytest.importorskip("mujoco")
+    setting = (*TASKS[task], algo, *EXTRAS)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    config = compose(words(whole, *setting))
+    steps = [config.num_envs * n for n in (8 + 17, 8 + 34)]
+    run(*words(whole, *setting, f"budget.env_steps={steps[1]}"))
+    first = run(*words(parts, *setting, f"budget.env_steps={steps[0]}"))
+    assert first.env_steps == steps[0]
+    second = resume(parts, f"budget.env_steps={steps[1]}")
+    (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
+    groups = {"/".join(k.split("/")[:2]) for k in a}
+    assert {"collector/env", "collector/gen", "collector/normalizer", "collector/replay"} <= groups
+    assert {"learners/v", "learners/p"} <= groups
+    assert differences(a, b) == []
+    assert facts_a["sha256"] == facts_b["sha256"]
+    counters = ("ticks", "steps", "v", "p")
+    assert [facts_a["counters"][k] for k in counters] == [facts_b["counters"][k] for k in counters]
+    assert second.updates_v == 34 * (config.algo.v_per_step)
+    assert second.seconds > first.seconds
+
+
+def test_another_seed_gives_other_bits(tmp_path):
+    for seed in (1, 2):
+        run(*words(tmp_path / str(seed), f"seed={seed}"))
+    a, b = (checkpoint.load(points(tmp_path / s)[-1])[0] for s in ("1", "2"))
+    names = {k.split("/")[0] for k in differences(a, b)}
+    assert names == {"collector", "learners"}
+
+
+def test_resuming_drops_rows_that_come_again(tmp_path):
+    run(*words(tmp_path, "budget.env_steps=320"))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"steps/env": 999, "lost": 1}\n{"steps/env": 9')  # after the last save; then cut off
+    resume(tmp_path, "budget.env_steps=640")
+    log = rows(tmp_path)
+    assert not any("lost" in row for row in log)
+    steps = [row["steps/env"] for row in log]
+    assert steps == sorted(steps)
+    assert steps[-1] == 640
+
+
+def test_a_resumed_run_keeps_its_new_budget_and_the_words(tmp_path):
+    import yaml
+
+    run(*words(tmp_path))
+    resume(tmp_path, "budget.env_steps=640")
+    assert resume_config(tmp_path, []).budget.env_steps == 640
+    said = yaml.safe_load((tmp_path / "overrides.yaml").read_text())
+    assert said == [*words(tmp_path), "budget.env_steps=640"]
+
+
+@pytest.mark.fault
+def test_resuming_falls_back_to_the_point_before(tmp_path):
+    run(*words(tmp_path, "budget.env_steps=320"))
+    resume(tmp_path, "budget.env_steps=480")
+    assert len(points(tmp_path)) == 2
+    (points(tmp_path)[-1] / "tensors.safetensors").write_bytes(b"")
+    with pytest.warns(PqlWarning, match="trying the one before"):
+        summary = resume(tmp_path, "budget.env_steps=640")
+    assert summary.env_steps == 640
+    assert [manifest(p)["counters"]["steps"] for p in points(tmp_path)] == [20, 40]
+    assert len(list((tmp_path / "checkpoints").glob("damaged-*"))) == 1
+
+
+def test_a_run_without_resume_points_says_so(tmp_path):
+    run(*words(tmp_path, "checkpoint.replay=false"))
+    assert points(tmp_path) == []
+    assert load_policy(tmp_path)(torch.zeros(2, 3)).shape == (2, 1)
+    with pytest.raises(ConfigError, match=r"checkpoint\.replay=false keeps none"):
+        resume(tmp_path)
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_directory_holds_what_it_takes_to_know_what_was_run(tmp_path):
+    import yaml
+
+    folder = tmp_path / "a" / "b"
+    said = words(folder, "eval.final=true", "algo=td3")
+    summary = run(*said)
+    names = {p.name for p in folder.iterdir()}
+    assert names == {
+        "config.yaml",
+        "overrides.yaml",
+        "git.json",
+        "env.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+    }
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best", "last", "tick-000000000012"}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["algo"]["name"] == "td3"
+    assert yaml.safe_load((folder / "overrides.yaml").read_text()) == said
+    facts = json.loads((folder / "env.json").read_text())
+    assert (facts["torch"], facts["device"]) == (torch.__version__, "cpu")
+    assert set(json.loads((folder / "git.json").read_text())) == {"commit", "dirty"}
+    written = json.loads((folder / "summary.json").read_text())
+    assert set(written) == {
+        "run_dir", "return_mean", "return_iqm", "episodes", "seconds", "env_steps", "updates_v", "updates_p",
+        "checkpoint",
+    }  # fmt: skip
+    assert all(written[k] == getattr(summary, k) for k in written)
+    assert (summary.run_dir, summary.episodes, summary.env_steps) == (str(folder), 2, 320)
+    assert (summary.updates_v, summary.updates_p) == (24, 12)
+    assert summary.checkpoint == str(folder / "checkpoints" / "last")
+    assert not summary.interrupted
+
+
+KEYS = {
+    "time/seconds", "steps/env", "updates/v", "updates/p", "ratio/v_per_step", "ratio/p_per_v", "lag/policy_ticks",
+    "throughput/env_steps_per_s", "throughput/updates_per_s", "busy/collector", "busy/v", "busy/p", "memory/host_gib",
+    "replay/bootstrap_lost",
+}  # fmt: skip
+
+
+def test_metrics_are_numbers_under_the_documented_keys(tmp_path):
+    run(*words(tmp_path, "eval.final=true", "task.kwargs.max_episode_steps=5"))
+    log = rows(tmp_path)
+    training = [row for row in log if "updates/v" in row]
+    assert len(training) >= 1
+    assert all(set(row) >= KEYS for row in training)
+    assert all(type(v) in (int, float) for row in log for v in row.values())
+    assert any({"train/return_mean", "train/length_mean", "train/episodes"} <= set(row) for row in training)
+    assert {"time/seconds", "steps/env", "eval/return_mean", "eval/return_iqm"} <= set(log[-1])
+
+
+@pytest.mark.parametrize(
+    ("setting", "v_per_step", "p_per_v", "lag"),
+    [
+        (("algo=pql",), 2.0, 0.5, 1),
+        (("algo=ddpg",), 2.0, 0.5, 0),
+        (("algo=pql", "algo.v_per_step=0.5", "algo.p_per_v=0.2"), 0.5, 0.2, 1),
+        (("algo=sac", "algo.v_per_step=3", "algo.p_per_v=1"), 3.0, 1.0, 0),
+    ],
+)
+def test_ratios_and_lag_are_exact_in_every_row(tmp_path, setting, v_per_step, p_per_v, lag):
+    run(*words(tmp_path, *setting, "budget.env_steps=1600"))
+    resume(tmp_path, "budget.env_steps=3200")
+    training = [row for row in rows(tmp_path) if "updates/v" in row]
+    assert len(training) >= 3
+    assert {(row["ratio/v_per_step"], row["ratio/p_per_v"], row["lag/policy_ticks"]) for row in training} == {
+        (v_per_step, p_per_v, lag)
+    }
+
+
+def test_terms_of_the_reward_are_summed_per_episode(tmp_path):
+    """Counter logs 1 a row, so the term is the episode's length, exactly; fillers do not count."""
+    run(*words(tmp_path, *TASKS["counter"][:2], "task.kwargs.terminate_every=0", "budget.env_steps=640"))
+    told = [row for row in rows(tmp_path) if "episode/rows" in row]
+    assert told
+    assert all(row["episode/rows"] == row["train/length_mean"] == 7.0 for row in told)
+
+
+def test_a_run_directory_that_holds_a_run_is_refused(tmp_path):
+    run(*words(tmp_path))
+    with pytest.raises(ConfigError, match=rf"run_dir={tmp_path}: expected a new folder; .*: pql resume {tmp_path}"):
+        run(*words(tmp_path))
+
+
+def test_a_refused_start_leaves_no_directory_behind(tmp_path):
+    with pytest.raises(ConfigError):
+        run(*words(tmp_path / "new", "init_from=/nowhere"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir=.*: expected a folder that can be written"):
+        run(*words(tmp_path / "file" / "x"))
+
+
+def test_default_run_directories_do_not_collide(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {run(*words(tmp_path), "run_dir=null").run_dir for _ in range(2)}
+    assert len(names) == 2
+    assert all(name.startswith("runs/pendulum-pql-s0-") for name in names)
+
+
+# -- budgets --------------------------------------------------------------------------------------------------------
+
+
+def test_env_steps_end_a_run_exactly(tmp_path):
+    assert run(*words(tmp_path, "budget.env_steps=481")).env_steps == 496  # whole ticks of 16
+
+
+def test_seconds_end_a_run(tmp_path):
+    summary = run(*words(tmp_path, "budget.env_steps=null", "budget.seconds=0.3"))
+    assert 0.3 <= summary.seconds < 3
+    assert summary.updates_v > 0
+
+
+def test_a_target_return_ends_a_run(tmp_path):
+    target = ("budget.env_steps=null", "budget.target_return=-1e9", "eval.every_seconds=0.05")
+    summary = run(*words(tmp_path, *target, "task.kwargs.max_episode_steps=5"))
+    assert summary.updates_v > 0
+    assert any("eval/return_mean" in row for row in rows(tmp_path))
+
+
+def test_a_target_that_is_not_reached_does_not_end_it(tmp_path):
+    target = ("budget.env_steps=1600", "budget.target_return=1e9", "eval.every_seconds=0.05")
+    assert run(*words(tmp_path, *target, "task.kwargs.max_episode_steps=5")).env_steps == 1600
+
+
+def test_interrupting_saves_and_skips_the_final_evaluation(tmp_path):
+    interrupt = Interrupt()
+
+    def stop(session, row):
+        interrupt.asked = True
+
+    config = compose(words(tmp_path, "budget.env_steps=1000000", "eval.final=true"))
+    summary = Session(config, quiet=True, callbacks=[stop], interrupt=interrupt).train()
+    assert (summary.interrupted, summary.return_mean, summary.episodes) == (True, None, 0)
+    assert manifest(points(tmp_path)[-1])["counters"]["steps"] * 16 == summary.env_steps < 1_000_000
+
+
+def test_interrupting_before_the_first_tick_still_saves(tmp_path):
+    interrupt = Interrupt()
+    interrupt.asked = True
+    summary = Session(compose(words(tmp_path)), quiet=True, interrupt=interrupt).train()
+    assert (summary.updates_v, summary.env_steps) == (0, 128)
+    assert resume(tmp_path).env_steps == 320
+
+
+@pytest.mark.fault
+def test_interrupting_the_final_evaluation_does_not_wait_for_it(tmp_path):
+    interrupt, begun = Interrupt(), threading.Event()
+
+    class Endless(Counter):
+        """Two copies are those of the evaluation."""
+
+        def step(self, action):
+            if self.spec.num_envs == 2:
+                begun.set()
+                time.sleep(0.01)
+            return super().step(action)
+
+    register("endless", lambda num_envs, device: Endless(num_envs, device, episode_length=10**6, terminate_every=0))
+
+    def press() -> None:
+        begun.wait(30)
+        interrupt.asked = True
+
+    threading.Thread(target=press).start()
+    config = compose(words(tmp_path, "task=env", "task.name=endless", "eval.final=true"))
+    before = time.perf_counter()
+    summary = Session(config, quiet=True, interrupt=interrupt).train()
+    assert (summary.interrupted, summary.return_mean, summary.env_steps) == (True, None, 320)
+    assert time.perf_counter() - before < 20
+    assert len(points(tmp_path)) == 1
+
+
+# -- checkpoints of a run -------------------------------------------------------------------------------------------
+
+
+def test_resume_points_are_written_on_time_and_rotate(tmp_path):
+    session = opened(*words(tmp_path, "checkpoint.every_seconds=1e-9", "checkpoint.keep=3", "budget.env_steps=208"))
+    session.train()
+    assert [manifest(p)["counters"]["ticks"] for p in points(tmp_path)] == [3, 4, 5]  # 13 steps, 8 of them warm-up
+
+
+@pytest.mark.fault
+def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
+    real, calls = checkpoint.save_file, []
+
+    def full(tensors, path):
+        calls.append(path)
+        if len(calls) > 2:
+            raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.warns(PqlWarning, match="not written, the run goes on: .*No space left"):
+        summary = run(*words(tmp_path, "checkpoint.every_seconds=1e-9", "budget.env_steps=208"))
+    assert summary.env_steps == 208
+    assert len(calls) == 12  # a policy and a resume point, after each of five ticks and at the end
+    monkeypatch.undo()
+    assert manifest(points(tmp_path)[-1])["counters"]["ticks"] == 1
+    assert resume(tmp_path, "budget.env_steps=224").env_steps == 224
+
+
+def test_best_is_the_policy_of_the_best_evaluation(tmp_path):
+    session = opened(*words(tmp_path))
+    state = {v: {"policy": {"w": torch.full((2,), v)}} for v in (1.0, 2.0, 3.0)}
+    for value, result in ((1.0, -5.0), (2.0, 7.0), (3.0, 6.0)):
+        session._record(Report({"time/seconds": value, "steps/env": 1.0}, state[value], Evaluation([result], [1.0])))
+    session.closing.close()
+    tensors, facts = checkpoint.load(tmp_path / "checkpoints" / "best")
+    assert (tensors["policy/w"].tolist(), facts["return_mean"], session.best) == ([2.0, 2.0], 7.0, 7.0)
+
+
+def test_a_resumed_run_knows_its_best(tmp_path):
+    """Also where the best came after the resume point: in the final evaluation."""
+    run(*words(tmp_path, "eval.final=true"))
+    facts = manifest(tmp_path / "checkpoints" / "best")
+    session = Session(resume_config(tmp_path, []), resume=True, quiet=True)
+    session.closing.close()
+    assert session.best == facts["return_mean"] > float("-inf")
+
+
+# -- old weights ----------------------------------------------------------------------------------------------------
+
+
+def state_of(source: Path, prefix: str) -> dict[str, torch.Tensor]:
+    tensors, _ = checkpoint.load(source)
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+@pytest.mark.parametrize("algo", ["pql", "pql_d", "pql_sac", "td3"])
+def test_init_from_a_run_starts_with_its_policy(tmp_path, algo):
+    run(*words(tmp_path / "old", f"algo={algo}"))
+    session = opened(*words(tmp_path / "new", f"algo={algo}", "seed=5", f"init_from={tmp_path / 'old'}"))
+    session.closing.close()
+    old = state_of(tmp_path / "old" / "checkpoints" / "last", "policy/")
+    assert differences(old, dict(session.parts.policy.state_dict())) == []
+    fresh = opened(*words(tmp_path / "fresh", f"algo={algo}", "seed=5"))
+    fresh.closing.close()
+    assert differences(old, dict(fresh.parts.policy.state_dict())) != []
+    assert session.parts.collector.normalizer.moments["policy"].count == 16 * (1 + 20) + 16 * 8  # goes on counting
+
+
+@pytest.mark.parametrize("algo", ["pql", "pql_d", "pql_sac", "td3"])
+def test_init_from_a_resume_point_starts_with_its_critics_too(tmp_path, algo):
+    run(*words(tmp_path / "old", f"algo={algo}"))
+    source = points(tmp_path / "old")[-1]
+    session = opened(*words(tmp_path / "new", f"algo={algo}", "algo.critic.lr=0.02", f"init_from={source}"))
+    session.closing.close()
+    for worker in ("v", "p"):
+        new = checkpoint.flatten(session.parts.learners[worker].state.state_dict())
+        old = state_of(source, f"learners/{worker}/state/")
+        changed = {k.split("/")[0] for k in differences(old, new)}
+        assert all("optimizer" in name for name in changed), changed
+    assert session.parts.learners["v"].state.optimizer.lr.item() == pytest.approx(0.02)  # this run's own
+
+
+def test_init_from_a_run_without_a_target_policy_starts_one_from_the_policy(tmp_path):
+    run(*words(tmp_path / "old", "algo=pql"))
+    session = opened(*words(tmp_path / "new", "algo=td3", f"init_from={points(tmp_path / 'old')[-1]}"))
+    session.closing.close()
+    state = session.parts.learners["p"].state.state_dict()
+    assert differences(dict(state["target"]), dict(state["policy"])) == []
+
+
+def test_init_from_keeps_the_runs_own_reward_scale(tmp_path):
+    run(*words(tmp_path / "old", "task.reward_scale=0.5"))
+    session = opened(*words(tmp_path / "new", "task.reward_scale=0.25", f"init_from={tmp_path / 'old'}"))
+    session.closing.close()
+    assert session.parts.collector.normalizer.reward_scale.item() == 0.25
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("algo.policy.hidden=[24]", "algo.policy.hidden=[24]: expected [16], as in init_from="),
+        ("algo.policy.activation=tanh", "algo.policy.activation=tanh: expected relu, as in init_from="),
+        ("algo.normalize_obs=false", "algo.normalize_obs=false: expected true, as in init_from="),
+        ("algo=pql_sac", "algo.family=sac: expected ddpg, as in init_from="),
+        ("algo.critic.ensemble=3", "algo.critic.ensemble=3: expected 2, as in init_from="),
+        ("task=lqr", "expected a run with this task's obs ("),
+    ],
+)
+def test_init_from_other_networks_or_spaces_is_refused_by_name(tmp_path, change, message):
+    run(*words(tmp_path / "old"))
+    with pytest.raises(ConfigError) as error:
+        opened(*words(tmp_path / "new", change, f"init_from={points(tmp_path / 'old')[-1]}"))
+    assert message in str(error.value)
+
+
+# -- live environments and callbacks --------------------------------------------------------------------------------
+
+LIVE = [w for w in words(Path("x")) if not w.startswith(("task=", "num_envs=", "device=", "run_dir="))]
+
+
+def test_training_on_a_live_environment_with_callbacks(tmp_path):
+    env = Pendulum(num_envs=8, max_episode_steps=10)
+    seen = []
+
+    def watch(session, row):
+        seen.append((session.env_steps, row["steps/env"]))
+        session.stop = len(seen) == 2
+
+    more = ("budget.env_steps=1000000", "eval.final=true", f"run_dir={tmp_path}")
+    summary = pql.train(*LIVE, *more, env=env, callbacks=[watch], quiet=True)
+    assert len(seen) == 4  # two rows, the last one of training, the evaluation
+    assert summary.env_steps == seen[-1][1] < 1_000_000
+    assert not summary.interrupted
+    assert summary.episodes == 8  # the live environment's own
+    assert summary.return_mean < 0
+    assert env.step(torch.zeros(8, 1)).reward.shape == (8,)  # not closed
+    assert load_policy(summary.run_dir)(torch.zeros(5, 3)).shape == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("num_envs=4", "num_envs=4: expected 8, as the given environment has"),
+        ("task=lqr", "task=lqr: expected no task beside env="),
+        ("budget.target_return=0", "budget.target_return=0.0: expected null: this environment cannot be evaluated"),
+    ],
+)
+def test_what_does_not_go_with_a_live_environment(tmp_path, word, message):
+    with pytest.raises(ConfigError) as error:
+        pql.train(*LIVE, f"run_dir={tmp_path}", "eval.every_seconds=1", word, env=Pendulum(num_envs=8), quiet=True)
+    assert message in str(error.value)
+
+
+def test_train_returns_the_summary(tmp_path, capsys):
+    summary = pql.train(*words(tmp_path), quiet=True)
+    assert isinstance(summary, pql.Summary)
+    assert summary.run_dir == str(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_callback_that_fails_ends_the_run(tmp_path):
+    def fail(session, row):
+        raise ValueError("from the callback")
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="from the callback"):
+        run(*words(tmp_path), callbacks=[fail])
+    assert threading.active_count() == before  # workers and evaluator are gone
+
+
+# -- before the simulator starts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("replay.capacity=1000000000000", "replay.capacity=1000000000000: expected at most "),
+        ("replay.capacity=64", "replay.capacity=64: expected at least "),
+        ("task.kwargs.episode_lenth=3", "task.kwargs.episode_lenth=3: expected one of the keywords "),
+        ("task.kwargs.episode_length=0", "task.kwargs.episode_length=0: expected a whole number, at least 1"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_the_simulator_starts(tmp_path, monkeypatch, word, message):
+    started, real = [], Counter.__init__
+
+    @functools.wraps(real)
+    def start(self, *args, **kwargs):
+        started.append(self)
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Counter, "__init__", start)
+    with pytest.raises(ConfigError) as error:
+        run(*words(tmp_path, "task=counter", word))
+    assert message in str(error.value)
+    assert started == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quiet_run_warns_of_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PqlWarning)
+        run(*words(tmp_path, "eval.final=true"))

@@ -1,0 +1,91 @@
+"""The benchmark scripts run, and report rows of the agreed form. What they measure here means nothing."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+FIELDS = {"name": str, "value": float, "unit": str, "baseline": float, "ratio": float, "runs": int, "machine": str}
+NULLABLE = ("baseline", "ratio")
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """name -> the script as a module; what it does to sys.path and sys.argv ends with the test."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    return importlib.import_module
+
+
+def check(rows, named):
+    """The agreed fields and types, finite numbers, no name twice, and ``named`` among the names."""
+    assert rows
+    assert len({row["name"] for row in rows}) == len(rows)
+    for row in rows:
+        assert row.keys() == FIELDS.keys()
+        for field, kind in FIELDS.items():
+            if field not in NULLABLE or row[field] is not None:
+                assert isinstance(row[field], kind), (row["name"], field)
+        assert math.isfinite(row["value"])
+        assert (row["ratio"] is None) == (row["baseline"] is None)
+        if row["ratio"] is not None:
+            assert 0 < row["ratio"] < math.inf
+    for name in named:
+        assert any(name in row["name"] for row in rows), name
+
+
+SMOKE = {
+    "bench_schedule": ("waiting: concurrent / lockstep", "waiting: tick / slowest worker", "busy", "v alone"),
+    "bench_replay": ("sample B=", "sample_obs B=", "insert N=4 D=17 / copy_"),
+    "bench_learner": ("cpu: critic / matmuls", "cpu: policy burst of 1 / matmuls", "wide: critic / matmuls"),
+    "gpu_check": ("concurrent / lockstep", "graphs on / off", "host per tick", "kernels per critic update"),
+}
+EXTRA = {"gpu_check": ["--device", "cpu"]}
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_a_benchmark_runs_and_reports(name, tool, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    assert not tool(name).main(["--smoke", "--json", str(path), *EXTRA.get(name, [])])
+    rows = json.loads(path.read_text())
+    check(rows, SMOKE[name])
+    printed = capsys.readouterr().out
+    assert all(row["name"] in printed for row in rows)
+
+
+def test_profile_prints_a_table_per_update(tool, capsys):
+    tool("bench_learner").main(["--smoke", "--profile", "--presets", "cpu"])
+    printed = capsys.readouterr().out
+    assert "critic updates" in printed
+    assert "policy updates" in printed
+    assert "aten::" in printed
+
+
+def test_bare_products_are_those_of_the_real_update(tool):
+    """Counted by torch itself: multiply-adds of an update, less those of its bare twin, is nothing."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    bench = tool("bench_learner")
+    args = bench.argparse.Namespace(device="cpu", presets=["cpu"], smoke=True)
+    config = bench.presets(args)["cpu"]
+    parts = bench.ready(config, torch.device("cpu"))
+    bare = bench.bare_updates(config, torch.device("cpu"))
+    for worker in ("v", "p"):
+        real = bench.updates(parts, worker)
+        counts = []
+        for fn in (real, bare[worker]):
+            with FlopCounterMode(display=False) as counter:
+                fn()
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1], worker
+    parts.schedule.executor.close()
+
+
+def test_without_cuda_the_gpu_check_says_so_in_one_line(tool, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tool("gpu_check").main([]) == 2
+    assert len(capsys.readouterr().out.strip().splitlines()) == 1

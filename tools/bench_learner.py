@@ -1,0 +1,210 @@
+"""A critic and a policy update beside the bare time of their matrix products.
+
+python tools/bench_learner.py [--presets cpu wide] [--profile] [--rounds 7] [--seconds 0.3] [--smoke] [--json PATH]
+
+Presets: ``cpu`` is cfg/scale/cpu.yaml; ``wide`` the same with 256-256 networks and batch 512; ``gpu`` is
+cfg/scale/gpu.yaml, on whatever ``--device`` says. Observations have 17 features and actions 6, as HalfCheetah's. All
+rows are microseconds per update, so a lower ratio is better:
+
+critic, policy               ``update`` alone, on batches drawn before
+critic burst, policy burst   what a tick runs (one captured graph on CUDA): drawing, updates and metrics, per update
+
+The baseline is the products of that update (see ``Products``), chained so that each finds its input in the cache as
+in the real thing, with its shapes, thread count and precision, into preallocated memory, and nothing else: no bias, no
+activation, no loss, no optimiser. The goal is at most 1.35 on the CPU for the update alone.
+
+--profile prints the 25 most expensive operations of each update instead.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle, pairwise
+from typing import Any
+
+import torch
+from _bench import alternate, compare, report
+from bench_replay import intra_op, microseconds
+from torch import Tensor
+
+from pql.build import Parts, build, thread_counts
+from pql.config import Config, compose
+from pql.env import Box, EnvSpec, ObsSpec
+from pql.types import Obs, Step
+
+OBS, ACTION = 17, 6
+BATCHES = 8  # drawn before, and used in turn
+NAMES = {"v": "critic", "p": "policy"}
+PROFILED = 50  # updates
+
+
+class Blank:
+    """An environment that costs nothing: random observations and rewards, drawn once, and no end."""
+
+    def __init__(self, num_envs: int, device: torch.device):
+        obs = {"policy": ObsSpec((OBS,))}
+        self.spec = EnvSpec("blank", num_envs, obs, Box(ACTION), device, max_episode_steps=1000, final_obs="always")
+        self.obs = {"policy": torch.randn(num_envs, OBS, device=device)}
+        no, yes = (torch.full((num_envs,), b, device=device) for b in (False, True))
+        self.next = Step(self.obs, torch.randn(num_envs, device=device), no, no, no, self.obs, yes, yes, {})
+
+    def reset(self, seed: int | None = None) -> Obs:
+        return self.obs
+
+    def step(self, action: Tensor) -> Step:
+        return self.next
+
+    def close(self) -> None:
+        pass
+
+
+class Products:
+    """The matrix products of an MLP's forward and backward passes, chained, and nothing else.
+
+    Args:
+        sizes: width of the input, of every hidden layer and of the output.
+        ensemble: E networks as batched products; None: one network, whose weights lie [out, in] as in ``nn.Linear``.
+    """
+
+    def __init__(self, batch: int, sizes: Sequence[int], ensemble: int | None, device: torch.device):
+        lead = () if ensemble is None else (ensemble,)
+        layers = list(pairwise(sizes))
+        self.product = torch.mm if ensemble is None else torch.bmm
+        self.values = [torch.randn(*lead, batch, size, device=device) for size in sizes]
+        self.grads = [torch.randn(*lead, batch, size, device=device) for size in sizes]
+        if ensemble is None:
+            self.weights = [torch.randn(o, i, device=device).mT for i, o in layers]
+        else:
+            self.weights = [torch.randn(ensemble, i, o, device=device) for i, o in layers]
+        for (size, _), weight in zip(layers, self.weights, strict=True):
+            weight.mul_(size**-0.5)  # numbers keep their size through the layers
+        self.slopes = [torch.empty_like(weight) for weight in self.weights]
+
+    def forward(self) -> None:
+        for x, weight, y in zip(self.values, self.weights, self.values[1:], strict=False):
+            self.product(x, weight, out=y)
+
+    def backward(self, weights: bool, inputs: bool) -> None:
+        """The gradient of every layer's input but the first's, that too with ``inputs``, and of every weight."""
+        for i in reversed(range(len(self.weights))):
+            if weights:
+                self.product(self.values[i].mT, self.grads[i + 1], out=self.slopes[i])
+            if inputs or i > 0:
+                self.product(self.grads[i + 1], self.weights[i].mT, out=self.grads[i])
+
+
+def bare_updates(config: Config, device: torch.device) -> dict[str, Callable[[], None]]:
+    """The products of one update of each learner.
+
+    critic: the policy forward for the next action, the target forward, the critic forward and back to its weights.
+    policy: the policy and the critic forward, back through the critic to its inputs, back to the policy's weights.
+    """
+    algo = config.algo
+    sizes = [OBS + ACTION, *algo.critic.hidden, algo.critic.atoms or 1]
+    critic, target = (Products(algo.batch_size, sizes, algo.critic.ensemble, device) for _ in range(2))
+    policy = Products(algo.batch_size, [OBS, *algo.policy.hidden, ACTION], None, device)
+
+    def critic_update() -> None:
+        policy.forward()
+        target.forward()
+        critic.forward()
+        critic.backward(weights=True, inputs=False)
+
+    def policy_update() -> None:
+        policy.forward()
+        critic.forward()
+        critic.backward(weights=False, inputs=True)
+        policy.backward(weights=True, inputs=False)
+
+    return {"v": critic_update, "p": policy_update}
+
+
+def updates(parts: Parts, worker: str) -> Callable[[], Any]:
+    """One update on a batch drawn before."""
+    one = parts.learners[worker]
+    batches = cycle([batch for _ in range(BATCHES) for batch in one.draw(1, one.gen)])
+    return lambda: one.update(one.state, one.inputs, next(batches), one.gen)
+
+
+def ready(config: Config, device: torch.device) -> Parts:
+    """Learners with weights of their own and a replay of random rows."""
+    parts = build(config, Blank(config.num_envs, device))
+    parts.prepare()
+    parts.collector.start(0)
+    parts.collector.warm_up(max(config.algo.warmup_steps, config.algo.n_step + 1))
+    parts.begin()
+    for worker in parts.workers.values():  # so that private copies and cursors are filled
+        worker.run(1)
+    return parts
+
+
+def bench(preset: str, config: Config, args: Any) -> list[dict[str, Any]]:
+    """The rows of one preset."""
+    device = torch.device(args.device)
+    parts, threads, rows = ready(config, device), thread_counts(config), []
+    for worker, bare in bare_updates(config, device).items():
+        job, count = parts.jobs[worker], parts.jobs[worker].size
+        with intra_op(args.threads or threads[worker]):
+            fns = {"update": updates(parts, worker), "bare": bare, "burst": job.graph}
+            times = alternate({k: microseconds(fn, args.seconds, device) for k, fn in fns.items()}, args.rounds)
+        times["burst"] = [t / count for t in times["burst"]]
+        rows += [
+            compare(f"{preset}: {NAMES[worker]}{tail} / matmuls", "us", times[kind], times["bare"])
+            for kind, tail in (("update", ""), ("burst", f" burst of {count}"))
+        ]
+    parts.schedule.executor.close()
+    return rows
+
+
+def profile(preset: str, config: Config, args: Any) -> None:
+    """Print the operations on which each update spends its time."""
+    parts, threads = ready(config, torch.device(args.device)), thread_counts(config)
+    cuda = args.device.startswith("cuda")
+    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+    for worker, name in NAMES.items():
+        one = updates(parts, worker)
+        with intra_op(args.threads or threads[worker]):
+            for _ in range(PROFILED):
+                one()
+            with torch.profiler.profile(activities=kinds, acc_events=True) as recorded:
+                for _ in range(PROFILED):
+                    one()
+        print(f"{preset}: {PROFILED} {name} updates")
+        sort = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+        print(recorded.key_averages().table(sort_by=sort, row_limit=25, max_name_column_width=40))
+    parts.schedule.executor.close()
+
+
+def presets(args: Any) -> dict[str, Config]:
+    """Name -> config. Graphs are on where ``--device`` is CUDA."""
+    cpu, gpu = (compose([f"scale={scale}", f"device={args.device}", "budget.seconds=1"]) for scale in ("cpu", "gpu"))
+    critic, policy = (replace(net, hidden=[256, 256]) for net in (cpu.algo.critic, cpu.algo.policy))
+    wide = replace(cpu, algo=replace(cpu.algo, batch_size=512, critic=critic, policy=policy))
+    out = {name: {"cpu": cpu, "wide": wide, "gpu": gpu}[name] for name in args.presets}
+    if args.smoke:
+        out = {name: replace(c, num_envs=8, algo=replace(c.algo, batch_size=16)) for name, c in out.items()}
+    return {name: replace(c, replay=replace(c.replay, capacity=64 * c.num_envs)) for name, c in out.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=["cpu", "wide"], choices=["cpu", "wide", "gpu"])
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--threads", type=int, help="intra-op; default: each worker's own")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of one measurement")
+    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
+    parser.add_argument("--json", metavar="PATH")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.rounds, args.seconds = 1, 0.01
+    if args.profile:
+        for name, config in presets(args).items():
+            profile(name, config, args)
+        return
+    report([row for name, config in presets(args).items() for row in bench(name, config, args)], args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Replay: sampling, observation sampling and inserting, each beside the bare copies of the same bytes.
+
+python tools/bench_replay.py [--rounds 7] [--seconds 0.3] [--threads N] [--device cpu] [--smoke] [--json PATH]
+
+A ring of a million transitions is filled with random data; episodes end at random, one row in 500. All rows are
+microseconds a call, so a lower ratio is better:
+
+sample      ``Replay.sample`` (n = 3) over ``index_select`` of the same cells from the same stores into preallocated
+            memory: observations, next observations, actions, n rewards, n + 1 flags. The goal is at most 2.
+sample_obs  the same for a policy update's batch: observations and flags.
+insert      one row of every environment over ``copy_`` of the same fields into whole rows.
+
+What lies above 1 is drawing indices, finding where windows end, and the launch of each operation. The bare copies
+rotate among index sets, so that they do not find their cells in the cache.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle
+from typing import Any
+
+import torch
+from _bench import alternate, compare, report
+from torch import Generator, Tensor
+
+from pql.build import thread_counts
+from pql.config import Config
+from pql.env import ObsSpec
+from pql.replay import FINAL_OK, NEXT_FIRST, TERMINATED, VALID, Cursor, Replay
+from pql.types import Step
+
+N_STEP, GAMMA, HORIZON, LIMIT = 3, 0.99, 1, 1000
+ROTATED = 2**18  # windows whose cells a bare copy goes through before it repeats them
+SIZES = ((17, 6), (60, 8))  # features D and actions A: HalfCheetah's, and a larger robot's
+
+Round = Callable[[], float]
+
+
+def microseconds(fn: Callable[[], Any], seconds: float, device: torch.device) -> Round:
+    """A round of about ``seconds``: microseconds per call of ``fn``, whatever the device still does included."""
+
+    def one() -> float:
+        count, began = 0, time.perf_counter()
+        while count == 0 or time.perf_counter() - began < seconds:
+            fn()
+            count += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / count * 1e6
+
+    return one
+
+
+@contextmanager
+def intra_op(threads: int) -> Iterator[None]:
+    """``threads`` intra-op threads inside; as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def filled(size: int, actions: int, num_envs: int, capacity: int, device: torch.device) -> tuple[Replay, Cursor]:
+    """A ring that has gone round once, and a reader's view of it."""
+    replay = Replay({"policy": ObsSpec((size,))}, actions, num_envs, capacity // num_envs, HORIZON, LIMIT, device)
+    for store in (replay.obs["policy"], replay.action, replay.reward):
+        store.normal_()
+    ended = torch.rand(replay.flags.shape, device=device) < 1 / 500
+    replay.flags.copy_((VALID | FINAL_OK) + ended * (TERMINATED | NEXT_FIRST))
+    replay.live.head.fill_(replay.rows + replay.rows // 2)
+    cursor = Cursor(num_envs, device)
+    for mine, live in zip(cursor.tensors(), replay.live.tensors(), strict=True):
+        mine.copy_(live)
+    return replay, cursor
+
+
+def bare_select(pairs: Sequence[tuple[Tensor, list[Tensor]]]) -> Callable[[], None]:
+    """One ``index_select`` for each (store, index sets), into preallocated memory."""
+    outs = [store.new_empty(len(sets[0]), *store.shape[1:]) for store, sets in pairs]
+    turns = cycle(range(len(pairs[0][1])))
+
+    def one() -> None:
+        i = next(turns)
+        for (store, sets), out in zip(pairs, outs, strict=True):
+            torch.index_select(store, 0, sets[i], out=out)
+
+    return one
+
+
+def cells(replay: Replay, batch: int, steps: int) -> list[Tensor]:
+    """Random sets of [batch * steps] cells, ``steps`` rows in a column each; enough sets to outgrow the caches."""
+    out = []
+    for _ in range(ROTATED // batch):
+        row = torch.randint(replay.rows, (batch,), device=replay.device)
+        column = torch.randint(replay.num_envs, (batch,), device=replay.device)
+        rows = row + torch.arange(steps, device=replay.device).unsqueeze(1)  # [steps, batch]
+        out.append((rows % replay.rows * replay.num_envs + column).flatten())
+    return out
+
+
+def bench_reads(replay: Replay, cursor: Cursor, batch: int, args: Any) -> list[dict[str, Any]]:
+    """Sampling windows, and observations alone."""
+    gen, obs = Generator(replay.device).manual_seed(0), replay.obs["policy"]
+    pairs = [
+        (obs, [torch.cat(pair) for pair in zip(*(cells(replay, batch, 1) for _ in range(2)), strict=True)]),
+        (replay.action, cells(replay, batch, 1)),
+        (replay.reward, cells(replay, batch, N_STEP)), (replay.flags, cells(replay, batch, N_STEP + 1)),
+    ]  # fmt: skip
+    few = [(obs, cells(replay, batch, 1)), (replay.flags, cells(replay, batch, 1))]
+    fns = {
+        "sample": lambda: replay.sample(cursor, batch, N_STEP, GAMMA, gen),
+        "bare sample": bare_select(pairs),
+        "sample_obs": lambda: replay.sample_obs(cursor, batch, gen),
+        "bare sample_obs": bare_select(few),
+    }
+    times = alternate({k: microseconds(fn, args.seconds, replay.device) for k, fn in fns.items()}, args.rounds)
+    tail = f"B={batch} D={obs.shape[1]} / index_select"
+    return [compare(f"{k} {tail}", "us", times[k], times[f"bare {k}"]) for k in ("sample", "sample_obs")]
+
+
+def random_step(replay: Replay) -> Step:
+    """What a step of all environments returned."""
+    n, device, store = replay.num_envs, replay.device, replay.obs["policy"]
+    no, yes = torch.zeros(n, dtype=torch.bool, device=device), torch.ones(n, dtype=torch.bool, device=device)
+    obs, final = ({"policy": torch.randn(n, *store.shape[1:], device=device)} for _ in range(2))
+    return Step(obs, torch.randn(n, device=device), no, no, no, final, yes, yes, {})
+
+
+def bench_insert(replay: Replay, args: Any) -> list[dict[str, Any]]:
+    """One row of every environment."""
+    n, step = replay.num_envs, random_step(replay)
+    action = torch.rand(n, replay.action.shape[1], device=replay.device)
+    flags, final = step.valid.to(torch.uint8), torch.zeros(n, dtype=torch.int32, device=replay.device)
+    sources = (step.obs["policy"], step.final_obs["policy"], action, step.reward, flags, final)
+    stores = (*[replay.obs["policy"]] * 2, replay.action, replay.reward, replay.flags, replay.final)
+    rows = cycle(range(0, replay.rows * n - 2 * n, n))
+
+    def bare() -> None:
+        start = next(rows)
+        for store, source in zip(stores, sources, strict=True):
+            store[start : start + n].copy_(source)
+
+    fns = {"insert": lambda: replay.insert(action, step), "bare": bare}
+    times = alternate({k: microseconds(fn, args.seconds, replay.device) for k, fn in fns.items()}, args.rounds)
+    tail = f"N={n} D={sources[0].shape[1]}"
+    return [
+        compare(f"insert {tail} / copy_", "us", times["insert"], times["bare"]),
+        compare(f"insert {tail}", "transitions/s", [n / t * 1e6 for t in times["insert"]]),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", nargs="+", type=int, default=[512, 8192])
+    parser.add_argument("--num-envs", type=int, default=128)
+    parser.add_argument("--capacity", type=int, default=1_000_000)
+    parser.add_argument("--threads", type=int, default=thread_counts(Config())["v"], help="intra-op; the V-learner's")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of one measurement")
+    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
+    parser.add_argument("--json", metavar="PATH")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.batches, args.num_envs, args.capacity, args.rounds, args.seconds = [2048], 4, 400, 1, 0.005
+    rows: list[dict[str, Any]] = []
+    with intra_op(args.threads):
+        for size, actions in SIZES:
+            replay, cursor = filled(size, actions, args.num_envs, args.capacity, torch.device(args.device))
+            for batch in args.batches:
+                rows += bench_reads(replay, cursor, batch, args)
+            rows += bench_insert(replay, args)
+    print(f"intra-op threads: {args.threads}")
+    report(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Ticks per second of the ``concurrent`` schedule beside ``lockstep``, on the CPU, with the real workers.
+
+python tools/bench_schedule.py [--rounds 7] [--seconds 0.5] [--smoke] [--json PATH]
+
+Two cases, all variants in turn:
+
+waiting  The simulator sleeps 1.2 times as long as both learners work per tick (measured first, under both schedules;
+         the shorter counts), as one in another process or on another device would. ``concurrent / lockstep``
+         compares ticks per second: at best 2.2 / 1.2 = 1.83, the goal is at least 1.6. ``tick / slowest worker``
+         compares milliseconds: what a tick costs above the worker that bounds it, run alone on its own thread; the
+         goal is at most 1.15.
+busy     Every core has work: physics (HalfCheetah where MuJoCo is installed, else cart-pole), 2 critic and 2 policy
+         updates a step. The batch is first chosen so that the collector and both learners together take equally
+         long, and the table tells what each takes alone. Lockstep has all cores as intra-op and physics threads,
+         concurrent what ``thread_counts`` gives it and ``--env-threads`` for the physics. Then overlap gains only what
+         more threads per operation would lose: the goal is at least 1.0.
+
+Rows in ms are times (a ratio below 1 is good); rows in ticks/s are rates (above 1 is good).
+"""
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from _bench import alternate, compare, report
+from torch import Tensor
+
+from pql.build import Parts, build
+from pql.config import AlgoConfig, Config, CriticConfig, PolicyConfig, ReplayConfig
+from pql.env import EnvSpec, VecEnv, make_env
+from pql.types import Obs, Step
+
+WAIT = 1.2  # the simulator's wait over the learners' work
+WORKERS = ("collector", "v", "p")
+BATCHES = (64, 4096)  # allowed when balancing
+
+Round = Callable[[], float]
+
+
+class Sleeper:
+    """``env`` with ``seconds`` of waiting in every step, in which it keeps no core busy."""
+
+    def __init__(self, env: VecEnv, seconds: float = 0.0):
+        self.env, self.seconds = env, seconds
+
+    @property
+    def spec(self) -> EnvSpec:
+        return self.env.spec
+
+    def reset(self, seed: int | None = None) -> Obs:
+        return self.env.reset(seed)
+
+    def step(self, action: Tensor) -> Step:
+        time.sleep(self.seconds)
+        return self.env.step(action)
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def make_config(num_envs: int, batch: int, hidden: list[int], v_per_step: float, p_per_v: float) -> Config:
+    """A run's config on the CPU; the schedule is chosen later."""
+    algo = AlgoConfig(
+        batch_size=batch, v_per_step=v_per_step, p_per_v=p_per_v, warmup_steps=8,
+        critic=CriticConfig(hidden=hidden, activation="relu"), policy=PolicyConfig(hidden=hidden, activation="relu"),
+    )  # fmt: skip
+    return Config(algo=algo, replay=ReplayConfig(capacity=1024 * num_envs), num_envs=num_envs, device="cpu")
+
+
+def ready(config: Config, schedule: str, env: VecEnv) -> Parts:
+    """A run under ``schedule`` whose first tick comes next."""
+    parts = build(replace(config, algo=replace(config.algo, schedule=schedule)), env)
+    parts.collector.start(0)
+    parts.collector.warm_up(config.algo.warmup_steps)
+    parts.begin()
+    return parts
+
+
+def rate(fn: Callable[[], None], seconds: float) -> float:
+    """Calls per second over about ``seconds``."""
+    count, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < seconds or count == 0:
+        fn()
+        count += 1
+    return count / spent
+
+
+def ticks(parts: Parts, seconds: float) -> Round:
+    """Ticks per second."""
+    return lambda: rate(parts.schedule.tick, seconds)
+
+
+def alone(parts: Parts, name: str, seconds: float) -> Round:
+    """Milliseconds that one worker's share of a tick takes with the others idle."""
+    learner_bursts = parts.counts.rounds if parts.config.algo.schedule == "lockstep" else 1
+    amount = parts.counts.horizon if name == "collector" else learner_bursts
+    job = partial(parts.workers[name].run, amount)
+    return lambda: 1e3 / rate(lambda: parts.schedule.executor.run({name: job}), seconds)
+
+
+def alone_times(parts: Parts, seconds: float, rounds: int) -> dict[str, float]:
+    """Each worker's median milliseconds alone."""
+    times = alternate({name: alone(parts, name, seconds) for name in WORKERS}, rounds)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def compare_schedules(case: str, lockstep: Parts, concurrent: Parts, solo: Parts, args: Any) -> list[dict[str, Any]]:
+    """Both schedules and each worker alone, in turn; closes everything."""
+    fns = {"concurrent": ticks(concurrent, args.seconds), "lockstep": ticks(lockstep, args.seconds)}
+    fns |= {name: alone(solo, name, args.seconds) for name in WORKERS}
+    rates = alternate(fns, args.rounds)
+    slowest = max(WORKERS, key=lambda name: statistics.median(rates[name]))
+    tick = [1e3 / r for r in rates["concurrent"]]
+    for parts in (lockstep, concurrent, solo):
+        parts.schedule.executor.close()
+        parts.env.close()
+    return [
+        *(compare(f"{case}: {name} alone", "ms", rates[name]) for name in WORKERS),
+        compare(f"{case}: tick / slowest worker ({slowest})", "ms", tick, rates[slowest]),
+        compare(f"{case}: concurrent / lockstep", "ticks/s", rates["concurrent"], rates["lockstep"]),
+    ]
+
+
+def waiting(args: Any) -> list[dict[str, Any]]:
+    """A simulator that waits: overlap hides the learners behind it."""
+    if args.smoke:
+        config = make_config(8, 32, [16, 16], 2, 0.5)
+    else:
+        config = make_config(64, 512, [128, 128], 4, 0.5)
+    envs = [Sleeper(make_env("lqr", config.num_envs)) for _ in range(3)]
+    lockstep = ready(config, "lockstep", envs[0])
+    concurrent, solo = (ready(config, "concurrent", env) for env in envs[1:])
+    # On a machine that others use, threads waiting for each other can stretch lockstep's updates a hundredfold.
+    work = min(t["v"] + t["p"] for t in (alone_times(parts, args.seconds / 2, 3) for parts in (lockstep, solo)))
+    for env in envs:
+        env.seconds = WAIT * work / 1e3
+    print(f"waiting: the simulator sleeps {envs[0].seconds * 1e3:.2f} ms a step")
+    return compare_schedules("waiting", lockstep, concurrent, solo, args)
+
+
+def physics(num_envs: int, threads: int) -> VecEnv:
+    """HalfCheetah with ``threads`` physics threads (0: one per core), or cart-pole where MuJoCo is missing."""
+    if importlib.util.find_spec("mujoco") is None:
+        return make_env("cartpole_swingup", num_envs)
+    return make_env("halfcheetah", num_envs, threads=threads)
+
+
+def balanced(config: Config, args: Any) -> Config:
+    """``config`` with the batch size at which both learners together take as long as the collector."""
+    parts = ready(config, "concurrent", physics(config.num_envs, args.env_threads))
+    time_of = alone_times(parts, args.seconds / 2, 3)
+    parts.schedule.executor.close()
+    parts.env.close()
+    batch = config.algo.batch_size * time_of["collector"] / (time_of["v"] + time_of["p"])
+    batch = int(min(max(batch // 32 * 32, BATCHES[0]), BATCHES[1]))
+    return replace(config, algo=replace(config.algo, batch_size=batch))
+
+
+def busy(args: Any) -> list[dict[str, Any]]:
+    """Every core has work: overlap beside more threads per operation."""
+    config = make_config(8, 32, [16, 16], 2, 1) if args.smoke else make_config(128, 512, [128, 128], 2, 1)
+    config = balanced(config, args)
+    envs = [physics(config.num_envs, threads) for threads in (0, args.env_threads, args.env_threads)]
+    lockstep = ready(config, "lockstep", envs[0])
+    concurrent, solo = (ready(config, "concurrent", env) for env in envs[1:])
+    case = f"busy {envs[0].spec.name} n={config.num_envs} batch={config.algo.batch_size}"
+    return compare_schedules(case, lockstep, concurrent, solo, args)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=["waiting", "busy"], choices=["waiting", "busy"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of one measurement")
+    parser.add_argument("--env-threads", type=int, default=1, help="physics threads under concurrent")
+    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
+    parser.add_argument("--json", metavar="PATH")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.rounds, args.seconds = 1, 0.02
+    cases = {"waiting": waiting, "busy": busy}
+    report([row for case in args.cases for row in cases[case](args)], args.json)
+
+
+if __name__ == "__main__":
+    main()
