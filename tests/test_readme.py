@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import pql
-from pql.config import options
+from pql.compose import options
 from pql.main import COMMANDS
 
 TEXT = (Path(__file__).parents[1] / "README.md").read_text()

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -56,6 +57,11 @@ def test_order_cannot_matter_on_other_environments(task):
     assert differences(reference, bits(run(config, Threads(("v", "p", "collector"))))) == []
 
 
+def late(job, delays, count):
+    time.sleep(next(delays))
+    job(count)
+
+
 def test_random_delays_between_workers_change_nothing():
     config = small_config()
     reference = bits(run(config, Inline(), ticks=50))
@@ -64,7 +70,7 @@ def test_random_delays_between_workers_change_nothing():
         generator = torch.Generator().manual_seed(seed)
         for worker in parts.workers.values():
             delays = (torch.rand(50, generator=generator) * 0.004).tolist()
-            worker.job = lambda count, job=worker.job, it=iter(delays): (time.sleep(next(it)), job(count))
+            worker.job = partial(late, worker.job, iter(delays))
         for _ in range(50):
             parts.schedule.tick()
         parts.schedule.executor.close()
@@ -191,7 +197,7 @@ def happens_before(events):
 
 
 def check_order(events):
-    """Each pull comes after the publish it reads and before the publish that reuses its buffer. Returns pulls checked."""
+    """Each pull comes after the publish it reads and before the publish that reuses its buffer. Returns their number."""
     before = happens_before(events)
     published = {(e[2], e[3]): i for i, e in enumerate(events) if e[0] == "publish"}
     checked = 0
@@ -228,7 +234,7 @@ def test_the_order_check_sees_a_missing_edge():
     parts = start(small_config(), executor, trace)
     for _ in range(3):
         parts.schedule.tick()
-    with pytest.raises(AssertionError, match="nothing orders it|may be overwritten"):
+    with pytest.raises(AssertionError, match=r"nothing orders it|may be overwritten"):
         check_order(trace.events)
 
 
