@@ -93,6 +93,10 @@ class Session:
         parts.collector.steps = int(counters["steps"])
         parts.jobs["v"].updates, parts.jobs["p"].updates = int(counters["v"]), int(counters["p"])
         self.seconds = counters["seconds"]
+        if not hasattr(parts.env, "state_dict"):
+            self.warn(
+                "this simulator cannot restore its state: episodes begin anew, so the run goes on with other bits"
+            )
         best = self.checkpoints / "best"
         if best.exists():  # its own record: an evaluation after the resume point may have improved it
             try:

@@ -1,4 +1,4 @@
-"""Shared pieces of the suite: one intra-op thread, small runs built from the dataclasses, trees compared bit for bit."""
+"""Shared pieces of the suite: one intra-op thread, small runs from the dataclasses, trees compared bit for bit."""
 
 from typing import Any
 

@@ -197,7 +197,7 @@ def happens_before(events):
 
 
 def check_order(events):
-    """Each pull comes after the publish it reads and before the publish that reuses its buffer. Returns their number."""
+    """Each pull comes after the publish it reads and before the one that reuses its buffer. Returns their number."""
     before = happens_before(events)
     published = {(e[2], e[3]): i for i, e in enumerate(events) if e[0] == "publish"}
     checked = 0

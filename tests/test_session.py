@@ -123,6 +123,21 @@ def test_resuming_falls_back_to_the_point_before(tmp_path):
     assert len(list((tmp_path / "checkpoints").glob("damaged-*"))) == 1
 
 
+class Forgetful:
+    """A simulator without ``state_dict``."""
+
+    def __init__(self, num_envs, device):
+        env = Counter(num_envs, device)
+        self.spec, self.reset, self.step, self.close = env.spec, env.reset, env.step, env.close
+
+
+def test_resuming_a_simulator_that_cannot_restore_its_state_says_so(tmp_path):
+    register("forgetful", Forgetful)
+    run(*words(tmp_path, "task=env", "task.name=forgetful"))
+    with pytest.warns(PqlWarning, match="this simulator cannot restore its state: episodes begin anew"):
+        assert resume(tmp_path, "budget.env_steps=640").env_steps == 640
+
+
 def test_a_run_without_resume_points_says_so(tmp_path):
     run(*words(tmp_path, "checkpoint.replay=false"))
     assert points(tmp_path) == []
