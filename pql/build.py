@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -130,9 +131,14 @@ def build(
     counts = tick_counts(config.algo.v_per_step, config.algo.p_per_v)
     spec = env.spec if env is not None else describe_env(config, devices["collector"])
     rows = check_spec(config, spec, counts, devices["v"]) if spec is not None else 0
-    env = env if env is not None else build_env(config)
-    rows = rows or check_spec(config, env.spec, counts, devices["v"])
-    return _wire(config, env, counts, rows, devices, trace, executor)
+    started = env if env is not None else build_env(config)
+    try:
+        rows = rows or check_spec(config, started.spec, counts, devices["v"])
+        return _wire(config, started, counts, rows, devices, trace, executor)
+    except BaseException:
+        if env is None:
+            started.close()
+        raise
 
 
 def _wire(
@@ -423,10 +429,23 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     return rows
 
 
+def host_memory() -> int:
+    """Bytes that this process can still have: what the kernel can free up, within the container's limit."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):  # Linux: the page cache can be had too
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    with contextlib.suppress(OSError, ValueError):  # cgroup v2; "max" where there is no limit
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        free = min(free, int(limit) - int(used))
+    return free
+
+
 def available_bytes(device: torch.device) -> int:
     """Memory that a replay may take: what is free, less a tenth."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = host_memory()
     return int(free * 0.9)

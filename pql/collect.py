@@ -188,6 +188,8 @@ class Collector:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore in place. A simulator that offers no ``state_dict`` begins new episodes, which nothing announced."""
+        fresh = {k: v.clone() for k, v in self.obs.items()}
         self._keep(state["obs"])
         self.gen.set_state(state["gen"].cpu())
         self.explore.load_state_dict(state["explore"])
@@ -197,6 +199,14 @@ class Collector:
             replay.load_state_dict(saved)
         if "env" in state:
             self.env.load_state_dict(state["env"])  # type: ignore[attr-defined]
+            return
+        self._keep(fresh)
+        for replay in self.replays:
+            replay.restart({k: v.to(replay.device) for k, v in fresh.items()})
+        self.explore.fresh.fill_(True)
+        self.episodes.running.zero_()
+        if self.normalizer.reward_gamma is not None:
+            self.normalizer.running_return.zero_()
 
 
 class _ActState:

@@ -111,6 +111,12 @@ class Replay:
         columns = self.columns if columns is None else columns
         self._write_obs(self.live.head[columns] % self.rows * self.num_envs + columns, obs)
 
+    def restart(self, obs: Obs) -> None:
+        """All columns go on from ``obs`` in a new episode that nothing announced: no window crosses into it."""
+        last = (self.live.head - 1) % self.rows * self.num_envs + self.columns
+        self.flags.index_copy_(0, last, self.flags.index_select(0, last) | NEXT_FIRST)
+        self.begin(obs)
+
     def insert(self, action: Tensor, step: Step, columns: Tensor | None = None) -> None:
         """Append one row to ``columns`` (default: all): the action taken there and what followed.
 

@@ -73,7 +73,9 @@ class Trace:
 class Executor(Protocol):
     """Runs one tick's jobs by worker name. On return each has run, or is queued with its order fixed."""
 
-    def run(self, jobs: Mapping[str, Job]) -> None: ...
+    def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
+        """Returns the seconds each job was at work: these jobs', or an earlier tick's that have just become known."""
+        ...
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Inside, the calling thread's device work is ordered after all ticks so far and before all later ones."""
@@ -88,9 +90,8 @@ class Inline:
     def __init__(self, order: Sequence[str] | None = None):
         self.order = order
 
-    def run(self, jobs: Mapping[str, Job]) -> None:
-        for name in self.order or jobs:
-            jobs[name]()
+    def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
+        return {name: timed(jobs[name]) for name in self.order or jobs}
 
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -108,7 +109,7 @@ class Threads:
 
     def __init__(self, names: Sequence[str], watchdog: float = 30.0):
         self.watchdog = watchdog
-        self.done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[str, float | BaseException]] = queue.SimpleQueue()
         self.inbox: dict[str, queue.SimpleQueue[Job | None]] = {n: queue.SimpleQueue() for n in names}
         # Daemons: a hung worker cannot be stopped, but it must not keep the process alive.
         self.threads = {n: threading.Thread(target=self._loop, args=(n,), name=f"pql-{n}", daemon=True) for n in names}
@@ -118,32 +119,33 @@ class Threads:
     def _loop(self, name: str) -> None:
         while (job := self.inbox[name].get()) is not None:
             try:
-                job()
+                self.done.put((name, timed(job)))
             except BaseException as error:
                 self.done.put((name, error))
-            else:
-                self.done.put((name, None))
 
-    def run(self, jobs: Mapping[str, Job]) -> None:
+    def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
         for name, job in jobs.items():
             self.inbox[name].put(job)
-        waiting, failed = set(jobs), None
+        waiting, failed, seconds = set(jobs), None, {}
         deadline = time.monotonic() + self.watchdog
         while waiting:
             try:
                 # Once a worker has failed the others get a moment to finish, so that its error comes first.
                 left = deadline - time.monotonic() if failed is None else min(5.0, deadline - time.monotonic())
-                name, error = self.done.get(timeout=max(0.01, left))
+                name, outcome = self.done.get(timeout=max(0.01, left))
             except queue.Empty:
                 if failed is not None:
                     break
                 names = ", ".join(sorted(waiting))
                 raise RunError(f"worker {names} has not finished its tick in {self.watchdog:g} s\n{stacks()}") from None
             waiting.discard(name)
-            if error is not None and failed is None:
-                failed = (name, error)
+            if isinstance(outcome, float):
+                seconds[name] = outcome
+            elif failed is None:
+                failed = (name, outcome)
         if failed is not None:
             raise RunError(f"worker {failed[0]} failed: {type(failed[1]).__name__}: {failed[1]}") from failed[1]
+        return seconds
 
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -175,7 +177,7 @@ class Streams:
         }
         self.ends: list[Any] = []  # what the next tick must wait for
         self.started = False
-        self.flight: deque[list[Any]] = deque()
+        self.flight: deque[dict[str, tuple[Any, Any]]] = deque()  # by worker: its job's first and last event
 
     # The four calls below are all that touches CUDA: the recording back end of the tests replaces them.
     def _stream(self, device: torch.device) -> Any:
@@ -188,36 +190,41 @@ class Streams:
         stream.wait_event(event)
 
     def _record(self, stream: Any) -> Any:
-        return stream.record_event()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
     def _current(self) -> list[Any]:
         return [torch.cuda.current_stream(d) for d in {s.device for own in self.streams.values() for s in own}]
 
-    def run(self, jobs: Mapping[str, Job]) -> None:
+    def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
         if not self.started:  # PyTorch's streams do not wait for the one on which everything was set up
             self.ends += [self._record(stream) for stream in self._current()]
             self.started = True
         before, self.ends = self.ends, []
+        tick = {}
         for name, job in jobs.items():
             with ExitStack() as inside:
                 for stream in self.streams[name]:
                     for event in before:
                         self._wait(stream, event)
                     inside.enter_context(self._on(stream))
+                start = self._record(self.streams[name][-1])
                 job()
             self.ends += [self._record(stream) for stream in self.streams[name]]
-        self.flight.append(self.ends)
-        if len(self.flight) > self.AHEAD:
-            self._settle(self.flight.popleft())
+            tick[name] = (start, self.ends[-1])
+        self.flight.append(tick)
+        return self._settle(self.flight.popleft()) if len(self.flight) > self.AHEAD else {}
 
-    def _settle(self, events: list[Any]) -> None:
-        """Wait until the device has passed ``events``; by asking, since a blocking wait could not be given up."""
+    def _settle(self, tick: dict[str, tuple[Any, Any]]) -> dict[str, float]:
+        """Wait until the device has passed ``tick``; by asking, since a blocking wait could not be given up."""
         deadline = time.monotonic() + self.watchdog
-        for event in events:
-            while not event.query():
+        for name, (_, end) in tick.items():
+            while not end.query():
                 if time.monotonic() > deadline:
-                    raise RunError(f"the device has not finished a tick in {self.watchdog:g} s\n{stacks()}")
+                    raise RunError(f"worker {name} has not finished its tick in {self.watchdog:g} s\n{stacks()}")
                 time.sleep(2e-5)
+        return {name: start.elapsed_time(end) / 1e3 for name, (start, end) in tick.items()}
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -245,7 +252,8 @@ class Concurrent:
     def tick(self) -> None:
         version, c = self.ticks, self.counts
         amount = {"v": 1, "p": 1, "collector": c.horizon}
-        self.executor.run({name: partial(w.run, amount[name], version) for name, w in self.workers.items()})
+        jobs = {name: partial(w.run, amount[name], version) for name, w in self.workers.items()}
+        account(self.workers, self.executor.run(jobs))
         self.lag = policy_lag(self.workers)
         self.ticks += 1
 
@@ -260,15 +268,28 @@ class Lockstep:
 
     def tick(self) -> None:
         workers = self.workers
-        self.executor.run({"collector": partial(workers["collector"].run, self.counts.horizon)})
+        account(workers, self.executor.run({"collector": partial(workers["collector"].run, self.counts.horizon)}))
         self.lag = policy_lag(workers)
         for _ in range(self.counts.rounds):
             for name in ("v", "p"):
-                self.executor.run({name: partial(workers[name].run, 1)})
+                account(workers, self.executor.run({name: partial(workers[name].run, 1)}))
         self.ticks += 1
 
 
 Schedule = Concurrent | Lockstep
+
+
+def timed(job: Job) -> float:
+    """Run ``job``; the seconds it took."""
+    start = time.perf_counter()
+    job()
+    return time.perf_counter() - start
+
+
+def account(workers: Mapping[str, Worker], seconds: Mapping[str, float]) -> None:
+    """Add to the workers' busy time."""
+    for name, amount in seconds.items():
+        workers[name].busy += amount
 
 
 def policy_lag(workers: Mapping[str, Worker]) -> int:

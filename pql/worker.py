@@ -4,7 +4,6 @@ A :class:`Learner` is pure algorithm: named state, a way to draw a batch, an upd
 the collector) a place: it pulls private copies, works, publishes. Nobody reads another worker's tensors.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -129,11 +128,10 @@ class Worker:
         self.name, self.job, self.device, self.threads = name, job, device, threads
         self.pulls, self.publishes, self.trace = pulls, publishes, trace
         self.pulled: dict[str, int] = {}
-        self.busy = 0.0  # seconds of work since the log last asked (CPU)
+        self.busy = 0.0  # seconds of work so far, as the executor measured them
 
     def run(self, count: int, version: int | None = None) -> None:
         """Pull (``version``, or the newest where None), work, publish."""
-        start = time.perf_counter()
         # Asked first: the first question makes the calling thread take the process-wide count, whenever it comes.
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
@@ -148,4 +146,3 @@ class Worker:
             if self.trace:
                 self.trace("publish", self.name, slot.name, slot.version)
         torch.set_num_threads(threads)
-        self.busy += time.perf_counter() - start

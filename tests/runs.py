@@ -9,6 +9,7 @@ WORDS = (
     "algo.warmup_steps=8", "algo.critic.hidden=[16]", "algo.policy.hidden=[16]", "budget.seconds=null",
     "budget.env_steps=320", "eval.num_envs=2", "eval.every_seconds=null", "eval.final=false",
     "checkpoint.every_seconds=null", "logger.every_seconds=0.02",
+    "placement.threads.collector=1", "placement.threads.v=1", "placement.threads.p=1",
 )  # fmt: skip
 
 

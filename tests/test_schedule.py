@@ -168,6 +168,9 @@ class FakeEvent(str):
         self.log("host", str(self))
         return True
 
+    def elapsed_time(self, end):
+        return 1000.0 * (int(end[5:]) - int(self[5:]))  # in milliseconds: a second between events
+
 
 def super_null():
     import contextlib
@@ -225,6 +228,8 @@ def test_streams_order_every_cross_worker_read(order):
     behind = [sum(r[0] == "record" for r in events[:i]) - int(e[1][5:]) for i, e in enumerate(events) if e[0] == "host"]
     assert len(behind) == 3 * 10
     assert min(behind) > 0
+    # busy time comes from the device's own clock: ten settled ticks, one (fake) second between a job's two events
+    assert {name: worker.busy for name, worker in parts.workers.items()} == {"v": 10.0, "p": 10.0, "collector": 10.0}
 
 
 def test_the_order_check_sees_a_missing_edge():

@@ -1,0 +1,61 @@
+"""The collector: episode statistics, and going on with a simulator that cannot be restored."""
+
+import torch
+from conftest import small_config, start
+
+from pql.build import build, seeds
+from pql.checkpoint import flatten
+from pql.collect import EpisodeStats
+from pql.envs.toy import Counter
+from pql.schedule import Inline
+from pql.types import Step
+
+
+def test_episode_statistics_are_means_over_finished_episodes():
+    stats = EpisodeStats(3, ("speed",), torch.device("cpu"))
+    no = torch.zeros(3, dtype=torch.bool)
+
+    def step(reward, ended=(), first=(), invalid=()):
+        def at(ids):
+            return torch.tensor([i in ids for i in range(3)])
+
+        r = torch.tensor(reward)
+        stats.update(Step({}, r, at(ended), no, at(first), {}, ~no, ~at(invalid), {"speed": 10 * r}))
+
+    step([1.0, 2.0, 3.0])
+    step([1.0, 2.0, 3.0], ended=(0, 1), first=(0, 1))
+    step([5.0, 100.0, 3.0], invalid=(1,))  # a filler row: not counted
+    step([5.0, 1.0, 3.0], first=(2,))  # an unannounced restart: that episode is not one
+    step([5.0, 1.0, 4.0], ended=(0, 2), first=(0, 2))
+    out = {k: float(v) for k, v in stats.drain().items()}
+    # episodes: env 0: 2 and 15 (2 and 3 rows), env 1: 4 (2 rows), env 2: 4 (1 row)
+    assert out == {
+        "train/return_mean": 25 / 4, "train/length_mean": 8 / 4, "episode/speed": 250 / 4, "train/episodes": 4,
+    }  # fmt: skip
+    assert float(stats.drain()["train/episodes"]) == 0
+    assert stats.running[0].tolist() == [0.0, 2.0, 0.0]
+
+
+def test_a_simulator_without_state_goes_on_in_new_episodes_that_no_window_crosses_into(monkeypatch):
+    monkeypatch.delattr(Counter, "state_dict")
+    config = small_config(task={"name": "counter", "kwargs": {"terminate_every": 0}}, algo={"normalize_reward": True})
+    parts = start(config, Inline())
+    for _ in range(17):  # the middle of an episode of seven rows
+        parts.schedule.tick()
+    saved = {k: v.clone() for k, v in flatten(parts.state_dict()).items()}
+    assert not [k for k in saved if k.startswith("collector/env")]
+
+    again = build(config, executor=Inline())
+    again.collector.start(seeds(config.seed)["env"])
+    first = again.collector.obs["policy"].clone()
+    again.load_state_dict(parts.state_dict(), 17)
+    assert torch.equal(again.collector.obs["policy"], first)
+    ring, head = again.collector.replays[0], int(parts.collector.replays[0].live.head[0])
+    again.schedule.tick()
+    columns = torch.arange(8)
+    batch = ring.windows(ring.live, torch.full((8,), head - 1), columns, ring.live.head, 3, 0.9)
+    assert batch.mask.tolist() == [0.0] * 8  # the row before the restart has lost its successor
+    batch = ring.windows(ring.live, torch.full((8,), head), columns, ring.live.head, 3, 0.9)
+    assert batch.mask.tolist() == [1.0] * 8
+    assert torch.equal(batch.obs["policy"], first)
+    assert again.collector.episodes.running[1].tolist() == [1.0] * 8
