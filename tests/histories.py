@@ -26,16 +26,17 @@ class Column:
         return self.made
 
     def event(self, kind: str, reward: float) -> Event:
+        """The next row. "life" and "cut" end nothing but the window; after "stall" a filler row comes unprovoked."""
         obs, action, filler = self.now, reward / 2 - 1, self.filler_due
         ends = kind in ("terminate", "truncate", "lose", "forget") and not filler
-        waits = kind == "stall" and not filler  # a filler row follows though nothing ended
+        waits = kind == "stall" and not filler
         final = self.new()
         after = final if not ends or self.next_step or kind in ("lose", "forget") else self.new()
         self.now, self.filler_due = after, waits or (ends and self.next_step)
         if filler:  # some simulators repeat the flag there, and pay anything
             return Event(obs, action, -999.0, False, kind == "truncate", True, True, False, after, after)
         return Event(
-            obs, action, reward, kind in ("terminate", "forget", "life"), kind in ("truncate", "lose"),
+            obs, action, reward, kind in ("terminate", "forget", "life"), kind in ("truncate", "lose", "cut"),
             kind == "restart" or (ends and not self.next_step), kind not in ("lose", "forget", "restart"), True,
             after, final,
         )  # fmt: skip
@@ -75,6 +76,14 @@ class Recorded:
         for i, event in zip(columns, new, strict=True):
             self.events[i].append(event)
         self.replay.insert(*stack(new), torch.tensor(columns))
+
+    def restart(self):
+        """What a resumed run does where the simulator could not be restored."""
+        for sim, events in zip(self.sims, self.events, strict=True):
+            sim.now, sim.filler_due = sim.new(), False
+            if events:
+                events[-1] = events[-1]._replace(first=True)
+        self.replay.restart(picture([s.now for s in self.sims]))
 
     def seal(self):
         for t, s in zip(self.cursor.tensors(), self.replay.live.tensors(), strict=True):

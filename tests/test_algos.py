@@ -13,7 +13,6 @@ from pql.nets import LOG_STD_MAX, LOG_STD_MIN, Critic, DeterministicPolicy, Ense
 from pql.optim import AdamW
 from pql.types import Batch, ObsBatch
 
-torch.set_num_threads(1)
 B, D, P, A = 24, 4, 3, 2  # batch, features of "critic" and "policy", actions
 ATOMS = torch.linspace(-3, 3, 13)
 OPTIMIZER = {"lr": 1e-3, "clip": 0.5, "weight_decay": 0.1, "eps": 1e-4}  # eps: rounding must not turn a step's sign

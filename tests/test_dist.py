@@ -12,7 +12,6 @@ from oracles import c51_projection, tanh_gaussian_log_prob
 from pql import dist
 from pql.dist import lower_mean, project, squashed_gaussian
 
-torch.set_num_threads(1)
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 

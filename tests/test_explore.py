@@ -8,7 +8,6 @@ from oracles import chi_square_fits, zeta_pmf
 
 from pql.explore import REPEAT_MAX, Exploration
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

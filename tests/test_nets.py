@@ -15,8 +15,6 @@ from pql.nets import (
     mlp,
 )
 
-torch.set_num_threads(1)
-
 
 def member(layer, e):
     """Member ``e`` of an ensemble layer as torch's own layer."""
@@ -68,14 +66,23 @@ def test_ensemble_members_differ_and_start_like_torch_linear():
     assert layer.weight.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.02)
 
 
-def test_plain_network_equals_layers_by_hand():
+BY_HAND = {
+    "relu": lambda y: torch.where(y > 0, y, 0.0),
+    "elu": lambda y: torch.where(y > 0, y, y.exp() - 1),
+    "silu": lambda y: y / (1 + (-y).exp()),
+    "tanh": lambda y: 1 - 2 / (1 + (2 * y).exp()),
+}
+
+
+@pytest.mark.parametrize("activation", BY_HAND)
+def test_plain_network_equals_layers_by_hand(activation):
     torch.manual_seed(0)
-    net = mlp(4, (6,), 2, "elu", layer_norm=True)
+    net = mlp(4, (6,), 2, activation, layer_norm=True)
     x = torch.randn(9, 4)
     first, norm, _, last = net
     y = x @ first.weight.T + first.bias
     y = (y - y.mean(1, keepdim=True)) / (y.var(1, keepdim=True, correction=0) + 1e-5).sqrt() * norm.weight + norm.bias
-    y = torch.where(y > 0, y, y.exp() - 1) @ last.weight.T + last.bias
+    y = BY_HAND[activation](y) @ last.weight.T + last.bias
     torch.testing.assert_close(net(x), y, rtol=0, atol=1e-5)
 
 

@@ -7,7 +7,6 @@ from oracles import Welford
 from pql.env import ObsSpec
 from pql.normalize import CLIP, Moments, Normalizer
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 SPECS = {"policy": ObsSpec((3,)), "critic": ObsSpec((2,)), "frame": ObsSpec((2,), torch.uint8)}
 

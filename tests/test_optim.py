@@ -10,8 +10,6 @@ from torch import nn
 from pql.nets import Flat, mlp
 from pql.optim import AdamW, polyak
 
-torch.set_num_threads(1)
-
 
 def net(seed=0):
     torch.manual_seed(seed)

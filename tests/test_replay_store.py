@@ -14,9 +14,8 @@ from oracles import chi_square_fits
 from pql.env import ObsSpec
 from pql.errors import ConfigError
 from pql.replay import Replay, preflight, replay_bytes
-from pql.types import Step
+from pql.types import Step, split
 
-torch.set_num_threads(1)
 STORED = ("flags", "action", "reward", "final")
 
 # --- what is drawn ---
@@ -57,6 +56,22 @@ def test_an_empty_ring_gives_masked_rows():
     assert batch.mask.sum() == 0
     assert ring.replay.sample_obs(ring.cursor, 8, gen).mask.sum() == 0
     assert ring.cursor.lost == 0
+
+
+def test_one_large_batch_splits_into_its_parts():
+    ring = Recorded(3, 24, 2, None)
+    for _ in range(20):
+        ring.insert(["step"] * 3)
+    ring.seal()
+    gen = torch.Generator().manual_seed(0)
+    whole, views = ring.replay.sample(ring.cursor, 12, 3, 0.9, gen), ring.replay.sample_obs(ring.cursor, 12, gen)
+    assert split(whole, 1) == [whole]
+    for i, part in enumerate(split(whole, 3)):
+        assert part.index.tolist() == whole.index[4 * i : 4 * i + 4].tolist()
+        ring.check(part, 0, 3, 0.9)
+    for i, part in enumerate(split(views, 4)):
+        assert all(torch.equal(part.obs[k], views.obs[k][3 * i : 3 * i + 3]) for k in SPECS)
+        assert part.mask.shape == part.weight.shape == (3,)
 
 
 def test_observation_only_ring_equals_the_full_one_and_masks_fillers():
