@@ -145,8 +145,11 @@ class Collector:
         assert step is not None
         for replay in self.replays:
             replay.insert(self.action.to(replay.device), step_to(step, replay.device))
-        self.normalizer.observe(step.obs)
-        self.normalizer.observe_reward(step.reward, step.terminated | step.truncated)
+        over = step.terminated | step.truncated
+        # Next-step autoreset shows the final observation here: where the simulator lost it, this is no real frame.
+        lost = over & ~step.final_ok & ~step.first if self.env.spec.final_obs == "never" else None
+        self.normalizer.observe(step.obs, None if lost is None else ~lost)
+        self.normalizer.observe_reward(step.reward, over | step.first, step.valid)
         self.episodes.update(step)
         self.explore.observe(step.first)
         self._keep(step.obs)

@@ -30,15 +30,23 @@ class Moments(nn.Module):
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64, device=device))
         self.register_buffer("m2", torch.zeros(shape, dtype=torch.float64, device=device))
 
-    def update(self, x: Tensor) -> None:
-        """Merge ``x`` [N, ...]."""
+    def update(self, x: Tensor, keep: Tensor | None = None) -> None:
+        """Merge ``x`` [N, ...], or those of its rows where ``keep`` [N] is True."""
         x = x.to(torch.float64)
-        var, mean = torch.var_mean(x, 0, correction=0)
-        total = self.count + x.shape[0]
+        if keep is None:
+            count: float | Tensor = x.shape[0]
+            var, mean = torch.var_mean(x, 0, correction=0)
+            squares = var * count
+        else:
+            row = keep.view(-1, *[1] * (x.dim() - 1))
+            count = keep.sum()
+            mean = torch.where(row, x, 0).sum(0) / count.clamp(min=1)
+            squares = torch.where(row, x - mean, 0).square_().sum(0)
+        total = self.count + count
         delta = mean - self.mean
-        share = x.shape[0] / total
+        share = count / total.clamp(min=1)
         self.mean.addcmul_(delta, share)
-        self.m2.add_(var, alpha=x.shape[0]).addcmul_(delta * delta, self.count * share)
+        self.m2.add_(squares).addcmul_(delta * delta, self.count * share)
         self.count.copy_(total)
 
     def variance(self) -> Tensor:
@@ -92,17 +100,18 @@ class Normalizer(nn.Module):
     def _groups(self) -> Iterator[tuple[str, Moments]]:
         return ((k, cast(Moments, m)) for k, m in self.moments.items())
 
-    def observe(self, obs: Obs) -> None:
-        """Feed fresh observations [N, ...]."""
+    def observe(self, obs: Obs, keep: Tensor | None = None) -> None:
+        """Feed fresh observations [N, ...], or those of the rows where ``keep`` [N] is True."""
         for k, moments in self._groups():
-            moments.update(obs[k])
+            moments.update(obs[k], keep)
 
-    def observe_reward(self, reward: Tensor, ended: Tensor) -> None:
-        """Feed rewards [N] and where episodes ended [N]."""
+    def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor) -> None:
+        """Feed rewards [N], where an episode is over or another begins [N], and which rows are no filler [N]."""
         if self.reward_gamma is not None:
-            self.running_return.mul_(self.reward_gamma).add_(reward)
-            self.returns.update(self.running_return)
-            self.running_return.mul_(~ended)
+            grown = self.running_return * self.reward_gamma + reward
+            self.running_return.copy_(torch.where(valid, grown, self.running_return))
+            self.returns.update(self.running_return, valid)
+            self.running_return.mul_(~over)
 
     def freeze(self) -> None:
         """Make the statistics so far the ones in use (a tick's boundary)."""

@@ -1,5 +1,6 @@
 """The collector: episode statistics, and going on with a simulator that cannot be restored."""
 
+import pytest
 import torch
 from conftest import small_config, start
 
@@ -59,3 +60,17 @@ def test_a_simulator_without_state_goes_on_in_new_episodes_that_no_window_crosse
     assert batch.mask.tolist() == [1.0] * 8
     assert torch.equal(batch.obs["policy"], first)
     assert again.collector.episodes.running[1].tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize(("autoreset", "rows"), [("next_step", 15), ("same_step", 16)])
+def test_a_lost_final_observation_is_no_frame(autoreset, rows):
+    """Counter shows -1 where it lost a final observation: no statistic may see it, nor a filler row's reward."""
+    kwargs = {"autoreset": autoreset, "final_obs": "never", "terminate_every": 0}
+    parts = start(small_config(task={"name": "counter", "kwargs": kwargs}, algo={"normalize_reward": True}), Inline())
+    norm = parts.collector.normalizer
+    # 16 warm-up steps and the first observation; next-step: two episodes ended, and each lost one frame
+    assert norm.moments["policy"].count.item() == 8 * (rows if autoreset == "next_step" else rows + 1)
+    valid = 14 if autoreset == "next_step" else 16  # two filler rows
+    assert norm.returns.count.item() == 8 * valid
+    assert norm.moments["policy"].mean[1] > 2  # of steps 0..6
+    assert float(norm.running_return.min()) > -100

@@ -36,6 +36,21 @@ def test_moments_equal_welford(num_envs):
     assert moments.variance().item() == pytest.approx(slow.variance(), rel=1e-9)
 
 
+def test_rows_that_are_no_real_frames_are_left_out():
+    some, slow = Moments((2,), CPU), [Welford(), Welford()]
+    gen = torch.Generator().manual_seed(0)
+    for keep in ([True, False, True], [False] * 3, [True] * 3, [False, False, True]):
+        x = torch.randn(3, 2, generator=gen) + 100
+        junk = torch.where(torch.tensor(keep).unsqueeze(1), x, float("nan"))
+        some.update(junk, torch.tensor(keep))
+        for row in x[torch.tensor(keep)].tolist():
+            for one, value in zip(slow, row, strict=True):
+                one.add(value)
+    assert some.count.item() == 6
+    assert some.mean.tolist() == pytest.approx([s.mean for s in slow], rel=1e-12)
+    assert some.variance().tolist() == pytest.approx([s.variance() for s in slow], rel=1e-9)
+
+
 def test_frozen_statistics_are_those_of_everything_fed():
     norm, fed = Normalizer(SPECS, 16, CPU), list(frames(40, 16))
     for obs in fed:
@@ -105,7 +120,7 @@ def feed(norm, fed, seed):
     gen = torch.Generator().manual_seed(seed)
     for obs in fed:
         norm.observe(obs)
-        norm.observe_reward(torch.randn(8, generator=gen), torch.rand(8, generator=gen) < 0.2)
+        norm.observe_reward(torch.randn(8, generator=gen), *(torch.rand(2, 8, generator=gen) < 0.2))
         norm.freeze()
 
 
@@ -138,10 +153,12 @@ def test_reward_scale_is_one_over_the_spread_of_discounted_returns():
     gen, slow, running = torch.Generator().manual_seed(0), Welford(), [0.0] * 3
     for _ in range(60):
         reward, ended = torch.randn(3, generator=gen) * 4 + 1, torch.rand(3, generator=gen) < 0.15
-        norm.observe_reward(reward, ended)
+        valid = torch.rand(3, generator=gen) > 0.2  # a filler row's reward is no reward
+        norm.observe_reward(torch.where(valid, reward, -1000.0), ended, valid)
         for i in range(3):
-            running[i] = 0.9 * running[i] + reward[i].item()
-            slow.add(running[i])
+            if valid[i]:
+                running[i] = 0.9 * running[i] + reward[i].item()
+                slow.add(running[i])
             running[i] = 0.0 if ended[i] else running[i]
     assert norm.reward_scale.item() == 0.5
     norm.freeze()
@@ -150,6 +167,7 @@ def test_reward_scale_is_one_over_the_spread_of_discounted_returns():
 
 def test_constant_reward_scale_needs_no_returns():
     norm = Normalizer({}, 3, CPU, reward_scale=0.01)
-    norm.observe_reward(torch.randn(3) * 100, torch.zeros(3, dtype=torch.bool))
+    no = torch.zeros(3, dtype=torch.bool)
+    norm.observe_reward(torch.randn(3) * 100, no, ~no)
     norm.freeze()
     assert norm.reward_scale.item() == pytest.approx(0.01)
