@@ -94,7 +94,6 @@ class TorchEnv:
             max_episode_steps=positive("max_episode_steps", max_episode_steps),
             final_obs="always",
             log=cls.terms,
-            capturable=True,
         )
 
     def draw(self) -> Tensor:

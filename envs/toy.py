@@ -102,7 +102,6 @@ class Counter:
             autoreset=autoreset,  # type: ignore[arg-type]
             final_obs=final_obs,  # type: ignore[arg-type]
             log=("rows",),
-            capturable=True,
             info={"restarts": True} if restart_every else {},
         )
 

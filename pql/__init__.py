@@ -60,9 +60,16 @@ def train(*overrides: str, env: Any = None, callbacks: Any = (), quiet: bool = F
 
     words = list(overrides)
     if env is not None:
-        if clash := [w for w in words if w.partition("=")[0] in ("task", "task.name", "task.id")]:
+        if clash := [w for w in words if w.partition("=")[0] in ("task", "task.name", "task.id", "task.live")]:
             raise ConfigError("task", clash[0].partition("=")[2], "no task beside env=, which is trained on instead")
         spec = env.spec
-        words = ["task=env", f"task.name={spec.name}", f"num_envs={spec.num_envs}", f"device={spec.device}", *words]
+        words = [
+            "task=env",
+            f"task.name={spec.name}",
+            "task.live=true",
+            f"num_envs={spec.num_envs}",
+            f"device={spec.device}",
+            *words,
+        ]
         words.append(f"placement.collector={spec.device}")
     return Session(compose(words), env=env, callbacks=callbacks, quiet=quiet, overrides=words).train()

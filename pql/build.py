@@ -109,6 +109,8 @@ def env_kwargs(config: Config) -> dict[str, Any]:
 
 def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
     """The task's environment. ``num_envs`` overrides the config's (evaluation)."""
+    if config.task.live:
+        raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
     device = torch.device(config.placement.collector or resolve_device(config.device))
     count = config.num_envs if num_envs is None else num_envs
     return make_env(config.task.name, count, device, **env_kwargs(config))
@@ -128,6 +130,8 @@ def build(
     devices = worker_devices(config)
     set_precision(config.placement)
     keep_freed_memory()
+    if config.cuda_graphs == "on" and any(d.type != "cuda" for d in devices.values()):
+        raise ConfigError("cuda_graphs", "on", "auto or off where a worker sits on the CPU")
     counts = tick_counts(config.algo.v_per_step, config.algo.p_per_v)
     spec = env.spec if env is not None else describe_env(config, devices["collector"])
     rows = check_spec(config, spec, counts, devices["v"]) if spec is not None else 0
@@ -149,7 +153,7 @@ def _wire(
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
     policy, critic = make_networks(config, spec, seed["init"])
     normalizer = Normalizer(
-        spec.obs, spec.num_envs, devices["collector"], algo.normalize_obs, config.task.reward_scale,
+        spec.obs, spec.num_envs, devices["collector"], algo.normalize_obs, config.task.reward_scale * algo.reward_scale,
         algo.gamma if algo.normalize_reward else None,
     )  # fmt: skip
     replays = [make_replay(config, spec, rows, counts, devices["v"])]
@@ -356,7 +360,7 @@ def thread_counts(config: Config) -> dict[str, int]:
     ``concurrent`` the V-learner and the simulator, which bound most ticks, get half the cores each. Another count is
     another order of summation, so other bits: never chosen at run time.
     """
-    cores, place = os.cpu_count() or 1, config.placement.threads
+    cores, place = available_cores(), config.placement.threads
     alone = config.algo.schedule == "lockstep"
     default = {
         "collector": cores if alone else 1,
@@ -365,6 +369,11 @@ def thread_counts(config: Config) -> dict[str, int]:
         "simulator": cores if alone or resolve_device(config.device) != "cpu" else max(1, cores // 2),
     }
     return {w: getattr(place, w) or n for w, n in default.items()}
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> Executor:

@@ -167,16 +167,19 @@ def resume_points(folder: Path) -> list[Path]:
     return sorted(folder.glob("tick-*"))
 
 
-def find(path: Path) -> Path:
+def find(path: Path, whole: bool = False) -> Path:
     """A checkpoint directory itself, or a run's: the last policy, else the best, else the newest resume point.
 
+    Args:
+        whole: rather the newest resume point, which holds the critics too.
     Raises:
         ConfigError: none of these is there.
     """
     if (path / MANIFEST).exists() or (path / TENSORS).exists():
         return path
     folder = path / "checkpoints"
-    for candidate in [folder / "last", folder / "best", *reversed(resume_points(folder))]:
+    policies, points = [folder / "last", folder / "best"], resume_points(folder)[::-1]
+    for candidate in points + policies if whole else policies + points:
         if candidate.exists() or _old(candidate).exists():
             return candidate
     raise ConfigError("run", path, "a run directory with a checkpoint, or a checkpoint in one (with manifest.json)")

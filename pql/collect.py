@@ -29,11 +29,11 @@ class EpisodeStats:
 
     def update(self, step: Step) -> None:
         new = torch.stack([step.reward, torch.ones_like(step.reward), *(step.log[k] for k in self.terms)])
-        self.running += new * step.valid
+        self.running += torch.where(step.valid, new, 0)
         ended = (step.terminated | step.truncated) & step.valid
-        self.finished += (self.running * ended).sum(1)
+        self.finished += torch.where(ended, self.running, 0).sum(1)
         self.count += ended.sum()
-        self.running *= ~(ended | step.first)
+        self.running.copy_(torch.where(ended | step.first, 0, self.running))
 
     def drain(self) -> dict[str, Tensor]:
         """Means over the episodes that ended since the last drain, and their number; then start over."""

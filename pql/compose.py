@@ -89,6 +89,8 @@ def compose(overrides: Sequence[str]) -> Config:
     """
     presets, values = parse_words(overrides)
     device = resolve_device(str(values.get("device", "auto")))
+    if any(k.startswith("budget.") for k in values):
+        values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
     return _overlay(_load_presets({"scale": "cpu" if device == "cpu" else "gpu", **presets}), values)
 
 

@@ -17,6 +17,7 @@ from pql.errors import ConfigError, nearest
 @dataclass(frozen=True)
 class TaskConfig:
     name: str = "halfcheetah"  # the registered environment
+    live: bool = False  # an object given from Python: it cannot be built again by name
     id: str | None = None  # for name=gymnasium: the gymnasium id
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the environment's factory
     reward_scale: float = 1.0  # constant factor on rewards before learning
@@ -76,6 +77,7 @@ class AlgoConfig:
     p_per_v: float = 0.5  # policy updates per critic update (beta_p:v)
     warmup_steps: int = 32  # random steps of every environment before learning
     normalize_obs: bool = True
+    reward_scale: float = 1.0  # on top of the task's, where an algorithm needs returns of a certain size (C51)
     normalize_reward: bool = False  # divide rewards by the running standard deviation of returns
     smoothing: float = 0.8  # target action noise
     smoothing_clip: float = 0.2
@@ -153,7 +155,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda | cuda:0 ...
     seed: int = 0
     cuda_graphs: str = "auto"  # auto | on | off
-    run_dir: str | None = None  # null: runs/<task>-<algo>-<time>
+    run_dir: str | None = None  # null: runs/<task>-<algo>-s<seed>-<time>
     init_from: str | None = None  # run or checkpoint whose weights a new run starts from
 
 
@@ -245,6 +247,11 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.explore.low", algo.explore.low, f"at most algo.explore.high={algo.explore.high:g}")
     if budget.seconds is budget.env_steps is budget.target_return is None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
+    if algo.family == "sac" and algo.policy.target:
+        raise ConfigError("algo.policy.target", True, "false: SAC forms its targets with the policy itself")
+    first = algo.warmup_steps * config.num_envs
+    if budget.env_steps is not None and budget.env_steps <= first:
+        raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")
     if budget.target_return is not None and config.eval.every_seconds is None:
         raise ConfigError("budget.target_return", budget.target_return, "evaluations: eval.every_seconds is null")
     if algo.batch_size > config.replay.capacity:

@@ -54,7 +54,6 @@ class EnvSpec:
             (it aliases ``obs`` elsewhere, which is the same thing); ``never``: lost, ``final_ok`` is False there.
         log: keys of ``Step.log``, constant over the run.
         single_instance: only one simulator fits in a process, so evaluation needs a process of its own.
-        capturable: ``step`` may be captured in a CUDA graph.
         deterministic: same seed and actions, same bits.
         stream: CUDA stream the simulator works on: ``current`` (PyTorch's), or ``default`` (the legacy default
             stream; the collector then bridges the two with events).
@@ -70,7 +69,6 @@ class EnvSpec:
     final_obs: Literal["always", "on_done", "never"] = "on_done"
     log: tuple[str, ...] = ()
     single_instance: bool = False
-    capturable: bool = False
     deterministic: bool = True
     stream: Literal["current", "default"] = "current"
     info: Mapping[str, Any] = field(default_factory=dict)

@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     doctor = sub.add_parser("doctor", help="check this machine, or a simulator: pql doctor --env NAME")
     doctor.add_argument("--env", metavar="NAME")
     doctor.add_argument("--num-envs", type=int, default=16)
+    doctor.add_argument("--steps", type=int, help="default: a little over the time limit, so that episodes end")
     doctor.add_argument("overrides", nargs="*", help="keywords for the environment: key=value")
     doctor.set_defaults(run=run_doctor)
     return top
@@ -156,7 +157,7 @@ def first_comment(group: str, name: str) -> str:
 
 def run_doctor(args: argparse.Namespace) -> int:
     if args.env:
-        return _check_simulator(args.env, args.num_envs, dict(_pair(o) for o in args.overrides))
+        return _check_simulator(args, dict(_pair(o) for o in args.overrides))
     if args.overrides:
         raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
     import importlib.metadata
@@ -175,14 +176,18 @@ def run_doctor(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_simulator(name: str, num_envs: int, kwargs: dict[str, Any]) -> int:
+def _check_simulator(args: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     from pql.conformance import check_env
-    from pql.env import make_env
+    from pql.env import find_factory, make_env
 
-    if num_envs < 1:
-        raise ConfigError("--num-envs", num_envs, "a whole number, at least 1")
-    env = make_env(name, num_envs=num_envs, **kwargs)
-    report = check_env(env)
+    for option, value in (("--num-envs", args.num_envs), ("--steps", args.steps)):
+        if value is not None and value < 1:
+            raise ConfigError(option, value, "a whole number, at least 1")
+    env = make_env(args.env, num_envs=args.num_envs, **kwargs)
+    describe = getattr(find_factory(args.env), "describe", None)
+    described = describe(num_envs=args.num_envs, device=env.spec.device, **kwargs) if describe else None
+    steps = args.steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
+    report = check_env(env, steps, described=described)
     print(report)
     env.close()
     return 0 if report.ok else 1

@@ -93,14 +93,17 @@ SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.laye
 
 
 def init_from(parts: Parts, source: Path) -> None:
-    """Start from another run's weights: the policy and its statistics; from a resume point the critics too.
+    """Start from another run's weights: policy, statistics and critics; the policy alone from a checkpoint of one.
 
     Optimisers start afresh: their state belongs to the settings of the other run.
 
     Raises:
         ConfigError: no checkpoint there, or one of other networks, observations or actions.
     """
-    tensors, manifest = checkpoint.load(checkpoint.find(source))
+    try:
+        tensors, manifest = checkpoint.load(checkpoint.find(source, whole=True))
+    except ConfigError as error:
+        raise ConfigError("init_from", source, error.allowed) from error
     spec, old = spec_to_dict(parts.env.spec), manifest["spec"]
     for what in ("obs", "action"):
         if spec[what] != old[what]:

@@ -85,13 +85,13 @@ class Executor(Protocol):
 
 
 class Inline:
-    """One after the other on the calling thread, in ``order`` (default: as given)."""
+    """One after the other on the calling thread, in ``order`` (default: as given). A hang has no watchdog here."""
 
     def __init__(self, order: Sequence[str] | None = None):
         self.order = order
 
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
-        return {name: timed(jobs[name]) for name in self.order or jobs}
+        return {name: timed(partial(named, name, jobs[name])) for name in self.order or jobs}
 
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -144,7 +144,7 @@ class Threads:
             elif failed is None:
                 failed = (name, outcome)
         if failed is not None:
-            raise RunError(f"worker {failed[0]} failed: {type(failed[1]).__name__}: {failed[1]}") from failed[1]
+            raise failure(*failed) from failed[1]
         return seconds
 
     def exclusive(self) -> AbstractContextManager[None]:
@@ -210,7 +210,7 @@ class Streams:
                         self._wait(stream, event)
                     inside.enter_context(self._on(stream))
                 start = self._record(self.streams[name][-1])
-                job()
+                named(name, job)
             self.ends += [self._record(stream) for stream in self.streams[name]]
             tick[name] = (start, self.ends[-1])
         self.flight.append(tick)
@@ -277,6 +277,18 @@ class Lockstep:
 
 
 Schedule = Concurrent | Lockstep
+
+
+def failure(name: str, error: BaseException) -> RunError:
+    return RunError(f"worker {name} failed: {type(error).__name__}: {error}")
+
+
+def named(name: str, job: Job) -> None:
+    """Run ``job``; what it raises becomes a ``RunError`` that names its worker."""
+    try:
+        job()
+    except Exception as error:
+        raise failure(name, error) from error
 
 
 def timed(job: Job) -> float:

@@ -135,6 +135,12 @@ class Worker:
         # Asked first: the first question makes the calling thread take the process-wide count, whenever it comes.
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
+        try:
+            self._run(count, version)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self, count: int, version: int | None) -> None:
         for slot, target in self.pulls:
             self.pulled[slot.name] = slot.version if version is None else version
             slot.pull(target, self.pulled[slot.name])
@@ -145,4 +151,3 @@ class Worker:
             slot.publish()
             if self.trace:
                 self.trace("publish", self.name, slot.name, slot.version)
-        torch.set_num_threads(threads)

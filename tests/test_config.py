@@ -20,6 +20,24 @@ def refusal(*overrides: str) -> str:
     return text
 
 
+def test_a_budget_replaces_the_scales_own():
+    assert compose(["device=cpu"]).budget.seconds == 240
+    assert compose(["device=cpu", "budget.env_steps=5_000_000"]).budget.seconds is None
+    both = compose(["device=cpu", "budget.env_steps=5_000_000", "budget.seconds=60"]).budget
+    assert (both.seconds, both.env_steps) == (60, 5_000_000)
+
+
+def test_sac_has_no_target_policy():
+    assert "algo.policy.target=true: expected false: SAC" in refusal("algo=sac", "algo.policy.target=true")
+
+
+def test_the_categorical_support_holds_good_returns_of_the_mujoco_tasks():
+    """A mean reward of 10 a step (HalfCheetah near 10,000) must stay inside the support."""
+    config = compose(["device=cpu", "algo=pql_d", "task=halfcheetah"])
+    scale = config.task.reward_scale * config.algo.reward_scale
+    assert 10 * scale / (1 - config.algo.gamma) <= config.algo.critic.v_max + 1e-6
+
+
 # -- what is refused, and in which words ----------------------------------------------------------------------------
 
 MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in quotes"
@@ -70,6 +88,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("replay.capacity=100", ": expected at most replay.capacity=100"),
         ("algo.critic.v_min=20", "algo.critic.v_min=20.0: expected below algo.critic.v_max=10"),
         ("algo.explore.low=0.9", "algo.explore.low=0.9: expected at most algo.explore.high=0.8"),
+        ("budget.env_steps=2048", "budget.env_steps=2048: expected more than the warm-up's 2048"),
         ("budget.seconds=null", "budget=null: expected at least one of budget.seconds, budget.env_steps"),
         # malformed
         ("seed", "override=seed: expected the form key=value"),
@@ -191,7 +210,7 @@ def test_every_check_is_of_a_setting_and_the_defaults_pass():
 
 def test_every_number_has_a_range():
     free = {"task.reward_scale", "budget.target_return", "algo.critic.v_min", "algo.critic.v_max"}
-    free |= {"algo.sac.target_entropy"}
+    free |= {"algo.sac.target_entropy", "algo.reward_scale"}
     numeric = (int, float, int | None, float | None)
     assert {k for k in dict(leaves(Config())) if hint_of(k) in numeric} - set(RANGES) == free
 

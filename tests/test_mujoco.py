@@ -11,12 +11,14 @@ import types
 from pathlib import Path
 from typing import Any
 
-import mujoco
 import numpy as np
 import pytest
 import torch
-from mujoco.batch import SimulationError
 from torch import Tensor
+
+# ruff: noqa: E402
+mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
+from mujoco.batch import SimulationError
 
 import pql.envs.mujoco as robots
 from pql.env import find_factory, make_env

@@ -395,6 +395,24 @@ def test_init_from_a_run_starts_with_its_policy(tmp_path, algo):
     assert session.parts.collector.normalizer.moments["policy"].count == 16 * (1 + 20) + 16 * 8  # goes on counting
 
 
+def test_init_from_a_run_takes_its_critics_along(tmp_path):
+    run(*words(tmp_path / "old"))
+    session = opened(*words(tmp_path / "new", "seed=5", f"init_from={tmp_path / 'old'}"))
+    session.closing.close()
+    old = state_of(points(tmp_path / "old")[-1], "learners/v/state/critic/")
+    assert differences(old, dict(session.parts.learners["v"].state.critic.state_dict())) == []
+
+
+def test_a_run_on_a_live_object_goes_on_with_that_object_only(tmp_path):
+    env = Counter(16, "cpu", episode_length=5)
+    more = [w for w in words(tmp_path) if not w.startswith(("task=", "num_envs="))]
+    pql.train(*more, env=env, quiet=True)
+    with pytest.raises(ConfigError, match="task=counter: expected the live object"):
+        Session(resume_config(tmp_path, ["budget.env_steps=640"]), resume=True, quiet=True)
+    config = resume_config(tmp_path, ["budget.env_steps=640"])
+    assert Session(config, env=Counter(16, "cpu", episode_length=5), resume=True, quiet=True).train().env_steps == 640
+
+
 @pytest.mark.parametrize("algo", ["pql", "pql_d", "pql_sac", "td3"])
 def test_init_from_a_resume_point_starts_with_its_critics_too(tmp_path, algo):
     run(*words(tmp_path / "old", f"algo={algo}"))

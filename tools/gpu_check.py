@@ -123,7 +123,7 @@ def make_config(num_envs: int, args: Any) -> Config:
 def ready(config: Config, schedule: str, graphs: bool, warm_ticks: int = 5) -> Parts:
     """A run that has gone through its first ticks."""
     algo = replace(config.algo, schedule=schedule)
-    parts = build(replace(config, algo=algo, cuda_graphs="on" if graphs else "off"))
+    parts = build(replace(config, algo=algo, cuda_graphs="auto" if graphs else "off"))
     parts.prepare()
     parts.collector.start(seeds(config.seed)["env"])
     parts.collector.warm_up(config.algo.warmup_steps)
