@@ -23,7 +23,13 @@ def test_the_example_simulator_passes_the_conformance_test_and_trains(tmp_path, 
     assert report.ok, str(report)
     assert "pql.train(" in usage
     # 12 steps of learning are enough to see it run; that it learns is another test's business
-    small = ["budget.seconds=null", "budget.env_steps=2816", "algo.batch_size=64", "algo.critic.hidden=[16]"]
+    small = [
+        "budget.seconds=null",
+        "budget.env_steps=2816",
+        "algo.warmup_steps=32",
+        "algo.batch_size=64",
+        "algo.critic.hidden=[16]",
+    ]
     run = pql.train("algo=pql", *small, env=scope["Drift"](64, "cpu"), quiet=True)
     assert run.env_steps == 2816
     assert run.episodes == 64
@@ -32,7 +38,14 @@ def test_the_example_simulator_passes_the_conformance_test_and_trains(tmp_path, 
 def test_the_three_calls_work(tmp_path):
     pytest.importorskip("mujoco")
     env = pql.make_env("halfcheetah", num_envs=2)
-    small = ["num_envs=4", "budget.seconds=null", "budget.env_steps=200", "algo.batch_size=16", "eval.num_envs=1"]
+    small = [
+        "num_envs=4",
+        "budget.seconds=null",
+        "budget.env_steps=200",
+        "algo.warmup_steps=16",
+        "algo.batch_size=16",
+        "eval.num_envs=1",
+    ]
     run = pql.train("task=halfcheetah", "algo=pql", *small, f"run_dir={tmp_path / 'run'}", quiet=True)
     policy = pql.load_policy(run.run_dir)
     action = policy(env.reset(0)["policy"])

@@ -177,7 +177,10 @@ def profile(preset: str, config: Config, args: Any) -> None:
 
 def presets(args: Any) -> dict[str, Config]:
     """Name -> config. Graphs are on where ``--device`` is CUDA."""
-    cpu, gpu = (compose([f"scale={scale}", f"device={args.device}", "budget.seconds=1"]) for scale in ("cpu", "gpu"))
+    cpu, gpu = (
+        compose([f"scale={scale}", f"device={args.device}", "budget.seconds=1", "algo.warmup_steps=32"])
+        for scale in ("cpu", "gpu")
+    )
     critic, policy = (replace(net, hidden=[256, 256]) for net in (cpu.algo.critic, cpu.algo.policy))
     wide = replace(cpu, algo=replace(cpu.algo, batch_size=512, critic=critic, policy=policy))
     out = {name: {"cpu": cpu, "wide": wide, "gpu": gpu}[name] for name in args.presets}
