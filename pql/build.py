@@ -1,12 +1,8 @@
 """All wiring, as plain calls: a checked config and an environment become workers under a schedule."""
 
-import contextlib
 import copy
-import ctypes
 import inspect
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,27 +10,24 @@ from torch import Generator, Tensor, nn
 
 from pql.algos import ddpg, sac
 from pql.collect import ActFunction, Collector
-from pql.config import Config, PlacementConfig, resolve_device
+from pql.config import Config, resolve_device
 from pql.dist import squashed_gaussian
 from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.errors import ConfigError
 from pql.explore import Exploration
+from pql.machine import (
+    available_bytes,
+    keep_freed_memory,
+    make_executor,
+    set_precision,
+    thread_counts,
+    worker_devices,
+)  # fmt: skip
 from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy
 from pql.normalize import Normalizer
 from pql.optim import AdamW
 from pql.replay import Cursor, Replay, preflight
-from pql.schedule import (
-    Concurrent,
-    Counts,
-    Executor,
-    Inline,
-    Lockstep,
-    Schedule,
-    Streams,
-    Threads,
-    Trace,
-    tick_counts,
-)  # fmt: skip
+from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Trace, tick_counts
 from pql.slots import WeightSlot
 from pql.types import Batch, Obs, ObsBatch, split
 from pql.worker import Learner, LearnerJob, Worker
@@ -339,76 +332,6 @@ def act_stochastic(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
     return squashed_gaussian(mean, log_std, gen)[0]
 
 
-def worker_devices(config: Config) -> dict[str, torch.device]:
-    """Where each worker sits: its own placement, else the run's device.
-
-    Raises:
-        ConfigError: a device that this machine does not have.
-    """
-    place, out = config.placement, {}
-    for worker, name in (("collector", place.collector), ("v", place.v_learner), ("p", place.p_learner)):
-        device = torch.device(resolve_device(name or config.device))
-        # One spelling per device, or tensors on cuda and on cuda:0 would count as apart.
-        out[worker] = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-    return out
-
-
-def thread_counts(config: Config) -> dict[str, int]:
-    """Threads on the CPU: each worker's intra-op threads, and those of a simulator that has its own.
-
-    Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere. Under
-    ``concurrent`` the V-learner and the simulator, which bound most ticks, get half the cores each. Another count is
-    another order of summation, so other bits: never chosen at run time.
-    """
-    cores, place = available_cores(), config.placement.threads
-    alone = config.algo.schedule == "lockstep"
-    default = {
-        "collector": cores if alone else 1,
-        "v": cores if alone else max(1, cores // 2),
-        "p": cores if alone else 1,
-        "simulator": cores if alone or resolve_device(config.device) != "cpu" else max(1, cores // 2),
-    }
-    return {w: getattr(place, w) or n for w, n in default.items()}
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> Executor:
-    """How the workers of a concurrent tick are run."""
-    on_cuda = all(d.type == "cuda" for d in devices.values())
-    kind = place.executor if place.executor != "auto" else ("streams" if on_cuda else "threads")
-    if kind == "streams":
-        if not on_cuda:
-            raise ConfigError("placement.executor", kind, "threads or inline where a worker sits on the CPU")
-        return Streams(devices, place.watchdog_seconds)
-    return Threads(list(devices), place.watchdog_seconds) if kind == "threads" else Inline()
-
-
-def set_precision(place: PlacementConfig) -> None:
-    """float32 products: TF32 on CUDA, and on the CPU oneDNN's reduced-precision mode.
-
-    That mode hands float32 products to oneDNN, which rounds inputs to bfloat16 only on CPUs with matrix units for
-    it (AMX); elsewhere they stay float32 and merely run faster than MKL's on some processors.
-    """
-    fast = place.matmul == "fast"
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if fast else "ieee"
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
-
-
-def keep_freed_memory() -> None:
-    """Ask glibc's allocator to keep what is freed: an update's temporaries (about 0.5 MiB each) otherwise go back to
-    the kernel every time, and fault in again page by page. Where there is no glibc, nothing happens."""
-    m_mmap_threshold, m_trim_threshold, m_top_pad = -3, -1, -2
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(m_mmap_threshold, 32 << 20)  # the largest it accepts
-        mallopt(m_trim_threshold, 1 << 30)
-        mallopt(m_top_pad, 64 << 20)
-
-
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """What an environment and a config must agree on. Returns the replay's rows T.
 
@@ -436,25 +359,3 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
             f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
         )  # fmt: skip
     return rows
-
-
-def host_memory() -> int:
-    """Bytes that this process can still have: what the kernel can free up, within the container's limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, StopIteration):  # Linux: the page cache can be had too
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    with contextlib.suppress(OSError, ValueError):  # cgroup v2; "max" where there is no limit
-        group = Path("/sys/fs/cgroup")
-        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        free = min(free, int(limit) - int(used))
-    return free
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that a replay may take: what is free, less a tenth."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = host_memory()
-    return int(free * 0.9)

@@ -108,9 +108,10 @@ def run_resume(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     from pql import checkpoint
-    from pql.build import build_env, set_precision
+    from pql.build import build_env
     from pql.config import PlacementConfig, from_dict, resolve_device
     from pql.evaluate import run_episodes
+    from pql.machine import set_precision
     from pql.policy import policy_of
 
     asked = parse_pairs(args.overrides, {"num_envs": 16, "seed": 0, "device": "cpu"})

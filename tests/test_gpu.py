@@ -15,8 +15,9 @@ import torch
 from conftest import bits, differences, merge, small_config, start
 from torch import Generator
 
-from pql.build import build, build_env, seeds, worker_devices
+from pql.build import build, build_env, seeds
 from pql.graph import Graph
+from pql.machine import worker_devices
 from pql.schedule import Inline, Streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

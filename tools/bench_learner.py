@@ -27,9 +27,10 @@ from _bench import alternate, compare, report
 from bench_replay import intra_op, microseconds
 from torch import Tensor
 
-from pql.build import Parts, build, thread_counts
+from pql.build import Parts, build
 from pql.config import Config, compose
 from pql.env import Box, EnvSpec, ObsSpec
+from pql.machine import thread_counts
 from pql.types import Obs, Step
 
 OBS, ACTION = 17, 6

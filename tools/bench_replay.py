@@ -25,9 +25,9 @@ import torch
 from _bench import alternate, compare, report
 from torch import Generator, Tensor
 
-from pql.build import thread_counts
 from pql.config import Config
 from pql.env import ObsSpec
+from pql.machine import thread_counts
 from pql.replay import FINAL_OK, NEXT_FIRST, TERMINATED, VALID, Cursor, Replay
 from pql.types import Step
 
