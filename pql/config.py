@@ -7,7 +7,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -341,10 +341,3 @@ def resolve_device(name: str, setting: str = "device") -> str:
     if name in found or (name == "cuda" and len(found) > 1):
         return name
     raise ConfigError(setting, name, f"a device of this machine: auto, {', '.join(found)}{nearest(name, found)}")
-
-
-def compose(overrides: Sequence[str]) -> Config:
-    """Presets plus the command line's ``key=value`` words -> a checked :class:`Config`. See ``compose.py``."""
-    from pql.compose import compose
-
-    return compose(overrides)

@@ -12,7 +12,6 @@ from torch import Tensor
 from pql.env import VecEnv
 from pql.graph import clone_state
 from pql.policy import Policy
-from pql.policy import fresh_policy as fresh_policy
 from pql.types import Obs
 
 LONGEST = 100_000  # steps, where an environment has no time limit

@@ -1,5 +1,6 @@
 """What the benchmark scripts share: time things in turn, and report medians as a table and as JSON."""
 
+import argparse
 import json
 import os
 import platform
@@ -55,6 +56,14 @@ def compare(name: str, unit: str, rates: list[float], baseline: list[float] | No
         "runs": len(rates),
         "machine": machine(),
     }
+
+
+def measuring(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """The options that the benchmarks share; ``seconds`` is one measurement's default length."""
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=seconds, help="of one measurement")
+    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
+    parser.add_argument("--json", metavar="PATH")
 
 
 def report(rows: list[dict[str, Any]], json_path: str | None = None) -> None:

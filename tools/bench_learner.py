@@ -23,12 +23,13 @@ from itertools import cycle, pairwise
 from typing import Any
 
 import torch
-from _bench import alternate, compare, report
+from _bench import alternate, compare, measuring, report
 from bench_replay import intra_op, microseconds
 from torch import Tensor
 
 from pql.build import Parts, build
-from pql.config import Config, compose
+from pql.compose import compose
+from pql.config import Config
 from pql.env import Box, EnvSpec, ObsSpec
 from pql.machine import thread_counts
 from pql.types import Obs, Step
@@ -196,10 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--threads", type=int, help="intra-op; default: each worker's own")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of one measurement")
-    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
-    parser.add_argument("--json", metavar="PATH")
+    measuring(parser, seconds=0.3)
     args = parser.parse_args(argv)
     if args.smoke:
         args.rounds, args.seconds = 1, 0.01

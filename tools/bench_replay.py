@@ -22,7 +22,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from _bench import alternate, compare, report
+from _bench import alternate, compare, measuring, report
 from torch import Generator, Tensor
 
 from pql.config import Config
@@ -160,10 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--capacity", type=int, default=1_000_000)
     parser.add_argument("--threads", type=int, default=thread_counts(Config())["v"], help="intra-op; the V-learner's")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of one measurement")
-    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
-    parser.add_argument("--json", metavar="PATH")
+    measuring(parser, seconds=0.3)
     args = parser.parse_args(argv)
     if args.smoke:
         args.batches, args.num_envs, args.capacity, args.rounds, args.seconds = [2048], 4, 400, 1, 0.005

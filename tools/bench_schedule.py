@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from _bench import alternate, compare, report
+from _bench import alternate, compare, measuring, report
 from torch import Tensor
 
 from pql.build import Parts, build
@@ -175,11 +175,8 @@ def busy(args: Any) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["waiting", "busy"], choices=["waiting", "busy"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one measurement")
     parser.add_argument("--env-threads", type=int, default=1, help="physics threads under concurrent")
-    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
-    parser.add_argument("--json", metavar="PATH")
+    measuring(parser, seconds=0.5)
     args = parser.parse_args(argv)
     if args.smoke:
         args.rounds, args.seconds = 1, 0.02
