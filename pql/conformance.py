@@ -1,8 +1,8 @@
 """``check_env``: does an environment keep the contract of ``pql.env.VecEnv`` and ``pql.types.Step``?
 
-Run it on your own simulator before you train on it: ``print(check_env(my_env))``. Each rule is one function of ``pql.rules`` over one
-recorded step; a rule that could not be tested (no episode ended, say) is reported as such, not as passed. This file
-reads values back to the host at every step, as nothing in a training loop may.
+Run it on your own simulator before you train on it: ``print(check_env(my_env))``. Each rule is one function of
+``pql.rules`` over one recorded step; a rule that could not be tested (no episode ended, say) is reported so, not as
+passed. This file reads values back to the host at every step, as nothing in a training loop may.
 """
 
 import hashlib
