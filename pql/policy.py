@@ -3,6 +3,7 @@
 What a policy checkpoint holds is ``Policy.state_dict()``: the network and the normaliser's statistics.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from pql import checkpoint
 from pql.build import Parts, make_policy
 from pql.config import Config, from_dict, leaves
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, show
 from pql.nets import Flat
 from pql.normalize import Normalizer
@@ -24,7 +25,7 @@ from pql.types import Obs
 class Policy:
     """A trained policy ready to act: raw observations in, actions out, normaliser included.
 
-    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1], without exploration.
+    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration.
     """
 
     def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
@@ -80,14 +81,15 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
     """A checkpoint's tensors under the names of a policy checkpoint; a resume point has them among all others."""
     if manifest["kind"] == "policy":
         return dict(tensors)
-    homes = {"policy/": "learners/p/state/policy/", "norm/": "collector/normalizer/"}
-    return {new + k.removeprefix(old): t for k, t in tensors.items() for new, old in homes.items() if k.startswith(old)}
+    homes = {"policy/": r"learners/[^/]+/state/policy/", "norm/": "collector/normalizer/"}
+    found = ((new, re.match(old, k), k, t) for k, t in tensors.items() for new, old in homes.items())
+    return {new + k[match.end() :]: t for new, match, k, t in found if match}
 
 
 # -- a new run from old weights -------------------------------------------------------------------------------------
 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
-               "algo.policy.layer_norm")  # fmt: skip
+               "algo.policy.layer_norm", "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max")  # fmt: skip
 
@@ -130,22 +132,21 @@ def init_from(parts: Parts, source: Path) -> None:
     parts.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
 
 
-def _networks(state: Any) -> dict[str, Flat]:
+def _networks(state: Any) -> dict[str, Flat | nn.Module]:
     members = {f.name: getattr(state, f.name) for f in fields(state)}
-    return {k: v for k, v in members.items() if isinstance(v, Flat)}
+    return {k: v for k, v in members.items() if isinstance(v, Flat | nn.Module)}
 
 
 # -- what loading a policy needs to know of its environment, as JSON ------------------------------------------------
 
 
 def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
-    assert isinstance(spec.action, Box)
+    action = {"discrete": spec.action.n} if isinstance(spec.action, Discrete) else spec.action.size
     groups = {k: {"shape": list(s.shape), "dtype": str(s.dtype).removeprefix("torch.")} for k, s in spec.obs.items()}
-    return {"name": spec.name, "obs": groups, "action": spec.action.size, "max_episode_steps": spec.max_episode_steps}
+    return {"name": spec.name, "obs": groups, "action": action, "max_episode_steps": spec.max_episode_steps}
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
     obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"])) for k, s in data["obs"].items()}
-    return EnvSpec(
-        data["name"], 1, obs, Box(data["action"]), torch.device("cpu"), max_episode_steps=data["max_episode_steps"]
-    )
+    action = Discrete(data["action"]["discrete"]) if isinstance(data["action"], dict) else Box(data["action"])
+    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=data["max_episode_steps"])

@@ -111,6 +111,13 @@ class Replay:
         columns = self.columns if columns is None else columns
         self._write_obs(self.live.head[columns] % self.rows * self.num_envs + columns, obs)
 
+    def open(self, obs: Obs, carry: Tensor | None) -> None:
+        """A tick begins, which is nothing here: rows follow each other across ticks."""
+
+    def positions(self) -> list[Tensor]:
+        """Cells beyond these hold nothing."""
+        return self.live.tensors()
+
     def restart(self, obs: Obs) -> None:
         """All columns go on from ``obs`` in a new episode that nothing announced: no window crosses into it."""
         last = (self.live.head - 1) % self.rows * self.num_envs + self.columns
