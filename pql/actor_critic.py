@@ -6,6 +6,7 @@ episode. A network without memory has a carry of size 0. This file knows nothing
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from pql.nets import mlp
 from pql.types import Obs
 
 
-class Memory(nn.Module):
+class Lstm(nn.Module):
     """An LSTM over observations [T, N, D], forgetting where an episode begins."""
 
     def __init__(self, size_in: int, hidden: int):
@@ -25,7 +26,8 @@ class Memory(nn.Module):
 
     def step(self, x: Tensor, carry: Tensor) -> Tensor:
         """[N, D], [N, 2 H] -> the carry after it, [N, 2 H]; its first half is the output."""
-        return torch.cat(self.cell(x, carry.chunk(2, -1)), -1)
+        hidden, cell = carry.chunk(2, -1)
+        return torch.cat(self.cell(x, (hidden, cell)), -1).float()
 
     def unroll(self, x: Tensor, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Through the rows of a rollout.
@@ -55,7 +57,7 @@ class Body(nn.Module):
     ):
         super().__init__()
         self.group, self.size, self.carry_size = group, hidden[-1], 2 * (lstm or 0)
-        self.memory = Memory(obs_size, lstm) if lstm else None
+        self.memory = Lstm(obs_size, lstm) if lstm else None
         layers = list(mlp(lstm or obs_size, hidden, 1, activation, layer_norm))[:-1]
         self.trunk = nn.Sequential(*layers)
         for layer in layers:
@@ -68,17 +70,14 @@ class Body(nn.Module):
         return self.trunk(obs[self.group])
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
-        """One row: [N, D] and the carry before it -> features [N, size] and the carry after it."""
-        if self.memory is None:
-            return self.trunk(obs[self.group]), carry
+        """With memory, one row: [N, D] and the carry before it -> features [N, size] and the carry after it."""
+        assert self.memory is not None
         carry = self.memory.step(obs[self.group], carry)
         return self.trunk(carry[..., : self.memory.hidden]), carry
 
     def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, N, D] -> features [T, N, size], carries after each row [T, N, 2 H], the carry for row T [N, 2 H]."""
-        if self.memory is None:
-            x = obs[self.group]
-            return self.trunk(x), x.new_zeros(*x.shape[:2], 0), carry
+        """With memory: [T, N, D] -> features [T, N, size], carries after each row [T, N, 2 H], and that for row T."""
+        assert self.memory is not None
         after, carry = self.memory.unroll(obs[self.group], carry, first)
         return self.trunk(after[..., : self.memory.hidden]), after, carry
 
@@ -120,14 +119,23 @@ class StochasticPolicy(nn.Module):
             return self.params(self.body(obs))
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
-        """One row: parameters [N, P] and the carry after it [N, 2 H]."""
+        """With memory, one row: parameters [N, P] and the carry after it [N, 2 H]."""
         with bfloat16(self.amp, obs["policy"]):
             features, carry = self.body.step(obs, carry)
-            return self.params(features), carry.float()
+            return self.params(features), carry
 
-    def mean_action(self, obs: Obs) -> Tensor:
-        """The likeliest action, [N, A] in [-1, 1] or [N] int64."""
-        return self.dist.mode(self(obs))
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of one environment's memory, zeros where an episode begins; empty without memory."""
+        return {"carry": (self.body.carry_size,)} if self.body.carry_size else {}
+
+    def mean_action(self, obs: Obs, state: Obs | None = None) -> Any:
+        """The likeliest action, [N, A] in [-1, 1] or [N] int64; with memory, (action, state after it)."""
+        if not self.body.carry_size:
+            return self.dist.mode(self(obs))
+        assert state is not None
+        params, carry = self.step(obs, state["carry"])
+        return self.dist.mode(params), {"carry": carry}
 
 
 class StateValue(nn.Module):
@@ -168,6 +176,41 @@ class ActorCritic(nn.Module):
         """Without memory: [..., D] -> value [...]."""
         with bfloat16(self.policy.amp, obs["policy"]):
             return self.value(self.value_body(obs))
+
+    def unroll(self, obs: Obs, carry: Tensor, value_carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """With memory: rows [T, N, D] and both memories before row 0 -> parameters [T, N, P], value [T, N].
+
+        Args:
+            value_carry: not read where the trunk is shared.
+            first: [T, N] bool; row t + 1 begins an episode.
+        """
+        with bfloat16(self.policy.amp, obs["policy"]):
+            features = self.policy.body.unroll(obs, carry, first)[0]
+            own = self.value.body
+            seen = features if own is None else own.unroll(obs, value_carry, first)[0]
+            return self.policy.params(features), self.value(seen)
+
+    def unroll_values(self, obs: Obs, carry: Tensor, first: Tensor, final_row: Tensor) -> tuple[Tensor, Tensor]:
+        """With memory: the values of a whole segment.
+
+        Row T goes on from what is left after row T - 1; a final observation from the memory that its row left, before
+        the reset.
+
+        Args:
+            obs: [T + 1 + K, N, D]: rows, row T, final observations.
+            carry: [N, 2 H] of the value, before row 0.
+            first: [T, N] bool.
+            final_row: [K, N] int64; the row that each final observation followed.
+        Returns:
+            values [T + 1 + K, N]; the carry for row T [N, 2 H].
+        """
+        body, rows = self.value_body, first.shape[0]
+        with bfloat16(self.policy.amp, obs["policy"]):
+            features, after, carry = body.unroll({k: v[:rows] for k, v in obs.items()}, carry, first)
+            index = final_row.unsqueeze(-1).expand(-1, -1, body.carry_size)
+            left = torch.cat((carry.unsqueeze(0), after.gather(0, index)))  # [1 + K, N, 2 H]
+            tail = body.step({k: v[rows:].flatten(0, 1) for k, v in obs.items()}, left.flatten(0, 1))[0]
+            return self.value(torch.cat((features, tail.view(*left.shape[:2], -1)))), carry
 
 
 def bfloat16(on: bool, like: Tensor) -> torch.autocast:

@@ -11,7 +11,7 @@ from pql.explore import Exploration
 from pql.graph import Graph
 from pql.normalize import Normalizer
 from pql.replay import Replay
-from pql.types import Obs, Step
+from pql.types import Memory, Obs, Step
 
 ActFunction = Callable[[nn.Module, Obs, Generator], Tensor]
 """(policy, normalised obs, generator) -> action [N, A]: what algorithms differ in when acting."""
@@ -26,7 +26,7 @@ class Store(Protocol):
         """The observation that a run acts on first."""
         ...
 
-    def open(self, obs: Obs, carry: Tensor | None) -> None:
+    def open(self, obs: Obs, memory: Memory | None) -> None:
         """A tick begins, from this observation and the policy's memory (None: it has none)."""
         ...
 
@@ -50,7 +50,7 @@ class Actor(Protocol):
     """A policy at work: it turns observations into actions, and keeps what it needs from one step to the next."""
 
     action: Tensor  # [N, A] or [N] int64: what the simulator gets, at a fixed address
-    carry: Tensor | None  # [N, C] the policy's memory; None without
+    memory: Memory | None
 
     @property
     def policy(self) -> nn.Module:
@@ -80,7 +80,7 @@ class Actor(Protocol):
 class NoisyActor:
     """A policy without memory, and exploration noise on its action."""
 
-    carry: Tensor | None = None
+    memory: Memory | None = None
 
     def __init__(self, policy: nn.Module, act: ActFunction, explore: Exploration, spec: EnvSpec):
         self.policy, self.explore, self._act = policy, explore, act
@@ -211,10 +211,8 @@ class Collector:
     @torch.no_grad()
     def run(self, steps: int) -> None:
         """``steps`` steps of every environment with the policy; then freeze the statistics for the next tick."""
-        carry = self.actor.carry
         for store in self.stores:
-            here = None if carry is None else carry.to(store.device)
-            store.open({k: v.to(store.device) for k, v in self.obs.items()}, here)
+            store.open({k: v.to(store.device) for k, v in self.obs.items()}, self.actor.memory)
         for _ in range(steps):
             self._act()
             self._advance()

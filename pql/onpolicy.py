@@ -19,7 +19,7 @@ from pql.nets import Flat
 from pql.optim import AdamW, Optimizer, RMSProp
 from pql.rollout import Acted, Rollout, rollout_bytes
 from pql.schedule import Counts
-from pql.types import Obs
+from pql.types import Memory, Obs
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer, seeds
 from pql.worker import Learner
 
@@ -33,15 +33,18 @@ class StochasticActor:
         self.action = action_buffer(spec)
         self.acted = Acted(action_buffer(spec), torch.zeros(spec.num_envs, policy.dist.params_size, device=device))
         size = policy.body.carry_size
-        self.carry = torch.zeros(spec.num_envs, size, device=device) if size else None
+        self.memory = None
+        if size:
+            fresh = torch.ones(spec.num_envs, dtype=torch.bool, device=device)
+            self.memory = Memory(torch.zeros(spec.num_envs, size, device=device), fresh)
 
     def act(self, obs: Obs, gen: Generator) -> None:
         policy, dist = self.policy, self.policy.dist
-        if self.carry is None:
+        if self.memory is None:
             params = policy(obs)
         else:
-            params, carry = policy.step(obs, self.carry)
-            self.carry.copy_(carry)
+            params, carry = policy.step(obs, self.memory.carry)
+            self.memory.carry.copy_(carry)
         raw = dist.sample(params, gen)
         self.acted.raw.copy_(raw)
         self.acted.params.copy_(params)
@@ -51,15 +54,17 @@ class StochasticActor:
         return self.acted if device == self.action.device else Acted(*(t.to(device) for t in self.acted))
 
     def observe(self, first: Tensor) -> None:
-        if self.carry is not None:
-            self.carry.mul_(~first.unsqueeze(1))
+        if self.memory is not None:
+            self.memory.carry.mul_(~first.unsqueeze(1))
+            self.memory.fresh.copy_(first)
 
     def restart(self) -> None:
-        if self.carry is not None:
-            self.carry.zero_()
+        if self.memory is not None:
+            self.memory.carry.zero_()
+            self.memory.fresh.fill_(True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {} if self.carry is None else {"carry": self.carry}
+        return {} if self.memory is None else self.memory._asdict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
@@ -107,7 +112,7 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
     collector = Collector(env, actor, norm, [rollout], gens["collector"], capture)
     flat = Flat(net.to(home), trained=True)
-    state = ppo.make_state(flat, make_optimizer(config, flat), config.algo.ppo.normalize_value)
+    state = ppo.make_state(flat, make_optimizer(config, flat), config.algo.ppo.normalize_value, spec.num_envs)
     settings = make_settings(config, spec)
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:

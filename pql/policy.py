@@ -26,15 +26,50 @@ class Policy:
     """A trained policy ready to act: raw observations in, actions out, normaliser included.
 
     ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration.
+
+    A recurrent policy remembers from call to call, for the same N environments: say ``policy.reset()`` before the first
+    episode, and ``policy.reset(mask)`` where others begin. :meth:`act` is the same with the state in your hands.
+
+    A network that is recurrent says so by an attribute ``state_shapes``: name -> shape of one environment's state,
+    zeros where an episode begins; ``mean_action`` then takes (obs, state) and returns (action, state).
     """
 
     def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
         self.net, self.norm, self.spec = net, norm, spec
+        self.state_shapes: dict[str, tuple[int, ...]] = dict(getattr(net, "state_shapes", {}))
+        self._state: Obs | None = None
 
     @torch.no_grad()
     def __call__(self, obs: Obs | Tensor) -> Tensor:
-        raw = obs["policy"] if isinstance(obs, dict) else obs
-        return self.net.mean_action(self.norm({"policy": raw}))  # type: ignore[operator]
+        if not self.state_shapes:
+            return self.act(obs, {})[0]
+        count = (obs["policy"] if isinstance(obs, dict) else obs).shape[0]
+        if self._state is None:
+            self._state = self.initial_state(count)
+        elif (known := next(iter(self._state.values())).shape[0]) != count:
+            raise ValueError(f"{count} observations for a memory of {known} environments: policy.reset() starts anew")
+        action, self._state = self.act(obs, self._state)
+        return action
+
+    @torch.no_grad()
+    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
+        """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
+        inputs = self.norm({"policy": obs["policy"] if isinstance(obs, dict) else obs})
+        if self.state_shapes:
+            return self.net.mean_action(inputs, state)  # type: ignore[operator]
+        return self.net.mean_action(inputs), {}  # type: ignore[operator]
+
+    def initial_state(self, num_envs: int) -> Obs:
+        """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
+        device = self.norm.reward_scale.device
+        return {k: torch.zeros(num_envs, *shape, device=device) for k, shape in self.state_shapes.items()}
+
+    def reset(self, mask: Tensor | None = None) -> None:
+        """Forget: everything, or the environments of ``mask`` ([N] bool). Nothing where there is no memory."""
+        if mask is None:
+            self._state = None
+        elif self._state is not None:
+            self._state = {k: v * ~mask.view(-1, *[1] * (v.dim() - 1)) for k, v in self._state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self.net.state_dict(), "norm": self.norm.state_dict()}

@@ -25,7 +25,7 @@ from torch import Generator, Tensor
 
 from pql.env import Discrete, EnvSpec
 from pql.normalize import Normalizer
-from pql.types import Obs, Step
+from pql.types import Memory, Obs, Step
 
 
 class Acted(NamedTuple):
@@ -53,6 +53,7 @@ class Segment(NamedTuple):
     mask: Tensor  # [T, N] float32
     lost: Tensor  # 0-dim int64; time limits whose final observation was lost
     carry: Tensor  # [N, C] the policy's memory before row 0
+    fresh: Tensor  # [N] bool; row 0 begins an episode (with memory)
     final_row: Tensor  # [K + 1, N] int64; the row that each final observation followed
 
 
@@ -86,6 +87,7 @@ class Rollout:
         self.final = torch.zeros(horizon, n, dtype=torch.int64, device=device)  # finals in the column so far
         self.final_row = torch.zeros((self.finals + 1) * n, dtype=torch.int64, device=device)
         self.carry = torch.zeros(n, carry_size, device=device)
+        self.fresh = torch.ones(n, dtype=torch.bool, device=device)
         self.norm = norm.copy_to(device)
         self._source = norm.frozen()
         self.row = torch.zeros(1, dtype=torch.int64, device=device)
@@ -101,12 +103,13 @@ class Rollout:
     def restart(self, obs: Obs) -> None:
         """Nothing to cut: no segment outlives its tick."""
 
-    def open(self, obs: Obs, carry: Tensor | None) -> None:
-        """A tick begins: from ``obs`` [N, ...] and the policy's memory [N, C], with the statistics in use now."""
+    def open(self, obs: Obs, memory: Memory | None) -> None:
+        """A tick begins: from ``obs`` [N, ...] and the policy's memory, with the statistics in use now."""
         for k, store in self.obs.items():
             store[: self.num_envs].copy_(obs[k])
-        if carry is not None:
-            self.carry.copy_(carry)
+        if memory is not None:
+            self.carry.copy_(memory.carry)
+            self.fresh.copy_(memory.fresh)
         torch._foreach_copy_(self.norm.frozen(), self._source)
         self.row.zero_()
         self.count.zero_()
@@ -147,7 +150,7 @@ class Rollout:
         return Segment(
             self.norm(rows), self.action, self.params, self.reward * self.norm.reward_scale, (~terminated).float(),
             (~(terminated | truncated | first)).float(), successor, first, (valid & ~unknown).float(), lost.sum(),
-            self.carry, self.final_row.view(-1, self.num_envs),
+            self.carry, self.fresh, self.final_row.view(-1, self.num_envs),
         )  # fmt: skip
 
     # -- checkpoints ----------------------------------------------------------------------------------------------

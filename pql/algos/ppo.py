@@ -49,11 +49,12 @@ class Settings:
 class Progress:
     """Where the run, and the tick, stand; 0-dim tensors on the device."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, num_envs: int, carry_size: int):
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
         self.fraction = torch.ones((), device=device)  # of the learning rate (and clip) that annealing leaves
         self.go = torch.ones((), device=device)  # 0 once this tick's policy has gone further than ``kl_stop``
         self.lost = torch.zeros((), dtype=torch.int64, device=device)  # time limits without a final observation
+        self.carry = torch.zeros(num_envs, carry_size, device=device)  # [N, C] the value's memory, where it has its own
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(vars(self))
@@ -78,14 +79,18 @@ class PpoState(State):
         return cast(ActorCritic, self.optimizer.flat.module)
 
 
-def make_state(flat: Flat, optimizer: Optimizer, normalize_value: bool) -> PpoState:
+def make_state(flat: Flat, optimizer: Optimizer, normalize_value: bool, num_envs: int) -> PpoState:
     net, device = cast(ActorCritic, flat.module), flat.data.device
     moments = Moments((), device) if normalize_value else None
-    return PpoState(net.policy, net.value, optimizer, moments, Progress(device))
+    carry_size = net.value.body.carry_size if net.value.body else 0
+    return PpoState(net.policy, net.value, optimizer, moments, Progress(device, num_envs, carry_size))
 
 
 class Minibatch(NamedTuple):
-    """Rows [B] of a segment. Value, target and old value are in units of the normalised value."""
+    """Rows [B] of a segment; with memory, [T, B]: all rows of B environments.
+
+    Target and old value are in units of the normalised value.
+    """
 
     obs: Obs  # [B, ...] normalised
     action: Tensor  # [B, A] raw, or [B]
@@ -97,14 +102,23 @@ class Minibatch(NamedTuple):
     mask: Tensor  # [B] 0 or 1
     explained: Tensor  # 0-dim; share of the returns' variance that the values explained, over the segment
     fresh: bool  # the tick's first: nothing has moved yet
+    first: Tensor | None = None  # [T, B] bool; the next row begins an episode (with memory)
+    carry: Tensor | None = None  # [1, B, C] the policy's memory before row 0
+    value_carry: Tensor | None = None  # [1, B, C] the value's
 
 
 def draw(state: PpoState, settings: Settings, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
-    """A tick's minibatches: values, advantages and targets once, then ``epochs`` times all rows in random order."""
+    """A tick's minibatches: values, advantages and targets once, then ``epochs`` times all rows in random order.
+
+    With memory the order is one of environments, whose rows stay together.
+    """
     begin_tick(state, settings, segment)
+    memory = state.net.policy.body.carry_size > 0
+    start = {"carry": segment.carry.unsqueeze(0), "value_carry": value_carry(state, segment).unsqueeze(0)}
     rows, explained = prepare(state, settings, segment)
-    flat = {k: v.flatten(0, 1) for k, v in rows.items()}
-    for i, part in enumerate(minibatches(flat, settings.epochs, settings.minibatches, 0, gen)):
+    columns = {**rows, "first": segment.first, **start} if memory else {k: v.flatten(0, 1) for k, v in rows.items()}
+    dim = 1 if memory else 0
+    for i, part in enumerate(minibatches(columns, settings.epochs, settings.minibatches, dim, gen)):
         yield assemble(part, explained, fresh=i == 0)
 
 
@@ -137,7 +151,7 @@ def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict
     """
     net, mask = state.net, segment.mask
     rows = mask.shape[0]
-    values = net.values(segment.obs)  # [T + 1 + K + 1, N]
+    values = segment_values(state, segment)  # [T + 1 + K + 1, N]
     scale, shift = value_scale(state.returns)
     values = values * scale + shift
     value, discount = values[:rows], settings.gamma * segment.alive
@@ -162,6 +176,31 @@ def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict
     return columns, explained
 
 
+def value_carry(state: PpoState, segment: Segment) -> Tensor:
+    """The value's memory before row 0, [N, C]: its own, forgotten where an episode begins there, or the policy's."""
+    if state.net.value.body is None:
+        return segment.carry
+    return state.progress.carry * ~segment.fresh.unsqueeze(1)
+
+
+def segment_values(state: PpoState, segment: Segment) -> Tensor:
+    """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment."""
+    net = state.net
+    if not net.value_body.carry_size:
+        return net.values(segment.obs)
+    values, carry = net.unroll_values(segment.obs, value_carry(state, segment), segment.first, segment.final_row)
+    if net.value.body is not None:
+        state.progress.carry.copy_(carry)
+    return values
+
+
+def evaluate(net: ActorCritic, batch: Minibatch) -> tuple[Tensor, Tensor]:
+    """Parameters and values of a minibatch's rows, with gradients."""
+    if batch.first is None or batch.carry is None or batch.value_carry is None:
+        return net(batch.obs)
+    return net.unroll(batch.obs, batch.carry[0], batch.value_carry[0], batch.first)
+
+
 def value_scale(returns: Moments | None) -> tuple[Tensor | float, Tensor | float]:
     """Standard deviation and mean of the returns so far: value = output * scale + shift."""
     if returns is None:
@@ -181,7 +220,7 @@ def update(state: PpoState, inputs: Settings, batch: Minibatch, gen: Generator) 
 
     The loss is -E[min(rho A, clip(rho) A)] + value_coef E[(V - target)^2] - entropy_coef E[H].
     """
-    params, value = state.net(batch.obs)
+    params, value = evaluate(state.net, batch)
     share = batch.mask / batch.mask.sum().clamp(min=1)
     dist = state.net.policy.dist
     ratio = torch.exp(dist.log_prob(params, batch.action) - batch.log_prob)
