@@ -172,8 +172,8 @@ def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
     """Bytes that a segment takes."""
     obs = sum(math.prod(s.shape) * s.dtype.itemsize for s in spec.obs.values())
     action = 8 if isinstance(spec.action, Discrete) else 4 * spec.action.size
-    rows = horizon + final_rows(horizon, spec.max_episode_steps) + 2
-    return spec.num_envs * (rows * (obs + 8) + horizon * (action + 4 * params_size + 17))
+    finals = final_rows(horizon, spec.max_episode_steps) + 1
+    return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 17))
 
 
 def permutations(count: int, size: int, gen: Generator, device: torch.device) -> Tensor:
