@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pql.config import Config, from_dict, leaves, resolve_device, to_dict, validate
+from pql.config import Config, check_used, from_dict, leaves, resolve_device, to_dict, validate
 from pql.errors import ConfigError, nearest
 
 GROUPS = ("algo", "task", "placement", "logger", "scale")
@@ -91,7 +91,9 @@ def compose(overrides: Sequence[str]) -> Config:
     device = resolve_device(str(values.get("device", "auto")))
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
-    return _overlay(_load_presets({"scale": "cpu" if device == "cpu" else "gpu", **presets}), values)
+    config = _overlay(_load_presets({"scale": "cpu" if device == "cpu" else "gpu", **presets}), values)
+    check_used(config, values)
+    return config
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")

@@ -3,6 +3,7 @@
 What a policy checkpoint holds is ``Policy.state_dict()``: the network and the normaliser's statistics.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from pql import checkpoint
 from pql.build import Parts, make_policy
 from pql.config import Config, from_dict, leaves
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, show
 from pql.nets import Flat
 from pql.normalize import Normalizer
@@ -24,16 +25,51 @@ from pql.types import Obs
 class Policy:
     """A trained policy ready to act: raw observations in, actions out, normaliser included.
 
-    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1], without exploration.
+    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration.
+
+    A recurrent policy remembers from call to call, for the same N environments: say ``policy.reset()`` before the first
+    episode, and ``policy.reset(mask)`` where others begin. :meth:`act` is the same with the state in your hands.
+
+    A network that is recurrent says so by an attribute ``state_shapes``: name -> shape of one environment's state,
+    zeros where an episode begins; ``mean_action`` then takes (obs, state) and returns (action, state).
     """
 
     def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
         self.net, self.norm, self.spec = net, norm, spec
+        self.state_shapes: dict[str, tuple[int, ...]] = dict(getattr(net, "state_shapes", {}))
+        self._state: Obs | None = None
 
     @torch.no_grad()
     def __call__(self, obs: Obs | Tensor) -> Tensor:
-        raw = obs["policy"] if isinstance(obs, dict) else obs
-        return self.net.mean_action(self.norm({"policy": raw}))  # type: ignore[operator]
+        if not self.state_shapes:
+            return self.act(obs, {})[0]
+        count = (obs["policy"] if isinstance(obs, dict) else obs).shape[0]
+        if self._state is None:
+            self._state = self.initial_state(count)
+        elif (known := next(iter(self._state.values())).shape[0]) != count:
+            raise ValueError(f"{count} observations for a memory of {known} environments: policy.reset() starts anew")
+        action, self._state = self.act(obs, self._state)
+        return action
+
+    @torch.no_grad()
+    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
+        """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
+        inputs = self.norm({"policy": obs["policy"] if isinstance(obs, dict) else obs})
+        if self.state_shapes:
+            return self.net.mean_action(inputs, state)  # type: ignore[operator]
+        return self.net.mean_action(inputs), {}  # type: ignore[operator]
+
+    def initial_state(self, num_envs: int) -> Obs:
+        """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
+        device = self.norm.reward_scale.device
+        return {k: torch.zeros(num_envs, *shape, device=device) for k, shape in self.state_shapes.items()}
+
+    def reset(self, mask: Tensor | None = None) -> None:
+        """Forget: everything, or the environments of ``mask`` ([N] bool). Nothing where there is no memory."""
+        if mask is None:
+            self._state = None
+        elif self._state is not None:
+            self._state = {k: v * ~mask.view(-1, *[1] * (v.dim() - 1)) for k, v in self._state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self.net.state_dict(), "norm": self.norm.state_dict()}
@@ -80,14 +116,15 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
     """A checkpoint's tensors under the names of a policy checkpoint; a resume point has them among all others."""
     if manifest["kind"] == "policy":
         return dict(tensors)
-    homes = {"policy/": "learners/p/state/policy/", "norm/": "collector/normalizer/"}
-    return {new + k.removeprefix(old): t for k, t in tensors.items() for new, old in homes.items() if k.startswith(old)}
+    homes = {"policy/": r"learners/[^/]+/state/policy/", "norm/": "collector/normalizer/"}
+    found = ((new, re.match(old, k), k, t) for k, t in tensors.items() for new, old in homes.items())
+    return {new + k[match.end() :]: t for new, match, k, t in found if match}
 
 
 # -- a new run from old weights -------------------------------------------------------------------------------------
 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
-               "algo.policy.layer_norm")  # fmt: skip
+               "algo.policy.layer_norm", "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max")  # fmt: skip
 
@@ -130,22 +167,21 @@ def init_from(parts: Parts, source: Path) -> None:
     parts.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
 
 
-def _networks(state: Any) -> dict[str, Flat]:
+def _networks(state: Any) -> dict[str, Flat | nn.Module]:
     members = {f.name: getattr(state, f.name) for f in fields(state)}
-    return {k: v for k, v in members.items() if isinstance(v, Flat)}
+    return {k: v for k, v in members.items() if isinstance(v, Flat | nn.Module)}
 
 
 # -- what loading a policy needs to know of its environment, as JSON ------------------------------------------------
 
 
 def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
-    assert isinstance(spec.action, Box)
+    action = {"discrete": spec.action.n} if isinstance(spec.action, Discrete) else spec.action.size
     groups = {k: {"shape": list(s.shape), "dtype": str(s.dtype).removeprefix("torch.")} for k, s in spec.obs.items()}
-    return {"name": spec.name, "obs": groups, "action": spec.action.size, "max_episode_steps": spec.max_episode_steps}
+    return {"name": spec.name, "obs": groups, "action": action, "max_episode_steps": spec.max_episode_steps}
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
     obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"])) for k, s in data["obs"].items()}
-    return EnvSpec(
-        data["name"], 1, obs, Box(data["action"]), torch.device("cpu"), max_episode_steps=data["max_episode_steps"]
-    )
+    action = Discrete(data["action"]["discrete"]) if isinstance(data["action"], dict) else Box(data["action"])
+    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=data["max_episode_steps"])
