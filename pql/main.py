@@ -1,4 +1,4 @@
-"""The command line: train, resume, eval, list, doctor. Errors a user can mend are one line and exit status 2."""
+"""The command line: train, resume, eval, compare, report, list, doctor. Errors a user can mend are one line and exit status 2."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
 
-COMMANDS = ("train", "resume", "eval", "list", "doctor")
+COMMANDS = ("train", "resume", "eval", "compare", "report", "list", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +69,12 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT")
     evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu out=FILE")
     evaluate.set_defaults(run=run_eval)
+    compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
+    compare.add_argument("words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...]")
+    compare.set_defaults(run=run_report, single=False)
+    report = sub.add_parser("report", help="a page about one run: pql report RUN out=DIR")
+    report.add_argument("words", metavar="RUN", nargs="+", help="a run; x= out= thresholds=[...]")
+    report.set_defaults(run=run_report, single=True)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
     listing.add_argument("what", choices=("tasks", "algos"))
     listing.set_defaults(run=run_list)
@@ -161,6 +167,25 @@ def print_evaluation(row: dict[str, Any]) -> None:
     console.print(f"{row['algo']} on {row['task']}: {where}", highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     print(f"policy: {row['checkpoint']}")
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from pql import report
+
+    runs = [
+        w for w in args.words if "=" not in w or Path(w).expanduser().exists()
+    ]  # a sweep's folders may be key=value
+    asked = parse_pairs([w for w in args.words if w not in runs], {"x": str, "out": str, "thresholds": list})
+    if not runs or (args.single and len(runs) > 1):
+        raise ConfigError("run", " ".join(runs) or None, "one run directory" if args.single else "run directories")
+    levels = asked.get("thresholds", [])
+    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in levels):
+        raise ConfigError("thresholds", levels, "a list of numbers such as [100,200]")
+    out = Path(asked["out"]).expanduser() if "out" in asked else None
+    path, numbers = report.write(runs, out, asked.get("x", "seconds"), levels, args.single)
+    report.tell(numbers)
+    print(f"page: {path}\nnumbers: {path.with_name('numbers.json')}")
+    return 0
 
 
 def run_list(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Runs as they lie on the disk: found, read, put into groups. Only metrics.jsonl, config.yaml, summary.json are read."""
+"""Runs as they lie on the disk: found, read, put into groups. Only metrics.jsonl, config.yaml, summary.json count."""
 
 import json
 import os
@@ -147,7 +147,7 @@ def position(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
-    """The evaluations by name. Their updates, which they do not tell, are those of the training's rows at their time."""
+    """The evaluations by name. The updates, which they do not tell, are those of training's rows at their time."""
     told = [r for r in rows if np.isfinite(r.get("eval/return_mean", np.nan))]
     at = [position(r) for r in told]
     out = {axis: np.array([p[axis] for p in at]) for axis in AXES}
