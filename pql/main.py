@@ -1,4 +1,4 @@
-"""The command line: train, resume, eval, compare, report, list, doctor. Errors a user can mend are one line and exit status 2."""
+"""The command line: one function a command. Errors a user can mend are one line and exit status 2."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Reports: one page about a run, or one that compares many. ``docs/compare.md`` says what is on it and how it is counted.
+"""Reports: a page about one run, or one that compares many. ``docs/compare.md`` says what is on it and how it counts.
 
 ``stats`` holds the statistics, ``runs`` the reading, ``numbers`` everything a page tells, ``draw`` and ``page`` how it
 looks. matplotlib, scipy and Jinja (the extra ``report``) are imported when a page is made, not before.
@@ -90,5 +90,6 @@ def tell(numbers: dict[str, Any]) -> None:
             table.add_row(task["task"], group["label"], str(len(group["scores"])), spoken(score["iqm"]), *middle)
     if table.row_count:
         console.print(table)
-    for line in (*findings(numbers), *(f"note: {n}" for n in numbers["notes"])):
+    found = [f"{task}: {text}" for task, text in findings(numbers)]
+    for line in (*found, *(f"note: {n}" for n in numbers["notes"])):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

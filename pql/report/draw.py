@@ -6,7 +6,6 @@ dark pictures, and text stays text.
 """
 
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,13 +18,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from pql.report.numbers import UNITS
-from pql.report.words import AXIS_WORDS
+from pql.report.words import AXIS_WORDS, compact
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6f7783")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
 INK, MUTED, GRID = "#1b1f27", "#5b6472", "#e3e6eb"
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--rule", **{c: f"--c{i}" for i, c in enumerate(COLORS)}}
+RATES = {"env_steps_per_s": "environment steps per second", "updates_per_s": "updates per second"}
 SIZE = (4.0, 2.7)  # inches
 
 
@@ -47,14 +47,16 @@ def style(index: int) -> dict[str, Any]:
     return {"color": COLORS[place], "marker": MARKERS[place], "linestyle": DASHES[turn % len(DASHES)]}
 
 
-def short(value: float, _: Any = None) -> str:
-    """A number for an axis: 1.5k, 20M, -1,200."""
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else ""
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if suffix == 'k' else size):,.4g}{suffix}".replace("-", "−")
-    return (f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}").replace("-", "−")
+def ticks() -> FuncFormatter:
+    """Numbers of an axis, all in the unit that its largest one needs: 2k and 10k, not 2,000 and 10k."""
+
+    def write(value: float, _: Any = None) -> str:
+        axis = formatter.axis
+        size = max(map(abs, axis.get_view_interval())) if axis is not None else abs(value)
+        return compact(value, size)
+
+    formatter = FuncFormatter(write)
+    return formatter
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ def learning_curves(
     task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Sequence[str], axis: str
 ) -> Figure:
     """IQM over runs with its band; every run behind it, thin."""
-    fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", UNITS[axis] if axis == "seconds" else "")
+    fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", {"seconds": "seconds"}.get(axis, ""))
     ends: list[tuple[float, str, int]] = []
     for group in task["groups"]:
         curve, look_of = group["curves"].get(axis), style(labels.index(group["label"]))
@@ -88,7 +90,7 @@ def learning_curves(
 def score_intervals(task: Mapping[str, Any], labels: Sequence[str], x: str) -> Figure:
     """IQM of the scores with its interval, a row a group; every run as a small mark."""
     groups = [g for g in task["groups"] if g["scores"]]
-    fig, ax = panel(f"{task['task']}: score at {short(task['end'][x])} {UNITS[x]}", "return")
+    fig, ax = panel(f"{task['task']}: score at {compact(task['end'][x])} {UNITS[x]}", "return")
     rows = [(g["label"], g["score"]["iqm"], g["scores"]) for g in groups]
     interval_rows(ax, rows, labels)
     return fig
@@ -96,7 +98,7 @@ def score_intervals(task: Mapping[str, Any], labels: Sequence[str], x: str) -> F
 
 def overall_intervals(overall: Mapping[str, Any], labels: Sequence[str]) -> Figure:
     """IQM of the normalised scores over all tasks."""
-    fig, ax = panel(f"all {len(overall['tasks'])} tasks: normalised score (IQM)", "0 lowest, 1 highest of each task")
+    fig, ax = panel("all tasks: normalised score (IQM)", "0 lowest, 1 highest of each task")
     interval_rows(ax, [(g["label"], g["score"]["iqm"], ()) for g in overall["groups"]], labels)
     return fig
 
@@ -104,23 +106,39 @@ def overall_intervals(overall: Mapping[str, Any], labels: Sequence[str]) -> Figu
 def profiles(overall: Mapping[str, Any], task: Mapping[str, Any] | None, labels: Sequence[str]) -> Figure:
     """Performance profiles. Of a single ``task`` the axis shows its returns instead of shares of its range."""
     fig, ax = panel("share of runs above a score", "return" if task else "normalised score")
-    tau = np.array(overall["tau"])
+    tau, ends = np.array(overall["tau"]), []
     x = tau if task is None else task["low"] + tau * (task["high"] - task["low"])
     for group in overall["groups"]:
         of = style(labels.index(group["label"]))
         line = group["profile"]
         band(ax, x, line["low"], line["high"], of["color"])
-        ax.plot(x, line["value"], color=of["color"], ls=of["linestyle"], lw=1.7, marker=of["marker"], ms=4,
-                markevery=(10 + 7 * labels.index(group["label"]) % 40, 60), label=clip(group["label"]))  # fmt: skip
+        half = int(np.argmax(np.array(line["value"]) <= 0.5))
+        ax.step(x, line["value"], where="post", color=of["color"], ls=of["linestyle"], lw=1.7)
+        ax.plot(x[half], line["value"][half], color=of["color"], marker=of["marker"], ms=4.5)
+        ends.append((0.0, group["label"], labels.index(group["label"])))
     ax.set_ylim(-0.02, 1.02)
     ax.yaxis.set_major_formatter(PercentFormatter(1))
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=1.8, borderaxespad=0.2)
+    name_ends(ax, [(1 - 0.1 * i, label, index) for i, (_, label, index) in enumerate(ends)])
+    return fig
+
+
+def rates(task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Sequence[str], key: str) -> Figure:
+    """A speed by group: the median, and every run as a small mark."""
+    fig, ax = panel(f"{task['task']}: {RATES[key]}", "")
+    rows = []
+    for group in task["groups"]:
+        mine = [r["speed"][key] for r in runs if r["task"] == task["task"] and r["label"] == group["label"]]
+        if group["speed"][key] is not None:
+            middle = {"value": group["speed"][key], "low": None, "high": None}
+            rows.append((group["label"], middle, [v for v in mine if v is not None]))
+    interval_rows(ax, rows, labels)
+    ax.set_xlim(left=0)
     return fig
 
 
 def lines(title: str, parts: Mapping[str, Mapping[str, Sequence[float]]], share: bool = False) -> Figure:
     """Numbers of one run over its seconds, each labelled where it ends."""
-    fig, ax = panel(title, UNITS["seconds"])
+    fig, ax = panel(title, "seconds")
     ends = []
     for i, (name, part) in enumerate(parts.items()):
         of = style(i)
@@ -153,12 +171,12 @@ def panel(title: str, unit: str) -> tuple[Figure, Axes]:
     ax.margins(x=0.02, y=0.08)
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.yaxis.set_major_locator(MaxNLocator(5))
-    ax.xaxis.set_major_formatter(FuncFormatter(short))
-    ax.yaxis.set_major_formatter(FuncFormatter(short))
+    ax.xaxis.set_major_formatter(ticks())
+    ax.yaxis.set_major_formatter(ticks())
     return fig, ax
 
 
-def band(ax: Axes, x: Sequence[float], low: Sequence[float | None], high: Sequence[float | None], color: str) -> None:
+def band(ax: Axes, x: Any, low: Sequence[float | None], high: Sequence[float | None], color: str) -> None:
     if None not in (*low, *high):
         ax.fill_between(x, np.array(low, float), np.array(high, float), color=color, alpha=0.16, lw=0)
 
@@ -188,7 +206,7 @@ def interval_rows(
 
 
 def name_ends(ax: Axes, ends: Sequence[tuple[float, str, int]]) -> None:
-    """Labels right of the lines, at the height where each ends, pushed apart where they would touch."""
+    """Labels right of the picture, at the heights given, pushed apart where they would touch."""
     if not ends:
         return
     low, high = ax.get_ylim()

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from pql.report import draw, words
 from pql.report.numbers import UNITS
 from pql.report.runs import AXES
-from pql.report.words import DASH, num, percent, spoken
+from pql.report.words import ABOUT, DASH, compact, num, percent, spoken
 
 Numbers = Mapping[str, Any]
 
@@ -23,6 +23,8 @@ class Cell:
     note: str = ""
     bar: float | None = None
     chip: int | None = None  # the group whose colour and marker stand before it
+    left: bool = False  # words, not a number
+    rows: int = 1  # that it spans
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Section:
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     folded: bool = False
+    reading: str = ""  # beside the last picture
 
     @property
     def anchor(self) -> str:
@@ -76,73 +79,68 @@ def picture(name: str, figure: Figure, alt: str) -> Picture:
 
 def curves_section(numbers: Numbers) -> Section:
     several = len(numbers["runs"]) > 1
-    text = (
-        "Thick: interquartile mean over runs of each evaluation's mean return, with its 95 % bootstrap band. Thin: every run."
-        if several
-        else "Mean undiscounted return of each evaluation."
-    )
-    out = Section("Learning curves", text)
+    out = Section("Learning curves", ABOUT["curves" if several else "curve"])
     axes = [numbers["x"], *(a for a in AXES if a != numbers["x"])]
     for i, task in enumerate(numbers["tasks"]):
         for axis in axes if task["end"] else ():
             if not any(g["curves"].get(axis, {}).get("x") for g in task["groups"]):
                 continue
             figure = draw.learning_curves(task, numbers["runs"], numbers["labels"], axis)
-            last = [f"{g['label']} {num(g['curves'][axis]['iqm'][-1])} at {draw.short(g['curves'][axis]['x'][-1])}"
+            last = [f"{g['label']} {num(g['curves'][axis]['iqm'][-1])} at {words.compact(g['curves'][axis]['x'][-1])}"
                     for g in task["groups"] if g["curves"].get(axis, {}).get("x")]  # fmt: skip
             alt = f"Return on {task['task']} over {words.AXIS_WORDS[axis]}. Ends: {'; '.join(last)} {UNITS[axis]}."
             out.pictures.append(picture(f"curve-{i}-{axis}", figure, alt))
+        if several and scored(task, numbers["x"]):
+            alt = "; ".join(f"{g['label']} {spoken(g['score']['iqm'])}" for g in task["groups"] if g["score"])
+            figure = draw.score_intervals(task, numbers["labels"], numbers["x"])
+            out.pictures.append(picture(f"score-{i}", figure, f"IQM on {task['task']}: {alt}."))
     return out
+
+
+def scored(task: Numbers, x: str) -> bool:
+    return bool(task["end"]) and task["end"][x] is not None
 
 
 def scores_section(numbers: Numbers) -> Section:
     x, labels, overall = numbers["x"], numbers["labels"], numbers["overall"]
-    out = Section(
-        "Scores",
-        f"A run's score is its mean return where all finished runs of the task have come by {words.AXIS_WORDS[x]}, read off "
-        "its curve. Brackets and bars: 95 % percentile intervals of the stratified bootstrap over runs.",
-    )
-    tasks = [(i, t) for i, t in enumerate(numbers["tasks"]) if t["end"] and t["end"][x] is not None]
-    for i, task in tasks:
-        out.tables.append(score_table(task, labels, x))
-        alt = "; ".join(f"{g['label']} {spoken(g['score']['iqm'])}" for g in task["groups"] if g["score"])
-        out.pictures.append(
-            picture(f"score-{i}", draw.score_intervals(task, labels, x), f"IQM on {task['task']}: {alt}.")
-        )
+    tasks = [t for t in numbers["tasks"] if scored(t, x)]
+    out = Section("Scores", ABOUT["scores"].format(axis=words.AXIS_WORDS[x]))
+    out.tables += [score_table(t, labels, x) for t in tasks]
     if not overall["groups"]:
         return out
     if len(overall["tasks"]) > 1:
         out.tables.append(overall_table(overall, labels))
         alt = "; ".join(f"{g['label']} {spoken(g['score']['iqm'])}" for g in overall["groups"])
         out.pictures.append(picture("score-all", draw.overall_intervals(overall, labels), f"Normalised IQM: {alt}."))
-    alone = tasks[0][1] if len(tasks) == 1 else None
+    alone = tasks[0] if len(tasks) == 1 else None
     half = "; ".join(f"{g['label']} {g['profile']['value'][100]:.0%}" for g in overall["groups"])
     alt = f"Performance profiles. Share of runs above the middle of the range: {half}."
     out.pictures.append(picture("profile", draw.profiles(overall, alone, labels), alt))
+    if len(out.pictures) % 2:  # there is room beside it
+        out.reading = ABOUT["profile"]
+    else:
+        out.text += " " + ABOUT["profile"]
     if 1 < len(overall["groups"]) <= 8:
         out.tables.append(beats_table(overall, labels))
     return out
 
 
 def thresholds_section(numbers: Numbers) -> Section:
-    out = Section(
-        "Time to threshold",
-        "When the curve of evaluations first reaches a return, straight between two evaluations: median over the runs, "
-        "smallest and largest below it. A run that never does counts as infinitely late. A run already there at its first "
-        "evaluation counts with the time of that evaluation.",
-    )
+    out = Section("Time to threshold", ABOUT["thresholds"])
     axes = [numbers["x"], *(a for a in AXES if a != numbers["x"])]
     for task in numbers["tasks"]:
+        groups = [g for g in task["groups"] if g["time_to"]]
         rows = []
         for k, level in enumerate(task["thresholds"]):
             share = "" if level["share"] is None else f"{level['share']:.0%} of the range"
-            for group in task["groups"]:
-                if not group["time_to"]:
-                    continue
+            head = [Cell(num(level["value"]), share, left=True, rows=len(groups))]
+            for group in groups:
                 told = group["time_to"][k]
-                times = [Cell(num(told[a]["median"], whole=True), span(told[a], told["of"])) for a in axes]
-                rows.append([Cell(num(level["value"]), share), named(group, numbers["labels"]),
-                             Cell(f"{told['reached']} of {told['of']}"), *times])  # fmt: skip
+                times = [Cell(compact(told[a]["median"]), span(told[a], told["of"])) for a in axes]
+                rows.append(
+                    [*head, named(group, numbers["labels"]), Cell(f"{told['reached']} of {told['of']}"), *times]
+                )
+                head = []
         if rows:
             heads = ["return", "algorithm", "runs there", *(a.replace("_", " ") for a in axes)]
             out.tables.append(Table(task["task"], heads, rows))
@@ -150,20 +148,17 @@ def thresholds_section(numbers: Numbers) -> Section:
 
 
 def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section:
-    out = Section(
-        "Speed and resources",
-        "Medians over runs; for lag and memory the largest. Ratios are counted, with the configured one below. Lag: ticks by "
-        "which the acting policy trails the newest. Busy: share of the time that a worker was at work.",
-    )
-    for task in numbers["tasks"]:
+    out = Section("Speed and resources", ABOUT["speed"])
+    for i, task in enumerate(numbers["tasks"]):
         out.tables.append(speed_table(task, numbers["labels"]))
-    for key, title in (
-        ("throughput/env_steps_per_s", "environment steps per second"), ("throughput/updates_per_s", "updates per second"),
-    ):  # fmt: skip
-        if series and key in series:
-            part = series[key]
+        for key, title in () if series else draw.RATES.items():
+            told = [f"{g['label']} {num(g['speed'][key])}" for g in task["groups"]]
+            figure = draw.rates(task, numbers["runs"], numbers["labels"], key)
+            out.pictures.append(picture(f"speed-{i}-{key}", figure, f"{title} on {task['task']}: {'; '.join(told)}"))
+    for key, title in draw.RATES.items():
+        if series and (part := series.get(f"throughput/{key}")):
             alt = f"{title} over time, {num(part['y'][0])} at first, {num(part['y'][-1])} at the end"
-            out.pictures.append(picture(key.split("/")[1], draw.lines(title, {key: part}), alt))
+            out.pictures.append(picture(key, draw.lines(title, {key: part}), alt))
     for prefix, title in (("busy/", "busy share of each worker"), ("ratio/", "realised ratios"),
                           ("memory/", "memory (GiB)"), ("lag/", "policy lag (ticks)")):  # fmt: skip
         parts = {k.removeprefix(prefix): v for k, v in (series or {}).items() if k.startswith(prefix)}
@@ -178,7 +173,7 @@ def rest_section(series: Mapping[str, Any]) -> Section:
     """What the algorithm and the task log besides."""
     known = ("eval/", "throughput/", "busy/", "ratio/", "memory/", "lag/")
     keys = [k for k in series if not k.startswith(known)]
-    out = Section("Training in detail", "Everything else in metrics.jsonl.", folded=len(keys) > 16)
+    out = Section("Training in detail", ABOUT["rest"], folded=len(keys) > 16)
     for i, key in enumerate(sorted(keys, key=lambda k: (k.split("/")[0] != "train", k))):
         part = series[key]
         alt = f"{key} over time, from {num(part['y'][0])} to {num(part['y'][-1])}"
@@ -192,21 +187,13 @@ def runs_section(numbers: Numbers) -> Section:
     for run in numbers["runs"]:
         returns = run["evals"]["return_mean"]
         rows.append([
-            Cell(run["name"], "; ".join(run["notes"])), Cell(run["task"]), named(run, numbers["labels"]),
-            Cell(DASH if run["seed"] is None else str(run["seed"])),
-            *(Cell(num(run["end"][a], whole=True)) for a in AXES),
-            Cell(str(len(returns))), Cell(num(returns[-1]) if returns else DASH), Cell(num(max(returns)) if returns else DASH),
+            Cell(run["name"], "; ".join(run["notes"]), left=True), Cell(run["task"], left=True),
+            named(run, numbers["labels"]), Cell(DASH if run["seed"] is None else str(run["seed"])),
+            *(Cell(compact(run["end"][a])) for a in AXES), Cell(str(len(returns))),
+            Cell(num(returns[-1] if returns else None)), Cell(num(max(returns, default=None))),
         ])  # fmt: skip
-    heads = [
-        "run",
-        "task",
-        "algorithm",
-        "seed",
-        *(a.replace("_", " ") for a in AXES),
-        "evaluations",
-        "last return",
-        "best return",
-    ]
+    ends = [a.replace("_", " ") for a in AXES]
+    heads = ["run", "task", "algorithm", "seed", *ends, "evaluations", "last return", "best return"]
     out.tables.append(Table("Every run of this page", heads, rows))
     return out
 
@@ -232,9 +219,7 @@ def overall_table(overall: Numbers, labels: Sequence[str]) -> Table:
         [named(g, labels), Cell(str(g["runs"])), *(aggregate(g["score"][k]) for k in ("iqm", "median", "mean"))]
         for g in overall["groups"]
     ]
-    caption = (
-        f"All {len(overall['tasks'])} tasks, normalised: 0 is the lowest evaluation of any run on a task, 1 the highest"
-    )
+    caption = "All tasks, normalised: 0 is the lowest evaluation of any run on a task, 1 the highest"
     return Table(caption, ["algorithm", "runs", "IQM", "median of tasks", "mean"], rows)
 
 
@@ -291,7 +276,7 @@ def ratio(speed: Numbers, key: str) -> Cell:
 def span(told: Mapping[str, float | None], of: int) -> str:
     if of < 2 or told["min"] is None:
         return ""
-    return f"{num(told['min'], whole=True)} to {num(told['max'], whole=True) if told['max'] is not None else 'never'}"
+    return f"{compact(told['min'])} to {compact(told['max']) if told['max'] is not None else 'never'}"
 
 
 # -- HTML -----------------------------------------------------------------------------------------------------------
