@@ -50,19 +50,25 @@ def write(
     if untold:
         raise ConfigError("x", x, f"an axis that all runs tell; {untold[0]} does not")
     folder = out or (paths[0] / "report" if single else Path("comparison"))
+    _make(folder)  # before the work, not after
     told = numbers.analyse(found, x, thresholds, notes)
     series = numbers.clean(numbers.series(found[0])) if single else None
     parts = page.sections(told, series)
     text = page.render(told, parts, found[0].settings if single else None, importlib.metadata.version("pql"))
+    (folder / "index.html").write_text(text, encoding="utf-8")
+    (folder / "numbers.json").write_text(json.dumps(told if series is None else {**told, "series": series}) + "\n")
+    for picture in (p for part in parts for p in part.pictures):
+        (folder / f"{picture.name}.png").write_bytes(picture.png)
+    return folder / "index.html", told
+
+
+def _make(folder: Path) -> None:
+    """Raises ``ConfigError`` where ``folder`` is none that can be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "index.html").write_text(text, encoding="utf-8")
-        (folder / "numbers.json").write_text(json.dumps(told if series is None else {**told, "series": series}) + "\n")
-        for picture in (p for part in parts for p in part.pictures):
-            (folder / f"{picture.name}.png").write_bytes(picture.png)
+        (folder / "index.html").touch()
     except OSError as error:
         raise ConfigError("out", folder, f"a folder that can be written ({error.strerror})") from error
-    return folder / "index.html", told
 
 
 def check_packages() -> None:
@@ -80,6 +86,8 @@ def tell(numbers: dict[str, Any]) -> None:
     from pql.report.words import findings, num, spoken
 
     console = Console()
+    if not console.is_terminal:  # nobody's window: whole lines
+        console.width = 160
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
     for name in ("task", "algorithm", "runs", "IQM (95 %)", "median", "mean"):
         table.add_column(name, justify="left" if name in ("task", "algorithm") else "right")

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from pql.report.numbers import UNITS
-from pql.report.words import AXIS_WORDS, compact
+from pql.report.words import AXIS_WORDS, UNITS_SHORT, compact
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6f7783")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -47,16 +47,19 @@ def style(index: int) -> dict[str, Any]:
     return {"color": COLORS[place], "marker": MARKERS[place], "linestyle": DASHES[turn % len(DASHES)]}
 
 
-def ticks() -> FuncFormatter:
-    """Numbers of an axis, all in the unit that its largest one needs: 2k and 10k, not 2,000 and 10k."""
+class Ticks(FuncFormatter):
+    """Numbers of an axis in the unit that the largest needs, with the digits that tell them apart: 2k beside 10k."""
 
-    def write(value: float, _: Any = None) -> str:
-        axis = formatter.axis
-        size = max(map(abs, axis.get_view_interval())) if axis is not None else abs(value)
-        return compact(value, size)
+    def __init__(self) -> None:
+        super().__init__(self._write)
 
-    formatter = FuncFormatter(write)
-    return formatter
+    def _write(self, value: float, _: Any = None) -> str:
+        at = np.asarray(self.locs if len(self.locs) else [value], dtype=float)
+        size = float(np.abs(at).max())
+        unit, suffix = next(((u, s) for u, s in UNITS_SHORT if size >= 10 * u or (size >= u and s != "k")), (1.0, ""))
+        near = 1e-4 * max(float(np.ptp(at)) / unit, 1e-12)
+        digits = next((d for d in range(7) if np.abs(np.round(at / unit, d) - at / unit).max() <= near), 7)
+        return f"{value / unit:,.{digits}f}{suffix if value else ''}".replace("-", "−")
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------
@@ -68,10 +71,9 @@ def learning_curves(
     """IQM over runs with its band; every run behind it, thin."""
     fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", {"seconds": "seconds"}.get(axis, ""))
     ends: list[tuple[float, str, int]] = []
-    for group in task["groups"]:
-        curve, look_of = group["curves"].get(axis), style(labels.index(group["label"]))
-        if not curve or not curve["x"]:
-            continue
+    drawn = [g for g in task["groups"] if g["curves"].get(axis, {}).get("x")]
+    for group in drawn:
+        curve, look_of = group["curves"][axis], style(labels.index(group["label"]))
         mine = [
             r for r in runs if r["task"] == task["task"] and r["label"] == group["label"] and r["evals"]["return_mean"]
         ]
@@ -83,6 +85,8 @@ def learning_curves(
         ax.plot(curve["x"], curve["iqm"], color=look_of["color"], ls=look_of["linestyle"], lw=1.7)
         ax.plot(curve["x"][-1:], curve["iqm"][-1:], color=look_of["color"], marker=look_of["marker"], ms=4.5)
         ends.append((curve["iqm"][-1], group["label"], labels.index(group["label"])))
+    if ends:  # a run that went on far beyond the others is not what the picture is about
+        ax.set_xlim(right=min(ax.get_xlim()[1], 1.25 * max(g["curves"][axis]["x"][-1] for g in drawn)))
     name_ends(ax, ends)
     return fig
 
@@ -136,8 +140,10 @@ def rates(task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Se
     return fig
 
 
-def lines(title: str, parts: Mapping[str, Mapping[str, Sequence[float]]], share: bool = False) -> Figure:
-    """Numbers of one run over its seconds, each labelled where it ends."""
+def lines(
+    title: str, parts: Mapping[str, Mapping[str, Sequence[float]]], share: bool = False, zero: bool = False
+) -> Figure:
+    """Numbers of one run over its seconds, each labelled where it ends. ``share``: 0 to 100 %; ``zero``: from 0 on."""
     fig, ax = panel(title, "seconds")
     ends = []
     for i, (name, part) in enumerate(parts.items()):
@@ -151,6 +157,8 @@ def lines(title: str, parts: Mapping[str, Mapping[str, Sequence[float]]], share:
             marker="." if len(part["x"]) < 3 else "",
         )
         ends.append((part["y"][-1], name, i))
+    if zero:
+        ax.set_ylim(0, 1.1 * max(max(part["y"]) for part in parts.values()) or 1)
     if share:
         ax.set_ylim(0, 1.02)
         ax.yaxis.set_major_formatter(PercentFormatter(1))
@@ -171,8 +179,8 @@ def panel(title: str, unit: str) -> tuple[Figure, Axes]:
     ax.margins(x=0.02, y=0.08)
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.yaxis.set_major_locator(MaxNLocator(5))
-    ax.xaxis.set_major_formatter(ticks())
-    ax.yaxis.set_major_formatter(ticks())
+    ax.xaxis.set_major_formatter(Ticks())
+    ax.yaxis.set_major_formatter(Ticks())
     return fig, ax
 
 

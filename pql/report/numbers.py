@@ -222,7 +222,9 @@ def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
         found = [g for t in tasks for g in t["groups"] if g["label"] == label and g["scores"]]
         if tasks and len(found) == len(tasks):
             by_label[label] = [np.array(g["normalised"]) for g in found]
-    taus = np.linspace(0, 1, 201)
+    known = np.concatenate([s for strata in by_label.values() for s in strata]) if by_label else np.array([0.0, 1.0])
+    margin = 0.05 * float(np.ptp(known)) or 0.05
+    taus = np.linspace(known.min() - margin, known.max() + margin, 201)
     groups = []
     for label, strata in by_label.items():
         low, high = stats.interval(strata, stats.profile(taus))
@@ -238,9 +240,9 @@ def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
 def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], x: str) -> list[str]:
     """What a reader might otherwise take for granted."""
     out = []
-    few = {g["label"] for t in tasks for g in t["groups"] if len(g["scores"]) == 1}
-    if few:
-        out.append(f"One run only, hence no interval: {', '.join(sorted(few))}.")
+    alone = [f"{g['label']} on {t['task']}" for t in tasks for g in t["groups"] if len(g["scores"]) == 1]
+    if alone and len(runs) > 1:
+        out.append(f"One run only, hence no interval: {some(alone)}.")
     for task in tasks:
         for group in task["groups"]:
             twice = sorted({str(s) for s in group["seeds"] if group["seeds"].count(s) > 1})
@@ -251,13 +253,15 @@ def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], x: str) -> 
         end, mine = task["end"][x], [r for r in runs if r.task == task["task"] and len(r.evals["return_mean"])]
         short = [r.name for r in mine if r.evals[x][-1] < 0.98 * end]
         if short:
-            out.append(
-                f"Ended before the common end on {task['task']}; the last evaluation counts: {', '.join(short)}."
-            )
+            out.append(f"Ended before the common end on {task['task']}; the last evaluation counts: {some(short)}.")
         longer = [r.name for r in mine if r.evals[x][-1] > 1.1 * end]
         if longer:
-            out.append(f"Went on beyond the common end on {task['task']}; not part of the scores: {', '.join(longer)}.")
+            out.append(f"Went on beyond the common end on {task['task']}; not part of the scores: {some(longer)}.")
     return out
+
+
+def some(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def clean(value: Any) -> Any:

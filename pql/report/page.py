@@ -60,7 +60,7 @@ class Section:
 def sections(numbers: Numbers, series: Mapping[str, Any] | None = None) -> list[Section]:
     """All of a page. ``series``: one run's numbers over time, for a page about that run."""
     with draw.look():
-        out = [curves_section(numbers)]
+        out = [curves_section(numbers, series)]
         if len(numbers["runs"]) > 1:
             out.append(scores_section(numbers))
         out += [thresholds_section(numbers), speed_section(numbers, series)]
@@ -71,13 +71,15 @@ def sections(numbers: Numbers, series: Mapping[str, Any] | None = None) -> list[
 
 
 def picture(name: str, figure: Figure, alt: str) -> Picture:
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out once, saved twice
     return Picture(name, draw.svg(figure, name, alt), draw.png(figure))
 
 
 # -- sections -------------------------------------------------------------------------------------------------------
 
 
-def curves_section(numbers: Numbers) -> Section:
+def curves_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section:
     several = len(numbers["runs"]) > 1
     out = Section("Learning curves", ABOUT["curves" if several else "curve"])
     axes = [numbers["x"], *(a for a in AXES if a != numbers["x"])]
@@ -94,6 +96,9 @@ def curves_section(numbers: Numbers) -> Section:
             alt = "; ".join(f"{g['label']} {spoken(g['score']['iqm'])}" for g in task["groups"] if g["score"])
             figure = draw.score_intervals(task, numbers["labels"], numbers["x"])
             out.pictures.append(picture(f"score-{i}", figure, f"IQM on {task['task']}: {alt}."))
+    if series and (part := series.get("train/return_mean")):
+        alt = f"Return of training episodes over time, with exploration noise; at the end {num(part['y'][-1])}."
+        out.pictures.append(picture("train", draw.lines("return of training episodes", {"train": part}), alt))
     return out
 
 
@@ -113,8 +118,9 @@ def scores_section(numbers: Numbers) -> Section:
         alt = "; ".join(f"{g['label']} {spoken(g['score']['iqm'])}" for g in overall["groups"])
         out.pictures.append(picture("score-all", draw.overall_intervals(overall, labels), f"Normalised IQM: {alt}."))
     alone = tasks[0] if len(tasks) == 1 else None
-    half = "; ".join(f"{g['label']} {g['profile']['value'][100]:.0%}" for g in overall["groups"])
-    alt = f"Performance profiles. Share of runs above the middle of the range: {half}."
+    half = (next(i for i, v in enumerate(g["profile"]["value"]) if v <= 0.5) for g in overall["groups"])
+    told = [f"{g['label']} {num(overall['tau'][i])}" for g, i in zip(overall["groups"], half, strict=True)]
+    alt = f"Performance profiles. Normalised score that half of the runs exceed: {'; '.join(told)}."
     out.pictures.append(picture("profile", draw.profiles(overall, alone, labels), alt))
     if len(out.pictures) % 2:  # there is room beside it
         out.reading = ABOUT["profile"]
@@ -158,13 +164,13 @@ def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section
     for key, title in draw.RATES.items():
         if series and (part := series.get(f"throughput/{key}")):
             alt = f"{title} over time, {num(part['y'][0])} at first, {num(part['y'][-1])} at the end"
-            out.pictures.append(picture(key, draw.lines(title, {key: part}), alt))
+            out.pictures.append(picture(key, draw.lines(title, {key: part}, zero=True), alt))
     for prefix, title in (("busy/", "busy share of each worker"), ("ratio/", "realised ratios"),
                           ("memory/", "memory (GiB)"), ("lag/", "policy lag (ticks)")):  # fmt: skip
         parts = {k.removeprefix(prefix): v for k, v in (series or {}).items() if k.startswith(prefix)}
         if parts:
             alt = f"{title} over time; at the end " + ", ".join(f"{k} {num(v['y'][-1])}" for k, v in parts.items())
-            figure = draw.lines(title, parts, share=prefix == "busy/")
+            figure = draw.lines(title, parts, share=prefix == "busy/", zero=True)
             out.pictures.append(picture(prefix[:-1], figure, alt))
     return out
 
@@ -172,7 +178,7 @@ def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section
 def rest_section(series: Mapping[str, Any]) -> Section:
     """What the algorithm and the task log besides."""
     known = ("eval/", "throughput/", "busy/", "ratio/", "memory/", "lag/")
-    keys = [k for k in series if not k.startswith(known)]
+    keys = [k for k in series if not k.startswith(known) and k != "train/return_mean"]
     out = Section("Training in detail", ABOUT["rest"], folded=len(keys) > 16)
     for i, key in enumerate(sorted(keys, key=lambda k: (k.split("/")[0] != "train", k))):
         part = series[key]

@@ -48,8 +48,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def end(self, axis: str) -> float:
-        """How far it came."""
-        return max(position(row)[axis] for row in self.rows)
+        """How far it came; nan where no row tells."""
+        return max((at for row in self.rows if np.isfinite(at := position(row)[axis])), default=np.nan)
 
 
 def find(words: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -8,6 +8,7 @@ from pql.report.numbers import UNITS
 
 Numbers = Mapping[str, Any]
 DASH = "–"
+UNITS_SHORT = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 AXIS_WORDS = {"seconds": "wall-clock time", "env_steps": "environment steps", "updates": "gradient updates"}
 
 
@@ -25,14 +26,14 @@ def num(value: float | None, whole: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def compact(value: float | None, size: float | None = None) -> str:
-    """Three or four digits and a suffix, that of a number of ``size``: 465k, 2.09M, 950."""
+def compact(value: float | None) -> str:
+    """Three or four digits and a suffix: 465k, 2.09M, 9,500."""
     if value is None or not math.isfinite(value):
         return DASH
-    size = abs(value) if size is None else size
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    size = abs(value)
+    for unit, suffix in UNITS_SHORT:
         if size >= 10 * unit or (size >= unit and suffix != "k"):
-            return f"{value / unit:.3g}{suffix if value else ''}".replace("-", "−")
+            return f"{value / unit:.3g}{suffix}".replace("-", "−")
     return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}").replace("-", "−")
 
 
@@ -112,19 +113,30 @@ def facts(run: Numbers) -> list[tuple[str, str]]:
 
 
 ABOUT = {
-    "curves": "Thick: interquartile mean (IQM) over runs of each evaluation's mean return, with its 95 % bootstrap band. "
-    "Thin: every run. The last picture of each task shows the scores below.",
+    "curves": (
+        "Thick: interquartile mean (IQM) over runs of each evaluation's mean return, with its 95 % bootstrap "
+        "band. Thin: every run. The last picture of each task shows the scores below."
+    ),
     "curve": "Mean undiscounted return of each evaluation.",
-    "scores": "A run's score is its mean return, read off its curve, at the {axis} to which all finished runs of the task "
-    "have come. Small: the 95 % percentile interval of the stratified bootstrap over runs.",
-    "profile": "A performance profile shows, for every score, the share of runs that did better: the further right, the "
-    "better. Where two profiles cross, neither algorithm is better at every level. The mark stands where half of the "
-    "runs are left.",
-    "thresholds": "When the curve of evaluations first reaches a return, straight between two evaluations: median over "
-    "the runs, smallest and largest below it. A run that never does counts as infinitely late; one that is there at its "
-    "first evaluation, with the time of that evaluation.",
-    "speed": "Medians over runs; for lag and memory the largest. Ratios are counted, with the configured one below. Lag: "
-    "ticks by which the acting policy trails the newest. Busy: share of the time that a worker was at work.",
+    "scores": (
+        "A run's score is its mean return, read off its curve, at the {axis} to which all finished runs of "
+        "the task have come. Small: the 95 % percentile interval of the stratified bootstrap over runs."
+    ),
+    "profile": (
+        "A performance profile shows, for every score, the share of runs that did better: the further right, "
+        "the better. Where two profiles cross, neither algorithm is better at every level. The mark stands "
+        "where half of the runs are left."
+    ),
+    "thresholds": (
+        "When the curve of evaluations first reaches a return, straight between two evaluations: median over "
+        "the runs, smallest and largest below it. A run that never does counts as infinitely late; one that "
+        "is there at its first evaluation, with the time of that evaluation."
+    ),
+    "speed": (
+        "Medians over runs; for lag and memory the largest. Ratios are counted, with the configured one "
+        "below. Lag: ticks by which the acting policy trails the newest. Busy: share of the time that a "
+        "worker was at work."
+    ),
     "rest": "Everything else in metrics.jsonl.",
 }
 """What the page says about each of its parts."""
