@@ -2,14 +2,16 @@
 
 import dataclasses
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
-from runs import points, words
+from runs import points, rows, words
 
 from pql.checkpoint import load
 from pql.compose import compose
+from pql.env import register
 from pql.envs.toy import FILLER_REWARD, Counter
 from pql.errors import RunError
 from pql.evaluate import Evaluation, Evaluator, StoppedError, run_episodes
@@ -221,6 +223,34 @@ def test_evaluating_often_does_not_change_the_training(tmp_path):
         Session(compose(words(run_dir, *setting)), quiet=True).train()
         bits.append(load(points(run_dir)[-1])[1]["sha256"])
     assert bits[0] == bits[1]
+
+
+class Judged(Counter):
+    """Succeeds in environment 0 only, and takes its time where it is evaluated (two environments, see ``words``)."""
+
+    def __init__(self, num_envs: int, device: object):
+        super().__init__(num_envs, episode_length=10, terminate_every=0)
+        self.spec = dataclasses.replace(self.spec, log=("rows", "success"))
+
+    def step(self, action):
+        if self.spec.num_envs == 2:
+            time.sleep(0.005)
+        row = super().step(action)
+        return row._replace(log={**row.log, "success": (self._env == 0).float()})
+
+
+def test_a_run_tells_successes_and_drops_what_comes_while_it_evaluates(tmp_path):
+    register("judged", Judged)
+    setting = ("task=env", "task.name=judged", "eval.every_seconds=1e-9", "eval.final=true", "budget.env_steps=1600")
+    summary = Session(compose(words(tmp_path, *setting)), quiet=True).train()
+    told = [row for row in rows(tmp_path) if "eval/return_mean" in row]
+    assert all(row["eval/success"] == 0.5 and row["eval/length_mean"] == 10 for row in told)
+    assert all(row["eval/return_median"] == row["eval/return_mean"] == 5 + 45 / 8 for row in told)
+    drops = [row["eval/dropped"] for row in told]
+    assert drops == sorted(drops)
+    assert drops[-1] > 5
+    assert len(told) + drops[-1] >= 92  # one request a tick, and the last
+    assert (summary.success, summary.return_median) == (0.5, 5 + 45 / 8)
 
 
 # -- policies that travel -------------------------------------------------------------------------------------------

@@ -257,6 +257,7 @@ def test_over_all_tasks_scores_are_normalised_by_task(two):
     write_run(two / "h3", [(10.0, 1000, 0.0), (20.0, 2000, 0.0)], task="hopper", algo="there only")
     page = told(two)
     assert page["overall"]["tasks"] == ["hopper", "pendulum"]
+    assert page["labels"] == ["pql", "slow", "there only"]  # on all tasks first, then by score
     pql, slow = page["overall"]["groups"]
     assert (pql["label"], pql["runs"]) == ("pql", 3)
     assert pql["score"]["iqm"]["value"] == pytest.approx((1 + 0.5 + 1) / 3)

@@ -174,6 +174,15 @@ def test_the_ticks_of_an_axis_share_a_unit_and_differ():
         assert [ticks(v) for v in locs] == want
 
 
+def test_every_run_is_inside_its_picture():
+    rates = {"env_steps_per_s": 5.0}
+    task = {"task": "t", "groups": [{"label": "a", "speed": rates}]}
+    runs = [{"task": "t", "label": "a", "speed": {"env_steps_per_s": v}} for v in (1.0, 5.0, 90.0)]
+    low, high = draw.rates(task, runs, ["a"], "env_steps_per_s").axes[0].get_xlim()
+    assert low == 0
+    assert 90 < high < 100
+
+
 def test_labels_at_the_ends_do_not_touch():
     assert draw.spread([0.1, 0.5], 0.1) == [0.1, 0.5]
     assert draw.spread([0.5, 0.5, 0.9], 0.1) == pytest.approx([0.45, 0.55, 0.9])

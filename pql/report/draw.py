@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.transforms import offset_copy
 
 from pql.report.numbers import UNITS
 from pql.report.words import AXIS_WORDS, UNITS_SHORT, compact
@@ -193,9 +194,10 @@ def interval_rows(
     ax: Axes, rows: Sequence[tuple[str, Mapping[str, float], Sequence[float]]], labels: Sequence[str]
 ) -> None:
     """Point and interval of each (label, aggregate, runs), the first on top."""
+    below = offset_copy(ax.transData, ax.figure, y=-8, units="points")
     for y, (label, aggregate, scores) in enumerate(rows):
         of = style(labels.index(label))
-        ax.plot(scores, [y + 0.24] * len(scores), ls="", marker="|", ms=5, color=of["color"], alpha=0.6)
+        ax.plot(scores, [y] * len(scores), ls="", marker="|", ms=5, color=of["color"], alpha=0.6, transform=below)
         if aggregate["low"] is not None:
             ax.plot(
                 [aggregate["low"], aggregate["high"]],
@@ -206,6 +208,8 @@ def interval_rows(
                 solid_capstyle="butt",
             )
         ax.plot(aggregate["value"], y, color=of["color"], marker=of["marker"], ms=6)
+    ax.update_datalim([(v, 0) for _, _, scores in rows for v in scores])  # what is shifted does not count by itself
+    ax.autoscale_view()
     ax.set_yticks(range(len(rows)), [clip(label) for label, _, _ in rows], color=INK)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.grid(axis="y", visible=False)

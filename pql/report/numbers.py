@@ -206,13 +206,16 @@ def series(run: Run, points: int = 300) -> dict[str, dict[str, list[float]]]:
 
 
 def ranking(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Labels, the best first: by their IQM over all their tasks, in each task's own range."""
-    known: dict[str, list[float]] = {}
+    """Labels, the best first: by the IQM of the normalised scores, those that ran on most tasks before all others."""
+    known: dict[str, list[list[float]]] = {}
     for task in tasks:
         for group in task["groups"]:
-            known.setdefault(group["label"], []).extend(group.get("normalised", ()))
-    worth = {k: float(stats.measured([v], stats.iqm)) if v else -math.inf for k, v in known.items()}
-    return sorted(known, key=lambda k: -worth[k])
+            known.setdefault(group["label"], []).append(group.get("normalised", []))
+    worth = {}
+    for label, strata in known.items():
+        scored = [s for s in strata if s]
+        worth[label] = (len(scored), float(stats.measured(scored, stats.iqm)) if scored else 0.0)
+    return sorted(known, key=lambda k: worth[k], reverse=True)
 
 
 def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
