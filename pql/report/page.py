@@ -158,7 +158,9 @@ def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section
     for i, task in enumerate(numbers["tasks"]):
         out.tables.append(speed_table(task, numbers["labels"]))
         for key, title in () if series else draw.RATES.items():
-            told = [f"{g['label']} {num(g['speed'][key])}" for g in task["groups"]]
+            told = [f"{g['label']} {num(g['speed'][key])}" for g in task["groups"] if g["speed"][key] is not None]
+            if not told:
+                continue
             figure = draw.rates(task, numbers["runs"], numbers["labels"], key)
             out.pictures.append(picture(f"speed-{i}-{key}", figure, f"{title} on {task['task']}: {'; '.join(told)}"))
     for key, title in draw.RATES.items():
