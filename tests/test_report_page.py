@@ -274,6 +274,20 @@ def test_a_run_without_metrics_is_named(tmp_path, capsys):
     assert f"run={path}: expected a run with metrics: metrics.jsonl is missing" in capsys.readouterr().err
 
 
+def test_a_page_replaces_the_one_before_and_nothing_else(tmp_path):
+    for i, evals in enumerate(([(1.0, 1, 1.0), (2.0, 2, 5.0)], [(1.0, 1, 1.0), (2.0, 2, 3.0)])):
+        write_run(tmp_path / f"r{i}", evals, task=f"t{i}")
+    out = tmp_path / "out"
+    write([str(tmp_path / "r0"), str(tmp_path / "r1")], out)
+    (out / "mine.png").write_text("")
+    first = {p.name for p in out.glob("*.png")}
+    assert {"curve-1-seconds.png", "score-all.png"} < first
+    write([str(tmp_path / "r1")], out)
+    pictures = {p.name for p in out.glob("*.png")}
+    assert pictures == {*json.loads((out / "numbers.json").read_text())["pictures"], "mine.png"} < first
+    assert "curve-1-seconds.png" not in pictures
+
+
 def test_an_axis_that_a_run_does_not_tell(tmp_path, capsys):
     path = write_run(tmp_path / "r", [(1.0, 1, 1.0)])
     (path / "metrics.jsonl").write_text('{"time/seconds": 1.0, "steps/env": 1, "eval/return_mean": 2.0}\n')

@@ -55,10 +55,14 @@ def write(
     series = numbers.clean(numbers.series(found[0])) if single else None
     parts = page.sections(told, series)
     text = page.render(told, parts, found[0].settings if single else None, importlib.metadata.version("pql"))
+    pictures = {f"{p.name}.png": p.png for part in parts for p in part.pictures}
+    for name in set(_pictures(folder)) - set(pictures):  # of an earlier page here, which this one replaces
+        (folder / name).unlink(missing_ok=True)
+    for name, data in pictures.items():
+        (folder / name).write_bytes(data)
+    whole = {**told, "pictures": list(pictures), **({} if series is None else {"series": series})}
+    (folder / "numbers.json").write_text(json.dumps(whole) + "\n")
     (folder / "index.html").write_text(text, encoding="utf-8")
-    (folder / "numbers.json").write_text(json.dumps(told if series is None else {**told, "series": series}) + "\n")
-    for picture in (p for part in parts for p in part.pictures):
-        (folder / f"{picture.name}.png").write_bytes(picture.png)
     return folder / "index.html", told
 
 
@@ -69,6 +73,15 @@ def _make(folder: Path) -> None:
         (folder / "index.html").touch()
     except OSError as error:
         raise ConfigError("out", folder, f"a folder that can be written ({error.strerror})") from error
+
+
+def _pictures(folder: Path) -> list[str]:
+    """The pictures that an earlier page in ``folder`` wrote."""
+    try:
+        told = json.loads((folder / "numbers.json").read_text())["pictures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [name for name in told if isinstance(name, str) and Path(name).name == name and name.endswith(".png")]
 
 
 def check_packages() -> None:
