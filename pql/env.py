@@ -52,7 +52,8 @@ class EnvSpec:
             ``next_step``: it returns the final one, and a filler row (``valid=False``) follows.
         final_obs: ``always``: ``final_obs`` is true on every row; ``on_done``: only where an episode ended
             (it aliases ``obs`` elsewhere, which is the same thing); ``never``: lost, ``final_ok`` is False there.
-        log: keys of ``Step.log``, constant over the run.
+        log: keys of ``Step.log``, constant over the run. One named ``success`` is above 0 on rows where the task is
+            solved: evaluations then report the share of episodes with such a row.
         single_instance: only one simulator fits in a process, so evaluation needs a process of its own.
         deterministic: same seed and actions, same bits.
         stream: CUDA stream the simulator works on: ``current`` (PyTorch's), or ``default`` (the legacy default

@@ -1,9 +1,12 @@
-"""Greedy evaluation: exactly one episode per environment, on environments of its own, beside the run."""
+"""Greedy evaluation: a fixed number of episodes per environment, on environments of its own, beside the run."""
 
+import dataclasses
 import queue
+import statistics
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,26 +23,45 @@ CHECK_EVERY = 64  # steps between looks at whether all episodes have ended (a lo
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Undiscounted returns and lengths of one episode per environment."""
+    """Undiscounted returns and lengths (in steps) of whole episodes, and whether each succeeded.
+
+    ``successes`` is None where the environment logs no term ``success``.
+    """
 
     returns: list[float]
     lengths: list[float]
+    successes: list[bool] | None = None
 
     @property
     def mean(self) -> float:
-        return sum(self.returns) / len(self.returns)
+        return statistics.fmean(self.returns)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.returns)
 
     @property
     def iqm(self) -> float:
         """Interquartile mean: the mean of the middle half (Agarwal et al. 2021)."""
         cut = len(self.returns) // 4
-        middle = sorted(self.returns)[cut : len(self.returns) - cut]
-        return sum(middle) / len(middle)
+        return statistics.fmean(sorted(self.returns)[cut : len(self.returns) - cut])
 
     @property
     def length(self) -> float:
         """Mean length in steps."""
-        return sum(self.lengths) / len(self.lengths)
+        return statistics.fmean(self.lengths)
+
+    @property
+    def success(self) -> float | None:
+        """Share of episodes that succeeded; None where the task does not define it."""
+        return None if self.successes is None else statistics.fmean(self.successes)
+
+    def measures(self) -> dict[str, float]:
+        """By name, as in metrics.jsonl (there below ``eval/``) and in summary.json."""
+        out = {
+            "return_mean": self.mean, "return_median": self.median, "return_iqm": self.iqm, "length_mean": self.length,
+        }  # fmt: skip
+        return out if self.success is None else {**out, "success": self.success}
 
 
 class StoppedError(Exception):
@@ -48,34 +70,56 @@ class StoppedError(Exception):
 
 @torch.no_grad()
 def run_episodes(
-    env: VecEnv, policy: Callable[[Obs], Tensor], seed: int, stop: threading.Event | None = None
+    env: VecEnv,
+    policy: Callable[[Obs], Tensor],
+    seed: int,
+    stop: threading.Event | None = None,
+    episodes: int | None = None,
 ) -> Evaluation:
-    """One whole episode in every environment of ``env``: the first after a reset with ``seed``.
+    """Whole episodes from a reset with ``seed`` on: the first of every environment, or ``episodes`` in all.
 
-    Rewards after an environment's own episode has ended do not count, nor do filler rows. A simulator's unannounced
-    restart ends the episode. A policy with a memory (a method ``reset(mask)``) forgets where episodes begin.
+    Each environment plays a number of episodes that is fixed beforehand. Taking whichever ``episodes`` end first would
+    favour short ones. Rewards after an environment's last episode do not count, nor do filler rows. A simulator's
+    unannounced restart ends the episode. An episode succeeded if ``log["success"]`` was above 0 on any of its rows.
+    A policy with a memory (a method ``reset(mask)``) forgets where episodes begin.
 
+    Returns:
+        All first episodes in the order of the environments, then all second ones, and so on. Where an environment
+        without a time limit does not end an episode within ``LONGEST`` steps, it counts up to there, and episodes
+        after it are missing.
     Raises:
         StoppedError: ``stop`` was set.
     """
     obs, forget = env.reset(seed), getattr(policy, "reset", lambda first=None: None)
     forget()
-    n, device = env.spec.num_envs, env.spec.device
-    returns, lengths = torch.zeros(n, device=device), torch.zeros(n, device=device)
-    alive = torch.ones(n, dtype=torch.bool, device=device)
-    for i in range(1, (env.spec.max_episode_steps or LONGEST) + 1):
+    n, device, judged = env.spec.num_envs, env.spec.device, "success" in env.spec.log
+    total = n if episodes is None else episodes
+    most = -(-total // n)
+    quota = total // n + (torch.arange(n, device=device) < total % n).long()  # [N] episodes to play
+    place, count = torch.arange(most, device=device), torch.zeros_like(quota)
+    running = torch.zeros(3, n, device=device)  # return, length, successful rows of the episode in hand
+    done = torch.zeros(3, n, most, device=device)
+    live = quota > 0  # inside an episode that counts
+    for i in range(1, most * ((env.spec.max_episode_steps or LONGEST) + 1)):  # one more for a filler row between two
         if stop is not None and stop.is_set():
             raise StoppedError
         step = env.step(policy(obs))
-        counted = alive & step.valid
-        returns += torch.where(counted, step.reward, 0)
-        lengths += counted
-        alive &= ~(((step.terminated | step.truncated) & step.valid) | step.first)
+        success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
+        row = torch.stack([step.reward, torch.ones_like(step.reward), success])
+        running += torch.where(live & step.valid, row, 0)
+        ended = live & (((step.terminated | step.truncated) & step.valid) | step.first)
+        done = torch.where(ended[:, None] & (place == count[:, None]), running[..., None], done)
+        count += ended
+        running = torch.where(ended, 0, running)
+        live = ((live & ~ended) | step.first) & (count < quota)
         obs = step.obs
         forget(step.first)
-        if i % CHECK_EVERY == 0 and not bool(alive.any()):
+        if i % CHECK_EVERY == 0 and not bool((count < quota).any()):
             break
-    return Evaluation(returns.tolist(), lengths.tolist())
+    done = torch.where(live[:, None] & (place == count[:, None]), running[..., None], done)
+    played = (place < (count + live)[:, None]).T  # [most, N]
+    returns, lengths, successes = done.transpose(1, 2)[:, played].tolist()
+    return Evaluation(returns, lengths, [rows > 0 for rows in successes] if judged else None)
 
 
 @dataclass(frozen=True)
@@ -139,3 +183,46 @@ class Evaluator:
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():  # else the simulator hangs, and closing it under a step could crash
             self.env.close()
+
+
+def evaluate_saved(path: Path, num_envs: int, episodes: int, seed: int, device: str) -> dict[str, Any]:
+    """Evaluate the policy of a run or checkpoint on an environment built from its own config.
+
+    Returns:
+        What ``pql eval`` writes: the measures, the extremes, and the episodes themselves.
+    Raises:
+        ConfigError: no checkpoint there, or a damaged one.
+    """
+    from pql import checkpoint
+    from pql.build import build_env
+    from pql.config import PlacementConfig, from_dict
+    from pql.machine import set_precision
+    from pql.policy import policy_of
+
+    found = checkpoint.find(path)
+    tensors, manifest = checkpoint.load(found)
+    saved = from_dict(manifest["config"])
+    set_precision(saved.placement)
+    config = dataclasses.replace(saved, device=device, placement=PlacementConfig())
+    num_envs = min(num_envs, episodes)
+    env = build_env(config, num_envs)
+    try:
+        result = run_episodes(env, policy_of(tensors, manifest, device), seed, episodes=episodes)
+    finally:
+        env.close()
+    return {
+        "checkpoint": str(found), "task": config.task.id or config.task.name, "algo": config.algo.name, "seed": seed,
+        "num_envs": num_envs, "episodes": len(result.returns), **result.measures(),
+        "return_std": statistics.pstdev(result.returns), "return_min": min(result.returns),
+        "return_max": max(result.returns), "length_min": min(result.lengths), "length_max": max(result.lengths),
+        "returns": result.returns, "lengths": result.lengths,
+        **({} if result.successes is None else {"successes": result.successes}),
+    }  # fmt: skip
+
+
+def evaluation_file(checkpoint: Path, seed: int, episodes: int) -> Path:
+    """Where ``pql eval`` writes: below the run, or beside a checkpoint that lies elsewhere."""
+    folder = checkpoint.resolve().parent
+    if folder.name == "checkpoints":
+        folder = folder.parent
+    return folder / "evaluations" / f"{checkpoint.resolve().name}-seed{seed}-{episodes}episodes.json"

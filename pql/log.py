@@ -305,9 +305,7 @@ def closing_words(summary: Summary, busy: Row, seconds: float, budget: BudgetCon
     }
     bound = max(busy, key=lambda k: busy[k])
     shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())
-    score = "not evaluated" if summary.return_mean is None else (
-        f"return {summary.return_mean:,.1f} (IQM {summary.return_iqm:,.1f}) over {summary.episodes} episodes"
-    )  # fmt: skip
+    score = "not evaluated" if summary.return_mean is None else scores(summary)
     run = summary.run_dir
     more = f" budget.seconds={2 * max(summary.seconds, 1):.0f}" if budget.seconds else ""
     more += f" budget.env_steps={2 * summary.env_steps}" if budget.env_steps else ""
@@ -320,3 +318,14 @@ def closing_words(summary: Summary, busy: Row, seconds: float, budget: BudgetCon
         f"policy: {summary.checkpoint}",
         f"next: pql eval {run}   |   pql resume {run}{'' if summary.interrupted else more}",
     ])  # fmt: skip
+
+
+def scores(summary: Summary) -> str:
+    """The final evaluation, for people."""
+    middle = "" if summary.return_median is None else f"median {summary.return_median:,.1f}, "
+    success = "" if summary.success is None else f", success {summary.success:.0%}"
+    length = "" if summary.length_mean is None else f" of {summary.length_mean:,.1f} steps"
+    return (
+        f"return {summary.return_mean:,.1f} ({middle}IQM {summary.return_iqm:,.1f}){success} "
+        f"over {summary.episodes} episodes{length}"
+    )

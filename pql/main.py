@@ -1,7 +1,6 @@
-"""The command line: train, resume, eval, list, doctor. Errors a user can mend are one line and exit status 2."""
+"""The command line: one function a command. Errors a user can mend are one line and exit status 2."""
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
 
-COMMANDS = ("train", "resume", "eval", "list", "doctor")
+COMMANDS = ("train", "resume", "eval", "compare", "report", "list", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,10 +65,16 @@ def parser() -> argparse.ArgumentParser:
     resume.add_argument("run_dir", metavar="RUN")
     resume.add_argument("overrides", nargs="*")
     resume.set_defaults(run=run_resume)
-    evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT num_envs=16 seed=0")
+    evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT")
-    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 seed=0 device=cpu")
+    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu out=FILE")
     evaluate.set_defaults(run=run_eval)
+    compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
+    compare.add_argument("words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...]")
+    compare.set_defaults(run=run_report, single=False)
+    report = sub.add_parser("report", help="a page about one run: pql report RUN out=DIR")
+    report.add_argument("words", metavar="RUN", nargs="+", help="a run; x= out= thresholds=[...]")
+    report.set_defaults(run=run_report, single=True)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
     listing.add_argument("what", choices=("tasks", "algos"))
     listing.set_defaults(run=run_list)
@@ -107,32 +112,79 @@ def run_resume(args: argparse.Namespace) -> int:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    from pql import checkpoint
-    from pql.build import build_env
-    from pql.config import PlacementConfig, from_dict, resolve_device
-    from pql.evaluate import run_episodes
-    from pql.machine import set_precision
-    from pql.policy import policy_of
+    from pql.config import resolve_device
+    from pql.evaluate import evaluate_saved, evaluation_file
 
-    asked = parse_pairs(args.overrides, {"num_envs": 16, "seed": 0, "device": "cpu"})
-    for key, least in (("num_envs", 1), ("seed", 0)):
-        if int(asked[key]) < least:
+    kinds = {"num_envs": int, "episodes": int, "seed": int, "device": str, "out": str}
+    asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)
+    asked.setdefault("episodes", asked["num_envs"])
+    for key, least in (("num_envs", 1), ("episodes", 1), ("seed", 0)):
+        if asked[key] < least:
             raise ConfigError(key, asked[key], f"a whole number, at least {least}")
-    device = resolve_device(str(asked["device"]))
-    path = checkpoint.find(Path(args.path))
-    tensors, manifest = checkpoint.load(path)
-    saved = from_dict(manifest["config"])
-    set_precision(saved.placement)
-    config = dataclasses.replace(saved, device=device, placement=PlacementConfig())
-    env = build_env(config, int(asked["num_envs"]))
-    result = run_episodes(env, policy_of(tensors, manifest, device), int(asked["seed"]))
-    env.close()
-    row = {
-        "checkpoint": str(path), "return_mean": result.mean, "return_iqm": result.iqm,
-        "return_min": min(result.returns), "return_max": max(result.returns),
-        "length_mean": result.length, "episodes": len(result.returns),
-    }  # fmt: skip
-    print(json.dumps(row, indent=1))
+    device = resolve_device(asked["device"])
+    out = Path(asked["out"]).expanduser() if "out" in asked else None
+    if out:
+        check_writable(out)  # before the episodes, not after
+    row = evaluate_saved(Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device)
+    print_evaluation(row)
+    if row["episodes"] < asked["episodes"]:
+        print(f"only {row['episodes']} of {asked['episodes']} episodes: the environment has no time limit")
+    path = out or evaluation_file(Path(row["checkpoint"]), row["seed"], row["episodes"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(row, indent=1) + "\n")
+        print(f"written: {path}")
+    except OSError as error:  # someone else's run, say
+        warnings.warn(f"not written: {error}", PqlWarning, stacklevel=1)
+    return 0
+
+
+def check_writable(path: Path) -> None:
+    """Raises ``ConfigError`` where the file ``out=path`` cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise ConfigError("out", path, f"a file that can be written ({error.strerror})") from error
+
+
+def print_evaluation(row: dict[str, Any]) -> None:
+    """The table of ``pql eval``."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+    for name in ("", "mean", "median", "IQM", "std", "min", "max"):
+        table.add_column(name, justify="right" if name else "left")
+    names = ("return_mean", "return_median", "return_iqm", "return_std", "return_min", "return_max")
+    table.add_row("return", *(f"{row[k]:,.1f}" for k in names))
+    longest = (f"{row[k]:,.0f}" for k in ("length_min", "length_max"))
+    table.add_row("length", f"{row['length_mean']:,.1f}", "", "", "", *longest)
+    if "success" in row:
+        table.add_row("success", f"{row['success']:.1%}")
+    console = Console()
+    where = f"{row['episodes']} episodes in {row['num_envs']} environments, seed {row['seed']}"
+    console.print(f"{row['algo']} on {row['task']}: {where}", highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+    print(f"policy: {row['checkpoint']}")
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from pql import report
+
+    runs = [
+        w for w in args.words if "=" not in w or Path(w).expanduser().exists()
+    ]  # a sweep's folders may be key=value
+    asked = parse_pairs([w for w in args.words if w not in runs], {"x": str, "out": str, "thresholds": list})
+    if not runs or (args.single and len(runs) > 1):
+        raise ConfigError("run", " ".join(runs) or None, "one run directory" if args.single else "run directories")
+    levels = asked.get("thresholds", [])
+    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in levels):
+        raise ConfigError("thresholds", levels, "a list of numbers such as [100,200]")
+    out = Path(asked["out"]).expanduser() if "out" in asked else None
+    path, numbers = report.write(runs, out, asked.get("x", "seconds"), levels, args.single)
+    report.tell(numbers)
+    print(f"page: {path}\nnumbers: {path.with_name('numbers.json')}")
     return 0
 
 
@@ -157,8 +209,10 @@ def first_comment(group: str, name: str) -> str:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
+    from pql.compose import parse_word
+
     if args.env:
-        return _check_simulator(args, dict(_pair(o) for o in args.overrides))
+        return _check_simulator(args, dict(parse_word(o, ("device",)) for o in args.overrides))
     if args.overrides:
         raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
     import importlib.metadata
@@ -194,21 +248,18 @@ def _check_simulator(args: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     return 0 if report.ok else 1
 
 
-def _pair(word: str) -> tuple[str, Any]:
+def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:
+    """``key=value`` words whose keys and types are those of ``kinds``."""
     from pql.compose import parse_word
 
-    return parse_word(word, ("device",))
-
-
-def parse_pairs(words: Sequence[str], defaults: dict[str, int | str]) -> dict[str, int | str]:
-    """``key=value`` words for the keys of ``defaults``, of the same types."""
-    out = dict(defaults)
+    words_of = {int: "a whole number", str: "text", list: "a list of numbers such as [100,200]"}
+    out = {}
     for word in words:
-        key, value = _pair(word)
-        if key not in defaults:
-            raise ConfigError(key, value, f"one of {', '.join(defaults)}{nearest(key, defaults)}")
-        if type(value) is not type(defaults[key]):
-            raise ConfigError(key, value, "a whole number" if isinstance(defaults[key], int) else "text")
+        key, value = parse_word(word, [k for k, kind in kinds.items() if kind is str])
+        if key not in kinds:
+            raise ConfigError(key, value, f"one of {', '.join(kinds)}{nearest(key, kinds)}")
+        if type(value) is not kinds[key]:
+            raise ConfigError(key, value, words_of[kinds[key]])
         out[key] = value
     return out
 

@@ -26,7 +26,9 @@ class Summary:
     """What a finished run came to. ``summary.json`` holds the same, ``interrupted`` aside.
 
     Attributes:
-        return_mean, return_iqm, episodes: of the final evaluation; None, None and 0 where there was none.
+        return_mean, return_iqm, return_median, length_mean, episodes: of the final evaluation; None and 0 episodes
+            where there was none.
+        success: share of its episodes that succeeded; None also where the task does not define it.
         seconds: of training, all sittings together.
         checkpoint: the directory of the final policy.
     """
@@ -41,6 +43,9 @@ class Summary:
     updates_p: int
     checkpoint: str
     interrupted: bool = False
+    return_median: float | None = None
+    length_mean: float | None = None
+    success: float | None = None
 
 
 def run_directory(config: Config) -> Path:

@@ -263,8 +263,7 @@ class Session:
             raise RunError(f"the evaluator failed: {type(result).__name__}: {result}") from result
         self.last_eval = result
         self._write({
-            **report.counters, "eval/return_mean": result.mean, "eval/return_iqm": result.iqm,
-            "eval/length_mean": result.length,
+            **report.counters, **{f"eval/{k}": v for k, v in result.measures().items()},
             "eval/dropped": float(self.evaluator.dropped if self.evaluator else 0),
         })  # fmt: skip
         if result.mean > self.best:
@@ -327,6 +326,8 @@ class Session:
             str(self.run_dir), result.mean if result else None, result.iqm if result else None,
             len(result.returns) if result else 0, self.seconds, self.env_steps, updates["v"], updates["p"],
             str(self.checkpoints / "last"), self.interrupted,
+            **({} if result is None else
+               {"return_median": result.median, "length_mean": result.length, "success": result.success}),
         )  # fmt: skip
         try:
             rundir.write_summary(self.run_dir, summary)

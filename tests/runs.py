@@ -30,3 +30,26 @@ def points(run_dir: Path) -> list[Path]:
 
 def manifest(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "manifest.json").read_text())
+
+
+def write_run(
+    path: Path,
+    evals: list[tuple[float, int, float]],
+    task: str = "pendulum",
+    algo: str = "pql",
+    seed: int = 1,
+    finished: bool = True,
+    rows: list[dict[str, float]] | None = None,
+    **settings: Any,
+) -> Path:
+    """A run directory as training leaves it. ``evals``: (seconds, env steps, return); ``settings``: of ``algo``."""
+    path.mkdir(parents=True)
+    told = [{"time/seconds": s, "steps/env": n, "eval/return_mean": r} for s, n, r in evals]
+    told += [{"time/seconds": s, "steps/env": n, "updates/v": n // 10, "updates/p": n // 20} for s, n, _ in evals]
+    lines = [json.dumps(row) + "\n" for row in [*told, *(rows or [])]]
+    (path / "metrics.jsonl").write_text("".join(lines))
+    config = {"task": {"name": task, "id": None, "kwargs": {}}, "algo": {"name": algo, **settings}, "seed": seed}
+    (path / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    if finished:
+        (path / "summary.json").write_text(json.dumps({"return_mean": evals[-1][2] if evals else None}))
+    return path

@@ -17,7 +17,7 @@ from pql import checkpoint
 from pql.envs.toy import Counter
 from pql.errors import PqlWarning
 from pql.interrupt import Interrupt
-from pql.main import main
+from pql.main import COMMANDS, main
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], "pql: command=trian: expected one of train, resume, eval, list, doctor (did you mean train?)"),
+        (["trian"], f"pql: command=trian: expected one of {', '.join(COMMANDS)} (did you mean train?)"),
         ([], "pql: command=pql: expected other words: the following arguments are required"),
         (["--verbose"], "pql: command=pql: expected other words:"),
         (["train", "--fast"], "unrecognized arguments: --fast (pql --help)"),
@@ -90,8 +90,10 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("num_env=3", "num_env=3: expected one of num_envs, seed, device (did you mean num_envs?)"),
+        ("num_env=3", "num_env=3: expected one of num_envs, episodes, seed, device, out (did you mean num_envs?)"),
         ("num_envs=0", "num_envs=0: expected a whole number, at least 1"),
+        ("episodes=0", "episodes=0: expected a whole number, at least 1"),
+        ("out=/proc/x.json", "out=/proc/x.json: expected a file that can be written"),
         ("num_envs=many", "num_envs=many: expected a whole number"),
         ("seed=1.5", "seed=1.5: expected a whole number"),
         ("device=cuda:9", "device=cuda:9: expected a device of this machine"),
@@ -166,17 +168,39 @@ def test_resuming_goes_on(capsys, finished):
     assert json.loads((finished / "summary.json").read_text())["env_steps"] == 640
 
 
-def test_evaluating_prints_json(capsys, trained):
+def test_evaluating_prints_a_table_and_writes_json_beside_the_run(capsys, finished):
     capsys.readouterr()
     results = []
-    for path in (trained, trained / "checkpoints" / "last", points(trained)[-1]):
-        assert main(["eval", str(path), "num_envs=3", "seed=1"]) == 0
-        results.append(json.loads(capsys.readouterr().out))
-    assert [Path(r.pop("checkpoint")).name for r in results] == ["last", "last", points(trained)[-1].name]
+    for path in (finished, finished / "checkpoints" / "last", points(finished)[-1]):
+        assert main(["eval", str(path), "num_envs=3", "seed=1", "episodes=7"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        where = Path(lines[-1].removeprefix("written: "))
+        assert where.parent == finished / "evaluations"
+        results.append(json.loads(where.read_text()))
+    assert where.name == f"{points(finished)[-1].name}-seed1-7episodes.json"
+    assert [Path(r.pop("checkpoint")).name for r in results] == ["last", "last", points(finished)[-1].name]
     assert results[0] == results[1] == results[2]
-    assert set(results[0]) == {"return_mean", "return_iqm", "return_min", "return_max", "length_mean", "episodes"}
-    assert (results[0]["episodes"], results[0]["length_mean"]) == (3, 200.0)
-    assert results[0]["return_min"] <= results[0]["return_mean"] <= results[0]["return_max"] < 0
+    row = results[0]
+    assert (row["episodes"], row["num_envs"], row["lengths"]) == (7, 3, [200.0] * 7)
+    assert row["return_mean"] == pytest.approx(sum(row["returns"]) / 7)
+    assert row["return_median"] == sorted(row["returns"])[3]
+    assert row["return_min"] == min(row["returns"]) < row["return_iqm"] < row["return_max"] < 0
+    assert "success" not in row
+    assert lines[0] == "pql on pendulum: 7 episodes in 3 environments, seed 1"
+    assert lines[1].split() == ["mean", "median", "IQM", "std", "min", "max"]
+    names = ("mean", "median", "iqm", "std", "min", "max")
+    assert lines[2].split() == ["return", *(f"{row[f'return_{k}']:,.1f}" for k in names)]
+    assert lines[3].split() == ["length", "200.0", "200", "200"]
+
+
+def test_an_evaluation_of_a_checkpoint_that_lies_elsewhere(capsys, finished, tmp_path):
+    alone = Path(shutil.copytree(finished / "checkpoints" / "last", tmp_path / "policies" / "good"))
+    assert main(["eval", str(alone), "num_envs=2"]) == 0
+    assert (tmp_path / "policies" / "evaluations" / "good-seed0-2episodes.json").exists()
+    assert main(["eval", str(alone), "num_envs=4", "episodes=2", f"out={tmp_path / 'x' / 'a.json'}"]) == 0
+    row = json.loads((tmp_path / "x" / "a.json").read_text())
+    assert (row["episodes"], row["num_envs"]) == (2, 2)
+    assert capsys.readouterr().out.count("written: ") == 2
 
 
 def test_listing(capsys):

@@ -1,14 +1,17 @@
 """Evaluation: one episode an environment, to the reward; beside the run and never in its way; policies that travel."""
 
+import dataclasses
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
-from runs import points, words
+from runs import points, rows, words
 
 from pql.checkpoint import load
 from pql.compose import compose
+from pql.env import register
 from pql.envs.toy import FILLER_REWARD, Counter
 from pql.errors import RunError
 from pql.evaluate import Evaluation, Evaluator, StoppedError, run_episodes
@@ -20,26 +23,77 @@ def zero(obs: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.zeros(len(obs["policy"]), 2)
 
 
-def first_episode(env: Counter, i: int) -> tuple[float, int]:
-    """Return and length of environment ``i``'s first episode, from the formulas alone."""
-    at = torch.tensor([i])
-    length = int(env.length_of(at, at * 0))
-    if bool(env.restarts(at, at * 0)):
-        length = 2
-    return sum(float(env.reward_of(at, at * 0, at * 0 + s)) for s in range(length)), length
+def episode(env: Counter, i: int, e: int = 0) -> tuple[float, int]:
+    """Return and length of environment ``i``'s episode ``e``, from the formulas alone."""
+    at, which = torch.tensor([i]), torch.tensor([e])
+    length = 2 if bool(env.restarts(at, which)) else int(env.length_of(at, which))
+    return sum(float(env.reward_of(at, which, at * 0 + s)) for s in range(length)), length
+
+
+OPTIONS = [{}, {"restart_every": 2}, {"terminate_every": 0}, {"terminate_every": 1}]
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
-@pytest.mark.parametrize("options", [{}, {"restart_every": 2}, {"terminate_every": 0}, {"terminate_every": 1}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_exactly_the_first_episode_of_every_environment_counts(autoreset, options):
     """Lengths differ between environments, so most see several episodes until the last one's first has ended."""
     env = Counter(num_envs=24, autoreset=autoreset, episode_length=9, **options)
     result = run_episodes(env, zero, seed=0)
-    want = [first_episode(env, i) for i in range(24)]
+    want = [episode(env, i) for i in range(24)]
     assert result.returns == [r for r, _ in want]
     assert result.lengths == [n for _, n in want]
     if options.get("terminate_every") != 0:
         assert len(set(result.lengths)) > 3
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_environment_plays_its_share_of_the_episodes(autoreset, options):
+    """11 episodes in 4 environments: three each in the first three, two in the last, however short they are."""
+    env = Counter(num_envs=4, autoreset=autoreset, episode_length=9, **options)
+    result = run_episodes(env, zero, seed=0, episodes=11)
+    want = [episode(env, i, e) for e in range(3) for i in range(4) if (i, e) != (3, 2)]
+    assert result.returns == [r for r, _ in want]
+    assert result.lengths == [n for _, n in want]
+    few = run_episodes(env, zero, seed=0, episodes=3)
+    assert few.returns == [r for r, _ in want[:3]]
+
+
+def test_short_episodes_are_not_favoured():
+    """Environment 0 plays episodes of 1 row, the other one of 20: the first to end would all be short."""
+    env = Counter(num_envs=2, episode_length=20, terminate_every=1)
+    env.length_of = lambda env, episode: torch.where(env == 0, 1, 20) + episode * 0  # type: ignore[method-assign]
+    result = run_episodes(env, zero, seed=0, episodes=10)
+    assert result.length == 10.5
+    assert sorted(result.lengths) == [1.0] * 5 + [20.0] * 5
+
+
+def test_an_episode_succeeds_where_any_of_its_rows_does():
+    """In row 3 of an episode of environment 1, in the first row of environment 2, and in a filler row: never."""
+    env = Counter(num_envs=3, episode_length=4, terminate_every=0, autoreset="next_step")
+    env.spec = dataclasses.replace(env.spec, log=("rows", "success"))
+    real = env.step
+
+    def step(action):
+        at, who = env._step.clone(), env._env
+        row = real(action)
+        solved = ((who == 1) & (at == 3)) | ((who == 2) & (at == 0) & (env._episode == 0))
+        return row._replace(log={**row.log, "success": torch.where(row.valid, solved.float(), 1.0)})
+
+    env.step = step  # type: ignore[method-assign]
+    result = run_episodes(env, zero, seed=0, episodes=6)
+    assert result.successes == [False, True, True, False, True, False]
+    assert result.success == 0.5
+    assert result.measures()["success"] == 0.5
+    assert "success" not in Evaluation([1.0], [1.0]).measures()
+
+
+def test_an_environment_that_does_not_end_counts_as_far_as_it_came(monkeypatch):
+    monkeypatch.setattr("pql.evaluate.LONGEST", 10)
+    env = Counter(num_envs=2, episode_length=10**6, terminate_every=0)
+    env.spec = dataclasses.replace(env.spec, max_episode_steps=None)
+    assert run_episodes(env, zero, seed=0).lengths == [10.0, 10.0]
+    assert len(run_episodes(env, zero, seed=0, episodes=4).returns) == 2
 
 
 def test_evaluation_ends_early_where_all_episodes_have(monkeypatch):
@@ -73,6 +127,7 @@ def test_the_interquartile_mean_is_scipys_trimmed_mean(count):
     result = Evaluation(x, [1.0] * count)
     assert result.iqm == pytest.approx(stats.trim_mean(x, 0.25), rel=1e-12)
     assert result.mean == pytest.approx(sum(x) / count)
+    assert result.median == pytest.approx(stats.scoreatpercentile(x, 50), rel=1e-12)
 
 
 # -- beside the run -------------------------------------------------------------------------------------------------
@@ -168,6 +223,34 @@ def test_evaluating_often_does_not_change_the_training(tmp_path):
         Session(compose(words(run_dir, *setting)), quiet=True).train()
         bits.append(load(points(run_dir)[-1])[1]["sha256"])
     assert bits[0] == bits[1]
+
+
+class Judged(Counter):
+    """Succeeds in environment 0 only, and takes its time where it is evaluated (two environments, see ``words``)."""
+
+    def __init__(self, num_envs: int, device: object):
+        super().__init__(num_envs, episode_length=10, terminate_every=0)
+        self.spec = dataclasses.replace(self.spec, log=("rows", "success"))
+
+    def step(self, action):
+        if self.spec.num_envs == 2:
+            time.sleep(0.005)
+        row = super().step(action)
+        return row._replace(log={**row.log, "success": (self._env == 0).float()})
+
+
+def test_a_run_tells_successes_and_drops_what_comes_while_it_evaluates(tmp_path):
+    register("judged", Judged)
+    setting = ("task=env", "task.name=judged", "eval.every_seconds=1e-9", "eval.final=true", "budget.env_steps=1600")
+    summary = Session(compose(words(tmp_path, *setting)), quiet=True).train()
+    told = [row for row in rows(tmp_path) if "eval/return_mean" in row]
+    assert all(row["eval/success"] == 0.5 and row["eval/length_mean"] == 10 for row in told)
+    assert all(row["eval/return_median"] == row["eval/return_mean"] == 5 + 45 / 8 for row in told)
+    drops = [row["eval/dropped"] for row in told]
+    assert drops == sorted(drops)
+    assert drops[-1] > 5
+    assert len(told) + drops[-1] >= 92  # one request a tick, and the last
+    assert (summary.success, summary.return_median) == (0.5, 5 + 45 / 8)
 
 
 # -- policies that travel -------------------------------------------------------------------------------------------

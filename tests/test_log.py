@@ -1,5 +1,6 @@
 """Where the numbers go, and that no sink can hurt a run."""
 
+import dataclasses
 import io
 import json
 import re
@@ -113,6 +114,9 @@ def test_closing_words_name_the_worker_that_bounds_the_tick():
     assert "done: return -1.2 (IQM -1.5) over 16 episodes" in text
     assert "the tick is bounded by v (busy: collector 50%, v 90%, p 10%): a smaller critic or batch" in text
     assert "pql resume runs/x budget.seconds=100 budget.env_steps=40000" in text
+    full = dataclasses.replace(summary, return_median=-1.0, length_mean=12.0, success=0.25)
+    text = log.closing_words(full, busy, 10.0, BudgetConfig(seconds=50.0))
+    assert "done: return -1.2 (median -1.0, IQM -1.5), success 25% over 16 episodes of 12.0 steps" in text
     stopped = Summary("runs/x", None, None, 0, 50.0, 20_000, 2_400, 1_200, "c", interrupted=True)
     text = log.closing_words(stopped, busy, 10.0, BudgetConfig(seconds=500.0))
     assert text.startswith("interrupted, saved: not evaluated")

@@ -174,9 +174,13 @@ def test_the_run_directory_holds_what_it_takes_to_know_what_was_run(tmp_path):
     written = json.loads((folder / "summary.json").read_text())
     assert set(written) == {
         "run_dir", "return_mean", "return_iqm", "episodes", "seconds", "env_steps", "updates_v", "updates_p",
-        "checkpoint",
+        "checkpoint", "return_median", "length_mean", "success",
     }  # fmt: skip
     assert all(written[k] == getattr(summary, k) for k in written)
+    last = [row for row in rows(folder) if "eval/return_mean" in row][-1]
+    for name in ("return_mean", "return_median", "return_iqm", "length_mean"):
+        assert written[name] == last[f"eval/{name}"]
+    assert (summary.length_mean, summary.success) == (200.0, None)
     assert (summary.run_dir, summary.episodes, summary.env_steps) == (str(folder), 2, 320)
     assert (summary.updates_v, summary.updates_p) == (24, 12)
     assert summary.checkpoint == str(folder / "checkpoints" / "last")

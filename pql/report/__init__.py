@@ -1,0 +1,116 @@
+"""Reports: a page about one run, or one that compares many. ``docs/compare.md`` says what is on it and how it counts.
+
+``stats`` holds the statistics, ``runs`` the reading, ``numbers`` everything a page tells, ``draw`` and ``page`` how it
+looks. matplotlib, scipy and Jinja (the extra ``report``) are imported when a page is made, not before.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pql.errors import ConfigError, nearest
+
+PACKAGES = ("matplotlib", "scipy", "jinja2")
+
+
+def write(
+    words: Sequence[str],
+    out: Path | None = None,
+    x: str = "seconds",
+    thresholds: Sequence[float] = (),
+    single: bool = False,
+) -> tuple[Path, dict[str, Any]]:
+    """Read runs, write ``index.html``, its pictures as PNG and ``numbers.json`` into a folder.
+
+    Args:
+        words: run directories, or folders of runs.
+        out: default: ``comparison`` here, or ``report`` in the run where ``single``.
+        x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
+        thresholds: returns for the time-to-threshold table.
+        single: a page about one run.
+    Returns:
+        The page and its numbers.
+    Raises:
+        ConfigError: a path that is no run, a run without metrics, an unknown axis, a folder that cannot be written,
+            or a package that is missing.
+    """
+    check_packages()
+    from pql.report import numbers, page, runs
+
+    if x not in runs.AXES:
+        raise ConfigError("x", x, f"one of {', '.join(runs.AXES)}{nearest(x, runs.AXES)}")
+    paths, notes = runs.find(words)
+    if single and len(paths) > 1:
+        raise ConfigError("run", words[0], f"one run; these are {len(paths)}: pql compare {words[0]}")
+    found = runs.read(paths)
+    untold = [r.name for r in found if len(r.evals["return_mean"]) and r.evals[x][-1] != r.evals[x][-1]]
+    if untold:
+        raise ConfigError("x", x, f"an axis that all runs tell; {untold[0]} does not")
+    folder = out or (paths[0] / "report" if single else Path("comparison"))
+    _make(folder)  # before the work, not after
+    told = numbers.analyse(found, x, thresholds, notes)
+    series = numbers.clean(numbers.series(found[0])) if single else None
+    parts = page.sections(told, series)
+    text = page.render(told, parts, found[0].settings if single else None, importlib.metadata.version("pql"))
+    pictures = {f"{p.name}.png": p.png for part in parts for p in part.pictures}
+    for name in set(_pictures(folder)) - set(pictures):  # of an earlier page here, which this one replaces
+        (folder / name).unlink(missing_ok=True)
+    for name, data in pictures.items():
+        (folder / name).write_bytes(data)
+    whole = {**told, "pictures": list(pictures), **({} if series is None else {"series": series})}
+    (folder / "numbers.json").write_text(json.dumps(whole) + "\n")
+    (folder / "index.html").write_text(text, encoding="utf-8")
+    return folder / "index.html", told
+
+
+def _make(folder: Path) -> None:
+    """Raises ``ConfigError`` where ``folder`` is none that can be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "index.html").touch()
+    except OSError as error:
+        raise ConfigError("out", folder, f"a folder that can be written ({error.strerror})") from error
+
+
+def _pictures(folder: Path) -> list[str]:
+    """The pictures that an earlier page in ``folder`` wrote."""
+    try:
+        told = json.loads((folder / "numbers.json").read_text())["pictures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [name for name in told if isinstance(name, str) and Path(name).name == name and name.endswith(".png")]
+
+
+def check_packages() -> None:
+    """Raises ``ConfigError`` where a package of the extra ``report`` is missing."""
+    missing = [p for p in PACKAGES if importlib.util.find_spec(p) is None]
+    if missing:
+        raise ConfigError("report", missing[0], "this package, which is not installed: pip install 'pql[report]'")
+
+
+def tell(numbers: dict[str, Any]) -> None:
+    """The findings, and the scores as a table, on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from pql.report.words import findings, num, spoken
+
+    console = Console()
+    if not console.is_terminal:  # nobody's window: whole lines
+        console.width = 160
+    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+    for name in ("task", "algorithm", "runs", "IQM (95 %)", "median", "mean"):
+        table.add_column(name, justify="left" if name in ("task", "algorithm") else "right")
+    for task in numbers["tasks"]:
+        for group in (g for g in task["groups"] if g["score"]):
+            score = group["score"]
+            middle = (num(score[k]["value"]) for k in ("median", "mean"))
+            table.add_row(task["task"], group["label"], str(len(group["scores"])), spoken(score["iqm"]), *middle)
+    if table.row_count:
+        console.print(table)
+    found = [f"{task}: {text}" for task, text in findings(numbers)]
+    for line in (*found, *(f"note: {n}" for n in numbers["notes"])):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,281 @@
+"""The pictures of a page, from its numbers: matplotlib figures, and the same as SVG that follows the page's colours.
+
+Colours are those of Okabe and Ito, which colour-blind readers tell apart; markers and dashes repeat the difference.
+Lines are labelled where they end. In SVG every colour becomes one of the page's CSS variables, so that a dark page has
+dark pictures, and text stays text.
+"""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.transforms import offset_copy
+
+from pql.report.numbers import UNITS
+from pql.report.words import AXIS_WORDS, UNITS_SHORT, compact
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6f7783")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", ":", "-.")
+INK, MUTED, GRID = "#1b1f27", "#5b6472", "#e3e6eb"
+VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--rule", **{c: f"--c{i}" for i, c in enumerate(COLORS)}}
+RATES = {"env_steps_per_s": "environment steps per second", "updates_per_s": "updates per second"}
+SIZE = (4.0, 2.7)  # inches
+
+
+def look() -> AbstractContextManager[None]:
+    """matplotlib's settings for everything here; enter it around drawing and saving."""
+    return matplotlib.rc_context({
+        "font.family": "DejaVu Sans", "font.size": 8, "text.color": INK, "axes.edgecolor": MUTED, "axes.linewidth": 0.7,
+        "axes.labelcolor": MUTED, "axes.labelsize": 8, "xtick.color": MUTED, "ytick.color": MUTED, "grid.color": GRID,
+        "grid.linewidth": 0.7, "xtick.major.size": 3, "ytick.major.size": 0, "axes.spines.top": False,
+        "axes.spines.right": False, "axes.spines.left": False, "axes.titlesize": 9, "axes.titleweight": "bold",
+        "axes.titlelocation": "left", "axes.titlepad": 9, "axes.axisbelow": True, "svg.fonttype": "none",
+        "svg.hashsalt": "pql", "savefig.dpi": 200, "mathtext.default": "regular", "axes.unicode_minus": True,
+    })  # fmt: skip
+
+
+def style(index: int) -> dict[str, Any]:
+    """Colour, marker and dashes of the group that stands at ``index`` in the page's order."""
+    turn, place = divmod(index, len(COLORS))
+    return {"color": COLORS[place], "marker": MARKERS[place], "linestyle": DASHES[turn % len(DASHES)]}
+
+
+class Ticks(FuncFormatter):
+    """Numbers of an axis in the unit that the largest needs, with the digits that tell them apart: 2k beside 10k."""
+
+    def __init__(self) -> None:
+        super().__init__(self._write)
+
+    def _write(self, value: float, _: Any = None) -> str:
+        at = np.asarray(self.locs if len(self.locs) else [value], dtype=float)
+        size = float(np.abs(at).max())
+        unit, suffix = next(((u, s) for u, s in UNITS_SHORT if size >= 10 * u or (size >= u and s != "k")), (1.0, ""))
+        near = 1e-4 * max(float(np.ptp(at)) / unit, 1e-12)
+        digits = next((d for d in range(7) if np.abs(np.round(at / unit, d) - at / unit).max() <= near), 7)
+        return f"{value / unit:,.{digits}f}{suffix if value else ''}".replace("-", "−")
+
+
+# -- pictures -------------------------------------------------------------------------------------------------------
+
+
+def learning_curves(
+    task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Sequence[str], axis: str
+) -> Figure:
+    """IQM over runs with its band; every run behind it, thin."""
+    fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", {"seconds": "seconds"}.get(axis, ""))
+    ends: list[tuple[float, str, int]] = []
+    drawn = [g for g in task["groups"] if g["curves"].get(axis, {}).get("x")]
+    for group in drawn:
+        curve, look_of = group["curves"][axis], style(labels.index(group["label"]))
+        mine = [
+            r for r in runs if r["task"] == task["task"] and r["label"] == group["label"] and r["evals"]["return_mean"]
+        ]
+        alone = len(mine) == 1
+        for run in mine:
+            x, y = run["evals"][axis], run["evals"]["return_mean"]
+            ax.plot(x, y, color=look_of["color"], lw=0.6, alpha=0.4, marker="." if alone else None, ms=3)
+        band(ax, curve["x"], curve["low"], curve["high"], look_of["color"])
+        ax.plot(curve["x"], curve["iqm"], color=look_of["color"], ls=look_of["linestyle"], lw=1.7)
+        ax.plot(curve["x"][-1:], curve["iqm"][-1:], color=look_of["color"], marker=look_of["marker"], ms=4.5)
+        ends.append((curve["iqm"][-1], group["label"], labels.index(group["label"])))
+    if ends:  # a run that went on far beyond the others is not what the picture is about
+        ax.set_xlim(right=min(ax.get_xlim()[1], 1.25 * max(g["curves"][axis]["x"][-1] for g in drawn)))
+    name_ends(ax, ends)
+    return fig
+
+
+def score_intervals(task: Mapping[str, Any], labels: Sequence[str], x: str) -> Figure:
+    """IQM of the scores with its interval, a row a group; every run as a small mark."""
+    groups = [g for g in task["groups"] if g["scores"]]
+    fig, ax = panel(f"{task['task']}: score at {compact(task['end'][x])} {UNITS[x]}", "return")
+    rows = [(g["label"], g["score"]["iqm"], g["scores"]) for g in groups]
+    interval_rows(ax, rows, labels)
+    return fig
+
+
+def overall_intervals(overall: Mapping[str, Any], labels: Sequence[str]) -> Figure:
+    """IQM of the normalised scores over all tasks."""
+    fig, ax = panel("all tasks: normalised score (IQM)", "0 lowest, 1 highest of each task")
+    interval_rows(ax, [(g["label"], g["score"]["iqm"], ()) for g in overall["groups"]], labels)
+    return fig
+
+
+def profiles(overall: Mapping[str, Any], task: Mapping[str, Any] | None, labels: Sequence[str]) -> Figure:
+    """Performance profiles. Of a single ``task`` the axis shows its returns instead of shares of its range."""
+    fig, ax = panel("share of runs above a score", "return" if task else "normalised score")
+    tau, ends = np.array(overall["tau"]), []
+    x = tau if task is None else task["low"] + tau * (task["high"] - task["low"])
+    for group in overall["groups"]:
+        of = style(labels.index(group["label"]))
+        line = group["profile"]
+        band(ax, x, line["low"], line["high"], of["color"])
+        half = int(np.argmax(np.array(line["value"]) <= 0.5))
+        ax.step(x, line["value"], where="post", color=of["color"], ls=of["linestyle"], lw=1.7)
+        ax.plot(x[half], line["value"][half], color=of["color"], marker=of["marker"], ms=4.5)
+        ends.append((0.0, group["label"], labels.index(group["label"])))
+    ax.set_ylim(-0.02, 1.02)
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
+    name_ends(ax, [(1 - 0.1 * i, label, index) for i, (_, label, index) in enumerate(ends)])
+    return fig
+
+
+def rates(task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Sequence[str], key: str) -> Figure:
+    """A speed by group: the median, and every run as a small mark."""
+    fig, ax = panel(f"{task['task']}: {RATES[key]}", "")
+    rows = []
+    for group in task["groups"]:
+        mine = [r["speed"][key] for r in runs if r["task"] == task["task"] and r["label"] == group["label"]]
+        if group["speed"][key] is not None:
+            middle = {"value": group["speed"][key], "low": None, "high": None}
+            rows.append((group["label"], middle, [v for v in mine if v is not None]))
+    interval_rows(ax, rows, labels)
+    ax.set_xlim(left=0)
+    return fig
+
+
+def lines(
+    title: str, parts: Mapping[str, Mapping[str, Sequence[float]]], share: bool = False, zero: bool = False
+) -> Figure:
+    """Numbers of one run over its seconds, each labelled where it ends. ``share``: 0 to 100 %; ``zero``: from 0 on."""
+    fig, ax = panel(title, "seconds")
+    ends = []
+    for i, (name, part) in enumerate(parts.items()):
+        of = style(i)
+        ax.plot(
+            part["x"],
+            part["y"],
+            color=of["color"],
+            ls=of["linestyle"],
+            lw=1.3,
+            marker="." if len(part["x"]) < 3 else "",
+        )
+        ends.append((part["y"][-1], name, i))
+    if zero:
+        ax.set_ylim(0, 1.1 * max(max(part["y"]) for part in parts.values()) or 1)
+    if share:
+        ax.set_ylim(0, 1.02)
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
+    name_ends(ax, ends if len(parts) > 1 else ())
+    return fig
+
+
+# -- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def panel(title: str, unit: str) -> tuple[Figure, Axes]:
+    """An empty picture: horizontal rules, few ticks."""
+    fig = Figure(figsize=SIZE, layout="constrained")
+    ax = fig.add_subplot()
+    ax.set_title(clip(title, 58))
+    ax.set_xlabel(unit)
+    ax.grid(axis="y")
+    ax.margins(x=0.02, y=0.08)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.yaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_formatter(Ticks())
+    ax.yaxis.set_major_formatter(Ticks())
+    return fig, ax
+
+
+def band(ax: Axes, x: Any, low: Sequence[float | None], high: Sequence[float | None], color: str) -> None:
+    if None not in (*low, *high):
+        ax.fill_between(x, np.array(low, float), np.array(high, float), color=color, alpha=0.16, lw=0)
+
+
+def interval_rows(
+    ax: Axes, rows: Sequence[tuple[str, Mapping[str, float], Sequence[float]]], labels: Sequence[str]
+) -> None:
+    """Point and interval of each (label, aggregate, runs), the first on top."""
+    below = offset_copy(ax.transData, ax.figure, y=-8, units="points")
+    for y, (label, aggregate, scores) in enumerate(rows):
+        of = style(labels.index(label))
+        ax.plot(scores, [y] * len(scores), ls="", marker="|", ms=5, color=of["color"], alpha=0.6, transform=below)
+        if aggregate["low"] is not None:
+            ax.plot(
+                [aggregate["low"], aggregate["high"]],
+                [y, y],
+                color=of["color"],
+                lw=5,
+                alpha=0.28,
+                solid_capstyle="butt",
+            )
+        ax.plot(aggregate["value"], y, color=of["color"], marker=of["marker"], ms=6)
+    ax.update_datalim([(v, 0) for _, _, scores in rows for v in scores])  # what is shifted does not count by itself
+    ax.autoscale_view()
+    ax.set_yticks(range(len(rows)), [clip(label) for label, _, _ in rows], color=INK)
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x")
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+
+
+def name_ends(ax: Axes, ends: Sequence[tuple[float, str, int]]) -> None:
+    """Labels right of the picture, at the heights given, pushed apart where they would touch."""
+    if not ends:
+        return
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high)
+    order = sorted(ends)
+    heights = spread([(y - low) / (high - low) for y, _, _ in order], gap=0.085)
+    for height, (_, label, index) in zip(heights, order, strict=True):
+        of = style(index)
+        ax.plot(
+            [1.03],
+            [height],
+            transform=ax.transAxes,
+            clip_on=False,
+            color=of["color"],
+            marker=of["marker"],
+            ms=4.5,
+            ls="",
+        )
+        ax.text(1.06, height, clip(label), transform=ax.transAxes, va="center", color=INK)
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """``places`` (ascending) moved as little as needed to lie ``gap`` apart: touching ones move as one block."""
+    blocks: list[tuple[float, int]] = []  # (centre, size)
+    for place in places:
+        blocks.append((place, 1))
+        while len(blocks) > 1 and blocks[-1][0] - blocks[-2][0] < gap * (blocks[-1][1] + blocks[-2][1]) / 2:
+            (b, m), (a, n) = blocks.pop(), blocks.pop()
+            blocks.append(((a * n + b * m) / (n + m), n + m))
+    return [centre + gap * (i - (size - 1) / 2) for centre, size in blocks for i in range(size)]
+
+
+def clip(text: str, most: int = 20) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def png(fig: Figure) -> bytes:
+    """On white, whatever the reader's page is."""
+    out = io.BytesIO()
+    fig.savefig(out, format="png", facecolor="white")
+    return out.getvalue()
+
+
+def svg(fig: Figure, name: str, alt: str) -> str:
+    """For inlining: scales with its container, in the page's colours and font; ids are ``name``'s own."""
+    out = io.StringIO()
+    fig.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    text = out.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.S)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', text)
+    text = re.sub(r'((?:xlink:)?href=")#|(url\()#', lambda m: f"{m[1] or m[2]}#{name}-", text)
+    for color, variable in VARIABLES.items():
+        text = text.replace(color, f"var({variable})")
+    safe = alt.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    return text.replace("<svg", f'<svg role="img" aria-label="{safe}"', 1)

@@ -1,0 +1,278 @@
+"""From runs to every number of a page, as plain JSON: what is drawn is drawn from this, and nothing else."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pql.report import stats
+from pql.report.runs import AXES, Run, position
+
+Array = NDArray[np.float64]
+GRID = 100  # points of a group's curve
+FRACTIONS = (0.5, 0.75, 0.9)  # thresholds, on the way from the lowest to the highest evaluation of a task
+STATISTICS = {"iqm": stats.iqm, "median": stats.median, "mean": stats.mean}
+UNITS = {"seconds": "s", "env_steps": "env steps", "updates": "updates"}
+
+
+def analyse(runs: Sequence[Run], x: str, thresholds: Sequence[float] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that a page tells of ``runs``.
+
+    Args:
+        x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
+        thresholds: returns for the time-to-threshold table, instead of shares of each task's range.
+        notes: what the reader must know besides.
+    Returns:
+        Plain dicts and lists; what cannot be told is None. ``docs/compare.md`` describes it.
+    """
+    names = list(dict.fromkeys(r.task for r in runs))
+    by_task = {name: [r for r in runs if r.task == name] for name in names}
+    scored = {t: [r for r in mine if len(r.evals["return_mean"])] for t, mine in by_task.items()}
+    ends = {t: {axis: common_end(mine, axis) for axis in AXES} for t, mine in scored.items() if mine}
+    tasks = [task_numbers(t, by_task[t], ends.get(t), x, thresholds) for t in names]
+    order = ranking(tasks)
+    for task in tasks:
+        task["groups"].sort(key=lambda g: order.index(g["label"]))
+    together = overall([t for t in tasks if t["end"] is not None], order)
+    return clean({
+        "x": x, "labels": order, "tasks": tasks, "overall": together,
+        "runs": [run_numbers(r) for r in runs],
+        "notes": [*notes, *remarks(runs, tasks, x), *(f"{r.name}: {note}" for r in runs for note in r.notes)],
+    })  # fmt: skip
+
+
+# -- one task -------------------------------------------------------------------------------------------------------
+
+
+def common_end(runs: Sequence[Run], axis: str) -> float:
+    """How far all runs got on ``axis``: the smallest last evaluation.
+
+    Runs that were cut off, and those that ended because they reached their target, do not shorten the others: their
+    last evaluation stands for what would have come.
+    """
+    whole = [r for r in runs if r.complete and not r.reached] or [r for r in runs if r.complete]
+    lasts = [float(r.evals[axis][-1]) for r in whole or runs]
+    return max(lasts) if whole and all(r.reached for r in whole) else min(lasts)
+
+
+def at(run: Run, axis: str, x: float | Array) -> Array:
+    """Mean return at ``x``: straight between two evaluations, constant before the first and after the last."""
+    return np.asarray(np.interp(x, run.evals[axis], run.evals["return_mean"]))
+
+
+def task_numbers(
+    name: str, runs: Sequence[Run], ends: Mapping[str, float] | None, x: str, thresholds: Sequence[float]
+) -> dict[str, Any]:
+    """One task: its range, and its groups."""
+    returns = np.concatenate([r.evals["return_mean"] for r in runs])
+    low, high = (float(returns.min()), float(returns.max())) if len(returns) else (math.nan, math.nan)
+    levels = [{"value": float(v), "share": None} for v in thresholds] or [
+        {"value": low + f * (high - low), "share": f} for f in FRACTIONS
+    ]
+    out: dict[str, Any] = {
+        "task": name, "low": low, "high": high, "end": dict(ends) if ends else None,
+        "thresholds": levels if ends else [],
+    }  # fmt: skip
+    labels = list(dict.fromkeys(r.label for r in runs))
+    out["groups"] = [group_numbers([r for r in runs if r.label == text], out, x) for text in labels]
+    return out
+
+
+def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], x: str) -> dict[str, Any]:
+    """One algorithm on one task."""
+    scored = [r for r in runs if len(r.evals["return_mean"])]
+    out: dict[str, Any] = {
+        "label": runs[0].label, "algo": runs[0].algo, "runs": [r.name for r in runs], "seeds": [r.seed for r in runs],
+        "speed": speed(runs), "score": None, "scores": [], "curves": {}, "time_to": [], "final": {},
+    }  # fmt: skip
+    if not scored:
+        return out
+    scores = [float(at(r, x, task["end"][x])) for r in scored]
+    out |= {"scores": scores, "score": aggregates([np.array(scores)])}
+    out["normalised"] = [normalise(s, task) for s in scores]
+    out["final"] = {
+        k: float(np.mean([r.evals[k][-1] for r in scored]))
+        for k in ("return_mean", "return_median", "return_iqm", "length_mean", "success")
+        if all(k in r.evals for r in scored)
+    }
+    out["curves"] = {axis: curve(scored, axis) for axis in AXES}
+    out["time_to"] = [reaching(scored, level["value"]) for level in task["thresholds"]]
+    return out
+
+
+def aggregates(strata: Sequence[Array]) -> dict[str, dict[str, float]]:
+    """IQM, median and mean, each with its 95 % interval."""
+    out = {}
+    for name, statistic in STATISTICS.items():
+        low, high = stats.interval(strata, statistic)
+        out[name] = {"value": float(stats.measured(strata, statistic)), "low": float(low), "high": float(high)}
+    return out
+
+
+def normalise(value: float, task: Mapping[str, Any]) -> float:
+    """0: the lowest evaluation of any run on the task; 1: the highest. 1 where they are one."""
+    span = task["high"] - task["low"]
+    return (value - task["low"]) / span if span > 0 else 1.0
+
+
+def curve(runs: Sequence[Run], axis: str) -> dict[str, list[float]]:
+    """IQM over the runs and its band, from where all have been evaluated to where they end."""
+    start, end = max(float(r.evals[axis][0]) for r in runs), common_end(runs, axis)
+    if not math.isfinite(start + end):  # a run that tells no updates
+        return {"x": [], "iqm": [], "low": [], "high": []}
+    x = np.linspace(start, end, GRID) if end > start else np.array([max(start, end)])
+    values = np.stack([at(r, axis, x) for r in runs])  # [runs, GRID]
+    low, high = stats.interval([values], stats.iqm)
+    return {"x": x.tolist(), "iqm": stats.measured([values], stats.iqm).tolist(), "low": low.tolist(),
+            "high": high.tolist()}  # fmt: skip
+
+
+def reaching(runs: Sequence[Run], threshold: float) -> dict[str, Any]:
+    """When a group first reaches a return: the median over its runs, those that never do at infinity."""
+    out: dict[str, Any] = {"of": len(runs)}
+    for axis in AXES:
+        times = np.array([stats.time_to(r.evals[axis], r.evals["return_mean"], threshold) for r in runs])
+        reached = times[np.isfinite(times)]
+        out["reached"] = max(len(reached), out.get("reached", 0))
+        out[axis] = {
+            "median": float(np.median(times)), "min": float(reached.min()) if len(reached) else math.inf,
+            "max": float(times.max()),
+        }  # fmt: skip
+    return out
+
+
+# -- speed ----------------------------------------------------------------------------------------------------------
+
+
+def speed(runs: Sequence[Run]) -> dict[str, Any]:
+    """How fast the runs went and what they used: medians over the runs, the largest for memory and lag."""
+    each = [run_speed(r) for r in runs]
+
+    def over(key: str, by: Any = np.median) -> float | None:
+        known = [e[key] for e in each if math.isfinite(e.get(key, math.nan))]
+        return float(by(known)) if known else None
+
+    keys = list(dict.fromkeys(k for e in each for k in e))
+    largest = ("memory/", "lag/", "dropped")
+    told = {k: over(k, np.max if k.startswith(largest) else np.median) for k in keys}
+    wanted = {k: runs[0].settings.get(f"algo.{k.removeprefix('ratio/')}") for k in keys if k.startswith("ratio/")}
+    return {**told, "configured": {k: v for k, v in wanted.items() if v is not None}}
+
+
+def run_speed(run: Run) -> dict[str, float]:
+    """Rates over the whole run (from the first row to the last, so without the warm-up), and what stood in its rows."""
+    rows = [r for r in run.rows if "eval/return_mean" not in r] or run.rows
+    first, last = position(rows[0]), position(rows[-1])
+    span = last["seconds"] - first["seconds"]
+    out: dict[str, float] = {}
+    for key, axis in (("env_steps_per_s", "env_steps"), ("updates_per_s", "updates")):
+        out[key] = (last[axis] - first[axis]) / span if span > 0 else rows[-1].get(f"throughput/{key}", math.nan)
+    windows = np.diff([0.0, *(r["time/seconds"] for r in rows)])
+    for key in dict.fromkeys(k for r in rows for k in r):
+        told = [(r[key], w) for r, w in zip(rows, windows, strict=True) if key in r]
+        if key.startswith("busy/"):
+            out[key] = sum(v * w for v, w in told) / max(sum(w for _, w in told), 1e-9)
+        elif key.startswith("ratio/"):
+            out[key] = told[-1][0]
+        elif key.startswith(("memory/", "lag/")):
+            out[key] = max(v for v, _ in told)
+    if "dropped" in run.evals and len(run.evals["dropped"]):
+        out["dropped"] = float(run.evals["dropped"].max())
+    return out
+
+
+def run_numbers(run: Run) -> dict[str, Any]:
+    """One run: who it is, how far it came, its evaluations."""
+    return {
+        "name": run.name, "path": str(run.path), "task": run.task, "label": run.label, "seed": run.seed,
+        "complete": run.complete, "end": {axis: run.end(axis) for axis in AXES}, "speed": run_speed(run),
+        "evals": {k: v.tolist() for k, v in run.evals.items()}, "notes": run.notes,
+    }  # fmt: skip
+
+
+def series(run: Run, points: int = 300) -> dict[str, dict[str, list[float]]]:
+    """Every number of metrics.jsonl over the seconds; of long runs, means over ``points`` stretches of equal length."""
+    out = {}
+    for key in dict.fromkeys(k for r in run.rows for k in r if not k.startswith(("time/", "steps/", "updates/"))):
+        told = np.array([(r["time/seconds"], r[key]) for r in run.rows if key in r])
+        parts = np.array_split(told, min(points, len(told)))
+        out[key] = {"x": [float(p[:, 0].mean()) for p in parts], "y": [float(p[:, 1].mean()) for p in parts]}
+    return out
+
+
+# -- all tasks ------------------------------------------------------------------------------------------------------
+
+
+def ranking(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Labels, the best first: by the IQM of the normalised scores, those that ran on most tasks before all others."""
+    known: dict[str, list[list[float]]] = {}
+    for task in tasks:
+        for group in task["groups"]:
+            known.setdefault(group["label"], []).append(group.get("normalised", []))
+    worth = {}
+    for label, strata in known.items():
+        scored = [s for s in strata if s]
+        worth[label] = (len(scored), float(stats.measured(scored, stats.iqm)) if scored else 0.0)
+    return sorted(known, key=lambda k: worth[k], reverse=True)
+
+
+def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+    """Normalised scores of the algorithms that ran on every task: aggregates, profiles, who beats whom."""
+    by_label: dict[str, list[Array]] = {}
+    for label in order:
+        found = [g for t in tasks for g in t["groups"] if g["label"] == label and g["scores"]]
+        if tasks and len(found) == len(tasks):
+            by_label[label] = [np.array(g["normalised"]) for g in found]
+    known = np.concatenate([s for strata in by_label.values() for s in strata]) if by_label else np.array([0.0, 1.0])
+    margin = 0.05 * float(np.ptp(known)) or 0.05
+    taus = np.linspace(known.min() - margin, known.max() + margin, 201)
+    groups = []
+    for label, strata in by_label.items():
+        low, high = stats.interval(strata, stats.profile(taus))
+        groups.append({
+            "label": label, "score": aggregates(strata), "runs": sum(map(len, strata)),
+            "profile": {"value": stats.measured(strata, stats.profile(taus)).tolist(), "low": low.tolist(),
+                        "high": high.tolist()},
+            "beats": {k: stats.improvement(strata, other) for k, other in by_label.items() if k != label},
+        })  # fmt: skip
+    return {"tasks": [t["task"] for t in tasks], "tau": taus.tolist(), "groups": groups}
+
+
+def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], x: str) -> list[str]:
+    """What a reader might otherwise take for granted."""
+    out = []
+    alone = [f"{g['label']} on {t['task']}" for t in tasks for g in t["groups"] if len(g["scores"]) == 1]
+    if alone and len(runs) > 1:
+        out.append(f"One run only, hence no interval: {some(alone)}.")
+    for task in tasks:
+        for group in task["groups"]:
+            twice = sorted({str(s) for s in group["seeds"] if group["seeds"].count(s) > 1})
+            if twice:
+                out.append(f"{group['label']} on {task['task']}: seed {', '.join(twice)} more than once.")
+        if task["end"] is None:
+            continue
+        end, mine = task["end"][x], [r for r in runs if r.task == task["task"] and len(r.evals["return_mean"])]
+        short = [r.name for r in mine if r.evals[x][-1] < 0.98 * end]
+        if short:
+            out.append(f"Ended before the common end on {task['task']}; the last evaluation counts: {some(short)}.")
+        longer = [r.name for r in mine if r.evals[x][-1] > 1.1 * end]
+        if longer:
+            out.append(f"Went on beyond the common end on {task['task']}; not part of the scores: {some(longer)}.")
+    return out
+
+
+def some(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def clean(value: Any) -> Any:
+    """Without nan and infinities, which JSON lacks: None."""
+    if isinstance(value, Mapping):
+        return {k: clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

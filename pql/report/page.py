@@ -1,0 +1,306 @@
+"""The page: numbers and pictures put into words, tables and HTML (``page.html``, ``page.css``)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from pql.report import draw, words
+from pql.report.numbers import UNITS
+from pql.report.runs import AXES
+from pql.report.words import ABOUT, DASH, compact, num, percent, spoken
+
+Numbers = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table's cell: what it says, smaller words below, and a share drawn as a bar."""
+
+    text: str
+    note: str = ""
+    bar: float | None = None
+    chip: int | None = None  # the group whose colour and marker stand before it
+    left: bool = False  # words, not a number
+    rows: int = 1  # that it spans
+
+
+@dataclass(frozen=True)
+class Table:
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure: the name of its PNG, and its SVG."""
+
+    name: str
+    svg: str
+    png: bytes
+
+
+@dataclass
+class Section:
+    title: str
+    text: str = ""
+    pictures: list[Picture] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    folded: bool = False
+    reading: str = ""  # beside the last picture
+
+    @property
+    def anchor(self) -> str:
+        return "".join(c if c.isalnum() else "-" for c in self.title.lower())
+
+
+def sections(numbers: Numbers, series: Mapping[str, Any] | None = None) -> list[Section]:
+    """All of a page. ``series``: one run's numbers over time, for a page about that run."""
+    with draw.look():
+        out = [curves_section(numbers, series)]
+        if len(numbers["runs"]) > 1:
+            out.append(scores_section(numbers))
+        out += [thresholds_section(numbers), speed_section(numbers, series)]
+        if series:
+            out.append(rest_section(series))
+    out.append(runs_section(numbers))
+    return [s for s in out if s.pictures or s.tables]
+
+
+def picture(name: str, figure: Figure, alt: str) -> Picture:
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out once, saved twice
+    return Picture(name, draw.svg(figure, name, alt), draw.png(figure))
+
+
+# -- sections -------------------------------------------------------------------------------------------------------
+
+
+def curves_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section:
+    several = len(numbers["runs"]) > 1
+    out = Section("Learning curves", ABOUT["curves" if several else "curve"])
+    axes = [numbers["x"], *(a for a in AXES if a != numbers["x"])]
+    for i, task in enumerate(numbers["tasks"]):
+        for axis in axes if task["end"] else ():
+            if not any(g["curves"].get(axis, {}).get("x") for g in task["groups"]):
+                continue
+            figure = draw.learning_curves(task, numbers["runs"], numbers["labels"], axis)
+            last = [f"{g['label']} {num(g['curves'][axis]['iqm'][-1])} at {words.compact(g['curves'][axis]['x'][-1])}"
+                    for g in task["groups"] if g["curves"].get(axis, {}).get("x")]  # fmt: skip
+            alt = f"Return on {task['task']} over {words.AXIS_WORDS[axis]}. Ends: {'; '.join(last)} {UNITS[axis]}."
+            out.pictures.append(picture(f"curve-{i}-{axis}", figure, alt))
+        if several and scored(task, numbers["x"]):
+            alt = "; ".join(f"{g['label']} {spoken(g['score']['iqm'])}" for g in task["groups"] if g["score"])
+            figure = draw.score_intervals(task, numbers["labels"], numbers["x"])
+            out.pictures.append(picture(f"score-{i}", figure, f"IQM on {task['task']}: {alt}."))
+    if series and (part := series.get("train/return_mean")):
+        alt = f"Return of training episodes over time, with exploration noise; at the end {num(part['y'][-1])}."
+        out.pictures.append(picture("train", draw.lines("return of training episodes", {"train": part}), alt))
+    return out
+
+
+def scored(task: Numbers, x: str) -> bool:
+    return bool(task["end"]) and task["end"][x] is not None
+
+
+def scores_section(numbers: Numbers) -> Section:
+    x, labels, overall = numbers["x"], numbers["labels"], numbers["overall"]
+    tasks = [t for t in numbers["tasks"] if scored(t, x)]
+    out = Section("Scores", ABOUT["scores"].format(axis=words.AXIS_WORDS[x]))
+    out.tables += [score_table(t, labels, x) for t in tasks]
+    if not overall["groups"]:
+        return out
+    if len(overall["tasks"]) > 1:
+        out.tables.append(overall_table(overall, labels))
+        alt = "; ".join(f"{g['label']} {spoken(g['score']['iqm'])}" for g in overall["groups"])
+        out.pictures.append(picture("score-all", draw.overall_intervals(overall, labels), f"Normalised IQM: {alt}."))
+    alone = tasks[0] if len(tasks) == 1 else None
+    half = (next(i for i, v in enumerate(g["profile"]["value"]) if v <= 0.5) for g in overall["groups"])
+    told = [f"{g['label']} {num(overall['tau'][i])}" for g, i in zip(overall["groups"], half, strict=True)]
+    alt = f"Performance profiles. Normalised score that half of the runs exceed: {'; '.join(told)}."
+    out.pictures.append(picture("profile", draw.profiles(overall, alone, labels), alt))
+    if len(out.pictures) % 2:  # there is room beside it
+        out.reading = ABOUT["profile"]
+    else:
+        out.text += " " + ABOUT["profile"]
+    if 1 < len(overall["groups"]) <= 8:
+        out.tables.append(beats_table(overall, labels))
+    return out
+
+
+def thresholds_section(numbers: Numbers) -> Section:
+    out = Section("Time to threshold", ABOUT["thresholds"])
+    axes = [numbers["x"], *(a for a in AXES if a != numbers["x"])]
+    for task in numbers["tasks"]:
+        groups = [g for g in task["groups"] if g["time_to"]]
+        rows = []
+        for k, level in enumerate(task["thresholds"]):
+            share = "" if level["share"] is None else f"{level['share']:.0%} of the range"
+            head = [Cell(num(level["value"]), share, left=True, rows=len(groups))]
+            for group in groups:
+                told = group["time_to"][k]
+                times = [Cell(compact(told[a]["median"]), span(told[a], told["of"])) for a in axes]
+                rows.append(
+                    [*head, named(group, numbers["labels"]), Cell(f"{told['reached']} of {told['of']}"), *times]
+                )
+                head = []
+        if rows:
+            heads = ["return", "algorithm", "runs there", *(a.replace("_", " ") for a in axes)]
+            out.tables.append(Table(task["task"], heads, rows))
+    return out
+
+
+def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section:
+    out = Section("Speed and resources", ABOUT["speed"])
+    for i, task in enumerate(numbers["tasks"]):
+        out.tables.append(speed_table(task, numbers["labels"]))
+        for key, title in () if series else draw.RATES.items():
+            told = [f"{g['label']} {num(g['speed'][key])}" for g in task["groups"] if g["speed"][key] is not None]
+            if not told:
+                continue
+            figure = draw.rates(task, numbers["runs"], numbers["labels"], key)
+            out.pictures.append(picture(f"speed-{i}-{key}", figure, f"{title} on {task['task']}: {'; '.join(told)}"))
+    for key, title in draw.RATES.items():
+        if series and (part := series.get(f"throughput/{key}")):
+            alt = f"{title} over time, {num(part['y'][0])} at first, {num(part['y'][-1])} at the end"
+            out.pictures.append(picture(key, draw.lines(title, {key: part}, zero=True), alt))
+    for prefix, title in (("busy/", "busy share of each worker"), ("ratio/", "realised ratios"),
+                          ("memory/", "memory (GiB)"), ("lag/", "policy lag (ticks)")):  # fmt: skip
+        parts = {k.removeprefix(prefix): v for k, v in (series or {}).items() if k.startswith(prefix)}
+        if parts:
+            alt = f"{title} over time; at the end " + ", ".join(f"{k} {num(v['y'][-1])}" for k, v in parts.items())
+            figure = draw.lines(title, parts, share=prefix == "busy/", zero=True)
+            out.pictures.append(picture(prefix[:-1], figure, alt))
+    return out
+
+
+def rest_section(series: Mapping[str, Any]) -> Section:
+    """What the algorithm and the task log besides."""
+    known = ("eval/", "throughput/", "busy/", "ratio/", "memory/", "lag/")
+    keys = [k for k in series if not k.startswith(known) and k != "train/return_mean"]
+    out = Section("Training in detail", ABOUT["rest"], folded=len(keys) > 16)
+    for i, key in enumerate(sorted(keys, key=lambda k: (k.split("/")[0] != "train", k))):
+        part = series[key]
+        alt = f"{key} over time, from {num(part['y'][0])} to {num(part['y'][-1])}"
+        out.pictures.append(picture(f"detail-{i}", draw.lines(key, {key: part}), alt))
+    return out
+
+
+def runs_section(numbers: Numbers) -> Section:
+    out = Section("Runs", folded=len(numbers["runs"]) > 12)
+    rows = []
+    for run in numbers["runs"]:
+        returns = run["evals"]["return_mean"]
+        rows.append([
+            Cell(run["name"], "; ".join(run["notes"]), left=True), Cell(run["task"], left=True),
+            named(run, numbers["labels"]), Cell(DASH if run["seed"] is None else str(run["seed"])),
+            *(Cell(compact(run["end"][a])) for a in AXES), Cell(str(len(returns))),
+            Cell(num(returns[-1] if returns else None)), Cell(num(max(returns, default=None))),
+        ])  # fmt: skip
+    ends = [a.replace("_", " ") for a in AXES]
+    heads = ["run", "task", "algorithm", "seed", *ends, "evaluations", "last return", "best return"]
+    out.tables.append(Table("Every run of this page", heads, rows))
+    return out
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def score_table(task: Numbers, labels: Sequence[str], x: str) -> Table:
+    groups = [g for g in task["groups"] if g["score"]]
+    more = [k for k in ("length_mean", "success") if any(k in g["final"] for g in groups)]
+    rows = [
+        [named(g, labels), Cell(str(len(g["scores"]))), *(aggregate(g["score"][k]) for k in ("iqm", "median", "mean")),
+         *(Cell(num(g["final"].get(k)) if k != "success" else percent(g["final"].get(k))) for k in more)]
+        for g in groups
+    ]  # fmt: skip
+    called = {"length_mean": "episode length", "success": "success"}
+    caption = f"{task['task']}: return at {num(task['end'][x], whole=True)} {UNITS[x]}"
+    return Table(caption, ["algorithm", "runs", "IQM", "median", "mean", *(called[k] for k in more)], rows)
+
+
+def overall_table(overall: Numbers, labels: Sequence[str]) -> Table:
+    rows = [
+        [named(g, labels), Cell(str(g["runs"])), *(aggregate(g["score"][k]) for k in ("iqm", "median", "mean"))]
+        for g in overall["groups"]
+    ]
+    caption = "All tasks, normalised: 0 is the lowest evaluation of any run on a task, 1 the highest"
+    return Table(caption, ["algorithm", "runs", "IQM", "median of tasks", "mean"], rows)
+
+
+def beats_table(overall: Numbers, labels: Sequence[str]) -> Table:
+    names = [g["label"] for g in overall["groups"]]
+    rows = [[named(g, labels), *(Cell(DASH if n == g["label"] else percent(g["beats"][n])) for n in names)]
+            for g in overall["groups"]]  # fmt: skip
+    return Table("How often a run of the row's algorithm scores above one of the column's", ["algorithm", *names], rows)
+
+
+def speed_table(task: Numbers, labels: Sequence[str]) -> Table:
+    each = [g["speed"] for g in task["groups"]]
+    keys = list(dict.fromkeys(k for s in each for k in s if s[k] is not None))
+
+    def prefixed(prefix: str) -> list[str]:
+        return [k for k in keys if k.startswith(prefix)]
+
+    columns: list[tuple[str, Callable[[Numbers], Cell]]] = [
+        ("env steps/s", lambda s: Cell(num(s.get("env_steps_per_s")))),
+        ("updates/s", lambda s: Cell(num(s.get("updates_per_s")))),
+    ]
+    for k in prefixed("ratio/"):
+        columns.append((k.removeprefix("ratio/").replace("_", " "), lambda s, k=k: ratio(s, k)))  # type: ignore[misc]
+    for k in prefixed("lag/"):
+        columns.append(("policy lag", lambda s, k=k: Cell(num(s.get(k)))))  # type: ignore[misc]
+    for k in prefixed("busy/"):
+        columns.append((f"busy: {k.removeprefix('busy/')}",
+                        lambda s, k=k: Cell(percent(s.get(k)), bar=s.get(k))))  # type: ignore[misc] # fmt: skip
+    for k, title in (("memory/host_gib", "memory, GiB"), ("memory/gpu_gib", "GPU memory, GiB")):
+        if k in keys:
+            columns.append((title, lambda s, k=k: Cell(num(s.get(k)))))  # type: ignore[misc]
+    if "dropped" in keys:
+        columns.append(("evaluations dropped", lambda s: Cell(num(s.get("dropped")))))
+    rows = [[named(g, labels), *(make(g["speed"]) for _, make in columns)] for g in task["groups"]]
+    return Table(task["task"], ["algorithm", *(title for title, _ in columns)], rows)
+
+
+# -- cells ----------------------------------------------------------------------------------------------------------
+
+
+def named(group: Numbers, labels: Sequence[str]) -> Cell:
+    return Cell(group["label"], chip=labels.index(group["label"]))
+
+
+def aggregate(value: Mapping[str, float | None]) -> Cell:
+    return Cell(num(value["value"]), "" if value["low"] is None else f"{num(value['low'])} to {num(value['high'])}")
+
+
+def ratio(speed: Numbers, key: str) -> Cell:
+    wanted = speed["configured"].get(key)
+    return Cell(num(speed.get(key)), "" if wanted is None or speed.get(key) is None else f"configured {num(wanted)}")
+
+
+def span(told: Mapping[str, float | None], of: int) -> str:
+    if of < 2 or told["min"] is None:
+        return ""
+    return f"{compact(told['min'])} to {compact(told['max']) if told['max'] is not None else 'never'}"
+
+
+# -- HTML -----------------------------------------------------------------------------------------------------------
+
+
+def render(numbers: Numbers, parts: Sequence[Section], settings: Mapping[str, Any] | None, version: str) -> str:
+    """One HTML text that needs nothing else. ``settings``: of the one run that the page is about."""
+    import jinja2
+
+    source = files("pql.report")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(source.joinpath("page.html").read_text())
+    single = settings is not None
+    return template.render(
+        title=words.title(numbers), subtitle=words.subtitle(numbers), version=version, notes=numbers["notes"],
+        lead=[] if single else words.findings(numbers), facts=words.facts(numbers["runs"][0]) if single else [],
+        labels=numbers["labels"], parts=parts, colors=len(draw.COLORS), css=source.joinpath("page.css").read_text(),
+        settings=[(k, str(v)) for k, v in (settings or {}).items()],
+    )  # fmt: skip

@@ -1,0 +1,225 @@
+"""Runs as they lie on the disk: found, read, put into groups. Only metrics.jsonl, config.yaml, summary.json count."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pql.errors import ConfigError, nearest, show
+from pql.rundir import read_config
+
+Row = dict[str, float]
+AXES = ("seconds", "env_steps", "updates")
+NAMED = 3  # settings in a label
+# What makes no other algorithm of a run: who it is, how long it went on, and what watched it.
+ASIDE = ("seed", "run_dir", "task.name", "task.id", "task.kwargs", "budget.", "eval.", "checkpoint.", "logger.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: its path without what all runs of a page share.
+        settings: the config with dotted names, ``algo.critic.tau``; lists and dicts are values.
+        label: the algorithm and the settings by which runs of this algorithm on this task differ.
+        rows: metrics.jsonl in the order of time.
+        evals: by name, one array over the evaluations: the three axes, ``return_mean``, and what else each held.
+        complete: it ended with a final evaluation.
+        reached: it ended because its target return was reached.
+    """
+
+    path: Path
+    name: str
+    task: str
+    algo: str
+    label: str
+    seed: int | None
+    settings: dict[str, Any]
+    rows: list[Row]
+    evals: dict[str, NDArray[np.float64]]
+    complete: bool
+    reached: bool
+    notes: list[str] = field(default_factory=list)
+
+    def end(self, axis: str) -> float:
+        """How far it came; nan where no row tells."""
+        return max((at for row in self.rows if np.isfinite(at := position(row)[axis])), default=np.nan)
+
+
+def find(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The run directories that ``words`` name, each once: a run itself, or every run below a folder.
+
+    Returns:
+        The runs, and notes on what below a folder could not be used.
+    Raises:
+        ConfigError: no such path, or no run there.
+    """
+    found: dict[Path, Path] = {}
+    notes = []
+    for word in words:
+        path = Path(word).expanduser()
+        if not path.is_dir():
+            around = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+            raise ConfigError("run", word, f"a run directory, or a folder of runs{nearest(path.name, around)}")
+        if (path / "config.yaml").exists() or (path / "metrics.jsonl").exists():
+            found.setdefault(path.resolve(), path)
+            continue
+        below = sorted(p.parent for p in path.rglob("metrics.jsonl"))
+        usable = [p for p in below if (p / "config.yaml").exists() and (p / "metrics.jsonl").stat().st_size]
+        notes += [f"{p}: left out, it has no config.yaml or no metrics" for p in below if p not in usable]
+        if not usable:
+            raise ConfigError("run", word, "a run directory (with config.yaml and metrics.jsonl), or a folder of runs")
+        for p in usable:
+            found.setdefault(p.resolve(), p)
+    return list(found.values()), notes
+
+
+def read(paths: Sequence[Path]) -> list[Run]:
+    """Read the runs and label them among each other.
+
+    Raises:
+        ConfigError: a run without a readable config or without metrics.
+    """
+    settings = [flat(read_config(p)) for p in paths]
+    labels = label(settings)
+    names = short_names(paths)
+    return [_read(p, n, s, text) for p, n, s, text in zip(paths, names, settings, labels, strict=True)]
+
+
+def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
+    rows, notes = read_rows(path / "metrics.jsonl")
+    if not rows:
+        raise ConfigError("run", path, "a run with metrics: metrics.jsonl is missing or holds no row yet")
+    summary = _json(path / "summary.json")
+    if summary is None:
+        notes.append("no summary.json: it is still running, or was cut off")
+    elif summary.get("return_mean") is None:
+        notes.append("no final evaluation")
+    evals = evaluations(rows)
+    if not len(evals["return_mean"]):
+        notes.append("no evaluation: it has no score")
+    target, last = settings.get("budget.target_return"), evals["return_mean"][-1:]
+    return Run(
+        path, name, task_of(settings), str(settings.get("algo.name", "?")), text, settings.get("seed"), settings, rows,
+        evals, complete=bool(summary and summary.get("return_mean") is not None),
+        reached=bool(target is not None and len(last) and last[0] >= target), notes=notes,
+    )  # fmt: skip
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows that can be read, in the order of time, and notes on the lines that cannot."""
+    try:
+        lines = path.read_text(errors="replace").split("\n")
+    except OSError:
+        return [], []
+    rows: list[Row] = []
+    bad = []
+    for i, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            row = {k: float(v) for k, v in json.loads(line).items() if isinstance(v, int | float)}
+            position(row)
+            rows.append(row)
+        except (ValueError, AttributeError, KeyError):
+            bad.append(i)
+    notes = []
+    if bad and bad[-1] == len(lines) - 1:  # a whole line ends with a newline
+        notes.append("the last line of metrics.jsonl was cut off")
+        bad.pop()
+    if bad:
+        notes.append(f"{len(bad)} unreadable line{'s' if len(bad) > 1 else ''} in metrics.jsonl")
+    return sorted(rows, key=lambda r: r["time/seconds"]), notes
+
+
+def position(row: Mapping[str, float]) -> dict[str, float]:
+    """Where a row stands on each axis. Updates are those of all learners together."""
+    updates = [v for k, v in row.items() if k.startswith("updates/")]
+    return {
+        "seconds": row["time/seconds"], "env_steps": row["steps/env"], "updates": sum(updates) if updates else np.nan,
+    }  # fmt: skip
+
+
+def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
+    """The evaluations by name. The updates, which they do not tell, are those of training's rows at their time."""
+    told = [r for r in rows if np.isfinite(r.get("eval/return_mean", np.nan))]
+    at = [position(r) for r in told]
+    out = {axis: np.array([p[axis] for p in at]) for axis in AXES}
+    trained = [p for p in map(position, rows) if np.isfinite(p["updates"])]
+    if trained:
+        known = np.interp(out["seconds"], [p["seconds"] for p in trained], [p["updates"] for p in trained])
+        out["updates"] = np.where(np.isfinite(out["updates"]), out["updates"], known)
+    for key in sorted({k for r in told for k in r if k.startswith("eval/")}):
+        out[key.removeprefix("eval/")] = np.array([r.get(key, np.nan) for r in told])
+    return {"return_mean": np.array([]), **out}
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names; the task's keywords stay together."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        out |= flat(value, f"{name}.") if isinstance(value, Mapping) and name != "task.kwargs" else {name: value}
+    return out
+
+
+def task_of(settings: Mapping[str, Any]) -> str:
+    """The task's name, with the keywords that make it another one."""
+    name = settings.get("task.id") or settings.get("task.name", "?")
+    kwargs = settings.get("task.kwargs") or {}
+    return f"{name} ({', '.join(f'{k}={show(v)}' for k, v in kwargs.items())})" if kwargs else str(name)
+
+
+def label(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Per run: its algorithm, and the settings in which runs of this algorithm on this task are not all alike.
+
+    Of many such settings (other presets) the first ones are named, and a number tells the groups apart.
+    """
+    kinds = [(task_of(s), str(s.get("algo.name", "?"))) for s in runs]
+    differing = [_differing([s for s, k in zip(runs, kinds, strict=True) if k == kind]) for kind in kinds]
+    words: list[tuple[Any, ...]] = [
+        (kind, *(f"{k.removeprefix('algo.')}={_show(s[k])}" for k in keys if k in s))
+        for s, kind, keys in zip(runs, kinds, differing, strict=True)
+    ]
+    heads = [" ".join((w[0][1], *w[1 : 1 + NAMED])) for w in words]
+    out = []
+    for mine, head in zip(words, heads, strict=True):
+        same = list(dict.fromkeys(w for w, h in zip(words, heads, strict=True) if h == head and w[0] == mine[0]))
+        more = f" +{len(mine) - 1 - NAMED}" if len(mine) - 1 > NAMED else ""
+        out.append(head + more + (f" #{same.index(mine) + 1}" if len(same) > 1 else ""))
+    return out
+
+
+def _differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Settings with more than one value. One that an older version of the config lacks says nothing."""
+    names = [k for k in dict.fromkeys(k for s in runs for k in s) if not k.startswith(ASIDE)]
+    return [k for k in names if len({str(s[k]) for s in runs if k in s}) > 1]
+
+
+def _show(value: Any) -> str:
+    return str(value).replace(" ", "") if isinstance(value, list) else show(value)
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The paths without the folder that holds them all."""
+    if len(paths) == 1:
+        return [paths[0].resolve().name]
+    whole = [str(p.resolve()) for p in paths]
+    return [os.path.relpath(p, os.path.commonpath(whole)) for p in whole]
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None

@@ -1,0 +1,101 @@
+"""Statistics over a few runs, after Agarwal et al., "Deep RL at the Edge of the Statistical Precipice" (2021).
+
+Scores come as strata: one array per task, runs along its second axis, ``[draws, runs, ...]``, with one draw for what
+was measured and many for its bootstrap. Every statistic reduces the runs. Nothing here knows of files or of drawing.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import trim_mean
+
+Array = NDArray[np.float64]
+Strata = Sequence[Array]
+Statistic = Callable[[Strata], Array]
+
+DRAWS = 2000
+CONFIDENCE = 0.95
+
+
+def iqm(strata: Strata) -> Array:
+    """Interquartile mean of all runs of all tasks: a quarter of them, rounded down, is cut off at either end."""
+    return trim_mean(np.concatenate(strata, axis=1), 0.25, axis=1)
+
+
+def mean(strata: Strata) -> Array:
+    """Mean over tasks of the mean over runs."""
+    return np.mean([s.mean(axis=1) for s in strata], axis=0)
+
+
+def median(strata: Strata) -> Array:
+    """Of several tasks: the median of the tasks' means, as in the paper. Of one: the median of its runs."""
+    if len(strata) == 1:
+        return np.median(strata[0], axis=1)
+    return np.median([s.mean(axis=1) for s in strata], axis=0)
+
+
+def profile(taus: ArrayLike) -> Statistic:
+    """Performance profile (equation 2 there): the share of runs that score above each tau, mean over tasks."""
+    at = np.asarray(taus, dtype=float)
+
+    def share(strata: Strata) -> Array:
+        return np.mean([(s[..., None] > at).mean(axis=1) for s in strata], axis=0)
+
+    return share
+
+
+def measured(scores: Sequence[ArrayLike], statistic: Statistic) -> Array:
+    """The statistic of what was measured: one array ``[runs, ...]`` per task."""
+    return statistic([np.asarray(s, dtype=float)[None] for s in scores])[0]
+
+
+def interval(
+    scores: Sequence[ArrayLike],
+    statistic: Statistic,
+    draws: int = DRAWS,
+    confidence: float = CONFIDENCE,
+    seed: int = 0,
+) -> tuple[Array, Array]:
+    """Percentile interval of the stratified bootstrap: runs are drawn with replacement within each task.
+
+    Curves are drawn whole, so that neighbouring points of a band belong to the same runs.
+
+    Returns:
+        (low, high), in the statistic's shape; nan where no task has two runs.
+    """
+    strata = [np.asarray(s, dtype=float) for s in scores]
+    if max(len(s) for s in strata) < 2:
+        nothing = np.full_like(measured(strata, statistic), np.nan)
+        return nothing, nothing
+    rng = np.random.default_rng(seed)
+    drawn = statistic([s[rng.integers(len(s), size=(draws, len(s)))] for s in strata])
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(drawn, [tail, 100 - tail], axis=0)
+    return low, high
+
+
+def time_to(x: ArrayLike, y: ArrayLike, threshold: float) -> float:
+    """The x at which a curve first reaches ``threshold``, straight between two evaluations; inf where it never does.
+
+    Where the very first evaluation is there already it is that evaluation's x: the curve came earlier, nobody saw when.
+    """
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    above = np.flatnonzero(y >= threshold)
+    if len(above) == 0:
+        return float("inf")
+    i = int(above[0])
+    if i == 0:
+        return float(x[0])
+    return float(x[i - 1] + (x[i] - x[i - 1]) * (threshold - y[i - 1]) / (y[i] - y[i - 1]))
+
+
+def improvement(ours: Sequence[ArrayLike], theirs: Sequence[ArrayLike]) -> float:
+    """Probability that a run of ours scores above one of theirs on the same task; ties count half; mean over tasks."""
+    pairs = zip(ours, theirs, strict=True)
+    return float(np.mean([_wins(np.asarray(a, dtype=float), np.asarray(b, dtype=float)) for a, b in pairs]))
+
+
+def _wins(a: Array, b: Array) -> float:
+    difference = a[:, None] - b[None, :]
+    return float((difference > 0).mean() + 0.5 * (difference == 0).mean())

@@ -1,0 +1,142 @@
+"""Numbers in words: how they are written, and what a page says first."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pql.report.numbers import UNITS
+
+Numbers = Mapping[str, Any]
+DASH = "–"
+UNITS_SHORT = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+AXIS_WORDS = {"seconds": "wall-clock time", "env_steps": "environment steps", "updates": "gradient updates"}
+
+
+def num(value: float | None, whole: bool = False) -> str:
+    """For people: 10,232; 162.4; 0.31. None is a dash."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    size = abs(value)
+    if size >= 1000 or value == int(value):
+        text = f"{value:,.0f}"
+    elif size >= 100:
+        text = f"{value:,.{0 if whole else 1}f}"
+    else:
+        text = f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 else f"{value:.2g}"
+    return text.replace("-", "−")
+
+
+def compact(value: float | None) -> str:
+    """Three or four digits and a suffix: 465k, 2.09M, 9,500."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    size = abs(value)
+    for unit, suffix in UNITS_SHORT:
+        if size >= 10 * unit or (size >= unit and suffix != "k"):
+            return f"{value / unit:.3g}{suffix}".replace("-", "−")
+    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}").replace("-", "−")
+
+
+def percent(value: float | None) -> str:
+    return DASH if value is None else f"{value:.0%}"
+
+
+def spoken(value: Mapping[str, float | None]) -> str:
+    """An aggregate and its interval."""
+    text = num(value["value"])
+    return text if value["low"] is None else f"{text} ({num(value['low'])} to {num(value['high'])})"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def title(numbers: Numbers) -> str:
+    tasks, labels = [t["task"] for t in numbers["tasks"]], numbers["labels"]
+    what = listed(labels) if len(labels) <= 4 else f"{len(labels)} algorithms"
+    return f"{what} on {listed(tasks) if len(tasks) <= 4 else f'{len(tasks)} tasks'}"
+
+
+def subtitle(numbers: Numbers) -> str:
+    runs = numbers["runs"]
+    if len(runs) == 1:
+        seed = "" if runs[0]["seed"] is None else f", seed {runs[0]['seed']}"
+        return f"{runs[0]['path']}{seed}"
+    what = [
+        plural(len(runs), "run"),
+        plural(len(numbers["labels"]), "algorithm"),
+        plural(len(numbers["tasks"]), "task"),
+    ]
+    return f"{' · '.join(what)} · compared at equal {AXIS_WORDS[numbers['x']]}"
+
+
+def findings(numbers: Numbers) -> list[tuple[str, str]]:
+    """(task, who is ahead on it and whether the intervals tell)."""
+    out = []
+    for task in numbers["tasks"]:
+        groups = sorted((g for g in task["groups"] if g["score"]), key=lambda g: -g["score"]["iqm"]["value"])
+        if not groups:
+            out.append((task["task"], "no run has been evaluated."))
+            continue
+        where = f"{num(task['end'][numbers['x']], whole=True)} {UNITS[numbers['x']]}"
+        best, runs = groups[0], plural(len(groups[0]["scores"]), "run")
+        if len(groups) == 1:
+            text = f"{best['label']} has an IQM of {spoken(best['score']['iqm'])} at {where}, {runs}."
+            out.append((task["task"], text))
+            continue
+        ours, theirs = best["score"]["iqm"], groups[1]["score"]["iqm"]
+        text = (
+            f"{best['label']} is ahead at {where}, IQM {spoken(ours)} over {runs}; "
+            f"next {groups[1]['label']} with {spoken(theirs)}. "
+        )
+        if ours["low"] is None or theirs["high"] is None:
+            text += "One run of each tells nothing about other seeds."
+        else:
+            text += "Their intervals overlap." if ours["low"] <= theirs["high"] else "Their intervals do not overlap."
+        out.append((task["task"], text))
+    return out
+
+
+def facts(run: Numbers) -> list[tuple[str, str]]:
+    """(what, value) of one run, for the top of its page."""
+    evals, speed = run["evals"], run["speed"]
+    names = {"return_mean": "return, mean", "return_median": "return, median", "return_iqm": "return, IQM",
+             "length_mean": "episode length", "success": "success"}  # fmt: skip
+    out = [(text, (percent if k == "success" else num)(evals[k][-1])) for k, text in names.items() if evals.get(k)]
+    out += [(a.replace("_", " "), compact(run["end"][a])) for a in UNITS]
+    rates = {"env_steps_per_s": "env steps per second", "updates_per_s": "updates per second"}
+    return out + [(text, num(speed.get(k), whole=True)) for k, text in rates.items()]
+
+
+ABOUT = {
+    "curves": (
+        "Thick: interquartile mean (IQM) over runs of each evaluation's mean return, with its 95 % bootstrap "
+        "band. Thin: every run. The last picture of each task shows the scores below."
+    ),
+    "curve": "Mean undiscounted return of each evaluation.",
+    "scores": (
+        "A run's score is its mean return, read off its curve, at the {axis} to which all finished runs of "
+        "the task have come. Small: the 95 % percentile interval of the stratified bootstrap over runs."
+    ),
+    "profile": (
+        "A performance profile shows, for every score, the share of runs that did better: the further right, "
+        "the better. Where two profiles cross, neither algorithm is better at every level. The mark stands "
+        "where half of the runs are left."
+    ),
+    "thresholds": (
+        "When the curve of evaluations first reaches a return, straight between two evaluations: median over "
+        "the runs, smallest and largest below it. A run that never does counts as infinitely late; one that "
+        "is there at its first evaluation, with the time of that evaluation."
+    ),
+    "speed": (
+        "Medians over runs; for lag and memory the largest. Ratios are counted, with the configured one "
+        "below. Lag: ticks by which the acting policy trails the newest. Busy: share of the time that a "
+        "worker was at work."
+    ),
+    "rest": "Everything else in metrics.jsonl.",
+}
+"""What the page says about each of its parts."""

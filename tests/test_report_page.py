@@ -1,0 +1,315 @@
+"""The page: it stands alone, says what the numbers say, and the commands that make it."""
+
+import base64
+import itertools
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from runs import words, write_run
+
+from pql.main import main
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
+from pql.report import draw, write
+from pql.report.words import compact, findings, num
+
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class Checked(HTMLParser):
+    """Nesting, ids, what is linked, and the text of tables."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.images: list[str | None] = []
+        self.cells: list[list[str]] = []
+        self.regions = 0
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if "id" in given:
+            self.ids.append(given["id"])
+        self.links += [given[k] for k in ("href", "src", "xlink:href", "srcset", "data") if k in given]
+        if tag == "svg":
+            assert given["role"] == "img"
+            self.images.append(given.get("aria-label"))
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+        self.regions += given.get("role") == "region"
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th", "small") and self.cells:
+            self.cells[-1][-1] += " " + data.strip()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two algorithms, two tasks, two seeds; one run was cut off."""
+    folder = tmp_path_factory.mktemp("runs")
+    for task, scale in (("pendulum", 1.0), ("hopper", 10.0)):
+        for algo, top in (("pql", 100.0), ("a<b>&", 50.0)):
+            for seed in (1, 2):
+                evals = [(10.0 * i, 1000 * i, scale * top * i * seed / 4) for i in range(1, 5)]
+                path = folder / f"{task}-{'p' if algo == 'pql' else 'a'}-{seed}"
+                write_run(path, evals, task, algo, seed, finished=(task, algo, seed) != ("hopper", "pql", 2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(two: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, _ = write([str(two)], tmp_path_factory.mktemp("out") / "page")
+    return path
+
+
+def test_the_page_stands_alone_and_is_well_formed(page):
+    text = page.read_text()
+    checked = Checked(text)
+    assert len(checked.ids) == len(set(checked.ids))
+    assert checked.links
+    for link in checked.links:
+        assert link.startswith("#")
+        assert link[1:] in checked.ids, link
+    assert re.findall(r"url\((?!#)", text) == []
+    assert "@import" not in text
+    assert "<script" not in text
+    for target in re.findall(r"url\(#([^)]*)\)", text):
+        assert target in checked.ids
+
+
+def test_every_picture_is_there_twice_and_says_what_it_shows(page):
+    checked = Checked(page.read_text())
+    pictures = sorted(p.name for p in page.parent.glob("*.png"))
+    curves = [f"curve-{i}-{axis}.png" for i in (0, 1) for axis in ("env_steps", "seconds", "updates")]
+    speeds = [f"speed-{i}-{key}_per_s.png" for i in (0, 1) for key in ("env_steps", "updates")]
+    assert pictures == sorted([*curves, *speeds, "score-0.png", "score-1.png", "score-all.png", "profile.png"])
+    for path in page.parent.glob("*.png"):
+        assert path.read_bytes().startswith(base64.b64decode("iVBORw0KGgo="))
+    assert len(checked.images) == len(pictures)
+    assert all(checked.images)
+    assert "IQM on hopper: pql 1,500 (1,000 to 2,000); a<b>& 750 (500 to 1,000)." in checked.images
+
+
+def test_the_pictures_follow_the_pages_colours(page):
+    svgs = re.findall(r"<svg.*?</svg>", page.read_text(), re.S)
+    for svg in svgs:
+        assert re.findall(r"#[0-9a-fA-F]{6}", svg) == []
+        assert set(re.findall(r"var\((--\w+)\)", svg)) <= set(draw.VARIABLES.values())
+        assert "<text" in svg  # text, not outlines
+    css = page.read_text().split("</style>")[0]
+    light, dark = css.split("prefers-color-scheme: dark")
+    for name in draw.VARIABLES.values():
+        assert f"{name}: #" in light
+        assert f"{name}: #" in dark
+
+
+def test_the_tables_say_what_the_numbers_say(page):
+    numbers = json.loads((page.parent / "numbers.json").read_text())
+    rows = [[" ".join(c.split()) for c in row] for row in Checked(page.read_text()).cells]
+    pql = numbers["tasks"][1]["groups"][0]
+    assert (numbers["tasks"][1]["task"], pql["label"]) == ("pendulum", "pql")
+    assert ["pql", "2", "150 100 to 200", "150 100 to 200", "150 100 to 200"] in rows
+    assert ["pql", "–", "88%"] in rows  # 100 and 200 against 50 and 100: 3 of 4 and a tie
+    assert ["a<b>&", "12%", "–"] in rows
+    cut = ["hopper-p-2 no summary.json: it is still running, or was cut off", "hopper", "pql", "2", "40", "4,000"]
+    assert [*cut, "600", "4", "2,000", "2,000"] in rows
+    assert ["pql", "100", "15"] in rows  # env steps and updates a second
+    assert Checked(page.read_text()).regions == page.read_text().count("<table")
+
+
+def test_the_first_words_are_the_findings(page):
+    numbers = json.loads((page.parent / "numbers.json").read_text())
+    assert findings(numbers)[1] == (
+        "pendulum",
+        "pql is ahead at 40 s, IQM 150 (100 to 200) over 2 runs; next a<b>& with 75 (50 to 100). "
+        "Their intervals overlap.",
+    )
+    text = page.read_text()
+    assert "<h1>pql and a&lt;b&gt;&amp; on hopper and pendulum</h1>" in text
+    assert "next a&lt;b&gt;&amp; with 75 (50 to 100). Their intervals overlap." in text
+    assert "8 runs · 2 algorithms · 2 tasks · compared at equal wall-clock time" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "want", "small"),
+    [
+        (None, "–", "–"), (float("nan"), "–", "–"), (0.0, "0", "0"), (-162.04, "−162.0", "−162"),
+        (12345.6, "12,346", "12.3k"), (2_087_000.0, "2,087,000", "2.09M"), (0.314, "0.31", "0.314"),
+        (9500.0, "9,500", "9,500"), (0.00123, "0.0012", "0.00123"), (3.14159, "3.14", "3.14"),
+    ],
+)  # fmt: skip
+def test_numbers_for_people(value, want, small):
+    assert (num(value), compact(value)) == (want, small)
+
+
+def test_the_ticks_of_an_axis_share_a_unit_and_differ():
+    ticks = draw.Ticks()
+    for locs, want in (
+        ([0, 2000, 12000], ["0", "2k", "12k"]), ([0, 2.5, 5], ["0.0", "2.5", "5.0"]), ([-1500, 500], ["−1,500", "500"]),
+        ([0.2925, 0.293], ["0.2925", "0.2930"]), ([0, 1.5e6], ["0.0", "1.5M"]),
+    ):  # fmt: skip
+        ticks.set_locs(locs)
+        assert [ticks(v) for v in locs] == want
+
+
+def test_every_run_is_inside_its_picture():
+    rates = {"env_steps_per_s": 5.0}
+    task = {"task": "t", "groups": [{"label": "a", "speed": rates}]}
+    runs = [{"task": "t", "label": "a", "speed": {"env_steps_per_s": v}} for v in (1.0, 5.0, 90.0)]
+    low, high = draw.rates(task, runs, ["a"], "env_steps_per_s").axes[0].get_xlim()
+    assert low == 0
+    assert 90 < high < 100
+
+
+def test_labels_at_the_ends_do_not_touch():
+    assert draw.spread([0.1, 0.5], 0.1) == [0.1, 0.5]
+    assert draw.spread([0.5, 0.5, 0.9], 0.1) == pytest.approx([0.45, 0.55, 0.9])
+    assert draw.spread([0.5, 0.52, 0.6], 0.1) == pytest.approx([0.44, 0.54, 0.64])
+    got = draw.spread([0.1, 0.2, 0.2, 0.21, 0.3], 0.1)
+    assert all(b - a >= 0.1 - 1e-9 for a, b in itertools.pairwise(got))
+
+
+# -- commands -------------------------------------------------------------------------------------------------------
+
+
+def test_comparing_two_real_runs_and_reporting_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    more = ("eval.final=true", "eval.every_seconds=0.02", "task.kwargs.max_episode_steps=20", "budget.env_steps=1600")
+    for seed in (1, 2):
+        assert main(["train", *words(tmp_path / "multi" / f"seed={seed}", f"seed={seed}", *more)]) == 0
+    capsys.readouterr()
+    assert main(["compare", "multi/seed=1", "multi", "x=updates"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["page: comparison/index.html", "numbers: comparison/numbers.json"]
+    numbers = json.loads(Path("comparison/numbers.json").read_text())
+    final = [json.loads((tmp_path / "multi" / f"seed={s}" / "summary.json").read_text())["return_mean"] for s in (1, 2)]
+    group = numbers["tasks"][0]["groups"][0]
+    assert (numbers["x"], group["label"], group["seeds"]) == ("updates", "pql", [1, 2])
+    assert group["scores"] == pytest.approx(final)
+    assert numbers["tasks"][0]["task"] == "pendulum (max_episode_steps=20)"
+    assert said[1].split()[2:4] == ["pql", "2"]
+    assert num(sum(final) / 2) in said[1]
+    speed = group["speed"]
+    assert speed["configured"] == {"ratio/v_per_step": 2.0, "ratio/p_per_v": 0.5}
+    assert (speed["ratio/v_per_step"], speed["ratio/p_per_v"], speed["lag/policy_ticks"]) == (2.0, 0.5, 1)
+    assert 0 < speed["busy/v"] <= 1.1
+    assert 0.05 < speed["memory/host_gib"] < 64
+
+    assert main(["report", "multi/seed=1"]) == 0
+    text = Path("multi/seed=1/report/index.html").read_text()
+    Checked(text)
+    for words_there in (
+        "<dt>return, mean</dt>",
+        f"<dd>{num(final[0])}</dd>",
+        "algo.critic.hidden",
+        "policy lag (ticks)",
+    ):
+        assert words_there in text
+    told = json.loads(Path("multi/seed=1/report/numbers.json").read_text())
+    assert told["series"]["ratio/v_per_step"]["y"][-1] == 2.0
+    assert {p.stem for p in Path("multi/seed=1/report").glob("*.png")} >= {
+        "curve-0-seconds", "curve-0-env_steps", "train", "busy", "memory", "lag", "ratio", "env_steps_per_s",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["compare", "{}/pendulum-q-1"],
+            "pendulum-q-1: expected a run directory, or a folder of runs (did you mean pend",
+        ),
+        (
+            ["compare", "{}", "x=second"],
+            "x=second: expected one of seconds, env_steps, updates (did you mean seconds?)",
+        ),
+        (["compare", "{}", "xx=seconds"], "xx=seconds: expected one of x, out, thresholds (did you mean x?)"),
+        (["compare", "{}", "thresholds=5"], "thresholds=5: expected a list of numbers such as [100,200]"),
+        (["compare", "{}", "thresholds=[a]"], "thresholds=['a']: expected a list of numbers such as [100,200]"),
+        (["compare", "{}", "out=/proc/x"], "out=/proc/x: expected a folder that can be written"),
+        (["compare", "x=seconds"], "run=null: expected run directories"),
+        (["compare", "{}/.."], "expected a run directory"),
+        (["report", "{}"], "expected one run; these are 8: pql compare {}"),
+        (["report", "{}/pendulum-p-1", "{}/pendulum-p-2"], "expected one run directory"),
+        (["report"], "the following arguments are required: RUN"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(two, capsys, tmp_path, monkeypatch, argv, message):
+    monkeypatch.chdir(tmp_path)
+    if argv[-1].endswith(".."):
+        (tmp_path / "empty").mkdir()
+        argv = ["compare", str(tmp_path / "empty")]
+    assert main([w.format(two) for w in argv]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert message.format(two) in said.err
+
+
+def test_a_run_without_metrics_is_named(tmp_path, capsys):
+    path = write_run(tmp_path / "r", [(1.0, 1, 1.0)])
+    (path / "metrics.jsonl").unlink()
+    assert main(["compare", str(path)]) == 2
+    assert f"run={path}: expected a run with metrics: metrics.jsonl is missing" in capsys.readouterr().err
+
+
+def test_a_page_replaces_the_one_before_and_nothing_else(tmp_path):
+    for i, evals in enumerate(([(1.0, 1, 1.0), (2.0, 2, 5.0)], [(1.0, 1, 1.0), (2.0, 2, 3.0)])):
+        write_run(tmp_path / f"r{i}", evals, task=f"t{i}")
+    out = tmp_path / "out"
+    write([str(tmp_path / "r0"), str(tmp_path / "r1")], out)
+    (out / "mine.png").write_text("")
+    first = {p.name for p in out.glob("*.png")}
+    assert {"curve-1-seconds.png", "score-all.png"} < first
+    write([str(tmp_path / "r1")], out)
+    pictures = {p.name for p in out.glob("*.png")}
+    assert pictures == {*json.loads((out / "numbers.json").read_text())["pictures"], "mine.png"} < first
+    assert "curve-1-seconds.png" not in pictures
+
+
+def test_an_axis_that_a_run_does_not_tell(tmp_path, capsys):
+    path = write_run(tmp_path / "r", [(1.0, 1, 1.0)])
+    (path / "metrics.jsonl").write_text('{"time/seconds": 1.0, "steps/env": 1, "eval/return_mean": 2.0}\n')
+    assert main(["compare", str(path), "x=updates", f"out={tmp_path}"]) == 2
+    assert "x=updates: expected an axis that all runs tell; r does not" in capsys.readouterr().err
+    assert main(["compare", str(path), f"out={tmp_path}"]) == 0
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "scipy", "jinja2"])
+def test_a_package_that_is_not_installed_is_named(two, capsys, monkeypatch, package):
+    real = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else real(name))
+    assert main(["compare", str(two)]) == 2
+    assert f"report={package}: expected this package, which is not installed: pip install 'pql[report]'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_command_line_does_not_need_them(tmp_path):
+    import subprocess
+
+    script = "import sys; import pql.main; pql.main.main(['list', 'algos']); import pql.report; "
+    script += "print(sorted({'matplotlib', 'scipy', 'jinja2'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
