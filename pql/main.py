@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
 
-COMMANDS = ("train", "resume", "eval", "compare", "report", "list", "doctor")
+COMMANDS = ("train", "resume", "eval", "compare", "report", "sweep", "list", "doctor", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "overrides", nargs="*", help="key=value settings; presets: algo= task= placement= logger= scale="
     )
+    train.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="a run for every combination: pql train -m algo=pql,sac seed=1,2,3",
+    )
     train.set_defaults(run=run_train)
     resume = sub.add_parser("resume", help="continue a run: pql resume RUN budget.seconds=600")
     resume.add_argument("run_dir", metavar="RUN")
@@ -75,6 +80,11 @@ def parser() -> argparse.ArgumentParser:
     report = sub.add_parser("report", help="a page about one run: pql report RUN out=DIR")
     report.add_argument("words", metavar="RUN", nargs="+", help="a run; x= out= thresholds=[...]")
     report.set_defaults(run=run_report, single=True)
+    sweep = sub.add_parser("sweep", help="search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20")
+    sweep.add_argument(
+        "overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir="
+    )
+    sweep.set_defaults(run=run_sweep)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
     listing.add_argument("what", choices=("tasks", "algos"))
     listing.set_defaults(run=run_list)
@@ -84,10 +94,18 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--steps", type=int, help="default: a little over the time limit, so that episodes end")
     doctor.add_argument("overrides", nargs="*", help="keywords for the environment: key=value")
     doctor.set_defaults(run=run_doctor)
+    completion = sub.add_parser("completion", help='for the shell: eval "$(pql completion bash)"')
+    completion.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"))
+    completion.add_argument("--words", metavar="LINE", help="what the line's last word may become")
+    completion.set_defaults(run=run_completion)
     return top
 
 
 def run_train(args: argparse.Namespace) -> int:
+    if args.multirun:
+        from pql import multirun
+
+        return multirun.main(args.overrides)
     from pql.interrupt import Interrupt
 
     with Interrupt() as interrupt:  # from the start: what is slow to build is saved, too, once it stands
@@ -188,6 +206,12 @@ def run_report(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_sweep(args: argparse.Namespace) -> int:
+    from pql import sweep
+
+    return sweep.main(args.overrides)
+
+
 def run_list(args: argparse.Namespace) -> int:
     from pql.compose import options
     from pql.env import env_names
@@ -208,6 +232,15 @@ def first_comment(group: str, name: str) -> str:
     return line.removeprefix("# ") if line.startswith("# ") else ""
 
 
+def run_completion(args: argparse.Namespace) -> int:
+    from pql.completion import SCRIPTS, candidates
+
+    if args.words is None and args.shell is None:
+        raise ConfigError("command", "completion", f"one of {', '.join(SCRIPTS)}")
+    print(SCRIPTS[args.shell] if args.words is None else "\n".join(candidates(args.words, COMMANDS)))
+    return 0
+
+
 def run_doctor(args: argparse.Namespace) -> int:
     from pql.compose import parse_word
 
@@ -215,19 +248,9 @@ def run_doctor(args: argparse.Namespace) -> int:
         return _check_simulator(args, dict(parse_word(o, ("device",)) for o in args.overrides))
     if args.overrides:
         raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
-    import importlib.metadata
-    import platform
+    from pql.doctor import report
 
-    import torch
-
-    print(f"python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    print(f"torch {torch.__version__}; GPUs: {', '.join(gpus) or 'none'}")
-    for package in ("mujoco", "gymnasium", "tensorboard", "wandb"):
-        try:
-            print(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            print(f"{package} not installed: pip install 'pql[{package}]'")
+    print(report())
     return 0
 
 
