@@ -7,7 +7,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -326,32 +326,6 @@ def _check_ppo(config: Config) -> None:
             raise ConfigError(f"algo.ppo.{name}", value, "algo.ppo.lr_schedule=linear with it")
     if algo.critic.atoms is not None:
         raise ConfigError("algo.critic.atoms", algo.critic.atoms, "null: PPO's critic is a scalar")
-
-
-NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.",
-           "critic.ensemble", "critic.atoms", "critic.v_min", "critic.v_max", "critic.tau", "critic.lr",
-           "critic.weight_decay", "critic.grad_clip", "policy.target", "policy.tau", "policy.reduce")  # fmt: skip
-
-
-def check_used(config: Config, names: Iterable[str]) -> None:
-    """Refuse settings that this algorithm reads nowhere, of those that somebody asked for by name.
-
-    Raises:
-        ConfigError: names the first, and what does its job here.
-    """
-    instead = {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
-               "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
-               "critic.grad_clip": "algo.policy.grad_clip, of the one optimiser"}  # fmt: skip
-    ppo = config.algo.family == "ppo"
-    values = dict(leaves(config))
-    for name in names:
-        part = name.removeprefix("algo.")
-        hit = next((k for k in NOT_PPO if part == k or (k.endswith(".") and part.startswith(k))), None)
-        if name.startswith("algo.ppo.") and not ppo:
-            raise ConfigError(name, values[name], f"algo=ppo or a2c with it; algo={config.algo.name} does not read it")
-        if name.startswith("algo.") and ppo and hit:
-            more = f": see {instead[hit]}" if hit in instead else ""
-            raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it{more}")
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -140,7 +140,7 @@ def test_a_policy_acts_as_the_collector_would_without_noise(variant):
         params = net.step(known, torch.zeros(5, 16))[0] if variant == "lstm" else net(known)
         mean = params.chunk(2, -1)[0]
         want = {"squashed": mean.tanh(), "categorical": params.argmax(-1)}.get(variant, mean.clamp(-1, 1))
-    assert torch.equal(policy(obs), want)
+    torch.testing.assert_close(policy(obs), want, rtol=0, atol=1e-6)  # weights lie elsewhere: the last bit may differ
 
 
 def test_a_recurrent_policy_remembers_until_it_is_reset():

