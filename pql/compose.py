@@ -1,6 +1,6 @@
 """The command line's words -> a checked ``Config``: Hydra overlays the presets of ``pql.cfg``, then the words win.
 
-Hydra and OmegaConf are imported here and nowhere else, and only when called.
+Hydra and OmegaConf are imported here and in ``space.py`` alone, and only when called.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from pql.config import Config, from_dict, leaves, resolve_device, to_dict, valid
 from pql.errors import ConfigError, nearest
 
 GROUPS = ("algo", "task", "placement", "logger", "scale")
+SEVERAL = " (pql train -m takes several)"
 
 
 def options(group: str) -> list[str]:
@@ -22,29 +23,48 @@ def options(group: str) -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
 
 
-def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
-    """``key=value`` with the value in Hydra's grammar; those of ``text_keys`` need no quotes, whatever they hold.
+def split_word(word: str) -> tuple[str, str]:
+    """``key=value`` -> (key, value's text).
 
     Raises:
-        ConfigError: no such form, no value, or one that cannot be read.
+        ConfigError: no such form, or no value.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     key, equals, text = word.partition("=")
     key, text = key.strip().lstrip("+"), text.strip()
     if not (key and equals):
         raise ConfigError("override", word, "the form key=value")
     if not text:
         raise ConfigError(key, text, "a value (null for none)")
-    if key in text_keys and text != "null" and text[0] not in "'\"":
-        return key, text
+    return key, text
+
+
+def parse_override(key: str, text: str) -> Any:
+    """Hydra's ``Override`` of a value's text.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     try:
-        override = OverridesParser.create().parse_override(f"value={text}")
+        return OverridesParser.create().parse_override(f"value={text}")
     except HydraException as error:
         raise ConfigError(key, text, "a value such as 3, 0.5, true, null, [64,64], or text in quotes") from error
+
+
+def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
+    """``key=value`` with the value in Hydra's grammar; those of ``text_keys`` need no quotes, whatever they hold.
+
+    Raises:
+        ConfigError: no such form, no value, or one that cannot be read.
+    """
+    key, text = split_word(word)
+    if key in text_keys and text != "null" and text[0] not in "'\"":
+        return key, text
+    override = parse_override(key, text)
     if override.is_sweep_override():
-        raise ConfigError(key, text, "a single value")
+        raise ConfigError(key, text, f"a single value{SEVERAL}")
     return key, override.value()
 
 
@@ -54,15 +74,15 @@ def parse_words(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
     Raises:
         ConfigError: an unknown group, preset or setting, or a value that cannot be read.
     """
-    known = dict(leaves(Config()))
-    text_keys = [*GROUPS, *(k for k in known if hint_of(k) in (str, str | None))]
+    known, text_keys = dict(leaves(Config())), plain_text_keys()
     presets: dict[str, str] = {}
     values: dict[str, Any] = {}
     for word in words:
         key, value = parse_word(word, text_keys)
         if key in GROUPS:
             if value not in options(key):
-                raise ConfigError(key, value, f"one of {', '.join(options(key))}{nearest(str(value), options(key))}")
+                hint = SEVERAL if "," in str(value) else nearest(str(value), options(key))
+                raise ConfigError(key, value, f"one of {', '.join(options(key))}{hint}")
             presets[key] = value
         elif key in known or (key.startswith("task.kwargs.") and all(key.split("."))):
             values[key] = value
@@ -77,6 +97,11 @@ def hint_of(name: str) -> Any:
     for part in name.split("."):
         hint = typing.get_type_hints(hint)[part]
     return hint
+
+
+def plain_text_keys() -> list[str]:
+    """Settings whose values are text, which needs no quotes."""
+    return [*GROUPS, *(k for k, _ in leaves(Config()) if hint_of(k) in (str, str | None))]
 
 
 def compose(overrides: Sequence[str]) -> Config:

@@ -61,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "overrides", nargs="*", help="key=value settings; presets: algo= task= placement= logger= scale="
     )
+    train.add_argument(
+        "-m", "--multirun", action="store_true", help="a run for every combination: pql train -m algo=pql,sac seed=1,2,3"
+    )
     train.set_defaults(run=run_train)
     resume = sub.add_parser("resume", help="continue a run: pql resume RUN budget.seconds=600")
     resume.add_argument("run_dir", metavar="RUN")
@@ -83,6 +86,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    if args.multirun:
+        from pql import multirun
+
+        return multirun.main(args.overrides)
     from pql.interrupt import Interrupt
 
     with Interrupt() as interrupt:  # from the start: what is slow to build is saved, too, once it stands

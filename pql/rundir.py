@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,12 +23,13 @@ PACKAGES = ("pql", "numpy", "safetensors", "mujoco", "gymnasium")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished run came to. ``summary.json`` holds the same, ``interrupted`` aside.
+    """What a run came to. ``summary.json`` holds the same.
 
     Attributes:
         return_mean, return_iqm, episodes: of the final evaluation; None, None and 0 where there was none.
         seconds: of training, all sittings together.
         checkpoint: the directory of the final policy.
+        interrupted: stopped from outside, before its budget's end or the final evaluation's.
     """
 
     run_dir: str
@@ -75,7 +76,12 @@ def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
 
 
 def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
-    """A resumed run's config, and the words that changed it after those it was started with."""
+    """A resumed run's config, and the words that changed it after those it was started with.
+
+    A summary of the sitting before is no longer the run's end, should this one not come to one.
+    """
+    if (before := read_summary(run_dir)) is not None:
+        _write_json(run_dir / "summary.json", {**before, "interrupted": True})
     _write_yaml(run_dir / "config.yaml", to_dict(config))
     _write_yaml(run_dir / "overrides.yaml", [*(_read_yaml(run_dir / "overrides.yaml") or ()), *overrides])
 
@@ -94,7 +100,24 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
     """summary.json. Raises ``OSError`` where it cannot be written."""
-    _write_json(run_dir / "summary.json", {k: v for k, v in dataclasses.asdict(summary).items() if k != "interrupted"})
+    _write_json(run_dir / "summary.json", dataclasses.asdict(summary))
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """summary.json, or None where there is none that can be read."""
+    try:
+        data = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def state(run_dir: Path) -> Literal["missing", "interrupted", "finished"]:
+    """How far the run in ``run_dir`` has come. One that failed counts as interrupted, as does one still at work."""
+    if not (run_dir / "config.yaml").exists():
+        return "missing"
+    summary = read_summary(run_dir)
+    return "interrupted" if summary is None or summary.get("interrupted") else "finished"
 
 
 def machine(config: Config) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def test_the_run_directory_holds_what_it_takes_to_know_what_was_run(tmp_path):
     written = json.loads((folder / "summary.json").read_text())
     assert set(written) == {
         "run_dir", "return_mean", "return_iqm", "episodes", "seconds", "env_steps", "updates_v", "updates_p",
-        "checkpoint",
+        "checkpoint", "interrupted",
     }  # fmt: skip
     assert all(written[k] == getattr(summary, k) for k in written)
     assert (summary.run_dir, summary.episodes, summary.env_steps) == (str(folder), 2, 320)
