@@ -84,7 +84,11 @@ class Runner:
         self._lock.close()
 
     def run(
-        self, words: Sequence[str], log: Path | None = None, enough: Callable[[], bool] | None = None, every: float = 0.5
+        self,
+        words: Sequence[str],
+        log: Path | None = None,
+        enough: Callable[[], bool] | None = None,
+        every: float = 0.5,
     ) -> int:
         """Run one command to its end. Returns its exit status (below 0: the signal that ended it).
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
 
-COMMANDS = ("train", "resume", "eval", "list", "doctor")
+COMMANDS = ("train", "resume", "eval", "sweep", "list", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,10 @@ def parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", help="key=value settings; presets: algo= task= placement= logger= scale="
     )
     train.add_argument(
-        "-m", "--multirun", action="store_true", help="a run for every combination: pql train -m algo=pql,sac seed=1,2,3"
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="a run for every combination: pql train -m algo=pql,sac seed=1,2,3",
     )
     train.set_defaults(run=run_train)
     resume = sub.add_parser("resume", help="continue a run: pql resume RUN budget.seconds=600")
@@ -73,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT")
     evaluate.add_argument("overrides", nargs="*", help="num_envs=16 seed=0 device=cpu")
     evaluate.set_defaults(run=run_eval)
+    sweep = sub.add_parser("sweep", help="search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20")
+    sweep.add_argument("overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir=")
+    sweep.set_defaults(run=run_sweep)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
     listing.add_argument("what", choices=("tasks", "algos"))
     listing.set_defaults(run=run_list)
@@ -141,6 +147,12 @@ def run_eval(args: argparse.Namespace) -> int:
     }  # fmt: skip
     print(json.dumps(row, indent=1))
     return 0
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    from pql import sweep
+
+    return sweep.main(args.overrides)
 
 
 def run_list(args: argparse.Namespace) -> int:

@@ -89,9 +89,14 @@ def plan(words: Sequence[str]) -> tuple[Path, list[Job]]:
 def make_job(root: Path, chosen: dict[str, str], swept: Sequence[str]) -> Job:
     words = tuple(f"{key}={value}" for key, value in chosen.items())
     config = compose(words)
-    parts = [config.task.name, config.algo.name, *(f"{key}={chosen[key]}" for key in swept), f"seed{config.seed}"]
-    name = "-".join(re.sub(r"[^\w.=+-]+", "_", part).strip("_") for part in parts)
+    parts = [plain(config.task.name), plain(config.algo.name), *(f"{key}={plain(chosen[key])}" for key in swept)]
+    name = "-".join([*parts, f"seed{config.seed}"])
     return Job(root / name, words, config)
+
+
+def plain(value: str) -> str:
+    """A value's text as a part of a folder's name: ``[64,64]`` -> ``64_64``."""
+    return re.sub(r"[^\w.+-]+", "_", value).strip("_")
 
 
 def check_same(job: Job) -> None:
@@ -128,5 +133,7 @@ def results(jobs: Sequence[Job], outcomes: Sequence[str]) -> str:
         cells = ["return_mean", "return_iqm", "seconds", "env_steps"]
         values = [(summary or {}).get(key) for key in cells]
         forms = [",.1f", ",.1f", ",.0f", ",d"]
-        rows.append([job.name, outcome, *("-" if v is None else format(v, f) for v, f in zip(values, forms, strict=True))])
+        rows.append(
+            [job.name, outcome, *("-" if v is None else format(v, f) for v, f in zip(values, forms, strict=True))]
+        )
     return table(rows, right=(2, 3, 4, 5))

@@ -49,6 +49,9 @@ def parse_space(word: str) -> tuple[str, str | Space]:
     if not override.is_sweep_override():
         return key, text
     sweep = override.value()
+    log = {"log"} if isinstance(sweep, IntervalSweep) else set()
+    if unknown := getattr(sweep, "tags", set()) - log:
+        raise ConfigError(key, text, f"no tag but an interval's log, not {', '.join(sorted(unknown))}")
     if isinstance(sweep, IntervalSweep):
         return key, _interval(key, text, sweep)
     values = _values(key, text, override, is_text)
@@ -62,9 +65,7 @@ def parse_space(word: str) -> tuple[str, str | Space]:
 
 
 def _interval(key: str, text: str, sweep: Any) -> Space:
-    log = "log" in sweep.tags
-    if unknown := sweep.tags - {"log"}:
-        raise ConfigError(key, text, f"no tag but log, not {', '.join(sorted(unknown))}")
+    log = bool(sweep.tags)
     if not sweep.start < sweep.end or (log and sweep.start <= 0):
         raise ConfigError(key, text, "an interval from a smaller to a larger number" + (", both above 0" if log else ""))
     return Space(text, (), sweep.start, sweep.end, None, log, isinstance(sweep.start, int))
