@@ -77,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("overrides", nargs="*", help="num_envs=16 seed=0 device=cpu")
     evaluate.set_defaults(run=run_eval)
     sweep = sub.add_parser("sweep", help="search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20")
-    sweep.add_argument("overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir=")
+    sweep.add_argument(
+        "overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir="
+    )
     sweep.set_defaults(run=run_sweep)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
     listing.add_argument("what", choices=("tasks", "algos"))

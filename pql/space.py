@@ -49,12 +49,15 @@ def parse_space(word: str) -> tuple[str, str | Space]:
     if not override.is_sweep_override():
         return key, text
     sweep = override.value()
-    log = {"log"} if isinstance(sweep, IntervalSweep) else set()
-    if unknown := getattr(sweep, "tags", set()) - log:
+    known = {"log"} if isinstance(sweep, IntervalSweep) else set()
+    unknown: set[str] = getattr(sweep, "tags", set()) - known
+    if unknown:
         raise ConfigError(key, text, f"no tag but an interval's log, not {', '.join(sorted(unknown))}")
     if isinstance(sweep, IntervalSweep):
         return key, _interval(key, text, sweep)
     values = _values(key, text, override, is_text)
+    if isinstance(sweep, RangeSweep):  # its sums of steps: 0.95, not 0.9500000000000001
+        values = tuple(f"{float(v):.12g}" for v in values)
     if not values or len(set(values)) < len(values):
         raise ConfigError(key, text, "values that differ" if values else "at least one value")
     if isinstance(sweep, RangeSweep):
@@ -67,7 +70,9 @@ def parse_space(word: str) -> tuple[str, str | Space]:
 def _interval(key: str, text: str, sweep: Any) -> Space:
     log = bool(sweep.tags)
     if not sweep.start < sweep.end or (log and sweep.start <= 0):
-        raise ConfigError(key, text, "an interval from a smaller to a larger number" + (", both above 0" if log else ""))
+        raise ConfigError(
+            key, text, "an interval from a smaller to a larger number" + (", both above 0" if log else "")
+        )
     return Space(text, (), sweep.start, sweep.end, None, log, isinstance(sweep.start, int))
 
 

@@ -30,7 +30,7 @@ SHORT = [w for w in WORDS if not w.startswith("task=")]
     [
         ("seed=1,2,3", Space("1,2,3", ("1", "2", "3"))),
         ("seed=range(1,4)", Space("range(1,4)", ("1", "2", "3"), 1, 3, 1, whole=True)),
-        ("algo.gamma=range(0.5,1,0.25)", Space("range(0.5,1,0.25)", ("0.5", "0.75"), 0.5, 0.75, 0.25)),
+        ("algo.gamma=range(0.8,1,0.1)", Space("range(0.8,1,0.1)", ("0.8", "0.9"), 0.8, 0.9, 0.1)),
         ("algo=choice(pql,sac)", Space("choice(pql,sac)", ("pql", "sac"))),
         ("algo.critic.hidden=[64,64],[32]", Space("[64,64],[32]", ("[64,64]", "[32]"))),
         ("algo.policy.grad_clip=null,0.5", Space("null,0.5", ("null", "0.5"))),
