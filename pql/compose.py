@@ -6,6 +6,8 @@ Hydra and OmegaConf are imported here and in ``space.py`` alone, and only when c
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -116,7 +118,8 @@ def compose(overrides: Sequence[str]) -> Config:
     device = resolve_device(str(values.get("device", "auto")))
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
-    return _overlay(_load_presets({"scale": "cpu" if device == "cpu" else "gpu", **presets}), values)
+    chosen = {"scale": "cpu" if device == "cpu" else "gpu", **presets}
+    return _overlay(deepcopy(_load_presets(tuple(chosen.items()))), values)
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
@@ -158,8 +161,9 @@ def _overlay(raw: Any, values: Mapping[str, Any]) -> Config:
     return validate(from_dict({str(k): v for k, v in data.items()}))
 
 
-def _load_presets(presets: Mapping[str, str]) -> Any:
-    """The schema's defaults overlaid with the chosen presets, by Hydra."""
+@lru_cache
+def _load_presets(presets: tuple[tuple[str, str], ...]) -> Any:
+    """The schema's defaults overlaid with the chosen presets, by Hydra. Not to be changed: several runs share it."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
     from hydra.core.config_store import ConfigStore
@@ -169,6 +173,6 @@ def _load_presets(presets: Mapping[str, str]) -> Any:
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # a program of yours may use Hydra too
     try:
         with initialize_config_module("pql.cfg", version_base="1.3"):
-            return hydra_compose("train", overrides=[f"{k}={v}" for k, v in presets.items()])
+            return hydra_compose("train", overrides=[f"{k}={v}" for k, v in presets])
     finally:
         GlobalHydra.instance().hydra = outer
