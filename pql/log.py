@@ -7,12 +7,11 @@ asynchronously, and written a tick later: no sink ever makes a worker wait.
 import contextlib
 import importlib.util
 import json
-import queue
 import resource
+import subprocess
 import sys
-import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from pql.errors import ConfigError, PqlWarning
 from pql.rundir import Summary
 
 Row = dict[str, float]
+PATIENCE = 5.0  # seconds that the end of a run waits for wandb
 
 
 class Sink(Protocol):
@@ -69,7 +69,8 @@ class TensorBoard:
     def __init__(self, folder: Path, resumed_at: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder), purge_step=resumed_at)
+        # A resumed run's rows up to, and at, the resume point stay, as they do in metrics.jsonl.
+        self.writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, row: Row) -> None:
         for key, value in row.items():
@@ -80,40 +81,51 @@ class TensorBoard:
 
 
 class Wandb:
-    """wandb in a thread of its own, offline unless asked: whatever it does, the run neither waits nor stops.
+    """wandb, offline unless asked, in a process of its own that reads metrics.jsonl (``wandb_feed.py``).
 
     Args:
-        patience: seconds that ``close`` waits for it.
+        folder: the run's.
+        offset: where in metrics.jsonl this sitting begins, in bytes.
+        say: tells where the data are and how to upload them.
+        patience: seconds that ``close`` waits for it. It needs nothing of the run, and gets done by itself.
     """
 
-    def __init__(self, folder: Path, project: str, mode: str, config: dict[str, Any], patience: float = 15.0):
-        self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self.patience = patience
-        options = {"dir": str(folder), "project": project, "mode": mode, "config": config}
-        self.thread = threading.Thread(target=self._loop, args=(options,), name="pql-wandb", daemon=True)
-        self.thread.start()
-
-    def _loop(self, options: dict[str, Any]) -> None:
-        try:
-            import wandb
-
-            run = wandb.init(**options)
-            # Not wandb's own step, which may never fall: an evaluation is reported after later rows of training.
-            run.define_metric("*", step_metric="steps/env")
-            while (row := self.rows.get()) is not None:
-                run.log(row)
-            run.finish()
-        except Exception as error:
-            what = f"wandb stopped, the run goes on: {type(error).__name__}: {error}"
-            warnings.warn(what, PqlWarning, stacklevel=1)
+    def __init__(
+        self, folder: Path, project: str, mode: str, config: dict[str, Any], offset: int = 0,
+        say: Callable[[str], None] | None = None, patience: float | None = None,
+    ):  # fmt: skip
+        self.folder, self.say, self.ended = folder, say, False
+        self.patience = PATIENCE if patience is None else patience
+        options = {"folder": str(folder), "metrics": str(folder / "metrics.jsonl"), "offset": offset,
+                   "project": project, "mode": mode, "config": config}  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pql.wandb_feed", json.dumps(options, default=str)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            process_group=0,  # Ctrl-C is for the run, which then closes this
+        )  # fmt: skip
 
     def write(self, row: Row) -> None:
-        if self.thread.is_alive():
-            self.rows.put(dict(row))
+        """Nothing: metrics.jsonl has the row. Where wandb has ended before the run, that is told now."""
+        if not self.ended and self.process.poll() is not None:
+            self.close()
 
     def close(self) -> None:
-        self.rows.put(None)
-        self.thread.join(self.patience)
+        if self.ended:
+            return
+        self.ended = True
+        verdict = {"dir": str(self.folder / "wandb" / "latest-run"), "why": "wandb's process died", "mode": ""}
+        try:
+            told, _ = self.process.communicate(timeout=self.patience)
+            verdict = json.loads(told)
+        except subprocess.TimeoutExpired:
+            verdict["why"] = "wandb is still at work, and goes on by itself"
+        except ValueError:
+            pass
+        if verdict["why"]:
+            what = f"{verdict['why']}; the run is not affected. To upload what is missing: wandb sync {verdict['dir']}"
+            warnings.warn(what, PqlWarning, stacklevel=2)
+        elif verdict["mode"] == "offline" and self.say:
+            self.say(f"wandb: offline; to upload: wandb sync {verdict['dir']}")
 
 
 class Console:
@@ -258,15 +270,16 @@ def make_sinks(config: Config, run_dir: Path, quiet: bool, resumed_at: int | Non
     Raises:
         ConfigError: the logger's package is not installed.
     """
-    sinks: list[Sink] = [Jsonl(run_dir / "metrics.jsonl", resumed_at)]
+    metrics = run_dir / "metrics.jsonl"
+    sinks: list[Sink] = [Jsonl(metrics, resumed_at)]
+    budget = {k: float(v) for k, v in to_dict(config.budget).items() if v is not None}
+    console = None if quiet else Console(f"{config.algo.name} on {config.task.name}", budget)
     if config.logger.kind == "tensorboard":
         sinks.append(TensorBoard(run_dir / "tensorboard", resumed_at))
     elif config.logger.kind == "wandb":
-        sinks.append(Wandb(run_dir, config.logger.project, config.logger.mode, to_dict(config)))
-    if not quiet:
-        budget = {k: float(v) for k, v in to_dict(config.budget).items() if v is not None}
-        sinks.append(Console(f"{config.algo.name} on {config.task.name}", budget))
-    return Sinks(sinks)
+        say, offset = console.say if console else None, metrics.stat().st_size
+        sinks.append(Wandb(run_dir, config.logger.project, config.logger.mode, to_dict(config), offset, say))
+    return Sinks([*sinks, console] if console else sinks)
 
 
 def check_logger(config: Config) -> None:

@@ -3,18 +3,21 @@
 import io
 import json
 import re
+import shutil
+import struct
 import sys
 import threading
 import time
 import types
+import warnings
 
 import pytest
 import torch
 from rich.console import Console as RichConsole
-from runs import rows, words
+from runs import points, rows, words
 
-from pql import log
-from pql.compose import compose
+from pql import log, wandb_feed
+from pql.compose import compose, resume_config
 from pql.config import BudgetConfig
 from pql.errors import ConfigError, PqlWarning
 from pql.rundir import Summary
@@ -138,14 +141,26 @@ def test_jsonl_of_a_resumed_run_goes_on_where_it_was_saved(tmp_path):
     assert [json.loads(line)["steps/env"] for line in path.read_text().splitlines()] == [1, 2, 4]
 
 
-def test_tensorboard_writes_event_files(tmp_path):
+def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):
+    """Every number of every row, also where a run was killed after its last resume point, and resumed."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    Session(compose(words(tmp_path, "logger=tensorboard", "budget.env_steps=1600")), quiet=True).train()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    told = [(e.step, e.value) for e in events.Scalars("ratio/v_per_step")]
-    assert told == [(row["steps/env"], row["ratio/v_per_step"]) for row in rows(tmp_path)]
+    setting = words(
+        tmp_path, "logger=tensorboard", "budget.env_steps=1600", "eval.final=true", "logger.every_seconds=0.001"
+    )
+    Session(compose(setting), quiet=True).train()
+    Session(resume_config(tmp_path, ["budget.env_steps=2400"]), resume=True, quiet=True).train()
+    shutil.rmtree(points(tmp_path)[-1])
+    Session(resume_config(tmp_path, ["budget.env_steps=3200"]), resume=True, quiet=True).train()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    told = rows(tmp_path)
+    assert told[-1]["steps/env"] == 3200
+    for key in {key for row in told for key in row}:
+        want = sorted(
+            (row["steps/env"], struct.unpack("f", struct.pack("f", row[key]))[0]) for row in told if key in row
+        )
+        assert sorted((e.step, e.value) for e in events.Scalars(key)) == want, key
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
@@ -190,80 +205,198 @@ def test_a_sink_that_fails_is_warned_of_once_and_tried_again():
 # -- wandb ----------------------------------------------------------------------------------------------------------
 
 
-class FakeRun:
-    def __init__(self):
-        self.logged, self.metrics, self.finished = [], [], False
-
-    def define_metric(self, name, step_metric=None):
-        self.metrics.append((name, step_metric))
-
-    def log(self, row, **options):
-        assert "step" not in options  # wandb drops rows whose step is below the last one's
-        self.logged.append(row)
-
+# In place of the package: writes down what it is asked. WANDB_FAKE: where to, and at which stage to fail or hang.
+FAKE = """
+import json, os, time
+path, _, stage = os.environ["WANDB_FAKE"].partition(":")
+def note(what, value):
+    with open(path, "a") as file:
+        file.write(json.dumps([what, value]) + "\\n")
+    if stage == what:
+        raise ConnectionError("no server")
+    if stage == "hang" + what:
+        time.sleep(60)
+class Settings:
+    def __init__(self, **options):
+        self.__dict__ = options
+class Run:
+    dir = path + "/files"
+    def define_metric(self, name, step_metric):
+        note("metric", [name, step_metric])
+    def log(self, row):  # no step: wandb drops rows whose step is below the last one's
+        note("log", row)
     def finish(self):
-        self.finished = True
+        note("finish", None)
+def init(settings, **options):
+    note("init", options)
+    return Run()
+"""
 
 
-def fake_wandb(monkeypatch, init) -> None:
-    module = types.ModuleType("wandb")
-    module.init = init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", module)
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """stage -> nothing; afterwards, what the fake package was asked: stage -> values."""
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    monkeypatch.syspath_prepend(str(tmp_path / "fake"))
+    notes = tmp_path / "notes"
+    monkeypatch.setenv("WANDB_FAKE", f"{notes}:")
+
+    def asked(what: str) -> list:
+        found = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+        return [value for key, value in found if key == what]
+
+    return asked
 
 
-def test_wandb_is_offline_and_gets_every_row(tmp_path, monkeypatch):
-    run, asked = FakeRun(), {}
-    fake_wandb(monkeypatch, lambda **options: asked.update(options) or run)
-    Session(compose(words(tmp_path, "logger=wandb", "eval.final=true", "seed=4")), quiet=True).train()
-    assert (asked["mode"], asked["project"], asked["dir"]) == ("offline", "pql", str(tmp_path))
+def a_log(folder, count: int = 3) -> list[dict[str, float]]:
+    """A run directory with that many rows."""
+    folder.mkdir()
+    told = [{"steps/env": float(i), "loss/v": i / 3} for i in range(count)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    return told
+
+
+def test_wandb_is_offline_and_gets_every_row_once(tmp_path, fake, monkeypatch, capsys):
+    """Also those of a second sitting."""
+    monkeypatch.setattr(log, "PATIENCE", 60)
+    folder = tmp_path / "run"
+    Session(compose(words(folder, "logger=wandb", "eval.final=true", "seed=4"))).train()
+    (asked,) = fake("init")
+    assert (asked["mode"], asked["project"], asked["dir"], asked["name"]) == ("offline", "pql", str(folder), "run")
     assert asked["config"]["seed"] == 4
-    assert [row["steps/env"] for row in run.logged] == [row["steps/env"] for row in rows(tmp_path)]
-    assert run.metrics == [("*", "steps/env")]
-    assert run.finished
+    assert fake("log") == rows(folder)
+    assert fake("metric") == [["*", "steps/env"]]
+    assert fake("finish") == [None]
+    assert f"wandb: offline; to upload: wandb sync {tmp_path / 'notes'}" in capsys.readouterr().out
+    Session(resume_config(folder, ["budget.env_steps=640"]), resume=True, quiet=True).train()
+    assert fake("log") == rows(folder)
+    assert rows(folder)[-1]["steps/env"] == 640
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("stage", ["init", "log", "finish"])
-def test_wandb_that_raises_does_not_stop_a_run(tmp_path, monkeypatch, stage):
-    run = FakeRun()
-
-    def fail(*args, **kwargs):
-        raise ConnectionError("no server")
-
-    fake_wandb(monkeypatch, fail if stage == "init" else lambda **options: run)
-    setattr(run, stage, fail)
-    with pytest.warns(PqlWarning, match="wandb stopped, the run goes on: ConnectionError: no server"):
-        summary = Session(compose(words(tmp_path, "logger=wandb")), quiet=True).train()
-    assert summary.env_steps == 320
-    assert rows(tmp_path)
+def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, stage):
+    monkeypatch.setenv("WANDB_FAKE", f"{tmp_path / 'notes'}:{stage}")
+    a_log(tmp_path / "run")
+    sink = log.Wandb(tmp_path / "run", "pql", "offline", {}, patience=60)
+    with pytest.warns(PqlWarning, match=r"wandb stopped: ConnectionError: no server; the run is not affected") as told:
+        sink.close()
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sink.close()  # told once
+    assert len(fake("log")) == {"init": 0, "log": 1, "finish": 3}[stage]
 
 
 @pytest.mark.fault
-def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, monkeypatch):
-    release = threading.Event()
-    fake_wandb(monkeypatch, lambda **options: release.wait(60) and FakeRun())
-    sink = log.Wandb(tmp_path, "pql", "online", {}, patience=0.2)
+def test_wandb_that_dies_is_told_of_while_the_run_goes_on(tmp_path):
+    a_log(tmp_path / "run")
+    sink = log.Wandb(tmp_path / "run", "pql", "offline", {})
+    sink.process.kill()
+    sink.process.wait()
+    with pytest.warns(PqlWarning, match="wandb's process died; the run is not affected. .* wandb sync .*latest-run"):
+        sink.write(ROW)
+    sink.write(ROW)
+    sink.close()
+
+
+@pytest.mark.fault
+def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, fake, monkeypatch):
+    monkeypatch.setenv("WANDB_FAKE", f"{tmp_path / 'notes'}:hanginit")
+    monkeypatch.setattr(log, "PATIENCE", 0.3)
     start = time.perf_counter()
+    session = Session(compose(words(tmp_path / "run", "logger=wandb")), quiet=True)
+    sink = next(s for s in session.sinks.sinks if isinstance(s, log.Wandb))
     for _ in range(1000):
         sink.write(ROW)
-    assert time.perf_counter() - start < 0.5
-    sink.close()
-    assert 0.15 < time.perf_counter() - start < 5
-    release.set()
+    assert time.perf_counter() - start < 5
+    start = time.perf_counter()
+    with pytest.warns(PqlWarning, match="wandb is still at work, and goes on by itself"):
+        summary = session.train()
+    assert summary.env_steps == 320
+    assert time.perf_counter() - start - summary.seconds < 5
+    assert sink.process.poll() is None
+    sink.process.kill()
+    sink.process.wait()
 
 
-def test_rows_for_a_wandb_that_has_gone_are_not_kept(tmp_path, monkeypatch):
-    fake_wandb(monkeypatch, lambda **options: 1 / 0)
-    sinks: list[log.Wandb] = []
+@pytest.mark.fault
+def test_a_server_that_goes_while_wandb_finishes(monkeypatch):
+    """It is left, with a word on it, after a while."""
+    left = threading.Event()
+    monkeypatch.setattr(wandb_feed, "GRACE", 0.05)
+    monkeypatch.setattr(wandb_feed, "reachable", lambda url: False)
+    monkeypatch.setattr(wandb_feed.os, "_exit", lambda status: left.set())
+    server = types.SimpleNamespace(settings=types.SimpleNamespace(base_url="http://127.0.0.1:9"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(setup=lambda: server))
+    out = io.StringIO()
+    run = types.SimpleNamespace(finish=lambda: left.wait(10))
+    wandb_feed.finish(run, {"dir": "d", "mode": "online", "why": ""}, out)
+    assert left.is_set()
+    assert json.loads(out.getvalue()) == {"dir": "d", "mode": "offline", "why": "wandb's server has gone"}
 
-    def start():
-        sinks.append(log.Wandb(tmp_path, "pql", "offline", {}))
-        sinks[0].thread.join(5)
 
-    with pytest.warns(PqlWarning, match="ZeroDivisionError"):
-        start()
-    sinks[0].write(ROW)
-    assert sinks[0].rows.empty()
+def test_a_server_that_answers_anything_can_be_reached():
+    import http.server
+
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert wandb_feed.reachable(url)  # with "not implemented"
+    assert not wandb_feed.reachable(url)
+    assert not wandb_feed.reachable("nonsense")
+
+
+def test_rows_are_read_while_they_are_written(tmp_path):
+    path, ended = tmp_path / "metrics.jsonl", threading.Event()
+    path.write_text('{"old": 1}\n{"a": 1}\n{"b"')
+    found = wandb_feed.rows(path, len('{"old": 1}\n'), ended)
+    assert next(found) == {"a": 1}
+    with path.open("a") as file:
+        file.write(': 2}\n{"c": 3}\n')
+    ended.set()
+    assert list(found) == [{"b": 2}, {"c": 3}]
+
+
+def history(path) -> list[dict[str, float]]:
+    """The rows in a .wandb file: records in blocks of 32 KiB, each record with a header of seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, body, found = path.read_bytes(), 7, b"", []
+    while at < len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        body, at = body + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            record = wandb_internal_pb2.Record.FromString(body)
+            items = {(item.nested_key or [item.key])[0]: item.value_json for item in record.history.item}
+            body = b""
+            if items:
+                found.append({k: json.loads(v) for k, v in items.items() if not k.startswith("_")})
+    return found
+
+
+@pytest.mark.fault
+def test_the_real_wandb_without_a_server_loses_nothing(tmp_path, monkeypatch):
+    """Online, but the server cannot be reached: offline data of every row, and the run as without it."""
+    pytest.importorskip("wandb")
+    monkeypatch.setattr(log, "PATIENCE", 120)  # a busy machine
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    config = compose(words(tmp_path, "logger=wandb", "logger.mode=online", "eval.final=true"))
+    with pytest.warns(PqlWarning, match="wandb is offline: ConnectionError: http://127.0.0.1:9 cannot be reached"):
+        summary = Session(config, quiet=True).train()
+    assert summary.env_steps == 320
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    told = rows(tmp_path)
+    assert len(told) >= 2
+    assert "eval/return_mean" in told[-1]
+    assert history(path) == told
 
 
 # -- device values --------------------------------------------------------------------------------------------------
