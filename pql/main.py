@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
 
-COMMANDS = ("train", "resume", "eval", "sweep", "list", "doctor")
+COMMANDS = ("train", "resume", "eval", "sweep", "list", "doctor", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +89,10 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--steps", type=int, help="default: a little over the time limit, so that episodes end")
     doctor.add_argument("overrides", nargs="*", help="keywords for the environment: key=value")
     doctor.set_defaults(run=run_doctor)
+    completion = sub.add_parser("completion", help='for the shell: eval "$(pql completion bash)"')
+    completion.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"))
+    completion.add_argument("--words", metavar="LINE", help="what the line's last word may become")
+    completion.set_defaults(run=run_completion)
     return top
 
 
@@ -177,24 +180,23 @@ def first_comment(group: str, name: str) -> str:
     return line.removeprefix("# ") if line.startswith("# ") else ""
 
 
+def run_completion(args: argparse.Namespace) -> int:
+    from pql.completion import SCRIPTS, candidates
+
+    if args.words is None and args.shell is None:
+        raise ConfigError("command", "completion", f"one of {', '.join(SCRIPTS)}")
+    print(SCRIPTS[args.shell] if args.words is None else "\n".join(candidates(args.words, COMMANDS)))
+    return 0
+
+
 def run_doctor(args: argparse.Namespace) -> int:
     if args.env:
         return _check_simulator(args, dict(_pair(o) for o in args.overrides))
     if args.overrides:
         raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
-    import importlib.metadata
-    import platform
+    from pql.doctor import report
 
-    import torch
-
-    print(f"python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    print(f"torch {torch.__version__}; GPUs: {', '.join(gpus) or 'none'}")
-    for package in ("mujoco", "gymnasium", "tensorboard", "wandb"):
-        try:
-            print(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            print(f"{package} not installed: pip install 'pql[{package}]'")
+    print(report())
     return 0
 
 

@@ -51,7 +51,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], "pql: command=trian: expected one of train, resume, eval, list, doctor (did you mean train?)"),
+        (["trian"], "pql: command=trian: expected one of train, resume, eval, sweep, list, doctor, "),
         ([], "pql: command=pql: expected other words: the following arguments are required"),
         (["--verbose"], "pql: command=pql: expected other words:"),
         (["train", "--fast"], "unrecognized arguments: --fast (pql --help)"),

@@ -1,0 +1,110 @@
+"""Shell completion: ``eval "$(pql completion bash)"``. The shell's script asks ``pql completion --words`` at every Tab.
+
+So what is offered is what this installation has: commands, presets, settings and their values. It takes a tenth of a
+second: nothing here may import torch or Hydra.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from pql.compose import GROUPS, RESUMABLE, hint_of, options
+from pql.config import CHOICES, Config, leaves
+from pql.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
+
+BASH = """\
+_pql() {
+    local line="${COMP_LINE:0:COMP_POINT}" IFS=$'\\n'
+    local word="${line##*[[:space:]]}"
+    COMPREPLY=($("${COMP_WORDS[0]}" completion --words "$line" 2>/dev/null))
+    # Bash breaks words at '=' and ':': what stands before the last of these is there already.
+    local have="${word%"${word##*[=:]}"}"
+    [[ -n $have && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"$have"}")
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace 2>/dev/null
+}
+complete -o default -F _pql pql
+"""
+
+ZSH = """\
+#compdef pql
+_pql() {
+    local -a found=("${(@f)$(${words[1]} completion --words "${LBUFFER}" 2>/dev/null)}")
+    found=(${found:#})
+    if (( ! $#found )); then _files; return; fi
+    compadd -S '' -- ${(M)found:#*[=.]}
+    compadd -- ${found:#*[=.]}
+}
+if [ "$funcstack[1]" = "_pql" ]; then _pql "$@"; else compdef _pql pql; fi
+"""
+
+FISH = """\
+complete -c pql -f -n '__fish_seen_subcommand_from train sweep list doctor completion'
+complete -c pql -a '(pql completion --words (commandline -cp) 2>/dev/null)'
+"""
+
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
+ONLY = {"list": ("tasks", "algos"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
+OWN = {"device": ("auto", "cpu", "cuda"), "sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES}
+RUN_FIRST = ("resume", "eval")  # commands whose first word is a run: a path, which the shell completes
+
+
+def candidates(line: str, commands: Iterable[str]) -> list[str]:
+    """Whole words that the last word of ``line`` may become. Empty: a file's name, perhaps.
+
+    Names are completed a part at a time: ``algo.cr`` -> ``algo.critic.``, then ``algo.critic.lr=``.
+    """
+    words = line.split()
+    if line[-1:].isspace() or not words:
+        words.append("")
+    *before, word = words
+    if len(before) < 2:
+        found: Iterable[str] = commands if before else ()
+    elif (command := before[1]) in ONLY:
+        from pql.envs import BUILTIN
+
+        found = sorted(BUILTIN) if before[-1] == "--env" else ONLY[command]
+    elif command in RUN_FIRST and len(before) == 2:
+        found = ()
+    elif "=" in word:
+        found = values(word)
+    else:
+        found = next_parts(word, names(command))
+    return [w for w in found if w.startswith(word)]
+
+
+def names(command: str) -> list[str]:
+    """What may stand before ``=`` after ``pql command``."""
+    settings = [name for name, _ in leaves(Config())]
+    if command == "train":
+        return [*GROUPS, *settings, "multirun_dir"]
+    if command == "sweep":
+        return [*GROUPS, *settings, *(f.name for f in fields(Settings))]
+    if command == "resume":
+        return [s for s in settings if s.partition(".")[0] in RESUMABLE]
+    return ["num_envs", "seed", "device"] if command == "eval" else []
+
+
+def next_parts(word: str, found: Sequence[str]) -> list[str]:
+    """Of dotted names that begin with ``word``: up to the next dot, or ``=`` at their end."""
+    parts = []
+    for name in found:
+        if name.startswith(word):
+            dot = name.find(".", len(word))
+            parts.append(name[: dot + 1] if dot >= 0 else f"{name}=")
+    return list(dict.fromkeys(parts))
+
+
+def values(word: str) -> list[str]:
+    """``algo=p`` -> ``algo=pql``, ...; after a comma, as ``pql train -m`` takes it, the next one."""
+    key, _, text = word.partition("=")
+    head = f"{key}={text[: text.rfind(',') + 1]}"
+    allowed: Sequence[str] = ()
+    if key in GROUPS:
+        allowed = options(key)
+    elif key in OWN:
+        allowed = OWN[key]
+    elif key in CHOICES:
+        allowed = CHOICES[key]
+    elif key in (name for name, _ in leaves(Config())) and hint_of(key) is bool:
+        allowed = ("true", "false")
+    return [head + value for value in allowed]

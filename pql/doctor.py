@@ -1,0 +1,96 @@
+"""``pql doctor``: what this machine and this installation have, what is missing, and the command that installs it."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable
+from typing import Any
+
+from pql.text import table
+
+CORE = ("pql", "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "rich")
+
+# extra: (what it is for, its packages). One line each; pyproject.toml has the versions (a test compares the two).
+EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "mujoco": ("the MuJoCo tasks", ("mujoco", "gymnasium")),
+    "gymnasium": ("task=gymnasium", ("gymnasium",)),
+    "tensorboard": ("logger=tensorboard", ("tensorboard",)),
+    "wandb": ("logger=wandb", ("wandb",)),
+    "sweep": ("pql sweep", ("optuna",)),
+    "bench": ("comparisons with other simulators", ("envpool",)),
+    "dev": ("the test suite", ("pytest", "pytest-timeout", "hypothesis", "scipy", "ruff", "mypy")),
+}
+
+
+def report() -> str:
+    """All of it, as text."""
+    return "\n\n".join(["\n".join(machine()), table(extras()), table(simulators())])
+
+
+def machine() -> list[str]:
+    import torch
+
+    from pql.machine import available_cores, host_memory
+
+    def gpu(i: int) -> str:
+        found = torch.cuda.get_device_properties(i)
+        return f"cuda:{i} {found.name} ({found.total_memory / 2**30:.0f} GiB)"
+
+    gpus = ", ".join(gpu(i) for i in range(torch.cuda.device_count()))
+    return [
+        f"python {platform.python_version()}, {platform.platform()}",
+        f"{available_cores()} of {os.cpu_count()} cores, {host_memory() / 2**30:.1f} GiB of memory free",
+        f"GPUs: {gpus or 'none'} (torch built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'})",
+        ", ".join(f"{name} {version(name) or '-'}" for name in CORE),
+    ]
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def extras() -> list[list[str]]:
+    """A row per extra: its name, its use, ok or the command that installs it, and its packages' versions."""
+    needed = requirements()
+    rows = [["extra", "for", "state", "packages"]]
+    for extra, (use, packages) in EXTRAS.items():
+        found = {package: version(package) for package in packages}
+        wrong = {p for p, v in found.items() if v is None or (p in needed and not needed[p].contains(v, True))}
+        told = ", ".join(
+            f"{p} {v or 'missing'}" + (f" (needs {needed[p]})" if v and p in wrong else "") for p, v in found.items()
+        )
+        rows.append([extra, use, f"pip install 'pql[{extra}]'" if wrong else "ok", told])
+    return rows
+
+
+def requirements() -> dict[str, Any]:
+    """package -> the versions of it that this installation of pql asks for."""
+    from packaging.requirements import Requirement
+
+    try:
+        words: Iterable[str] = importlib.metadata.requires("pql") or ()
+    except importlib.metadata.PackageNotFoundError:
+        words = ()
+    return {(r := Requirement(word)).name: r.specifier for word in words}
+
+
+def simulators() -> list[list[str]]:
+    """A row per state: the tasks' environments that can be had, and those that cannot, with the reason."""
+    from pql.env import env_names, find_factory
+    from pql.errors import ConfigError
+
+    states: dict[str, list[str]] = {"ok": []}
+    for name in env_names():
+        try:
+            find_factory(name)
+            state = "ok"
+        except ConfigError as error:
+            state = error.allowed.rpartition(": ")[2]  # the command that installs it
+        except Exception as error:  # installed, but broken: somebody else's package, as a rule
+            state = f"{type(error).__name__}: {error}".splitlines()[0]
+        states.setdefault(state, []).append(name)
+    return [["state", "environments"], *([state, ", ".join(names)] for state, names in states.items())]

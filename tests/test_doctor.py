@@ -1,0 +1,138 @@
+"""What ``pql doctor`` finds, and what the shell is offered at Tab."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from pql import doctor, env
+from pql.completion import SCRIPTS, candidates
+from pql.envs.toy import Counter
+from pql.errors import ConfigError
+from pql.main import COMMANDS, main
+from pql.text import table
+
+
+def test_a_table():
+    rows = [["name", "n"], ["a", "10"], ["longer", "7"]]
+    assert table(rows) == "name    n\na       10\nlonger  7"
+    assert table(rows, right=(1,)) == "name     n\na       10\nlonger   7"
+
+
+# -- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_knows_every_extra_and_its_packages():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    want = {k: {Requirement(r).name for r in v} for k, v in project["optional-dependencies"].items()}
+    assert {k: set(packages) for k, (_, packages) in doctor.EXTRAS.items()} == want
+
+
+def test_what_is_missing_or_too_old_is_named_with_the_command(monkeypatch, capsys):
+    installed = {"mujoco": "3.16.0", "gymnasium": "1.4.0", "torch": "2.13.0"}
+
+    def version(name):
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    wanted = ['mujoco<5,>=3.17; extra == "mujoco"', 'gymnasium<2,>=1.1; extra == "gymnasium"', "torch>=2.10"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    rows = {line.split("  ")[0]: [cell.strip() for cell in line.split("  ") if cell] for line in said.splitlines()}
+    assert rows["mujoco"][2:] == ["pip install 'pql[mujoco]'", "mujoco 3.16.0 (needs <5,>=3.17), gymnasium 1.4.0"]
+    assert rows["gymnasium"][2:] == ["ok", "gymnasium 1.4.0"]
+    assert rows["sweep"][2:] == ["pip install 'pql[sweep]'", "optuna missing"]
+    assert "torch 2.13.0, numpy -" in said
+
+
+def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
+    def find(name):
+        if name == "halfcheetah":
+            raise ConfigError("task", name, "the package 'mujoco', which is not installed: pip install 'pql[mujoco]'")
+        if name == "theirs":
+            raise OSError("libGL.so.1: cannot open\nshared object file")
+        return Counter
+
+    monkeypatch.setattr(env, "find_factory", find)
+    monkeypatch.setattr(env, "env_names", lambda: ["halfcheetah", "lqr", "pendulum", "theirs"])
+    assert doctor.simulators()[1:] == [
+        ["ok", "lqr, pendulum"], ["pip install 'pql[mujoco]'", "halfcheetah"],
+        ["OSError: libGL.so.1: cannot open", "theirs"],
+    ]  # fmt: skip
+
+
+# -- completion -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("pql ", list(COMMANDS)),
+        ("pql sw", ["sweep"]),
+        ("pql train task=half", ["task=halfcheetah"]),
+        ("pql train -m algo=pql,td", ["algo=pql,td3"]),
+        ("pql train seed=1 algo.cri", ["algo.critic."]),
+        ("pql train algo.critic.l", ["algo.critic.layer_norm=", "algo.critic.lr="]),
+        ("pql train multi", ["multirun_dir="]),
+        ("pql train replay.dtype=", ["replay.dtype=float32", "replay.dtype=float16", "replay.dtype=bfloat16"]),
+        ("pql train checkpoint.replay=", ["checkpoint.replay=true", "checkpoint.replay=false"]),
+        ("pql train device=c", ["device=cpu", "device=cuda"]),
+        ("pql train num_envs=", []),
+        ("pql train nonsense=", []),
+        ("pql sweep trials", ["trials="]),
+        ("pql sweep prune=env", ["prune=env_steps"]),
+        ("pql resume ", []),  # a path
+        ("pql resume runs/x algo", []),
+        ("pql resume runs/x bud", ["budget."]),
+        ("pql eval runs/x s", ["seed="]),
+        ("pql list ", ["tasks", "algos"]),
+        ("pql doctor --env pend", ["pendulum"]),
+        ("pql completion f", ["fish"]),
+    ],
+)
+def test_what_the_last_word_may_become(line, want):
+    assert candidates(line, COMMANDS) == want
+
+
+def test_the_words_come_quickly():
+    """At every Tab: so without torch and Hydra."""
+    script = (
+        "import sys; from pql.main import main; main(['completion', '--words', 'pql train task=half'])\n"
+        "print(sorted({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "task=halfcheetah\n[]\n"
+
+
+def test_in_bash(tmp_path):
+    """The script as it is printed, with the words as bash breaks them: only what comes after the last = is offered."""
+    pql = tmp_path / "pql"
+    pql.write_text(f'#!/bin/sh\nexec {sys.executable} -m pql.main "$@"\n')
+    pql.chmod(0o755)
+    script = f"""
+eval "$({pql} completion bash)"
+for COMP_LINE in "pql train task=half" "pql train -m algo=pql,td" "pql resume "; do
+    COMP_POINT=${{#COMP_LINE}} COMP_WORDS=({pql}) COMPREPLY=()
+    _pql
+    echo "${{#COMPREPLY[@]}}:${{COMPREPLY[*]}}"
+done
+complete -p pql
+"""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["1:halfcheetah", "1:pql,td3", "0:", "complete -o default -F _pql pql"]
+
+
+def test_scripts_are_printed(capsys):
+    for shell in SCRIPTS:
+        assert main(["completion", shell]) == 0
+        assert "completion --words" in capsys.readouterr().out
+    assert main(["completion"]) == 2
+    assert capsys.readouterr().err == "pql: command=completion: expected one of bash, zsh, fish\n"
