@@ -37,6 +37,8 @@ def next_command(run_dir: Path, words: Sequence[str]) -> list[str] | None:
         lost = run_dir.parent / ".lost" / f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         lost.parent.mkdir(exist_ok=True)
         run_dir.rename(lost)
+        with contextlib.suppress(OSError):  # no run any more, for those that look for runs below a folder
+            (lost / "metrics.jsonl").rename(lost / "metrics.jsonl.lost")
     return ["train", *words, f"run_dir={run_dir}"]
 
 

@@ -174,6 +174,7 @@ def test_the_same_command_does_what_is_missing(here, tmp_path, capsys):
     assert json.loads((done / "summary.json").read_text()) == before
     assert [p.name.startswith(NAMES[3]) for p in (tmp_path / ".lost").iterdir()] == [True]
     assert all(rundir.state(tmp_path / name) == "finished" for name in NAMES)
+    assert {p.parent for p in tmp_path.rglob("metrics.jsonl")} == {tmp_path / name for name in NAMES}
 
     here.commands.clear()
     assert main(command(tmp_path)) == 0
