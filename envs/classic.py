@@ -126,6 +126,13 @@ class TorchEnv:
         return {"policy": self.observe(self._state)}
 
     @torch.no_grad()
+    def reset_where(self, mask: Tensor) -> Obs:
+        """Restart the environments of ``mask`` ([N] bool) and return all current observations."""
+        self._state.copy_(torch.where(mask[:, None], self.draw(), self._state))
+        self._steps.masked_fill_(mask, 0)
+        return {"policy": self.observe(self._state)}
+
+    @torch.no_grad()
     def step(self, action: Tensor) -> Step:
         state, reward, terminated, log = self.advance(self._state, action.clamp(-1, 1))
         self._steps += 1

@@ -135,6 +135,16 @@ class GymnasiumVec:
         self._ended[:] = False
         return self._send(self._fill(self._obs, obs))
 
+    def reset_where(self, mask: Tensor) -> Obs:
+        """Restart the environments of ``mask`` ([N] bool) and return all current observations."""
+        rows = mask.cpu().numpy()
+        self._wait()
+        if rows.any():  # gymnasium refuses an empty mask; the buffers hold the current observations as they are
+            obs, _ = self._envs.reset(options={"reset_mask": rows})
+            self._ended &= ~rows
+            self._fill(self._obs, obs)
+        return self._send(self._obs)
+
     def step(self, action: Tensor) -> Step:
         obs, reward, terminated, truncated, info = self._envs.step(self._rescale(action))
         self._wait()

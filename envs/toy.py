@@ -136,6 +136,13 @@ class Counter:
         self._pending.zero_()
         return {"policy": self._obs()}
 
+    def reset_where(self, mask: Tensor) -> Obs:
+        """The environments of ``mask`` ([N] bool) go on to their next episode; returns all current observations."""
+        self._episode += mask.long()
+        self._step.masked_fill_(mask, 0)
+        self._pending &= ~mask
+        return {"policy": self._obs()}
+
     def step(self, action: Tensor) -> Step:
         filler = self._pending.clone()
         reward = self.reward_of(self._env, self._episode, self._step).masked_fill(filler, FILLER_REWARD)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if TYPE_CHECKING:
+    from pql import wrap as wrap
     from pql.conformance import check_env as check_env
     from pql.env import make_env as make_env
     from pql.env import register as register
@@ -31,10 +32,12 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'pql' has no attribute {name!r}")
     import importlib
 
+    if name == "wrap":
+        return importlib.import_module("pql.wrap")
+    if name not in _HOME:
+        raise AttributeError(f"module 'pql' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -79,8 +79,9 @@ class VecEnv(Protocol):
     """N environments that step together. See ``Step`` for the meaning of each field.
 
     Optional, found by ``hasattr``: ``state_dict() -> dict`` and ``load_state_dict(d)`` for exact resume;
-    ``reset_where(mask) -> Obs`` to restart single environments; ``send(action, ids)`` / ``recv() -> (ids, Step)``
-    for simulators whose environments answer in groups.
+    ``reset_where(mask) -> Obs`` to restart single environments ([N] bool; returns all current observations; a filler
+    row that was due is then not); ``send(action, ids)`` / ``recv() -> (ids, Step)`` for simulators whose environments
+    answer in groups.
     """
 
     @property

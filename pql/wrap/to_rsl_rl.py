@@ -1,0 +1,93 @@
+"""A ``VecEnv`` for rsl_rl. Reached through ``pql.wrap.rsl_rl``."""
+
+from typing import Any
+
+import torch
+from rsl_rl.env import VecEnv as RslRlVecEnv
+from tensordict import TensorDict
+from torch import Tensor
+
+from pql.env import Box, VecEnv
+from pql.errors import ConfigError
+from pql.evaluate import LONGEST
+from pql.types import Obs
+from pql.wrap.rows import SameStep
+
+
+class RslRlEnv(RslRlVecEnv):
+    """``env`` as rsl_rl steps it; see ``pql.wrap.rsl_rl``.
+
+    ``dones`` is set on terminations and time limits alike, ``extras["time_outs"]`` on the latter: rsl_rl then adds
+    ``gamma V(s_t)``, the value of the observation acted in, to the reward. It never looks at the true final
+    observation; an algorithm of your own finds that in ``extras["final_obs"]``, and in ``extras["final_lost"]`` where
+    it is missing.
+    ``extras["log"]`` holds the means of the environment's log terms.
+
+    Assigning ``episode_length_buf`` (as ``learn(..., init_at_random_ep_len=True)`` does) ends each first episode as if
+    it had begun that many steps earlier, by a time limit; it needs an environment with ``reset_where``.
+    """
+
+    def __init__(self, env: VecEnv, seed: int | None = None):
+        spec = env.spec
+        if not isinstance(spec.action, Box):
+            raise ConfigError("env.spec.action", spec.action, "continuous actions (Box): rsl_rl has no others")
+        self.env, self._rows = env, SameStep(env)
+        self.num_envs, self.num_actions, self.device = spec.num_envs, spec.action.size, spec.device
+        self.max_episode_length = spec.max_episode_steps or LONGEST
+        self.cfg = {"task": spec.name, "num_envs": spec.num_envs, "max_episode_length": self.max_episode_length}
+        self.reset(seed)
+
+    def reset(self, seed: int | None = None) -> tuple[TensorDict, dict[str, Any]]:
+        """Restart all environments: (observations, {})."""
+        self._obs = self._rows.reset(seed)
+        self._age = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
+        self._cut_short = 0  # steps for which first episodes may end early
+        return self.get_observations(), {}
+
+    def get_observations(self) -> TensorDict:
+        """Current observations by group: [N, ...] each."""
+        return self._tensors(self._obs)
+
+    @property
+    def episode_length_buf(self) -> Tensor:
+        """[N] int64; steps of the running episodes."""
+        return self._age
+
+    @episode_length_buf.setter
+    def episode_length_buf(self, value: Tensor) -> None:
+        if not hasattr(self.env, "reset_where"):
+            wanted = "left alone (init_at_random_ep_len=False): this environment cannot restart single environments"
+            raise ConfigError("episode_length_buf", "assigned", wanted)
+        self._age = value.to(self.device, torch.int64, copy=True)
+        self._cut_short = self.max_episode_length
+
+    def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
+        """Actions [N, A], clamped to [-1, 1] -> (observations, rewards [N], dones [N] bool, extras)."""
+        # rsl_rl collects in inference mode; a simulator that keeps such a tensor could not be used outside it again
+        with torch.inference_mode(False), torch.no_grad():
+            row = self._rows.step(actions)
+            self._age += 1
+            if self._cut_short > 0:
+                row = self._cut(row)
+            self._age.masked_fill_(row.done, 0)
+            self._obs = row.obs
+            extras = {
+                "time_outs": row.time_out,
+                "final_obs": self._tensors(row.final_obs),
+                "final_lost": row.lost,
+                "log": {f"step/{name}": value.mean() for name, value in row.log.items()},
+            }
+            return self.get_observations(), row.reward, row.done, extras
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _cut(self, row: Any) -> Any:
+        """End the episodes whose assigned age has reached the limit."""
+        self._cut_short -= 1
+        late = (self._age >= self.max_episode_length) & ~row.done
+        self._rows.obs = self.env.reset_where(late)  # type: ignore[attr-defined]
+        return row._replace(obs=self._rows.obs, done=row.done | late, time_out=row.time_out | late)
+
+    def _tensors(self, obs: Obs) -> TensorDict:
+        return TensorDict(dict(obs), batch_size=[self.num_envs], device=self.device)
