@@ -361,8 +361,9 @@ from pql.build import build
 config = Config(TaskConfig("pendulum"), replay=ReplayConfig(100_000), num_envs=16, device="cpu",
                 budget=BudgetConfig(env_steps=1000))
 parts = build(validate(config))
-import pql.session, pql.policy, pql.checkpoint
-foreign = {"hydra", "omegaconf", "rich", "yaml", "mujoco", "gymnasium", "tensorboard", "wandb", "antlr4"}
+import pql.session, pql.policy, pql.checkpoint, pql.wrap
+foreign = {"hydra", "omegaconf", "rich", "yaml", "mujoco", "gymnasium", "tensorboard", "wandb", "antlr4", "rsl_rl",
+           "stable_baselines3", "tensordict"}
 print(sorted(foreign & set(sys.modules)), parts.env.spec.name)
 """
     assert python("-c", script).strip() == "[] pendulum"
