@@ -1,0 +1,150 @@
+"""The benchmark against other libraries: its statistics, its book-keeping, and that every contender trains."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_tools import check, tool  # noqa: F401
+
+from pql.compose import options
+
+PEERS = ["rsl_rl:ppo", "sb3:ppo", "sb3:td3"]
+
+
+@pytest.fixture
+def bench(tool):  # noqa: F811
+    return tool("bench_peers")
+
+
+def test_iqm_by_hand(bench):
+    assert bench.iqm([8, 1, 3, 2, 5, 4, 7, 6]) == pytest.approx((3 + 4 + 5 + 6) / 4)
+    # Of five, the middle half holds the third whole and three quarters of its neighbours.
+    assert bench.iqm([0, 1, 2, 4, 1000]) == pytest.approx((0.75 * 1 + 2 + 0.75 * 4) / 2.5)
+    assert bench.iqm([7.0]) == 7.0
+
+
+def test_lead_without_spread_is_exact(bench):
+    ours = {"a": np.full(5, 120.0), "b": np.full(5, 90.0), "c": np.full(2, 1.0)}
+    theirs = {"a": np.full(5, 100.0), "b": np.full(3, 100.0)}
+    assert bench.lead(ours, theirs) == pytest.approx((0.05, 0.05, 0.05))
+    assert bench.lead({"a": np.full(2, -50.0)}, {"a": np.full(2, -100.0)}) == pytest.approx((0.5, 0.5, 0.5))
+
+
+def test_lead_redraws_the_seeds_of_both_sides_within_each_task(bench):
+    rng = np.random.default_rng(1)
+    ours, theirs = (
+        {t: rng.normal(m, 20, 12) for t, m in means.items()} for means in ({"a": 120, "b": 90}, {"a": 100, "b": 80})
+    )
+
+    def one(a, b, axis=-1):
+        return (a.mean(axis) - b.mean(axis)) / b.mean(axis)
+
+    estimate, lower, upper = bench.lead({"a": ours["a"]}, {"a": theirs["a"]})
+    found = stats.bootstrap((ours["a"], theirs["a"]), one, method="percentile", n_resamples=20_000, rng=2)
+    assert estimate == pytest.approx(one(ours["a"], theirs["a"]))
+    assert (lower, upper) == pytest.approx(tuple(found.confidence_interval), abs=0.01)
+    # Two strata: the variances of the tasks' own leads add up to four times that of their mean.
+    spread = [bench.lead({t: ours[t]}, {t: theirs[t]}) for t in "ab"]
+    both = bench.lead(ours, theirs)
+    assert both[0] == pytest.approx((spread[0][0] + spread[1][0]) / 2)
+    width = np.hypot(*(s[2] - s[1] for s in spread)) / 2
+    assert both[2] - both[1] == pytest.approx(width, rel=0.1)
+
+
+def run_of(contender, task, seed, value):
+    return {"contender": contender, "task": task, "seed": seed, "return_mean": value}
+
+
+def test_rows_and_tables(bench):
+    runs = [run_of("pql:ppo", "hopper", s, 1000.0 + s) for s in (1, 2, 6)]
+    runs += [run_of("pql:pql", "hopper", s, 3000.0) for s in (1, 2, 6)]
+    runs += [run_of("sb3:ppo", "hopper", s, 500.0) for s in (1, 2)] + [run_of("sb3:ppo", "ant", 1, 10.0)]
+    rows = bench.rows_of(runs)
+    check(rows, ["hopper: sb3:ppo, median", "ant: sb3:ppo, IQM"])
+    found = {r["name"]: r for r in rows}
+    assert found["hopper: pql:ppo, median"]["value"] == 1002
+    assert found["hopper: pql:ppo, mean"]["value"] == 1003
+    assert found["hopper: pql:ppo, median"]["runs"] == 3
+    assert found["pql:ppo over sb3:ppo, all tasks: lead"]["value"] == pytest.approx(1.006)
+    lower, upper = (found[f"pql:ppo over sb3:ppo, hopper: {end} 95 %"]["value"] for end in ("lower", "upper"))
+    assert (lower, upper) == pytest.approx((1.002, 1.012))
+    assert found["pql:pql over pql:ppo, all tasks: lead"]["value"] == pytest.approx(3000 / 1003 - 1)
+    assert not any("over pql:pql" in name or ", ant:" in name for name in found)
+    text = bench.tables(rows)
+    assert "| hopper | pql:ppo | 1,002 | 1,003 | 1,002 | 3 |" in text
+    assert "| pql:ppo over sb3:ppo | hopper | +100.6% | +100.2% to +101.2% |" in text
+
+
+def test_the_zoos_settings_scale_with_the_rollout(tool):  # noqa: F811
+    peers = tool("_peers")
+    for task, zoo in peers.ZOO.items():
+        found = peers.sb3_theirs(task)
+        rollout = found["num_envs"] * found["model"]["n_steps"]
+        assert rollout / found["model"]["batch_size"] == 512 / zoo["batch_size"]
+        assert found["model"]["learning_rate"] / zoo["learning_rate"] == pytest.approx(rollout / 512)
+        assert found["model"]["gamma"] == zoo["gamma"]
+
+
+def test_a_smoke_run_of_every_kind_is_stored_and_skipped_next_time(bench, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("rsl_rl")
+    pytest.importorskip("stable_baselines3")
+    runs, path = tmp_path / "new" / "runs.jsonl", tmp_path / "rows.json"
+    command = ["--smoke", "--contenders", "pql:pql", *PEERS, "--runs", str(runs), "--json", str(path)]
+    assert bench.main(command) == 0
+    rows = json.loads(path.read_text())
+    check(rows, [f"pendulum: {name}, median" for name in ("pql:pql", *PEERS)])
+    capsys.readouterr()
+    stored = [json.loads(line) for line in runs.read_text().splitlines()]
+    assert [r["contender"] for r in stored] == ["pql:pql", *PEERS]
+    for run in stored:
+        assert len(run["returns"]) == 2
+        assert np.mean(run["returns"]) == pytest.approx(run["return_mean"])
+        assert -2000 < run["return_mean"] < 0
+        assert run["env_steps"] > 0
+        assert run["seconds"] >= 0.2
+
+    def broken(*args):
+        raise RuntimeError("ran")
+
+    monkeypatch.setattr(bench, "measure", broken)
+    runs.write_text(runs.read_text() + '{"contender": "pql')  # as an interruption would leave it
+    assert bench.main([*command[:-2], "--json", str(tmp_path / "again.json")]) == 0
+    assert json.loads((tmp_path / "again.json").read_text()) == rows
+    assert "damaged line" in capsys.readouterr().err
+    for r in stored:  # runs of other settings do not count
+        r["settings"] = "other"
+    runs.write_text("".join(json.dumps(r) + "\n" for r in stored))
+    assert bench.main(command) == 1
+    assert "failed: sb3:td3 on pendulum, seed 1: ran" in capsys.readouterr().err
+    assert bench.main([*command, "--table"]) == 1
+    assert "ran" not in capsys.readouterr().err
+
+
+def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp_path, capsys):
+    pytest.importorskip("rsl_rl")
+    path = tmp_path / "runs.jsonl"
+    command = ["--contenders", "rsl_rl:ppo", "--tasks", "pendlum", "pendulum", "--seeds", "4", "--seconds", "0.1"]
+    assert bench.main([*command, "--episodes", "3", "--runs", str(path)]) == 1
+    said = capsys.readouterr()
+    assert "failed: rsl_rl:ppo on pendlum, seed 4" in said.err
+    assert "did you mean pendulum?" in said.err
+    (run,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (run["task"], run["seed"], len(run["returns"])) == ("pendulum", 4, 3)
+    assert "| pendulum | rsl_rl:ppo |" in said.out
+
+
+@pytest.mark.skipif("ppo" not in options("algo"), reason="algo=ppo is not there")
+def test_our_sizes_in_their_names(tool):  # noqa: F811
+    from pql.compose import compose
+
+    peers, config = tool("_peers"), compose(["task=hopper", "algo=ppo", "device=cpu"])
+    rows = config.num_envs * config.algo.ppo.horizon
+    theirs, sb3 = peers.rsl_rl_ours("hopper"), peers.sb3_ours("hopper")
+    assert theirs["num_envs"] * theirs["num_steps_per_env"] == sb3["num_envs"] * sb3["model"]["n_steps"] == rows
+    assert theirs["algorithm"]["num_mini_batches"] == rows / sb3["model"]["batch_size"] == config.algo.ppo.minibatches
+    assert theirs["actor"]["hidden_dims"] == sb3["policy"]["net_arch"]["pi"] == config.algo.policy.hidden
+    assert theirs["critic"]["hidden_dims"] == sb3["policy"]["net_arch"]["vf"] == config.algo.critic.hidden
+    assert theirs["algorithm"]["desired_kl"] == config.algo.ppo.kl_target
+    for train, settings in ((peers.train_rsl_rl, theirs), (peers.train_sb3, sb3)):
+        assert train("hopper", 1, 0.01, settings).env_steps > 0
