@@ -1,0 +1,111 @@
+"""Every name in docs/migrate.md exists: ours in the schema, theirs in the libraries that are installed."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from pql.compose import GROUPS, options
+from pql.config import CHOICES, Config, leaves
+
+TEXT = (Path(__file__).parents[1] / "docs/migrate.md").read_text()
+KNOWN = dict(leaves(Config()))
+with_ppo = pytest.mark.skipif("ppo" not in options("algo"), reason="algo=ppo is not there")
+
+
+def tables():
+    """library -> rows of [theirs, here, notes], markup included."""
+    parts = re.split(r"^## (.*)$", TEXT, flags=re.M)
+    found = {}
+    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+        rows = [[c.strip() for c in line.strip("|").split("|")] for line in body.splitlines() if line.startswith("|")]
+        found[title] = rows[2:]
+    return found
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]*)`", cell)
+
+
+def test_there_are_four_tables_of_three_columns():
+    found = tables()
+    assert list(found) == ["rsl_rl", "skrl", "Stable-Baselines3", "The PQL reference code"]
+    for title, rows in found.items():
+        assert len(rows) > 25, title
+        assert {len(row) for row in rows} == {3}, title
+        assert all(quoted(row[0]) for row in rows), title
+
+
+def ours():
+    """(where, word) of every name of ours: the middle column, and dotted words anywhere else."""
+    for title, rows in tables().items():
+        for _, here, notes in rows:
+            yield from ((title, word) for word in quoted(here))
+            yield from ((title, word) for word in quoted(notes) if re.match(r"(algo|budget|replay|task|eval)\.", word))
+    intro = TEXT.split("## rsl_rl")[0]
+    yield from (("intro", word) for word in quoted(intro) if re.match(r"(algo|budget|replay|task|eval)\.", word))
+
+
+@with_ppo
+def test_every_name_on_our_side_is_in_the_schema():
+    words = list(ours())
+    assert len(words) > 150
+    for where, word in words:
+        name, equals, value = word.partition("=")
+        if equals and name in GROUPS:
+            assert value in options(name), (where, word)
+        else:
+            assert name in KNOWN or name.startswith("task.kwargs."), (where, word)
+
+
+@with_ppo
+def test_choices_named_in_the_notes_are_allowed():
+    """Rows whose notes quote plain words for a setting with choices: at least one of the words is a choice of it."""
+    checked = 0
+    for rows in tables().values():
+        for _, here, notes in rows:
+            for name in quoted(here):
+                words = [w for w in quoted(notes) if re.fullmatch(r"[a-z]+", w)]
+                if name in CHOICES and words:
+                    assert set(words) & set(CHOICES[name]), (name, words)
+                    checked += 1
+    assert checked >= 5
+
+
+def parameters(*callables):
+    return {name for c in callables for name in inspect.signature(c).parameters}
+
+
+def test_rsl_rls_names_are_its_own():
+    pytest.importorskip("rsl_rl")
+    from rsl_rl.algorithms import PPO
+    from rsl_rl.models import MLPModel, RNNModel
+    from rsl_rl.modules.distribution import GaussianDistribution
+    from rsl_rl.runners import OnPolicyRunner
+
+    known = parameters(PPO, MLPModel, RNNModel, GaussianDistribution, OnPolicyRunner.learn) | {"OnPolicyRunner", "PPO"}
+    source = inspect.getsource(inspect.getmodule(OnPolicyRunner)) + inspect.getsource(inspect.getmodule(PPO))
+    source += inspect.getsource(__import__("rsl_rl.utils.logger", fromlist=["Logger"]))
+    for theirs, *_ in tables()["rsl_rl"]:
+        for name in quoted(re.sub(r"\(.*\)", "", theirs)):  # in brackets: names of older versions
+            if name != "max_iterations":  # of the scripts that start it
+                assert name in known or f'"{name}"' in source, name
+
+
+def test_stable_baselines_names_are_its_own():
+    sb3 = pytest.importorskip("stable_baselines3")
+    from stable_baselines3.common.callbacks import EvalCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.policies import ActorCriticPolicy
+    from stable_baselines3.common.vec_env import VecNormalize
+    from stable_baselines3.td3.policies import TD3Policy
+
+    algorithms = {name: getattr(sb3, name) for name in ("PPO", "A2C", "SAC", "TD3", "DDPG")}
+    others = (ActorCriticPolicy, TD3Policy, VecNormalize, EvalCallback, make_vec_env, sb3.PPO.learn)
+    known = parameters(*algorithms.values(), *others) | algorithms.keys()
+    for theirs, *_ in tables()["Stable-Baselines3"]:
+        for name in quoted(theirs):
+            assert name in known, name
+            for of in re.findall(r"\b(PPO|A2C|SAC|TD3)\b", theirs.replace(f"`{name}`", "")):
+                assert name in parameters(algorithms[of]) or name in algorithms, (name, of)
