@@ -333,3 +333,22 @@ def test_the_host_runs_ahead_by_two_ticks_at_most():
     parts.schedule.tick()  # the third returns once the first has ended
     assert all(event.query() for event in first)
     torch.cuda.synchronize()
+
+
+def test_the_rsl_rl_wrapper_never_waits_for_the_device():
+    pytest.importorskip("rsl_rl")
+    import pql
+
+    env = pql.wrap.rsl_rl(pql.make_env("pendulum", num_envs=64, device=DEVICE, max_episode_steps=5), seed=0)
+    action = torch.zeros(64, 1, device=DEVICE)
+    env.episode_length_buf = torch.arange(64, device=DEVICE) % 5
+    env.step(action)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(12):
+            obs, reward, done, extras = env.step(action)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert obs["policy"].device.type == reward.device.type == extras["time_outs"].device.type == "cuda"
+    assert done.dtype == torch.bool
