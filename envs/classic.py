@@ -54,9 +54,11 @@ class TorchEnv:
     name: ClassVar[str]
     obs_size: ClassVar[int]
     action_size: ClassVar[int]
+    action_limit: ClassVar[float] = 1.0  # what an action of 1 is in the task's own units
     state_size: ClassVar[int]
     time_limit: ClassVar[int]
     terms: ClassVar[tuple[str, ...]]
+    dt: ClassVar[float] = 0.05  # seconds of a step
 
     def __init__(
         self,
@@ -89,11 +91,12 @@ class TorchEnv:
             name=cls.name,
             num_envs=positive("num_envs", num_envs),
             obs={"policy": ObsSpec((cls.obs_size,))},
-            action=Box(cls.action_size),
+            action=Box.within(cls.action_size, cls.action_limit),
             device=torch.device(device),
             max_episode_steps=positive("max_episode_steps", max_episode_steps),
             final_obs="always",
             log=cls.terms,
+            info={"dt": cls.dt},
         )
 
     def draw(self) -> Tensor:
@@ -181,6 +184,7 @@ class Pendulum(TorchEnv):
     name, obs_size, action_size, state_size, time_limit = "pendulum", 3, 1, 2, 200
     terms = ("angle", "speed", "torque")
     gravity, mass, length, dt, max_torque, max_speed = 10.0, 1.0, 1.0, 0.05, 2.0, 8.0
+    action_limit = max_torque
 
     def draw(self) -> Tensor:
         unit = self.uniform(2)
@@ -215,6 +219,7 @@ class CartpoleSwingup(TorchEnv):
     name, obs_size, action_size, state_size, time_limit = "cartpole_swingup", 5, 1, 4, 500
     terms = ("upright", "centred", "calm", "effort")
     gravity, mass_cart, mass_pole, half_length, max_force, dt, rail = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02, 2.4
+    action_limit = max_force
 
     def draw(self) -> Tensor:
         start = self.uniform(4) * 0.1
@@ -267,6 +272,7 @@ class BallBalance(TorchEnv):
     name, obs_size, action_size, state_size, time_limit = "ball_balance", 12, 3, 12, 500
     terms = ("centred", "calm")
     gravity, ball, plate, leg_radius, leg_range, lag = 9.81, 0.05, 0.5, 0.4, 0.05, 0.1
+    action_limit = leg_range
     stiffness, damping, friction, dt, substeps = 1500.0, 39.0, 0.8, 0.02, 4
 
     def __init__(

@@ -28,9 +28,26 @@ class ObsSpec:
 
 @dataclass(frozen=True)
 class Box:
-    """Continuous actions: ``[N, size]`` float32 in [-1, 1]; the adapter rescales to the simulator's bounds."""
+    """Continuous actions: ``[N, size]`` float32 in [-1, 1]; the adapter rescales to the simulator's bounds.
+
+    Attributes:
+        low, high: the simulator's own bounds, one pair per dimension, for an exported policy, which gives actions in
+            these; None: [-1, 1].
+    """
 
     size: int
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
+
+    @property
+    def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(low, high), [-1, 1] where none were given."""
+        return self.low or (-1.0,) * self.size, self.high or (1.0,) * self.size
+
+    @classmethod
+    def within(cls, size: int, limit: float) -> "Box":
+        """``size`` actions, each of which the simulator takes within +-``limit``."""
+        return cls(size, (-limit,) * size, (limit,) * size)
 
 
 @dataclass(frozen=True)

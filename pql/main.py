@@ -7,13 +7,13 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
 
-COMMANDS = ("train", "resume", "eval", "list", "doctor")
+COMMANDS = ("train", "resume", "eval", "export", "list", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +70,10 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT")
     evaluate.add_argument("overrides", nargs="*", help="num_envs=16 seed=0 device=cpu")
     evaluate.set_defaults(run=run_eval)
+    export = sub.add_parser("export", help="a policy as .pt2 and .onnx files: pql export RUN|CHECKPOINT formats=onnx")
+    export.add_argument("path", metavar="RUN|CHECKPOINT")
+    export.add_argument("overrides", nargs="*", help="out=FOLDER formats=pt2,onnx scale=true")
+    export.set_defaults(run=run_export)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
     listing.add_argument("what", choices=("tasks", "algos"))
     listing.set_defaults(run=run_list)
@@ -133,6 +137,19 @@ def run_eval(args: argparse.Namespace) -> int:
         "length_mean": result.length, "episodes": len(result.returns),
     }  # fmt: skip
     print(json.dumps(row, indent=1))
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from pql.export import PARITY_ROWS, TOLERANCE, export_policy
+
+    asked = parse_pairs(args.overrides, {"out": "", "formats": "pt2,onnx", "scale": True})
+    formats = str(asked["formats"]).strip("[]").replace(" ", "").split(",")
+    export = export_policy(args.path, str(asked["out"]) or None, formats, bool(asked["scale"]))
+    for file in (*export.files.values(), export.metadata):
+        print(f"{file}  {file.stat().st_size:,} bytes")
+    found = ", ".join(f"{k} {v:.3g}" for k, v in export.parity.items())
+    print(f"parity on {PARITY_ROWS:,} random observations, largest difference: {found} (at most {TOLERANCE:g})")
     return 0
 
 
@@ -200,15 +217,18 @@ def _pair(word: str) -> tuple[str, Any]:
     return parse_word(word, ("device",))
 
 
-def parse_pairs(words: Sequence[str], defaults: dict[str, int | str]) -> dict[str, int | str]:
+def parse_pairs(words: Sequence[str], defaults: Mapping[str, int | str | bool]) -> dict[str, int | str | bool]:
     """``key=value`` words for the keys of ``defaults``, of the same types."""
+    from pql.compose import parse_word
+
     out = dict(defaults)
+    text_keys = [k for k, v in defaults.items() if isinstance(v, str)]
     for word in words:
-        key, value = _pair(word)
+        key, value = parse_word(word, text_keys)
         if key not in defaults:
             raise ConfigError(key, value, f"one of {', '.join(defaults)}{nearest(key, defaults)}")
-        if type(value) is not type(defaults[key]):
-            raise ConfigError(key, value, "a whole number" if isinstance(defaults[key], int) else "text")
+        if (kind := type(defaults[key])) is not type(value):
+            raise ConfigError(key, value, {int: "a whole number", bool: "true or false", str: "text"}[kind])
         out[key] = value
     return out
 

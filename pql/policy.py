@@ -6,7 +6,7 @@ What a policy checkpoint holds is ``Policy.state_dict()``: the network and the n
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +20,41 @@ from pql.nets import Flat
 from pql.normalize import Normalizer
 from pql.types import Obs
 
+if TYPE_CHECKING:
+    from pql.export import ExportedPolicy
+
 
 class Policy:
     """A trained policy ready to act: raw observations in, actions out, normaliser included.
 
     ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1], without exploration.
+
+    A network says what it needs by two optional attributes: ``groups``, the observation groups it reads, and, where it
+    is recurrent, ``state_shapes``: name -> shape of one environment's state, zeros at an episode's start;
+    ``mean_action`` then takes (obs, state) and returns (action, state).
     """
 
     def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
         self.net, self.norm, self.spec = net, norm, spec
+        self.groups: tuple[str, ...] = tuple(getattr(net, "groups", ("policy",)))
+        self.state_shapes: dict[str, tuple[int, ...]] = dict(getattr(net, "state_shapes", {}))
 
     @torch.no_grad()
     def __call__(self, obs: Obs | Tensor) -> Tensor:
-        raw = obs["policy"] if isinstance(obs, dict) else obs
-        return self.net.mean_action(self.norm({"policy": raw}))  # type: ignore[operator]
+        return self.act(obs, {})[0]
+
+    @torch.no_grad()
+    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
+        """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
+        known = obs if isinstance(obs, dict) else {"policy": obs}
+        inputs = self.norm({k: known[k] for k in self.groups})
+        if self.state_shapes:
+            return self.net.mean_action(inputs, state)  # type: ignore[operator]
+        return self.net.mean_action(inputs), {}  # type: ignore[operator]
+
+    def initial_state(self, num_envs: int) -> Obs:
+        """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
+        return zeros(self.state_shapes, num_envs, self.norm.reward_scale.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self.net.state_dict(), "norm": self.norm.state_dict()}
@@ -43,6 +64,11 @@ class Policy:
         """Copy in place; entries that a policy does not need are passed over."""
         own, new = checkpoint.flatten(self.state_dict()), checkpoint.flatten(state)
         torch._foreach_copy_(list(own.values()), [new[k] for k in own])
+
+
+def zeros(shapes: Mapping[str, tuple[int, ...]], num_envs: int, device: torch.device) -> Obs:
+    """Name -> zeros [N, ...]."""
+    return {k: torch.zeros(num_envs, *shape, device=device) for k, shape in shapes.items()}
 
 
 def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> Policy:
@@ -59,13 +85,19 @@ def snapshot(parts: Parts) -> dict[str, Any]:
     return {"policy": parts.policy.state_dict(), "norm": parts.collector.normalizer.state_dict()}
 
 
-def load_policy(path: str | Path, device: str | torch.device = "cpu") -> Policy:
-    """The policy of a run directory or checkpoint: obs [N, D] -> action [N, A], normaliser included.
+def load_policy(path: str | Path, device: str | torch.device = "cpu") -> "Policy | ExportedPolicy":
+    """The policy of a run directory, checkpoint or export (``.pt2``, ``.onnx``): obs [N, D] -> action [N, A].
+
+    The normaliser is included, and actions are in [-1, 1], as every environment here takes them, whichever it is.
 
     Raises:
-        ConfigError: no checkpoint there, or a damaged one.
+        ConfigError: nothing of these there, a damaged one, or an export whose package is not installed.
     """
-    tensors, manifest = checkpoint.load(checkpoint.find(Path(path)))
+    if (file := Path(path)).suffix in (".pt2", ".onnx"):
+        from pql.export import ExportedPolicy
+
+        return ExportedPolicy(file, device)
+    tensors, manifest = checkpoint.load(checkpoint.find(file))
     return policy_of(tensors, manifest, device)
 
 
@@ -141,11 +173,12 @@ def _networks(state: Any) -> dict[str, Flat]:
 def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
     assert isinstance(spec.action, Box)
     groups = {k: {"shape": list(s.shape), "dtype": str(s.dtype).removeprefix("torch.")} for k, s in spec.obs.items()}
-    return {"name": spec.name, "obs": groups, "action": spec.action.size, "max_episode_steps": spec.max_episode_steps}
+    action = {"action": spec.action.size, "action_low": spec.action.low, "action_high": spec.action.high}
+    return {"name": spec.name, "obs": groups, **action, "max_episode_steps": spec.max_episode_steps}
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
     obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"])) for k, s in data["obs"].items()}
-    return EnvSpec(
-        data["name"], 1, obs, Box(data["action"]), torch.device("cpu"), max_episode_steps=data["max_episode_steps"]
-    )
+    low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
+    action, limit = Box(data["action"], low, high), data["max_episode_steps"]
+    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit)

@@ -17,7 +17,7 @@ from pql import checkpoint
 from pql.envs.toy import Counter
 from pql.errors import PqlWarning
 from pql.interrupt import Interrupt
-from pql.main import main
+from pql.main import COMMANDS, main
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], "pql: command=trian: expected one of train, resume, eval, list, doctor (did you mean train?)"),
+        (["trian"], f"pql: command=trian: expected one of {', '.join(COMMANDS)} (did you mean train?)"),
         ([], "pql: command=pql: expected other words: the following arguments are required"),
         (["--verbose"], "pql: command=pql: expected other words:"),
         (["train", "--fast"], "unrecognized arguments: --fast (pql --help)"),

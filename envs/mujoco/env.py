@@ -19,7 +19,7 @@ def describe(task: Task, num_envs: int, device: torch.device, max_episode_steps:
         name=task.name,
         num_envs=num_envs,
         obs={"policy": ObsSpec((task.obs_size,))},
-        action=Box(task.action_size),
+        action=Box.within(task.action_size, task.ctrl_limit),
         device=device,
         max_episode_steps=max_episode_steps,
         autoreset="same_step",
