@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from pql.env import Box, EnvSpec, ObsSpec
+from pql.envs import draw
+from pql.envs.draw import Drawn
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -173,7 +175,7 @@ def wrap_angle(angle: Tensor) -> Tensor:
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
-class Pendulum(TorchEnv):
+class Pendulum(Drawn, TorchEnv):
     """Torque-limited pendulum: gymnasium's Pendulum-v1, equation for equation.
 
     obs [N, 3]: cos and sin of the angle (0 is upright, rad), angular velocity (rad/s, within 8). action [N, 1]:
@@ -185,6 +187,7 @@ class Pendulum(TorchEnv):
     terms = ("angle", "speed", "torque")
     gravity, mass, length, dt, max_torque, max_speed = 10.0, 1.0, 1.0, 0.05, 2.0, 8.0
     action_limit = max_torque
+    view, paint = ((-1.3, -1.15), (1.3, 1.15)), staticmethod(draw.pendulum)
 
     def draw(self) -> Tensor:
         unit = self.uniform(2)
@@ -206,7 +209,7 @@ class Pendulum(TorchEnv):
         return Transition(torch.stack((angle, speed), 1), reward, torch.zeros_like(self._true), log)
 
 
-class CartpoleSwingup(TorchEnv):
+class CartpoleSwingup(Drawn, TorchEnv):
     """Cart-pole, started hanging: swing the pole up and balance it near the middle of the rail.
 
     Equations of Florian (2007), "Correct equations for the dynamics of the cart-pole system", without friction
@@ -220,6 +223,7 @@ class CartpoleSwingup(TorchEnv):
     terms = ("upright", "centred", "calm", "effort")
     gravity, mass_cart, mass_pole, half_length, max_force, dt, rail = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02, 2.4
     action_limit = max_force
+    view, paint = ((-3.45, -1.1), (3.45, 1.1)), staticmethod(draw.cartpole)
 
     def draw(self) -> Tensor:
         start = self.uniform(4) * 0.1
@@ -254,7 +258,7 @@ class CartpoleSwingup(TorchEnv):
         return Transition(state, reward, x.abs() > self.rail, log)
 
 
-class BallBalance(TorchEnv):
+class BallBalance(Drawn, TorchEnv):
     """Catch a falling ball on a plate carried by three legs, and hold it at rest in the middle.
 
     In the spirit of IsaacGymEnvs' BallBalance (obs 24, action 3), written as rigid-body equations: a solid sphere
@@ -273,6 +277,7 @@ class BallBalance(TorchEnv):
     terms = ("centred", "calm")
     gravity, ball, plate, leg_radius, leg_range, lag = 9.81, 0.05, 0.5, 0.4, 0.05, 0.1
     action_limit = leg_range
+    view, paint = ((-0.7, -0.5), (0.7, 0.5)), staticmethod(draw.ball_balance)
     stiffness, damping, friction, dt, substeps = 1500.0, 39.0, 0.8, 0.02, 4
 
     def __init__(

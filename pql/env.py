@@ -97,7 +97,10 @@ class VecEnv(Protocol):
 
     Optional, found by ``hasattr``: ``state_dict() -> dict`` and ``load_state_dict(d)`` for exact resume;
     ``reset_where(mask) -> Obs`` to restart single environments; ``send(action, ids)`` / ``recv() -> (ids, Step)``
-    for simulators whose environments answer in groups.
+    for simulators whose environments answer in groups; ``render(index=0, width=None, height=None)`` -> numpy uint8
+    [H, W, 3], a picture of one environment as it stands (None: a size of its own), and ``viewer(index=0)``, a window
+    with ``open``, ``show()`` and ``close()``, both for ``pql play``. A factory with a keyword ``render_mode`` is given
+    ``"rgb_array"`` there. ``spec.info["dt"]``, the seconds of a step, sets a video's speed.
     """
 
     @property

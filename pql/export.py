@@ -89,7 +89,7 @@ def export_policy(
     source = checkpoint.find(Path(path))
     tensors, manifest = checkpoint.load(source)
     policy = policy_of(tensors, manifest, "cpu")
-    folder = Path(out).expanduser() if out is not None else _home(source) / "export"
+    folder = Path(out).expanduser() if out is not None else checkpoint.home(source) / "export"
     return write(policy, describe(policy, manifest, source, scale), folder, formats)
 
 
@@ -136,11 +136,6 @@ def _need(package: str, setting: str, value: Any) -> Any:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ConfigError(setting, value, f"the package {package!r}, which is not installed: {INSTALL}") from error
-
-
-def _home(source: Path) -> Path:
-    """The run directory of a checkpoint; else the folder it lies in."""
-    return source.parent.parent if source.parent.name == "checkpoints" else source.parent
 
 
 # -- what the files say of themselves ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
 
-COMMANDS = ("train", "resume", "eval", "export", "list", "doctor")
+COMMANDS = ("train", "resume", "eval", "play", "export", "list", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,15 @@ def _format_warning(message: Warning | str, category: type[Warning], *where: Any
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for wrong usage, as for every other error, instead of argparse's own report."""
+    """One line for wrong usage, as for every other error, instead of argparse's own report.
+
+    ``flags`` may stand anywhere: argparse would end a list of settings at the first.
+    """
+
+    flags: tuple[str, ...] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(sorted(args or (), key=lambda word: word not in self.flags), namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError("command", self.prog, f"other words: {message} ({self.prog} --help)")
@@ -70,6 +78,12 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT")
     evaluate.add_argument("overrides", nargs="*", help="num_envs=16 seed=0 device=cpu")
     evaluate.set_defaults(run=run_eval)
+    play = sub.add_parser("play", help="a video of a policy: pql play RUN|CHECKPOINT episodes=1")
+    play.add_argument("path", metavar="RUN|CHECKPOINT")
+    play.add_argument("overrides", nargs="*", help="out=FILE.mp4 episodes=1 steps=N width=N height=N seed=0 device=cpu")
+    play.flags = ("--live",)
+    play.add_argument("--live", action="store_true", help="the simulator's own window instead of a video (MuJoCo)")
+    play.set_defaults(run=run_play)
     export = sub.add_parser("export", help="a policy as .pt2 and .onnx files: pql export RUN|CHECKPOINT formats=onnx")
     export.add_argument("path", metavar="RUN|CHECKPOINT")
     export.add_argument("overrides", nargs="*", help="out=FOLDER formats=pt2,onnx scale=true")
@@ -140,12 +154,27 @@ def run_eval(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_play(args: argparse.Namespace) -> int:
+    from pql.play import record_video, watch
+
+    more = {"steps": int} if args.live else {"steps": int, "width": int, "height": int, "out": str}
+    asked = parse_pairs(args.overrides, {"episodes": 1, "seed": 0, "device": "cpu"}, more)
+    if args.live:
+        watch(args.path, **asked)
+        return 0
+    video = record_video(args.path, **asked)
+    for i, (total, length) in enumerate(zip(video.returns, video.lengths, strict=True), 1):
+        print(f"episode {i}: return {total:.6g}, {length} steps")
+    print(f"{video.path}: {video.frames} frames of {video.size[0]} x {video.size[1]}, {video.fps:.4g} per second")
+    return 0
+
+
 def run_export(args: argparse.Namespace) -> int:
     from pql.export import PARITY_ROWS, TOLERANCE, export_policy
 
-    asked = parse_pairs(args.overrides, {"out": "", "formats": "pt2,onnx", "scale": True})
-    formats = str(asked["formats"]).strip("[]").replace(" ", "").split(",")
-    export = export_policy(args.path, str(asked["out"]) or None, formats, bool(asked["scale"]))
+    asked = parse_pairs(args.overrides, {"formats": "pt2,onnx", "scale": True}, {"out": str})
+    formats = asked.pop("formats").strip("[]").replace(" ", "").split(",")
+    export = export_policy(args.path, formats=formats, **asked)
     for file in (*export.files.values(), export.metadata):
         print(f"{file}  {file.stat().st_size:,} bytes")
     found = ", ".join(f"{k} {v:.3g}" for k, v in export.parity.items())
@@ -217,18 +246,20 @@ def _pair(word: str) -> tuple[str, Any]:
     return parse_word(word, ("device",))
 
 
-def parse_pairs(words: Sequence[str], defaults: Mapping[str, int | str | bool]) -> dict[str, int | str | bool]:
-    """``key=value`` words for the keys of ``defaults``, of the same types."""
+def parse_pairs(
+    words: Sequence[str], defaults: Mapping[str, int | str | bool], optional: Mapping[str, type] | None = None
+) -> dict[str, Any]:
+    """``key=value`` words for the keys of ``defaults``, of the same types, or of ``optional``, which gives types."""
     from pql.compose import parse_word
 
-    out = dict(defaults)
-    text_keys = [k for k, v in defaults.items() if isinstance(v, str)]
+    kinds = {k: type(v) for k, v in defaults.items()} | dict(optional or {})
+    out: dict[str, Any] = dict(defaults)
     for word in words:
-        key, value = parse_word(word, text_keys)
-        if key not in defaults:
-            raise ConfigError(key, value, f"one of {', '.join(defaults)}{nearest(key, defaults)}")
-        if (kind := type(defaults[key])) is not type(value):
-            raise ConfigError(key, value, {int: "a whole number", bool: "true or false", str: "text"}[kind])
+        key, value = parse_word(word, [k for k, kind in kinds.items() if kind is str])
+        if key not in kinds:
+            raise ConfigError(key, value, f"one of {', '.join(kinds)}{nearest(key, kinds)}")
+        if type(value) is not kinds[key]:
+            raise ConfigError(key, value, {int: "a whole number", bool: "true or false", str: "text"}[kinds[key]])
         out[key] = value
     return out
 

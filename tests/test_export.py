@@ -239,7 +239,7 @@ def test_failing_parity_ends_the_command_with_status_1(run: Path, monkeypatch, c
     (["formats=onxx"], "formats=onxx: expected one or more of pt2, onnx (did you mean onnx?)"),
     (["formats=pt2,pt2"], "formats=pt2,pt2: expected one or more of pt2, onnx, each once"),
     (["scale=1"], "scale=1: expected true or false"),
-    (["format=pt2"], "format=pt2: expected one of out, formats, scale (did you mean formats?)"),
+    (["format=pt2"], "format=pt2: expected one of formats, scale, out (did you mean formats?)"),
     (["out=/proc/nowhere"], "out=/proc/nowhere: expected a folder that can be written"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(run: Path, capsys, words: list[str], message: str) -> None:
