@@ -240,5 +240,6 @@ def _action_spec(space: spaces.Space) -> Box:
     bounded = isinstance(space, spaces.Box) and np.isfinite(space.low).all() and np.isfinite(space.high).all()
     if not bounded or not np.issubdtype(space.dtype, np.floating):
         raise ConfigError("action_space", space, "a Box of floats with finite bounds")
-    low, high = (tuple(b.astype(float).reshape(-1).tolist()) for b in (space.low, space.high))
-    return Box(math.prod(space.shape), low, high)
+    box = cast(spaces.Box, space)
+    low, high = (tuple(b.astype(float).reshape(-1).tolist()) for b in (box.low, box.high))
+    return Box(math.prod(box.shape), low, high)
