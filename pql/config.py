@@ -91,6 +91,8 @@ class AlgoConfig:
 class ReplayConfig:
     capacity: int = 5_000_000  # transitions, all environments together
     dtype: str = "float32"  # float32 | float16 | bfloat16: storage of floating observations (uint8 stays uint8)
+    prefill: str | None = None  # file of recorded transitions that a new run's replay starts with
+    save: bool = False  # write the replay to replay.safetensors in the run directory when a run ends
 
 
 @dataclass(frozen=True)
