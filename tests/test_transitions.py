@@ -265,12 +265,16 @@ def test_a_saved_ring_prefills_any_number_of_environments(seed, next_step):
 
 def test_a_run_saves_its_replay_and_another_starts_with_it(tmp_path, capsys):
     first, second = tmp_path / "a", tmp_path / "b"
-    more = ("task.kwargs.max_episode_steps=7", "checkpoint.replay=false")
+    more = ("task.kwargs.max_episode_steps=7",)
     assert main(["train", *words(first, *more, "replay.save=true")]) == 0
     data = load_file(first / "replay.safetensors")
     assert data["reward"].shape == (20, 16)
     assert data["final_row"].numel() == 2 * 16
-    file = tmp_path / "a" / "replay.safetensors"
+    file = first / "replay.safetensors"
+    before = file.read_bytes()
+    file.unlink()
+    assert main(["resume", str(first), "replay.save=true"]) == 0  # its budget is spent: not a step is made
+    assert file.read_bytes() == before
     capsys.readouterr()
     assert main(["train", *words(second, *more, f"replay.prefill={file}", "num_envs=8", "budget.env_steps=72")]) == 0
     assert f"replay starts with 320 transitions of {file}" in capsys.readouterr().out
