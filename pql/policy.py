@@ -36,7 +36,7 @@ class Policy:
 
     def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
         self.net, self.norm, self.spec = net, norm, spec
-        self.groups: tuple[str, ...] = tuple(getattr(net, "groups", ("policy",)))
+        self.groups: tuple[str, ...] = groups_read(net)
         self.state_shapes: dict[str, tuple[int, ...]] = dict(getattr(net, "state_shapes", {}))
 
     @torch.no_grad()
@@ -74,10 +74,16 @@ def zeros(shapes: Mapping[str, tuple[int, ...]], num_envs: int, device: torch.de
 def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> Policy:
     """An untrained policy of the config's shape."""
     device = torch.device(device)
-    norm = Normalizer({"policy": spec.obs["policy"]}, 1, device, config.algo.normalize_obs, config.task.reward_scale)
     with torch.random.fork_rng(devices=[]):  # whoever draws from torch's own generator must not notice
         net = make_policy(config, spec).to(device)
+    read = {k: spec.obs[k] for k in groups_read(net)}
+    norm = Normalizer(read, 1, device, config.algo.normalize_obs, config.task.reward_scale)
     return Policy(net, norm, spec)
+
+
+def groups_read(net: nn.Module) -> tuple[str, ...]:
+    """The observation groups that a policy network asks for."""
+    return tuple(getattr(net, "groups", ("policy",)))
 
 
 def snapshot(parts: Parts) -> dict[str, Any]:
@@ -119,9 +125,11 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
 # -- a new run from old weights -------------------------------------------------------------------------------------
 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
-               "algo.policy.layer_norm")  # fmt: skip
+               "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.channels",
+               "algo.encoder.features")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
-               "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max")  # fmt: skip
+               "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
+               "algo.critic.obs")  # fmt: skip
 
 
 def init_from(parts: Parts, source: Path) -> None:
