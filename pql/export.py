@@ -24,7 +24,7 @@ from pql import checkpoint
 from pql.config import from_dict, to_dict
 from pql.env import Box
 from pql.errors import ConfigError, RunError, nearest
-from pql.policy import Policy, policy_of, spec_from_dict, spec_to_dict, zeros
+from pql.policy import Acting, Policy, policy_of, spec_from_dict, spec_to_dict
 from pql.rundir import versions
 from pql.types import Obs
 
@@ -51,13 +51,14 @@ class Deployed(nn.Module):
 
     low: Tensor
     spread: Tensor
+    scale: bool
 
     def __init__(self, policy: Policy, scale: bool):
         super().__init__()
         self.net, self.norm = copy.deepcopy(policy.net).cpu(), copy.deepcopy(policy.norm).cpu()
         self.groups, self.states = policy.groups, tuple(policy.state_shapes)
-        assert isinstance(policy.spec.action, Box)
-        low, high = (torch.tensor(bound) for bound in policy.spec.action.bounds)
+        self.box, space = isinstance(policy.spec.action, Box), policy.spec.action
+        low, high = (torch.tensor(bound) for bound in (space.bounds if isinstance(space, Box) else ((), ())))
         self.scale = scale and not bool((low == -1).all() and (high == 1).all())
         self.register_buffer("low", low)
         self.register_buffer("spread", (high - low) / 2)
@@ -66,8 +67,9 @@ class Deployed(nn.Module):
         obs = self.norm(dict(zip(self.groups, inputs, strict=False)))
         state = dict(zip(self.states, inputs[len(self.groups) :], strict=True))
         action, state = self.net.mean_action(obs, state) if self.states else (self.net.mean_action(obs), {})  # type: ignore[operator]
-        action = action.clamp(-1, 1)
-        if self.scale:
+        if self.box:
+            action = action.clamp(-1, 1)
+        if self.box and self.scale:
             action = self.low + (action + 1) * self.spread
         return (action, *(state[k] for k in self.states))
 
@@ -144,11 +146,15 @@ def _need(package: str, setting: str, value: Any) -> Any:
 def describe(policy: Policy, manifest: Mapping[str, Any], source: Path, scale: bool) -> dict[str, Any]:
     """The metadata: in the JSON beside the files and inside both of them. ``docs/export.md`` explains every entry."""
     config, spec = from_dict(manifest["config"]), policy.spec
-    assert isinstance(spec.action, Box)
-    low, high = spec.action.bounds
     obs = [_tensor(f"obs.{k}", spec.obs[k].shape, str(spec.obs[k].dtype)) for k in policy.groups]
     states = [_tensor(f"state.{k}", s, "torch.float32") for k, s in policy.state_shapes.items()]
-    action = _tensor("action", (spec.action.size,), "torch.float32")
+    if isinstance(spec.action, Box):
+        low, high = spec.action.bounds
+        about = {"kind": "box", "size": spec.action.size, "low": low, "high": high, "scaled": scale}
+        action = _tensor("action", (spec.action.size,), "torch.float32")
+    else:
+        about = {"kind": "discrete", "size": spec.action.n, "scaled": False}
+        action = _tensor("action", (), "torch.int64")
     after = [_tensor(f"next_state.{k}", s, "torch.float32") for k, s in policy.state_shapes.items()]
     return {
         "format": "pql-policy",
@@ -158,7 +164,7 @@ def describe(policy: Policy, manifest: Mapping[str, Any], source: Path, scale: b
         "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "kwargs")},
         "inputs": [*obs, *states],
         "outputs": [action, *after],
-        "action": {"kind": "box", "size": spec.action.size, "low": low, "high": high, "scaled": scale},
+        "action": about,
         "normalizes_observations": config.algo.normalize_obs,
         "initial_state": "zeros" if states else None,
         "spec": spec_to_dict(spec),
@@ -251,7 +257,8 @@ def random_inputs(metadata: Mapping[str, Any], rows: int, model: Deployed) -> li
 def difference(policy: Policy, model: Deployed, metadata: Mapping[str, Any], function: Function) -> float:
     """Largest difference from the live policy over ``PARITY_ROWS`` rows, in batches of 1, 7 and the rest.
 
-    Actions count in units of [-1, 1] whatever the simulator's bounds; states as they are. NaN counts as infinite.
+    Actions count in units of [-1, 1] whatever the simulator's bounds, discrete ones by their numbers; states as they
+    are. NaN counts as infinite.
     """
     inputs, worst = random_inputs(metadata, PARITY_ROWS, model), 0.0
     split, to_unit = len(policy.groups), unit_map(metadata["action"], torch.device("cpu"))
@@ -261,10 +268,11 @@ def difference(policy: Policy, model: Deployed, metadata: Mapping[str, Any], fun
         action, after = policy.act(obs, state)
         got = function(batch)
         got[0] = to_unit(got[0])
-        for want, have in zip((action.clamp(-1, 1), *(after[k] for k in model.states)), got, strict=True):
-            if want.shape != have.shape:
+        action = action.clamp(-1, 1) if model.box else action
+        for want, have in zip((action, *(after[k] for k in model.states)), got, strict=True):
+            if want.shape != have.shape or want.dtype != have.dtype:
                 return float("inf")
-            worst = max(worst, float((want - have).abs().max().nan_to_num(nan=torch.inf)))
+            worst = max(worst, float((want - have).abs().max().float().nan_to_num(nan=torch.inf)))
     return worst
 
 
@@ -279,7 +287,7 @@ def _check_parity(parity: Mapping[str, float]) -> None:
 
 def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor], Tensor]:
     """What takes an export's action to [-1, 1]; ``about`` is the metadata's entry ``action``."""
-    low, high = (torch.tensor(about[end]) for end in ("low", "high"))
+    low, high = (torch.tensor(about.get(end, ())) for end in ("low", "high"))
     if not about["scaled"] or bool((low == -1).all() and (high == 1).all()):
         return lambda action: action
     low, half = low.to(device), ((high - low) / 2).to(device)
@@ -289,7 +297,7 @@ def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-class ExportedPolicy:
+class ExportedPolicy(Acting):
     """A policy read back from its export. Acts as a run's own ``Policy`` does: actions in [-1, 1].
 
     Args:
@@ -297,7 +305,7 @@ class ExportedPolicy:
         device: where tensors come from and go to. ONNX Runtime itself computes on the CPU.
 
     Attributes:
-        metadata: what ``policy.json`` holds; ``spec``: of the environment it was trained in.
+        metadata: what ``policy.json`` holds.
 
     Raises:
         ConfigError: no such file, one that is no export of pql, or a missing package.
@@ -315,19 +323,10 @@ class ExportedPolicy:
         self.state_shapes = {k.removeprefix("state."): s for k, s in inputs.items() if k.startswith("state.")}
 
     @torch.no_grad()
-    def __call__(self, obs: Obs | Tensor) -> Tensor:
-        return self.act(obs, {})[0]
-
-    @torch.no_grad()
     def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
-        """One step: (action [N, A] in [-1, 1], the state after it)."""
         known = obs if isinstance(obs, dict) else {"policy": obs}
         action, *after = self._function([*(known[k] for k in self.groups), *(state[k] for k in self.state_shapes)])
         return self._to_unit(action), dict(zip(self.state_shapes, after, strict=True))
-
-    def initial_state(self, num_envs: int) -> Obs:
-        """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
-        return zeros(self.state_shapes, num_envs, self.device)
 
 
 def _reader(path: Path) -> Function:

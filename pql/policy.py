@@ -6,7 +6,7 @@ What a policy checkpoint holds is ``Policy.state_dict()``: the network and the n
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pql import checkpoint
 from pql.build import Parts, make_policy
 from pql.config import Config, from_dict, leaves
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, show
 from pql.nets import Flat
 from pql.normalize import Normalizer
@@ -24,10 +24,56 @@ if TYPE_CHECKING:
     from pql.export import ExportedPolicy
 
 
-class Policy:
-    """A trained policy ready to act: raw observations in, actions out, normaliser included.
+class Acting:
+    """What every loaded policy does, a run's or an exported one.
 
-    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1], without exploration.
+    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration.
+
+    A recurrent policy remembers from call to call, for the same N environments: say ``policy.reset()`` before the first
+    episode, and ``policy.reset(mask)`` where others begin. :meth:`act` is the same with the state in your hands.
+
+    Attributes:
+        spec: of the environment it was trained in.
+        groups: the observation groups it reads.
+        state_shapes: name -> shape of one environment's state; empty without memory.
+    """
+
+    spec: EnvSpec
+    groups: tuple[str, ...]
+    state_shapes: dict[str, tuple[int, ...]]
+    device: torch.device
+    _state: Obs | None = None
+
+    @torch.no_grad()
+    def __call__(self, obs: Obs | Tensor) -> Tensor:
+        if not self.state_shapes:
+            return self.act(obs, {})[0]
+        count = (next(iter(obs.values())) if isinstance(obs, dict) else obs).shape[0]
+        if self._state is None:
+            self._state = self.initial_state(count)
+        elif (known := next(iter(self._state.values())).shape[0]) != count:
+            raise ValueError(f"{count} observations for a memory of {known} environments: policy.reset() starts anew")
+        action, self._state = self.act(obs, self._state)
+        return action
+
+    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
+        """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
+        raise NotImplementedError
+
+    def initial_state(self, num_envs: int) -> Obs:
+        """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
+        return {k: torch.zeros(num_envs, *shape, device=self.device) for k, shape in self.state_shapes.items()}
+
+    def reset(self, mask: Tensor | None = None) -> None:
+        """Forget: everything, or the environments of ``mask`` ([N] bool). Nothing where there is no memory."""
+        if mask is None:
+            self._state = None
+        elif self._state is not None:
+            self._state = {k: v * ~mask.view(-1, *[1] * (v.dim() - 1)) for k, v in self._state.items()}
+
+
+class Policy(Acting):
+    """A trained policy ready to act: network and normaliser.
 
     A network says what it needs by two optional attributes: ``groups``, the observation groups it reads, and, where it
     is recurrent, ``state_shapes``: name -> shape of one environment's state, zeros at an episode's start;
@@ -36,25 +82,16 @@ class Policy:
 
     def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
         self.net, self.norm, self.spec = net, norm, spec
-        self.groups: tuple[str, ...] = groups_read(net)
-        self.state_shapes: dict[str, tuple[int, ...]] = dict(getattr(net, "state_shapes", {}))
-
-    @torch.no_grad()
-    def __call__(self, obs: Obs | Tensor) -> Tensor:
-        return self.act(obs, {})[0]
+        self.groups, self.device = groups_read(net), norm.reward_scale.device
+        self.state_shapes = dict(getattr(net, "state_shapes", {}))
 
     @torch.no_grad()
     def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
-        """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
         known = obs if isinstance(obs, dict) else {"policy": obs}
         inputs = self.norm({k: known[k] for k in self.groups})
         if self.state_shapes:
             return self.net.mean_action(inputs, state)  # type: ignore[operator]
         return self.net.mean_action(inputs), {}  # type: ignore[operator]
-
-    def initial_state(self, num_envs: int) -> Obs:
-        """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
-        return zeros(self.state_shapes, num_envs, self.norm.reward_scale.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self.net.state_dict(), "norm": self.norm.state_dict()}
@@ -64,11 +101,6 @@ class Policy:
         """Copy in place; entries that a policy does not need are passed over."""
         own, new = checkpoint.flatten(self.state_dict()), checkpoint.flatten(state)
         torch._foreach_copy_(list(own.values()), [new[k] for k in own])
-
-
-def zeros(shapes: Mapping[str, tuple[int, ...]], num_envs: int, device: torch.device) -> Obs:
-    """Name -> zeros [N, ...]."""
-    return {k: torch.zeros(num_envs, *shape, device=device) for k, shape in shapes.items()}
 
 
 def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> Policy:
@@ -179,14 +211,17 @@ def _networks(state: Any) -> dict[str, Flat]:
 
 
 def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
-    assert isinstance(spec.action, Box)
+    box = spec.action if isinstance(spec.action, Box) else None
+    action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
+    bounds = {"action_low": box.low, "action_high": box.high} if box else {}
     groups = {k: {"shape": list(s.shape), "dtype": str(s.dtype).removeprefix("torch.")} for k, s in spec.obs.items()}
-    action = {"action": spec.action.size, "action_low": spec.action.low, "action_high": spec.action.high}
-    return {"name": spec.name, "obs": groups, **action, "max_episode_steps": spec.max_episode_steps}
+    limit = {"max_episode_steps": spec.max_episode_steps}
+    return {"name": spec.name, "obs": groups, "action": action, **bounds, **limit}
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
     obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"])) for k, s in data["obs"].items()}
     low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
-    action, limit = Box(data["action"], low, high), data["max_episode_steps"]
+    size, limit = data["action"], data["max_episode_steps"]
+    action = Discrete(size["discrete"]) if isinstance(size, dict) else Box(size, low, high)
     return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit)

@@ -16,7 +16,7 @@ from torch import nn
 
 import pql
 from pql import export
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, RunError
 from pql.export import Deployed, difference, export_policy, random_inputs, unit_map, write
 from pql.main import main
@@ -128,13 +128,13 @@ class Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.cell, self.out = nn.LSTMCell(4 + 12, 5), nn.Linear(5, 2)
-        self.off = 0.0
+        self.gain, self.off = 8.0, 0.0
 
     def mean_action(self, obs, state):
         x = torch.cat((obs["policy"], obs["frame"].float().flatten(1) / 255), 1)
         h, c = self.cell(x, (state["h"], state["c"]))
         off = self.off if torch.compiler.is_exporting() else 0.0
-        return 8 * self.out(h) + off, {"h": h, "c": c}
+        return self.gain * self.out(h) + off, {"h": h, "c": c}
 
 
 @pytest.fixture
@@ -177,6 +177,58 @@ def test_recurrent_policy_carries_its_state_from_step_to_step(remembering: Polic
             torch.testing.assert_close(got, action.clamp(-1, 1), atol=1e-5, rtol=0)
             torch.testing.assert_close(states[i], states[0], atol=1e-5, rtol=0)
     assert states[0]["h"].abs().max() > 0.1
+
+
+def test_loaded_policies_remember_from_call_to_call_and_forget_on_demand(remembering: Policy, tmp_path: Path) -> None:
+    remembering.net.gain = 1.0
+    write(remembering, metadata_of(remembering), tmp_path, ("onnx",))
+    gen = torch.Generator().manual_seed(3)
+    obs = {"policy": torch.rand(2, 4, generator=gen) * 9 + 5,
+           "frame": torch.randint(256, (2, 3, 4), generator=gen, dtype=torch.uint8)}  # fmt: skip
+    for policy in (remembering, pql.load_policy(tmp_path / "policy.onnx")):
+        first, second = policy(obs), policy(obs)
+        assert (first - second).abs().max() > 0.01
+        policy.reset(torch.tensor([True, False]))
+        third = policy(obs)
+        torch.testing.assert_close(third[0], first[0])
+        assert (third[1] - second[1]).abs().max() > 1e-3
+        policy.reset()
+        torch.testing.assert_close(policy(obs), first)
+        with pytest.raises(ValueError, match=r"1 observations for a memory of 2 .* policy.reset\(\) starts anew"):
+            policy({k: v[:1] for k, v in obs.items()})
+
+
+class Choosing(nn.Module):
+    """One of three actions, and a limit that only other runtimes obey."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 3)
+        self.shift = 0
+
+    def mean_action(self, obs):
+        action = self.net(obs["policy"]).argmax(-1)
+        return (action + self.shift) % 3 if torch.compiler.is_exporting() else action
+
+
+def test_discrete_actions_leave_as_whole_numbers(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    obs = {"policy": ObsSpec((2,))}
+    policy = Policy(Choosing(), Normalizer(obs, 1, CPU), EnvSpec("made up", 1, obs, Discrete(3), CPU))
+    metadata = metadata_of(policy)
+    assert metadata["action"] == {"kind": "discrete", "size": 3, "scaled": False}
+    assert metadata["outputs"] == [{"name": "action", "shape": ["batch"], "dtype": "int64"}]
+    write(policy, metadata, tmp_path, ("pt2", "onnx"))
+    x = torch.randn(50, 2) * 3
+    want = policy(x)
+    assert {*want.tolist()} == {0, 1, 2}
+    for f in ("pt2", "onnx"):
+        loaded = pql.load_policy(tmp_path / f"policy.{f}")
+        assert loaded.spec.action == Discrete(3)
+        assert torch.equal(loaded(x), want)
+    policy.net.shift = 1
+    with pytest.raises(RunError, match=r"differs from the live policy by [12] on"):
+        write(policy, metadata, tmp_path, ("onnx",))
 
 
 def test_an_export_that_differs_is_refused_and_the_one_before_it_stays(remembering: Policy, tmp_path: Path) -> None:
