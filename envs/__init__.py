@@ -7,7 +7,9 @@ a module needs. A package of yours adds names through the entry-point group ``pq
 BUILTIN = {
     "counter": "pql.envs.toy:Counter",
     "lqr": "pql.envs.toy:LQR",
+    "recall": "pql.envs.toy:Recall",
     "pendulum": "pql.envs.classic:Pendulum",
+    "cartpole": "pql.envs.classic:Cartpole",
     "cartpole_swingup": "pql.envs.classic:CartpoleSwingup",
     "ball_balance": "pql.envs.classic:BallBalance",
     "halfcheetah": "pql.envs.mujoco:halfcheetah",

@@ -1,4 +1,4 @@
-"""Classic control as batched torch code: pendulum, cart-pole swing-up, ball balance. Any device, any number of envs.
+"""Classic control as batched torch code: pendulum, cart-poles, ball balance. Any device, any number of envs.
 
 Nothing here waits for the device: shapes are static, resets are masked, and every step draws fresh start states
 for all rows, so the random stream does not depend on who ended. State lives at fixed addresses and is written in
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.envs import draw
 from pql.envs.draw import Drawn
 from pql.errors import ConfigError
@@ -55,7 +55,8 @@ class TorchEnv:
 
     name: ClassVar[str]
     obs_size: ClassVar[int]
-    action_size: ClassVar[int]
+    action_size: ClassVar[int]  # dimensions; or, where ``discrete``, the number of actions
+    discrete: ClassVar[bool] = False
     action_limit: ClassVar[float] = 1.0  # what an action of 1 is in the task's own units
     state_size: ClassVar[int]
     time_limit: ClassVar[int]
@@ -93,7 +94,7 @@ class TorchEnv:
             name=cls.name,
             num_envs=positive("num_envs", num_envs),
             obs={"policy": ObsSpec((cls.obs_size,))},
-            action=Box.within(cls.action_size, cls.action_limit),
+            action=Discrete(cls.action_size) if cls.discrete else Box.within(cls.action_size, cls.action_limit),
             device=torch.device(device),
             max_episode_steps=positive("max_episode_steps", max_episode_steps),
             final_obs="always",
@@ -110,7 +111,7 @@ class TorchEnv:
         raise NotImplementedError
 
     def advance(self, state: Tensor, action: Tensor) -> Transition:
-        """One control step from ``state`` under ``action`` ([N, A] in [-1, 1]); writes to neither."""
+        """One control step from ``state`` under ``action`` ([N, A] in [-1, 1], or [N] int64); writes to neither."""
         raise NotImplementedError
 
     def uniform(self, width: int) -> Tensor:
@@ -132,7 +133,7 @@ class TorchEnv:
 
     @torch.no_grad()
     def step(self, action: Tensor) -> Step:
-        state, reward, terminated, log = self.advance(self._state, action.clamp(-1, 1))
+        state, reward, terminated, log = self.advance(self._state, action if self.discrete else action.clamp(-1, 1))
         self._steps += 1
         truncated = (self._steps >= self._limit) & ~terminated
         done = terminated | truncated
@@ -256,6 +257,39 @@ class CartpoleSwingup(Drawn, TorchEnv):
         reward = log["upright"] * log["centred"] * log["calm"] * log["effort"]
         state = torch.stack((x, x_dot, wrap_angle(angle), angle_dot), 1)
         return Transition(state, reward, x.abs() > self.rail, log)
+
+
+class Cartpole(Drawn, TorchEnv):
+    """Cart-pole, started upright: gymnasium's CartPole-v1, equation for equation. Discrete actions.
+
+    obs [N, 4]: cart position (m), cart velocity (m/s), pole angle (0 is upright, rad), pole velocity (rad/s).
+    action [N] int64: 0 pushes the cart left, 1 right, with 10 N. reward = 1 on every row. Terminates where the cart is
+    2.4 m from the middle or the pole 12 degrees from upright; 500 steps of 0.02 s (Euler).
+    """
+
+    name, obs_size, action_size, state_size, time_limit = "cartpole", 4, 2, 4, 500
+    terms, discrete = (), True
+    gravity, mass_cart, mass_pole, half_length, force, dt = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
+    rail, tilt = 2.4, math.radians(12)
+    view, paint = ((-3.45, -1.1), (3.45, 1.1)), staticmethod(draw.cartpole)
+
+    def draw(self) -> Tensor:
+        return self.uniform(4) * 0.05
+
+    def observe(self, state: Tensor) -> Tensor:
+        return state.clone()
+
+    def advance(self, state: Tensor, action: Tensor) -> Transition:
+        x, x_dot, angle, angle_dot = state.unbind(1)
+        total, moment = self.mass_cart + self.mass_pole, self.mass_pole * self.half_length
+        sin, cos = angle.sin(), angle.cos()
+        push = ((2 * action - 1) * self.force + moment * angle_dot**2 * sin) / total
+        angle_acc = (self.gravity * sin - cos * push) / (self.half_length * (4 / 3 - self.mass_pole * cos**2 / total))
+        x_acc = push - moment * angle_acc * cos / total
+        change = torch.stack((x_dot, x_acc, angle_dot, angle_acc), 1)
+        state = state + self.dt * change
+        fell = (state[:, 0].abs() > self.rail) | (state[:, 2].abs() > self.tilt)
+        return Transition(state, torch.ones_like(x), fell, {})
 
 
 class BallBalance(Drawn, TorchEnv):

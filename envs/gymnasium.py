@@ -1,4 +1,5 @@
-"""Any gymnasium environment with continuous actions, N copies of it, in this process or in one process each.
+"""Any gymnasium environment with bounded continuous or discrete actions, N copies of it, in this process or in
+one process each.
 
 Host code: every step waits for the actions, steps the environments and stages what they return through host buffers
 (pinned for a CUDA device). Episode ends and observations follow ``pql.types.Step`` in both of gymnasium's autoreset
@@ -17,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step
 
@@ -85,9 +86,9 @@ class GymnasiumVec:
         wrappers = [CopyObservation] if autoreset == "same_step" else []
         self._envs = gymnasium.make_vec(id, num_envs, vectorization, vector, wrappers, **(kwargs or {}))
         self._next = autoreset == "next_step"
-        box = cast(spaces.Box, self._envs.single_action_space)
-        self._low, self._high = (bound.astype(np.float64).reshape(-1) for bound in (box.low, box.high))
-        self._action_shape, self._action_dtype = (num_envs, *box.shape), box.dtype
+        self._space = self._envs.single_action_space
+        if isinstance(self._space, spaces.Box):
+            self._low, self._high = (b.astype(np.float64).reshape(-1) for b in (self._space.low, self._space.high))
         self._obs, self._final = ({k: self._stage(v.shape, v.dtype) for k, v in self.spec.obs.items()} for _ in "of")
         self._reward = self._stage((), torch.float32)
         self._flags = Stage((4, num_envs), torch.bool, device)
@@ -185,10 +186,12 @@ class GymnasiumVec:
         self._envs.close()
 
     def _rescale(self, action: Tensor) -> np.ndarray:
-        """[N, A] in [-1, 1] -> [N, ...] within the environment's bounds; waits for the device."""
+        """[N, A] in [-1, 1] -> [N, ...] within the environment's bounds, or [N] from 0; waits for the device."""
+        if isinstance(self._space, spaces.Discrete):
+            return action.detach().cpu().numpy() + self._space.start
         unit = action.detach().cpu().numpy().astype(np.float64).clip(-1, 1)
         scaled = self._low + (unit + 1) / 2 * (self._high - self._low)
-        return scaled.clip(self._low, self._high).reshape(self._action_shape).astype(self._action_dtype)
+        return scaled.clip(self._low, self._high).reshape(-1, *(self._space.shape or ())).astype(self._space.dtype)
 
     def _fill(self, stages: dict[str, Stage], obs: Any) -> dict[str, Stage]:
         for name, values in _groups(obs).items():
@@ -236,10 +239,12 @@ def _obs_spec(space: spaces.Space) -> dict[str, ObsSpec]:
     return groups
 
 
-def _action_spec(space: spaces.Space) -> Box:
+def _action_spec(space: spaces.Space) -> Box | Discrete:
+    if isinstance(space, spaces.Discrete):
+        return Discrete(int(space.n))
     bounded = isinstance(space, spaces.Box) and np.isfinite(space.low).all() and np.isfinite(space.high).all()
     if not bounded or not np.issubdtype(space.dtype, np.floating):
-        raise ConfigError("action_space", space, "a Box of floats with finite bounds")
+        raise ConfigError("action_space", space, "a Box of floats with finite bounds, or Discrete")
     box = cast(spaces.Box, space)
     low, high = (tuple(b.astype(float).reshape(-1).tolist()) for b in (box.low, box.high))
     return Box(math.prod(box.shape), low, high)

@@ -1,4 +1,5 @@
-"""Environments whose answers are known: ``Counter`` (every row computable by hand) and ``LQR`` (Q* in closed form).
+"""Environments whose answers are known: ``Counter`` (every row computable by hand), ``LQR`` (Q* in closed form) and
+``Recall`` (needs a memory).
 
 They are for tests of collectors, replay and learners, and as the smallest examples of the environment contract.
 """
@@ -170,6 +171,31 @@ class Counter:
         self._episode.copy_(state["episode"])
         self._step.copy_(state["step"])
         self._pending.copy_(state["pending"])
+
+
+class Recall(TorchEnv):
+    """A cue of -1 or 1 in the first observation, then nothing; the last action is worth cue * action.
+
+    obs [N, 2]: cue (0 after the first row), rows so far / the time limit. action [N, 1] in [-1, 1]. The best return is
+    1, and 0 without a memory. The row on the time limit terminates.
+    """
+
+    name, obs_size, action_size, state_size, time_limit = "recall", 2, 1, 2, 6
+    terms = ()
+
+    def draw(self) -> Tensor:
+        cue = torch.where(self.uniform(1) < 0, -1.0, 1.0)
+        return torch.cat((cue, torch.zeros_like(cue)), 1)
+
+    def observe(self, state: Tensor) -> Tensor:
+        cue, row = state.unbind(1)
+        return torch.stack((torch.where(row == 0, cue, 0.0), row / self._limit), 1)
+
+    def advance(self, state: Tensor, action: Tensor) -> Transition:
+        cue, row = state.unbind(1)
+        last = row + 1 >= self._limit
+        reward = torch.where(last, cue * action[:, 0], 0.0)
+        return Transition(torch.stack((cue, row + 1), 1), reward, last, {})
 
 
 class LQR(TorchEnv):

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos import ddpg, sac
-from pql.collect import ActFunction, Collector
+from pql.collect import ActFunction, Collector, NoisyActor
 from pql.config import Config, resolve_device
 from pql.dist import squashed_gaussian
 from pql.encoders import custom_network, groups_of, make_encoder
@@ -26,11 +26,14 @@ from pql.machine import (
 )  # fmt: skip
 from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy
 from pql.normalize import Normalizer
+from pql.onpolicy import ROLLOUT
 from pql.optim import AdamW
 from pql.replay import Cursor, Replay, preflight
 from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Trace, tick_counts
 from pql.slots import WeightSlot
 from pql.types import Batch, Obs, ObsBatch, split
+from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer
+from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker
 
 
@@ -42,19 +45,27 @@ class Parts:
     env: VecEnv
     counts: Counts
     collector: Collector
-    learners: dict[str, Learner]  # "v", "p"
+    learners: dict[str, Learner]  # "v", "p"; or "learner" where one trains both
     jobs: dict[str, LearnerJob]
     cursors: dict[str, Cursor]
+    gauges: dict[str, Tensor]  # 0-dim, for the log
     slots: dict[str, WeightSlot]
     workers: dict[str, Worker]
     schedule: Schedule
-    policy: Flat  # the policy that is evaluated and saved
+    policy: Flat | nn.Module  # the policy that is evaluated and saved
 
     def prepare(self) -> None:
         """Capture graphs where they are on. Before the first reset."""
         self.collector.prepare()
         for job in self.jobs.values():
             job.graph.prepare()
+
+    def updates(self) -> dict[str, int]:
+        """Updates so far of the critic ("v") and of the policy ("p"); one learner's may be both."""
+        return {
+            what: sum(job.updates for job in self.jobs.values() if what in (job.learner.trains or (job.learner.name,)))
+            for what in ("v", "p")
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next tick depends on."""
@@ -68,7 +79,8 @@ class Parts:
         for k, learner in self.learners.items():
             learner.state.load_state_dict(state["learners"][k]["state"])
             learner.gen.set_state(state["learners"][k]["gen"].cpu())
-            self.cursors[k].lost.copy_(state["lost"][k])
+        for k, cursor in self.cursors.items():
+            cursor.lost.copy_(state["lost"][k])
         self.begin(ticks)
 
     def begin(self, ticks: int = 0) -> None:
@@ -76,13 +88,6 @@ class Parts:
         self.schedule.ticks = ticks
         for slot in self.slots.values():
             slot.reload(ticks)
-
-
-def seeds(seed: int) -> dict[str, int]:
-    """One seed -> a seed for every generator and for the simulator."""
-    root = torch.Generator().manual_seed(seed)
-    names = ("init", "env", "collector", "v", "p", "eval")
-    return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
 
 
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
@@ -121,51 +126,37 @@ def build(
     Raises:
         ConfigError: something cannot work together, before any simulator starts where its spec can be had.
     """
-    devices = worker_devices(config)
+    family = FAMILIES[config.algo.family]
+    devices = worker_devices(config, family.learners)
     set_precision(config.placement)
     keep_freed_memory()
     if config.cuda_graphs == "on" and any(d.type != "cuda" for d in devices.values()):
         raise ConfigError("cuda_graphs", "on", "auto or off where a worker sits on the CPU")
-    counts = tick_counts(config.algo.v_per_step, config.algo.p_per_v)
+    counts = family.counts(config)
+    home = devices[family.learners[0]]
     spec = env.spec if env is not None else describe_env(config, devices["collector"])
-    rows = check_spec(config, spec, counts, devices["v"]) if spec is not None else 0
+    rows = family.check(config, spec, counts, home) if spec is not None else 0
     started = env if env is not None else build_env(config)
     try:
-        rows = rows or check_spec(config, started.spec, counts, devices["v"])
-        return _wire(config, started, counts, rows, devices, trace, executor)
+        rows = rows or family.check(config, started.spec, counts, home)
+        wiring = family.wire(config, started, counts, rows, devices, config.cuda_graphs != "off")
+        return _assemble(config, started, wiring, counts, devices, trace, executor)
     except BaseException:
         if env is None:
             started.close()
         raise
 
 
-def _wire(
-    config: Config, env: VecEnv, counts: Counts, rows: int, devices: dict[str, torch.device],
+def _assemble(
+    config: Config, env: VecEnv, wiring: Wiring, counts: Counts, devices: Devices,
     trace: Trace | None, executor: Executor | None,
 ) -> Parts:  # fmt: skip
-    spec, algo, seed = env.spec, config.algo, seeds(config.seed)
-    gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
-    policy, critic = make_networks(config, spec, seed["init"])
-    normalizer = Normalizer(
-        spec.obs, spec.num_envs, devices["collector"], algo.normalize_obs, config.task.reward_scale * algo.reward_scale,
-        algo.gamma if algo.normalize_reward else None,
-    )  # fmt: skip
-    replays = [make_replay(config, spec, rows, counts, devices["v"])]
-    if devices["p"] != devices["v"]:
-        replays.append(make_replay(config, spec, rows, counts, devices["p"], obs_only=True))
-    capture = config.cuda_graphs != "off"
-    collector = make_collector(config, env, policy, normalizer, replays, gens["collector"], capture)
-    roles = {
-        "v": value_role(config, policy, critic, normalizer, replays[0], gens["v"]),
-        "p": policy_role(config, policy, critic, normalizer, replays[-1], gens["p"]),
-        "collector": Role(pulls={"policy": [Flat(collector.policy).data]}, owns={
-            "norm": normalizer.frozen(), "rows": replays[0].live.tensors()}),
-    }  # fmt: skip
+    """Slots, jobs, workers and a schedule around a family's wiring."""
+    collector, roles, capture = wiring.collector, wiring.roles, config.cuda_graphs != "off"
     slots = {name: WeightSlot(name, source) for role in roles.values() for name, source in role.owns.items()}
-    rounds = counts.rounds if algo.schedule == "lockstep" else 1
+    rounds = counts.rounds if config.algo.schedule == "lockstep" else 1
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
-    sizes = {"v": counts.v // rounds, "p": counts.p // rounds}
-    jobs = {w: LearnerJob(learners[w], sizes[w], devices[w], capture) for w in learners}
+    jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
     threads = thread_counts(config)
     workers = {
         # Learners first: a simulator that blocks the launching host then overlaps with queued learner work.
@@ -176,23 +167,42 @@ def _wire(
         for w, role in roles.items()
     }  # fmt: skip
     schedule: Schedule
-    if algo.schedule == "lockstep":
+    if config.algo.schedule == "lockstep":
         schedule = Lockstep(workers, counts, executor or Inline())
     else:
         schedule = Concurrent(workers, counts, executor or make_executor(config.placement, devices))
     cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
-    best = cast(ddpg.PolicyState, learners["p"].state).policy
-    return Parts(config, env, counts, collector, learners, jobs, cursors, slots, workers, schedule, best)
+    return Parts(
+        config, env, counts, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy
+    )
 
 
-@dataclass
-class Role:
-    """One worker's algorithmic side: private tensors by the slot that fills them, and what it owns."""
+# -- off-policy -----------------------------------------------------------------------------------------------------
 
-    pulls: dict[str, list[Tensor]]
-    owns: dict[str, list[Tensor]]
-    learner: Learner | None = None
-    cursor: Cursor | None = None
+
+def wire_replay(
+    config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
+) -> Wiring:  # fmt: skip
+    """DDPG's and SAC's family: a V-learner and a P-learner on a replay."""
+    spec, seed = env.spec, seeds(config.seed)
+    gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
+    policy, critic = make_networks(config, spec, seed["init"])
+    normalizer = make_normalizer(config, spec, devices["collector"])
+    replays = [make_replay(config, spec, rows, counts, devices["v"])]
+    if devices["p"] != devices["v"]:
+        replays.append(make_replay(config, spec, rows, counts, devices["p"], obs_only=True))
+    collector = make_collector(config, env, policy, normalizer, replays, gens["collector"], capture)
+    roles = {
+        "v": value_role(config, policy, critic, normalizer, replays[0], gens["v"]),
+        "p": policy_role(config, policy, critic, normalizer, replays[-1], gens["p"]),
+        "collector": Role(pulls={"policy": [Flat(collector.actor.policy).data]}, owns={
+            "norm": normalizer.frozen(), "rows": replays[0].live.tensors()}),
+    }  # fmt: skip
+    cursor, learner = roles["v"].cursor, roles["p"].learner
+    assert cursor is not None
+    assert learner is not None
+    best = cast(ddpg.PolicyState, learner.state).policy
+    return Wiring(collector, roles, best, {"replay/bootstrap_lost": cursor.lost})
 
 
 def value_role(
@@ -207,7 +217,7 @@ def value_role(
         smoothing=algo.smoothing, smoothing_clip=algo.smoothing_clip, atoms=make_atoms(config, device),
     )  # fmt: skip
     replay.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
-    mine, cursor, private = copy.deepcopy(policy).to(device), Cursor(replay.num_envs, device), clone_norm(norm, device)
+    mine, cursor, private = copy.deepcopy(policy).to(device), Cursor(replay.num_envs, device), norm.copy_to(device)
     source = "target_policy" if algo.policy.target else "policy"
     pulls: dict[str, list[Tensor]] = {source: [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
 
@@ -233,7 +243,7 @@ def policy_role(
     algo, net, device = config.algo, config.algo.policy, replay.device
     flat = Flat(copy.deepcopy(policy).to(device), trained=True)
     optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay)
-    mine, cursor, private = copy.deepcopy(critic).to(device), Cursor(replay.num_envs, device), clone_norm(norm, device)
+    mine, cursor, private = copy.deepcopy(critic).to(device), Cursor(replay.num_envs, device), norm.copy_to(device)
     pulls: dict[str, list[Tensor]] = {"critic": [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
     inputs = ddpg.PolicyInputs(mine, make_atoms(config, device))
     owns: dict[str, list[Tensor]] = {"policy": [flat.data]}
@@ -264,11 +274,6 @@ def policy_role(
     return Role(pulls, owns, Learner("p", plain, ddpg.policy_update, draw, inputs, gen), cursor)
 
 
-def clone_norm(norm: Normalizer, device: torch.device) -> Normalizer:
-    """A private copy for a reader: only the frozen tensors are ever filled."""
-    return copy.deepcopy(norm).to(device)
-
-
 def make_atoms(config: Config, device: torch.device) -> Tensor | None:
     """The categorical critic's support [Z], or None for a scalar critic."""
     net = config.algo.critic
@@ -284,6 +289,11 @@ def make_networks(config: Config, spec: EnvSpec, seed: int) -> tuple[nn.Module, 
 
 def make_policy(config: Config, spec: EnvSpec) -> nn.Module:
     """The policy network alone, freshly initialised."""
+    return FAMILIES[config.algo.family].policy(config, spec)
+
+
+def make_action_policy(config: Config, spec: EnvSpec) -> nn.Module:
+    """DDPG's policy, or SAC's."""
     net = config.algo.policy
     if net.net is not None:
         return custom_network(config, spec, "policy")
@@ -331,7 +341,8 @@ def make_collector(
         explore.kind, explore.low, explore.high, spec.num_envs, cast(Box, spec.action).size, spec.device, explore.repeat
     )
     act: ActFunction = act_stochastic if config.algo.family == "sac" else act_deterministic
-    return Collector(env, copy.deepcopy(policy).to(spec.device), act, norm, noise, replays, gen, capture)
+    actor = NoisyActor(copy.deepcopy(policy).to(spec.device), act, noise, spec)
+    return Collector(env, actor, norm, replays, gen, capture)
 
 
 def act_deterministic(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
@@ -353,9 +364,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
         raise ConfigError(
             "task", config.task.name, f"a task with bounded continuous actions; this one has {spec.action}"
         )
-    for which in ("policy", "critic"):
-        if getattr(config.algo, which).net is None:
-            groups_of(config, spec, which)
+    check_obs(config, spec)
     replay = config.replay
     rows = preflight(
         spec.obs, spec.action.size, spec.num_envs, replay.capacity, counts.horizon, spec.max_episode_steps,
@@ -368,3 +377,9 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
             f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
         )  # fmt: skip
     return rows
+
+
+REPLAY = Family(
+    ("v", "p"), lambda c: tick_counts(c.algo.v_per_step, c.algo.p_per_v), check_spec, wire_replay, make_action_policy
+)
+FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT}

@@ -5,7 +5,7 @@ Hydra and OmegaConf are imported here and nowhere else, and only when called.
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,35 @@ def compose(overrides: Sequence[str]) -> Config:
     device = resolve_device(str(values.get("device", "auto")))
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
-    return _overlay(_load_presets({"scale": "cpu" if device == "cpu" else "gpu", **presets}), values)
+    config = _overlay(_load_presets({"scale": "cpu" if device == "cpu" else "gpu", **presets}), values)
+    check_used(config, values)
+    return config
+
+
+NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.",
+           "critic.ensemble", "critic.atoms", "critic.v_min", "critic.v_max", "critic.tau", "critic.lr",
+           "critic.weight_decay", "critic.grad_clip", "policy.target", "policy.tau", "policy.reduce")  # fmt: skip
+
+
+def check_used(config: Config, names: Iterable[str]) -> None:
+    """Refuse settings that this algorithm reads nowhere, of those that somebody asked for by name.
+
+    Raises:
+        ConfigError: names the first, and what does its job here.
+    """
+    instead = {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
+               "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
+               "critic.grad_clip": "algo.policy.grad_clip, of the one optimiser"}  # fmt: skip
+    ppo = config.algo.family == "ppo"
+    values = dict(leaves(config))
+    for name in names:
+        part = name.removeprefix("algo.")
+        hit = next((k for k in NOT_PPO if part == k or (k.endswith(".") and part.startswith(k))), None)
+        if name.startswith("algo.ppo.") and not ppo:
+            raise ConfigError(name, values[name], f"algo=ppo or a2c with it; algo={config.algo.name} does not read it")
+        if name.startswith("algo.") and ppo and hit:
+            more = f": see {instead[hit]}" if hit in instead else ""
+            raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it{more}")
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")

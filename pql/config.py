@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, nearest, show
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,34 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True)
+class PpoConfig:
+    horizon: int = 16  # steps of every environment per tick: the rollout's rows
+    epochs: int = 4  # passes over a rollout
+    minibatches: int = 2  # equal parts of a rollout (of its environments, where recurrent), one update each
+    gae_lambda: float = 0.95
+    clip: float | None = 0.2  # of the probability ratio; null: the plain policy gradient
+    value_clip: float | None = None  # largest change of a value within a tick, in units of normalised values
+    value_coef: float = 1.0  # times the mean squared error of values
+    entropy_coef: float = 0.0
+    normalize_advantage: bool = True  # over the whole rollout
+    normalize_value: bool = True  # the critic predicts returns less their running mean, over their running deviation
+    squash: bool = False  # tanh of a Gaussian; false: the Gaussian clamped to [-1, 1]. Continuous actions only
+    init_std: float = 1.0  # of that Gaussian, at first
+    shared: bool = False  # the critic takes the policy's last hidden layer
+    lstm: int | None = None  # units of an LSTM before the hidden layers; null: no memory
+    optimizer: str = "adam"  # adam | rmsprop
+    lr_schedule: str = "adaptive"  # adaptive: by the KL | fixed | linear: to 0
+    kl_target: float = 0.01  # adaptive: the mean KL that the learning rate is steered to
+    kl_stop: float | None = None  # a tick's remaining updates change nothing once the KL is above this
+    anneal_steps: int | None = None  # linear: env steps (warm-up not counted) over which the learning rate falls to 0
+    anneal_clip: bool = False  # linear: the clip range falls with it
+    amp: bool = False  # networks in bfloat16 (autocast), acting included
+
+
+@dataclass(frozen=True)
 class AlgoConfig:
     name: str = "pql"  # the preset's name
-    family: str = "ddpg"  # ddpg | sac: which update functions
+    family: str = "ddpg"  # ddpg | sac | ppo: which update functions
     schedule: str = "concurrent"  # concurrent | lockstep
     batch_size: int = 8192
     n_step: int = 3
@@ -94,6 +119,7 @@ class AlgoConfig:
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     explore: ExploreConfig = field(default_factory=ExploreConfig)
     sac: SacConfig = field(default_factory=SacConfig)
+    ppo: PpoConfig = field(default_factory=PpoConfig)
 
 
 @dataclass(frozen=True)
@@ -171,12 +197,14 @@ class Config:
 
 
 CHOICES = {
-    "algo.family": ("ddpg", "sac"),
+    "algo.family": ("ddpg", "sac", "ppo"),
     "algo.schedule": ("concurrent", "lockstep"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
     "algo.policy.activation": ("relu", "elu", "silu", "tanh"),
     "algo.policy.reduce": ("min", "mean", "first"),
     "algo.explore.kind": ("mixed", "fixed", "redrawn", "none"),
+    "algo.ppo.optimizer": ("adam", "rmsprop"),
+    "algo.ppo.lr_schedule": ("adaptive", "fixed", "linear"),
     "replay.dtype": ("float32", "float16", "bfloat16"),
     "placement.executor": ("auto", "threads", "inline", "streams"),
     "placement.matmul": ("fast", "exact"),
@@ -194,7 +222,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.gamma": (0, 1, True),
     "algo.v_per_step": (0, 1000, False),
     "algo.p_per_v": (0, 1000, False),
-    "algo.warmup_steps": (1, 10**9, True),
+    "algo.warmup_steps": (0, 10**9, True),
     "algo.smoothing": (0, 10, True),
     "algo.smoothing_clip": (0, 2, True),
     "algo.critic.ensemble": (1, 100, True),
@@ -208,6 +236,19 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.explore.high": (0, 10, True),
     "algo.sac.alpha": (0, 100, False),
     "algo.sac.alpha_lr": (0, 1, False),
+    "algo.ppo.horizon": (1, 100_000, True),
+    "algo.ppo.epochs": (1, 1000, True),
+    "algo.ppo.minibatches": (1, 100_000, True),
+    "algo.ppo.gae_lambda": (0, 1, True),
+    "algo.ppo.clip": (0, 10, False),
+    "algo.ppo.value_clip": (0, 1e6, False),
+    "algo.ppo.value_coef": (0, 1e6, True),
+    "algo.ppo.entropy_coef": (0, 1e6, True),
+    "algo.ppo.init_std": (0, 100, False),
+    "algo.ppo.lstm": (1, 100_000, True),
+    "algo.ppo.kl_target": (0, 100, False),
+    "algo.ppo.kl_stop": (0, 100, False),
+    "algo.ppo.anneal_steps": (1, 10**15, True),
     "replay.capacity": (1, 10**12, True),
     "placement.threads.collector": (1, 1024, True),
     "placement.threads.v": (1, 1024, True),
@@ -264,13 +305,48 @@ def _check_together(config: Config) -> None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
     if algo.family == "sac" and algo.policy.target:
         raise ConfigError("algo.policy.target", True, "false: SAC forms its targets with the policy itself")
+    if algo.family == "ppo":
+        _check_ppo(config)
+    elif algo.warmup_steps < 1:
+        raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
     first = algo.warmup_steps * config.num_envs
     if budget.env_steps is not None and budget.env_steps <= first:
         raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")
     if budget.target_return is not None and config.eval.every_seconds is None:
         raise ConfigError("budget.target_return", budget.target_return, "evaluations: eval.every_seconds is null")
-    if algo.batch_size > config.replay.capacity:
+    if algo.family != "ppo" and algo.batch_size > config.replay.capacity:
         raise ConfigError("algo.batch_size", algo.batch_size, f"at most replay.capacity={config.replay.capacity}")
+
+
+def _check_ppo(config: Config) -> None:
+    algo, ppo = config.algo, config.algo.ppo
+    for name, given, unset in (
+        ("algo.policy.net", algo.policy.net, None), ("algo.critic.net", algo.critic.net, None),
+        ("replay.prefill", config.replay.prefill, None), ("replay.save", config.replay.save, False),
+    ):  # fmt: skip
+        if given != unset:
+            raise ConfigError(name, given, f"{show(unset)}: for off-policy algorithms alone, not algo={algo.name}")
+    if algo.schedule != "lockstep":
+        raise ConfigError("algo.schedule", algo.schedule, "lockstep: PPO learns from what its newest policy did")
+    if config.placement.p_learner is not None:
+        raise ConfigError(
+            "placement.p_learner", config.placement.p_learner,
+            "null: one learner trains policy and value, and placement.v_learner places it",
+        )  # fmt: skip
+    size, unit = config.num_envs * ppo.horizon, f"num_envs={config.num_envs} x algo.ppo.horizon={ppo.horizon} rows"
+    if ppo.lstm is not None:  # sequences stay whole
+        size, unit = config.num_envs, f"num_envs={config.num_envs}"
+    if size % ppo.minibatches:
+        parts = [d for d in range(1, min(size, 1000) + 1) if size % d == 0]
+        near = min(parts, key=lambda d: abs(d - ppo.minibatches))
+        raise ConfigError("algo.ppo.minibatches", ppo.minibatches, f"a divisor of {unit}, such as {near}")
+    if ppo.lr_schedule == "linear" and ppo.anneal_steps is None:
+        raise ConfigError("algo.ppo.anneal_steps", None, "env steps, with algo.ppo.lr_schedule=linear")
+    for name, value in (("anneal_steps", ppo.anneal_steps), ("anneal_clip", ppo.anneal_clip)):
+        if value and ppo.lr_schedule != "linear":
+            raise ConfigError(f"algo.ppo.{name}", value, "algo.ppo.lr_schedule=linear with it")
+    if algo.critic.atoms is not None:
+        raise ConfigError("algo.critic.atoms", algo.critic.atoms, "null: PPO's critic is a scalar")
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,11 @@
-"""Distributions: the C51 projection and its selection rule, and the tanh-squashed Gaussian.
+"""Distributions: the C51 projection and its selection rule, the tanh-squashed Gaussian, and those that policies with
+stored parameters act with (a diagonal Gaussian, plain or squashed, and a categorical one).
 
 Written out, because ``torch.distributions`` validates its arguments with a host sync.
 """
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -65,7 +67,108 @@ def squashed_gaussian(mean: Tensor, log_std: Tensor, gen: Generator) -> tuple[Te
     """
     noise = torch.randn(mean.shape, generator=gen, device=mean.device)
     raw = mean + log_std.exp() * noise
-    # log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), stable for large |u|
-    jacobian = 2 * (math.log(2) - raw - F.softplus(-2 * raw))
-    log_prob = (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi) - jacobian).sum(-1)
+    log_prob = (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi) - log_tanh_slope(raw)).sum(-1)
     return torch.tanh(raw), log_prob
+
+
+class ActionDist(Protocol):
+    """A family of action distributions. Parameters are one tensor [..., P], so that they can be stored with what was
+    done; ``raw`` is the action before it is clamped or squashed for the simulator, [..., A] float or [...] int64."""
+
+    size: int  # outputs of the network
+    params_size: int  # P
+
+    def sample(self, params: Tensor, gen: Generator) -> Tensor:
+        """Draw ``raw`` actions."""
+        ...
+
+    def action(self, raw: Tensor) -> Tensor:
+        """What the simulator gets."""
+        ...
+
+    def mode(self, params: Tensor) -> Tensor:
+        """What the simulator gets without exploration."""
+        ...
+
+    def log_prob(self, params: Tensor, raw: Tensor) -> Tensor:
+        """log-density of ``raw``, [...]. Of a squashed action it lacks the Jacobian, which cancels in every ratio."""
+        ...
+
+    def entropy(self, params: Tensor, gen: Generator) -> Tensor:
+        """Entropy of the action, [...]; exact, or where squashed from one reparameterised sample."""
+        ...
+
+    def kl(self, old: Tensor, new: Tensor) -> Tensor:
+        """KL(old || new), exact, [...]."""
+        ...
+
+
+class DiagGaussian:
+    """Independent Gaussians, clamped to [-1, 1] for the simulator, or squashed by a tanh. P = 2 A: means, log stds."""
+
+    def __init__(self, size: int, squash: bool = False):
+        self.size, self.params_size, self.squash = size, 2 * size, squash
+
+    def sample(self, params: Tensor, gen: Generator) -> Tensor:
+        mean, log_std = params.chunk(2, -1)
+        noise = torch.randn(mean.shape, generator=gen, device=mean.device)
+        return torch.addcmul(mean, log_std.exp(), noise)
+
+    def action(self, raw: Tensor) -> Tensor:
+        return torch.tanh(raw) if self.squash else raw.clamp(-1, 1)
+
+    def mode(self, params: Tensor) -> Tensor:
+        return self.action(params.chunk(2, -1)[0])
+
+    def log_prob(self, params: Tensor, raw: Tensor) -> Tensor:
+        mean, log_std = params.chunk(2, -1)
+        z = (raw - mean) * torch.exp(-log_std)
+        return (-0.5 * z.square() - log_std).sum(-1) - 0.5 * math.log(2 * math.pi) * self.size
+
+    def entropy(self, params: Tensor, gen: Generator) -> Tensor:
+        mean, log_std = params.chunk(2, -1)
+        gaussian = log_std.sum(-1) + 0.5 * math.log(2 * math.pi * math.e) * self.size
+        if not self.squash:
+            return gaussian
+        raw = mean + log_std.exp() * torch.randn(mean.shape, generator=gen, device=mean.device)
+        return gaussian + log_tanh_slope(raw).sum(-1)
+
+    def kl(self, old: Tensor, new: Tensor) -> Tensor:
+        (mean, log_std), (new_mean, new_log_std) = old.chunk(2, -1), new.chunk(2, -1)
+        gap = new_log_std - log_std
+        shift = ((mean - new_mean) * torch.exp(-new_log_std)).square()
+        return (gap + 0.5 * (torch.exp(-2 * gap) + shift) - 0.5).sum(-1)
+
+
+class Categorical:
+    """One of ``n`` actions; P = n logits."""
+
+    def __init__(self, n: int):
+        self.size = self.params_size = n
+
+    def sample(self, params: Tensor, gen: Generator) -> Tensor:
+        # argmax of p / Exp(1) draws from p, and waits for nothing; torch.multinomial checks its input on the host.
+        race = torch.empty_like(params).exponential_(generator=gen)
+        return (params.softmax(-1) / race).argmax(-1)
+
+    def action(self, raw: Tensor) -> Tensor:
+        return raw
+
+    def mode(self, params: Tensor) -> Tensor:
+        return params.argmax(-1)
+
+    def log_prob(self, params: Tensor, raw: Tensor) -> Tensor:
+        return params.log_softmax(-1).gather(-1, raw.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self, params: Tensor, gen: Generator) -> Tensor:
+        log_p = params.log_softmax(-1)
+        return -(log_p.exp() * log_p).sum(-1)
+
+    def kl(self, old: Tensor, new: Tensor) -> Tensor:
+        log_p = old.log_softmax(-1)
+        return (log_p.exp() * (log_p - new.log_softmax(-1))).sum(-1)
+
+
+def log_tanh_slope(raw: Tensor) -> Tensor:
+    """log(1 - tanh(raw)^2) = 2 (log 2 - raw - softplus(-2 raw)), stable for large |raw|."""
+    return 2 * (math.log(2) - raw - F.softplus(-2 * raw))

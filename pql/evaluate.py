@@ -53,12 +53,13 @@ def run_episodes(
     """One whole episode in every environment of ``env``: the first after a reset with ``seed``.
 
     Rewards after an environment's own episode has ended do not count, nor do filler rows. A simulator's unannounced
-    restart ends the episode.
+    restart ends the episode. A policy with a memory (a method ``reset(mask)``) forgets where episodes begin.
 
     Raises:
         StoppedError: ``stop`` was set.
     """
-    obs = env.reset(seed)
+    obs, forget = env.reset(seed), getattr(policy, "reset", lambda first=None: None)
+    forget()
     n, device = env.spec.num_envs, env.spec.device
     returns, lengths = torch.zeros(n, device=device), torch.zeros(n, device=device)
     alive = torch.ones(n, dtype=torch.bool, device=device)
@@ -71,6 +72,7 @@ def run_episodes(
         lengths += counted
         alive &= ~(((step.terminated | step.truncated) & step.valid) | step.first)
         obs = step.obs
+        forget(step.first)
         if i % CHECK_EVERY == 0 and not bool(alive.any()):
             break
     return Evaluation(returns.tolist(), lengths.tolist())

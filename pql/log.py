@@ -188,10 +188,16 @@ def describe(row: Row, eta: float | None) -> list[tuple[str, str]]:
         ("ratios", f"v/step {number('ratio/v_per_step', 'g')}, p/v {number('ratio/p_per_v', 'g')}, "
                    f"lag {number('lag/policy_ticks', 'g')}"),
         ("return", f"train {number('train/return_mean', ',.1f')}, eval {number('eval/return_mean', ',.1f')}"),
-        ("busy", ", ".join(f"{w} {number(f'busy/{w}', '.0%')}" for w in ("collector", "v", "p"))),
+        ("busy", ", ".join(f"{w} {number(f'busy/{w}', '.0%')}" for w in _workers(row))),
         ("memory", f"{number('memory/host_gib', '.2f')} GiB"
                    + (f", GPU {number('memory/gpu_gib', '.2f')} GiB" if "memory/gpu_gib" in row else "")),
     ]  # fmt: skip
+
+
+def _workers(row: Row) -> list[str]:
+    """Those whose busy share the row has, the collector first."""
+    names = [k.removeprefix("busy/") for k in row if k.startswith("busy/")]
+    return sorted(names, key=lambda w: w != "collector") or ["collector"]
 
 
 def plain_line(row: Row, eta: float | None) -> str:
@@ -295,6 +301,7 @@ def closing_words(summary: Summary, busy: Row, seconds: float, budget: BudgetCon
         "collector": "fewer environments or a faster simulator would speed it up; more updates per step would be free",
         "v": "a smaller critic or batch, fewer updates per step or more threads for v would speed it up",
         "p": "a smaller policy or batch, or fewer policy updates per critic update would speed it up",
+        "learner": "smaller networks, fewer epochs or more threads for v would speed it up",
     }
     bound = max(busy, key=lambda k: busy[k])
     shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())

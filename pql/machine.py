@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,15 +13,16 @@ from pql.errors import ConfigError
 from pql.schedule import Executor, Inline, Streams, Threads
 
 
-def worker_devices(config: Config) -> dict[str, torch.device]:
-    """Where each worker sits: its own placement, else the run's device.
+def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict[str, torch.device]:
+    """Where each worker sits: its own placement, else the run's device. A single learner goes where "v" would.
 
     Raises:
         ConfigError: a device that this machine does not have.
     """
     place, out = config.placement, {}
-    for worker, name in (("collector", place.collector), ("v", place.v_learner), ("p", place.p_learner)):
-        device = torch.device(resolve_device(name or config.device))
+    wanted = {"collector": place.collector, "v": place.v_learner, "p": place.p_learner, "learner": place.v_learner}
+    for worker in ("collector", *learners):
+        device = torch.device(resolve_device(wanted[worker] or config.device))
         # One spelling per device, or tensors on cuda and on cuda:0 would count as apart.
         out[worker] = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
     return out
@@ -41,7 +43,8 @@ def thread_counts(config: Config) -> dict[str, int]:
         "p": cores if alone else 1,
         "simulator": cores if alone or resolve_device(config.device) != "cpu" else max(1, cores // 2),
     }
-    return {w: getattr(place, w) or n for w, n in default.items()}
+    counts = {w: getattr(place, w) or n for w, n in default.items()}
+    return {**counts, "learner": counts["v"]}  # a single learner has the threads that "v" would
 
 
 def available_cores() -> int:

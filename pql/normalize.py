@@ -4,6 +4,7 @@ The collector owns both. It feeds each frame once, when it is fresh; what everyb
 are the values frozen at the last tick's boundary, which travel with the weights.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import cast
 
@@ -121,6 +122,10 @@ class Normalizer(nn.Module):
             getattr(self, f"shift_{k}").copy_(-moments.mean * scale)
         if self.reward_gamma is not None:
             self.reward_scale.copy_(self.base_scale * (self.returns.variance() + EPSILON).rsqrt())
+
+    def copy_to(self, device: torch.device) -> "Normalizer":
+        """A private copy for a reader on ``device``: only the frozen tensors are ever filled."""
+        return copy.deepcopy(self).to(device)
 
     def frozen(self) -> list[Tensor]:
         """The tensors that readers need, in a fixed order."""

@@ -1,4 +1,4 @@
-"""Optimisation over one flat parameter tensor: clip, AdamW (fused, capturable on CUDA), polyak averaging."""
+"""Optimisation over one flat parameter tensor: clip, AdamW (fused) or RMSProp, polyak averaging. All capturable."""
 
 import torch
 from torch import Tensor
@@ -6,25 +6,17 @@ from torch import Tensor
 from pql.nets import Flat
 
 
-class AdamW:
-    """AdamW with gradient-norm clipping on a :class:`Flat`. The learning rate is a device scalar.
-
-    One fused kernel for the step, called without ``torch.optim``'s own wrapper, which costs more than the step itself
-    on small networks (the update rule and its defaults are the same; a test holds the two equal).
+class Optimizer:
+    """Gradient-norm clipping and a learning rate that is a device scalar, on a :class:`Flat`.
 
     Args:
         clip: largest gradient norm; None: no clipping.
-        weight_decay: decoupled (Loshchilov & Hutter 2019).
     """
 
-    BETA1, BETA2 = 0.9, 0.999
-
-    def __init__(self, flat: Flat, lr: float, clip: float | None = None, weight_decay: float = 0.0, eps: float = 1e-8):
+    def __init__(self, flat: Flat, lr: float, clip: float | None = None):
         device = flat.data.device
-        self.flat, self.clip, self.weight_decay, self.eps = flat, clip, weight_decay, eps
+        self.flat, self.clip = flat, clip
         self.lr = torch.tensor(lr, device=device)
-        self.count = torch.zeros((), device=device)  # steps taken
-        self.mean = torch.zeros_like(flat.data, requires_grad=False)
         self.square = torch.zeros_like(flat.data, requires_grad=False)
 
     def zero_grad(self) -> None:
@@ -32,27 +24,77 @@ class AdamW:
         self.flat.data.grad.zero_()
 
     @torch.no_grad()
-    def step(self) -> Tensor:
-        """Clip, step; returns the gradient norm before clipping (0-dim)."""
+    def step(self, skip: Tensor | None = None) -> Tensor:
+        """Clip, step; returns the gradient norm before clipping (0-dim).
+
+        Args:
+            skip: 0-dim float; where it is 1, nothing changes.
+        """
         grad = self.flat.data.grad
         assert grad is not None
         norm = torch.linalg.vector_norm(grad)
         if self.clip is not None:
             grad.mul_((self.clip / (norm + 1e-6)).clamp_(max=1.0))
-        self.count += 1
-        torch._fused_adamw_(
-            [self.flat.data], [grad], [self.mean], [self.square], [], [self.count], lr=self.lr,
-            beta1=self.BETA1, beta2=self.BETA2, weight_decay=self.weight_decay, eps=self.eps,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
+        self._apply(grad, skip)
         return norm
 
+    def _apply(self, grad: Tensor, skip: Tensor | None) -> None:
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, Tensor]:
-        return {"lr": self.lr, "count": self.count, "mean": self.mean, "square": self.square}
+        return {"lr": self.lr, "square": self.square}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
+
+
+class AdamW(Optimizer):
+    """AdamW.
+
+    One fused kernel for the step, called without ``torch.optim``'s own wrapper, which costs more than the step itself
+    on small networks (the update rule and its defaults are the same; a test holds the two equal).
+
+    Args:
+        weight_decay: decoupled (Loshchilov & Hutter 2019).
+    """
+
+    BETA1, BETA2 = 0.9, 0.999
+
+    def __init__(self, flat: Flat, lr: float, clip: float | None = None, weight_decay: float = 0.0, eps: float = 1e-8):
+        super().__init__(flat, lr, clip)
+        self.weight_decay, self.eps = weight_decay, eps
+        self.count = torch.zeros((), device=flat.data.device)  # steps taken
+        self.mean = torch.zeros_like(flat.data, requires_grad=False)
+
+    def _apply(self, grad: Tensor, skip: Tensor | None) -> None:
+        self.count += 1 if skip is None else 1 - skip
+        # ``found_inf`` is meant for loss scaling: where it is 1, the kernel leaves everything as it is.
+        torch._fused_adamw_(
+            [self.flat.data], [grad], [self.mean], [self.square], [], [self.count], lr=self.lr,
+            beta1=self.BETA1, beta2=self.BETA2, weight_decay=self.weight_decay, eps=self.eps,
+            amsgrad=False, maximize=False, found_inf=skip,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"lr": self.lr, "count": self.count, "mean": self.mean, "square": self.square}
+
+
+class RMSProp(Optimizer):
+    """RMSProp (Tieleman & Hinton 2012), uncentred: data -= lr grad / (sqrt(square) + eps).
+
+    Args:
+        decay: of the running mean of squared gradients.
+    """
+
+    def __init__(self, flat: Flat, lr: float, clip: float | None = None, decay: float = 0.99, eps: float = 1e-5):
+        super().__init__(flat, lr, clip)
+        self.decay, self.eps = decay, eps
+
+    def _apply(self, grad: Tensor, skip: Tensor | None) -> None:
+        go: float | Tensor = 1.0 if skip is None else 1 - skip
+        self.square.add_((grad.square() - self.square).mul_((1 - self.decay) * go))
+        self.flat.data.sub_((grad / (self.square.sqrt() + self.eps)).mul_(self.lr * go))
 
 
 @torch.no_grad()

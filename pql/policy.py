@@ -3,6 +3,7 @@
 What a policy checkpoint holds is ``Policy.state_dict()``: the network and the normaliser's statistics.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -150,15 +151,17 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
     """A checkpoint's tensors under the names of a policy checkpoint; a resume point has them among all others."""
     if manifest["kind"] == "policy":
         return dict(tensors)
-    homes = {"policy/": "learners/p/state/policy/", "norm/": "collector/normalizer/"}
-    return {new + k.removeprefix(old): t for k, t in tensors.items() for new, old in homes.items() if k.startswith(old)}
+    homes = {"policy/": r"learners/[^/]+/state/policy/", "norm/": "collector/normalizer/"}
+    found = ((new, re.match(old, k), k, t) for k, t in tensors.items() for new, old in homes.items())
+    return {new + k[match.end() :]: t for new, match, k, t in found if match}
 
 
 # -- a new run from old weights -------------------------------------------------------------------------------------
 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
                "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.channels",
-               "algo.encoder.features")  # fmt: skip
+               "algo.encoder.features",
+               "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
                "algo.critic.obs")  # fmt: skip
@@ -202,9 +205,9 @@ def init_from(parts: Parts, source: Path) -> None:
     parts.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
 
 
-def _networks(state: Any) -> dict[str, Flat]:
+def _networks(state: Any) -> dict[str, Flat | nn.Module]:
     members = {f.name: getattr(state, f.name) for f in fields(state)}
-    return {k: v for k, v in members.items() if isinstance(v, Flat)}
+    return {k: v for k, v in members.items() if isinstance(v, Flat | nn.Module)}
 
 
 # -- what loading a policy needs to know of its environment, as JSON ------------------------------------------------

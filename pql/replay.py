@@ -30,7 +30,7 @@ from torch import Generator, Tensor
 
 from pql.env import ObsSpec
 from pql.errors import ConfigError
-from pql.types import Batch, Obs, ObsBatch, Step
+from pql.types import Batch, Memory, Obs, ObsBatch, Step
 
 TERMINATED, TRUNCATED, NEXT_FIRST, VALID, FINAL_OK = 1, 2, 4, 8, 16
 
@@ -111,6 +111,13 @@ class Replay:
         """Write the observation ([n, ...]) that ``columns`` (default: all) will act on first."""
         columns = self.columns if columns is None else columns
         self._write_obs(self.live.head[columns] % self.rows * self.num_envs + columns, obs)
+
+    def open(self, obs: Obs, memory: Memory | None) -> None:
+        """A tick begins, which is nothing here: rows follow each other across ticks."""
+
+    def positions(self) -> list[Tensor]:
+        """Cells beyond these hold nothing."""
+        return self.live.tensors()
 
     def restart(self, obs: Obs) -> None:
         """All columns go on from ``obs`` in a new episode that nothing announced: no window crosses into it."""

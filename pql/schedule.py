@@ -1,6 +1,6 @@
-"""Schedules: what runs when. One tick is ``horizon`` steps of every environment, k_v critic and k_p policy updates.
+"""Schedules: what runs when. One tick is ``horizon`` steps of every environment, and each learner's updates.
 
-``Concurrent``: the three workers of a tick run at once, each on weights and rows exactly one tick old. Nothing they
+``Concurrent``: the workers of a tick run at once, each on weights and rows exactly one tick old. Nothing they
 touch is shared, so their order cannot matter: threads, streams or one after the other give the same bits.
 ``Lockstep``: the same workers one after another, each on the newest weights.
 
@@ -31,11 +31,10 @@ LONGEST_HORIZON = 64
 
 @dataclass(frozen=True)
 class Counts:
-    """The integers of a tick, and in how many rounds ``Lockstep`` interleaves critic and policy updates."""
+    """The integers of a tick, and in how many rounds ``Lockstep`` interleaves the learners' updates."""
 
     horizon: int
-    v: int
-    p: int
+    updates: Mapping[str, int]  # by learner
     rounds: int
 
 
@@ -53,7 +52,7 @@ def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
         kv, kp = v * horizon, p * horizon
         if kv.denominator == kp.denominator == 1 and kv >= 1 and kp >= 1:
             a, b = int(kv), int(kp)
-            return Counts(horizon, a, b, next(g for g in range(min(a, b), 0, -1) if a % g == b % g == 0))
+            return Counts(horizon, {"v": a, "p": b}, next(g for g in range(min(a, b), 0, -1) if a % g == b % g == 0))
     raise ConfigError(
         "algo.v_per_step", v_per_step,
         f"a ratio that, with algo.p_per_v={p_per_v}, gives whole numbers of updates within {LONGEST_HORIZON} steps",
@@ -250,16 +249,15 @@ class Concurrent:
         self.lag = 0  # ticks by which the newest rows' policy trails the policy that stands beside them
 
     def tick(self) -> None:
-        version, c = self.ticks, self.counts
-        amount = {"v": 1, "p": 1, "collector": c.horizon}
-        jobs = {name: partial(w.run, amount[name], version) for name, w in self.workers.items()}
+        version, steps = self.ticks, self.counts.horizon
+        jobs = {name: partial(w.run, steps if name == "collector" else 1, version) for name, w in self.workers.items()}
         account(self.workers, self.executor.run(jobs))
         self.lag = policy_lag(self.workers)
         self.ticks += 1
 
 
 class Lockstep:
-    """Collector, then rounds of critic and policy updates, each on the newest weights."""
+    """Collector, then rounds of every learner's updates, each on the newest weights."""
 
     def __init__(self, workers: Mapping[str, Worker], counts: Counts, executor: Executor):
         self.workers, self.counts, self.executor = workers, counts, executor
@@ -271,7 +269,7 @@ class Lockstep:
         account(workers, self.executor.run({"collector": partial(workers["collector"].run, self.counts.horizon)}))
         self.lag = policy_lag(workers)
         for _ in range(self.counts.rounds):
-            for name in ("v", "p"):
+            for name in (n for n in workers if n != "collector"):
                 account(workers, self.executor.run({name: partial(workers[name].run, 1)}))
         self.ticks += 1
 
@@ -306,7 +304,7 @@ def account(workers: Mapping[str, Worker], seconds: Mapping[str, float]) -> None
 
 def policy_lag(workers: Mapping[str, Worker]) -> int:
     """Versions between the policy that acted for the newest rows and the one published when they were sealed."""
-    newest = next(s for s in workers["p"].publishes if s.name == "policy").version
+    newest = next(s.version for w in workers.values() for s in w.publishes if s.name == "policy")
     return newest - workers["collector"].pulled["policy"]
 
 

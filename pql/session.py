@@ -97,7 +97,8 @@ class Session:
         parts, counters = self.parts, manifest["counters"]
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()), counters["ticks"])
         parts.collector.steps = int(counters["steps"])
-        parts.jobs["v"].updates, parts.jobs["p"].updates = int(counters["v"]), int(counters["p"])
+        for name, job in parts.jobs.items():
+            job.updates = int(counters[name])
         self.seconds = counters["seconds"]
         if not hasattr(parts.env, "state_dict"):
             self.warn(
@@ -135,10 +136,10 @@ class Session:
         warnings.warn(text, PqlWarning, stacklevel=2)
 
     def _counters(self) -> dict[str, float]:
-        parts, jobs = self.parts, self.parts.jobs
+        parts = self.parts
+        updates = {name: job.updates for name, job in parts.jobs.items()}
         return {
-            "ticks": parts.schedule.ticks, "steps": parts.collector.steps, "v": jobs["v"].updates,
-            "p": jobs["p"].updates, "seconds": self.seconds,
+            "ticks": parts.schedule.ticks, "steps": parts.collector.steps, **updates, "seconds": self.seconds,
         }  # fmt: skip
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -194,21 +195,21 @@ class Session:
 
     def _drain(self) -> log.Pending:
         """Assemble a row of everything since the last one; device values arrive later."""
-        parts, now, last = self.parts, self._counters(), self._window
+        parts, now, last, updates = self.parts, self._counters(), self._window, self.parts.updates()
         now |= {f"busy_{k}": w.busy for k, w in parts.workers.items()}
         self._window = now
         span = max(now["seconds"] - last["seconds"], 1e-9)
         row: log.Row = {
             "time/seconds": now["seconds"],
             "steps/env": self.env_steps,
-            "updates/v": now["v"],
-            "updates/p": now["p"],
+            "updates/v": updates["v"],
+            "updates/p": updates["p"],
             # Over the whole run, counted from the end of the warm-up: exactly the configured ones.
-            "ratio/v_per_step": now["v"] / (now["steps"] - self.config.algo.warmup_steps),
-            "ratio/p_per_v": now["p"] / now["v"],
+            "ratio/v_per_step": updates["v"] / (now["steps"] - self.config.algo.warmup_steps),
+            "ratio/p_per_v": updates["p"] / updates["v"],
             "lag/policy_ticks": parts.schedule.lag,
             "throughput/env_steps_per_s": (now["steps"] - last["steps"]) * parts.env.spec.num_envs / span,
-            "throughput/updates_per_s": (now["v"] + now["p"] - last["v"] - last["p"]) / span,
+            "throughput/updates_per_s": sum(now[k] - last[k] for k in parts.jobs) / span,
             **{f"busy/{k}": (now[f"busy_{k}"] - last.get(f"busy_{k}", 0.0)) / span for k in parts.workers},
             **log.memory(parts.env.spec.device),
         }
@@ -216,7 +217,7 @@ class Session:
             values = parts.collector.episodes.drain()
             for job in parts.jobs.values():
                 values |= job.metrics.drain()
-            values["replay/bootstrap_lost"] = parts.cursors["v"].lost.clone()
+            values |= {k: v.clone() for k, v in parts.gauges.items()}
             return log.Pending(values, row)
 
     def _write(self, row: log.Row) -> None:
@@ -335,10 +336,10 @@ class Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _finish(self, result: Evaluation | None) -> Summary:
-        jobs, begun = self.parts.jobs, self._begun
+        updates, begun = self.parts.updates(), self._begun
         summary = Summary(
             str(self.run_dir), result.mean if result else None, result.iqm if result else None,
-            len(result.returns) if result else 0, self.seconds, self.env_steps, jobs["v"].updates, jobs["p"].updates,
+            len(result.returns) if result else 0, self.seconds, self.env_steps, updates["v"], updates["p"],
             str(self.checkpoints / "last"), self.interrupted,
         )  # fmt: skip
         try:

@@ -66,6 +66,13 @@ class ObsBatch(NamedTuple):
     weight: Tensor  # [B] float32
 
 
+class Memory(NamedTuple):
+    """What a recurrent policy at work remembers."""
+
+    carry: Tensor  # [N, C]; zeros where an episode begins
+    fresh: Tensor  # [N] bool; an episode begins with the next action
+
+
 AnyBatch = TypeVar("AnyBatch", Batch, ObsBatch)
 
 

@@ -4,7 +4,7 @@ A :class:`Learner` is pure algorithm: named state, a way to draw a batch, an upd
 the collector) a place: it pulls private copies, works, publishes. Nobody reads another worker's tensors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -38,9 +38,10 @@ class Learner:
     name: str
     state: State
     update: Callable[[Any, Any, Any, Generator], Metrics]  # (state, inputs, batch, gen)
-    draw: Callable[[int, Generator], Sequence[Any]]  # (k, gen) -> k batches: the rows are sealed for the whole tick
+    draw: Callable[[int, Generator], Iterable[Any]]  # (k, gen) -> k batches: the rows are sealed for the whole tick
     inputs: Any  # private copies of what other workers publish
     gen: Generator
+    trains: tuple[str, ...] = ()  # which counts an update adds to: "v" (value), "p" (policy); default: its name
 
 
 class MetricSum:

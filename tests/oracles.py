@@ -4,7 +4,7 @@ They take and return numbers and lists; a tensor that comes in is read entry by 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -136,3 +136,56 @@ def chi_square_fits(counts: Sequence[float], expected: Sequence[float]) -> bool:
     statistic = sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True))
     freedom = len(counts) - 1
     return statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def known_end(events: Sequence[Event], row: int, kept: int) -> bool:
+    """Whether a rollout that keeps the first ``kept`` final observations of a column knows what followed a row."""
+    e = events[row]
+    if not e.valid or (e.first and not e.terminated and not e.truncated):
+        return False
+    earlier = sum(x.truncated and x.valid for x in events[:row])
+    return e.terminated or not e.truncated or (e.final_ok and earlier < kept)
+
+
+def lambda_return(
+    events: Sequence[Event], start: int, value: Callable[[int], float], gamma: float, lam: float, kept: int
+) -> float | None:
+    """The mixture of n-step returns (Sutton & Barto 2018, Eq. 12.2), or None where the row cannot be learned from.
+
+    G = (1 - lam) sum_{n<M} lam^{n-1} G_n + lam^{M-1} G_M, where the trajectory ends with its M-th row from ``start``:
+    the first that ends an episode, the last of ``events``, or the one before a row of which nothing is known.
+    """
+    if not known_end(events, start, kept):
+        return None
+    returns: list[float] = []
+    reward = 0.0
+    for n in range(1, len(events) - start + 1):
+        row = start + n - 1
+        if not known_end(events, row, kept):
+            break
+        e = events[row]
+        reward += gamma ** (n - 1) * e.reward
+        beyond = 0.0 if e.terminated else value(e.final if e.truncated else e.after)
+        returns.append(reward + gamma**n * beyond)
+        if e.terminated or e.truncated or e.first:
+            break
+    last = len(returns)
+    mixed = sum((1 - lam) * lam ** (n - 1) * returns[n - 1] for n in range(1, last))
+    return mixed + lam ** (last - 1) * returns[-1]
+
+
+def gae(
+    events: Sequence[Event], start: int, value: Callable[[int], float], gamma: float, lam: float, kept: int
+) -> float | None:
+    """Schulman et al. 2016, Eq. 16: the sum of (gamma lam)^k delta_{t+k} to the trajectory's end. Else as above."""
+    if not known_end(events, start, kept):
+        return None
+    total = 0.0
+    for k, e in enumerate(events[start:]):
+        if not known_end(events, start + k, kept):
+            break
+        beyond = 0.0 if e.terminated else value(e.final if e.truncated else e.after)
+        total += (gamma * lam) ** k * (e.reward + gamma * beyond - value(e.obs))
+        if e.terminated or e.truncated or e.first:
+            break
+    return total

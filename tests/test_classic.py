@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pql.envs.classic import BallBalance, CartpoleSwingup, Pendulum, TorchEnv
+from pql.env import Discrete
+from pql.envs.classic import BallBalance, Cartpole, CartpoleSwingup, Pendulum, TorchEnv
 from pql.envs.toy import LQR
 from pql.errors import ConfigError
 
-TASKS = [Pendulum, CartpoleSwingup, BallBalance, LQR]
+TASKS = [Pendulum, CartpoleSwingup, Cartpole, BallBalance, LQR]
 
 
 def put(env: TorchEnv, state) -> None:
@@ -23,6 +24,8 @@ def state_of(env: TorchEnv):
 
 def random_actions(env, steps, seed=0):
     gen = torch.Generator().manual_seed(seed)
+    if isinstance(env.spec.action, Discrete):
+        return torch.randint(env.spec.action.n, (steps, env.spec.num_envs), generator=gen)
     return torch.rand(steps, env.spec.num_envs, env.spec.action.size, generator=gen) * 2 - 1
 
 
@@ -144,6 +147,29 @@ def test_cartpole_terminates_off_the_rail():
     assert step.obs["policy"][0, 0].abs() <= 0.1
 
 
+def test_the_balanced_cartpole_equals_gymnasium():
+    pytest.importorskip("gymnasium")
+    from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+
+    count, theirs = 400, CartPoleEnv()
+    theirs.reset()
+    env = Cartpole(count)
+    gen = torch.Generator().manual_seed(0)
+    state = (torch.rand(count, 4, generator=gen) * 2 - 1) * torch.tensor([2.5, 3.0, 0.22, 3.0])
+    action = torch.randint(2, (count,), generator=gen)
+    put(env, state)
+    step = env.step(action)
+    ended = 0
+    for i in range(count):
+        theirs.state, theirs.steps_beyond_terminated = state[i].double().numpy(), None
+        obs, reward, terminated, *_ = theirs.step(int(action[i]))
+        torch.testing.assert_close(step.final_obs["policy"][i], torch.from_numpy(obs), rtol=0, atol=1e-5)
+        assert (step.reward[i].item(), bool(step.terminated[i])) == (float(reward), terminated)
+        ended += terminated
+    assert 20 < ended < 380
+    assert Cartpole(4000).reset(1)["policy"].abs().max() == pytest.approx(0.05, abs=1e-3)
+
+
 # --- ball balance ---
 
 
@@ -247,7 +273,7 @@ def test_time_limit_truncates_and_the_next_episode_starts(task):
     env = task(8, max_episode_steps=5)
     env.reset(0)
     for t in range(1, 11):
-        step = env.step(torch.zeros(8, env.spec.action.size))
+        step = env.step(torch.zeros_like(random_actions(env, 1)[0]))
         assert step.truncated.all() == (t % 5 == 0)
         assert torch.equal(step.first, step.truncated)
         moved = (step.obs["policy"] != step.final_obs["policy"]).any(1)
@@ -306,7 +332,7 @@ def test_environments_do_not_touch_each_other(task):
     state, action = env.state_dict(), random_actions(env, 1)[0]
     one = env.step(action).final_obs["policy"]
     env.load_state_dict(state)
-    action[3] = -action[3]
+    action[3] = 1 - action[3] if isinstance(env.spec.action, Discrete) else -action[3]
     changed = (env.step(action).final_obs["policy"] != one).any(1)
     assert changed.nonzero().flatten().tolist() == [3]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import c51_projection, tanh_gaussian_log_prob
+from oracles import c51_projection, chi_square_fits, tanh_gaussian_log_prob
 
 from pql import dist
-from pql.dist import lower_mean, project, squashed_gaussian
+from pql.dist import Categorical, DiagGaussian, lower_mean, project, squashed_gaussian
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -148,3 +148,69 @@ def test_samples_are_reparameterised():
         return action, log_prob
 
     assert torch.autograd.gradcheck(both, (mean.requires_grad_(), log_std.requires_grad_()))
+
+
+# --- what policies with stored parameters act with ---
+
+
+def test_the_diagonal_gaussian_is_torchs():
+    gen = torch.Generator().manual_seed(0)
+    params, other = (torch.randn(50, 6, generator=gen, dtype=torch.float64) for _ in range(2))
+    raw, dist = torch.randn(50, 3, generator=gen, dtype=torch.float64), DiagGaussian(3)
+    one, two = (torch.distributions.Normal(p[:, :3], p[:, 3:].exp()) for p in (params, other))
+    torch.testing.assert_close(dist.log_prob(params, raw), one.log_prob(raw).sum(-1))
+    torch.testing.assert_close(dist.entropy(params, gen), one.entropy().sum(-1))
+    torch.testing.assert_close(dist.kl(params, other), torch.distributions.kl_divergence(one, two).sum(-1))
+    assert dist.params_size == 6
+    assert torch.equal(dist.mode(params), params[:, :3].clamp(-1, 1))
+
+
+def test_the_categorical_is_torchs():
+    gen = torch.Generator().manual_seed(1)
+    params, other = (torch.randn(50, 4, generator=gen, dtype=torch.float64) for _ in range(2))
+    raw, dist = torch.randint(4, (50,), generator=gen), Categorical(4)
+    one, two = (torch.distributions.Categorical(logits=p) for p in (params, other))
+    torch.testing.assert_close(dist.log_prob(params, raw), one.log_prob(raw))
+    torch.testing.assert_close(dist.entropy(params, gen), one.entropy())
+    torch.testing.assert_close(dist.kl(params, other), torch.distributions.kl_divergence(one, two))
+    assert torch.equal(dist.mode(params), params.argmax(-1))
+
+
+def test_samples_follow_the_parameters():
+    gen, count = torch.Generator().manual_seed(2), 100_000
+    raw = DiagGaussian(1).sample(torch.tensor([[0.4, -0.7]]).expand(count, 2), gen)
+    std = math.exp(-0.7)
+    assert raw.mean().item() == pytest.approx(0.4, abs=5 * std / count**0.5)
+    assert raw.std().item() == pytest.approx(std, abs=5 * std / (2 * count) ** 0.5)
+    logits = torch.tensor([0.0, 1.0, -2.0])
+    drawn = Categorical(3).sample(logits.expand(count, 3), gen)
+    expected = (logits.softmax(0) * count).tolist()
+    assert chi_square_fits(torch.bincount(drawn, minlength=3).tolist(), expected)
+
+
+def test_the_squashed_gaussians_entropy_is_that_of_its_density():
+    """E[-log p(a)] over samples of the other implementation, whose density is tested above."""
+    count, dist = 200_000, DiagGaussian(1, squash=True)
+    params = torch.tensor([[0.6, -0.2]], dtype=torch.float64).expand(count, 2)
+    estimate = dist.entropy(params, torch.Generator().manual_seed(3))
+    action, log_prob = squashed_gaussian(params[:, :1], params[:, 1:], torch.Generator().manual_seed(4))
+    error = 5 * math.hypot(estimate.std().item(), log_prob.std().item()) / count**0.5
+    assert estimate.mean().item() == pytest.approx(-log_prob.mean().item(), abs=error)
+    assert error < 0.02
+    torch.testing.assert_close(dist.action(torch.atanh(action)), action)
+    assert dist.mode(params)[0].item() == pytest.approx(math.tanh(0.6))
+
+
+def test_the_log_ratio_of_a_squashed_action_needs_no_jacobian():
+    dist, gen = DiagGaussian(2, squash=True), torch.Generator().manual_seed(5)
+    params, other = (0.3 * torch.randn(40, 4, generator=gen, dtype=torch.float64) for _ in range(2))
+    raw = dist.sample(params, gen)
+
+    def full(rows):
+        return [
+            tanh_gaussian_log_prob(r, p[:2], [math.exp(x) for x in p[2:]])
+            for r, p in zip(raw.tolist(), rows.tolist(), strict=True)
+        ]
+
+    ratio = dist.log_prob(other, raw) - dist.log_prob(params, raw)
+    assert ratio.tolist() == pytest.approx([b - a for a, b in zip(full(params), full(other), strict=True)], abs=1e-9)

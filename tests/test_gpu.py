@@ -44,6 +44,18 @@ ALGOS = {
     },
 }
 EVERY_ALGO = pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
+PPO = {
+    "family": "ppo", "schedule": "lockstep", "normalize_reward": True,
+    "ppo": {"horizon": 8, "epochs": 2, "minibatches": 4, "entropy_coef": 0.01},
+}  # fmt: skip
+ON_POLICY = {
+    "ppo": {**PPO, "ppo": {**PPO["ppo"], "squash": True, "value_clip": 0.2, "kl_stop": 0.02}},
+    "ppo, bfloat16": {**PPO, "ppo": {**PPO["ppo"], "amp": True, "shared": True}},
+    "ppo, lstm": {**PPO, "ppo": {**PPO["ppo"], "lstm": 32}},
+    "a2c": {**PPO, "ppo": {"horizon": 5, "epochs": 1, "minibatches": 1, "clip": None, "optimizer": "rmsprop",
+                           "lr_schedule": "linear", "anneal_steps": 100_000}},
+}  # fmt: skip
+EVERYTHING = pytest.mark.parametrize("algo", [*ALGOS.values(), *ON_POLICY.values()], ids=[*ALGOS, *ON_POLICY])
 
 
 @pytest.fixture(autouse=True)
@@ -127,13 +139,13 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
         assert all(torch.equal(one[k], other[k]) for k in one)
 
 
-@EVERY_ALGO
+@EVERYTHING
 def test_a_captured_run_equals_an_eager_one(algo):
     captured, eager = (run(gpu_config(algo=algo, cuda_graphs=g), ticks=20) for g in ("on", "off"))
     assert differences(captured, eager) == []
 
 
-@EVERY_ALGO
+@EVERYTHING
 def test_warm_up_and_capture_leave_no_trace(algo):
     parts = build(gpu_config(algo=algo, cuda_graphs="on"))
     before, generator = settle(parts), torch.cuda.get_rng_state()
@@ -145,6 +157,28 @@ def test_warm_up_and_capture_leave_no_trace(algo):
         assert job.updates == 0
         if job.metrics.count is not None:
             assert [float(v) for v in (job.metrics.count, *job.metrics.sums)] == [0.0] * (1 + len(job.metrics.sums))
+
+
+def test_discrete_actions_are_captured():
+    algo = {**PPO, "normalize_reward": False}
+    config = gpu_config(task={"name": "cartpole", "kwargs": {"stagger": True}}, algo=algo)
+    captured, eager = (run(replace(config, cuda_graphs=g), ticks=20) for g in ("on", "off"))
+    assert differences(captured, eager) == []
+
+
+@pytest.mark.parametrize("algo", ON_POLICY.values(), ids=ON_POLICY)
+def test_the_first_minibatch_on_the_device_is_on_policy(algo):
+    from pql.algos import ppo
+
+    parts = start(gpu_config(algo=algo, placement={"matmul": "exact"}))
+    parts.schedule.tick()
+    parts.workers["collector"].run(parts.counts.horizon)
+    learner = parts.learners["learner"]
+    (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
+    with torch.no_grad():
+        params, _ = ppo.evaluate(learner.state.net, batch)
+    ratio = torch.exp(learner.state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob)
+    assert (ratio - 1).abs().max() < (1e-2 if algo["ppo"].get("amp") else 2e-6)
 
 
 class Draws:
@@ -235,7 +269,7 @@ def test_three_graphs_replayed_together_equal_three_replayed_one_after_another()
 # -- the tick ---------------------------------------------------------------------------------------------------------
 
 
-@EVERY_ALGO
+@EVERYTHING
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_a_tick_never_waits_for_the_device(algo, graphs):
     parts = start(gpu_config(algo=algo, cuda_graphs=graphs))

@@ -8,7 +8,8 @@ gymnasium = pytest.importorskip("gymnasium")
 
 from gymnasium import spaces  # noqa: E402
 
-from pql.env import Box, ObsSpec, make_env  # noqa: E402
+from pql.conformance import check_env  # noqa: E402
+from pql.env import Box, Discrete, ObsSpec, make_env  # noqa: E402
 from pql.envs.gymnasium import GymnasiumVec  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
 
@@ -165,12 +166,20 @@ def test_dict_observations_become_groups_and_bytes_stay_bytes():
     assert (step.obs["critic"] != step.final_obs["critic"]).all()
 
 
+def test_discrete_actions_begin_where_the_space_begins():
+    env = GymnasiumVec(3, id="CartPole-v1", autoreset="same_step")
+    assert env.spec.action == Discrete(2)
+    assert check_env(env, 60).ok
+    env = GymnasiumVec(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
+    assert env._rescale(torch.tensor([0, 2])).tolist() == [-1, 1]
+
+
 def other(**kwargs):
     return {"id": "PqlOther-v0", "kwargs": kwargs}
 
 
 REFUSED = [
-    ({"id": "CartPole-v1"}, r"^action_space=Discrete\(2\)"),
+    (other(action=spaces.MultiDiscrete([2, 3])), r"^action_space=MultiDiscrete.* or Discrete$"),
     (other(action=spaces.Box(-np.inf, 1, (2,))), r"^action_space=Box\(-inf, 1"),
     (other(action=spaces.Box(0, 3, (2,), np.int64)), r"^action_space=Box\(0, 3, \(2,\), int64"),
     (other(obs=spaces.Discrete(4)), r"^observation_space=Discrete\(4\)"),

@@ -1,4 +1,4 @@
-"""AdamW on a flat parameter tensor, and Flat itself, against the paper's algorithm and torch's own optimiser."""
+"""AdamW and RMSProp on a flat parameter tensor, and Flat itself, against the algorithm and torch's optimisers."""
 
 import copy
 
@@ -8,7 +8,7 @@ from oracles import AdamW as SlowAdamW
 from torch import nn
 
 from pql.nets import Flat, mlp
-from pql.optim import AdamW, polyak
+from pql.optim import AdamW, RMSProp, polyak
 
 
 def net(seed=0):
@@ -52,6 +52,46 @@ def test_adamw_equals_torch_and_the_algorithm(clip, decay):
         torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=1e-6)
         torch.testing.assert_close(flat.data.detach().double(), torch.tensor(slow).double(), rtol=0, atol=3e-6)
     assert clipped == {None: 0, 0.5: 20, 1e3: 0}[clip]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_rmsprop_equals_torch(clip):
+    module = net()
+    theirs, flat = copy.deepcopy(module), Flat(module, trained=True)
+    mine = RMSProp(flat, 3e-3, clip)
+    other = torch.optim.RMSprop(theirs.parameters(), lr=3e-3, alpha=0.99, eps=1e-5, foreach=False)
+    gen = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
+        for model, optimizer in ((module, mine), (theirs, other)):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+        mine.step()
+        nn.utils.clip_grad_norm_(theirs.parameters(), clip if clip is not None else float("inf"))
+        other.step()
+        torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", [AdamW, RMSProp])
+def test_a_skipped_step_leaves_everything_as_it_was(kind):
+    flat = Flat(net(), trained=True)
+    optimizer = kind(flat, 0.1, clip=1.0)
+    for skip in (None, torch.tensor(0.0), torch.tensor(1.0)):
+        flat.data.grad.normal_(generator=torch.Generator().manual_seed(1))
+        state = {"data": flat.data, **optimizer.state_dict()}
+        before = {k: v.detach().clone() for k, v in state.items()}
+        optimizer.step(skip)
+        changed = {k for k, v in state.items() if not torch.equal(v, before[k])}
+        assert changed == (set() if skip is not None and skip == 1 else set(state) - {"lr"})
+
+
+def test_a_step_that_is_not_skipped_is_a_step():
+    one, two = (AdamW(Flat(net(), trained=True), 0.1, weight_decay=0.1) for _ in range(2))
+    for _ in range(3):
+        for optimizer, skip in ((one, None), (two, torch.tensor(0.0))):
+            optimizer.flat.data.grad.normal_(generator=torch.Generator().manual_seed(1))
+            optimizer.step(skip)
+    assert torch.equal(one.flat.data, two.flat.data)
 
 
 def test_the_learning_rate_is_a_tensor_that_may_change_between_steps():

@@ -95,7 +95,7 @@ def test_another_seed_gives_other_bits():
 )
 def test_counts_are_the_smallest_whole_numbers(v, p, expected):
     counts = tick_counts(v, p)
-    assert (counts.horizon, counts.v, counts.p, counts.rounds) == expected
+    assert (counts.horizon, counts.updates["v"], counts.updates["p"], counts.rounds) == expected
 
 
 def test_ratios_that_no_horizon_meets_are_refused():

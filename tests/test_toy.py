@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pql.envs.toy import FILLER_REWARD, LOST, LQR, Counter
+from pql.envs.toy import FILLER_REWARD, LOST, LQR, Counter, Recall
 from pql.errors import ConfigError
 
 
@@ -96,7 +96,9 @@ def test_counter_restarts_unannounced_and_staggers():
     assert seen >= 20
 
 
-@pytest.mark.parametrize("env", [Counter(5, autoreset="next_step", restart_every=3), LQR(5, max_episode_steps=7)])
+@pytest.mark.parametrize(
+    "env", [Counter(5, autoreset="next_step", restart_every=3), LQR(5, max_episode_steps=7), Recall(5)]
+)
 def test_toys_resume_bit_for_bit(env):
     env.reset(3)
     actions = torch.rand(30, 5, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -127,6 +129,20 @@ def test_toys_resume_bit_for_bit(env):
 def test_counter_names_the_setting_that_is_wrong(kwargs, setting):
     with pytest.raises(ConfigError, match=f"^{setting}="):
         Counter(**kwargs)
+
+
+def test_recall_shows_its_cue_once_and_pays_for_it_at_the_end():
+    env = Recall(64)
+    cue = env.reset(3)["policy"][:, 0]
+    assert set(cue.tolist()) == {-1.0, 1.0}
+    for row in range(1, 7):
+        action = 0.5 * cue[:, None] if row == 6 else torch.ones(64, 1)
+        step = env.step(action)
+        assert step.terminated.all() == (row == 6)
+        assert step.reward.tolist() == [0.5 if row == 6 else 0.0] * 64
+        assert (step.final_obs["policy"][:, 0] == 0).all()
+        assert step.final_obs["policy"][:, 1].tolist() == pytest.approx([row / 6] * 64)
+    assert set(step.obs["policy"][:, 0].tolist()) == {-1.0, 1.0}
 
 
 def probe(env, count=64):

@@ -222,7 +222,7 @@ def measure(num_envs: int, args: Any) -> list[dict[str, Any]]:
         compare(f"{case} concurrent: graphs on / off", unit, rate["concurrent", True], rate["concurrent", False])
     )
     ticks = rates[names["concurrent", True]]
-    rows.append(compare(f"{case}: updates", "updates/s", [t * (counts.v + counts.p) for t in ticks]))
+    rows.append(compare(f"{case}: updates", "updates/s", [t * sum(counts.updates.values()) for t in ticks]))
     for key, parts in runs.items():
         tick = [1e3 / r for r in rates[names[key]]]
         rows.append(compare(f"{case} {names[key]}: host per tick / tick", "ms", [host_ms(parts)] * len(tick), tick))

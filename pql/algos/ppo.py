@@ -1,0 +1,280 @@
+"""PPO; A2C is the same with one pass over one batch. One learner trains policy and value on fresh rollouts.
+
+Sources: Schulman et al. 2017 (PPO), 2016 (GAE); Mnih et al. 2016 (A2C); the value's normalisation by running statistics
+of the returns, without PopArt's correction of the last layer, follows rl_games; the learning rate that keeps the KL
+near a target follows rsl_rl. Advantages are normalised once, over the whole segment.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Generator, Tensor, nn
+
+from pql.actor_critic import ActorCritic
+from pql.nets import Flat
+from pql.normalize import EPSILON, Moments
+from pql.optim import Optimizer
+from pql.returns import gae
+from pql.rollout import Segment, minibatches
+from pql.types import Metrics, Obs
+from pql.worker import State
+
+LR_MIN, LR_MAX, LR_FACTOR = 1e-5, 1e-2, 1.5
+"""Bounds and step of the adaptive learning rate (rsl_rl's)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What does not change in a run; see ``config.PpoConfig``."""
+
+    epochs: int
+    minibatches: int
+    gamma: float
+    gae_lambda: float
+    clip: float | None
+    value_clip: float | None
+    value_coef: float
+    entropy_coef: float
+    normalize_advantage: bool
+    lr: float
+    kl_target: float | None  # the learning rate is steered to it
+    kl_stop: float | None
+    anneal_steps: int | None  # env steps over which the learning rate falls to 0
+    anneal_clip: bool
+    steps_per_tick: int  # T * N
+
+
+class Progress:
+    """Where the run, and the tick, stand; 0-dim tensors on the device."""
+
+    def __init__(self, device: torch.device, num_envs: int, carry_size: int):
+        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
+        self.fraction = torch.ones((), device=device)  # of the learning rate (and clip) that annealing leaves
+        self.go = torch.ones((), device=device)  # 0 once this tick's policy has gone further than ``kl_stop``
+        self.lost = torch.zeros((), dtype=torch.int64, device=device)  # time limits without a final observation
+        self.carry = torch.zeros(num_envs, carry_size, device=device)  # [N, C] the value's memory, where it has its own
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+@dataclass
+class PpoState(State):
+    """What the learner owns. ``policy`` and ``value`` are parts of ``net``, whose flat parameters the optimiser has."""
+
+    policy: nn.Module
+    value: nn.Module
+    optimizer: Optimizer
+    returns: Moments | None  # statistics of the returns; None: values are not normalised
+    progress: Progress
+
+    @property
+    def net(self) -> ActorCritic:
+        return cast(ActorCritic, self.optimizer.flat.module)
+
+
+def make_state(flat: Flat, optimizer: Optimizer, normalize_value: bool, num_envs: int) -> PpoState:
+    net, device = cast(ActorCritic, flat.module), flat.data.device
+    moments = Moments((), device) if normalize_value else None
+    carry_size = net.value.body.carry_size if net.value.body else 0
+    return PpoState(net.policy, net.value, optimizer, moments, Progress(device, num_envs, carry_size))
+
+
+class Minibatch(NamedTuple):
+    """Rows [B] of a segment; with memory, [T, B]: all rows of B environments.
+
+    Target and old value are in units of the normalised value.
+    """
+
+    obs: Obs  # [B, ...] normalised
+    action: Tensor  # [B, A] raw, or [B]
+    params: Tensor  # [B, P] of the distribution that acted
+    log_prob: Tensor  # [B] under it
+    advantage: Tensor  # [B]
+    target: Tensor  # [B] lambda-return
+    value: Tensor  # [B] before the tick's first update
+    mask: Tensor  # [B] 0 or 1
+    explained: Tensor  # 0-dim; share of the returns' variance that the values explained, over the segment
+    fresh: bool  # the tick's first: nothing has moved yet
+    first: Tensor | None = None  # [T, B] bool; the next row begins an episode (with memory)
+    carry: Tensor | None = None  # [1, B, C] the policy's memory before row 0
+    value_carry: Tensor | None = None  # [1, B, C] the value's
+
+
+def draw(state: PpoState, settings: Settings, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
+    """A tick's minibatches: values, advantages and targets once, then ``epochs`` times all rows in random order.
+
+    With memory the order is one of environments, whose rows stay together.
+    """
+    begin_tick(state, settings, segment)
+    memory = state.net.policy.body.carry_size > 0
+    start = {"carry": segment.carry.unsqueeze(0), "value_carry": value_carry(state, segment).unsqueeze(0)}
+    rows, explained = prepare(state, settings, segment)
+    columns = {**rows, "first": segment.first, **start} if memory else {k: v.flatten(0, 1) for k, v in rows.items()}
+    dim = 1 if memory else 0
+    for i, part in enumerate(minibatches(columns, settings.epochs, settings.minibatches, dim, gen)):
+        yield assemble(part, explained, fresh=i == 0)
+
+
+def assemble(part: dict[str, Tensor], explained: Tensor, fresh: bool) -> Minibatch:
+    """Named columns -> a minibatch; observation groups are the columns ``obs/<group>``."""
+    obs = {k.removeprefix("obs/"): v for k, v in part.items() if k.startswith("obs/")}
+    rest: dict[str, Any] = {k: v for k, v in part.items() if not k.startswith("obs/")}
+    return Minibatch(obs=obs, explained=explained, fresh=fresh, **rest)
+
+
+@torch.no_grad()
+def begin_tick(state: PpoState, settings: Settings, segment: Segment) -> None:
+    """Count the tick, open the KL gate, and set the annealed learning rate."""
+    now = state.progress
+    now.go.fill_(1.0)
+    now.lost += segment.lost
+    if settings.anneal_steps is not None:
+        done = now.ticks * (settings.steps_per_tick / settings.anneal_steps)
+        now.fraction.copy_((1 - done).clamp_(min=0))
+        state.optimizer.lr.copy_(settings.lr * now.fraction)
+    now.ticks += 1
+
+
+@torch.no_grad()
+def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict[str, Tensor], Tensor]:
+    """Columns [T, N, ...] of the segment's rows for :class:`Minibatch`, and the explained variance.
+
+    Values are predicted in normalised units and mapped back with the statistics of the ticks before; targets are mapped
+    with those that include this tick's returns.
+    """
+    net, mask = state.net, segment.mask
+    rows = mask.shape[0]
+    values = segment_values(state, segment)  # [T + 1 + K + 1, N]
+    scale, shift = value_scale(state.returns)
+    values = values * scale + shift
+    value, discount = values[:rows], settings.gamma * segment.alive
+    next_value = values.gather(0, segment.successor)
+    advantage = gae(segment.reward, discount, value, next_value, segment.goes_on, mask, settings.gae_lambda)
+    target = advantage + value
+    mean, var = masked_moments(target, mask)
+    explained = 1 - masked_moments(advantage, mask)[1] / (var + EPSILON)  # advantage = target - value
+    if state.returns is not None:
+        state.returns.update(target.flatten(), mask.flatten() > 0)
+        scale, shift = value_scale(state.returns)
+        target, value = (target - shift) / scale, (value - shift) / scale
+    if settings.normalize_advantage:
+        mean, var = masked_moments(advantage, mask)
+        advantage = (advantage - mean) * (var + EPSILON).rsqrt()
+    columns = {
+        **{f"obs/{k}": v[:rows] for k, v in segment.obs.items()},
+        "action": segment.action, "params": segment.params,
+        "log_prob": net.policy.dist.log_prob(segment.params, segment.action),
+        "advantage": advantage, "target": target, "value": value, "mask": mask,
+    }  # fmt: skip
+    return columns, explained
+
+
+def value_carry(state: PpoState, segment: Segment) -> Tensor:
+    """The value's memory before row 0, [N, C]: its own, forgotten where an episode begins there, or the policy's."""
+    if state.net.value.body is None:
+        return segment.carry
+    return state.progress.carry * ~segment.fresh.unsqueeze(1)
+
+
+def segment_values(state: PpoState, segment: Segment) -> Tensor:
+    """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment."""
+    net = state.net
+    if not net.value_body.carry_size:
+        return net.values(segment.obs)
+    values, carry = net.unroll_values(segment.obs, value_carry(state, segment), segment.first, segment.final_row)
+    if net.value.body is not None:
+        state.progress.carry.copy_(carry)
+    return values
+
+
+def evaluate(net: ActorCritic, batch: Minibatch) -> tuple[Tensor, Tensor]:
+    """Parameters and values of a minibatch's rows, with gradients."""
+    if batch.first is None or batch.carry is None or batch.value_carry is None:
+        return net(batch.obs)
+    return net.unroll(batch.obs, batch.carry[0], batch.value_carry[0], batch.first)
+
+
+def value_scale(returns: Moments | None) -> tuple[Tensor | float, Tensor | float]:
+    """Standard deviation and mean of the returns so far: value = output * scale + shift."""
+    if returns is None:
+        return 1.0, 0.0
+    return (returns.variance() + EPSILON).sqrt().float(), returns.mean.float()
+
+
+def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of the entries that count; 0 where none does."""
+    count = mask.sum().clamp(min=1)
+    mean = (x * mask).sum() / count
+    return mean, ((x - mean).square() * mask).sum() / count
+
+
+def update(state: PpoState, inputs: Settings, batch: Minibatch, gen: Generator) -> Metrics:
+    """One step on policy, value and entropy. Mutates ``state`` only.
+
+    The loss is -E[min(rho A, clip(rho) A)] + value_coef E[(V - target)^2] - entropy_coef E[H].
+    """
+    params, value = evaluate(state.net, batch)
+    share = batch.mask / batch.mask.sum().clamp(min=1)
+    dist = state.net.policy.dist
+    ratio = torch.exp(dist.log_prob(params, batch.action) - batch.log_prob)
+    clip = None if inputs.clip is None else inputs.clip * state.progress.fraction if inputs.anneal_clip else inputs.clip
+    policy_loss = (share * surrogate_loss(ratio, batch.advantage, clip)).sum()
+    critic_loss = (share * value_loss(value, batch.target, batch.value, inputs.value_clip)).sum()
+    entropy = (share * dist.entropy(params, gen)).sum()
+    loss = policy_loss + inputs.value_coef * critic_loss - inputs.entropy_coef * entropy
+    state.optimizer.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        kl = (share * dist.kl(batch.params, params)).sum()
+        skip = steer(state, inputs, kl, batch.fresh)
+        norm = state.optimizer.step(skip)
+        clipped = torch.zeros_like(kl) if clip is None else (share * ((ratio - 1).abs() > clip)).sum()
+    return {
+        "loss/policy": policy_loss.detach(), "loss/critic": critic_loss.detach(), "grad_norm/policy": norm,
+        "policy/entropy": entropy.detach(), "policy/kl": kl, "policy/clip_fraction": clipped,
+        "policy/lr": state.optimizer.lr, "policy/updates_kept": state.progress.go,
+        "value/explained_variance": batch.explained,
+    }  # fmt: skip
+
+
+def surrogate_loss(ratio: Tensor, advantage: Tensor, clip: float | Tensor | None) -> Tensor:
+    """-min(rho A, clip(rho, 1 - c, 1 + c) A) (Schulman et al. 2017, Eq. 7); without ``clip``, -rho A. [B]."""
+    if clip is None:
+        return -ratio * advantage
+    held = torch.clamp(ratio, 1 - clip, 1 + clip)  # type: ignore[arg-type]  # both are floats, or both tensors
+    return -torch.minimum(ratio * advantage, held * advantage)
+
+
+def value_loss(value: Tensor, target: Tensor, old: Tensor, clip: float | None) -> Tensor:
+    """(V - target)^2; with ``clip``, the larger of it and the same for V held within ``clip`` of the old value. [B]."""
+    loss = (value - target).square()
+    if clip is None:
+        return loss
+    return torch.maximum(loss, (old + (value - old).clamp(-clip, clip) - target).square())
+
+
+def steer(state: PpoState, settings: Settings, kl: Tensor, fresh: bool) -> Tensor | None:
+    """Learning rate and gate from the KL between the policy that acted and the present one.
+
+    Returns:
+        1 where this step and the tick's remaining ones are to be skipped, else 0; None without ``kl_stop``.
+    """
+    if settings.kl_target is not None and not fresh:  # before the first step the KL says nothing
+        adapt_lr(state.optimizer.lr, kl, settings.kl_target)
+    if settings.kl_stop is None:
+        return None
+    state.progress.go.mul_(kl <= settings.kl_stop)
+    return 1 - state.progress.go
+
+
+def adapt_lr(lr: Tensor, kl: Tensor, target: float) -> None:
+    """Divide the learning rate by 1.5 where the KL is above twice the target, multiply it below half. In place."""
+    factor = 1 + (LR_FACTOR - 1) * (kl < target / 2) + (1 / LR_FACTOR - 1) * (kl > target * 2)
+    lr.mul_(factor).clamp_(LR_MIN, LR_MAX)

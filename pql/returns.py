@@ -1,0 +1,48 @@
+"""Returns of a rollout: one backward scan, and what it becomes with different deltas and decays.
+
+Every estimator here is ``x_t = delta_t + decay_t x_{t+1}``, ``x_T = 0``, over rows [T, N]. Episode ends are settled
+before: a row's ``discount`` is gamma, or 0 where the task terminated; ``next_value`` is the value of its true
+successor (a final observation's, where the row was cut off); ``goes_on`` says whether the next row is the successor.
+"""
+
+import torch
+from torch import Tensor
+
+
+def backward_scan(delta: Tensor, decay: Tensor) -> Tensor:
+    """x_t = delta_t + decay_t x_{t+1} with x_T = 0. Both [T, N]; returns [T, N]."""
+    out, carry = torch.empty_like(delta), torch.zeros_like(delta[0])
+    for t in range(delta.shape[0] - 1, -1, -1):
+        carry = torch.addcmul(delta[t], decay[t], carry, out=out[t])
+    return out
+
+
+def gae(
+    reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, goes_on: Tensor, mask: Tensor, lam: float
+) -> Tensor:
+    """Generalised advantage estimation (Schulman et al. 2016, Eq. 16).
+
+    A_t = sum_k (prod_{i<k} lam discount_{t+i}) delta_{t+k}, delta_t = r_t + discount_t V(s'_t) - V(s_t), over the rows
+    from t to the end of the trajectory. A row with ``mask == 0`` (filler, or its successor is unknown) has no
+    advantage, and a trajectory that runs into one ends before it, with the value of that row's own observation.
+
+    Args:
+        reward, value, next_value: [T, N].
+        discount: [T, N] gamma, 0 where terminated.
+        goes_on: [T, N] 0 where the next row belongs to another trajectory, else 1.
+        mask: [T, N] 0 or 1.
+    Returns:
+        [T, N], 0 where masked.
+    """
+    delta = torch.addcmul(reward, discount, next_value).sub_(value).mul_(mask)
+    return backward_scan(delta, lam * discount * goes_on * mask)
+
+
+def lambda_returns(
+    reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, goes_on: Tensor, mask: Tensor, lam: float
+) -> Tensor:
+    """G_t = r_t + discount_t ((1 - lam) V(s'_t) + lam G_{t+1}), the TD(lambda) target (Sutton & Barto 2018, 12.1).
+
+    Arguments as in :func:`gae`, to which it is equal up to V(s_t); at the end of a trajectory G_{t+1} is V(s'_t).
+    """
+    return gae(reward, discount, value, next_value, goes_on, mask, lam).add_(value)

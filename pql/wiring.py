@@ -1,0 +1,89 @@
+"""What ``build`` and the algorithms' families share: the pieces of a wiring, seeds, and checks of an environment."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pql.collect import Collector
+from pql.config import Config
+from pql.encoders import groups_of
+from pql.env import EnvSpec, VecEnv
+from pql.nets import Flat
+from pql.normalize import Normalizer
+from pql.replay import Cursor
+from pql.schedule import Counts
+from pql.worker import Learner
+
+Devices = dict[str, torch.device]
+"""Where each worker sits, by name."""
+
+
+@dataclass
+class Role:
+    """One worker's algorithmic side: private tensors by the slot that fills them, and what it owns."""
+
+    pulls: dict[str, list[Tensor]]
+    owns: dict[str, list[Tensor]]
+    learner: Learner | None = None
+    cursor: Cursor | None = None
+
+
+@dataclass
+class Wiring:
+    """What a family makes of a config and an environment; ``build`` adds workers, slots and a schedule.
+
+    Attributes:
+        roles: by worker: learners, in the order in which a tick without concurrency runs them, then the collector.
+        policy: what is evaluated and saved.
+        gauges: 0-dim tensors for the log.
+    """
+
+    collector: Collector
+    roles: dict[str, Role]
+    policy: Flat | nn.Module
+    gauges: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Algorithms that share their data and their workers.
+
+    Attributes:
+        learners: workers beside the collector; rows live where the first of them sits.
+        counts: the integers of a tick.
+        check: ``ConfigError`` for an environment that cannot be learned from; returns the rows per environment that
+            the data take.
+        wire: (config, env, counts, those rows, devices, whether to capture graphs) -> wiring.
+        policy: a policy network, freshly initialised.
+    """
+
+    learners: tuple[str, ...]
+    counts: Callable[[Config], Counts]
+    check: Callable[[Config, EnvSpec, Counts, torch.device], int]
+    wire: Callable[[Config, VecEnv, Counts, int, Devices, bool], Wiring]
+    policy: Callable[[Config, EnvSpec], nn.Module]
+
+
+def seeds(seed: int) -> dict[str, int]:
+    """One seed -> a seed for every generator and for the simulator. A single learner's is that of "v"."""
+    root = torch.Generator().manual_seed(seed)
+    names = ("init", "env", "collector", "v", "p", "eval")
+    return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
+
+
+def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Normalizer:
+    """The collector's statistics."""
+    algo = config.algo
+    return Normalizer(
+        spec.obs, spec.num_envs, device, algo.normalize_obs, config.task.reward_scale * algo.reward_scale,
+        algo.gamma if algo.normalize_reward else None,
+    )  # fmt: skip
+
+
+def check_obs(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for an observation that no network here takes; networks from elsewhere are not asked."""
+    for which in ("policy", "critic"):
+        if getattr(config.algo, which).net is None:
+            groups_of(config, spec, which)

@@ -1,0 +1,54 @@
+"""Small on-policy runs, in every variant, for the tests."""
+
+import pytest
+from conftest import merge, small_config
+
+from pql.config import validate
+
+BASE = {
+    "replay": {"capacity": 4096},
+    "placement": {"matmul": "exact"},
+    "algo": {
+        "family": "ppo",
+        "name": "ppo",
+        "schedule": "lockstep",
+        "warmup_steps": 8,
+        "critic": {"hidden": [16, 16]},
+        "policy": {"hidden": [16, 16], "lr": 1e-3, "weight_decay": 0.0, "grad_clip": 1.0},
+        "ppo": {"horizon": 8, "epochs": 2, "minibatches": 4},
+    },
+}
+VARIANTS = {
+    "gaussian": {},
+    "squashed": {"algo": {"ppo": {"squash": True, "entropy_coef": 0.01}}},
+    "categorical": {"task": {"name": "cartpole"}},
+    "shared trunk": {"algo": {"ppo": {"shared": True, "value_clip": 0.2}}},
+    "lstm": {"algo": {"ppo": {"lstm": 8}}},
+    "shared lstm": {"task": {"name": "cartpole"}, "algo": {"ppo": {"lstm": 8, "shared": True}}},
+    "annealed, stopped": {
+        "algo": {"ppo": {"lr_schedule": "linear", "anneal_steps": 640, "anneal_clip": True, "kl_stop": 0.005}}
+    },
+    "a2c": {
+        "algo": {
+            "normalize_reward": True,
+            "ppo": {
+                "horizon": 5, "epochs": 1, "minibatches": 1, "gae_lambda": 1.0, "clip": None, "optimizer": "rmsprop",
+                "lr_schedule": "fixed", "normalize_advantage": False, "normalize_value": False, "entropy_coef": 0.01,
+            },
+        }
+    },
+}  # fmt: skip
+EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
+def config_of(*changes):
+    tree = BASE
+    for change in changes:
+        tree = merge(tree, change)
+    return validate(small_config(**tree))
+
+
+def ticks(parts, count):
+    for _ in range(count):
+        parts.schedule.tick()
+    return parts

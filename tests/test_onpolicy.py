@@ -1,0 +1,239 @@
+"""On-policy runs as a whole: presets, what a run writes, resuming bit for bit, and policies that remember."""
+
+import copy
+
+import pytest
+import torch
+from conftest import bits, differences, start
+from ppo_runs import VARIANTS, config_of, ticks
+from runs import manifest, points, rows
+
+import pql
+from pql import checkpoint
+from pql.build import build
+from pql.compose import compose, options, resume_config
+from pql.envs.toy import Counter
+from pql.errors import ConfigError
+from pql.evaluate import run_episodes
+from pql.main import main
+from pql.policy import fresh_policy, load_policy, policy_of, snapshot
+from pql.schedule import Inline
+from pql.session import Session
+
+WORDS = (
+    "algo=ppo", "scale=cpu", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "algo.critic.hidden=[16]",
+    "algo.policy.hidden=[16]", "algo.ppo.horizon=4", "algo.ppo.epochs=2", "algo.ppo.minibatches=4",
+    "eval.num_envs=2", "eval.every_seconds=null", "eval.final=false", "checkpoint.every_seconds=null",
+    "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
+)  # fmt: skip
+
+
+def words(run_dir, *more):
+    return [*WORDS, f"run_dir={run_dir}", *more]
+
+
+def run(*overrides):
+    return Session(compose(overrides), quiet=True, overrides=overrides).train()
+
+
+def resume(run_dir, *overrides):
+    return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
+
+
+CASES = {
+    "gaussian": ("task=pendulum", "task.kwargs.max_episode_steps=11", "task.kwargs.stagger=true"),
+    "squashed, scaled rewards": ("task=lqr", "algo.ppo.squash=true", "algo.ppo.entropy_coef=0.01",
+                                 "algo.normalize_reward=true"),
+    "categorical, shared": ("task=cartpole", "algo.ppo.shared=true"),
+    "lstm, filler rows": ("task=counter", "task.kwargs.autoreset=next_step", "algo.ppo.lstm=8"),
+    "a2c, linear": ("task=recall", "algo.ppo.optimizer=rmsprop", "algo.ppo.lr_schedule=linear",
+                    "algo.ppo.anneal_steps=2000", "algo.ppo.kl_stop=0.001"),
+}  # fmt: skip
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    steps = [16 * (8 + 4 * n) for n in (5, 10)]
+    run(*words(whole, *case, f"budget.env_steps={steps[1]}"))
+    assert run(*words(parts, *case, f"budget.env_steps={steps[0]}")).env_steps == steps[0]
+    second = resume(parts, f"budget.env_steps={steps[1]}")
+    (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
+    assert {"learners/learner", "collector/env", "collector/normalizer"} <= {"/".join(k.split("/")[:2]) for k in a}
+    assert any("/policy/" in k for k in a)
+    assert differences(a, b) == []
+    assert facts_a["sha256"] == facts_b["sha256"]
+    counters = ("ticks", "steps", "learner")
+    assert [facts_a["counters"][k] for k in counters] == [facts_b["counters"][k] for k in counters] == [10, 48, 80]
+    assert (second.updates_v, second.updates_p) == (80, 80)
+
+
+def test_a_run_writes_what_every_run_writes(tmp_path):
+    summary = run(*words(tmp_path, "task=cartpole", "budget.env_steps=2000", "eval.final=true"))
+    log = [row for row in rows(tmp_path) if "updates/v" in row]
+    last = log[-1]
+    assert last["updates/v"] == last["updates/p"] == summary.updates_v == summary.updates_p == 8 * 30
+    assert last["steps/env"] == summary.env_steps == 16 * (8 + 4 * 30)
+    assert (last["ratio/v_per_step"], last["ratio/p_per_v"], last["lag/policy_ticks"]) == (2.0, 1.0, 0)
+    names = {k for row in log for k in row}
+    assert {"busy/collector", "busy/learner", "rollout/bootstrap_lost", "policy/kl", "policy/lr", "loss/critic",
+            "policy/entropy", "value/explained_variance", "train/return_mean"} <= names  # fmt: skip
+    assert summary.episodes == 2
+    assert manifest(tmp_path / "checkpoints" / "last")["spec"]["action"] == {"discrete": 2}
+    action = load_policy(tmp_path)(torch.zeros(3, 4))
+    assert (action.shape, action.dtype) == ((3,), torch.int64)
+
+
+def test_the_command_line_trains_and_evaluates(tmp_path, capsys):
+    assert main(["train", *words(tmp_path, "task=recall", "algo.ppo.lstm=4", "budget.env_steps=500")]) == 0
+    out = capsys.readouterr().out
+    assert "the tick is bounded by" in out
+    assert "busy collector" in out
+    assert "learner" in out
+    assert main(["eval", str(tmp_path), "num_envs=4"]) == 0
+    assert '"length_mean": 6.0' in capsys.readouterr().out
+    assert main(["train", *words(tmp_path / "x", "algo.ppo.minibatches=5")]) == 2
+    assert capsys.readouterr().err.startswith("pql: algo.ppo.minibatches=5: expected a divisor of num_envs=16 x")
+
+
+def test_lost_final_observations_are_counted_and_filler_rows_left_out():
+    kwargs = {"autoreset": "next_step", "final_obs": "never", "episode_length": 5, "terminate_every": 0}
+    config = config_of({"task": {"name": "counter", "kwargs": kwargs}, "algo": {"warmup_steps": 0}})
+    parts = start(config, Inline())
+    ticks(parts, 3)  # 24 rows; episodes of five and a filler row: ends on rows 5, 11, 17, 23
+    assert parts.gauges["rollout/bootstrap_lost"] == 4 * 8
+    assert parts.learners["learner"].state.returns.count == 8 * (24 - 4 - 4)
+
+
+def test_a_simulator_without_state_goes_on_with_an_empty_memory(monkeypatch):
+    monkeypatch.delattr(Counter, "state_dict")
+    config = config_of({"task": {"name": "counter"}}, VARIANTS["lstm"])
+    parts = ticks(start(config, Inline()), 3)
+    again = build(config, executor=Inline())
+    again.collector.start(7)
+    again.load_state_dict(parts.state_dict(), 3)
+    assert parts.collector.actor.memory.carry.abs().max() > 0
+    assert again.collector.actor.memory.carry.abs().max() == 0
+    assert bool(again.collector.actor.memory.fresh.all())
+    again.workers["collector"].run(8)
+    segment = again.collector.stores[0].segment()
+    from pql.algos import ppo
+
+    state = again.learners["learner"].state
+    assert state.progress.carry.abs().max() > 0
+    assert ppo.value_carry(state, segment).abs().max() == 0
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["gaussian", "squashed", "categorical", "lstm"])
+def test_a_policy_acts_as_the_collector_would_without_noise(variant):
+    parts = ticks(start(config_of(VARIANTS[variant]), Inline()), 2)
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
+    policy.load_state_dict(snapshot(parts))
+    net, norm = parts.learners["learner"].state.net.policy, parts.collector.normalizer
+    obs = torch.randn(5, parts.env.spec.obs["policy"].shape[0])
+    with torch.no_grad():
+        known = norm({"policy": obs})
+        params = net.step(known, torch.zeros(5, 16))[0] if variant == "lstm" else net(known)
+        mean = params.chunk(2, -1)[0]
+        want = {"squashed": mean.tanh(), "categorical": params.argmax(-1)}.get(variant, mean.clamp(-1, 1))
+    assert torch.equal(policy(obs), want)
+
+
+def test_a_recurrent_policy_remembers_until_it_is_reset():
+    parts = ticks(start(config_of(VARIANTS["lstm"]), Inline()), 4)
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
+    policy.load_state_dict(snapshot(parts))
+    frames = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0))
+    state, explicit = policy.initial_state(3), []
+    assert {k: v.shape for k, v in state.items()} == {"carry": (3, 16)}
+    for obs in frames:
+        action, state = policy.act(obs, state)
+        explicit.append(action)
+    implicit = [policy(obs) for obs in frames]
+    assert all(torch.equal(a, b) for a, b in zip(explicit, implicit, strict=True))
+    policy.reset()
+    assert torch.equal(policy(frames[0]), explicit[0])
+    assert not torch.equal(policy(frames[0]), explicit[0])
+    policy.reset(torch.tensor([True, False, True]))
+    assert torch.equal(policy(frames[0]) == explicit[0], torch.tensor([[True], [False], [True]]))
+    with pytest.raises(ValueError, match="2 observations for a memory of 3 environments"):
+        policy(frames[0, :2])
+
+
+def test_evaluation_forgets_between_episodes():
+    parts = start(config_of({"task": {"name": "recall"}}, VARIANTS["lstm"]), Inline())
+    policy, env, calls = fresh_policy(parts.config, parts.env.spec, "cpu"), parts.env, []
+
+    def spy(mask=None, reset=policy.reset):
+        calls.append(None if mask is None else bool(mask.all()))
+        reset(mask)
+
+    policy.reset = spy  # type: ignore[method-assign]
+    run_episodes(env, policy, 0)
+    assert calls == [None, False, False, False, False, False, True]
+
+
+def test_policies_are_found_in_both_kinds_of_checkpoint(tmp_path):
+    run(*words(tmp_path, "task=recall", "algo.ppo.lstm=4", "budget.env_steps=500"))
+    last = load_policy(tmp_path).state_dict()
+    tensors, facts = checkpoint.load(points(tmp_path)[-1])
+    assert facts["kind"] == "resume"
+    found = policy_of(tensors, facts, "cpu").state_dict()
+    assert differences(checkpoint.flatten(last), checkpoint.flatten(found)) == []
+
+
+def test_a_new_run_starts_from_old_weights(tmp_path):
+    run(*words(tmp_path / "a", "task=pendulum", "budget.env_steps=1000"))
+    old = checkpoint.load(points(tmp_path / "a")[-1])[0]
+    session = Session(compose(words(tmp_path / "b", "task=pendulum", "algo.ppo.epochs=1", "budget.env_steps=1000",
+                                    f"init_from={tmp_path / 'a'}")), quiet=True)  # fmt: skip
+    state = session.parts.learners["learner"].state
+    for part in ("policy", "value", "returns"):
+        mine = checkpoint.flatten(getattr(state, part).state_dict())
+        assert differences(mine, {k: old[f"learners/learner/state/{part}/{k}"] for k in mine}) == []
+    session.parts.schedule.tick()  # the collector acts with them
+    session._close_parts()
+    with pytest.raises(ConfigError, match=r"algo\.ppo\.lstm=4: expected null, as in init_from="):
+        Session(compose(words(tmp_path / "c", "task=pendulum", "algo.ppo.lstm=4", "budget.env_steps=1000",
+                              f"init_from={tmp_path / 'a'}")), quiet=True)  # fmt: skip
+
+
+# -- presets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [s for s in options("scale") if s.startswith("ppo_")])
+def test_the_papers_settings_compose(scale):
+    config = compose(["device=cpu", "algo=ppo", f"scale={scale}"])
+    size = config.num_envs * config.algo.ppo.horizon // config.algo.ppo.minibatches
+    expected = {"ppo_ant": (4096, 16, 32768, 4), "ppo_hand": (16384, 8, 32768, 5), "ppo_franka": (8192, 32, 16384, 5)}
+    assert (config.num_envs, config.algo.ppo.horizon, size, config.algo.ppo.epochs) == expected[scale]
+
+
+def test_a_scale_gives_every_algorithm_its_own_settings():
+    off, on, a2c = (compose(["device=cpu", f"algo={a}"]) for a in ("pql", "ppo", "a2c"))
+    assert (off.num_envs, on.algo.ppo.clip, a2c.algo.ppo.clip) == (32, 0.2, None)
+    assert (a2c.algo.ppo.epochs, a2c.algo.ppo.optimizer) == (1, "rmsprop")
+    assert on.budget == off.budget == a2c.budget
+    assert compose(["device=cpu", "algo=ppo", "num_envs=64"]).num_envs == 64
+
+
+def test_a_live_environment_is_trained_on(tmp_path):
+    env = pql.make_env("cartpole", num_envs=16)
+    small = [w for w in WORDS if not w.startswith(("num_envs", "device"))]
+    summary = pql.train(*small, f"run_dir={tmp_path}", "budget.env_steps=1000", env=env, quiet=True)
+    assert summary.env_steps == 16 * (8 + 4 * 14)
+
+
+def test_private_weights_are_the_published_ones():
+    parts = ticks(start(config_of(), Inline()), 2)
+    acting = copy.deepcopy(parts.collector.actor.policy.state_dict())
+    parts.workers["collector"].run(8)  # pulls
+    newest = parts.learners["learner"].state.policy.state_dict()
+    assert differences(dict(parts.collector.actor.policy.state_dict()), dict(newest)) == []
+    assert differences(dict(acting), dict(newest)) != []
+    assert parts.schedule.lag == 0
+    assert "learners/learner/state/optimizer/lr" in bits(parts)

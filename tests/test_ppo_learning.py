@@ -1,0 +1,130 @@
+"""What PPO and A2C learn where the answer is known: values, a swing-up, a balance, a cue to recall."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import merge, start
+from ppo_runs import VARIANTS, config_of, ticks
+
+from pql.algos import ppo
+from pql.build import build
+from pql.env import EnvSpec, ObsSpec, register
+from pql.envs.classic import Pendulum, TorchEnv, Transition
+from pql.errors import ConfigError
+from pql.evaluate import run_episodes
+from pql.policy import fresh_policy, snapshot
+from pql.schedule import Inline
+
+
+class Pension(TorchEnv):
+    """Pays 1 a step; ends with probability ``risk``, or by a time limit that the observation does not show."""
+
+    name, obs_size, action_size, state_size, time_limit = "pension", 2, 1, 2, 5
+    terms, risk = (), 0.0
+
+    def draw(self):
+        return self.uniform(2)
+
+    def observe(self, state):
+        return state.clone()
+
+    def advance(self, state, action):
+        ended = self._rand(1)[:, 0] < self.risk
+        return Transition(self.uniform(2), torch.ones_like(state[:, 0]), ended, {})
+
+
+class RiskyPension(Pension):
+    risk = 0.2
+
+
+@pytest.mark.parametrize(
+    ("env", "worth", "normalize"), [(Pension, 1 / (1 - 0.9), True), (RiskyPension, 1 / (1 - 0.9 * 0.8), False)]
+)
+def test_the_value_is_learned_beyond_time_limits_and_not_beyond_terminations(env, worth, normalize):
+    register("pension", env)
+    change = {
+        "task": {"name": "pension", "kwargs": {"stagger": True}}, "num_envs": 64,
+        "algo": {"gamma": 0.9, "ppo": {"normalize_value": normalize, "horizon": 16, "epochs": 4}},
+    }  # fmt: skip
+    parts = ticks(start(config_of(change), Inline()), 50)
+    parts.workers["collector"].run(16)
+    state, segment = parts.learners["learner"].state, parts.collector.stores[0].segment()
+    scale, shift = ppo.value_scale(state.returns)
+    values = ppo.segment_values(state, segment)[:17].detach() * scale + shift
+    assert values.mean().item() == pytest.approx(worth, rel=0.03)
+    assert parts.gauges["rollout/bootstrap_lost"] == 0
+
+
+class Seeing(Pendulum):
+    """The critic sees the pendulum, the policy sees nothing."""
+
+    def __init__(self, num_envs, device, **kwargs):
+        super().__init__(num_envs, device, **kwargs)
+
+    @classmethod
+    def describe(cls, num_envs=64, device="cpu", max_episode_steps=None, stagger=False) -> EnvSpec:
+        spec = super().describe(num_envs, device, max_episode_steps, stagger)
+        return replace(spec, obs={"policy": ObsSpec((1,)), "critic": ObsSpec((3,))})
+
+    def _split(self, obs):
+        return {"policy": torch.zeros(len(obs["policy"]), 1), "critic": obs["policy"]}
+
+    def reset(self, seed=None):
+        return self._split(super().reset(seed))
+
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(obs=self._split(step.obs), final_obs=self._split(step.final_obs))
+
+
+def test_the_critic_may_see_more_than_the_policy():
+    register("seeing", Seeing)
+    change = {"task": {"name": "seeing", "reward_scale": 0.1, "kwargs": {"stagger": True}}, "num_envs": 32}
+    parts = start(config_of(change, {"algo": {"gamma": 0.9, "ppo": {"horizon": 16}}}), Inline())
+    net = parts.learners["learner"].state.net
+    assert (net.policy.body.group, net.value_body.group) == ("policy", "critic")
+    ticks(parts, 60)
+    parts.jobs["learner"].metrics.drain()
+    ticks(parts, 10)
+    assert parts.jobs["learner"].metrics.drain()["value/explained_variance"] > 0.5  # of what the policy cannot see
+    assert fresh_policy(parts.config, parts.env.spec, "cpu")(torch.zeros(2, 1)).shape == (2, 1)
+    with pytest.raises(ConfigError, match=r"algo\.ppo\.shared=true: expected false: in pendulum the critic has"):
+        build(config_of(change, {"algo": {"ppo": {"shared": True}}}))
+
+
+def score(parts):
+    env = type(parts.env)(32, "cpu")
+    policy = fresh_policy(parts.config, env.spec, env.spec.device)
+    policy.load_state_dict(snapshot(parts))
+    return run_episodes(env, policy, seed=7).mean
+
+
+WIDE = {"critic": {"hidden": [64, 64]}, "policy": {"hidden": [64, 64]}}
+
+
+def test_ppo_swings_the_pendulum_up():
+    task = {"name": "pendulum", "reward_scale": 0.1, "kwargs": {"stagger": True}}
+    algo = {**WIDE, "gamma": 0.95, "ppo": {"horizon": 32, "epochs": 5}}
+    parts = start(config_of({"task": task, "num_envs": 64, "algo": algo}), Inline())
+    assert score(parts) < -700  # untrained: it hangs
+    ticks(parts, 100)
+    assert score(parts) > -250  # the best possible is about -150
+
+
+@pytest.mark.parametrize("name", ["ppo", "a2c"])
+def test_a_cart_pole_is_balanced_by_discrete_actions(name):
+    a2c = {**VARIANTS["a2c"]["algo"], "policy": {"hidden": [64, 64], "lr": 2e-3}}
+    algo = merge(WIDE, a2c if name == "a2c" else {"ppo": {"horizon": 32}})
+    parts = start(config_of({"task": {"name": "cartpole"}, "num_envs": 64, "algo": algo}), Inline())
+    assert score(parts) < 100
+    ticks(parts, 20 if name == "ppo" else 300)
+    assert score(parts) > 450  # of 500
+
+
+@pytest.mark.parametrize("lstm", [16, None])
+def test_a_cue_is_recalled_with_a_memory_and_only_with_one(lstm):
+    algo = {"policy": {"hidden": [32], "lr": 3e-3}, "critic": {"hidden": [32]}, "ppo": {"lstm": lstm, "horizon": 12}}
+    change = {"task": {"name": "recall"}, "num_envs": 64, "algo": merge(algo, {"ppo": {"minibatches": 2, "epochs": 4}})}
+    parts = ticks(start(config_of(change), Inline()), 30)
+    assert (score(parts) > 0.9) if lstm else (abs(score(parts)) < 0.5)

@@ -1,0 +1,181 @@
+"""Rollouts and returns: every row of made-up histories against slow oracles; minibatches that cover all rows once."""
+
+import random
+
+import pytest
+import torch
+from histories import CPU, SPECS, Column, picture, stack
+from oracles import gae as gae_oracle
+from oracles import known_end, lambda_return
+
+from pql.env import Box, Discrete, EnvSpec
+from pql.normalize import Normalizer
+from pql.returns import backward_scan, gae, lambda_returns
+from pql.rollout import Acted, Rollout, final_rows, minibatches, permutations, rollout_bytes
+from pql.types import Memory
+
+KINDS = ("go", "go", "go", "terminate", "truncate", "lose", "forget", "life", "cut", "restart", "stall")
+
+
+def make_rollout(num_envs, horizon, limit, normalize=False, carry=0):
+    spec = EnvSpec("made up", num_envs, SPECS, Box(1), CPU, max_episode_steps=limit)
+    norm = Normalizer(SPECS, num_envs, CPU, normalize, reward_scale=0.5)
+    return Rollout(spec, norm, horizon, 2, CPU, carry), norm
+
+
+def record(rollout, sims, rows, rng, kinds=KINDS):
+    """Fill a segment. Returns every column's events."""
+    rollout.open(picture([s.now for s in sims]), None)
+    events = [[] for _ in sims]
+    for t in range(rows):
+        new = [s.event(rng.choice(kinds), t % 64 / 8) for s in sims]
+        for column, event in zip(events, new, strict=True):
+            column.append(event)
+        action, step = stack(new)
+        rollout.insert(Acted(action, torch.cat((action, -action), 1)), step)
+    return events
+
+
+def value_of(number):
+    """Any function of an observation."""
+    return (number * 37 % 101) / 50 - 1
+
+
+def read(rollout):
+    """The segment, and the values of all its observations."""
+    segment = rollout.segment()
+    return segment, value_of(segment.obs["policy"][..., 0].double()).float()
+
+
+@pytest.mark.parametrize("next_step", [False, True])
+@pytest.mark.parametrize("limit", [None, 4])  # 4: places for four final observations, of up to eleven
+@pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
+def test_advantages_and_returns_are_the_definitions(next_step, limit, lam):
+    horizon, n, gamma, rng = 11, 40, 0.9, random.Random(f"{next_step}{limit}{lam}")
+    rollout, _ = make_rollout(n, horizon, limit)
+    kept = final_rows(horizon, limit)
+    assert kept == (11 if limit is None else 4)
+    sims = [Column(i, next_step) for i in range(n)]
+    seen = {"masked": 0, "lost": 0, "final": 0, "terminated": 0, "plain": 0}
+    for _ in range(2):  # the second segment starts in the middle of episodes, on storage that was used
+        events = record(rollout, sims, horizon, rng)
+        segment, values = read(rollout)
+        value, beyond = values[:horizon], values.gather(0, segment.successor)
+        arguments = (segment.reward, gamma * segment.alive, value, beyond, segment.goes_on, segment.mask, lam)
+        advantage, returns = gae(*arguments), lambda_returns(*arguments)
+        lost = 0
+        for i, column in enumerate(events):
+            for t, e in enumerate(column):
+                scaled = [x._replace(reward=0.5 * x.reward) for x in column]
+                a, g = (f(scaled, t, value_of, gamma, lam, kept) for f in (gae_oracle, lambda_return))
+                assert segment.mask[t, i] == float(a is not None) == float(known_end(column, t, kept))
+                gone = e.valid and e.truncated and not e.terminated and a is None
+                lost += gone
+                if a is None:
+                    assert advantage[t, i] == 0
+                else:
+                    assert advantage[t, i].item() == pytest.approx(a, abs=2e-5)
+                    assert returns[t, i].item() == pytest.approx(g, abs=2e-5)
+                kind = "lost" if gone else "masked" if a is None else "terminated" if e.terminated else "plain"
+                seen["final" if a is not None and e.truncated and not e.terminated else kind] += 1
+                assert segment.obs["policy"][t, i, 0] == e.obs
+                assert segment.action[t, i].item() == pytest.approx(e.action)
+                assert segment.params[t, i].tolist() == pytest.approx([e.action, -e.action])
+                assert bool(segment.first[t, i]) == e.first
+        assert int(segment.lost) == lost
+        assert segment.obs["policy"][horizon, :, 0].tolist() == [s.now for s in sims]
+    assert min(seen.values()) > 20, seen
+
+
+def test_a_scan_is_its_recursion():
+    delta, decay = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[0.5], [0.25], [9.0]])
+    assert backward_scan(delta, decay).tolist() == [[1 + 0.5 * 3], [2 + 0.25 * 4], [4]]
+
+
+def test_each_final_observation_knows_its_row():
+    rng = random.Random(1)
+    rollout, _ = make_rollout(30, 9, None)
+    events = record(rollout, [Column(i, False) for i in range(30)], 9, rng)
+    segment = rollout.segment()
+    checked = 0
+    for i, column in enumerate(events):
+        for t, e in enumerate(column):
+            if e.valid and e.truncated and not e.terminated:
+                place = int(segment.successor[t, i])
+                assert segment.obs["policy"][place, i, 0] == e.final
+                assert segment.final_row[place - 10, i] == t
+                checked += 1
+    assert checked > 40
+
+
+def test_statistics_are_those_that_were_frozen_when_the_segment_began():
+    rollout, norm = make_rollout(4, 3, None, normalize=True)
+    sims = [Column(i, False) for i in range(4)]
+    norm.observe(picture([10, 20, 30, 40]))
+    norm.freeze()
+    then = norm.copy_to(CPU)
+    rollout.open(picture([s.now for s in sims]), None)
+    norm.observe(picture([1000] * 4))
+    norm.freeze()
+    raw = {k: v.view(-1, 4, *v.shape[1:]) for k, v in rollout.obs.items()}
+    got = rollout.segment().obs["policy"]
+    assert torch.equal(got, then(raw)["policy"])
+    assert not torch.equal(got, norm(raw)["policy"])
+
+
+def test_memory_is_what_the_segment_began_with():
+    rollout, _ = make_rollout(2, 3, None, carry=4)
+    carry, fresh = torch.arange(8.0).view(2, 4), torch.tensor([True, False])
+    rollout.open(picture([1, 2]), Memory(carry, fresh))
+    carry.zero_()
+    segment = rollout.segment()
+    assert segment.carry.tolist() == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
+    assert segment.fresh.tolist() == [True, False]
+
+
+def test_uint8_frames_stay_uint8():
+    rollout, _ = make_rollout(3, 2, None, normalize=True)
+    record(rollout, [Column(i, False) for i in range(3)], 2, random.Random(0))
+    assert rollout.segment().obs["frame"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("horizon", "limit", "places"), [(16, None, 16), (16, 1000, 2), (16, 5, 5), (16, 1, 16), (2, 9, 2)]
+)
+def test_places_for_final_observations(horizon, limit, places):
+    assert final_rows(horizon, limit) == places
+
+
+@pytest.mark.parametrize("action", [Box(3), Discrete(4)])
+def test_bytes_are_those_allocated(action):
+    spec = EnvSpec("x", 5, SPECS, action, CPU, max_episode_steps=7)
+    rollout = Rollout(spec, Normalizer(SPECS, 5, CPU), 16, 6, CPU)
+    stored = [*rollout.obs.values(), rollout.action, rollout.params, rollout.reward, rollout.flags, rollout.final]
+    size = sum(t.numel() * t.itemsize for t in (*stored, rollout.final_row))
+    assert rollout_bytes(spec, 16, 6) == pytest.approx(size, rel=0.05)
+
+
+def test_every_epoch_cuts_all_rows_once_in_an_order_of_its_own():
+    gen = torch.Generator().manual_seed(0)
+    rows = {"x": torch.arange(24), "y": torch.arange(24) * 10.0}
+    parts = list(minibatches(rows, 3, 4, 0, gen))
+    assert len(parts) == 12
+    assert all(p["x"].shape == (6,) and torch.equal(p["y"], p["x"] * 10.0) for p in parts)
+    epochs = [torch.cat([p["x"] for p in parts[i : i + 4]]) for i in (0, 4, 8)]
+    assert all(e.sort().values.tolist() == list(range(24)) for e in epochs)
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+def test_minibatches_of_environments_keep_their_rows_together():
+    rows = {"x": torch.arange(12).view(3, 4), "carry": torch.arange(4).view(1, 4)}
+    parts = list(minibatches(rows, 1, 2, 1, torch.Generator().manual_seed(0)))
+    for p in parts:
+        assert torch.equal(p["x"], p["carry"] + torch.tensor([[0], [4], [8]]))
+    assert sorted(torch.cat([p["carry"] for p in parts], 1)[0].tolist()) == [0, 1, 2, 3]
+
+
+def test_permutations_are_uniform():
+    orders = permutations(6000, 3, torch.Generator().manual_seed(1), CPU)
+    counts = torch.unique(orders, dim=0, return_counts=True)[1]
+    assert len(counts) == 6
+    assert (counts - 1000).abs().max() < 150  # five standard deviations
