@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.envs import draw
+from pql.envs.draw import Drawn
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -55,9 +57,11 @@ class TorchEnv:
     obs_size: ClassVar[int]
     action_size: ClassVar[int]  # dimensions; or, where ``discrete``, the number of actions
     discrete: ClassVar[bool] = False
+    action_limit: ClassVar[float] = 1.0  # what an action of 1 is in the task's own units
     state_size: ClassVar[int]
     time_limit: ClassVar[int]
     terms: ClassVar[tuple[str, ...]]
+    dt: ClassVar[float] = 0.05  # seconds of a step
 
     def __init__(
         self,
@@ -90,11 +94,12 @@ class TorchEnv:
             name=cls.name,
             num_envs=positive("num_envs", num_envs),
             obs={"policy": ObsSpec((cls.obs_size,))},
-            action=Discrete(cls.action_size) if cls.discrete else Box(cls.action_size),
+            action=Discrete(cls.action_size) if cls.discrete else Box.within(cls.action_size, cls.action_limit),
             device=torch.device(device),
             max_episode_steps=positive("max_episode_steps", max_episode_steps),
             final_obs="always",
             log=cls.terms,
+            info={"dt": cls.dt},
         )
 
     def draw(self) -> Tensor:
@@ -178,7 +183,7 @@ def wrap_angle(angle: Tensor) -> Tensor:
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
-class Pendulum(TorchEnv):
+class Pendulum(Drawn, TorchEnv):
     """Torque-limited pendulum: gymnasium's Pendulum-v1, equation for equation.
 
     obs [N, 3]: cos and sin of the angle (0 is upright, rad), angular velocity (rad/s, within 8). action [N, 1]:
@@ -189,6 +194,8 @@ class Pendulum(TorchEnv):
     name, obs_size, action_size, state_size, time_limit = "pendulum", 3, 1, 2, 200
     terms = ("angle", "speed", "torque")
     gravity, mass, length, dt, max_torque, max_speed = 10.0, 1.0, 1.0, 0.05, 2.0, 8.0
+    action_limit = max_torque
+    view, paint = ((-1.3, -1.15), (1.3, 1.15)), staticmethod(draw.pendulum)
 
     def draw(self) -> Tensor:
         unit = self.uniform(2)
@@ -210,7 +217,7 @@ class Pendulum(TorchEnv):
         return Transition(torch.stack((angle, speed), 1), reward, torch.zeros_like(self._true), log)
 
 
-class CartpoleSwingup(TorchEnv):
+class CartpoleSwingup(Drawn, TorchEnv):
     """Cart-pole, started hanging: swing the pole up and balance it near the middle of the rail.
 
     Equations of Florian (2007), "Correct equations for the dynamics of the cart-pole system", without friction
@@ -223,6 +230,8 @@ class CartpoleSwingup(TorchEnv):
     name, obs_size, action_size, state_size, time_limit = "cartpole_swingup", 5, 1, 4, 500
     terms = ("upright", "centred", "calm", "effort")
     gravity, mass_cart, mass_pole, half_length, max_force, dt, rail = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02, 2.4
+    action_limit = max_force
+    view, paint = ((-3.45, -1.1), (3.45, 1.1)), staticmethod(draw.cartpole)
 
     def draw(self) -> Tensor:
         start = self.uniform(4) * 0.1
@@ -257,7 +266,7 @@ class CartpoleSwingup(TorchEnv):
         return Transition(state, reward, x.abs() > self.rail, log)
 
 
-class Cartpole(TorchEnv):
+class Cartpole(Drawn, TorchEnv):
     """Cart-pole, started upright: gymnasium's CartPole-v1, equation for equation. Discrete actions.
 
     obs [N, 4]: cart position (m), cart velocity (m/s), pole angle (0 is upright, rad), pole velocity (rad/s).
@@ -269,6 +278,7 @@ class Cartpole(TorchEnv):
     terms, discrete = (), True
     gravity, mass_cart, mass_pole, half_length, force, dt = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
     rail, tilt = 2.4, math.radians(12)
+    view, paint = ((-3.45, -1.1), (3.45, 1.1)), staticmethod(draw.cartpole)
 
     def draw(self) -> Tensor:
         return self.uniform(4) * 0.05
@@ -289,7 +299,7 @@ class Cartpole(TorchEnv):
         return Transition(state, torch.ones_like(x), fell, {})
 
 
-class BallBalance(TorchEnv):
+class BallBalance(Drawn, TorchEnv):
     """Catch a falling ball on a plate carried by three legs, and hold it at rest in the middle.
 
     In the spirit of IsaacGymEnvs' BallBalance (obs 24, action 3), written as rigid-body equations: a solid sphere
@@ -307,6 +317,8 @@ class BallBalance(TorchEnv):
     name, obs_size, action_size, state_size, time_limit = "ball_balance", 12, 3, 12, 500
     terms = ("centred", "calm")
     gravity, ball, plate, leg_radius, leg_range, lag = 9.81, 0.05, 0.5, 0.4, 0.05, 0.1
+    action_limit = leg_range
+    view, paint = ((-0.7, -0.5), (0.7, 0.5)), staticmethod(draw.ball_balance)
     stiffness, damping, friction, dt, substeps = 1500.0, 39.0, 0.8, 0.02, 4
 
     def __init__(

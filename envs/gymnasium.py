@@ -59,6 +59,7 @@ class GymnasiumVec:
         id: registered name, or ``module:Name-v0``.
         autoreset: ``next_step`` (a filler row follows each end) or ``same_step``.
         vectorization: ``sync`` (one after the other, in this process) or ``async`` (a process each).
+        render_mode: ``rgb_array`` makes :meth:`render` work; passed to ``gymnasium.make``.
         kwargs: keywords for ``gymnasium.make``, ``max_episode_steps`` included.
 
     Raises:
@@ -73,7 +74,10 @@ class GymnasiumVec:
         autoreset: str = "next_step",
         vectorization: str = "sync",
         kwargs: Mapping[str, Any] | None = None,
+        render_mode: str | None = None,
     ):
+        if render_mode is not None:
+            kwargs = {**(kwargs or {}), "render_mode": render_mode}
         self.spec = self.describe(num_envs, device, id, autoreset, vectorization, kwargs)
         device = self.spec.device
         vector: dict[str, Any] = {"autoreset_mode": MODES[autoreset], "copy": False}
@@ -101,6 +105,7 @@ class GymnasiumVec:
         autoreset: str = "next_step",
         vectorization: str = "sync",
         kwargs: Mapping[str, Any] | None = None,
+        render_mode: str | None = None,
     ) -> EnvSpec:
         """The ``EnvSpec`` that the same arguments would build; makes, and closes, a single copy to read its spaces."""
         if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
@@ -114,6 +119,7 @@ class GymnasiumVec:
         env = _make(id, dict(kwargs or {}))
         try:
             limit = env.spec.max_episode_steps if env.spec else None
+            rate = env.metadata.get("render_fps")
             return EnvSpec(
                 name=id,
                 num_envs=num_envs,
@@ -123,6 +129,7 @@ class GymnasiumVec:
                 max_episode_steps=limit if limit and limit > 0 else None,
                 autoreset=cast(Literal["same_step", "next_step"], autoreset),
                 final_obs="always",
+                info={"dt": 1 / rate} if rate else {},
             )
         finally:
             env.close()
@@ -172,6 +179,19 @@ class GymnasiumVec:
         sent = self._send(stages)
         return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), self._true, flags[3], {})
 
+    def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
+        """Copy ``index`` as it stands, uint8 [H, W, 3] of the size that the environment draws.
+
+        Raises:
+            ConfigError: a size is asked for, or the environment was not built with ``render_mode=rgb_array``.
+        """
+        for setting, value in (("width", width), ("height", height)):
+            if value is not None:
+                raise ConfigError(setting, value, f"none: {self.spec.name} draws at a size of its own")
+        if self._envs.render_mode != "rgb_array":
+            raise ConfigError("render_mode", self._envs.render_mode, "rgb_array, given when the environment is made")
+        return np.asarray(cast(Any, self._envs.render())[index], np.uint8)
+
     def close(self) -> None:
         self._envs.close()
 
@@ -181,7 +201,7 @@ class GymnasiumVec:
             return action.detach().cpu().numpy() + self._space.start
         unit = action.detach().cpu().numpy().astype(np.float64).clip(-1, 1)
         scaled = self._low + (unit + 1) / 2 * (self._high - self._low)
-        return scaled.clip(self._low, self._high).reshape(-1, *self._space.shape).astype(self._space.dtype)
+        return scaled.clip(self._low, self._high).reshape(-1, *(self._space.shape or ())).astype(self._space.dtype)
 
     def _fill(self, stages: dict[str, Stage], obs: Any) -> dict[str, Stage]:
         for name, values in _groups(obs).items():
@@ -235,4 +255,6 @@ def _action_spec(space: spaces.Space) -> Box | Discrete:
     bounded = isinstance(space, spaces.Box) and np.isfinite(space.low).all() and np.isfinite(space.high).all()
     if not bounded or not np.issubdtype(space.dtype, np.floating):
         raise ConfigError("action_space", space, "a Box of floats with finite bounds, or Discrete")
-    return Box(math.prod(cast(spaces.Box, space).shape))
+    box = cast(spaces.Box, space)
+    low, high = (tuple(b.astype(float).reshape(-1).tolist()) for b in (box.low, box.high))
+    return Box(math.prod(box.shape), low, high)

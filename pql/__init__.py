@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pql.conformance import check_env as check_env
     from pql.env import make_env as make_env
     from pql.env import register as register
+    from pql.export import export_policy as export_policy
+    from pql.play import record_video as record_video
     from pql.policy import load_policy as load_policy
     from pql.rundir import Summary as Summary
     from pql.session import Session as Session
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 _HOME = {
     "check_env": "pql.conformance", "make_env": "pql.env", "register": "pql.env", "EnvSpec": "pql.env",
     "ObsSpec": "pql.env", "Box": "pql.env", "Step": "pql.types", "load_policy": "pql.policy",
-    "Session": "pql.session", "Summary": "pql.rundir", "Config": "pql.config", "ConfigError": "pql.errors",
-    "RunError": "pql.errors",
+    "export_policy": "pql.export", "record_video": "pql.play", "Session": "pql.session",
+    "Summary": "pql.rundir", "Config": "pql.config", "ConfigError": "pql.errors", "RunError": "pql.errors",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pql.dist import ActionDist, DiagGaussian
-from pql.nets import mlp
+from pql.nets import Reads, mlp
 from pql.types import Obs
 
 
@@ -45,18 +45,19 @@ class Lstm(nn.Module):
         return torch.stack(after), carry
 
 
-class Body(nn.Module):
-    """Observation group -> features: (LSTM ->) an MLP whose every layer has an activation.
+class Body(Reads):
+    """Observations -> features: (encoder ->) (LSTM ->) an MLP whose every layer has an activation.
 
     Attributes:
         size: of the features. carry_size: 2 H, or 0.
     """
 
     def __init__(
-        self, group: str, obs_size: int, hidden: Sequence[int], activation: str, layer_norm: bool, lstm: int | None
-    ):
-        super().__init__()
-        self.group, self.size, self.carry_size = group, hidden[-1], 2 * (lstm or 0)
+        self, group: str, obs_size: int, hidden: Sequence[int], activation: str, layer_norm: bool, lstm: int | None,
+        encoder: nn.Module | None = None,
+    ):  # fmt: skip
+        super().__init__(group, encoder)
+        self.size, self.carry_size = hidden[-1], 2 * (lstm or 0)
         self.memory = Lstm(obs_size, lstm) if lstm else None
         layers = list(mlp(lstm or obs_size, hidden, 1, activation, layer_norm))[:-1]
         self.trunk = nn.Sequential(*layers)
@@ -67,18 +68,18 @@ class Body(nn.Module):
     def forward(self, obs: Obs) -> Tensor:
         """[..., D] -> [..., size], without memory."""
         assert self.memory is None
-        return self.trunk(obs[self.group])
+        return self.trunk(self.features(obs))
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
         """With memory, one row: [N, D] and the carry before it -> features [N, size] and the carry after it."""
         assert self.memory is not None
-        carry = self.memory.step(obs[self.group], carry)
+        carry = self.memory.step(self.features(obs), carry)
         return self.trunk(carry[..., : self.memory.hidden]), carry
 
     def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """With memory: [T, N, D] -> features [T, N, size], carries after each row [T, N, 2 H], and that for row T."""
         assert self.memory is not None
-        after, carry = self.memory.unroll(obs[self.group], carry, first)
+        after, carry = self.memory.unroll(self.features(obs), carry, first)
         return self.trunk(after[..., : self.memory.hidden]), after, carry
 
 
@@ -103,7 +104,7 @@ class StochasticPolicy(nn.Module):
 
     def __init__(self, body: Body, dist: ActionDist, init_std: float = 1.0, amp: bool = False):
         super().__init__()
-        self.body, self.dist, self.amp = body, dist, amp
+        self.body, self.dist, self.amp, self.groups = body, dist, amp, body.groups
         self.head = nn.Linear(body.size, dist.size)
         orthogonal(self.head, 0.01)
         gaussian = isinstance(dist, DiagGaussian)
@@ -115,12 +116,12 @@ class StochasticPolicy(nn.Module):
         return out if self.log_std is None else torch.cat((out, self.log_std.expand_as(out)), -1)
 
     def forward(self, obs: Obs) -> Tensor:
-        with bfloat16(self.amp, obs["policy"]):
+        with bfloat16(self.amp, next(iter(obs.values()))):
             return self.params(self.body(obs))
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
         """With memory, one row: parameters [N, P] and the carry after it [N, 2 H]."""
-        with bfloat16(self.amp, obs["policy"]):
+        with bfloat16(self.amp, next(iter(obs.values()))):
             features, carry = self.body.step(obs, carry)
             return self.params(features), carry
 

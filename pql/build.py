@@ -12,6 +12,7 @@ from pql.algos import ddpg, sac
 from pql.collect import ActFunction, Collector, NoisyActor
 from pql.config import Config, resolve_device
 from pql.dist import squashed_gaussian
+from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.errors import ConfigError
 from pql.explore import Exploration
@@ -281,16 +282,9 @@ def make_atoms(config: Config, device: torch.device) -> Tensor | None:
 
 def make_networks(config: Config, spec: EnvSpec, seed: int) -> tuple[nn.Module, Critic]:
     """Policy and critic on the CPU, initialised from ``seed`` alone."""
-    algo, size = config.algo, cast(Box, spec.action).size
-    sizes = {k: s.shape[0] for k, s in spec.obs.items()}
-    group = "critic" if "critic" in sizes else "policy"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        policy, critic = make_policy(config, spec), Critic(
-            group, sizes[group], size, algo.critic.hidden, algo.critic.activation, algo.critic.layer_norm,
-            algo.critic.ensemble, algo.critic.atoms,
-        )  # fmt: skip
-    return policy, critic
+        return make_policy(config, spec), make_critic(config, spec)
 
 
 def make_policy(config: Config, spec: EnvSpec) -> nn.Module:
@@ -301,8 +295,25 @@ def make_policy(config: Config, spec: EnvSpec) -> nn.Module:
 def make_action_policy(config: Config, spec: EnvSpec) -> nn.Module:
     """DDPG's policy, or SAC's."""
     net = config.algo.policy
+    if net.net is not None:
+        return custom_network(config, spec, "policy")
     kind = GaussianPolicy if config.algo.family == "sac" else DeterministicPolicy
-    return kind(spec.obs["policy"].shape[0], cast(Box, spec.action).size, net.hidden, net.activation, net.layer_norm)
+    encoder, group = make_encoder(config, spec, "policy"), groups_of(config, spec, "policy")[0]
+    size = spec.obs[group].shape[0] if encoder is None else encoder.size
+    return kind(size, cast(Box, spec.action).size, net.hidden, net.activation, net.layer_norm, group, encoder)
+
+
+def make_critic(config: Config, spec: EnvSpec) -> Critic:
+    """The critics, freshly initialised."""
+    net = config.algo.critic
+    if net.net is not None:
+        return cast(Critic, custom_network(config, spec, "critic"))
+    encoder, group = make_encoder(config, spec, "critic"), groups_of(config, spec, "critic")[0]
+    size = spec.obs[group].shape[0] if encoder is None else encoder.size
+    return Critic(
+        group, size, cast(Box, spec.action).size, net.hidden, net.activation, net.layer_norm, net.ensemble, net.atoms,
+        encoder,
+    )  # fmt: skip
 
 
 def make_replay(

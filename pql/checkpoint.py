@@ -185,6 +185,11 @@ def find(path: Path, whole: bool = False) -> Path:
     raise ConfigError("run", path, "a run directory with a checkpoint, or a checkpoint in one (with manifest.json)")
 
 
+def home(path: Path) -> Path:
+    """The run directory of a checkpoint; of one that was moved elsewhere, the folder it lies in."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path.parent
+
+
 def set_aside(folder: Path, keep_up_to: Path) -> None:
     """Rename resume points newer than ``keep_up_to``, which are damaged, so that none passes for the newest again."""
     for path in resume_points(folder):

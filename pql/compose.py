@@ -151,6 +151,7 @@ def check_used(config: Config, names: Iterable[str]) -> None:
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
+RESUMABLE_TOO = ("replay.save",)
 
 
 def resume_config(run_dir: Path, overrides: Sequence[str]) -> Config:
@@ -167,8 +168,9 @@ def resume_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     presets, values = parse_words(overrides)
     values |= {f"{group}.kind": name for group, name in presets.items() if group == "logger"}
     for key, value in {**presets, **values}.items():
-        if key.partition(".")[0] not in RESUMABLE:
-            raise ConfigError(key, value, f"one of {', '.join(f'{g}.*' for g in RESUMABLE)}: the rest stays as it was")
+        if key.partition(".")[0] not in RESUMABLE and key not in RESUMABLE_TOO:
+            known = [*(f"{g}.*" for g in RESUMABLE), *RESUMABLE_TOO]
+            raise ConfigError(key, value, f"one of {', '.join(known)}: the rest stays as it was")
     return dataclasses.replace(_overlay(OmegaConf.create(data), values), run_dir=str(run_dir))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, nearest, show
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class NetConfig:
     lr: float = 5e-4
     weight_decay: float = 0.01
     grad_clip: float | None = 0.5  # largest gradient norm; null: none
+    obs: list[str] | None = None  # observation groups it reads; null: its own (policy, critic), else policy
+    net: str | None = None  # module:Class or a name of the entry-point group pql.nets, instead of an MLP
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,12 @@ class SacConfig:
     auto_alpha: bool = True
     alpha_lr: float = 0.005
     target_entropy: float | None = None  # null: -A
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    channels: list[int] = field(default_factory=lambda: [16, 32, 32])  # of convolutions, each halves height and width
+    features: int = 128  # that each image becomes
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,7 @@ class AlgoConfig:
     smoothing_clip: float = 0.2
     critic: CriticConfig = field(default_factory=CriticConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
     explore: ExploreConfig = field(default_factory=ExploreConfig)
     sac: SacConfig = field(default_factory=SacConfig)
     ppo: PpoConfig = field(default_factory=PpoConfig)
@@ -117,6 +126,8 @@ class AlgoConfig:
 class ReplayConfig:
     capacity: int = 5_000_000  # transitions, all environments together
     dtype: str = "float32"  # float32 | float16 | bfloat16: storage of floating observations (uint8 stays uint8)
+    prefill: str | None = None  # file of recorded transitions that a new run's replay starts with
+    save: bool = False  # write the replay to replay.safetensors in the run directory when a run ends
 
 
 @dataclass(frozen=True)
@@ -220,6 +231,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.policy.tau": (0, 1, False),
     **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {
         "lr": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
+    "algo.encoder.features": (1, 65536, True),
     "algo.explore.low": (0, 10, True),
     "algo.explore.high": (0, 10, True),
     "algo.sac.alpha": (0, 100, False),
@@ -270,7 +282,10 @@ def validate(config: Config) -> Config:
         value = flat[name]
         if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
             raise ConfigError(name, value, f"a number {'from' if inclusive else 'above'} {low} up to {high}")
-    for name in ("algo.critic.hidden", "algo.policy.hidden"):
+    for name in ("algo.critic.obs", "algo.policy.obs"):
+        if flat[name] is not None and (not flat[name] or len({*flat[name]}) < len(flat[name])):
+            raise ConfigError(name, flat[name], "null, or a list of observation groups, each once: [policy,image]")
+    for name in ("algo.critic.hidden", "algo.policy.hidden", "algo.encoder.channels"):
         if not flat[name] or min(flat[name]) < 1:
             raise ConfigError(name, flat[name], "a list of layer widths, each at least 1, such as [128,128]")
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
@@ -305,6 +320,12 @@ def _check_together(config: Config) -> None:
 
 def _check_ppo(config: Config) -> None:
     algo, ppo = config.algo, config.algo.ppo
+    for name, given, unset in (
+        ("algo.policy.net", algo.policy.net, None), ("algo.critic.net", algo.critic.net, None),
+        ("replay.prefill", config.replay.prefill, None), ("replay.save", config.replay.save, False),
+    ):  # fmt: skip
+        if given != unset:
+            raise ConfigError(name, given, f"{show(unset)}: for off-policy algorithms alone, not algo={algo.name}")
     if algo.schedule != "lockstep":
         raise ConfigError("algo.schedule", algo.schedule, "lockstep: PPO learns from what its newest policy did")
     if config.placement.p_learner is not None:
@@ -377,7 +398,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
-        if kind is list and isinstance(value, list) and all(type(v) is int for v in value):
+        if kind is list and isinstance(value, list) and all(type(v) is typing.get_args(option)[0] for v in value):
             return list(value)
         if kind in (str, int, bool, dict) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
             return value
@@ -388,6 +409,8 @@ def _words(hint: Any) -> str:
     """A type, for people."""
     if isinstance(hint, types.UnionType):
         return " or ".join(_words(h) for h in typing.get_args(hint))
+    if hint == list[str]:
+        return "a list of names such as [policy,image]"
     names = {
         "str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "NoneType": "null",
         "list": "a list of whole numbers such as [128,128]", "dict": "key=value settings",

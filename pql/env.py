@@ -28,9 +28,26 @@ class ObsSpec:
 
 @dataclass(frozen=True)
 class Box:
-    """Continuous actions: ``[N, size]`` float32 in [-1, 1]; the adapter rescales to the simulator's bounds."""
+    """Continuous actions: ``[N, size]`` float32 in [-1, 1]; the adapter rescales to the simulator's bounds.
+
+    Attributes:
+        low, high: the simulator's own bounds, one pair per dimension, for an exported policy, which gives actions in
+            these; None: [-1, 1].
+    """
 
     size: int
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
+
+    @property
+    def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(low, high), [-1, 1] where none were given."""
+        return self.low or (-1.0,) * self.size, self.high or (1.0,) * self.size
+
+    @classmethod
+    def within(cls, size: int, limit: float) -> "Box":
+        """``size`` actions, each of which the simulator takes within +-``limit``."""
+        return cls(size, (-limit,) * size, (limit,) * size)
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,10 @@ class VecEnv(Protocol):
     Optional, found by ``hasattr``: ``state_dict() -> dict`` and ``load_state_dict(d)`` for exact resume;
     ``reset_where(mask) -> Obs`` to restart single environments ([N] bool; returns all current observations; a filler
     row that was due is then not); ``send(action, ids)`` / ``recv() -> (ids, Step)`` for simulators whose environments
-    answer in groups.
+    answer in groups; ``render(index=0, width=None, height=None)`` -> numpy uint8 [H, W, 3], a picture of one
+    environment as it stands (None: a size of its own), and ``viewer(index=0)``, a window with ``open``, ``show()`` and
+    ``close()``, both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.
+    ``spec.info["dt"]``, the seconds of a step, sets a video's speed.
     """
 
     @property

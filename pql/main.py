@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
 
-COMMANDS = ("train", "resume", "eval", "compare", "report", "sweep", "list", "doctor", "completion")
+COMMANDS = (
+    "train", "resume", "eval", "play", "export", "compare", "report", "sweep", "list", "doctor", "completion"
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +48,15 @@ def _format_warning(message: Warning | str, category: type[Warning], *where: Any
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for wrong usage, as for every other error, instead of argparse's own report."""
+    """One line for wrong usage, as for every other error, instead of argparse's own report.
+
+    ``flags`` may stand anywhere: argparse would end a list of settings at the first.
+    """
+
+    flags: tuple[str, ...] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(sorted(args or (), key=lambda word: word not in self.flags), namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError("command", self.prog, f"other words: {message} ({self.prog} --help)")
@@ -85,6 +95,16 @@ def parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir="
     )
     sweep.set_defaults(run=run_sweep)
+    play = sub.add_parser("play", help="a video of a policy: pql play RUN|CHECKPOINT episodes=1")
+    play.add_argument("path", metavar="RUN|CHECKPOINT")
+    play.add_argument("overrides", nargs="*", help="out=FILE.mp4 episodes=1 steps=N width=N height=N seed=0 device=cpu")
+    play.flags = ("--live",)
+    play.add_argument("--live", action="store_true", help="the simulator's own window instead of a video (MuJoCo)")
+    play.set_defaults(run=run_play)
+    export = sub.add_parser("export", help="a policy as .pt2 and .onnx files: pql export RUN|CHECKPOINT formats=onnx")
+    export.add_argument("path", metavar="RUN|CHECKPOINT")
+    export.add_argument("overrides", nargs="*", help="out=FOLDER formats=pt2,onnx scale=true")
+    export.set_defaults(run=run_export)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
     listing.add_argument("what", choices=("tasks", "algos"))
     listing.set_defaults(run=run_list)
@@ -212,6 +232,36 @@ def run_sweep(args: argparse.Namespace) -> int:
     return sweep.main(args.overrides)
 
 
+def run_play(args: argparse.Namespace) -> int:
+    from pql.play import record_video, watch
+
+    more = {"steps": int} if args.live else {"steps": int, "width": int, "height": int, "out": str}
+    kinds = {"episodes": int, "seed": int, "device": str, **more}
+    asked: dict[str, Any] = {"episodes": 1, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)
+    if args.live:
+        watch(args.path, **asked)
+        return 0
+    video = record_video(args.path, **asked)
+    for i, (total, length) in enumerate(zip(video.returns, video.lengths, strict=True), 1):
+        print(f"episode {i}: return {total:.6g}, {length} steps")
+    print(f"{video.path}: {video.frames} frames of {video.size[0]} x {video.size[1]}, {video.fps:.4g} per second")
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from pql.export import PARITY_ROWS, TOLERANCE, export_policy
+
+    kinds = {"formats": str, "scale": bool, "out": str}
+    asked: dict[str, Any] = {"formats": "pt2,onnx", "scale": True} | parse_pairs(args.overrides, kinds)
+    formats = asked.pop("formats").strip("[]").replace(" ", "").split(",")
+    export = export_policy(args.path, formats=formats, **asked)
+    for file in (*export.files.values(), export.metadata):
+        print(f"{file}  {file.stat().st_size:,} bytes")
+    found = ", ".join(f"{k} {v:.3g}" for k, v in export.parity.items())
+    print(f"parity on {PARITY_ROWS:,} random observations, largest difference: {found} (at most {TOLERANCE:g})")
+    return 0
+
+
 def run_list(args: argparse.Namespace) -> int:
     from pql.compose import options
     from pql.env import env_names
@@ -275,7 +325,7 @@ def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:
     """``key=value`` words whose keys and types are those of ``kinds``."""
     from pql.compose import parse_word
 
-    words_of = {int: "a whole number", str: "text", list: "a list of numbers such as [100,200]"}
+    words_of = {int: "a whole number", bool: "true or false", str: "text", list: "a list of numbers such as [100,200]"}
     out = {}
     for word in words:
         key, value = parse_word(word, [k for k, kind in kinds.items() if kind is str])

@@ -66,30 +66,52 @@ def mlp(
     return nn.Sequential(*layers, linear(size_in, size_out))
 
 
-class DeterministicPolicy(nn.Module):
-    """obs -> tanh(MLP(obs["policy"])): [B, A] in [-1, 1]."""
+class Reads(nn.Module):
+    """What a network's first layer sees: the observation group ``group``, or what ``encoder`` makes of several.
 
-    def __init__(self, obs_size: int, action_size: int, hidden: Sequence[int], activation: str, layer_norm: bool):
+    Attributes:
+        groups: the observation groups it reads.
+    """
+
+    def __init__(self, group: str, encoder: nn.Module | None):
         super().__init__()
+        self.group, self.encoder = group, encoder
+        self.groups: tuple[str, ...] = (group,) if encoder is None else encoder.groups  # type: ignore[assignment]
+
+    def features(self, obs: Obs) -> Tensor:
+        return obs[self.group] if self.encoder is None else self.encoder(obs)
+
+
+class DeterministicPolicy(Reads):
+    """obs -> tanh(MLP(features)): [B, A] in [-1, 1]. ``obs_size`` is the encoder's where there is one."""
+
+    def __init__(
+        self, obs_size: int, action_size: int, hidden: Sequence[int], activation: str, layer_norm: bool,
+        group: str = "policy", encoder: nn.Module | None = None,
+    ):  # fmt: skip
+        super().__init__(group, encoder)
         self.net = mlp(obs_size, hidden, action_size, activation, layer_norm)
 
     def forward(self, obs: Obs) -> Tensor:
-        return torch.tanh(self.net(obs["policy"]))
+        return torch.tanh(self.net(self.features(obs)))
 
     def mean_action(self, obs: Obs) -> Tensor:
         """The action without exploration, [B, A]."""
         return self(obs)
 
 
-class GaussianPolicy(nn.Module):
+class GaussianPolicy(Reads):
     """obs -> mean and log standard deviation of a Gaussian that a tanh squashes, [B, A] each."""
 
-    def __init__(self, obs_size: int, action_size: int, hidden: Sequence[int], activation: str, layer_norm: bool):
-        super().__init__()
+    def __init__(
+        self, obs_size: int, action_size: int, hidden: Sequence[int], activation: str, layer_norm: bool,
+        group: str = "policy", encoder: nn.Module | None = None,
+    ):  # fmt: skip
+        super().__init__(group, encoder)
         self.net = mlp(obs_size, hidden, 2 * action_size, activation, layer_norm)
 
     def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
-        mean, spread = self.net(obs["policy"]).chunk(2, -1)
+        mean, spread = self.net(self.features(obs)).chunk(2, -1)
         # A smooth map into the allowed range keeps the gradient alive at both ends, where a clamp would kill it.
         return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(spread) + 1)
 
@@ -98,10 +120,10 @@ class GaussianPolicy(nn.Module):
         return torch.tanh(self(obs)[0])
 
 
-class Critic(nn.Module):
+class Critic(Reads):
     """An ensemble of E critics: (obs, action) -> [E, B] values, or [E, B, Z] logits where ``atoms`` is given.
 
-    Reads the observation group ``"critic"`` where the environment has one, else ``"policy"``.
+    Its members share the encoder.
     """
 
     def __init__(
@@ -114,13 +136,14 @@ class Critic(nn.Module):
         layer_norm: bool,
         ensemble: int = 2,
         atoms: int | None = None,
+        encoder: nn.Module | None = None,
     ):
-        super().__init__()
-        self.group, self.atoms = group, atoms
+        super().__init__(group, encoder)
+        self.atoms = atoms
         self.net = mlp(obs_size + action_size, hidden, atoms or 1, activation, layer_norm, ensemble)
 
     def forward(self, obs: Obs, action: Tensor) -> Tensor:
-        out = self.net(torch.cat((obs[self.group], action), -1))
+        out = self.net(torch.cat((self.features(obs), action), -1))
         return out if self.atoms else out.squeeze(-1)
 
 

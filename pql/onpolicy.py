@@ -12,6 +12,7 @@ from pql.algos import ppo
 from pql.collect import Collector, action_buffer
 from pql.config import Config
 from pql.dist import ActionDist, Categorical, DiagGaussian
+from pql.encoders import groups_of, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.machine import available_bytes
@@ -88,7 +89,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     p = config.algo.ppo
     if isinstance(spec.action, Discrete) and p.squash:
         raise ConfigError("algo.ppo.squash", True, f"false: the actions of {spec.name} are discrete")
-    if p.shared and "critic" in spec.obs:
+    if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
         raise ConfigError("algo.ppo.shared", True, f"false: in {spec.name} the critic has observations of its own")
     # The segment, its normalised copy, one epoch's shuffled copy; activations come on top, and are small beside them.
     need = 3 * rollout_bytes(spec, p.horizon, make_dist(config, spec).params_size)
@@ -137,9 +138,9 @@ def make_dist(config: Config, spec: EnvSpec) -> ActionDist:
 def make_body(config: Config, spec: EnvSpec, which: str) -> Body:
     """Hidden layers of the "policy", or of the "critic" on the observations that it may see."""
     net = config.algo.policy if which == "policy" else config.algo.critic
-    group = which if which in spec.obs else "policy"
-    size = spec.obs[group].shape[0]
-    return Body(group, size, net.hidden, net.activation, net.layer_norm, config.algo.ppo.lstm)
+    encoder, group = make_encoder(config, spec, which), groups_of(config, spec, which)[0]
+    size = spec.obs[group].shape[0] if encoder is None else encoder.size
+    return Body(group, size, net.hidden, net.activation, net.layer_norm, config.algo.ppo.lstm, encoder)
 
 
 def make_policy(config: Config, spec: EnvSpec) -> StochasticPolicy:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,29 +21,35 @@ from pql.nets import Flat
 from pql.normalize import Normalizer
 from pql.types import Obs
 
+if TYPE_CHECKING:
+    from pql.export import ExportedPolicy
 
-class Policy:
-    """A trained policy ready to act: raw observations in, actions out, normaliser included.
+
+class Acting:
+    """What every loaded policy does, a run's or an exported one.
 
     ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration.
 
     A recurrent policy remembers from call to call, for the same N environments: say ``policy.reset()`` before the first
     episode, and ``policy.reset(mask)`` where others begin. :meth:`act` is the same with the state in your hands.
 
-    A network that is recurrent says so by an attribute ``state_shapes``: name -> shape of one environment's state,
-    zeros where an episode begins; ``mean_action`` then takes (obs, state) and returns (action, state).
+    Attributes:
+        spec: of the environment it was trained in.
+        groups: the observation groups it reads.
+        state_shapes: name -> shape of one environment's state; empty without memory.
     """
 
-    def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
-        self.net, self.norm, self.spec = net, norm, spec
-        self.state_shapes: dict[str, tuple[int, ...]] = dict(getattr(net, "state_shapes", {}))
-        self._state: Obs | None = None
+    spec: EnvSpec
+    groups: tuple[str, ...]
+    state_shapes: dict[str, tuple[int, ...]]
+    device: torch.device
+    _state: Obs | None = None
 
     @torch.no_grad()
     def __call__(self, obs: Obs | Tensor) -> Tensor:
         if not self.state_shapes:
             return self.act(obs, {})[0]
-        count = (obs["policy"] if isinstance(obs, dict) else obs).shape[0]
+        count = (next(iter(obs.values())) if isinstance(obs, dict) else obs).shape[0]
         if self._state is None:
             self._state = self.initial_state(count)
         elif (known := next(iter(self._state.values())).shape[0]) != count:
@@ -51,18 +57,13 @@ class Policy:
         action, self._state = self.act(obs, self._state)
         return action
 
-    @torch.no_grad()
     def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
         """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
-        inputs = self.norm({"policy": obs["policy"] if isinstance(obs, dict) else obs})
-        if self.state_shapes:
-            return self.net.mean_action(inputs, state)  # type: ignore[operator]
-        return self.net.mean_action(inputs), {}  # type: ignore[operator]
+        raise NotImplementedError
 
     def initial_state(self, num_envs: int) -> Obs:
         """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
-        device = self.norm.reward_scale.device
-        return {k: torch.zeros(num_envs, *shape, device=device) for k, shape in self.state_shapes.items()}
+        return {k: torch.zeros(num_envs, *shape, device=self.device) for k, shape in self.state_shapes.items()}
 
     def reset(self, mask: Tensor | None = None) -> None:
         """Forget: everything, or the environments of ``mask`` ([N] bool). Nothing where there is no memory."""
@@ -70,6 +71,28 @@ class Policy:
             self._state = None
         elif self._state is not None:
             self._state = {k: v * ~mask.view(-1, *[1] * (v.dim() - 1)) for k, v in self._state.items()}
+
+
+class Policy(Acting):
+    """A trained policy ready to act: network and normaliser.
+
+    A network says what it needs by two optional attributes: ``groups``, the observation groups it reads, and, where it
+    is recurrent, ``state_shapes``: name -> shape of one environment's state, zeros at an episode's start;
+    ``mean_action`` then takes (obs, state) and returns (action, state).
+    """
+
+    def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
+        self.net, self.norm, self.spec = net, norm, spec
+        self.groups, self.device = groups_read(net), norm.reward_scale.device
+        self.state_shapes = dict(getattr(net, "state_shapes", {}))
+
+    @torch.no_grad()
+    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
+        known = obs if isinstance(obs, dict) else {"policy": obs}
+        inputs = self.norm({k: known[k] for k in self.groups})
+        if self.state_shapes:
+            return self.net.mean_action(inputs, state)  # type: ignore[operator]
+        return self.net.mean_action(inputs), {}  # type: ignore[operator]
 
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self.net.state_dict(), "norm": self.norm.state_dict()}
@@ -84,10 +107,16 @@ class Policy:
 def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> Policy:
     """An untrained policy of the config's shape."""
     device = torch.device(device)
-    norm = Normalizer({"policy": spec.obs["policy"]}, 1, device, config.algo.normalize_obs, config.task.reward_scale)
     with torch.random.fork_rng(devices=[]):  # whoever draws from torch's own generator must not notice
         net = make_policy(config, spec).to(device)
+    read = {k: spec.obs[k] for k in groups_read(net)}
+    norm = Normalizer(read, 1, device, config.algo.normalize_obs, config.task.reward_scale)
     return Policy(net, norm, spec)
+
+
+def groups_read(net: nn.Module) -> tuple[str, ...]:
+    """The observation groups that a policy network asks for."""
+    return tuple(getattr(net, "groups", ("policy",)))
 
 
 def snapshot(parts: Parts) -> dict[str, Any]:
@@ -95,13 +124,19 @@ def snapshot(parts: Parts) -> dict[str, Any]:
     return {"policy": parts.policy.state_dict(), "norm": parts.collector.normalizer.state_dict()}
 
 
-def load_policy(path: str | Path, device: str | torch.device = "cpu") -> Policy:
-    """The policy of a run directory or checkpoint: obs [N, D] -> action [N, A], normaliser included.
+def load_policy(path: str | Path, device: str | torch.device = "cpu") -> "Policy | ExportedPolicy":
+    """The policy of a run directory, checkpoint or export (``.pt2``, ``.onnx``): obs [N, D] -> action [N, A].
+
+    The normaliser is included, and actions are in [-1, 1], as every environment here takes them, whichever it is.
 
     Raises:
-        ConfigError: no checkpoint there, or a damaged one.
+        ConfigError: nothing of these there, a damaged one, or an export whose package is not installed.
     """
-    tensors, manifest = checkpoint.load(checkpoint.find(Path(path)))
+    if (file := Path(path)).suffix in (".pt2", ".onnx"):
+        from pql.export import ExportedPolicy
+
+        return ExportedPolicy(file, device)
+    tensors, manifest = checkpoint.load(checkpoint.find(file))
     return policy_of(tensors, manifest, device)
 
 
@@ -124,9 +159,12 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
 # -- a new run from old weights -------------------------------------------------------------------------------------
 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
-               "algo.policy.layer_norm", "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
+               "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.channels",
+               "algo.encoder.features",
+               "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
-               "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max")  # fmt: skip
+               "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
+               "algo.critic.obs")  # fmt: skip
 
 
 def init_from(parts: Parts, source: Path) -> None:
@@ -176,12 +214,17 @@ def _networks(state: Any) -> dict[str, Flat | nn.Module]:
 
 
 def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
-    action = {"discrete": spec.action.n} if isinstance(spec.action, Discrete) else spec.action.size
+    box = spec.action if isinstance(spec.action, Box) else None
+    action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
+    bounds = {"action_low": box.low, "action_high": box.high} if box else {}
     groups = {k: {"shape": list(s.shape), "dtype": str(s.dtype).removeprefix("torch.")} for k, s in spec.obs.items()}
-    return {"name": spec.name, "obs": groups, "action": action, "max_episode_steps": spec.max_episode_steps}
+    limit = {"max_episode_steps": spec.max_episode_steps}
+    return {"name": spec.name, "obs": groups, "action": action, **bounds, **limit}
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
     obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"])) for k, s in data["obs"].items()}
-    action = Discrete(data["action"]["discrete"]) if isinstance(data["action"], dict) else Box(data["action"])
-    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=data["max_episode_steps"])
+    low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
+    size, limit = data["action"], data["max_episode_steps"]
+    action = Discrete(size["discrete"]) if isinstance(size, dict) else Box(size, low, high)
+    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit)

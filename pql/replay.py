@@ -23,6 +23,7 @@ This file knows nothing of streams, threads or algorithms.
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Generator, Tensor
@@ -255,7 +256,19 @@ class Replay:
         batch = index.shape[0]
         return {k: v[:batch] for k, v in both.items()}, {k: v[batch:] for k, v in both.items()}
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
+    # -- files and checkpoints ------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the content to a file of documented columns: see ``pql.transitions.save``."""
+        from pql import transitions
+
+        transitions.save(self, path)
+
+    def load(self, path: str | Path) -> None:
+        """Fill this ring from a file that :meth:`save` wrote: see ``pql.transitions.load``."""
+        from pql import transitions
+
+        transitions.load(self, path)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every stored tensor, by name; the ring's positions too."""

@@ -18,7 +18,7 @@ import torch
 from pql.config import Config, resolve_device, to_dict
 from pql.errors import ConfigError
 
-PACKAGES = ("pql", "numpy", "safetensors", "mujoco", "gymnasium")
+PACKAGES = ("pql", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,15 @@ def machine(config: Config) -> dict[str, Any]:
     """Versions and devices: what another run must share to give the same bits."""
     device = resolve_device(config.device)
     return {
-        "argv": sys.argv, "python": platform.python_version(), "torch": torch.__version__,
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "argv": sys.argv, "python": platform.python_version(), "torch": torch.__version__, "packages": versions(),
         "platform": platform.platform(), "cpus": os.cpu_count(), "device": device,
         "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
     }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Installed packages that matter to a run."""
+    return {name: version for name in PACKAGES if (version := _version(name))}
 
 
 def git_state() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pql.evaluate import Evaluation, Evaluator, Report, StoppedError, run_episod
 from pql.interrupt import Interrupt
 from pql.policy import fresh_policy, init_from, snapshot, spec_to_dict
 from pql.rundir import Summary
+from pql.transitions import prefill
 
 Callback = Callable[["Session", log.Row], None]
 
@@ -54,6 +55,7 @@ class Session:
         self.checkpoints = self.run_dir / "checkpoints"
         self.stop, self.seconds, self.best = False, 0.0, float("-inf")
         self.last_eval: Evaluation | None = None
+        self.prefilled = 0  # transitions that the replay began with
         if not resume:
             rundir.check_new(self.run_dir)
         log.check_logger(config)
@@ -69,6 +71,8 @@ class Session:
             else:
                 if config.init_from:
                     init_from(self.parts, Path(config.init_from).expanduser())
+                if config.replay.prefill:
+                    self.prefilled = prefill(self.parts.collector, config.replay.prefill)
                 rundir.create(self.run_dir, config, overrides)
                 self.parts.collector.warm_up(config.algo.warmup_steps)
                 self.parts.begin()
@@ -80,6 +84,8 @@ class Session:
                 opened.callback(self.evaluator.close)
             self.closing = opened.pop_all()
         self._window = self._begun = self._counters()
+        if self.prefilled:
+            self.say(f"replay starts with {self.prefilled:,} transitions of {config.replay.prefill}")
         if resume:
             self.say(f"resumed at tick {self.parts.schedule.ticks:,}, {self.env_steps:,} env steps")
 
@@ -143,6 +149,8 @@ class Session:
         with self.interrupt, self.closing:
             self._loop()
             self.save()
+            if self.config.replay.save:
+                self._save_replay()
             return self._finish(self._final_evaluation())
 
     def _loop(self) -> None:
@@ -303,6 +311,12 @@ class Session:
             if self.config.checkpoint.replay:
                 self._save(f"tick-{parts.schedule.ticks:012d}", "resume", parts.state_dict(), counters)
         checkpoint.rotate(self.checkpoints, self.config.checkpoint.keep)
+
+    def _save_replay(self) -> None:
+        try:
+            self.parts.collector.replays[0].save(self.run_dir / "replay.safetensors")
+        except OSError as error:
+            self.warn(f"replay.safetensors not written: {error}")
 
     def _policy_state(self) -> dict[str, Any]:
         """The current policy, without what only training needs."""

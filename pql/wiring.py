@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from pql.collect import Collector
 from pql.config import Config
+from pql.encoders import groups_of
 from pql.env import EnvSpec, VecEnv
-from pql.errors import ConfigError
 from pql.nets import Flat
 from pql.normalize import Normalizer
 from pql.replay import Cursor
@@ -83,9 +83,7 @@ def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Norm
 
 
 def check_obs(config: Config, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` for an observation that no network here takes."""
-    for group, s in spec.obs.items():
-        if len(s.shape) != 1 or not s.dtype.is_floating_point:
-            raise ConfigError(
-                "task", config.task.name, f"flat float observations; {group!r} is {s.dtype} {list(s.shape)}"
-            )
+    """Raises ``ConfigError`` for an observation that no network here takes; networks from elsewhere are not asked."""
+    for which in ("policy", "critic"):
+        if getattr(config.algo, which).net is None:
+            groups_of(config, spec, which)

@@ -261,6 +261,13 @@ def test_ball_off_the_plate_terminates():
 # --- what they share ---
 
 
+def test_specs_tell_what_an_action_of_one_is():
+    bounds = {task: task(2).spec.action.bounds for task in TASKS}
+    assert bounds[Pendulum] == ((-2.0,), (2.0,))  # N m
+    assert bounds[CartpoleSwingup] == ((-10.0,), (10.0,))  # N
+    assert bounds[BallBalance] == ((-0.05,) * 3, (0.05,) * 3)  # m
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_time_limit_truncates_and_the_next_episode_starts(task):
     env = task(8, max_episode_steps=5)

@@ -258,7 +258,10 @@ def test_a_resumed_config_is_the_saved_one_with_another_budget(tmp_path):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("seed=3", "seed=3: expected one of budget.*, eval.*, logger.*, checkpoint.*: the rest stays as it was"),
+        (
+            "seed=3",
+            "seed=3: expected one of budget.*, eval.*, logger.*, checkpoint.*, replay.save: the rest stays as it was",
+        ),
         ("algo=td3", "algo=td3: expected one of budget.*"),
         ("buget.seconds=3", "(did you mean budget.seconds?)"),
         ("budget.seconds=-3", "budget.seconds=-3.0: expected a number above 0"),

@@ -9,7 +9,7 @@ gymnasium = pytest.importorskip("gymnasium")
 from gymnasium import spaces  # noqa: E402
 
 from pql.conformance import check_env  # noqa: E402
-from pql.env import Discrete, ObsSpec, make_env  # noqa: E402
+from pql.env import Box, Discrete, ObsSpec, make_env  # noqa: E402
 from pql.envs.gymnasium import GymnasiumVec  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
 
@@ -142,7 +142,7 @@ def test_spec_reads_limit_and_spaces():
     spec = GymnasiumVec.describe(3, id="PqlProbe-v0")
     assert spec.max_episode_steps == 6
     assert spec.obs == {"policy": ObsSpec((5,))}  # float64 becomes float32
-    assert spec.action.size == 2
+    assert spec.action == Box(2, (-2.0, 0.0), (1.0, 10.0))
     assert spec.autoreset == "next_step"
     assert GymnasiumVec.describe(3, id="PqlProbe-v0", kwargs={"max_episode_steps": 4}).max_episode_steps == 4
     assert GymnasiumVec.describe(3, id="PqlOther-v0").max_episode_steps is None

@@ -173,6 +173,7 @@ def test_spec(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = (env.reset(0), env.step(torch.zeros(3, action_size)))[1]
     assert env.spec.obs["policy"].shape == (obs_size,) == tuple(step.obs["policy"].shape[1:])
     assert env.spec.action.size == action_size == env.model.nu
+    assert env.spec.action.bounds == tuple(map(tuple, env.model.actuator_ctrlrange.T))
     assert env.spec.max_episode_steps == 7
     assert tuple(step.log) == env.spec.log
     assert step.obs["policy"].dtype == step.final_obs["policy"].dtype == step.reward.dtype == torch.float32

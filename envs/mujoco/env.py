@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import mujoco
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from pql.envs.mujoco.engine import BatchEngine, Engine
 from pql.envs.mujoco.tasks import Task, load_model, start_states
 from pql.types import Obs, Step
 
+if TYPE_CHECKING:
+    from pql.envs.mujoco.render import Renderer, Viewer
+
 
 def describe(task: Task, num_envs: int, device: torch.device, max_episode_steps: int) -> EnvSpec:
     """The spec of a task, without loading its model."""
@@ -19,7 +24,7 @@ def describe(task: Task, num_envs: int, device: torch.device, max_episode_steps:
         name=task.name,
         num_envs=num_envs,
         obs={"policy": ObsSpec((task.obs_size,))},
-        action=Box(task.action_size),
+        action=Box.within(task.action_size, task.ctrl_limit),
         device=device,
         max_episode_steps=max_episode_steps,
         autoreset="same_step",
@@ -78,6 +83,7 @@ class MujocoVec:
         self._obs = torch.zeros(num_envs, task.obs_size)  # as last returned
         self._yes = torch.ones(num_envs, dtype=torch.bool)
         self._yes_there = self._yes.to(device)
+        self._renderer: Renderer | None = None  # made by the first picture
 
     @_one_thread()
     def reset(self, seed: int | None = None) -> Obs:
@@ -164,8 +170,40 @@ class MujocoVec:
         self._obs = state["obs"].to("cpu", copy=True)
         self._generator.set_state(state["generator"].cpu())
 
+    def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
+        """Simulation ``index`` as it stands, by default 640 x 480 pixels: uint8 [H, W, 3]. The camera follows it.
+
+        Raises:
+            ConfigError: neither EGL nor OSMesa works here; says what to install.
+        """
+        from pql.envs.mujoco.render import Renderer
+
+        size = (width or 640, height or 480)
+        if self._renderer is None or self._renderer.size != size:
+            self._stop_rendering()
+            self._renderer = Renderer(self.model, *size)
+        return self._renderer.render(self._data(index))
+
+    def viewer(self, index: int = 0) -> "Viewer":
+        """A window on simulation ``index``, for a machine with a screen."""
+        from pql.envs.mujoco.render import Viewer
+
+        return Viewer(self.model, lambda data: self._data(index, data))
+
+    def _data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
+        """Simulation ``index`` as MuJoCo's own object, its derived fields up to date."""
+        data = cast(BatchEngine, self.engine).batch.get_data(index, data)
+        mujoco.mj_forward(self.model, data)
+        return data
+
+    def _stop_rendering(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+        self._renderer = None
+
     def close(self) -> None:
         """Stop the physics threads. The environment cannot be stepped afterwards."""
+        self._stop_rendering()
         self.engine.close()
 
     def _restart(self, ids: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class Task:
         reward: fields (``ctrl`` as applied), forward velocity [N] in m/s, healthy [N] bool -> terms.
         healthy: fields -> [N] bool; False terminates. None: the task never terminates.
         edit: change to the model before it is compiled.
+        ctrl_limit: the model's controls are within +-this.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Task:
     healthy: Callable[[Fields], Tensor] | None = None
     outputs: tuple[str, ...] = ()
     edit: Callable[[mujoco.MjSpec], None] | None = None
+    ctrl_limit: float = 1.0
 
 
 def load_model(task: Task) -> mujoco.MjModel:

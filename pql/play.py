@@ -1,0 +1,191 @@
+"""Watching a policy: a video of its episodes, or a window on them. Any environment with ``render`` can be filmed."""
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pql import checkpoint
+from pql.build import build_env
+from pql.config import Config, PlacementConfig, from_dict, resolve_device
+from pql.env import VecEnv, find_factory
+from pql.errors import ConfigError
+from pql.policy import Policy, policy_of
+
+LONGEST = 1000  # steps of an episode, where neither the environment nor the user sets a limit
+FRAMES_PER_SECOND = 30  # at most about this many: faster simulators are shown at every k-th step
+SIZES = range(16, 4097)
+
+
+@dataclass(frozen=True)
+class Video:
+    """What was filmed: the file, its frames, their rate (as fast as simulated time), and each episode's return."""
+
+    path: Path
+    frames: int
+    fps: float
+    size: tuple[int, int]  # width, height
+    returns: list[float]  # of episodes that ended
+    lengths: list[int]
+
+
+def record_video(
+    path: str | Path,
+    out: str | Path | None = None,
+    episodes: int = 1,
+    steps: int | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Video:
+    """Film the greedy policy of a run or checkpoint: an mp4 of whole episodes, one after the other.
+
+    Args:
+        out: the file; default ``videos/<checkpoint>-seed<seed>.mp4`` in the run directory.
+        episodes, steps: the video ends after so many episodes or steps, whichever is first.
+        width, height: pixels, even numbers; default: the environment's choice.
+    Raises:
+        ConfigError: no checkpoint there, an environment without pictures, a missing package.
+    """
+    check_numbers(episodes, steps, width, height, seed)
+    imageio, frames, size = _imageio(), 0, (0, 0)
+    with Stage(path, seed, device) as stage:
+        file = Path(out).expanduser() if out is not None else stage.default_file()
+        if file.suffix != ".mp4":
+            raise ConfigError("out", file, "a file name that ends in .mp4")
+        every, fps = cadence(stage.env.spec.info.get("dt"))
+        writing = {"fps": fps, "macro_block_size": 2, "quality": 8}
+        with _aside(file) as unfinished, imageio.get_writer(unfinished, **writing) as video:
+            for t in stage.run(episodes, steps):
+                if t % every == 0:
+                    picture = stage.picture(width, height)
+                    video.append_data(picture)
+                    frames, size = frames + 1, (picture.shape[1], picture.shape[0])
+    return Video(file, frames, fps, size, stage.returns, stage.lengths)
+
+
+def watch(path: str | Path, episodes: int = 1, steps: int | None = None, seed: int = 0, device: str = "cpu") -> None:
+    """Show the greedy policy in the simulator's own window, in simulated time, until it ends or the window is closed.
+
+    Raises:
+        ConfigError: as :func:`record_video`; no screen, or an environment without a window.
+    """
+    check_numbers(episodes, steps, None, None, seed)
+    with Stage(path, seed, device) as stage:
+        if not hasattr(stage.env, "viewer"):
+            raise ConfigError("--live", True, "a task with a window (MuJoCo); without --live, a video is written")
+        window = stage.env.viewer()
+        dt, begun = stage.env.spec.info.get("dt", 1 / FRAMES_PER_SECOND), time.perf_counter()
+        for t in stage.run(episodes, steps):
+            if not window.open:
+                break
+            window.show()
+            time.sleep(max(0.0, begun + t * dt - time.perf_counter()))
+        window.close()
+
+
+class Stage:
+    """One environment and the policy that acts in it."""
+
+    def __init__(self, path: str | Path, seed: int, device: str):
+        self.source = checkpoint.find(Path(path))
+        tensors, manifest = checkpoint.load(self.source)
+        device = resolve_device(device)
+        config = dataclasses.replace(from_dict(manifest["config"]), device=device, placement=PlacementConfig())
+        self.policy: Policy = policy_of(tensors, manifest, device)
+        self.env: Any = filmed_env(config)
+        self.seed = seed
+        self.returns: list[float] = []
+        self.lengths: list[int] = []
+
+    def __enter__(self) -> "Stage":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.env.close()
+
+    def default_file(self) -> Path:
+        return checkpoint.home(self.source) / "videos" / f"{self.source.name}-seed{self.seed}.mp4"
+
+    def picture(self, width: int | None, height: int | None) -> np.ndarray:
+        if not hasattr(self.env, "render"):
+            raise ConfigError("task", self.env.spec.name, "an environment with a render method (see pql.env.VecEnv)")
+        return self.env.render(0, width, height)
+
+    def run(self, episodes: int, steps: int | None) -> Iterator[int]:
+        """Yield t before each step: what is to be seen then is the state acted in."""
+        env, limit = self.env, self.env.spec.max_episode_steps or LONGEST
+        obs, state = env.reset(self.seed), self.policy.initial_state(1)
+        total, length = 0.0, 0
+        for t in range(episodes * (limit + 1) if steps is None else steps):
+            yield t
+            action, state = self.policy.act(obs, state)
+            step = env.step(action)
+            obs = step.obs
+            if not step.valid:
+                continue
+            total, length = total + float(step.reward), length + 1
+            if step.terminated or step.truncated or step.first:
+                self.returns.append(total)
+                self.lengths.append(length)
+                total, length, state = 0.0, 0, self.policy.initial_state(1)
+                if len(self.returns) == episodes:
+                    return
+
+
+def filmed_env(config: Config) -> VecEnv:
+    """The task's environment, one of it, told to draw where its factory wants to be told."""
+    if not config.task.live and "render_mode" in inspect.signature(find_factory(config.task.name)).parameters:
+        kwargs = {**config.task.kwargs, "render_mode": "rgb_array"}
+        config = dataclasses.replace(config, task=dataclasses.replace(config.task, kwargs=kwargs))
+    return build_env(config, 1)
+
+
+def cadence(dt: float | None) -> tuple[int, float]:
+    """(show every k-th step, frames per second) so that the video runs as fast as simulated time."""
+    if dt is None:
+        return 1, float(FRAMES_PER_SECOND)
+    every = max(1, round(1 / (FRAMES_PER_SECOND * dt)))
+    return every, 1 / (every * dt)
+
+
+def check_numbers(episodes: int, steps: int | None, width: int | None, height: int | None, seed: int) -> None:
+    for name, value, least in (("episodes", episodes, 1), ("steps", steps, 1), ("seed", seed, 0)):
+        if value is not None and value < least:
+            raise ConfigError(name, value, f"a whole number, at least {least}")
+    for name, value in (("width", width), ("height", height)):
+        if value is not None and (value not in SIZES or value % 2):
+            raise ConfigError(name, value, f"an even number of pixels from {SIZES[0]} to {SIZES[-1]}")
+
+
+def _imageio() -> Any:
+    try:
+        import imageio.v2
+        import imageio_ffmpeg  # noqa: F401
+    except ModuleNotFoundError as error:
+        what = f"the package {(error.name or '').replace('_', '-')!r}, which is not installed: pip install 'pql[video]'"
+        raise ConfigError("play", "video", what) from error
+    return imageio.v2
+
+
+@contextmanager
+def _aside(file: Path) -> Iterator[Path]:
+    """A name to write to; the file appears under its own once it is complete."""
+    aside = file.with_name(f".writing-{file.name}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside.touch()
+    except OSError as error:
+        raise ConfigError("out", file, f"a file that can be written ({error})") from error
+    try:
+        yield aside
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)

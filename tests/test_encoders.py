@@ -1,0 +1,294 @@
+"""Images and vectors together, and networks from elsewhere: shapes, what is learned from them, and what is refused."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import small_config, start
+from runs import words
+from torch import nn
+
+import pql
+from pql.build import make_critic, make_networks, make_policy
+from pql.checkpoint import flatten
+from pql.config import from_dict
+from pql.encoders import Encoder, Pictures
+from pql.env import Box, EnvSpec, ObsSpec, register
+from pql.errors import ConfigError
+from pql.main import main
+
+CPU = torch.device("cpu")
+SIDE = 8
+
+
+class Seek:
+    """One-step episodes: a bright column of the image tells one half of the best action, the vector the other.
+
+    The best action is half the column's place in [-1, 1] plus 0.4 times the number, and is worth 0.
+    """
+
+    def __init__(self, num_envs, device):
+        groups = {"policy": ObsSpec((1,)), "image": ObsSpec((1, SIDE, SIDE), torch.uint8)}
+        self.spec = EnvSpec("seek", num_envs, groups, Box(1), CPU, 1)
+        self.gen = torch.Generator()
+
+    def _draw(self):
+        n = self.spec.num_envs
+        column = torch.randint(SIDE, (n,), generator=self.gen)
+        sign = torch.randint(2, (n, 1), generator=self.gen).float() * 2 - 1
+        image = torch.zeros(n, 1, SIDE, SIDE, dtype=torch.uint8)
+        image[torch.arange(n), 0, :, column] = 255
+        self.best = 0.4 * sign + 0.5 * (column[:, None] / (SIDE - 1) * 2 - 1)
+        return {"policy": sign, "image": image}
+
+    def reset(self, seed=None):
+        if seed is not None:
+            self.gen.manual_seed(seed)
+        self.obs = self._draw()
+        return self.obs
+
+    def step(self, action):
+        reward, final = -(action - self.best).square()[:, 0], self.obs
+        self.obs = self._draw()
+        yes = torch.ones(self.spec.num_envs, dtype=torch.bool)
+        return pql.Step(self.obs, reward, yes, ~yes, yes, final, yes, yes, {})
+
+    def close(self):
+        pass
+
+
+register("seek", Seek)
+
+
+def test_policy_and_critic_learn_from_image_and_vector_together():
+    both = {"hidden": [32], "obs": ["policy", "image"], "grad_clip": None}
+    config = small_config(
+        task={"name": "seek"}, num_envs=32, replay={"capacity": 32 * 256},
+        algo={"encoder": {"channels": [8], "features": 16}, "critic": both | {"lr": 5e-3}, "policy": both,
+              "n_step": 1, "batch_size": 64, "v_per_step": 4, "p_per_v": 0.5},
+    )  # fmt: skip
+    parts = start(config)
+    for _ in range(150):
+        parts.schedule.tick()
+    env = Seek(256, CPU)
+    obs = env.reset(5)
+    policy = parts.policy.module
+    error = (policy(parts.collector.normalizer(obs)) - env.best).abs()
+    assert error.mean() < 0.1  # 0.05; without the image 0.29 is the best there is, without the vector 0.4
+    assert policy.groups == ("policy", "image")
+    assert obs["image"].dtype == torch.uint8
+    assert parts.collector.replays[0].obs["image"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((3, 12, 16), torch.uint8), ((12, 16, 3), torch.uint8),
+                                              ((12, 16), torch.float32), ((5, 5, 5), torch.float32)])  # fmt: skip
+def test_images_of_every_layout_become_features_whatever_stands_before_them(shape, dtype):
+    torch.manual_seed(0)
+    net = Pictures(shape, (4, 6), 10)
+    x = torch.randint(256, (3, 2, *shape)).to(dtype)
+    together = net(x)
+    assert together.shape == (3, 2, 10)
+    torch.testing.assert_close(together[1], net(x[1]))
+    assert (net(x[0]) - net(x[1])).abs().max() > 1e-3
+
+
+def test_channels_first_and_last_are_the_same_picture_and_bytes_are_scaled():
+    torch.manual_seed(0)
+    first, last = Pictures((3, 9, 7), (4,), 6), Pictures((9, 7, 3), (4,), 6)
+    last.load_state_dict(first.state_dict())
+    x = torch.randint(256, (5, 3, 9, 7), dtype=torch.uint8)
+    torch.testing.assert_close(first(x), last(x.permute(0, 2, 3, 1)))
+    torch.testing.assert_close(first(x), first(x / 255))
+
+
+def test_vectors_pass_an_encoder_unchanged_in_the_order_asked_for():
+    specs = {"a": ObsSpec((2,)), "b": ObsSpec((3,)), "c": ObsSpec((4, 4), torch.uint8), "d": ObsSpec((1,), torch.uint8)}
+    encoder = Encoder(specs, ("b", "d", "a"), (4,), 6)
+    assert (encoder.size, encoder.groups) == (6, ("b", "d", "a"))
+    assert flatten(encoder.state_dict()) == {}
+    obs = {"a": torch.tensor([[1.0, 2]]), "b": torch.tensor([[3.0, 4, 5]]), "d": torch.tensor([[9]], dtype=torch.uint8)}
+    assert encoder(obs).tolist() == [[3, 4, 5, 9, 1, 2]]
+    assert Encoder(specs, ("b", "c"), (4,), 6).size == 9
+
+
+def spec_with(**groups: tuple[int, ...]) -> EnvSpec:
+    return EnvSpec("made up", 1, {k: ObsSpec(s) for k, s in groups.items()}, Box(2), CPU)
+
+
+def test_by_default_each_network_reads_its_own_group_as_before():
+    config = small_config()
+    policy, critic = make_networks(config, spec_with(policy=(3,), critic=(5,), other=(2, 2, 2, 2)), 0)
+    assert (policy.groups, critic.groups) == (("policy",), ("critic",))
+    assert policy.encoder is critic.encoder is None
+    assert [*policy.state_dict()] == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias", "net.4.weight",
+                                      "net.4.bias"]  # fmt: skip
+    plain = small_config(algo={"critic": {"obs": ["policy", "critic"]}})
+    assert make_critic(plain, spec_with(policy=(3,), critic=(5,))).net[0].weight.shape[1] == 3 + 5 + 2
+
+
+@pytest.mark.parametrize(("groups", "message"), [
+    (["imag"], r"algo.policy.obs=imag: expected groups of made up: policy, image \(did you mean image\?\)"),
+    (["deep"], r"algo.policy.obs=deep: expected groups of made up"),
+])  # fmt: skip
+def test_groups_that_are_not_there_are_refused(groups, message):
+    with pytest.raises(ConfigError, match=message):
+        make_policy(small_config(algo={"policy": {"obs": groups}}), spec_with(policy=(3,), image=(4, 4)))
+
+
+def test_groups_of_other_shapes_and_lists_that_are_none_are_refused(tmp_path, capsys):
+    with pytest.raises(ConfigError, match=r"vectors or images; 'policy' is \[2, 2, 2, 2\]"):
+        make_policy(small_config(), spec_with(policy=(2, 2, 2, 2)))
+    for word, message in (
+        ("algo.policy.obs=[policy,policy]", "expected null, or a list of observation groups, each once"),
+        ("algo.policy.obs=policy", "expected a list of names such as [policy,image] or null"),
+        ("algo.encoder.channels=[0]", "expected a list of layer widths, each at least 1"),
+        ("algo.encoder.features=0", "expected a number from 1"),
+    ):
+        assert main(["train", *words(tmp_path / "run", word)]) == 2
+        assert message in capsys.readouterr().err
+
+
+# -- networks from elsewhere ------------------------------------------------------------------------------------------
+
+MODULE = '''
+import torch
+from torch import nn
+
+class Bounded(nn.Module):
+    """A policy that knows the pendulum: torque from angle and speed."""
+
+    def __init__(self, spec, config):
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(1, spec.obs["policy"].shape[0]))
+
+    def forward(self, obs):
+        return torch.tanh((obs["policy"] * self.gain).sum(1, keepdim=True))
+
+    mean_action = forward
+
+class Pair(nn.Module):
+    def __init__(self, spec, config):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(spec.obs["policy"].shape[0] + spec.action.size, 1) for _ in "ab")
+
+    def forward(self, obs, action):
+        x = torch.cat((obs["policy"], action), -1)
+        return torch.stack([layer(x).squeeze(-1) for layer in self.layers])
+
+class Normed(Bounded):
+    def __init__(self, spec, config):
+        super().__init__(spec, config)
+        self.norm = nn.BatchNorm1d(3)
+
+class Flat(Bounded):
+    def forward(self, obs):
+        return super().forward(obs)[:, 0]
+
+    mean_action = forward
+
+class Empty(nn.Module):
+    def __init__(self, spec, config):
+        super().__init__()
+
+def broken(spec, config):
+    raise RuntimeError("no such layer")
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the working directory, which is not on the import path."""
+    (tmp_path / "pql_test_nets.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "pql_test_nets", raising=False)
+    return "pql_test_nets"
+
+
+def test_a_run_trains_saves_and_loads_networks_named_in_its_config(module, tmp_path):
+    before = list(sys.path)
+    more = (f"algo.policy.net={module}:Bounded", f"algo.critic.net={module}:Pair")
+    assert main(["train", *words(tmp_path / "run", *more)]) == 0
+    assert sys.path == before
+    policy = pql.load_policy(tmp_path / "run")
+    assert type(policy.net).__name__ == "Bounded"
+    assert policy.net.gain.abs().max() > 1e-4  # it learned something
+    obs = torch.randn(4, 3)
+    want = torch.tanh((policy.norm({"policy": obs})["policy"] * policy.net.gain).sum(1, keepdim=True))
+    torch.testing.assert_close(policy(obs), want)
+    again = words(tmp_path / "other", *more, f"init_from={tmp_path / 'run'}")
+    assert main(["train", *again]) == 0
+    assert main(["train", *words(tmp_path / "third", more[1], f"init_from={tmp_path / 'run'}")]) == 2
+
+
+def test_installed_packages_offer_networks_by_name(module, monkeypatch, tmp_path):
+    entry = importlib.metadata.EntryPoint("bounded", "pql_test_nets:Bounded", "pql.nets")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("pql.encoders.entry_points", lambda group: [entry] if group == "pql.nets" else [])
+    spec = spec_with(policy=(3,))
+    assert type(make_policy(small_config(algo={"policy": {"net": "bounded"}}), SimpleNamespace(
+        **{**vars(spec), "action": Box(1)}))).__name__ == "Bounded"  # fmt: skip
+    with pytest.raises(ConfigError, match=r"algo.policy.net=bonded: .*pql.nets \(bounded\) \(did you mean bounded\?\)"):
+        make_policy(small_config(algo={"policy": {"net": "bonded"}}), spec)
+
+
+@pytest.mark.parametrize(("which", "name", "message"), [
+    ("policy", "nowhere:Net", "module:Class of a module that can be imported here (No module named 'nowhere')"),
+    ("policy", "pql_test_nets:Nett", "module:Class of a module that can be imported here (module 'pql_test_nets'"),
+    ("policy", "nothing", "module:Class, or a name of pql.nets (none is installed)"),
+    ("policy", "pql_test_nets:broken", "takes (spec, config): RuntimeError: no such layer"),
+    ("policy", "pql_test_nets:Empty", "a torch module with parameters, not Empty"),
+    ("policy", "pql_test_nets:Normed", "no BatchNorm (LayerNorm works)"),
+    ("policy", "pql_test_nets:Flat", "forward(obs) of shape [2, 1], not [2]"),
+    ("policy", "pql_test_nets:Pair", "a policy for pendulum: TypeError"),
+    ("critic", "pql_test_nets:Bounded", "a critic for pendulum: TypeError"),
+])  # fmt: skip
+def test_networks_that_cannot_work_are_refused_by_name(module, tmp_path, capsys, which, name, message):
+    capsys.readouterr()
+    assert main(["train", *words(tmp_path / "run", f"algo.{which}.net={name}")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"pql: algo.{which}.net={name}: expected ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("algo", "which", "message"), [
+    ({"family": "sac", "policy": {"net": "pql_test_nets:Bounded"}}, "policy", "mean of shape [2, 1], not [1]"),
+    ({"critic": {"net": "pql_test_nets:Pair", "atoms": 11}}, "critic", "of shape [E, 2, 11], not [2, 2]"),
+])  # fmt: skip
+def test_outputs_must_fit_the_algorithm(module, algo, which, message):
+    spec = pql.make_env("pendulum", 1).spec
+    with pytest.raises(ConfigError) as caught:
+        (make_policy if which == "policy" else make_critic)(small_config(algo=algo), spec)
+    assert message in str(caught.value)
+
+
+def test_policies_that_read_images_export(tmp_path):
+    pytest.importorskip("onnxscript")
+    both = {"hidden": [8], "obs": ["policy", "image"]}
+    config = small_config(task={"name": "seek"}, algo={"encoder": {"channels": [4], "features": 6}, "policy": both})
+    from pql.config import to_dict
+    from pql.export import describe, write
+    from pql.policy import fresh_policy
+
+    policy = fresh_policy(config, Seek(1, CPU).spec, CPU)
+    metadata = describe(policy, {"config": to_dict(config)}, Path("a/b/c"), scale=True)
+    assert [(i["name"], i["shape"], i["dtype"]) for i in metadata["inputs"]] == [
+        ("obs.policy", ["batch", 1], "float32"), ("obs.image", ["batch", 1, SIDE, SIDE], "uint8")]  # fmt: skip
+    out = write(policy, metadata, tmp_path, ("onnx",))
+    obs = Seek(5, CPU).reset(0)
+    for file in out.files.values():
+        torch.testing.assert_close(pql.load_policy(file)(obs), policy(obs), atol=1e-5, rtol=0)
+    assert from_dict(to_dict(config)) == config
+    assert isinstance(policy.net, nn.Module)
+
+
+def test_the_documented_network_trains(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[1] / "docs" / "networks.md").read_text()
+    (tmp_path / "documented_nets.py").write_text(text.split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    run = pql.train(*words(tmp_path / "run", "algo.policy.net=documented_nets:MyPolicy"), quiet=True)
+    assert type(pql.load_policy(run.run_dir).net).__name__ == "MyPolicy"

@@ -1,0 +1,354 @@
+"""Replay in files: a ring comes back with the same bits, recorded data become the windows they should."""
+
+import random
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from conftest import small_config
+from histories import CPU, SPECS, Recorded, assert_same, picture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import words
+from safetensors.torch import load_file, save_file
+
+from pql import transitions
+from pql.build import build, seeds
+from pql.env import Box, EnvSpec, ObsSpec
+from pql.errors import ConfigError
+from pql.main import main
+from pql.replay import Cursor, Replay
+from pql.types import Batch
+
+KINDS = ("step", "step", "step", "terminate", "truncate", "lose", "forget", "life", "cut", "stall", "restart")
+
+
+def clone(ring: Recorded, rows: int | None = None) -> Replay:
+    """An empty ring of the same shape."""
+    old = ring.replay
+    return Replay(SPECS, 1, old.num_envs, rows or old.rows, old.horizon, LIMIT, CPU, obs_only=old.obs_only)
+
+
+LIMIT = 5
+
+
+def sealed(replay: Replay) -> Cursor:
+    cursor = Cursor(replay.num_envs, CPU)
+    for mine, live in zip(cursor.tensors(), replay.live.tensors(), strict=True):
+        mine.copy_(live)
+    return cursor
+
+
+def sample(replay: Replay, n: int) -> tuple[Batch, Cursor]:
+    cursor = sealed(replay)
+    return replay.sample(cursor, 256, n, 0.9, torch.Generator().manual_seed(7)), cursor
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.booleans(), st.integers(1, 4), st.integers(0, 60), st.integers(1, 2), st.booleans())
+def test_saved_and_loaded_rings_give_the_same_samples(seed, next_step, n, steps, horizon, together):
+    rng = random.Random(seed)
+    ring = Recorded(3, 14, horizon, LIMIT, next_step=next_step)
+    for _ in range(steps):
+        who = [0, 1, 2] if together else [i for i in range(3) if rng.random() < 0.6]
+        if who:
+            ring.insert([rng.choice(KINDS) for _ in who], who)
+    copy = clone(ring)
+    with TemporaryDirectory() as folder:
+        path, again = Path(folder) / "one", Path(folder) / "two"
+        ring.replay.save(path)
+        copy.load(path)
+        copy.save(again)
+        first, second = load_file(path), load_file(again)
+    (want, mine), (got, other) = sample(ring.replay, n), sample(copy, n)
+    assert_same(want._replace(index=got.index), got)  # the loaded ring's rows begin at 0
+    assert mine.lost == other.lost
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_the_file_holds_the_documented_columns_with_the_history_in_them(tmp_path):
+    ring = Recorded(2, 20, 1, LIMIT)
+    kinds = ["step", "truncate", "step", "terminate", "lose", "step"]
+    for kind in kinds:
+        ring.insert([kind, "step"])
+    ring.insert(["step"], [1])
+    ring.replay.save(tmp_path / "ring.safetensors")
+    data = load_file(tmp_path / "ring.safetensors")
+    assert data["length"].tolist() == [6, 7]
+    assert {k: tuple(v.shape) for k, v in data.items()} == {
+        "obs.policy": (8, 2, 2), "obs.frame": (8, 2, 1, 3), "action": (7, 2, 1), "reward": (7, 2),
+        "terminated": (7, 2), "truncated": (7, 2), "first": (7, 2), "valid": (7, 2), "length": (2,),
+        "final_row": (1,), "final_obs.policy": (1, 2), "final_obs.frame": (1, 1, 3),
+    }  # fmt: skip
+    for i in range(2):
+        events = ring.events[i]
+        shown = picture([e.obs for e in events] + [events[-1].after])
+        for k, v in shown.items():
+            assert torch.equal(data[f"obs.{k}"][: len(events) + 1, i], v.to(data[f"obs.{k}"]))
+        for name in ("action", "reward", "terminated", "truncated", "first", "valid"):
+            assert data[name][: len(events), i].flatten().tolist() == [getattr(e, name) for e in events], name
+    assert data["final_row"].tolist() == [2]  # row 1 of column 0; what "lose" lost is lost
+    assert torch.equal(data["final_obs.policy"][0], picture([ring.events[0][1].final])["policy"][0])
+
+
+def test_a_smaller_ring_takes_the_newest_rows(tmp_path):
+    ring = Recorded(2, 40, 1, LIMIT)
+    for t in range(30):
+        ring.insert(["truncate" if t % 4 == i else "step" for i in range(2)])
+    ring.replay.save(tmp_path / "ring.safetensors")
+    small = clone(ring, 12)
+    small.load(tmp_path / "ring.safetensors")
+    assert small.live.head.tolist() == [11, 11]
+    ring.seal()
+    row = torch.arange(2, 11)
+    for column in range(2):
+        where = torch.full_like(row, column)
+        got = small.windows(sealed(small), row, where, small.live.head[where], 3, 0.9)
+        want = ring.replay.windows(ring.cursor, row + 19, where, ring.cursor.head[where], 3, 0.9)
+        assert got.mask.sum() == 9
+        assert_same(want._replace(index=got.index), got)
+
+
+def test_observation_only_rings_load_too(tmp_path):
+    ring = Recorded(3, 12, 1, LIMIT, next_step=True)
+    rng = random.Random(1)
+    for _ in range(20):
+        ring.insert([rng.choice(KINDS) for _ in range(3)])
+    ring.replay.save(tmp_path / "ring.safetensors")
+    lean = Replay(SPECS, 1, 3, 12, 1, LIMIT, CPU, obs_only=True)
+    lean.load(tmp_path / "ring.safetensors")
+    views = [r.sample_obs(sealed(r), 64, torch.Generator().manual_seed(0)) for r in (ring.replay, lean)]
+    assert torch.equal(views[0].mask, views[1].mask)
+    assert all(torch.equal(views[0].obs[k], views[1].obs[k]) for k in SPECS)
+
+
+# -- prefill ----------------------------------------------------------------------------------------------------------
+
+
+class Lead:
+    """A task of known observations: what a prefilled ring holds is compared with what was in the file."""
+
+    def __init__(self, num_envs, device, frame=True):
+        obs = {"policy": ObsSpec((2,)), **({"frame": ObsSpec((1, 3), torch.uint8)} if frame else {})}
+        self.spec = EnvSpec("lead", num_envs, obs, Box(1), CPU, 50)
+
+
+class FakeCollector:
+    """What ``prefill`` needs of a collector."""
+
+    def __init__(self, num_envs: int, rows: int):
+        from pql.normalize import Normalizer
+
+        self.env, self.device = Lead(num_envs, CPU), CPU
+        self.replays = [Replay(self.env.spec.obs, 1, num_envs, rows, 1, 50, CPU),
+                        Replay(self.env.spec.obs, 1, num_envs, rows, 1, 50, CPU, obs_only=True)]  # fmt: skip
+        self.normalizer = Normalizer(self.env.spec.obs, num_envs, CPU)
+        self.obs = picture([-7] * num_envs)
+        for ring in self.replays:
+            ring.begin(self.obs)
+
+
+def flat(steps: int, ends: dict[int, str], order: list[int] | None = None) -> dict[str, torch.Tensor]:
+    """Transitions of one environment, observation i -> i + 1; at an end the next episode begins at i + 1 + 1000."""
+    now, after, number = [], [], 0
+    for i in range(steps):
+        now.append(number)
+        after.append(number + 1)
+        number = number + 1001 if i in ends else number + 1
+    data = {f"obs.{k}": v for k, v in picture(now).items()} | {f"next_obs.{k}": v for k, v in picture(after).items()}
+    data["action"] = torch.linspace(-1, 1, steps)[:, None]
+    data["reward"] = torch.arange(steps) / 8
+    data["terminated"] = torch.tensor([ends.get(i) == "terminated" for i in range(steps)])
+    data["truncated"] = torch.tensor([ends.get(i) == "truncated" for i in range(steps)])
+    return {k: v[order].contiguous() for k, v in data.items()} if order else data
+
+
+def windows_by_number(replay: Replay, n: int) -> dict[int, tuple]:
+    """Every usable window: first observation's number -> (action, reward, discount, number of the last successor)."""
+    cursor, out = sealed(replay), {}
+    for column in range(replay.num_envs):
+        row = torch.arange(int(cursor.head[column]))
+        where = torch.full_like(row, column)
+        batch = replay.windows(cursor, row, where, cursor.head[where], n, 0.5)
+        for k in batch.mask.nonzero().flatten().tolist():
+            number = int(batch.obs["policy"][k, 0])
+            assert torch.equal(batch.obs["frame"][k], picture([number])["frame"][0])
+            assert number not in out
+            out[number] = (batch.action[k].item(), batch.reward[k].item(), batch.discount[k].item(),
+                           int(batch.next_obs["policy"][k, 0]))  # fmt: skip
+    return out
+
+
+def test_prefilled_transitions_become_their_n_step_windows(tmp_path):
+    data = flat(12, {3: "terminated", 7: "truncated"})
+    save_file(data, tmp_path / "data.safetensors")
+    collector = FakeCollector(1, 40)
+    assert transitions.prefill(collector, tmp_path / "data.safetensors") == 12
+    found = windows_by_number(collector.replays[0], 3)
+    now = data["obs.policy"][:, 0].int().tolist()
+    assert sorted(found) == sorted(now)  # none is lost
+    for i, number in enumerate(now):
+        end = 3 if i <= 3 else 7 if i <= 7 else 11
+        m = min(3, end - i + 1)
+        over = end == 3 and i + m - 1 == 3
+        assert found[number][0] == pytest.approx(data["action"][i].item())
+        assert found[number][1] == pytest.approx(sum(0.5**j * (i + j) / 8 for j in range(m)))
+        assert found[number][2] == (0 if over else 0.5**m)
+        if not over:
+            assert found[number][3] == number + m
+    views = collector.replays[1].sample_obs(sealed(collector.replays[1]), 500, torch.Generator().manual_seed(0))
+    assert {int(x) for x, use in zip(views.obs["policy"][:, 0], views.mask, strict=True) if use} == {*now}
+    moments = collector.normalizer.moments["policy"]
+    assert moments.count == 12
+    assert moments.mean[0].item() == pytest.approx(sum(now) / 12)
+    assert collector.normalizer.scale_policy[0] < 0.01  # frozen, in use
+
+
+def test_shuffled_transitions_lose_nothing_but_their_neighbours(tmp_path):
+    order = list(range(12))
+    random.Random(3).shuffle(order)
+    data = flat(12, {3: "terminated", 7: "truncated"}, order)
+    save_file(data, tmp_path / "data.safetensors")
+    collector = FakeCollector(2, 40)
+    taken = transitions.prefill(collector, tmp_path / "data.safetensors")
+    one = windows_by_number(collector.replays[0], 1)
+    assert taken == len(one) >= 11  # an odd number of rows does not divide among two environments
+    for i, number in enumerate(data["obs.policy"][:, 0].int().tolist()):
+        if number in one:
+            want = 0.0 if data["terminated"][i] else 0.5
+            assert one[number][1:3] == (pytest.approx(data["reward"][i].item()), want)
+            assert data["terminated"][i] or one[number][3] == number + 1
+
+
+def test_several_environments_share_the_data_and_the_newest_are_taken(tmp_path):
+    save_file(flat(100, dict.fromkeys(range(9, 100, 10), "truncated")), tmp_path / "data.safetensors")
+    collector = FakeCollector(3, 12)
+    taken = transitions.prefill(collector, tmp_path / "data.safetensors")
+    assert collector.replays[0].live.head.tolist() == [11, 11, 11]
+    found = windows_by_number(collector.replays[0], 1)
+    assert len(found) == taken
+    assert 26 <= taken <= 28  # 30 rows, 3 or so of them fillers after an end
+    newest = load_file(tmp_path / "data.safetensors")["obs.policy"][-taken:, 0].int().tolist()
+    assert sorted(found) == sorted(newest)
+    assert all(found[k][2:] == (0.5, k + 1) for k in found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_a_saved_ring_prefills_any_number_of_environments(seed, next_step):
+    rng = random.Random(seed)
+    ring = Recorded(3, 30, 1, LIMIT, next_step=next_step)
+    for _ in range(20):
+        ring.insert([rng.choice(KINDS) for _ in range(3)])
+    collector = FakeCollector(2, 60)
+    with TemporaryDirectory() as folder:
+        ring.replay.save(Path(folder) / "ring")
+        transitions.prefill(collector, Path(folder) / "ring")
+    usable = {}
+    ring.seal()
+    batch = ring.everything(1, 0.5)
+    for k in batch.mask.nonzero().flatten().tolist():
+        usable[int(batch.obs["policy"][k, 0])] = (batch.reward[k].item(), batch.discount[k].item(),
+                                                  int(batch.next_obs["policy"][k, 0]))  # fmt: skip
+    found = {k: v[1:] for k, v in windows_by_number(collector.replays[0], 1).items()}
+    assert len(usable) - len(found) <= 2  # rows that do not divide among the environments
+    for number, (reward, discount, successor) in found.items():
+        assert usable[number][:2] == (reward, discount)
+        assert discount == 0 or usable[number][2] == successor
+
+
+# -- from the command line --------------------------------------------------------------------------------------------
+
+
+def test_a_run_saves_its_replay_and_another_starts_with_it(tmp_path, capsys):
+    first, second = tmp_path / "a", tmp_path / "b"
+    more = ("task.kwargs.max_episode_steps=7",)
+    assert main(["train", *words(first, *more, "replay.save=true")]) == 0
+    data = load_file(first / "replay.safetensors")
+    assert data["reward"].shape == (20, 16)
+    assert data["final_row"].numel() == 2 * 16
+    file = first / "replay.safetensors"
+    before = file.read_bytes()
+    file.unlink()
+    assert main(["resume", str(first), "replay.save=true"]) == 0  # its budget is spent: not a step is made
+    assert file.read_bytes() == before
+    capsys.readouterr()
+    assert main(["train", *words(second, *more, f"replay.prefill={file}", "num_envs=8", "budget.env_steps=72")]) == 0
+    assert f"replay starts with 320 transitions of {file}" in capsys.readouterr().out
+    assert not (second / "replay.safetensors").exists()
+
+
+def test_prefilled_rows_are_learned_from_beside_the_runs_own(tmp_path):
+    data = {f"{w}.policy": torch.randn(400, 3) for w in ("obs", "next_obs")}
+    data |= {"action": torch.rand(400, 1), "reward": torch.full((400,), 77.0)}
+    data |= {k: torch.zeros(400, dtype=torch.bool) for k in ("terminated", "truncated")}
+    save_file(data, tmp_path / "d.safetensors")
+    parts = build(small_config())
+    parts.prepare()
+    parts.collector.start(seeds(3)["env"])
+    assert transitions.prefill(parts.collector, tmp_path / "d.safetensors") == 400
+    parts.collector.warm_up(16)
+    parts.begin()
+    parts.schedule.tick()  # the learners pull what was sealed
+    batch = parts.learners["v"].draw(20, torch.Generator().manual_seed(0))
+    reward = torch.cat([b.reward[b.mask > 0] for b in batch])
+    assert 0.5 < (reward == 77).float().mean() < 0.9  # 400 beside 128, and fillers are masked
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"reward": None, "rewards": torch.zeros(5)}, "a column reward (did you mean rewards?); it has action, next_obs"),
+    ({"next_obs.policy": None}, "a column next_obs.policy"),
+    ({"obs.policy": torch.zeros(5, 4)}, "a column obs.policy of float [5, 3], not float32 [5, 4]"),
+    ({"obs.policy": torch.zeros(5, 3, dtype=torch.uint8)}, "a column obs.policy of float [5, 3], not uint8 [5, 3]"),
+    ({"action": torch.zeros(5, 2)}, "a column action of float [5, 1], not float32 [5, 2]"),
+    ({"action": torch.full((5, 1), 2.0)}, "actions in [-1, 1], as the policy gives them; one is 2"),
+    ({"terminated": torch.zeros(5)}, "a column terminated of bool [5], not float32 [5]"),
+    ({"reward": torch.full((5,), torch.nan)}, "finite numbers in column reward"),
+    ({"reward": torch.zeros(5, 1, 1)}, "a column reward of shape [T, N] or [M], not [5, 1, 1]"),
+    ({"reward": torch.zeros(5, 1)}, "a column obs.policy of float [6, 1, 3], not float32 [5, 3]"),
+])  # fmt: skip
+def test_wrong_columns_are_refused_by_name_before_anything_is_written(tmp_path, capsys, change, message):
+    data = {f"{w}.policy": torch.zeros(5, 3) for w in ("obs", "next_obs")}
+    data |= {"action": torch.zeros(5, 1), "reward": torch.zeros(5)}
+    data |= {k: torch.zeros(5, dtype=torch.bool) for k in ("terminated", "truncated")}
+    data |= change
+    file = tmp_path / "d.safetensors"
+    save_file({k: v for k, v in data.items() if v is not None}, file)
+    capsys.readouterr()
+    assert main(["train", *words(tmp_path / "run", f"replay.prefill={file}", "num_envs=4")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"pql: replay.prefill={file}: expected {message}"), error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_that_are_none_and_data_too_few_are_refused(tmp_path, capsys):
+    other = tmp_path / "other.safetensors"
+    other.write_text("something else")
+    for file in (tmp_path / "nothing", other, tmp_path):
+        assert main(["train", *words(tmp_path / "run", f"replay.prefill={file}")]) == 2
+        assert f"replay.prefill={file}: expected a safetensors file (" in capsys.readouterr().err
+    save_file(flat(1, {}), tmp_path / "one.safetensors")
+    with pytest.raises(ConfigError, match="at least 3 transitions, one for each environment"):
+        transitions.prefill(FakeCollector(3, 12), tmp_path / "one.safetensors")
+
+
+def test_load_refuses_another_number_of_environments_and_rows_out_of_range(tmp_path):
+    ring = Recorded(2, 12, 1, LIMIT)
+    ring.insert(["truncate", "step"])
+    file = tmp_path / "ring.safetensors"
+    ring.replay.save(file)
+    other = Replay(SPECS, 1, 3, 12, 1, LIMIT, CPU)
+    with pytest.raises(ConfigError, match=re.escape("rows of 3 environments, not rewards of shape [1, 2]")):
+        other.load(file)
+    data = load_file(file)
+    for name, wrong, top in (("length", torch.tensor([1, 9]), 1), ("final_row", torch.tensor([5]), 1)):
+        save_file(data | {name: wrong}, file)
+        with pytest.raises(ConfigError, match=f"a column {name} within 0 to {top}"):
+            clone(ring).load(file)
