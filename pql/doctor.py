@@ -16,7 +16,11 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gymnasium": ("task=gymnasium", ("gymnasium",)),
     "tensorboard": ("logger=tensorboard", ("tensorboard",)),
     "wandb": ("logger=wandb", ("wandb",)),
+    "report": ("pql report and compare", ("matplotlib", "scipy", "jinja2")),
     "sweep": ("pql sweep", ("optuna",)),
+    "export": ("pql export", ("onnx", "onnxscript", "onnxruntime")),
+    "video": ("pql play", ("imageio", "imageio-ffmpeg", "pillow")),
+    "peers": ("pql.wrap for rsl_rl and Stable-Baselines3", ("rsl-rl-lib", "stable-baselines3", "gymnasium")),
     "bench": ("comparisons with other simulators", ("envpool",)),
     "dev": ("the test suite", ("pytest", "pytest-timeout", "hypothesis", "scipy", "ruff", "mypy")),
 }

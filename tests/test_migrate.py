@@ -11,7 +11,6 @@ from pql.config import CHOICES, Config, leaves
 
 TEXT = (Path(__file__).parents[1] / "docs/migrate.md").read_text()
 KNOWN = dict(leaves(Config()))
-with_ppo = pytest.mark.skipif("ppo" not in options("algo"), reason="algo=ppo is not there")
 
 
 def tables():
@@ -47,7 +46,6 @@ def ours():
     yield from (("intro", word) for word in quoted(intro) if re.match(r"(algo|budget|replay|task|eval)\.", word))
 
 
-@with_ppo
 def test_every_name_on_our_side_is_in_the_schema():
     words = list(ours())
     assert len(words) > 150
@@ -59,7 +57,6 @@ def test_every_name_on_our_side_is_in_the_schema():
             assert name in KNOWN or name.startswith("task.kwargs."), (where, word)
 
 
-@with_ppo
 def test_choices_named_in_the_notes_are_allowed():
     """Rows whose notes quote plain words for a setting with choices: at least one of the words is a choice of it."""
     checked = 0

@@ -7,8 +7,6 @@ import pytest
 from scipy import stats
 from test_tools import check, tool  # noqa: F401
 
-from pql.compose import options
-
 PEERS = ["rsl_rl:ppo", "sb3:ppo", "sb3:td3"]
 
 
@@ -134,7 +132,6 @@ def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp
     assert "| pendulum | rsl_rl:ppo |" in said.out
 
 
-@pytest.mark.skipif("ppo" not in options("algo"), reason="algo=ppo is not there")
 def test_our_sizes_in_their_names(tool):  # noqa: F811
     from pql.compose import compose
 

@@ -218,6 +218,15 @@ def test_a_run_that_was_cut_off_does_not_shorten_the_others(two):
     assert group(page, "pql")["curves"]["seconds"]["x"][-1] == 20
 
 
+def test_an_interrupted_run_does_not_shorten_the_others(two):
+    path = write_run(two / "pql3", [(5.0, 500, 0.0), (8.0, 800, 20.0)], seed=3)
+    summary = path / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "interrupted": True}))
+    page = told(two)
+    assert page["tasks"][0]["end"]["seconds"] == 20
+    assert "pql3: interrupted before its budget's end" in page["notes"]
+
+
 def test_a_run_that_reached_its_target_does_not_shorten_the_others(two):
     path = write_run(two / "pql3", [(5.0, 500, 0.0), (8.0, 800, 300.0)], seed=3)
     data = json.loads((path / "config.yaml").read_text()) | {"budget": {"target_return": 300.0}}

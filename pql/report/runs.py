@@ -99,6 +99,8 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
     summary = _json(path / "summary.json")
     if summary is None:
         notes.append("no summary.json: it is still running, or was cut off")
+    elif summary.get("interrupted"):
+        notes.append("interrupted before its budget's end")
     elif summary.get("return_mean") is None:
         notes.append("no final evaluation")
     evals = evaluations(rows)
@@ -107,7 +109,7 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
     target, last = settings.get("budget.target_return"), evals["return_mean"][-1:]
     return Run(
         path, name, task_of(settings), str(settings.get("algo.name", "?")), text, settings.get("seed"), settings, rows,
-        evals, complete=bool(summary and summary.get("return_mean") is not None),
+        evals, complete=bool(summary and summary.get("return_mean") is not None and not summary.get("interrupted")),
         reached=bool(target is not None and len(last) and last[0] >= target), notes=notes,
     )  # fmt: skip
 
