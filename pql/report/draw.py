@@ -194,7 +194,7 @@ def interval_rows(
     ax: Axes, rows: Sequence[tuple[str, Mapping[str, float], Sequence[float]]], labels: Sequence[str]
 ) -> None:
     """Point and interval of each (label, aggregate, runs), the first on top."""
-    below = offset_copy(ax.transData, ax.figure, y=-8, units="points")
+    below = offset_copy(ax.transData, ax.get_figure(root=True), y=-8, units="points")
     for y, (label, aggregate, scores) in enumerate(rows):
         of = style(labels.index(label))
         ax.plot(scores, [y] * len(scores), ls="", marker="|", ms=5, color=of["color"], alpha=0.6, transform=below)
