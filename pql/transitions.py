@@ -23,7 +23,7 @@ from pql.replay import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID, Repla
 from pql.types import Obs
 
 Columns = dict[str, Tensor]
-META = {"format": "pql-replay", "format_version": "1"}
+META = {"format": "pql-replay-1"}  # one entry: safetensors writes several in random order
 LARGEST_ACTION = 1 + 1e-4
 CHUNK = 1 << 16  # observations that the normaliser sees at once: it works in float64
 
