@@ -5,14 +5,15 @@ episode. A network without memory has a carry of size 0. This file knows nothing
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pql.dist import ActionDist, DiagGaussian
-from pql.nets import Reads, mlp
+from pql.env import ObsSpec
+from pql.nets import Reads, groups_read, mlp
 from pql.types import Obs
 
 
@@ -83,6 +84,27 @@ class Body(Reads):
         return self.trunk(after[..., : self.memory.hidden]), after, carry
 
 
+class OwnBody(nn.Module):
+    """Features by a network from elsewhere, without memory; it sees [B, ...] whatever stands before a group's axes."""
+
+    carry_size = 0
+
+    def __init__(self, network: nn.Module, obs: Mapping[str, ObsSpec]):
+        super().__init__()
+        self.network, self.groups = network, groups_read(network)
+        self.axes = {k: len(obs[k].shape) for k in self.groups}
+        with torch.no_grad():
+            self.size = network({k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in obs.items()}).shape[-1]
+
+    def forward(self, obs: Obs) -> Tensor:
+        """[..., D] and so on -> [..., size]."""
+        seen = {k: obs[k] for k in self.groups}
+        k, x = next(iter(seen.items()))
+        lead = x.shape[: x.dim() - self.axes[k]]
+        out = self.network({k: v.reshape(-1, *v.shape[v.dim() - self.axes[k] :]) for k, v in seen.items()})
+        return out.view(*lead, self.size)
+
+
 def orthogonal(layer: nn.Linear, gain: float) -> None:
     """Orthogonal weights and zero bias (Engstrom et al. 2020: it matters for PPO)."""
     nn.init.orthogonal_(layer.weight, gain)
@@ -102,7 +124,7 @@ class StochasticPolicy(nn.Module):
 
     log_std: nn.Parameter | None
 
-    def __init__(self, body: Body, dist: ActionDist, init_std: float = 1.0, amp: bool = False):
+    def __init__(self, body: Body | OwnBody, dist: ActionDist, init_std: float = 1.0, amp: bool = False):
         super().__init__()
         self.body, self.dist, self.amp, self.groups = body, dist, amp, body.groups
         self.head = nn.Linear(body.size, dist.size)
@@ -121,6 +143,7 @@ class StochasticPolicy(nn.Module):
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
         """With memory, one row: parameters [N, P] and the carry after it [N, 2 H]."""
+        assert isinstance(self.body, Body)
         with bfloat16(self.amp, next(iter(obs.values()))):
             features, carry = self.body.step(obs, carry)
             return self.params(features), carry
@@ -142,7 +165,7 @@ class StochasticPolicy(nn.Module):
 class StateValue(nn.Module):
     """Features -> value [...] float32. ``body`` is None where it shares the policy's."""
 
-    def __init__(self, body: Body | None, size: int):
+    def __init__(self, body: Body | OwnBody | None, size: int):
         super().__init__()
         self.body = body
         self.head = nn.Linear(size, 1)
@@ -163,19 +186,19 @@ class ActorCritic(nn.Module):
         self.policy, self.value = policy, value
 
     @property
-    def value_body(self) -> Body:
+    def value_body(self) -> Body | OwnBody:
         return self.value.body or self.policy.body
 
     def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
         """Without memory: [..., D] -> parameters [..., P], value [...]."""
-        with bfloat16(self.policy.amp, obs["policy"]):
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
             features = self.policy.body(obs)
             own = self.value.body
             return self.policy.params(features), self.value(features if own is None else own(obs))
 
     def values(self, obs: Obs) -> Tensor:
         """Without memory: [..., D] -> value [...]."""
-        with bfloat16(self.policy.amp, obs["policy"]):
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
             return self.value(self.value_body(obs))
 
     def unroll(self, obs: Obs, carry: Tensor, value_carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,10 +208,11 @@ class ActorCritic(nn.Module):
             value_carry: not read where the trunk is shared.
             first: [T, N] bool; row t + 1 begins an episode.
         """
-        with bfloat16(self.policy.amp, obs["policy"]):
-            features = self.policy.body.unroll(obs, carry, first)[0]
-            own = self.value.body
-            seen = features if own is None else own.unroll(obs, value_carry, first)[0]
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
+            body, own = self.policy.body, self.value.body
+            assert isinstance(body, Body)
+            features = body.unroll(obs, carry, first)[0]
+            seen = own.unroll(obs, value_carry, first)[0] if isinstance(own, Body) else features
             return self.policy.params(features), self.value(seen)
 
     def unroll_values(self, obs: Obs, carry: Tensor, first: Tensor, final_row: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,7 +230,8 @@ class ActorCritic(nn.Module):
             values [T + 1 + K, N]; the carry for row T [N, 2 H].
         """
         body, rows = self.value_body, first.shape[0]
-        with bfloat16(self.policy.amp, obs["policy"]):
+        assert isinstance(body, Body)
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
             features, after, carry = body.unroll({k: v[:rows] for k, v in obs.items()}, carry, first)
             index = final_row.unsqueeze(-1).expand(-1, -1, body.carry_size)
             left = torch.cat((carry.unsqueeze(0), after.gather(0, index)))  # [1 + K, N, 2 H]

@@ -321,11 +321,14 @@ def _check_together(config: Config) -> None:
 def _check_ppo(config: Config) -> None:
     algo, ppo = config.algo, config.algo.ppo
     for name, given, unset in (
-        ("algo.policy.net", algo.policy.net, None), ("algo.critic.net", algo.critic.net, None),
         ("replay.prefill", config.replay.prefill, None), ("replay.save", config.replay.save, False),
     ):  # fmt: skip
         if given != unset:
             raise ConfigError(name, given, f"{show(unset)}: for off-policy algorithms alone, not algo={algo.name}")
+    if ppo.lstm is not None and (algo.policy.net or algo.critic.net):
+        raise ConfigError("algo.ppo.lstm", ppo.lstm, "null: networks from elsewhere (algo.*.net) have no memory here")
+    if ppo.shared and algo.critic.net:
+        raise ConfigError("algo.critic.net", algo.critic.net, "null: algo.ppo.shared takes the policy's layers")
     if algo.schedule != "lockstep":
         raise ConfigError("algo.schedule", algo.schedule, "lockstep: PPO learns from what its newest policy did")
     if config.placement.p_learner is not None:

@@ -146,12 +146,14 @@ def _working_directory_first() -> Any:
 @torch.no_grad()
 def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module) -> None:
     """Raises ``ConfigError`` where ``network`` does not turn two rows into what the algorithm's updates take."""
-    assert isinstance(spec.action, Box)
     setting, name = f"algo.{which}.net", getattr(config.algo, which).net
     obs = {k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in spec.obs.items()}
-    action, atoms = torch.zeros(2, spec.action.size), config.algo.critic.atoms
+    action = torch.zeros(2, spec.action.size if isinstance(spec.action, Box) else 1)
+    atoms, outputs, wanted = config.algo.critic.atoms, list[Any](), list[tuple[str, list[Any]]]()
     try:
-        if which == "critic":
+        if config.algo.family == "ppo":
+            outputs, wanted = [network(obs)], [("forward(obs)", [2, "F"])]
+        elif which == "critic":
             outputs, wanted = [network(obs, action)], [("forward(obs, action)", ["E", 2] + ([atoms] if atoms else []))]
         elif config.algo.family == "sac":
             mean, log_std = network(obs)
@@ -165,5 +167,5 @@ def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module) -> No
     for out, (call, shape) in zip(outputs, wanted, strict=True):
         have = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         same = isinstance(have, list) and len(have) == len(shape)
-        if not same or any(want not in (size, "E") for size, want in zip(have, shape, strict=True)):
+        if not same or any(want != size and not isinstance(want, str) for size, want in zip(have, shape, strict=True)):
             raise ConfigError(setting, name, f"{call} of shape [{', '.join(map(str, shape))}], not {have}")

@@ -82,6 +82,11 @@ class Reads(nn.Module):
         return obs[self.group] if self.encoder is None else self.encoder(obs)
 
 
+def groups_read(net: nn.Module) -> tuple[str, ...]:
+    """The observation groups that a policy network asks for."""
+    return tuple(getattr(net, "groups", ("policy",)))
+
+
 class DeterministicPolicy(Reads):
     """obs -> tanh(MLP(features)): [B, A] in [-1, 1]. ``obs_size`` is the encoder's where there is one."""
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from pql.actor_critic import ActorCritic, Body, StateValue, StochasticPolicy
+from pql.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
 from pql.algos import ppo
 from pql.collect import Collector, action_buffer
 from pql.config import Config
 from pql.dist import ActionDist, Categorical, DiagGaussian
-from pql.encoders import groups_of, make_encoder
+from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.machine import available_bytes
@@ -135,9 +135,11 @@ def make_dist(config: Config, spec: EnvSpec) -> ActionDist:
     return DiagGaussian(spec.action.size, config.algo.ppo.squash)
 
 
-def make_body(config: Config, spec: EnvSpec, which: str) -> Body:
-    """Hidden layers of the "policy", or of the "critic" on the observations that it may see."""
+def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
+    """Hidden layers of the "policy", or of the "critic" on the observations that it may see; or a network by name."""
     net = config.algo.policy if which == "policy" else config.algo.critic
+    if net.net is not None:
+        return OwnBody(custom_network(config, spec, which), spec.obs)
     encoder, group = make_encoder(config, spec, which), groups_of(config, spec, which)[0]
     size = spec.obs[group].shape[0] if encoder is None else encoder.size
     return Body(group, size, net.hidden, net.activation, net.layer_norm, config.algo.ppo.lstm, encoder)

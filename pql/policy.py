@@ -17,7 +17,7 @@ from pql.build import Parts, make_policy
 from pql.config import Config, from_dict, leaves
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, show
-from pql.nets import Flat
+from pql.nets import Flat, groups_read
 from pql.normalize import Normalizer
 from pql.types import Obs
 
@@ -112,11 +112,6 @@ def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> P
     read = {k: spec.obs[k] for k in groups_read(net)}
     norm = Normalizer(read, 1, device, config.algo.normalize_obs, config.task.reward_scale)
     return Policy(net, norm, spec)
-
-
-def groups_read(net: nn.Module) -> tuple[str, ...]:
-    """The observation groups that a policy network asks for."""
-    return tuple(getattr(net, "groups", ("policy",)))
 
 
 def snapshot(parts: Parts) -> dict[str, Any]:

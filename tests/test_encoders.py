@@ -19,6 +19,7 @@ from pql.encoders import Encoder, Pictures
 from pql.env import Box, EnvSpec, ObsSpec, register
 from pql.errors import ConfigError
 from pql.main import main
+from pql.onpolicy import make_body
 
 CPU = torch.device("cpu")
 SIDE = 8
@@ -169,6 +170,17 @@ class Bounded(nn.Module):
 
     mean_action = forward
 
+class Features(nn.Module):
+    """What PPO takes: features of the observation."""
+
+    def __init__(self, spec, config):
+        super().__init__()
+        self.layer = nn.Linear(spec.obs["policy"].shape[0], 8)
+
+    def forward(self, obs):
+        assert obs["policy"].dim() == 2
+        return torch.tanh(self.layer(obs["policy"]))
+
 class Pair(nn.Module):
     def __init__(self, spec, config):
         super().__init__()
@@ -221,6 +233,29 @@ def test_a_run_trains_saves_and_loads_networks_named_in_its_config(module, tmp_p
     again = words(tmp_path / "other", *more, f"init_from={tmp_path / 'run'}")
     assert main(["train", *again]) == 0
     assert main(["train", *words(tmp_path / "third", more[1], f"init_from={tmp_path / 'run'}")]) == 2
+
+
+def test_ppo_puts_its_heads_on_networks_of_ones_own(module, tmp_path, capsys):
+    nets = (f"algo.policy.net={module}:Features", f"algo.critic.net={module}:Features")
+    left = [w for w in words(tmp_path / "run") if not w.startswith("algo.batch_size")]  # PPO has none
+    ppo = [*left, "algo=ppo", "algo.ppo.minibatches=2", *nets]
+    assert main(["train", *ppo, "budget.env_steps=2000"]) == 0
+    policy = pql.load_policy(tmp_path / "run")
+    obs = torch.randn(5, 3)
+    features = torch.tanh(policy.net.body.network.layer(policy.norm({"policy": obs})["policy"]))
+    torch.testing.assert_close(policy(obs), policy.net.head(features).clamp(-1, 1))
+    for word, name in (("algo.ppo.lstm=4", "algo.ppo.lstm"), ("algo.ppo.shared=true", "algo.critic.net")):
+        capsys.readouterr()
+        assert main(["train", *ppo, word, f"run_dir={tmp_path / 'no'}"]) == 2
+        assert capsys.readouterr().err.startswith(f"pql: {name}=")
+
+
+def test_a_network_of_ones_own_sees_flat_rows(module):
+    config = small_config(algo={"family": "ppo", "critic": {"net": f"{module}:Features"}})
+    critic = make_body(config, pql.make_env("pendulum", 1).spec, "critic")
+    rows = torch.randn(6, 4, 3)
+    assert critic({"policy": rows}).shape == (6, 4, 8)
+    torch.testing.assert_close(critic({"policy": rows})[2], critic({"policy": rows[2]}))
 
 
 def test_installed_packages_offer_networks_by_name(module, monkeypatch, tmp_path):
