@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from pql.algos import ddpg, sac
 from pql.collect import ActFunction, Collector, NoisyActor
-from pql.config import Config, resolve_device
+from pql.config import Config
 from pql.dist import squashed_gaussian
 from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
@@ -32,6 +32,7 @@ from pql.replay import Cursor, Replay, preflight
 from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Trace, tick_counts
 from pql.slots import WeightSlot
 from pql.types import Batch, Obs, ObsBatch, split
+from pql.validate import resolve_device
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer
 from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker

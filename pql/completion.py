@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from pql.compose import GROUPS, RESUMABLE, hint_of, options
-from pql.config import CHOICES, Config, leaves
+from pql.config import Config, leaves
 from pql.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
+from pql.validate import CHOICES
 
 BASH = """\
 _pql() {

@@ -12,8 +12,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pql.config import Config, from_dict, leaves, resolve_device, to_dict, validate
+from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest
+from pql.validate import resolve_device, validate
 
 GROUPS = ("algo", "task", "placement", "logger", "scale")
 SEVERAL = " (pql train -m takes several)"

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from pql.config import Config, PlacementConfig, resolve_device
+from pql.config import Config, PlacementConfig
 from pql.errors import ConfigError
 from pql.schedule import Executor, Inline, Streams, Threads
+from pql.validate import resolve_device
 
 
 def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict[str, torch.device]:

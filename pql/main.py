@@ -150,8 +150,8 @@ def run_resume(args: argparse.Namespace) -> int:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    from pql.config import resolve_device
     from pql.evaluate import evaluate_saved, evaluation_file
+    from pql.validate import resolve_device
 
     kinds = {"num_envs": int, "episodes": int, "seed": int, "device": str, "out": str}
     asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)

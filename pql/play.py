@@ -13,10 +13,11 @@ import numpy as np
 
 from pql import checkpoint
 from pql.build import build_env
-from pql.config import Config, PlacementConfig, from_dict, resolve_device
+from pql.config import Config, PlacementConfig, from_dict
 from pql.env import VecEnv, find_factory
 from pql.errors import ConfigError
 from pql.policy import Policy, policy_of
+from pql.validate import resolve_device
 
 LONGEST = 1000  # steps of an episode, where neither the environment nor the user sets a limit
 FRAMES_PER_SECOND = 30  # at most about this many: faster simulators are shown at every k-th step

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import torch
 
-from pql.config import Config, resolve_device, to_dict
+from pql.config import Config, to_dict
 from pql.errors import ConfigError
+from pql.validate import resolve_device
 
 PACKAGES = ("pql", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
 

@@ -25,7 +25,7 @@ class Session:
     """One run, new or resumed.
 
     Args:
-        config: checked by ``config.validate``.
+        config: checked by ``validate.validate``.
         env: a live environment to train on instead of the task's; it is also the one evaluated, after training.
         callbacks: called as ``callback(session, row)`` with every row of metrics; set ``session.stop`` to end the run.
         quiet: nothing on the console.

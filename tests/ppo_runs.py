@@ -3,7 +3,7 @@
 import pytest
 from conftest import merge, small_config
 
-from pql.config import validate
+from pql.validate import validate
 
 BASE = {
     "replay": {"capacity": 4096},

@@ -380,7 +380,8 @@ def test_importing_and_building_need_torch_numpy_and_safetensors_only():
 import sys
 import pql
 assert "torch" not in sys.modules
-from pql.config import BudgetConfig, Config, ReplayConfig, TaskConfig, validate
+from pql.config import BudgetConfig, Config, ReplayConfig, TaskConfig
+from pql.validate import validate
 from pql.build import build
 config = Config(TaskConfig("pendulum"), replay=ReplayConfig(100_000), num_envs=16, device="cpu",
                 budget=BudgetConfig(env_steps=1000))

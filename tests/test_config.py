@@ -7,9 +7,10 @@ from runs import words
 
 from pql import config as schema
 from pql.compose import GROUPS, compose, hint_of, options, parse_word, resume_config
-from pql.config import CHOICES, RANGES, Config, from_dict, leaves, to_dict, validate
+from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest
 from pql.rundir import create
+from pql.validate import CHOICES, RANGES, validate
 
 
 def refusal(*overrides: str) -> str:

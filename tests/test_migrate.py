@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pql.compose import GROUPS, options
-from pql.config import CHOICES, Config, leaves
+from pql.config import Config, leaves
+from pql.validate import CHOICES
 
 TEXT = (Path(__file__).parents[1] / "docs/migrate.md").read_text()
 KNOWN = dict(leaves(Config()))

@@ -1,0 +1,182 @@
+"""Which values the schema's settings may have, and which of them go together.
+
+This file imports nothing but the standard library (and torch, to look for a device).
+"""
+
+import math
+
+from pql.config import Config, leaves
+from pql.errors import ConfigError, nearest, show
+
+CHOICES = {
+    "algo.family": ("ddpg", "sac", "ppo"),
+    "algo.schedule": ("concurrent", "lockstep"),
+    "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
+    "algo.policy.activation": ("relu", "elu", "silu", "tanh"),
+    "algo.policy.reduce": ("min", "mean", "first"),
+    "algo.explore.kind": ("mixed", "fixed", "redrawn", "none"),
+    "algo.ppo.optimizer": ("adam", "rmsprop"),
+    "algo.ppo.lr_schedule": ("adaptive", "fixed", "linear"),
+    "replay.dtype": ("float32", "float16", "bfloat16"),
+    "placement.executor": ("auto", "threads", "inline", "streams"),
+    "placement.matmul": ("fast", "exact"),
+    "logger.kind": ("none", "tensorboard", "wandb"),
+    "logger.mode": ("offline", "online"),
+    "cuda_graphs": ("auto", "on", "off"),
+}
+
+# Numbers: (smallest, largest, is the smallest itself allowed). None in a nullable field is always allowed.
+RANGES: dict[str, tuple[float, float, bool]] = {
+    "num_envs": (1, 1_000_000, True),
+    "seed": (0, 2**62, True),
+    "algo.batch_size": (1, 2**24, True),
+    "algo.n_step": (1, 100, True),
+    "algo.gamma": (0, 1, True),
+    "algo.v_per_step": (0, 1000, False),
+    "algo.p_per_v": (0, 1000, False),
+    "algo.warmup_steps": (0, 10**9, True),
+    "algo.smoothing": (0, 10, True),
+    "algo.smoothing_clip": (0, 2, True),
+    "algo.critic.ensemble": (1, 100, True),
+    "algo.critic.atoms": (2, 1001, True),
+    "algo.critic.tau": (0, 1, False),
+    "algo.policy.tau": (0, 1, False),
+    **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {
+        "lr": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
+    "algo.encoder.features": (1, 65536, True),
+    "algo.explore.low": (0, 10, True),
+    "algo.explore.high": (0, 10, True),
+    "algo.sac.alpha": (0, 100, False),
+    "algo.sac.alpha_lr": (0, 1, False),
+    "algo.ppo.horizon": (1, 100_000, True),
+    "algo.ppo.epochs": (1, 1000, True),
+    "algo.ppo.minibatches": (1, 100_000, True),
+    "algo.ppo.gae_lambda": (0, 1, True),
+    "algo.ppo.clip": (0, 10, False),
+    "algo.ppo.value_clip": (0, 1e6, False),
+    "algo.ppo.value_coef": (0, 1e6, True),
+    "algo.ppo.entropy_coef": (0, 1e6, True),
+    "algo.ppo.init_std": (0, 100, False),
+    "algo.ppo.lstm": (1, 100_000, True),
+    "algo.ppo.kl_target": (0, 100, False),
+    "algo.ppo.kl_stop": (0, 100, False),
+    "algo.ppo.anneal_steps": (1, 10**15, True),
+    "replay.capacity": (1, 10**12, True),
+    "placement.threads.collector": (1, 1024, True),
+    "placement.threads.v": (1, 1024, True),
+    "placement.threads.p": (1, 1024, True),
+    "placement.threads.simulator": (1, 1024, True),
+    "placement.watchdog_seconds": (0, 1e6, False),
+    "budget.seconds": (0, 1e9, False),
+    "budget.env_steps": (1, 10**15, True),
+    "eval.num_envs": (1, 100_000, True),
+    "eval.every_seconds": (0, 1e9, False),
+    "checkpoint.every_seconds": (0, 1e9, False),
+    "checkpoint.keep": (1, 1000, True),
+    "logger.every_seconds": (0, 1e6, False),
+}  # fmt: skip
+
+
+def validate(config: Config) -> Config:
+    """Check every value against its range or choices, and what must fit together.
+
+    Raises:
+        ConfigError: names the first setting that is wrong, its value, and what is allowed.
+    """
+    flat = dict(leaves(config))
+    for name, allowed in CHOICES.items():
+        if flat[name] not in allowed:
+            raise ConfigError(name, flat[name], f"one of {', '.join(allowed)}{nearest(str(flat[name]), allowed)}")
+    for name, value in flat.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(name, value, "a finite number")
+    for name, (low, high, inclusive) in RANGES.items():
+        value = flat[name]
+        if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
+            raise ConfigError(name, value, f"a number {'from' if inclusive else 'above'} {low} up to {high}")
+    for name in ("algo.critic.obs", "algo.policy.obs"):
+        if flat[name] is not None and (not flat[name] or len({*flat[name]}) < len(flat[name])):
+            raise ConfigError(name, flat[name], "null, or a list of observation groups, each once: [policy,image]")
+    for name in ("algo.critic.hidden", "algo.policy.hidden", "algo.encoder.channels"):
+        if not flat[name] or min(flat[name]) < 1:
+            raise ConfigError(name, flat[name], "a list of layer widths, each at least 1, such as [128,128]")
+    for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
+        if flat[name] is not None:
+            resolve_device(flat[name], name)
+    _check_together(config)
+    return config
+
+
+def _check_together(config: Config) -> None:
+    algo, budget = config.algo, config.budget
+    if algo.critic.v_min >= algo.critic.v_max:
+        raise ConfigError("algo.critic.v_min", algo.critic.v_min, f"below algo.critic.v_max={algo.critic.v_max:g}")
+    if algo.explore.kind in ("mixed", "redrawn") and algo.explore.low > algo.explore.high:
+        raise ConfigError("algo.explore.low", algo.explore.low, f"at most algo.explore.high={algo.explore.high:g}")
+    if budget.seconds is budget.env_steps is budget.target_return is None:
+        raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
+    if algo.family == "sac" and algo.policy.target:
+        raise ConfigError("algo.policy.target", True, "false: SAC forms its targets with the policy itself")
+    if algo.family == "ppo":
+        _check_ppo(config)
+    elif algo.warmup_steps < 1:
+        raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
+    first = algo.warmup_steps * config.num_envs
+    if budget.env_steps is not None and budget.env_steps <= first:
+        raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")
+    if budget.target_return is not None and config.eval.every_seconds is None:
+        raise ConfigError("budget.target_return", budget.target_return, "evaluations: eval.every_seconds is null")
+    if algo.family != "ppo" and algo.batch_size > config.replay.capacity:
+        raise ConfigError("algo.batch_size", algo.batch_size, f"at most replay.capacity={config.replay.capacity}")
+
+
+def _check_ppo(config: Config) -> None:
+    algo, ppo = config.algo, config.algo.ppo
+    for name, given, unset in (
+        ("replay.prefill", config.replay.prefill, None), ("replay.save", config.replay.save, False),
+    ):  # fmt: skip
+        if given != unset:
+            raise ConfigError(name, given, f"{show(unset)}: for off-policy algorithms alone, not algo={algo.name}")
+    if ppo.lstm is not None and (algo.policy.net or algo.critic.net):
+        raise ConfigError("algo.ppo.lstm", ppo.lstm, "null: networks from elsewhere (algo.*.net) have no memory here")
+    if ppo.shared and algo.critic.net:
+        raise ConfigError("algo.critic.net", algo.critic.net, "null: algo.ppo.shared takes the policy's layers")
+    if algo.schedule != "lockstep":
+        raise ConfigError("algo.schedule", algo.schedule, "lockstep: PPO learns from what its newest policy did")
+    if config.placement.p_learner is not None:
+        raise ConfigError(
+            "placement.p_learner", config.placement.p_learner,
+            "null: one learner trains policy and value, and placement.v_learner places it",
+        )  # fmt: skip
+    size, unit = config.num_envs * ppo.horizon, f"num_envs={config.num_envs} x algo.ppo.horizon={ppo.horizon} rows"
+    if ppo.lstm is not None:  # sequences stay whole
+        size, unit = config.num_envs, f"num_envs={config.num_envs}"
+    if size % ppo.minibatches:
+        parts = [d for d in range(1, min(size, 1000) + 1) if size % d == 0]
+        near = min(parts, key=lambda d: abs(d - ppo.minibatches))
+        raise ConfigError("algo.ppo.minibatches", ppo.minibatches, f"a divisor of {unit}, such as {near}")
+    if ppo.lr_schedule == "linear" and ppo.anneal_steps is None:
+        raise ConfigError("algo.ppo.anneal_steps", None, "env steps, with algo.ppo.lr_schedule=linear")
+    for name, value in (("anneal_steps", ppo.anneal_steps), ("anneal_clip", ppo.anneal_clip)):
+        if value and ppo.lr_schedule != "linear":
+            raise ConfigError(f"algo.ppo.{name}", value, "algo.ppo.lr_schedule=linear with it")
+    if algo.critic.atoms is not None:
+        raise ConfigError("algo.critic.atoms", algo.critic.atoms, "null: PPO's critic is a scalar")
+
+
+def resolve_device(name: str, setting: str = "device") -> str:
+    """``auto`` -> ``cuda`` where there is one, else ``cpu``. Says what is there if a device is not.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    if name == "cpu":
+        return name
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    found = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if name in found or (name == "cuda" and len(found) > 1):
+        return name
+    raise ConfigError(setting, name, f"a device of this machine: auto, {', '.join(found)}{nearest(name, found)}")
