@@ -14,6 +14,7 @@ CORE = ("pql", "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "rich
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mujoco": ("the MuJoCo tasks", ("mujoco", "gymnasium")),
     "gymnasium": ("task=gymnasium", ("gymnasium",)),
+    "atari": ("the Atari games", ("ale-py", "gymnasium")),
     "tensorboard": ("logger=tensorboard", ("tensorboard",)),
     "wandb": ("logger=wandb", ("wandb",)),
     "report": ("pql report and compare", ("matplotlib", "scipy", "jinja2")),

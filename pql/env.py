@@ -20,10 +20,16 @@ from pql.types import Obs, Step
 
 @dataclass(frozen=True)
 class ObsSpec:
-    """Shape and dtype of one environment's observation group (without the N axis)."""
+    """Shape and dtype of one environment's observation group (without the N axis).
+
+    Attributes:
+        stack: above 1: the first axis of ``shape`` holds the newest ``stack`` frames, oldest first; those from before
+            the episode are zeros. A replay then stores each frame once and stacks anew when sampled.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    stack: int = 1
 
 
 @dataclass(frozen=True)
