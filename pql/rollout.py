@@ -187,11 +187,9 @@ def minibatches(rows: Mapping[str, Tensor], epochs: int, count: int, dim: int, g
     Args:
         rows: by name; the same size along ``dim`` (0: transitions; 1: environments, whole sequences of them).
     Yields:
-        dicts of views, ``epochs * count`` of them.
+        ``epochs * count`` dicts, each copied when it is asked for: of images, no more than a minibatch lies twice.
     """
     like = next(iter(rows.values()))
     for order in permutations(epochs, like.shape[dim], gen, like.device):
-        shuffled = {k: v.index_select(dim, order) for k, v in rows.items()}
-        parts = {k: v.chunk(count, dim) for k, v in shuffled.items()}
-        for i in range(count):
-            yield {k: v[i] for k, v in parts.items()}
+        for part in order.chunk(count):
+            yield {k: v.index_select(dim, part) for k, v in rows.items()}

@@ -5,7 +5,8 @@ of the returns, without PopArt's correction of the last layer, follows rl_games;
 near a target follows rsl_rl. Advantages are normalised once, over the whole segment.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -151,7 +152,7 @@ def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict
     """
     net, mask = state.net, segment.mask
     rows = mask.shape[0]
-    values = segment_values(state, segment)  # [T + 1 + K + 1, N]
+    values = segment_values(state, segment, settings.minibatches)  # [T + 1 + K + 1, N]
     scale, shift = value_scale(state.returns)
     values = values * scale + shift
     value, discount = values[:rows], settings.gamma * segment.alive
@@ -183,15 +184,26 @@ def value_carry(state: PpoState, segment: Segment) -> Tensor:
     return state.progress.carry * ~segment.fresh.unsqueeze(1)
 
 
-def segment_values(state: PpoState, segment: Segment) -> Tensor:
-    """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment."""
+def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
+    """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment.
+
+    Without memory the rows are taken in ``parts``, as an update takes them: images take 4 and more times the room of
+    their bytes inside a network.
+    """
     net = state.net
     if not net.value_body.carry_size:
-        return net.values(segment.obs)
+        return by_parts(net.values, segment.obs, parts)
     values, carry = net.unroll_values(segment.obs, value_carry(state, segment), segment.first, segment.final_row)
     if net.value.body is not None:
         state.progress.carry.copy_(carry)
     return values
+
+
+def by_parts(function: Callable[[Obs], Tensor], obs: Obs, count: int) -> Tensor:
+    """``function`` of observations [T, ...], in at most ``count`` calls on consecutive rows."""
+    rows = next(iter(obs.values())).shape[0]
+    size = math.ceil(rows / count)
+    return torch.cat([function({k: v[i : i + size] for k, v in obs.items()}) for i in range(0, rows, size)])
 
 
 def evaluate(net: ActorCritic, batch: Minibatch) -> tuple[Tensor, Tensor]:
