@@ -127,6 +127,11 @@ class RMSProp(Optimizer):
         self.flat.data.sub_((grad / (self.square.sqrt() + self.eps)).mul_(self.lr * go))
 
 
+def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
+    """What a linear fall from 1 to 0 over ``steps`` env steps has left after ``ticks`` ticks (0-dim)."""
+    return (1 - ticks * (steps_per_tick / steps)).clamp_(min=0)
+
+
 @torch.no_grad()
 def polyak(target: Flat, source: Flat, tau: float) -> None:
     """target <- (1 - tau) target + tau source, in one kernel."""

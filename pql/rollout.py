@@ -17,7 +17,7 @@ This file knows nothing of networks or losses.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -174,6 +174,14 @@ def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
     action = 8 if isinstance(spec.action, Discrete) else 4 * spec.action.size
     finals = final_rows(horizon, spec.max_episode_steps) + 1
     return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 17))
+
+
+def by_parts(function: Callable[[Obs], Tensor], obs: Obs, count: int) -> Tensor:
+    """``function`` of observations [T, ...], in at most ``count`` calls on consecutive rows: images take four and more
+    times the room of their bytes inside a network."""
+    rows = next(iter(obs.values())).shape[0]
+    size = math.ceil(rows / count)
+    return torch.cat([function({k: v[i : i + size] for k, v in obs.items()}) for i in range(0, rows, size)])
 
 
 def permutations(count: int, size: int, gen: Generator, device: torch.device) -> Tensor:

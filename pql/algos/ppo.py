@@ -5,8 +5,7 @@ of the returns, without PopArt's correction of the last layer, follows rl_games;
 near a target follows rsl_rl. Advantages are normalised once, over the whole segment.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -16,9 +15,9 @@ from torch import Generator, Tensor, nn
 from pql.actor_critic import ActorCritic
 from pql.nets import Flat
 from pql.normalize import EPSILON, Moments
-from pql.optim import Optimizer
+from pql.optim import Optimizer, annealed
 from pql.returns import gae
-from pql.rollout import Segment, minibatches
+from pql.rollout import Segment, by_parts, minibatches
 from pql.types import Metrics, Obs
 from pql.worker import State
 
@@ -137,8 +136,7 @@ def begin_tick(state: PpoState, settings: Settings, segment: Segment) -> None:
     now.go.fill_(1.0)
     now.lost += segment.lost
     if settings.anneal_steps is not None:
-        done = now.ticks * (settings.steps_per_tick / settings.anneal_steps)
-        now.fraction.copy_((1 - done).clamp_(min=0))
+        now.fraction.copy_(annealed(now.ticks, settings.steps_per_tick, settings.anneal_steps))
         state.optimizer.lr.copy_(settings.lr * now.fraction)
     now.ticks += 1
 
@@ -187,8 +185,7 @@ def value_carry(state: PpoState, segment: Segment) -> Tensor:
 def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
     """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment.
 
-    Without memory the rows are taken in ``parts``, as an update takes them: images take 4 and more times the room of
-    their bytes inside a network.
+    Without memory, the rows are taken in ``parts``: together they might not fit.
     """
     net = state.net
     if not net.value_body.carry_size:
@@ -197,13 +194,6 @@ def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
     if net.value.body is not None:
         state.progress.carry.copy_(carry)
     return values
-
-
-def by_parts(function: Callable[[Obs], Tensor], obs: Obs, count: int) -> Tensor:
-    """``function`` of observations [T, ...], in at most ``count`` calls on consecutive rows."""
-    rows = next(iter(obs.values())).shape[0]
-    size = math.ceil(rows / count)
-    return torch.cat([function({k: v[i : i + size] for k, v in obs.items()}) for i in range(0, rows, size)])
 
 
 def evaluate(net: ActorCritic, batch: Minibatch) -> tuple[Tensor, Tensor]:
