@@ -215,7 +215,7 @@ def value_role(
     flat = Flat(copy.deepcopy(critic).to(device), trained=True)
     state = ddpg.ValueState(
         critic=flat, target=Flat(copy.deepcopy(critic).to(device)),
-        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay), tau=net.tau,
+        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps), tau=net.tau,
         smoothing=algo.smoothing, smoothing_clip=algo.smoothing_clip, atoms=make_atoms(config, device),
     )  # fmt: skip
     replay.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
@@ -244,7 +244,7 @@ def policy_role(
     """The P-learner: policy (and temperature or target policy), a private critic, normaliser and cursor."""
     algo, net, device = config.algo, config.algo.policy, replay.device
     flat = Flat(copy.deepcopy(policy).to(device), trained=True)
-    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay)
+    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
     mine, cursor, private = copy.deepcopy(critic).to(device), Cursor(replay.num_envs, device), norm.copy_to(device)
     pulls: dict[str, list[Tensor]] = {"critic": [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
     inputs = ddpg.PolicyInputs(mine, make_atoms(config, device))
