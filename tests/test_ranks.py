@@ -14,6 +14,7 @@ from conftest import differences, small_config
 from pairs import Pair, free_port, pair, place
 from runs import manifest, points, rows, words
 
+import pql
 from pql import checkpoint
 from pql.compose import compose, resume_config
 from pql.errors import ConfigError
@@ -258,11 +259,33 @@ def drifting(run_dir: str) -> str:
     session.train()
 
 
-def test_weights_that_drift_apart_end_the_run(tmp_path):
-    with pair() as two:
-        (a, told), (b, _) = two.outcomes(drifting, str(tmp_path))
+def test_weights_that_drift_apart_end_the_run(both: Pair, tmp_path):
+    (a, told), (b, _) = both.outcomes(drifting, str(tmp_path))
     assert (a, b) == ("RunError", "RunError")
     assert "rank 0 and rank 1 have drifted apart: v/critic/" in told
+
+
+def live(run_dir: str) -> tuple[int, int]:
+    from pql.envs.classic import Pendulum
+
+    more = [w for w in words(Path(run_dir)) if not w.startswith(("task=", "num_envs="))]
+    summary = pql.train(*more, env=Pendulum(num_envs=8, max_episode_steps=10), quiet=True)
+    return summary.env_steps, summary.updates_v
+
+
+def test_live_environments_are_one_to_each(both: Pair, tmp_path):
+    assert both(live, str(tmp_path)) == [(320, 24)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("case", ["pql", "sac", "ppo"])
+def test_two_gpus_hold_the_same_weights(both: Pair, tmp_path, case, graphs):
+    more = ("device=cuda", f"cuda_graphs={graphs}", "budget.env_steps=640")
+    first, second = both(run, *settings(tmp_path, case, *more))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not k.endswith(PER_RANK)} for r in (first, second))
+    assert differences(mine, {k: v.to(mine[k].device) for k, v in theirs.items()}) == []
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
