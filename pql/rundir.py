@@ -18,6 +18,7 @@ import torch
 from pql.config import Config, to_dict
 from pql.errors import ConfigError
 from pql.validate import resolve_device
+from pql.world import world
 
 PACKAGES = ("pql", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
 
@@ -82,6 +83,12 @@ def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
         raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
 
 
+def check_shared(run_dir: Path) -> None:
+    """Raises ``ConfigError`` where this machine does not see the run that another one's process has begun."""
+    if not (run_dir / "config.yaml").exists():
+        raise ConfigError("run_dir", run_dir, "a folder that all machines of the run share")
+
+
 def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     """A resumed run's config, and the words that changed it after those it was started with.
 
@@ -132,7 +139,7 @@ def machine(config: Config) -> dict[str, Any]:
     device = resolve_device(config.device)
     return {
         "argv": sys.argv, "python": platform.python_version(), "torch": torch.__version__, "packages": versions(),
-        "platform": platform.platform(), "cpus": os.cpu_count(), "device": device,
+        "platform": platform.platform(), "cpus": os.cpu_count(), "device": device, "processes": world().size,
         "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
     }  # fmt: skip
 
