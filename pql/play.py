@@ -17,7 +17,7 @@ from pql.config import Config, PlacementConfig, from_dict
 from pql.env import VecEnv, find_factory
 from pql.errors import ConfigError
 from pql.policy import Policy, policy_of
-from pql.validate import resolve_device
+from pql.validate import EPISODES, RANGES, STEPS, check_range, resolve_device
 
 LONGEST = 1000  # steps of an episode, where neither the environment nor the user sets a limit
 FRAMES_PER_SECOND = 30  # at most about this many: faster simulators are shown at every k-th step
@@ -158,9 +158,12 @@ def cadence(dt: float | None) -> tuple[int, float]:
 
 
 def check_numbers(episodes: int, steps: int | None, width: int | None, height: int | None, seed: int) -> None:
-    for name, value, least in (("episodes", episodes, 1), ("steps", steps, 1), ("seed", seed, 0)):
-        if value is not None and value < least:
-            raise ConfigError(name, value, f"a whole number, at least {least}")
+    for name, value, limits in (
+        ("episodes", episodes, EPISODES),
+        ("steps", steps, STEPS),
+        ("seed", seed, RANGES["seed"]),
+    ):
+        check_range(name, value, limits)
     for name, value in (("width", width), ("height", height)):
         if value is not None and (value not in SIZES or value % 2):
             raise ConfigError(name, value, f"an even number of pixels from {SIZES[0]} to {SIZES[-1]}")
