@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     resume.add_argument("overrides", nargs="*")
     resume.set_defaults(run=run_resume)
     evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
-    evaluate.add_argument("path", metavar="RUN|CHECKPOINT")
+    evaluate.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
     evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu out=FILE")
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sweep.set_defaults(run=run_sweep)
     play = sub.add_parser("play", help="a video of a policy: pql play RUN|CHECKPOINT episodes=1")
-    play.add_argument("path", metavar="RUN|CHECKPOINT")
+    play.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
     play.add_argument("overrides", nargs="*", help="out=FILE.mp4 episodes=1 steps=N width=N height=N seed=0 device=cpu")
     play.flags = FLAGS["play"]
     play.add_argument(
