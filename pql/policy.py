@@ -192,7 +192,7 @@ SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.
                "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
-               "algo.critic.obs")  # fmt: skip
+               "algo.critic.obs", "algo.ppo.normalize_value")  # fmt: skip
 
 
 def init_from(parts: Parts, source: Path) -> None:
