@@ -199,8 +199,9 @@ def find(path: Path, whole: bool = False) -> Path:
 
 
 def home(path: Path) -> Path:
-    """The run directory of a checkpoint; of one that was moved elsewhere, the folder it lies in."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    """The run directory of a checkpoint or an export; of one that was moved elsewhere, the folder it lies in."""
+    folder = path.resolve().parent
+    return folder.parent if folder.name in ("checkpoints", "export") else folder
 
 
 def set_aside(folder: Path, keep_up_to: Path) -> None:

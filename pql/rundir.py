@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -64,7 +65,9 @@ def run_directory(config: Config) -> Path:
 def check_new(run_dir: Path) -> None:
     """Raises ``ConfigError`` where ``run_dir`` holds a run already."""
     if (run_dir / "config.yaml").exists():
-        raise ConfigError("run_dir", run_dir, f"a new folder; to go on with this run: pql resume {run_dir}")
+        raise ConfigError(
+            "run_dir", run_dir, f"a new folder; to go on with this run: pql resume {shlex.quote(str(run_dir))}"
+        )
 
 
 def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
