@@ -79,6 +79,7 @@ class EncoderConfig:
     kind: str = "small"  # small | nature (Mnih et al. 2015) | resnet (Espeholt et al. 2018): network of each image
     channels: list[int] | None = None  # of its convolutions (of resnet's sections); null: the kind's own
     features: int | None = None  # that each image becomes; null: the kind's own: 128, 512, 256
+    layer_norm: bool = False  # LayerNorm over channels after each convolution, and over features; not for resnet
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ This file knows nothing of networks or losses.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +177,14 @@ def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
     return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 17))
 
 
+def by_parts(function: Callable[[Obs], Tensor], obs: Obs, count: int) -> Tensor:
+    """``function`` of observations [T, ...], in at most ``count`` calls on consecutive rows: images take four and more
+    times the room of their bytes inside a network."""
+    rows = next(iter(obs.values())).shape[0]
+    size = math.ceil(rows / count)
+    return torch.cat([function({k: v[i : i + size] for k, v in obs.items()}) for i in range(0, rows, size)])
+
+
 def permutations(count: int, size: int, gen: Generator, device: torch.device) -> Tensor:
     """``count`` random orders of ``range(size)``, [count, size] int64, without a host sync."""
     return torch.randint(1 << 62, (count, size), generator=gen, device=device).argsort(1)
@@ -188,11 +196,9 @@ def minibatches(rows: Mapping[str, Tensor], epochs: int, count: int, dim: int, g
     Args:
         rows: by name; the same size along ``dim`` (0: transitions; 1: environments, whole sequences of them).
     Yields:
-        dicts of views, ``epochs * count`` of them.
+        ``epochs * count`` dicts, each copied when it is asked for: of images, no more than a minibatch lies twice.
     """
     like = next(iter(rows.values()))
     for order in permutations(epochs, like.shape[dim], gen, like.device):
-        shuffled = {k: v.index_select(dim, order) for k, v in rows.items()}
-        parts = {k: v.chunk(count, dim) for k, v in shuffled.items()}
-        for i in range(count):
-            yield {k: v[i] for k, v in parts.items()}
+        for part in order.chunk(count):
+            yield {k: v.index_select(dim, part) for k, v in rows.items()}

@@ -118,6 +118,8 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.explore.low", algo.explore.low, f"at most algo.explore.high={algo.explore.high:g}")
     if algo.encoder.kind == "nature" and len(algo.encoder.channels or ()) > 3:
         raise ConfigError("algo.encoder.channels", algo.encoder.channels, "three at most with algo.encoder.kind=nature")
+    if algo.encoder.kind == "resnet" and algo.encoder.layer_norm:
+        raise ConfigError("algo.encoder.layer_norm", True, "false: the residual network is taken as it is published")
     if budget.seconds is budget.env_steps is budget.target_return is None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
     if algo.family == "sac" and algo.policy.target:

@@ -15,9 +15,9 @@ from torch import Generator, Tensor, nn
 from pql.actor_critic import ActorCritic
 from pql.nets import Flat
 from pql.normalize import EPSILON, Moments
-from pql.optim import Optimizer
+from pql.optim import Optimizer, annealed
 from pql.returns import gae
-from pql.rollout import Segment, minibatches
+from pql.rollout import Segment, by_parts, minibatches
 from pql.types import Metrics, Obs
 from pql.worker import State
 
@@ -136,8 +136,7 @@ def begin_tick(state: PpoState, settings: Settings, segment: Segment) -> None:
     now.go.fill_(1.0)
     now.lost += segment.lost
     if settings.anneal_steps is not None:
-        done = now.ticks * (settings.steps_per_tick / settings.anneal_steps)
-        now.fraction.copy_((1 - done).clamp_(min=0))
+        now.fraction.copy_(annealed(now.ticks, settings.steps_per_tick, settings.anneal_steps))
         state.optimizer.lr.copy_(settings.lr * now.fraction)
     now.ticks += 1
 
@@ -151,7 +150,7 @@ def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict
     """
     net, mask = state.net, segment.mask
     rows = mask.shape[0]
-    values = segment_values(state, segment)  # [T + 1 + K + 1, N]
+    values = segment_values(state, segment, settings.minibatches)  # [T + 1 + K + 1, N]
     scale, shift = value_scale(state.returns)
     values = values * scale + shift
     value, discount = values[:rows], settings.gamma * segment.alive
@@ -183,11 +182,14 @@ def value_carry(state: PpoState, segment: Segment) -> Tensor:
     return state.progress.carry * ~segment.fresh.unsqueeze(1)
 
 
-def segment_values(state: PpoState, segment: Segment) -> Tensor:
-    """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment."""
+def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
+    """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment.
+
+    Without memory, the rows are taken in ``parts``: together they might not fit.
+    """
     net = state.net
     if not net.value_body.carry_size:
-        return net.values(segment.obs)
+        return by_parts(net.values, segment.obs, parts)
     values, carry = net.unroll_values(segment.obs, value_carry(state, segment), segment.first, segment.final_row)
     if net.value.body is not None:
         state.progress.carry.copy_(carry)
