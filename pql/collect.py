@@ -10,6 +10,7 @@ from pql.env import Discrete, EnvSpec, VecEnv
 from pql.explore import Exploration
 from pql.graph import Graph
 from pql.normalize import Normalizer
+from pql.parallel import ALONE, Group
 from pql.replay import Replay
 from pql.types import Memory, Obs, Step
 
@@ -137,11 +138,12 @@ class EpisodeStats:
         self.count += finished.sum()
         self.running.copy_(torch.where(step.first, 0, self.running))
 
-    def drain(self) -> dict[str, Tensor]:
-        """Means over the episodes that ended since the last drain, and their number; then start over."""
-        mean = self.finished / self.count.clamp(min=1)
+    def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
+        """Means over the episodes that ended since the last drain, of all processes of ``group``, and their number."""
+        count, *sums = group.sum_(torch.cat((self.count.view(1), self.finished)))
         names = ["train/return_mean", "train/length_mean", *(f"episode/{k}" for k in self.terms)]
-        out = dict(zip(names, mean, strict=True)) | {"train/episodes": self.count.clone()}
+        mean = torch.stack(sums) / count.clamp(min=1)
+        out = dict(zip(names, mean, strict=True)) | {"train/episodes": count}
         self.finished.zero_()
         self.count.zero_()
         return out

@@ -136,6 +136,9 @@ NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smooth
            "policy.reduce")  # fmt: skip
 
 
+OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
+
+
 def check_used(config: Config, names: Iterable[str]) -> None:
     """Refuse settings that this algorithm reads nowhere, of those that somebody asked for by name.
 
@@ -149,6 +152,8 @@ def check_used(config: Config, names: Iterable[str]) -> None:
     ppo = config.algo.family == "ppo"
     values = dict(leaves(config))
     for name in names:
+        if name in OF_A_REPLAY and config.algo.family == "ppo":
+            raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it")
         part = name.removeprefix("algo.")
         hit = next((k for k in NOT_PPO if part == k or (k.endswith(".") and part.startswith(k))), None)
         if name.startswith("algo.ppo.") and not ppo:

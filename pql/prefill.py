@@ -43,12 +43,13 @@ class Stream(NamedTuple):
     origin: Tensor  # [R] int64: which transition; -1: a filler row
 
 
-def prefill(collector: Collector, path: str | Path) -> int:
+def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 1) -> int:
     """Fill the collector's empty rings from a file of either layout; the normaliser sees the observations, too.
 
     Of more data than fit, the last are taken. The collector goes on with the observations it has. Where a transition
     does not continue in the next one, a filler row holds its successor, and where a stack of frames does not continue
-    that of the transition before, filler rows hold its older frames: that costs rows and loses nothing.
+    that of the transition before, filler rows hold its older frames: that costs rows and loses nothing. Of ``parts``
+    rings that share the data, this is number ``part``.
 
     Returns the transitions taken.
 
@@ -59,7 +60,7 @@ def prefill(collector: Collector, path: str | Path) -> int:
     replay = collector.replays[0]
     data = read(setting, path, spec.obs, replay.action, replay.extra)
     kept = replay.rows - 2  # one is the filler at the end, one is in flight
-    taken = last(transitions_of(data, spec.obs), kept * replay.num_envs)
+    taken = share(last(transitions_of(data, spec.obs), kept * replay.num_envs * parts), part, parts)
     check_values(setting, path, taken, spec)
     stream = stream_of(taken)
     depth = min(stream.flags.shape[0] // replay.num_envs, kept)
@@ -80,9 +81,9 @@ def prefill(collector: Collector, path: str | Path) -> int:
         ring.live.head.fill_(depth + 1)
         ring.begin({k: v.to(ring.device) for k, v in collector.obs.items()})
     valid = flags & VALID > 0
-    for part in stream.origin[at[:-1][valid]].split(CHUNK):
+    for rows in stream.origin[at[:-1][valid]].split(CHUNK):
         seen = {k: v for k, v in spec.obs.items() if v.dtype.is_floating_point}
-        shown = {k: taken.frames[k][taken.obs[k][part]].view(-1, *s.shape) for k, s in seen.items()}
+        shown = {k: taken.frames[k][taken.obs[k][rows]].view(-1, *s.shape) for k, s in seen.items()}
         collector.normalizer.observe({k: v.to(collector.device) for k, v in shown.items()})
     collector.normalizer.freeze()
     return int(valid.sum())
@@ -130,8 +131,19 @@ def transitions_of(data: Columns, specs: Mapping[str, ObsSpec]) -> Transitions:
 
 def last(given: Transitions, count: int) -> Transitions:
     """The last ``count`` of them."""
-    obs, after, columns = ({k: v[-count:] for k, v in part.items()} for part in given[1:4])
-    return Transitions(given.frames, obs, after, columns, given.terminated[-count:], given.cut[-count:])
+    return picked(given, slice(-count, None))
+
+
+def share(given: Transitions, part: int, parts: int) -> Transitions:
+    """Part number ``part`` of ``parts`` that follow one another."""
+    total = given.cut.shape[0]
+    return picked(given, slice(part * total // parts, (part + 1) * total // parts))
+
+
+def picked(given: Transitions, which: slice) -> Transitions:
+    """Some of them."""
+    obs, after, columns = ({k: v[which] for k, v in part.items()} for part in given[1:4])
+    return Transitions(given.frames, obs, after, columns, given.terminated[which], given.cut[which])
 
 
 def check_values(setting: str, path: str | Path, given: Transitions, spec: EnvSpec) -> None:

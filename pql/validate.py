@@ -78,6 +78,9 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "logger.every_seconds": (0, 1e6, False),
 }  # fmt: skip
 
+# Of single commands, which no run's settings have.
+EPISODES = STEPS = (1, 1_000_000, True)
+
 
 def validate(config: Config) -> Config:
     """Check every value against its range or choices, and what must fit together.
@@ -92,10 +95,8 @@ def validate(config: Config) -> Config:
     for name, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(name, value, "a finite number")
-    for name, (low, high, inclusive) in RANGES.items():
-        value = flat[name]
-        if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
-            raise ConfigError(name, value, f"a number {'from' if inclusive else 'above'} {low} up to {high}")
+    for name, limits in RANGES.items():
+        check_range(name, flat[name], limits)
     for name in ("algo.critic.obs", "algo.policy.obs"):
         if flat[name] is not None and (not flat[name] or len({*flat[name]}) < len(flat[name])):
             raise ConfigError(name, flat[name], "null, or a list of observation groups, each once: [policy,image]")
@@ -108,6 +109,13 @@ def validate(config: Config) -> Config:
             resolve_device(flat[name], name)
     _check_together(config)
     return config
+
+
+def check_range(setting: str, value: float | None, limits: tuple[float, float, bool]) -> None:
+    """Raises ``ConfigError`` for a number outside ``limits`` (as in ``RANGES``); None is always inside."""
+    low, high, inclusive = limits
+    if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
+        raise ConfigError(setting, value, f"a number {'from' if inclusive else 'above'} {low} up to {high}")
 
 
 def _check_together(config: Config) -> None:

@@ -127,8 +127,8 @@ def test_a_line_that_was_cut_off_costs_only_itself(tmp_path):
     rows, notes = runs.read_rows(path)
     assert rows == [{"time/seconds": 1, "steps/env": 4}, {"time/seconds": 2, "steps/env": 5}]
     assert notes == ["the last line of metrics.jsonl was cut off"]
-    path.write_text("noise\n[1]\n" + good)
-    assert runs.read_rows(path) == (rows, ["2 unreadable lines in metrics.jsonl"])
+    path.write_text(f'noise\n[1]\n{{"time/seconds": 1{"0" * 400}, "steps/env": 4}}\n' + good)
+    assert runs.read_rows(path) == (rows, ["3 unreadable lines in metrics.jsonl"])
     assert runs.read_rows(tmp_path / "none") == ([], [])
 
 
@@ -155,6 +155,8 @@ def test_labels_tell_what_differs_and_nothing_else():
     assert runs.label([one, other, sac]) == [
         "pql critic.hidden=[32] num_envs=32", "pql critic.hidden=[64,64] num_envs=64", "sac",
     ]  # fmt: skip
+    saving = [config(replay={"save": s, "capacity": 9}) for s in (True, False)]
+    assert runs.label(saving) == ["pql", "pql"]
     elsewhere = config(num_envs=64, task={"name": "hopper"})
     assert runs.label([one, elsewhere]) == ["pql", "pql"]  # a task's own settings are no other algorithm
     older = config(algo={"name": "pql"})  # a version that had no such setting
@@ -306,6 +308,19 @@ def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
     assert page["tasks"][0]["end"] is None
     assert "3: no evaluation: it has no score" in page["notes"]
     assert page["overall"]["groups"] == []
+
+
+def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(tmp_path):
+    """PPO: 5 epochs of 4 minibatches every 32 steps; the off-policy settings beside them are not read."""
+    rows = [{"time/seconds": 1.0 + 9 * i, "steps/env": 100 + i, "updates/v": 90 * i, "updates/p": 90 * i,
+             "ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0, "eval/return_mean": 7.0 + i} for i in (0, 1)]  # fmt: skip
+    sizes = {"epochs": 5, "minibatches": 4, "horizon": 32}
+    write_run(tmp_path / "a", [], algo="ppo", rows=rows, family="ppo", v_per_step=8.0, p_per_v=0.5, ppo=sizes)
+    page = told(tmp_path, x="updates")
+    speed = group(page, "ppo")["speed"]
+    assert speed["updates_per_s"] == 10
+    assert speed["configured"] == {"ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0}
+    assert page["tasks"][0]["end"]["updates"] == 90
 
 
 def test_a_task_where_nothing_happens(tmp_path):

@@ -81,7 +81,7 @@ def ready(config: Config, schedule: str, env: VecEnv) -> Parts:
     return parts
 
 
-def rate(fn: Callable[[], None], seconds: float) -> float:
+def rate(fn: Callable[[], object], seconds: float) -> float:
     """Calls per second over about ``seconds``."""
     count, began = 0, time.perf_counter()
     while (spent := time.perf_counter() - began) < seconds or count == 0:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pql.report import stats
-from pql.report.runs import AXES, Run, position
+from pql.report.runs import AXES, Run, configured, position
 
 Array = NDArray[np.float64]
 GRID = 100  # points of a group's curve
@@ -157,8 +157,7 @@ def speed(runs: Sequence[Run]) -> dict[str, Any]:
     keys = list(dict.fromkeys(k for e in each for k in e))
     largest = ("memory/", "lag/", "dropped")
     told = {k: over(k, np.max if k.startswith(largest) else np.median) for k in keys}
-    wanted = {k: runs[0].settings.get(f"algo.{k.removeprefix('ratio/')}") for k in keys if k.startswith("ratio/")}
-    return {**told, "configured": {k: v for k, v in wanted.items() if v is not None}}
+    return {**told, "configured": {k: v for k, v in configured(runs[0].settings).items() if k in keys}}
 
 
 def run_speed(run: Run) -> dict[str, float]:
