@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
     train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
-        "overrides", nargs="*", help="key=value settings; presets: algo= task= placement= logger= scale="
+        "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= placement= logger= scale="
     )
     train.flags = FLAGS["train"]
     train.add_argument(
@@ -138,8 +138,8 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("path", metavar="RUN|CHECKPOINT")
     export.add_argument("overrides", nargs="*", help="out=FOLDER formats=pt2,onnx scale=true")
     export.set_defaults(run=run_export)
-    listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
-    listing.add_argument("what", choices=("tasks", "algos"))
+    listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
+    listing.add_argument("what", choices=("tasks", "algos", "games"))
     listing.set_defaults(run=run_list)
     doctor = sub.add_parser("doctor", help="check this machine, or a simulator: pql doctor --env NAME")
     doctor.add_argument("--env", metavar="NAME")
@@ -294,8 +294,11 @@ def run_export(args: argparse.Namespace) -> int:
 
 def run_list(args: argparse.Namespace) -> int:
     from pql.compose import options
-    from pql.env import env_names
+    from pql.env import env_names, find_factory
 
+    if args.what == "games":
+        print("\n".join(find_factory("atari").games()))  # type: ignore[attr-defined]
+        return 0
     group = "task" if args.what == "tasks" else "algo"
     for name in options(group):
         print(f"{name:20} {first_comment(group, name)}".rstrip())
