@@ -16,6 +16,7 @@ from pql.types import Obs
 
 CLIP = 5.0
 EPSILON = 1e-8
+ALL = slice(None)  # environments
 
 
 class Moments(nn.Module):
@@ -106,13 +107,13 @@ class Normalizer(nn.Module):
         for k, moments in self._groups():
             moments.update(obs[k], keep)
 
-    def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor) -> None:
-        """Feed rewards [N], where an episode is over or another begins [N], and which rows are no filler [N]."""
+    def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor, columns: slice = ALL) -> None:
+        """Feed rewards [n] of ``columns``, where an episode is over or another begins, and which rows are no filler."""
         if self.reward_gamma is not None:
-            grown = self.running_return * self.reward_gamma + reward
-            self.running_return.copy_(torch.where(valid, grown, self.running_return))
-            self.returns.update(self.running_return, valid)
-            self.running_return.mul_(~over)
+            running = self.running_return[columns]
+            running.copy_(torch.where(valid, running * self.reward_gamma + reward, running))
+            self.returns.update(running, valid)
+            running.mul_(~over)
 
     def freeze(self) -> None:
         """Make the statistics so far the ones in use (a tick's boundary)."""
