@@ -166,7 +166,7 @@ class Checker:
             for ids in every:
                 env.send(action[ids[0] : ids[-1] + 1], ids)  # type: ignore[attr-defined]
             answers = [env.recv() for _ in every]  # type: ignore[attr-defined]
-            if not all(torch.equal(ids, got) for ids, (got, _) in zip(every, answers, strict=True)):
+            if not all(torch.equal(ids, got.cpu()) for ids, (got, _) in zip(every, answers, strict=True)):
                 self.fault("groups", "recv gave other ids than those of the oldest group sent", index)
                 return
             found.append(digest(join_steps([step for _, step in answers])))
