@@ -303,7 +303,7 @@ def make_replay(
     """An empty ring on ``device``."""
     return Replay(
         spec.obs, cast(Box, spec.action).size, spec.num_envs, rows, counts.horizon, spec.max_episode_steps, device,
-        getattr(torch, config.replay.dtype), obs_only,
+        getattr(torch, config.replay.dtype), obs_only, reward_clip=config.task.reward_clip,
     )  # fmt: skip
 
 

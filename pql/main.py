@@ -1,6 +1,7 @@
 """The command line: one function a command. Errors a user can mend are one line and exit status 2."""
 
 import argparse
+import contextlib
 import json
 import sys
 import traceback
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
+from pql.world import world
 
 COMMANDS = (
     "train", "resume", "eval", "play", "export", "compare", "report", "sweep", "list", "doctor", "completion"
@@ -24,20 +26,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
             raise ConfigError("command", words[0], f"one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
         args = parser().parse_args(words)
+        check_alone(words[0], getattr(args, "multirun", False))
         return args.run(args)
     except ConfigError as error:
-        print(f"pql: {error}", file=sys.stderr)
+        print(f"{speaker()}: {error}", file=sys.stderr)
         return 2
     except PqlError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"pql: {error}", file=sys.stderr)
+        print(f"{speaker()}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before, or after, there was something to save
         print("pql: interrupted", file=sys.stderr)
         return 130
     finally:
         warnings.formatwarning = plain
+
+
+def speaker() -> str:
+    """Who prints an error: ``pql``, and which of several processes."""
+    rank = 0
+    with contextlib.suppress(ConfigError):  # it may be the very error to print
+        rank = world().rank
+    return f"pql, rank {rank}" if rank else "pql"
+
+
+def check_alone(command: str, multirun: bool) -> None:
+    """Raises ``ConfigError`` where several processes were started for what one does."""
+    if (multirun or command not in ("train", "resume")) and world().size > 1:
+        command += " -m" * multirun
+        raise ConfigError("command", command, "train or resume: under torchrun, all processes make one run")
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:

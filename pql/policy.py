@@ -155,7 +155,7 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
                "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.kind",
-               "algo.encoder.channels", "algo.encoder.features",
+               "algo.encoder.channels", "algo.encoder.features", "algo.encoder.layer_norm",
                "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",

@@ -140,11 +140,12 @@ def write(store: Tensor, values: Tensor) -> None:
 # -- data of any origin -----------------------------------------------------------------------------------------------
 
 
-def prefill(collector: Collector, path: str | Path) -> int:
+def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 1) -> int:
     """Fill the collector's empty rings from a file of either layout; the normaliser sees the observations, too.
 
     Of more data than fit, the last are taken. The collector goes on with the observations it has. Where a transition
-    does not continue in the next one, a filler row holds its successor, which costs a row and loses nothing.
+    does not continue in the next one, a filler row holds its successor, which costs a row and loses nothing. Of
+    ``parts`` rings that share the data, this is number ``part``.
 
     Returns the transitions taken.
 
@@ -155,7 +156,7 @@ def prefill(collector: Collector, path: str | Path) -> int:
     replay = collector.replays[0]
     data = read(setting, path, spec.obs, replay.action.shape[1])
     kept = replay.rows - 2  # one is the filler at the end, one is in flight
-    taken = last(transitions_of(data), kept * replay.num_envs)
+    taken = share(last(transitions_of(data), kept * replay.num_envs * parts), part, parts)
     check_values(setting, path, taken)
     stream, flags = stream_of(taken)
     depth = min(flags.shape[0] // replay.num_envs, kept)
@@ -207,8 +208,19 @@ def transitions_of(data: Columns) -> Transitions:
 
 def last(given: Transitions, count: int) -> Transitions:
     """The last ``count`` of them."""
-    obs, after = ({k: v[-count:] for k, v in group.items()} for group in (given.obs, given.next_obs))
-    action, reward, terminated, cut = (v[-count:] for v in (given.action, given.reward, given.terminated, given.cut))
+    return picked(given, slice(-count, None))
+
+
+def share(given: Transitions, part: int, parts: int) -> Transitions:
+    """Part number ``part`` of ``parts`` that follow one another."""
+    total = given.reward.shape[0]
+    return picked(given, slice(part * total // parts, (part + 1) * total // parts))
+
+
+def picked(given: Transitions, which: slice) -> Transitions:
+    """Some of them."""
+    obs, after = ({k: v[which] for k, v in group.items()} for group in (given.obs, given.next_obs))
+    action, reward, terminated, cut = (v[which] for v in (given.action, given.reward, given.terminated, given.cut))
     return Transitions(obs, action, reward, terminated, cut, after)
 
 

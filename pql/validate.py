@@ -30,6 +30,7 @@ CHOICES = {
 RANGES: dict[str, tuple[float, float, bool]] = {
     "num_envs": (1, 1_000_000, True),
     "seed": (0, 2**62, True),
+    "task.reward_clip": (0, 1e9, False),
     "algo.batch_size": (1, 2**24, True),
     "algo.n_step": (1, 100, True),
     "algo.gamma": (0, 1, True),
@@ -118,6 +119,8 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.explore.low", algo.explore.low, f"at most algo.explore.high={algo.explore.high:g}")
     if algo.encoder.kind == "nature" and len(algo.encoder.channels or ()) > 3:
         raise ConfigError("algo.encoder.channels", algo.encoder.channels, "three at most with algo.encoder.kind=nature")
+    if algo.encoder.kind == "resnet" and algo.encoder.layer_norm:
+        raise ConfigError("algo.encoder.layer_norm", True, "false: the residual network is taken as it is published")
     if budget.seconds is budget.env_steps is budget.target_return is None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
     if algo.family == "sac" and algo.policy.target:
