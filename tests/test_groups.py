@@ -83,6 +83,24 @@ def test_alternating_groups_fill_a_rollout_with_the_same_bits(change):
     assert ours.obs["policy"][:, 4:].std() > 0  # the second group wrote too
 
 
+def test_alternating_halves_play_atari_with_the_same_bits():
+    pytest.importorskip("ale_py")
+    from pql.envs.atari import AtariVec
+
+    assert check_env(AtariVec(4, game="breakout", groups=2), 60).ok
+    change = {
+        "task": {"name": "atari", "game": "breakout", "reward_clip": 1.0, "kwargs": {"threads": 1, "life_loss": True}},
+        "algo": {"encoder": {"kind": "nature", "channels": [4, 8], "features": 16}},
+    }
+    serial, turns = (run(config_of(change, grouped(overlap=overlap)), 120) for overlap in (False, True))
+    assert type(turns.env) is AtariVec
+    assert len(turns.collector.lanes) == 2
+    assert differences(bits(serial), bits(turns)) == []
+    frames = [parts.collector.stores[0].obs["policy"] for parts in (serial, turns)]
+    assert torch.equal(*frames)
+    assert frames[0].unique().numel() > 2
+
+
 def test_each_group_writes_its_own_columns():
     """Counter pays by environment, episode and step, whatever is done: both halves of the ring are what one group of
     as many environments gives alone."""
