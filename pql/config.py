@@ -141,6 +141,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class ThreadsConfig:
+    # ``pql bench placement`` measures what is fastest on a machine. Another split gives other bits.
     collector: int | None = None  # intra-op threads per worker; null: by core count
     v: int | None = None
     p: int | None = None
