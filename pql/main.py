@@ -23,6 +23,7 @@ COMMANDS: dict[str, dict[str, type]] = {
     "compare": {"x": str, "out": str, "thresholds": list},
     "report": {"x": str, "out": str, "thresholds": list},
     "sweep": {},
+    "bench": {"seconds": int, "rounds": int},
     "list": {},
     "doctor": {},
     "completion": {},
@@ -138,6 +139,10 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("path", metavar="RUN|CHECKPOINT")
     export.add_argument("overrides", nargs="*", help="out=FOLDER formats=pt2,onnx scale=true")
     export.set_defaults(run=run_export)
+    bench = sub.add_parser("bench", help="what makes a run's ticks fastest here: pql bench placement task=ant algo=sac")
+    bench.add_argument("what", choices=("placement",))
+    bench.add_argument("overrides", nargs="*", help="as for train; seconds=2 rounds=3")
+    bench.set_defaults(run=run_bench)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
     listing.add_argument("what", choices=("tasks", "algos", "games"))
     listing.set_defaults(run=run_list)
@@ -290,6 +295,17 @@ def run_export(args: argparse.Namespace) -> int:
     found = ", ".join(f"{k} {v:.3g}" for k, v in export.parity.items())
     print(f"parity on {PARITY_ROWS:,} random observations, largest difference: {found} (at most {TOLERANCE:g})")
     return 0
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from pql import placement
+    from pql.validate import check_range
+
+    own = [w for w in args.overrides if w.partition("=")[0] in COMMANDS["bench"]]
+    asked = {"seconds": 2, "rounds": 3} | parse_pairs(own, COMMANDS["bench"])
+    for key, limits in (("seconds", (1, 3600, True)), ("rounds", (1, 1000, True))):
+        check_range(key, asked[key], limits)
+    return placement.main([w for w in args.overrides if w not in own], **asked)
 
 
 def run_list(args: argparse.Namespace) -> int:

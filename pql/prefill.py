@@ -48,8 +48,8 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
 
     Of more data than fit, the last are taken. The collector goes on with the observations it has. Where a transition
     does not continue in the next one, a filler row holds its successor, and where a stack of frames does not continue
-    that of the transition before, filler rows hold its older frames: that costs rows and loses nothing. Of ``parts``
-    rings that share the data, this is number ``part``.
+    that of the transition before, filler rows hold its older frames: that costs rows and loses nothing.
+    Of ``parts`` rings that share the data, this is number ``part``.
 
     Returns the transitions taken.
 
@@ -81,9 +81,9 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
         ring.live.head.fill_(depth + 1)
         ring.begin({k: v.to(ring.device) for k, v in collector.obs.items()})
     valid = flags & VALID > 0
-    for rows in stream.origin[at[:-1][valid]].split(CHUNK):
+    for part in stream.origin[at[:-1][valid]].split(CHUNK):
         seen = {k: v for k, v in spec.obs.items() if v.dtype.is_floating_point}
-        shown = {k: taken.frames[k][taken.obs[k][rows]].view(-1, *s.shape) for k, s in seen.items()}
+        shown = {k: taken.frames[k][taken.obs[k][part]].view(-1, *s.shape) for k, s in seen.items()}
         collector.normalizer.observe({k: v.to(collector.device) for k, v in shown.items()})
     collector.normalizer.freeze()
     return int(valid.sum())
@@ -141,8 +141,8 @@ def share(given: Transitions, part: int, parts: int) -> Transitions:
 
 
 def picked(given: Transitions, which: slice) -> Transitions:
-    """Some of them."""
-    obs, after, columns = ({k: v[which] for k, v in part.items()} for part in given[1:4])
+    """Some of them; all frames stay."""
+    obs, after, columns = ({k: v[which] for k, v in group.items()} for group in given[1:4])
     return Transitions(given.frames, obs, after, columns, given.terminated[which], given.cut[which])
 
 
