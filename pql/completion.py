@@ -44,7 +44,7 @@ complete -c pql -a '(pql completion --words (commandline -cp) 2>/dev/null)'
 
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
-ONLY = {"list": ("tasks", "algos"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
+ONLY = {"list": ("tasks", "algos", "games"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
 OWN = {
     "device": ("auto", "cpu", "cuda"), "sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES,
     "x": ("seconds", "env_steps", "updates"), "formats": ("pt2", "onnx"), "scale": ("true", "false"),
@@ -73,6 +73,8 @@ def candidates(
         from pql.envs import BUILTIN
 
         found = sorted(BUILTIN) if before[-1] == "--env" else ONLY[command]
+    elif command == "bench" and len(before) == 2:
+        found = ("placement",)
     elif word.startswith("-"):
         found = (flags or {}).get(command, ())
     elif command in RUN_FIRST and len(before) == 2:
@@ -91,6 +93,8 @@ def names(command: str) -> list[str]:
     settings = [name for name, _ in leaves(Config())]
     if command == "train":
         return [*GROUPS, *settings, "multirun_dir"]
+    if command == "bench":
+        return [*GROUPS, *settings]
     if command == "sweep":
         return [*GROUPS, *settings, *(f.name for f in fields(Settings))]
     if command == "resume":
@@ -113,7 +117,7 @@ def values(command: str, word: str) -> list[str]:
     key, _, text = word.partition("=")
     head = f"{key}={text[: text.rfind(',') + 1]}"
     allowed: Sequence[str] = ()
-    if key in GROUPS and command in ("train", "sweep", "resume"):
+    if key in GROUPS and command in ("train", "sweep", "bench", "resume"):
         allowed = options(key)
     elif key in OWN:
         allowed = OWN[key]

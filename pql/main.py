@@ -23,6 +23,7 @@ COMMANDS: dict[str, dict[str, type]] = {
     "compare": {"x": str, "out": str, "thresholds": list},
     "report": {"x": str, "out": str, "thresholds": list},
     "sweep": {},
+    "bench": {"seconds": int, "rounds": int},
     "list": {},
     "doctor": {},
     "completion": {},
@@ -98,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
     train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
-        "overrides", nargs="*", help="key=value settings; presets: algo= task= placement= logger= scale="
+        "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= placement= logger= scale="
     )
     train.flags = FLAGS["train"]
     train.add_argument(
@@ -138,8 +139,12 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("path", metavar="RUN|CHECKPOINT")
     export.add_argument("overrides", nargs="*", help="out=FOLDER formats=pt2,onnx scale=true")
     export.set_defaults(run=run_export)
-    listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
-    listing.add_argument("what", choices=("tasks", "algos"))
+    bench = sub.add_parser("bench", help="what makes a run's ticks fastest here: pql bench placement task=ant algo=sac")
+    bench.add_argument("what", choices=("placement",))
+    bench.add_argument("overrides", nargs="*", help="as for train; seconds=2 rounds=3")
+    bench.set_defaults(run=run_bench)
+    listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
+    listing.add_argument("what", choices=("tasks", "algos", "games"))
     listing.set_defaults(run=run_list)
     doctor = sub.add_parser("doctor", help="check this machine, or a simulator: pql doctor --env NAME")
     doctor.add_argument("--env", metavar="NAME")
@@ -292,10 +297,24 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_bench(args: argparse.Namespace) -> int:
+    from pql import placement
+    from pql.validate import check_range
+
+    own = [w for w in args.overrides if w.partition("=")[0] in COMMANDS["bench"]]
+    asked = {"seconds": 2, "rounds": 3} | parse_pairs(own, COMMANDS["bench"])
+    for key, limits in (("seconds", (1, 3600, True)), ("rounds", (1, 1000, True))):
+        check_range(key, asked[key], limits)
+    return placement.main([w for w in args.overrides if w not in own], **asked)
+
+
 def run_list(args: argparse.Namespace) -> int:
     from pql.compose import options
-    from pql.env import env_names
+    from pql.env import env_names, find_factory
 
+    if args.what == "games":
+        print("\n".join(find_factory("atari").games()))  # type: ignore[attr-defined]
+        return 0
     group = "task" if args.what == "tasks" else "algo"
     for name in options(group):
         print(f"{name:20} {first_comment(group, name)}".rstrip())

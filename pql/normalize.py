@@ -17,6 +17,7 @@ from pql.types import Obs
 
 CLIP = 5.0
 EPSILON = 1e-8
+ALL = slice(None)  # environments
 
 
 class Moments(nn.Module):
@@ -152,13 +153,14 @@ class Normalizer(nn.Module):
         for k, moments in zip(self.moments, self.fresh, strict=False):
             moments.update(obs[k], keep)
 
-    def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor) -> None:
-        """Feed rewards [N], where an episode is over or another begins [N], and which rows are no filler [N]."""
+    def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor, columns: slice = ALL) -> None:
+        """Feed rewards [n] of ``columns``, where an episode is over or another begins, and which rows are no filler."""
         if self.reward_gamma is not None:
-            grown = self.running_return * self.reward_gamma + clip(reward, self.reward_clip)
-            self.running_return.copy_(torch.where(valid, grown, self.running_return))
-            self.fresh[-1].update(self.running_return, valid)
-            self.running_return.mul_(~over)
+            running = self.running_return[columns]
+            grown = running * self.reward_gamma + clip(reward, self.reward_clip)
+            running.copy_(torch.where(valid, grown, running))
+            self.fresh[-1].update(running, valid)
+            running.mul_(~over)
 
     def freeze(self) -> None:
         """Make the statistics so far the ones in use (a tick's boundary)."""

@@ -15,9 +15,9 @@ from pql.errors import ConfigError, PqlWarning, RunError
 from pql.evaluate import Evaluation, Evaluator, Report, StoppedError, run_episodes
 from pql.interrupt import Interrupt
 from pql.policy import fresh_policy, init_from, snapshot, spec_to_dict
+from pql.prefill import prefill
 from pql.ranks import Ranks
 from pql.rundir import Summary
-from pql.transitions import prefill
 
 Callback = Callable[["Session", log.Row], None]
 

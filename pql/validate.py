@@ -68,6 +68,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "placement.threads.v": (1, 1024, True),
     "placement.threads.p": (1, 1024, True),
     "placement.threads.simulator": (1, 1024, True),
+    "placement.groups": (1, 1024, True),
     "placement.watchdog_seconds": (0, 1e6, False),
     "budget.seconds": (0, 1e9, False),
     "budget.env_steps": (1, 10**15, True),
@@ -136,6 +137,9 @@ def _check_together(config: Config) -> None:
         _check_ppo(config)
     elif algo.warmup_steps < 1:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
+    groups = config.placement.groups or 1
+    if config.num_envs % groups:
+        raise ConfigError("placement.groups", groups, f"null, or a divisor of num_envs={config.num_envs}")
     first = algo.warmup_steps * config.num_envs
     if budget.env_steps is not None and budget.env_steps <= first:
         raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")

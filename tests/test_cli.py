@@ -118,13 +118,14 @@ def test_m_may_stand_anywhere(capsys):
         assert "seed=1,1: expected values that differ" in mistake(capsys, "train", *argv)
 
 
-def test_a_simulator_that_is_not_installed(capsys, monkeypatch):
+@pytest.mark.parametrize("package", ["mujoco", "gymnasium"])  # the latter has the models
+def test_a_simulator_that_is_not_installed(capsys, monkeypatch, package):
     for name in [m for m in sys.modules if m.startswith("pql.envs.mujoco")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "mujoco", None)
+    monkeypatch.setitem(sys.modules, package, None)
     text = mistake(capsys, "train", "task=halfcheetah")
     assert text == (
-        "pql: task=halfcheetah: expected the package 'mujoco', which is not installed: pip install 'pql[mujoco]'"
+        f"pql: task=halfcheetah: expected the package '{package}', which is not installed: pip install 'pql[mujoco]'"
     )
 
 

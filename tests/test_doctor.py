@@ -88,6 +88,9 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
         ("pql train device=c", ["device=cpu", "device=cuda"]),
         ("pql train num_envs=", []),
         ("pql train nonsense=", []),
+        ("pql bench ", ["placement"]),
+        ("pql bench placement task=half", ["task=halfcheetah"]),
+        ("pql bench placement roun", ["rounds="]),
         ("pql sweep trials", ["trials="]),
         ("pql sweep prune=env", ["prune=env_steps"]),
         ("pql resume ", []),  # a path
@@ -106,7 +109,7 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
         ("pql compare runs/a ", []),  # another run, perhaps
         ("pql compare runs/a thr", ["thresholds="]),
         ("pql report runs/a x=", [f"x={axis}" for axis in ("seconds", "env_steps", "updates")]),
-        ("pql list ", ["tasks", "algos"]),
+        ("pql list ", ["tasks", "algos", "games"]),
         ("pql doctor --env pend", ["pendulum"]),
         ("pql completion f", ["fish"]),
     ],

@@ -52,6 +52,16 @@ def test_the_bootstrap_interval_of_three_runs_is_that_of_all_27_draws(confidence
     assert np.array(got) == pytest.approx([low, high])
 
 
+@pytest.mark.parametrize(("count", "holds"), [(2, 1 / 2), (3, 3 / 4)])
+def test_what_the_bootstrap_of_a_few_runs_is_worth(count, holds):
+    """It is all but [smallest, largest], which hold the median of any distribution with probability 1 - 2^(1 - n)."""
+    rng, inside = np.random.default_rng(count), []
+    for _ in range(1000):
+        low, high = stats.interval([rng.normal(size=count)], stats.iqm, draws=500)
+        inside.append(low <= 0 <= high)
+    assert np.mean(inside) == pytest.approx(holds, abs=0.05)
+
+
 def test_the_bootstrap_interval_of_many_runs_is_the_normal_one():
     x = np.random.default_rng(5).normal(3, 2, size=500)
     low, high = stats.interval([x], stats.mean, draws=10_000)
@@ -328,6 +338,7 @@ def test_a_task_where_nothing_happens(tmp_path):
         write_run(tmp_path / str(seed), [(10.0, 1000, 7.0)], seed=seed)
     page = told(tmp_path)
     assert group(page, "pql")["score"]["iqm"] == {"value": 7, "low": 7, "high": 7}
+    assert page["notes"][0].startswith("An interval over fewer than 5 runs is too narrow: that of two holds")
     assert page["overall"]["groups"][0]["score"]["iqm"]["value"] == 1
     assert group(page, "pql")["curves"]["seconds"]["x"] == [10]
     json.dumps(page, allow_nan=False)
