@@ -33,6 +33,7 @@ from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedul
 from pql.slots import WeightSlot
 from pql.types import Batch, Obs, ObsBatch, split
 from pql.validate import resolve_device
+from pql.valuebased import VALUE
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer
 from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker
@@ -87,6 +88,9 @@ class Parts:
     def begin(self, ticks: int = 0) -> None:
         """Publish everything as it stands; tick ``ticks`` comes next."""
         self.schedule.ticks = ticks
+        for learner in self.learners.values():
+            if ticks == 0 and learner.begin is not None:
+                learner.begin()
         for slot in self.slots.values():
             slot.reload(ticks)
 
@@ -214,7 +218,7 @@ def value_role(
     flat = Flat(copy.deepcopy(critic).to(device), trained=True)
     state = ddpg.ValueState(
         critic=flat, target=Flat(copy.deepcopy(critic).to(device)),
-        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay), tau=net.tau,
+        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps), tau=net.tau,
         smoothing=algo.smoothing, smoothing_clip=algo.smoothing_clip, atoms=make_atoms(config, device),
     )  # fmt: skip
     replay.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
@@ -243,7 +247,7 @@ def policy_role(
     """The P-learner: policy (and temperature or target policy), a private critic, normaliser and cursor."""
     algo, net, device = config.algo, config.algo.policy, replay.device
     flat = Flat(copy.deepcopy(policy).to(device), trained=True)
-    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay)
+    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
     mine, cursor, private = copy.deepcopy(critic).to(device), Cursor(replay.num_envs, device), norm.copy_to(device)
     pulls: dict[str, list[Tensor]] = {"critic": [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
     inputs = ddpg.PolicyInputs(mine, make_atoms(config, device))
@@ -363,8 +367,9 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     """
     if not isinstance(spec.action, Box):
         raise ConfigError(
-            "task", config.task.name, f"a task with bounded continuous actions; this one has {spec.action}"
-        )
+            "task", config.task.name,
+            f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ...",
+        )  # fmt: skip
     check_obs(config, spec)
     replay = config.replay
     rows = preflight(
@@ -383,4 +388,4 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 REPLAY = Family(
     ("v", "p"), lambda c: tick_counts(c.algo.v_per_step, c.algo.p_per_v), check_spec, wire_replay, make_action_policy
 )
-FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT}
+FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "dqn": VALUE}
