@@ -16,6 +16,7 @@ from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.errors import ConfigError
 from pql.explore import Exploration
+from pql.frames import deepest
 from pql.machine import (
     available_bytes,
     keep_freed_memory,
@@ -376,7 +377,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
         spec.obs, spec.action.size, spec.num_envs, replay.capacity, counts.horizon, spec.max_episode_steps,
         getattr(torch, replay.dtype), available_bytes(device),
     )  # fmt: skip
-    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + 2
+    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + deepest(spec.obs.values()) + 1
     if rows < least:
         raise ConfigError(
             "replay.capacity", replay.capacity,

@@ -69,8 +69,9 @@ class SacConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    channels: list[int] = field(default_factory=lambda: [16, 32, 32])  # of convolutions, each halves height and width
-    features: int = 128  # that each image becomes
+    kind: str = "small"  # small | nature (Mnih et al. 2015) | resnet (Espeholt et al. 2018): network of each image
+    channels: list[int] | None = None  # of its convolutions (of resnet's sections); null: the kind's own
+    features: int | None = None  # that each image becomes; null: the kind's own: 128, 512, 256
 
 
 @dataclass(frozen=True)

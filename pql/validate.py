@@ -13,6 +13,7 @@ CHOICES = {
     "algo.schedule": ("concurrent", "lockstep"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
     "algo.policy.activation": ("relu", "elu", "silu", "tanh"),
+    "algo.encoder.kind": ("small", "nature", "resnet"),
     "algo.policy.reduce": ("min", "mean", "first"),
     "algo.explore.kind": ("mixed", "fixed", "redrawn", "none"),
     "algo.ppo.optimizer": ("adam", "rmsprop"),
@@ -115,8 +116,9 @@ def validate(config: Config) -> Config:
         if flat[name] is not None and (not flat[name] or len({*flat[name]}) < len(flat[name])):
             raise ConfigError(name, flat[name], "null, or a list of observation groups, each once: [policy,image]")
     for name in ("algo.critic.hidden", "algo.policy.hidden", "algo.encoder.channels"):
-        if not flat[name] or min(flat[name]) < 1:
-            raise ConfigError(name, flat[name], "a list of layer widths, each at least 1, such as [128,128]")
+        widths, empty = flat[name], name != "algo.encoder.channels"  # no hidden layers: outputs straight from features
+        if widths is not None and not (min(widths) >= 1 if widths else empty):
+            raise ConfigError(name, widths, "a list of layer widths, each at least 1, such as [128,128]")
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
         if flat[name] is not None:
             resolve_device(flat[name], name)
@@ -130,6 +132,8 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.critic.v_min", algo.critic.v_min, f"below algo.critic.v_max={algo.critic.v_max:g}")
     if algo.explore.kind in ("mixed", "redrawn") and algo.explore.low > algo.explore.high:
         raise ConfigError("algo.explore.low", algo.explore.low, f"at most algo.explore.high={algo.explore.high:g}")
+    if algo.encoder.kind == "nature" and len(algo.encoder.channels or ()) > 3:
+        raise ConfigError("algo.encoder.channels", algo.encoder.channels, "three at most with algo.encoder.kind=nature")
     if budget.seconds is budget.env_steps is budget.target_return is None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
     if algo.family == "sac" and algo.policy.target:
