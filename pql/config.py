@@ -71,7 +71,7 @@ class SacConfig:
 class EncoderConfig:
     kind: str = "small"  # small | nature (Mnih et al. 2015) | resnet (Espeholt et al. 2018): network of each image
     channels: list[int] | None = None  # of its convolutions (of resnet's sections); null: the kind's own
-    features: int | None = None  # that each image becomes; null: the kind's own: 128, 512, 256
+    features: int | None = None  # of each image; null: the kind's own: 128, 512, 256; 0: all of the last convolution
 
 
 @dataclass(frozen=True)
