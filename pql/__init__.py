@@ -65,7 +65,8 @@ def train(*overrides: str, env: Any = None, callbacks: Any = (), quiet: bool = F
 
     words = list(overrides)
     if env is not None:
-        if clash := [w for w in words if w.partition("=")[0] in ("task", "task.name", "task.id", "task.live")]:
+        named = ("task", "task.name", "task.id", "task.game", "task.live")
+        if clash := [w for w in words if w.partition("=")[0] in named]:
             raise ConfigError("task", clash[0].partition("=")[2], "no task beside env=, which is trained on instead")
         spec = env.spec
         words = [

@@ -106,7 +106,8 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
 
 def env_kwargs(config: Config) -> dict[str, Any]:
     """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores."""
-    given = {**({"id": config.task.id} if config.task.id else {}), **config.task.kwargs}
+    named = {"id": config.task.id, "game": config.task.game}
+    given = {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
     if "threads" in inspect.signature(find_factory(config.task.name)).parameters:
         given.setdefault("threads", thread_counts(config)["simulator"])
     return given
@@ -328,7 +329,7 @@ def make_replay(
     """An empty ring on ``device``."""
     return Replay(
         spec.obs, cast(Box, spec.action).size, spec.num_envs, rows, counts.horizon, spec.max_episode_steps, device,
-        getattr(torch, config.replay.dtype), obs_only,
+        getattr(torch, config.replay.dtype), obs_only, reward_clip=config.task.reward_clip,
     )  # fmt: skip
 
 

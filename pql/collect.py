@@ -113,22 +113,29 @@ def action_buffer(spec: EnvSpec) -> Tensor:
 
 
 class EpisodeStats:
-    """Returns, lengths and log terms of finished episodes, summed on the device."""
+    """Returns, lengths and log terms of finished episodes, summed on the device.
+
+    An episode counts where the next one begins (under next-step autoreset that is a row later), if it had ended: a lost
+    life ends none, and one that an unannounced restart cut short is left out.
+    """
 
     def __init__(self, num_envs: int, terms: Sequence[str], device: torch.device):
         self.terms = tuple(terms)
         rows = 2 + len(self.terms)  # return, length, then one per term
-        self.running = torch.zeros(rows, num_envs, device=device)
+        # The episode in hand; below its sums, 1 where its newest row terminated or was truncated.
+        self.running = torch.zeros(rows + 1, num_envs, device=device)
         self.finished = torch.zeros(rows, device=device)
         self.count = torch.zeros((), device=device)
 
     def update(self, step: Step) -> None:
         new = torch.stack([step.reward, torch.ones_like(step.reward), *(step.log[k] for k in self.terms)])
-        self.running += torch.where(step.valid, new, 0)
-        ended = (step.terminated | step.truncated) & step.valid
-        self.finished += torch.where(ended, self.running, 0).sum(1)
-        self.count += ended.sum()
-        self.running.copy_(torch.where(ended | step.first, 0, self.running))
+        sums, over = self.running[:-1], self.running[-1]
+        sums += torch.where(step.valid, new, 0)
+        over.copy_(torch.where(step.valid, (step.terminated | step.truncated).float(), over))
+        finished = step.first & (over > 0)
+        self.finished += torch.where(finished, sums, 0).sum(1)
+        self.count += finished.sum()
+        self.running.copy_(torch.where(step.first, 0, self.running))
 
     def drain(self) -> dict[str, Tensor]:
         """Means over the episodes that ended since the last drain, and their number; then start over."""

@@ -18,7 +18,7 @@ from pql.large_batch import large_batch
 from pql.validate import resolve_device, validate
 
 BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
-GROUPS = ("algo", "task", "placement", "logger", "scale")
+GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
 SEVERAL = " (pql train -m takes several)"
 
 
@@ -112,7 +112,8 @@ def plain_text_keys() -> list[str]:
 def compose(overrides: Sequence[str]) -> Config:
     """Presets plus ``key=value`` overrides -> a checked :class:`Config`.
 
-    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU.
+    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU. Atari
+    games come in the protocol ``atari=paper`` unless another is chosen.
 
     Raises:
         ConfigError: unknown group, key or option, wrong type or range; names the nearest valid name.
@@ -124,6 +125,10 @@ def compose(overrides: Sequence[str]) -> Config:
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
     chosen = {"scale": "cpu" if device == "cpu" else "gpu", **presets}
+    if chosen.get("task") == "atari":
+        chosen.setdefault("atari", "paper")
+    elif "atari" in chosen:
+        raise ConfigError("atari", chosen["atari"], "task=atari with it: a protocol of its games")
     config = _overlay(deepcopy(_load_presets(tuple(chosen.items()))), values)
     check_used(config, values)
     return config

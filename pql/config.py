@@ -18,8 +18,15 @@ class TaskConfig:
     name: str = "halfcheetah"  # the registered environment
     live: bool = False  # an object given from Python: it cannot be built again by name
     id: str | None = None  # for name=gymnasium: the gymnasium id
+    game: str | None = None  # for name=atari: the game
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the environment's factory
-    reward_scale: float = 1.0  # constant factor on rewards before learning
+    reward_clip: float | None = None  # each reward is clipped to +- this before learning; null: as it is
+    reward_scale: float = 1.0  # constant factor on rewards before learning, after clipping
+
+    @property
+    def title(self) -> str:
+        """What it is called: the gymnasium id or the game, where that says more than the simulator's name."""
+        return self.id or self.game or self.name
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,9 @@ def run_episodes(
     """Whole episodes from a reset with ``seed`` on: the first of every environment, or ``episodes`` in all.
 
     Each environment plays a number of episodes that is fixed beforehand. Taking whichever ``episodes`` end first would
-    favour short ones. Rewards after an environment's last episode do not count, nor do filler rows. A simulator's
-    unannounced restart ends the episode. An episode succeeded if ``log["success"]`` was above 0 on any of its rows.
+    favour short ones. Rewards after an environment's last episode do not count, nor do filler rows. An episode ends
+    where the next one begins: a lost life does not end it, an unannounced restart does. It succeeded if
+    ``log["success"]`` was above 0 on any of its rows.
     A policy with a memory (a method ``reset(mask)``) forgets where episodes begin.
 
     Args:
@@ -105,18 +106,20 @@ def run_episodes(
     running = torch.zeros(3, n, device=device)  # return, length, successful rows of the episode in hand
     done = torch.zeros(3, n, most, device=device)
     live = quota > 0  # inside an episode that counts
-    for i in range(1, most * ((env.spec.max_episode_steps or LONGEST) + 1)):  # one more for a filler row between two
+    longest = env.spec.max_episode_steps or LONGEST
+    longest += env.spec.autoreset == "next_step"  # there a filler row shows the end
+    for i in range(1, most * longest + 1):
         if stop is not None and stop.is_set():
             raise StoppedError
         step = env.step(explore(policy(obs)))
         success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
         row = torch.stack([step.reward, torch.ones_like(step.reward), success])
         running += torch.where(live & step.valid, row, 0)
-        ended = live & (((step.terminated | step.truncated) & step.valid) | step.first)
+        ended = live & step.first
         done = torch.where(ended[:, None] & (place == count[:, None]), running[..., None], done)
         count += ended
         running = torch.where(ended, 0, running)
-        live = ((live & ~ended) | step.first) & (count < quota)
+        live = (live | step.first) & (count < quota)
         obs = step.obs
         forget(step.first)
         if i % CHECK_EVERY == 0 and not bool((count < quota).any()):
@@ -246,7 +249,7 @@ def evaluate_saved(
     finally:
         env.close()
     return {
-        "checkpoint": str(found), "task": config.task.id or config.task.name, "algo": config.algo.name, "seed": seed,
+        "checkpoint": str(found), "task": config.task.title, "algo": config.algo.name, "seed": seed,
         "epsilon": epsilon,
         "num_envs": num_envs, "episodes": len(result.returns), **result.measures(),
         "return_std": statistics.pstdev(result.returns), "return_min": min(result.returns),

@@ -279,7 +279,7 @@ def make_sinks(config: Config, run_dir: Path, quiet: bool, resumed_at: int | Non
     metrics = run_dir / "metrics.jsonl"
     sinks: list[Sink] = [Jsonl(metrics, resumed_at)]
     budget = {k: float(v) for k, v in to_dict(config.budget).items() if v is not None}
-    console = None if quiet else Console(f"{config.algo.name} on {config.task.name}", budget)
+    console = None if quiet else Console(f"{config.algo.name} on {config.task.title}", budget)
     if config.logger.kind == "tensorboard":
         sinks.append(TensorBoard(run_dir / "tensorboard", resumed_at))
     elif config.logger.kind == "wandb":

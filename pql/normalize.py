@@ -55,6 +55,11 @@ class Moments(nn.Module):
         return torch.where(self.count > 0, self.m2 / self.count.clamp(min=1), 1.0)
 
 
+def clip(reward: Tensor, limit: float | None) -> Tensor:
+    """Rewards within +- ``limit``; as they are where that is None."""
+    return reward if limit is None else reward.clamp(-limit, limit)
+
+
 class Normalizer(nn.Module):
     """Observation normalisation by group, and a reward scale, as one thing to publish.
 
@@ -65,6 +70,7 @@ class Normalizer(nn.Module):
         normalize_obs: False: the identity, unclamped.
         reward_scale: constant factor on rewards.
         reward_gamma: discount of the return whose running standard deviation divides the reward; None: off.
+        reward_clip: rewards are clipped to +- this before anything else; None: they are not.
     """
 
     reward_scale: Tensor
@@ -78,9 +84,10 @@ class Normalizer(nn.Module):
         normalize_obs: bool = True,
         reward_scale: float = 1.0,
         reward_gamma: float | None = None,
+        reward_clip: float | None = None,
     ):
         super().__init__()
-        self.base_scale, self.reward_gamma = reward_scale, reward_gamma
+        self.base_scale, self.reward_gamma, self.reward_clip = reward_scale, reward_gamma, reward_clip
         groups = {k: s for k, s in obs.items() if normalize_obs and s.dtype.is_floating_point}
         self.moments = nn.ModuleDict({k: Moments(s.shape, device) for k, s in groups.items()})
         for k, s in groups.items():  # x -> x * scale + shift
@@ -109,7 +116,7 @@ class Normalizer(nn.Module):
     def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor) -> None:
         """Feed rewards [N], where an episode is over or another begins [N], and which rows are no filler [N]."""
         if self.reward_gamma is not None:
-            grown = self.running_return * self.reward_gamma + reward
+            grown = self.running_return * self.reward_gamma + clip(reward, self.reward_clip)
             self.running_return.copy_(torch.where(valid, grown, self.running_return))
             self.returns.update(self.running_return, valid)
             self.running_return.mul_(~over)

@@ -24,7 +24,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.env import Discrete, EnvSpec
-from pql.normalize import Normalizer
+from pql.normalize import Normalizer, clip
 from pql.types import Memory, Obs, Step
 
 
@@ -45,7 +45,7 @@ class Segment(NamedTuple):
     obs: Obs  # [T + 1 + K + 1, N, ...] normalised
     action: Tensor  # [T, N, A] raw, or [T, N] int64
     params: Tensor  # [T, N, P]
-    reward: Tensor  # [T, N] scaled
+    reward: Tensor  # [T, N] clipped and scaled
     alive: Tensor  # [T, N] float32; 0 where terminated: no value lies beyond
     goes_on: Tensor  # [T, N] float32; 1 where the next row is the successor
     successor: Tensor  # [T, N] int64; row of ``obs`` whose value lies beyond
@@ -140,15 +140,16 @@ class Rollout:
     # -- the learner's side ---------------------------------------------------------------------------------------
 
     def segment(self) -> Segment:
-        """The rows of the tick that has just ended: normalised, rewards scaled, episode ends settled."""
+        """The rows of the tick that has just ended: normalised, rewards clipped and scaled, episode ends settled."""
         terminated, truncated, first, valid, final_ok = self.flags.unbind(1)
         cut = truncated & ~terminated
         lost = cut & valid & (~final_ok | (self.final >= self.finals))
         unknown = lost | (first & ~terminated & ~truncated)
         successor = torch.where(cut, self.final.clamp(max=self.finals) + self.horizon + 1, self._here + 1)
         rows = {k: v.view(-1, self.num_envs, *v.shape[1:]) for k, v in self.obs.items()}
+        reward = clip(self.reward, self.norm.reward_clip) * self.norm.reward_scale
         return Segment(
-            self.norm(rows), self.action, self.params, self.reward * self.norm.reward_scale, (~terminated).float(),
+            self.norm(rows), self.action, self.params, reward, (~terminated).float(),
             (~(terminated | truncated | first)).float(), successor, first, (valid & ~unknown).float(), lost.sum(),
             self.carry, self.fresh, self.final_row.view(-1, self.num_envs),
         )  # fmt: skip

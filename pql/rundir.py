@@ -54,7 +54,8 @@ def run_directory(config: Config) -> Path:
     """``config.run_dir``, or a new one below ``runs``."""
     if config.run_dir is not None:
         return Path(config.run_dir).expanduser()
-    stem = Path("runs") / f"{config.task.name}-{config.algo.name}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
+    stem = Path("runs") / f"{task}-{config.algo.name}-s{config.seed}-{now}"
     tries = (stem, *(stem.with_name(f"{stem.name}-{i}") for i in range(2, 1000)))
     return next(path for path in tries if not path.exists())
 

@@ -33,6 +33,7 @@ CHOICES = {
 RANGES: dict[str, tuple[float, float, bool]] = {
     "num_envs": (1, 1_000_000, True),
     "seed": (0, 2**62, True),
+    "task.reward_clip": (0, 1e9, False),
     "algo.batch_size": (1, 2**24, True),
     "algo.n_step": (1, 100, True),
     "algo.gamma": (0, 1, True),

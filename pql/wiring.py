@@ -78,7 +78,7 @@ def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Norm
     algo = config.algo
     return Normalizer(
         spec.obs, spec.num_envs, device, algo.normalize_obs, config.task.reward_scale * algo.reward_scale,
-        algo.gamma if algo.normalize_reward else None,
+        algo.gamma if algo.normalize_reward else None, config.task.reward_clip,
     )  # fmt: skip
 
 
