@@ -16,9 +16,7 @@ from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.errors import ConfigError
 from pql.explore import Exploration
-from pql.frames import deepest
 from pql.machine import (
-    available_bytes,
     keep_freed_memory,
     make_executor,
     set_precision,
@@ -29,13 +27,13 @@ from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy
 from pql.normalize import Normalizer
 from pql.onpolicy import ROLLOUT
 from pql.optim import AdamW
-from pql.replay import Cursor, Replay, preflight
+from pql.replay import Cursor, Replay
 from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Trace, tick_counts
 from pql.slots import WeightSlot
 from pql.types import Batch, Obs, ObsBatch, split
 from pql.validate import resolve_device
 from pql.valuebased import VALUE
-from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer
+from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows
 from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker
 
@@ -195,9 +193,9 @@ def wire_replay(
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
     policy, critic = make_networks(config, spec, seed["init"])
     normalizer = make_normalizer(config, spec, devices["collector"])
-    replays = [make_replay(config, spec, rows, counts, devices["v"])]
+    replays = [make_ring(config, spec, rows, counts, devices["v"])]
     if devices["p"] != devices["v"]:
-        replays.append(make_replay(config, spec, rows, counts, devices["p"], obs_only=True))
+        replays.append(make_ring(config, spec, rows, counts, devices["p"], obs_only=True))
     collector = make_collector(config, env, policy, normalizer, replays, gens["collector"], capture)
     roles = {
         "v": value_role(config, policy, critic, normalizer, replays[0], gens["v"]),
@@ -323,16 +321,6 @@ def make_critic(config: Config, spec: EnvSpec) -> Critic:
     )  # fmt: skip
 
 
-def make_replay(
-    config: Config, spec: EnvSpec, rows: int, counts: Counts, device: torch.device, obs_only: bool = False
-) -> Replay:
-    """An empty ring on ``device``."""
-    return Replay(
-        spec.obs, cast(Box, spec.action).size, spec.num_envs, rows, counts.horizon, spec.max_episode_steps, device,
-        getattr(torch, config.replay.dtype), obs_only, reward_clip=config.task.reward_clip,
-    )  # fmt: skip
-
-
 def make_collector(
     config: Config,
     env: VecEnv,
@@ -373,18 +361,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
             f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ...",
         )  # fmt: skip
     check_obs(config, spec)
-    replay = config.replay
-    rows = preflight(
-        spec.obs, spec.action.size, spec.num_envs, replay.capacity, counts.horizon, spec.max_episode_steps,
-        getattr(torch, replay.dtype), available_bytes(device),
-    )  # fmt: skip
-    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + deepest(spec.obs.values()) + 1
-    if rows < least:
-        raise ConfigError(
-            "replay.capacity", replay.capacity,
-            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
-        )  # fmt: skip
-    return rows
+    return ring_rows(config, spec, counts, device)
 
 
 REPLAY = Family(
