@@ -7,7 +7,7 @@ second: nothing here may import torch or Hydra.
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from pql.compose import GROUPS, RESUMABLE, hint_of, options
+from pql.compose import BATCH, GROUPS, RESUMABLE, hint_of, options
 from pql.config import Config, leaves
 from pql.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
 from pql.validate import CHOICES
@@ -45,7 +45,8 @@ complete -c pql -a '(pql completion --words (commandline -cp) 2>/dev/null)'
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 ONLY = {"list": ("tasks", "algos"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
-OWN = {"device": ("auto", "cpu", "cuda"), "sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES}
+OWN = {"device": ("auto", "cpu", "cuda"), BATCH: tuple(str(2**i) for i in range(5, 12)), "sampler": SAMPLERS,
+       "objective": OBJECTIVES, "prune": AXES}  # fmt: skip
 RUN_FIRST = ("resume", "eval")  # commands whose first word is a run: a path, which the shell completes
 
 
@@ -77,9 +78,9 @@ def names(command: str) -> list[str]:
     """What may stand before ``=`` after ``pql command``."""
     settings = [name for name, _ in leaves(Config())]
     if command == "train":
-        return [*GROUPS, *settings, "multirun_dir"]
+        return [*GROUPS, BATCH, *settings, "multirun_dir"]
     if command == "sweep":
-        return [*GROUPS, *settings, *(f.name for f in fields(Settings))]
+        return [*GROUPS, BATCH, *settings, *(f.name for f in fields(Settings))]
     if command == "resume":
         return [s for s in settings if s.partition(".")[0] in RESUMABLE]
     return ["num_envs", "seed", "device"] if command == "eval" else []

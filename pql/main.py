@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
     train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
-        "overrides", nargs="*", help="key=value settings; presets: algo= task= placement= logger= scale="
+        "overrides", nargs="*", help="key=value settings; presets: algo= task= batch= placement= logger= scale="
     )
     train.add_argument(
         "-m",
