@@ -1,7 +1,6 @@
 """All wiring, as plain calls: a checked config and an environment become workers under a schedule."""
 
 import copy
-import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from pql.collect import ActFunction, Collector, NoisyActor
 from pql.config import Config
 from pql.dist import squashed_gaussian
 from pql.encoders import custom_network, groups_of, make_encoder
-from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
+from pql.env import Box, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.explore import Exploration
 from pql.machine import (
@@ -30,8 +29,9 @@ from pql.optim import AdamW
 from pql.replay import Cursor, Replay
 from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Trace, tick_counts
 from pql.slots import WeightSlot
+from pql.task import build_env as build_env
+from pql.task import check_groups, describe_env
 from pql.types import Batch, Obs, ObsBatch, split
-from pql.validate import resolve_device
 from pql.valuebased import VALUE
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows
 from pql.wiring import seeds as seeds
@@ -94,32 +94,6 @@ class Parts:
             slot.reload(ticks)
 
 
-def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
-    """The environment's spec without starting it, where its factory can tell."""
-    factory = find_factory(config.task.name)
-    check_keywords(factory, env_kwargs(config))
-    describe = getattr(factory, "describe", None)
-    return describe(num_envs=config.num_envs, device=device, **env_kwargs(config)) if describe else None
-
-
-def env_kwargs(config: Config) -> dict[str, Any]:
-    """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores."""
-    named = {"id": config.task.id, "game": config.task.game}
-    given = {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
-    if "threads" in inspect.signature(find_factory(config.task.name)).parameters:
-        given.setdefault("threads", thread_counts(config)["simulator"])
-    return given
-
-
-def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
-    """The task's environment. ``num_envs`` overrides the config's (evaluation)."""
-    if config.task.live:
-        raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
-    device = torch.device(config.placement.collector or resolve_device(config.device))
-    count = config.num_envs if num_envs is None else num_envs
-    return make_env(config.task.name, count, device, **env_kwargs(config))
-
-
 def build(
     config: Config, env: VecEnv | None = None, trace: Trace | None = None, executor: Executor | None = None
 ) -> Parts:
@@ -140,9 +114,12 @@ def build(
     counts = family.counts(config)
     home = devices[family.learners[0]]
     spec = env.spec if env is not None else describe_env(config, devices["collector"])
+    if spec is not None:
+        check_groups(config, spec)
     rows = family.check(config, spec, counts, home) if spec is not None else 0
     started = env if env is not None else build_env(config)
     try:
+        check_groups(config, started.spec)
         rows = rows or family.check(config, started.spec, counts, home)
         wiring = family.wire(config, started, counts, rows, devices, config.cuda_graphs != "off")
         return _assemble(config, started, wiring, counts, devices, trace, executor)
@@ -158,6 +135,7 @@ def _assemble(
 ) -> Parts:  # fmt: skip
     """Slots, jobs, workers and a schedule around a family's wiring."""
     collector, roles, capture = wiring.collector, wiring.roles, config.cuda_graphs != "off"
+    collector.overlap = config.placement.overlap
     slots = {name: WeightSlot(name, source) for role in roles.values() for name, source in role.owns.items()}
     rounds = counts.rounds if config.algo.schedule == "lockstep" else 1
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}

@@ -79,6 +79,7 @@ class EncoderConfig:
     kind: str = "small"  # small | nature (Mnih et al. 2015) | resnet (Espeholt et al. 2018): network of each image
     channels: list[int] | None = None  # of its convolutions (of resnet's sections); null: the kind's own
     features: int | None = None  # of each image; null: the kind's own: 128, 512, 256; 0: all of the last convolution
+    layer_norm: bool = False  # LayerNorm over channels after each convolution, and over features; not for resnet
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class ThreadsConfig:
+    # ``pql bench placement`` measures what is fastest on a machine. Another split gives other bits.
     collector: int | None = None  # intra-op threads per worker; null: by core count
     v: int | None = None
     p: int | None = None
@@ -184,6 +186,8 @@ class PlacementConfig:
     collector: str | None = None  # a device; null: the run's ``device``
     v_learner: str | None = None
     p_learner: str | None = None
+    groups: int | None = None  # in which environments step by turns; null: the simulator's own, in most all at once
+    overlap: bool = True  # one group's actions are computed while the others step; false: one after the other
     executor: str = "auto"  # auto | threads | inline | streams: how the workers of a tick are run
     threads: ThreadsConfig = field(default_factory=ThreadsConfig)
     watchdog_seconds: float = 30.0  # a worker that needs longer for one tick is hung
