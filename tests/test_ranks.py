@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,6 +55,12 @@ def test_an_annealed_schedule_counts_the_steps_of_all():
     ppo = {"lr_schedule": "linear", "anneal_steps": 6400, "horizon": 8}
     config = small_config(algo={"family": "ppo", "schedule": "lockstep", "batch_size": 31, "ppo": ppo})
     assert share_of(config, World(0, 2, 0, 2)).algo.ppo.anneal_steps == 3200
+
+
+def test_env_steps_are_those_of_all():
+    dqn = {"target_period": 64, "epsilon": {"steps": 1000}, "priority": {"beta_steps": 501}}
+    own = share_of(small_config(algo={"family": "dqn", "dqn": dqn}), World(0, 2, 0, 2)).algo.dqn
+    assert (own.target_period, own.epsilon.steps, own.priority.beta_steps) == (32, 500, 250)
 
 
 def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
@@ -134,20 +141,21 @@ CASES = {
     "td3": ("algo=td3",),
     "ppo": ("algo=ppo", "algo.ppo.horizon=4", "algo.ppo.minibatches=2", "algo.ppo.kl_stop=0.002"),
     "a2c": ("algo=a2c", "task=cartpole", "algo.ppo.horizon=4"),
+    "rainbow": ("algo=rainbow", "task=cartpole", "algo.dqn.target_period=64"),
 }
-PER_RANK = ("progress/lost", "progress/carry")
+PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
 
 
 def settings(path: Path, case: str, *more: str) -> list[str]:
-    off_policy = [w for w in words(path) if not w.startswith(("algo.batch_size", "replay"))]
-    chosen = off_policy if case in ("ppo", "a2c") else words(path)
+    unread = {"ppo": ("algo.batch_size", "replay"), "a2c": ("algo.batch_size", "replay"), "rainbow": ("algo.policy",)}
+    chosen = [w for w in words(path) if not w.startswith(unread.get(case, ("-",)))]
     return [*chosen, "task.kwargs.max_episode_steps=11", *CASES[case], *more]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, case):
     first, second = both(run, *settings(tmp_path / "a", case, "budget.env_steps=640"))
-    mine, theirs = ({k: v for k, v in r["weights"].items() if not k.endswith(PER_RANK)} for r in (first, second))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
     assert differences(mine, theirs) == []
     shared = [k for k in first["norm"] if k != "running_return"]
     assert all(torch.equal(first["norm"][k], second["norm"][k]) for k in shared)
@@ -159,7 +167,7 @@ def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, cas
     assert differences(first["weights"], again["weights"]) == []  # and the same bits every time
 
 
-@pytest.mark.parametrize("case", ["pql", "sac", "ppo"])
+@pytest.mark.parametrize("case", ["pql", "sac", "ppo", "rainbow"])
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(both: Pair, tmp_path, case):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steps = {"ppo": (16 * 28, 16 * 48)}.get(case, (16 * 25, 16 * 42))
@@ -284,7 +292,7 @@ def test_live_environments_are_one_to_each(both: Pair, tmp_path):
 def test_two_gpus_hold_the_same_weights(both: Pair, tmp_path, case, graphs):
     more = ("device=cuda", f"cuda_graphs={graphs}", "budget.env_steps=640")
     first, second = both(run, *settings(tmp_path, case, *more))
-    mine, theirs = ({k: v for k, v in r["weights"].items() if not k.endswith(PER_RANK)} for r in (first, second))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
     assert differences(mine, {k: v.to(mine[k].device) for k, v in theirs.items()}) == []
 
 

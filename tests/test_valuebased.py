@@ -55,6 +55,15 @@ def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads(varia
     assert {"learners/v/state/priorities/tree/level0", "learners/v/state/priorities/largest"} <= {*reference}
 
 
+@pytest.mark.parametrize("variant", ["rainbow", "ape-x"])
+def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
+    turns, serial = (
+        bits(run(config_of(VARIANTS[variant], {"placement": {"groups": 2, "overlap": overlap}})))
+        for overlap in (True, False)
+    )
+    assert differences(turns, serial) == []
+
+
 # -- the tick ---------------------------------------------------------------------------------------------------------
 
 
