@@ -102,7 +102,7 @@ class AtariVec:
         groups: int = 1,
     ) -> EnvSpec:
         """The ``EnvSpec`` that the same arguments would build; loads the game to read its actions."""
-        if game not in (games := roms.get_all_rom_ids()):
+        if game not in (games := cls.games()):
             near = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", game).lower(), games)  # MsPacman, as gymnasium writes it
             raise ConfigError("game", game, f"a game of ale_py's, such as pong or ms_pacman{near}")
         if autoreset not in MODES:
@@ -130,6 +130,11 @@ class AtariVec:
             groups=groups,
             info={"dt": SKIP / 60, **({"lost_life": True} if life_loss else {})},
         )
+
+    @staticmethod
+    def games() -> list[str]:
+        """Names that ``game`` may have."""
+        return sorted(roms.get_all_rom_ids())
 
     def reset(self, seed: int | None = None) -> Obs:
         n = self.spec.num_envs

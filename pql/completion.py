@@ -44,7 +44,7 @@ complete -c pql -a '(pql completion --words (commandline -cp) 2>/dev/null)'
 
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
-ONLY = {"list": ("tasks", "algos"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
+ONLY = {"list": ("tasks", "algos", "games"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
 OWN = {
     "device": ("auto", "cpu", "cuda"), "sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES,
     "x": ("seconds", "env_steps", "updates"), "formats": ("pt2", "onnx"), "scale": ("true", "false"),

@@ -143,8 +143,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("what", choices=("placement",))
     bench.add_argument("overrides", nargs="*", help="as for train; seconds=2 rounds=3")
     bench.set_defaults(run=run_bench)
-    listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
-    listing.add_argument("what", choices=("tasks", "algos"))
+    listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
+    listing.add_argument("what", choices=("tasks", "algos", "games"))
     listing.set_defaults(run=run_list)
     doctor = sub.add_parser("doctor", help="check this machine, or a simulator: pql doctor --env NAME")
     doctor.add_argument("--env", metavar="NAME")
@@ -313,8 +313,11 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def run_list(args: argparse.Namespace) -> int:
     from pql.compose import options
-    from pql.env import env_names
+    from pql.env import env_names, find_factory
 
+    if args.what == "games":
+        print("\n".join(find_factory("atari").games()))  # type: ignore[attr-defined]
+        return 0
     group = "task" if args.what == "tasks" else "algo"
     for name in options(group):
         print(f"{name:20} {first_comment(group, name)}".rstrip())

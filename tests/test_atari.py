@@ -14,6 +14,7 @@ from pql.compose import compose
 from pql.conformance import check_env
 from pql.env import Discrete, ObsSpec, find_factory, make_env
 from pql.errors import ConfigError
+from pql.main import main
 from pql.replay import Replay
 from pql.session import Session
 
@@ -239,6 +240,13 @@ def test_what_is_refused(kwargs, message):
 
 
 # --- as a task ---
+
+
+def test_the_games_are_listed(capsys):
+    assert main(["list", "games"]) == 0
+    games = capsys.readouterr().out.split()
+    assert len(games) > 50
+    assert {"pong", "breakout", "ms_pacman"} <= {*games}
 
 
 def test_protocols_are_presets():
