@@ -96,9 +96,9 @@ def main(words: Sequence[str], seconds: float = 2.0, rounds: int = 3) -> int:
     ratio = faster(new, old, seconds, rounds)
     new.close()
     old.close()
-    changed = {k: v for k, v in best.items() if v != start[k]}
-    print(f"{ratio:.2f} of the default's ticks per second, measured anew, with")
-    print(" ".join(f"placement.threads.{k}={v}" for k, v in changed.items()))
+    changed = " ".join(f"placement.threads.{k}={v}" for k, v in best.items() if v != start[k])
+    print(f"measured anew, {ratio:.2f} of the default's ticks per second with {changed}")
+    print(changed if ratio >= WORTH else "which is noise: nothing to set (longer measurements: seconds=10 rounds=5)")
     return 0
 
 

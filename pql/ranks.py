@@ -28,6 +28,7 @@ from pql.errors import ConfigError, PqlError, RunError, show
 from pql.jobs import end_with_parent
 from pql.machine import available_cores, thread_counts
 from pql.nets import Flat
+from pql.normalize import Moments
 from pql.optim import Optimizer
 from pql.parallel import ALONE, Group, Order, PeerError, explained
 from pql.validate import resolve_device, validate
@@ -175,14 +176,14 @@ class Ranks:
     def spread(self, parts: Parts) -> None:
         """Start everywhere from rank 0's networks."""
         for name, job in parts.jobs.items() if self.size > 1 else ():
-            for tensor in _weights(job.learner.state).values():
+            for tensor in _networks(job.learner.state):
                 self.groups[name].broadcast_(tensor)
 
     def check_same(self, parts: Parts) -> None:
         """Raises ``RunError`` where this rank's weights or statistics differ from rank 0's by a bit."""
         if self.size == 1:
             return
-        mine = {f"{n}/{k}": _digest(v) for n, one in parts.learners.items() for k, v in _weights(one.state).items()}
+        mine = {f"{n}/{k}": _digest(v) for n, one in parts.learners.items() for k, v in _trained(one.state).items()}
         mine |= {f"statistics/{i}": _digest(v) for i, v in enumerate(parts.collector.normalizer.frozen())}
         for rank, theirs in enumerate(self.every(mine)):
             if wrong := [k for k, v in mine.items() if theirs[k] != v]:
@@ -337,11 +338,24 @@ def _words(error: BaseException) -> str:
     return told.splitlines()[0]
 
 
-def _weights(state: Any) -> dict[str, Tensor]:
-    """What is the same on all ranks, of a learner's state."""
-    members = {f.name: getattr(state, f.name) for f in fields(state)}
-    shared = {k: v.state_dict() for k, v in members.items() if isinstance(v, Flat | nn.Module | Optimizer)}
-    return {f"{k}/{name}": tensor for k, part in shared.items() for name, tensor in part.items()}
+def _networks(state: Any) -> list[Tensor]:
+    """Of a learner's state, the networks, whatever they hold beside parameters included."""
+    members = (getattr(state, f.name) for f in fields(state))
+    return [t for member in members if isinstance(member, Flat | nn.Module) for t in member.state_dict().values()]
+
+
+def _trained(state: Any) -> dict[str, Tensor]:
+    """Of a learner's state, what is the same on all ranks. Noise that a network keeps, for one, is not."""
+    out: dict[str, Tensor] = {}
+    for f in fields(state):
+        member = getattr(state, f.name)
+        if isinstance(member, Optimizer):
+            out[f"{f.name}/parameters"] = member.flat.data
+        elif isinstance(member, Flat):
+            out[f.name] = member.data
+        if isinstance(member, Optimizer | Moments):
+            out |= {f"{f.name}/{k}": v for k, v in member.state_dict().items()}
+    return out
 
 
 def _digest(tensor: Tensor) -> str:

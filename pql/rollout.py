@@ -24,6 +24,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.env import Discrete, EnvSpec
+from pql.frames import put
 from pql.normalize import Normalizer, clip
 from pql.types import Memory, Obs, Step
 
@@ -130,8 +131,8 @@ class Rollout:
         place = count.clamp(max=self.finals) * self.num_envs + columns
         self.final_row.index_copy_(0, place, row)
         for k, store in self.obs.items():
-            store.index_copy_(0, here + self.num_envs, step.obs[k])
-            store.index_copy_(0, place + (self.horizon + 1) * self.num_envs, step.final_obs[k])
+            put(store, here + self.num_envs, step.obs[k])
+            put(store, place + (self.horizon + 1) * self.num_envs, step.final_obs[k])
         self.count.index_copy_(0, columns, count + (step.truncated & step.valid))
         self.row.index_copy_(0, columns, (row + 1).remainder(self.horizon))
 

@@ -1,5 +1,6 @@
 """Collectives, and updates by two processes on halves of a batch against one process on all of it."""
 
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from pql.build import build
 from pql.checkpoint import flatten
 from pql.errors import ConfigError
 from pql.normalize import Moments, Normalizer, pack, pooled
-from pql.parallel import ALONE, Group, PeerError
+from pql.parallel import ALONE, Group, Order, PeerError
 from pql.schedule import Inline
 from pql.types import Batch, ObsBatch
 from pql.world import World, world
@@ -107,6 +108,56 @@ def test_alone_everything_is_what_it_was():
     assert ALONE.sum_(x) is x
     assert ALONE.mean(x) is x
     assert ALONE.gather(x).tolist() == [[1.0, 2.0]]
+
+
+class Stream:
+    """Of a device: notes what it waits for and records."""
+
+    def __init__(self, name: str, notes: list[str]):
+        self.name, self.notes = name, notes
+
+    def wait_event(self, event: str) -> None:
+        self.notes.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.notes.append(f"{self.name} ends")
+        return f"{self.name}'s end"
+
+
+def test_bursts_on_a_device_follow_one_another(monkeypatch):
+    notes: list[str] = []
+    streams = iter([Stream(name, notes) for name in ("v", "p", "collector")])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    order = Order()
+    for name in ("v", "p", "collector"):
+        with Group(order=order).turn():
+            notes.append(f"{name} works")
+    assert notes == [
+        "v works", "v ends", "p waits for v's end", "p works", "p ends",
+        "collector waits for p's end", "collector works", "collector ends",
+    ]  # fmt: skip
+
+
+def test_a_learners_burst_takes_its_turn():
+    parts = start(small_config(algo={"schedule": "lockstep"}), Inline())
+    notes: list[str] = []
+
+    class Noting:
+        def __init__(self, name: str):
+            self.name = name
+
+        @contextmanager
+        def turn(self, device):
+            notes.append(self.name)
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        for name, job in parts.jobs.items():
+            job.connect(Group(order=Noting(name)))
+        parts.schedule.tick()
+    assert notes == ["v", "p"] * parts.counts.rounds
 
 
 def late() -> str:

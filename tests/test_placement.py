@@ -96,6 +96,20 @@ def test_real_runs_are_measured(capsys, monkeypatch, algo, parts):
     assert "nothing to set" in lines[-1] or lines[-1].startswith("placement.threads.")
 
 
+@pytest.mark.parametrize(("anew", "last"), [(1.2, "placement.threads.v=2"), (0.9, "which is noise: nothing to set")])
+def test_luck_does_not_count(capsys, monkeypatch, anew, last):
+    """The winner of many measurements is measured once more against the default."""
+    machine = Made(lambda split: {"v": 1.0, "collector": 0.5, "p": 0.5})
+    monkeypatch.setattr(placement, "RealTrial", lambda config, split: machine(split))
+    monkeypatch.setattr(placement, "available_cores", lambda: 2)
+    ratios = iter([1.1, 1.0, 1.0, anew])
+    monkeypatch.setattr(placement, "faster", lambda a, b, seconds, rounds: next(ratios))
+    words = ["task=pendulum", "device=cpu", *(f"placement.threads.{k}=1" for k in ("collector", "v", "p"))]
+    assert placement.main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+    assert machine.open == 0
+
+
 def test_mistakes_are_one_line(capsys, monkeypatch):
     for argv, message in (
         (["placement", "seconds=0"], "seconds=0: expected a number from 1 up to 3600"),
