@@ -159,6 +159,7 @@ class Ranks:
         """Make the run's learners and statistics those of all ranks. Before graphs are captured."""
         if self.size == 1:
             return
+        self.wait()  # simulators take their time to start; from here on, nobody keeps the others waiting
         order, limit = Order(), timedelta(seconds=self.share.placement.watchdog_seconds)
         for name, worker in sorted(parts.workers.items()):  # everywhere in the same order
             cuda = worker.device.type == "cuda"
@@ -196,7 +197,7 @@ class Ranks:
         Raises:
             ConfigError: there is none, or another number of processes wrote them.
         """
-        if (wrote := checkpoint.ranks(folder)) != self.size:
+        if (wrote := checkpoint.ranks(folder)) not in (None, self.size):
             raise ConfigError(
                 "processes", self.size, f"{wrote}, as the run had; a new run can start from its weights: init_from=RUN"
             )
