@@ -130,6 +130,12 @@ class EpisodeStats:
         self.count += ended.sum()
         self.running.copy_(torch.where(ended | step.first, 0, self.running))
 
+    def absorb(self, other: "EpisodeStats") -> None:
+        """Take the episodes that ended in ``other``, which has the same terms; it starts over."""
+        for mine, theirs in ((self.finished, other.finished), (self.count, other.count)):
+            mine += theirs.to(mine.device)
+            theirs.zero_()
+
     def drain(self) -> dict[str, Tensor]:
         """Means over the episodes that ended since the last drain, and their number; then start over."""
         mean = self.finished / self.count.clamp(min=1)

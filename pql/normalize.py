@@ -5,8 +5,8 @@ are the values frozen at the last tick's boundary, which travel with the weights
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,36 @@ CLIP = 5.0
 EPSILON = 1e-8
 
 
+class Sums(NamedTuple):
+    """What a set of rows comes to."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-dim (hides tuple.count)
+    mean: Tensor
+    m2: Tensor  # of squared deviations
+
+    def copy(self, device: torch.device) -> "Sums":
+        return Sums(*(t.to(device, copy=True) for t in self))
+
+
+def combine(one: Sums, two: Sums) -> Sums:
+    """Both sets together (Chan et al. 1979)."""
+    total = one.count + two.count
+    delta = two.mean - one.mean
+    share = two.count / total.clamp(min=1)
+    return Sums(total, one.mean.addcmul(delta, share), (one.m2 + two.m2).addcmul_(delta * delta, one.count * share))
+
+
 class Moments(nn.Module):
-    """Count, mean and sum of squared deviations in float64, merged batch by batch (Chan et al. 1979)."""
+    """Count, mean and sum of squared deviations in float64, merged batch by batch.
+
+    Attributes:
+        base: what counts beside what was fed here, where several sets go on from common ground (:func:`meet`).
+    """
 
     count: Tensor
     mean: Tensor
     m2: Tensor
+    base: Sums | None = None
 
     def __init__(self, shape: tuple[int, ...], device: torch.device):
         super().__init__()
@@ -35,7 +59,7 @@ class Moments(nn.Module):
         """Merge ``x`` [N, ...], or those of its rows where ``keep`` [N] is True."""
         x = x.to(torch.float64)
         if keep is None:
-            count: float | Tensor = x.shape[0]
+            count = torch.full_like(self.count, x.shape[0])
             var, mean = torch.var_mean(x, 0, correction=0)
             squares = var * count
         else:
@@ -43,16 +67,35 @@ class Moments(nn.Module):
             count = keep.sum()
             mean = torch.where(row, x, 0).sum(0) / count.clamp(min=1)
             squares = torch.where(row, x - mean, 0).square_().sum(0)
-        total = self.count + count
-        delta = mean - self.mean
-        share = count / total.clamp(min=1)
-        self.mean.addcmul_(delta, share)
-        self.m2.add_(squares).addcmul_(delta * delta, self.count * share)
-        self.count.copy_(total)
+        self._set(combine(self.sums(), Sums(count, mean, squares)))
+
+    def sums(self) -> Sums:
+        """Of what was fed here alone."""
+        return Sums(self.count, self.mean, self.m2)
+
+    def _set(self, new: Sums) -> None:
+        self.count.copy_(new.count)
+        self.mean.copy_(new.mean)
+        self.m2.copy_(new.m2)
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and population variance; 0 and 1 while nothing was fed, so that a freeze then rescales nothing."""
+        count, mean, m2 = self.sums() if self.base is None else combine(self.base, self.sums())
+        return mean, torch.where(count > 0, m2 / count.clamp(min=1), 1.0)
 
     def variance(self) -> Tensor:
-        """Population variance; 1 while nothing was fed, so that a freeze then rescales nothing."""
-        return torch.where(self.count > 0, self.m2 / self.count.clamp(min=1), 1.0)
+        """The second of :meth:`statistics`."""
+        return self.statistics()[1]
+
+
+def meet(sets: Sequence[Moments]) -> None:
+    """Move all that ``sets`` were fed since they last met into the first; from there all go on."""
+    first, *others = sets
+    for one in others:
+        first._set(combine(first.sums(), one.sums().copy(first.mean.device)))
+        torch._foreach_zero_([one.count, one.mean, one.m2])
+    for one in others:
+        one.base = first.sums().copy(one.mean.device)
 
 
 class Normalizer(nn.Module):
@@ -117,9 +160,10 @@ class Normalizer(nn.Module):
     def freeze(self) -> None:
         """Make the statistics so far the ones in use (a tick's boundary)."""
         for k, moments in self._groups():
-            scale = (moments.variance() + EPSILON).rsqrt()
+            mean, variance = moments.statistics()
+            scale = (variance + EPSILON).rsqrt()
             getattr(self, f"scale_{k}").copy_(scale)
-            getattr(self, f"shift_{k}").copy_(-moments.mean * scale)
+            getattr(self, f"shift_{k}").copy_(-mean * scale)
         if self.reward_gamma is not None:
             self.reward_scale.copy_(self.base_scale * (self.returns.variance() + EPSILON).rsqrt())
 
