@@ -144,6 +144,8 @@ def check_used(config: Config, names: Iterable[str]) -> None:
     for name in names:
         part = name.removeprefix("algo.")
         hit = next((k for k in NOT_PPO if part == k or (k.endswith(".") and part.startswith(k))), None)
+        if name.startswith("algo.central.") and config.algo.schedule != "replicas":
+            raise ConfigError(name, values[name], "algo.schedule=replicas with it (algo=a3c, algo=appo_replicas)")
         if name.startswith("algo.ppo.") and not ppo:
             raise ConfigError(name, values[name], f"algo=ppo or a2c with it; algo={config.algo.name} does not read it")
         if name.startswith("algo.") and ppo and hit:

@@ -98,10 +98,20 @@ class PpoConfig:
 
 
 @dataclass(frozen=True)
+class CentralConfig:
+    """How replicas share parameters and moments."""
+
+    order: str = "free"  # of pulls and pushes: free: as they come | turns: one replica after the other; reproducible
+    ticks: int = 8  # of every replica (on average) in a tick of the run, after which all stand still: to log, to save
+    chunk: int = 65_536  # parameters under one lock
+
+
+@dataclass(frozen=True)
 class AlgoConfig:
     name: str = "pql"  # the preset's name
     family: str = "ddpg"  # ddpg | sac | ppo: which update functions
-    schedule: str = "concurrent"  # concurrent | lockstep
+    schedule: str = "concurrent"  # concurrent | lockstep | replicas
+    replicas: int = 1  # whole learners on shared parameters, with an equal part of the environments each
     batch_size: int = 8192
     n_step: int = 3
     gamma: float = 0.99
@@ -119,6 +129,7 @@ class AlgoConfig:
     explore: ExploreConfig = field(default_factory=ExploreConfig)
     sac: SacConfig = field(default_factory=SacConfig)
     ppo: PpoConfig = field(default_factory=PpoConfig)
+    central: CentralConfig = field(default_factory=CentralConfig)
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,7 @@ class PlacementConfig:
     collector: str | None = None  # a device; null: the run's ``device``
     v_learner: str | None = None
     p_learner: str | None = None
+    replicas: list[str] | None = None  # a device for each replica; null: the run's, or all GPUs in turn
     executor: str = "auto"  # auto | threads | inline | streams: how the workers of a tick are run
     threads: ThreadsConfig = field(default_factory=ThreadsConfig)
     watchdog_seconds: float = 30.0  # a worker that needs longer for one tick is hung

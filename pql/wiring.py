@@ -69,8 +69,16 @@ class Family:
 def seeds(seed: int) -> dict[str, int]:
     """One seed -> a seed for every generator and for the simulator. A single learner's is that of "v"."""
     root = torch.Generator().manual_seed(seed)
-    names = ("init", "env", "collector", "v", "p", "eval")
+    names = ("init", "env", "collector", "v", "p", "eval", "replicas")  # new ones come last: the others stay
     return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
+
+
+def replica_seed(seed: int, replica: int) -> int:
+    """The seed of one of several replicas. The first has the run's own."""
+    if replica == 0:
+        return seed
+    root = torch.Generator().manual_seed(seeds(seed)["replicas"])
+    return int(torch.randint(2**62, (replica,), generator=root)[-1])
 
 
 def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Normalizer:
