@@ -16,6 +16,7 @@ from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.errors import ConfigError
 from pql.explore import Exploration
+from pql.frames import deepest
 from pql.machine import (
     available_bytes,
     keep_freed_memory,
@@ -191,7 +192,7 @@ def value_role(
     flat = Flat(copy.deepcopy(critic).to(device), trained=True)
     state = ddpg.ValueState(
         critic=flat, target=Flat(copy.deepcopy(critic).to(device)),
-        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay), tau=net.tau,
+        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps), tau=net.tau,
         smoothing=algo.smoothing, smoothing_clip=algo.smoothing_clip, atoms=make_atoms(config, device),
     )  # fmt: skip
     replay.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
@@ -220,7 +221,7 @@ def policy_role(
     """The P-learner: policy (and temperature or target policy), a private critic, normaliser and cursor."""
     algo, net, device = config.algo, config.algo.policy, replay.device
     flat = Flat(copy.deepcopy(policy).to(device), trained=True)
-    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay)
+    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
     mine, cursor, private = copy.deepcopy(critic).to(device), Cursor(replay.num_envs, device), norm.copy_to(device)
     pulls: dict[str, list[Tensor]] = {"critic": [Flat(mine).data], "norm": private.frozen(), "rows": cursor.tensors()}
     inputs = ddpg.PolicyInputs(mine, make_atoms(config, device))
@@ -348,7 +349,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
         spec.obs, spec.action.size, spec.num_envs, replay.capacity, counts.horizon, spec.max_episode_steps,
         getattr(torch, replay.dtype), available_bytes(device),
     )  # fmt: skip
-    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + 2
+    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + deepest(spec.obs.values()) + 1
     if rows < least:
         raise ConfigError(
             "replay.capacity", replay.capacity,

@@ -127,7 +127,8 @@ def compose(overrides: Sequence[str]) -> Config:
 
 NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.",
            "critic.ensemble", "critic.atoms", "critic.v_min", "critic.v_max", "critic.tau", "critic.lr",
-           "critic.weight_decay", "critic.grad_clip", "policy.target", "policy.tau", "policy.reduce")  # fmt: skip
+           "critic.weight_decay", "critic.grad_clip", "critic.eps", "policy.target", "policy.tau",
+           "policy.reduce")  # fmt: skip
 
 
 def check_used(config: Config, names: Iterable[str]) -> None:
@@ -138,7 +139,8 @@ def check_used(config: Config, names: Iterable[str]) -> None:
     """
     instead = {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
                "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
-               "critic.grad_clip": "algo.policy.grad_clip, of the one optimiser"}  # fmt: skip
+               "critic.grad_clip": "algo.policy.grad_clip, of the one optimiser",
+               "critic.eps": "algo.policy.eps, of the one optimiser"}  # fmt: skip
     ppo = config.algo.family == "ppo"
     values = dict(leaves(config))
     for name in names:

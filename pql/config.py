@@ -28,6 +28,7 @@ class NetConfig:
     activation: str = "elu"  # relu | elu | silu | tanh
     layer_norm: bool = False
     lr: float = 5e-4
+    eps: float | None = None  # that the optimiser adds to the root of the mean squared gradient; null: its own
     weight_decay: float = 0.01
     grad_clip: float | None = 0.5  # largest gradient norm; null: none
     obs: list[str] | None = None  # observation groups it reads; null: its own (policy, critic), else policy
@@ -68,8 +69,9 @@ class SacConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    channels: list[int] = field(default_factory=lambda: [16, 32, 32])  # of convolutions, each halves height and width
-    features: int = 128  # that each image becomes
+    kind: str = "small"  # small | nature (Mnih et al. 2015) | resnet (Espeholt et al. 2018): network of each image
+    channels: list[int] | None = None  # of its convolutions (of resnet's sections); null: the kind's own
+    features: int | None = None  # that each image becomes; null: the kind's own: 128, 512, 256
 
 
 @dataclass(frozen=True)

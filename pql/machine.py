@@ -76,14 +76,17 @@ def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> E
 
 
 def set_precision(place: PlacementConfig) -> None:
-    """float32 products: TF32 on CUDA, and on the CPU oneDNN's reduced-precision mode.
+    """float32 products and convolutions: TF32 on CUDA, and on the CPU oneDNN's reduced-precision mode.
 
     That mode hands float32 products to oneDNN, which rounds inputs to bfloat16 only on CPUs with matrix units for
     it (AMX); elsewhere they stay float32 and merely run faster than MKL's on some processors.
     """
     fast = place.matmul == "fast"
     torch.backends.cuda.matmul.fp32_precision = "tf32" if fast else "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if fast else "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
+    torch.backends.mkldnn.conv.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True  # else convolutions' gradients differ from run to run
 
 
 def keep_freed_memory() -> None:

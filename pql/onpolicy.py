@@ -165,8 +165,8 @@ def make_optimizer(config: Config, flat: Flat) -> Optimizer:
     """One for both networks; the policy's settings."""
     net = config.algo.policy
     if config.algo.ppo.optimizer == "rmsprop":
-        return RMSProp(flat, net.lr, net.grad_clip)
-    return AdamW(flat, net.lr, net.grad_clip, net.weight_decay)
+        return RMSProp(flat, net.lr, net.grad_clip, eps=net.eps)
+    return AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
 
 
 def make_settings(config: Config, spec: EnvSpec) -> ppo.Settings:

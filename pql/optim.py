@@ -69,13 +69,16 @@ class AdamW(Optimizer):
 
     Args:
         weight_decay: decoupled (Loshchilov & Hutter 2019).
+        eps: beside the root of the second moment; None: 1e-8.
     """
 
     BETA1, BETA2 = 0.9, 0.999
 
-    def __init__(self, flat: Flat, lr: float, clip: float | None = None, weight_decay: float = 0.0, eps: float = 1e-8):
+    def __init__(
+        self, flat: Flat, lr: float, clip: float | None = None, weight_decay: float = 0.0, eps: float | None = None
+    ):
         super().__init__(flat, lr, clip)
-        self.weight_decay, self.eps = weight_decay, eps
+        self.weight_decay, self.eps = weight_decay, 1e-8 if eps is None else eps
         self.count = torch.zeros((), device=flat.data.device)  # steps taken
         self.mean = torch.zeros_like(flat.data, requires_grad=False)
         self.square = torch.zeros_like(flat.data, requires_grad=False)
@@ -98,11 +101,12 @@ class RMSProp(Optimizer):
 
     Args:
         decay: of the running mean of squared gradients.
+        eps: beside its root; None: 1e-5.
     """
 
-    def __init__(self, flat: Flat, lr: float, clip: float | None = None, decay: float = 0.99, eps: float = 1e-5):
+    def __init__(self, flat: Flat, lr: float, clip: float | None = None, decay: float = 0.99, eps: float | None = None):
         super().__init__(flat, lr, clip)
-        self.decay, self.eps = decay, eps
+        self.decay, self.eps = decay, 1e-5 if eps is None else eps
         self.square = torch.zeros_like(flat.data, requires_grad=False)
 
     def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:

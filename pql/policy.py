@@ -154,8 +154,8 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
 # -- a new run from old weights -------------------------------------------------------------------------------------
 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
-               "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.channels",
-               "algo.encoder.features",
+               "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.kind",
+               "algo.encoder.channels", "algo.encoder.features",
                "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
@@ -212,13 +212,18 @@ def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
     box = spec.action if isinstance(spec.action, Box) else None
     action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
     bounds = {"action_low": box.low, "action_high": box.high} if box else {}
-    groups = {k: {"shape": list(s.shape), "dtype": str(s.dtype).removeprefix("torch.")} for k, s in spec.obs.items()}
+    groups = {k: _group_to_dict(s) for k, s in spec.obs.items()}
     limit = {"max_episode_steps": spec.max_episode_steps}
     return {"name": spec.name, "obs": groups, "action": action, **bounds, **limit}
 
 
+def _group_to_dict(group: ObsSpec) -> dict[str, Any]:
+    plain = {"shape": list(group.shape), "dtype": str(group.dtype).removeprefix("torch.")}
+    return plain if group.stack == 1 else {**plain, "stack": group.stack}
+
+
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
-    obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"])) for k, s in data["obs"].items()}
+    obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
     low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
     size, limit = data["action"], data["max_episode_steps"]
     action = Discrete(size["discrete"]) if isinstance(size, dict) else Box(size, low, high)

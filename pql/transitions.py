@@ -19,7 +19,8 @@ from torch import Tensor
 from pql.collect import Collector
 from pql.env import ObsSpec
 from pql.errors import ConfigError, nearest
-from pql.replay import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID, Replay
+from pql.flags import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID
+from pql.replay import Replay
 from pql.types import Obs
 
 Columns = dict[str, Tensor]

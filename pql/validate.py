@@ -14,6 +14,7 @@ CHOICES = {
     "algo.central.order": ("free", "turns"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
     "algo.policy.activation": ("relu", "elu", "silu", "tanh"),
+    "algo.encoder.kind": ("small", "nature", "resnet"),
     "algo.policy.reduce": ("min", "mean", "first"),
     "algo.explore.kind": ("mixed", "fixed", "redrawn", "none"),
     "algo.ppo.optimizer": ("adam", "rmsprop"),
@@ -43,7 +44,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.critic.tau": (0, 1, False),
     "algo.policy.tau": (0, 1, False),
     **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {
-        "lr": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
+        "lr": (0, 1, False), "eps": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
     "algo.encoder.features": (1, 65536, True),
     "algo.explore.low": (0, 10, True),
     "algo.explore.high": (0, 10, True),
@@ -102,8 +103,9 @@ def validate(config: Config) -> Config:
         if flat[name] is not None and (not flat[name] or len({*flat[name]}) < len(flat[name])):
             raise ConfigError(name, flat[name], "null, or a list of observation groups, each once: [policy,image]")
     for name in ("algo.critic.hidden", "algo.policy.hidden", "algo.encoder.channels"):
-        if not flat[name] or min(flat[name]) < 1:
-            raise ConfigError(name, flat[name], "a list of layer widths, each at least 1, such as [128,128]")
+        widths, empty = flat[name], name != "algo.encoder.channels"  # no hidden layers: outputs straight from features
+        if widths is not None and not (min(widths) >= 1 if widths else empty):
+            raise ConfigError(name, widths, "a list of layer widths, each at least 1, such as [128,128]")
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
         if flat[name] is not None:
             resolve_device(flat[name], name)
@@ -118,6 +120,8 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.critic.v_min", algo.critic.v_min, f"below algo.critic.v_max={algo.critic.v_max:g}")
     if algo.explore.kind in ("mixed", "redrawn") and algo.explore.low > algo.explore.high:
         raise ConfigError("algo.explore.low", algo.explore.low, f"at most algo.explore.high={algo.explore.high:g}")
+    if algo.encoder.kind == "nature" and len(algo.encoder.channels or ()) > 3:
+        raise ConfigError("algo.encoder.channels", algo.encoder.channels, "three at most with algo.encoder.kind=nature")
     if budget.seconds is budget.env_steps is budget.target_return is None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
     if algo.family == "sac" and algo.policy.target:

@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from conftest import small_config
 from oracles import AdamW as SlowAdamW
 from torch import nn
 
+from pql.build import build
 from pql.nets import Flat, mlp
 from pql.optim import AdamW, RMSProp, polyak
 
@@ -70,6 +72,29 @@ def test_rmsprop_equals_torch(clip):
         nn.utils.clip_grad_norm_(theirs.parameters(), clip if clip is not None else float("inf"))
         other.step()
         torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "size"), [(AdamW, 1e-3 / 1.5), (RMSProp, 1e-3 / (0.1 + 0.5))])
+def test_eps_stands_beside_the_root(kind, size):
+    for eps, want in ((0.5, size), (None, None)):
+        flat = Flat(net(), trained=True)
+        optimizer = kind(flat, 1e-3, eps=eps)
+        before = flat.data.detach().clone()
+        flat.data.grad.fill_(1.0)
+        optimizer.step()  # Adam's corrected moments are 1 then, RMSProp's is 0.01
+        if want is not None:
+            torch.testing.assert_close(before - flat.data, torch.full_like(before, want), rtol=0, atol=1e-6)
+    assert optimizer.eps == {AdamW: 1e-8, RMSProp: 1e-5}[kind]
+
+
+@pytest.mark.parametrize("family", ["ddpg", "sac", "adam", "rmsprop"])
+def test_eps_of_the_config_reaches_the_optimisers(family):
+    on_policy = {"family": "ppo", "schedule": "lockstep", "ppo": {"optimizer": family, "horizon": 4}}
+    algo = {"critic": {"eps": 0.25}, "policy": {"eps": 0.5}}
+    algo |= on_policy if family in ("adam", "rmsprop") else {"family": family}
+    parts = build(small_config(algo=algo))
+    eps = {name: learner.state.optimizer.eps for name, learner in parts.learners.items()}
+    assert eps == ({"learner": 0.5} if family in ("adam", "rmsprop") else {"v": 0.25, "p": 0.5})
 
 
 @pytest.mark.parametrize("kind", [AdamW, RMSProp])

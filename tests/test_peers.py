@@ -119,6 +119,37 @@ def test_a_smoke_run_of_every_kind_is_stored_and_skipped_next_time(bench, tmp_pa
     assert "ran" not in capsys.readouterr().err
 
 
+def test_by_steps_a_run_takes_the_steps_of_its_time_at_the_median_rate(bench, tmp_path, monkeypatch):
+    speeds = {"pql:ppo": iter([100.0, 400.0, 200.0]), "sb3:ppo": iter([10.0, 20.0, 30.0])}
+
+    def trained(job, episodes):
+        steps = job.budget.env_steps or round(next(speeds[job.contender]) * job.budget.seconds)
+        return {**job.facts(), "return_mean": 1.0, "env_steps": steps, "seconds": job.budget.seconds}
+
+    monkeypatch.setattr(bench, "measure_apart", trained)
+    path = tmp_path / "runs.jsonl"
+    command = ["--by-steps", "--contenders", "pql:ppo", "sb3:ppo", "--tasks", "pendulum", "--seconds", "90"]
+    assert bench.main([*command, "--seeds", "1", "2", "--runs", str(path)]) == 0
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    # Three short runs of each come first, in turn; nobody's run is longer for a slow one among them.
+    assert [(r["kind"], r["contender"]) for r in stored[:6]] == [("rate", "pql:ppo"), ("rate", "sb3:ppo")] * 3
+    assert [(r["contender"], r["seed"], r["env_steps"]) for r in stored[6:]] == [
+        ("pql:ppo", 1, 18_000), ("sb3:ppo", 1, 1_800), ("pql:ppo", 2, 18_000), ("sb3:ppo", 2, 1_800),
+    ]  # fmt: skip
+    assert bench.main([*command, "--seeds", "1", "2", "--runs", str(path)]) == 0  # from the file, the rates too
+
+
+def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):  # noqa: F811
+    pytest.importorskip("rsl_rl")
+    pytest.importorskip("stable_baselines3")
+    peers = tool("_peers")
+    for name in ("pql:ppo", "rsl_rl:ppo", "sb3:ppo"):
+        settings = peers.CONTENDERS[name].settings("pendulum")
+        rollout = 64 * 64 if name == "sb3:ppo" else None
+        taken = peers.CONTENDERS[name].train("pendulum", 1, peers.Budget(1e-3, 5_000), settings).env_steps
+        assert 5_000 <= taken <= 5_000 + (rollout or 16_384)
+
+
 def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp_path, capsys):
     pytest.importorskip("rsl_rl")
     path = tmp_path / "runs.jsonl"
@@ -144,4 +175,4 @@ def test_our_sizes_in_their_names(tool):  # noqa: F811
     assert theirs["critic"]["hidden_dims"] == sb3["policy"]["net_arch"]["vf"] == config.algo.critic.hidden
     assert theirs["algorithm"]["desired_kl"] == config.algo.ppo.kl_target
     for train, settings in ((peers.train_rsl_rl, theirs), (peers.train_sb3, sb3)):
-        assert train("hopper", 1, 0.01, settings).env_steps > 0
+        assert train("hopper", 1, peers.Budget(0.01), settings).env_steps > 0

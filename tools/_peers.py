@@ -1,4 +1,4 @@
-"""The contenders of ``bench_peers.py``: their settings, and one training run of each by the clock.
+"""The contenders of ``bench_peers.py``: their settings, and one training run of each.
 
 Settings are plain JSON, so that a stored result says what it was made with. ``theirs`` are the libraries' own:
 
@@ -54,6 +54,17 @@ ZOO = {
 }  # fmt: skip
 WIDE = {"net_arch": [256, 256], "activation": "relu", "log_std_init": -2.0, "ortho_init": False}
 ZOO_NETWORKS = {"halfcheetah": WIDE, "hopper": WIDE, "walker2d": {}}  # {}: the library's 64-64 tanh
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may take: seconds of training, or env steps (where given, the clock does not count)."""
+
+    seconds: float
+    env_steps: int | None = None
+
+    def spent(self, seconds: float, env_steps: int) -> bool:
+        return seconds >= self.seconds if self.env_steps is None else env_steps >= self.env_steps
 
 
 @dataclass(frozen=True)
@@ -148,19 +159,25 @@ def pql_settings(algo: str, task: str) -> Settings:
 # -- training ------------------------------------------------------------------------------------------------------
 
 
-def train_pql(task: str, seed: int, seconds: float, settings: Settings) -> Trained:
-    """By the command line, as a user would. Its clock starts after its random warm-up (about a second)."""
+def train_pql(task: str, seed: int, budget: Budget, settings: Settings) -> Trained:
+    """By the command line, as a user would. Neither time nor steps of its random warm-up (about a second) count."""
+    config = compose([*settings["words"], "budget.seconds=1"])
+    before = config.algo.warmup_steps * config.num_envs
+    limits = {"seconds": budget.seconds, "env_steps": "null"}
+    if budget.env_steps is not None:
+        limits = {"seconds": "null", "env_steps": before + budget.env_steps}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        words = [*settings["words"], f"seed={seed}", f"budget.seconds={seconds:g}", f"run_dir={run_dir}"]
+        words = [*settings["words"], f"seed={seed}", *(f"budget.{k}={v}" for k, v in limits.items())]
+        words.append(f"run_dir={run_dir}")
         done = subprocess.run([sys.executable, "-m", "pql.main", "train", *words], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError((done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1])
         summary = json.loads((run_dir / "summary.json").read_text())
-        return Trained(pql.load_policy(run_dir), summary["seconds"], summary["env_steps"])
+        return Trained(pql.load_policy(run_dir), summary["seconds"], summary["env_steps"] - before)
 
 
-def train_rsl_rl(task: str, seed: int, seconds: float, settings: Settings) -> Trained:
+def train_rsl_rl(task: str, seed: int, budget: Budget, settings: Settings) -> Trained:
     from rsl_rl.runners import OnPolicyRunner
 
     torch.manual_seed(seed)
@@ -168,16 +185,15 @@ def train_rsl_rl(task: str, seed: int, seconds: float, settings: Settings) -> Tr
     config = {k: v for k, v in settings.items() if k != "num_envs"}
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its networks
         runner = OnPolicyRunner(env, config, log_dir=None, device="cpu")
-    rounds, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        runner.learn(1, init_at_random_ep_len=rounds == 0)  # as its own training scripts do
-        rounds += 1
-    took = time.perf_counter() - start
-    policy = runner.get_inference_policy("cpu")
-    return Trained(policy, took, rounds * settings["num_steps_per_env"] * settings["num_envs"])
+    steps, took, start = 0, 0.0, time.perf_counter()
+    while not budget.spent(took, steps):
+        runner.learn(1, init_at_random_ep_len=steps == 0)  # as its own training scripts do
+        steps += settings["num_steps_per_env"] * settings["num_envs"]
+        took = time.perf_counter() - start
+    return Trained(runner.get_inference_policy("cpu"), took, steps)
 
 
-def train_sb3(task: str, seed: int, seconds: float, settings: Settings) -> Trained:
+def train_sb3(task: str, seed: int, budget: Budget, settings: Settings) -> Trained:
     import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.noise import NormalActionNoise
@@ -190,7 +206,7 @@ def train_sb3(task: str, seed: int, seconds: float, settings: Settings) -> Train
             self.start = time.perf_counter()
 
         def _on_step(self) -> bool:
-            return time.perf_counter() - self.start < seconds
+            return not budget.spent(time.perf_counter() - self.start, self.num_timesteps)
 
     model_settings = dict(settings["model"])
     env = pql.wrap.sb3(pql.make_env(task, num_envs=settings["num_envs"]))
@@ -222,7 +238,7 @@ class Contender:
     """``settings(task)`` and the function that trains with them."""
 
     settings: Callable[[str], Settings]
-    train: Callable[[str, int, float, Settings], Trained]
+    train: Callable[[str, int, Budget, Settings], Trained]
 
 
 CONTENDERS = {

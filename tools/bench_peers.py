@@ -1,7 +1,11 @@
 """Our PPO and PQL against rsl_rl's and Stable-Baselines3's algorithms, by the same clock on the same cores.
 
 Every (contender, task, seed) is one process; they run one after the other, each with all cores, for the same training
-time on the same batched MuJoCo environments. Then the deterministic policy plays 16 episodes on environments of its
+time on the same batched MuJoCo environments. Where the machine may be disturbed over the hours that this takes, that
+time is turned into env steps first (``--by-steps``): three short runs of every contender on every task, in turn, give
+its median rate, and a run then takes the env steps of its training time at that rate, however long they last. A result
+depends on the seed and the number of steps alone, so nothing but those short runs has to have the machine to itself.
+Then the deterministic policy plays 16 episodes on environments of its
 own, scored by this library's evaluation code; that takes no training time. A finished run is appended to a JSON-lines
 file and skipped next time, so the benchmark may be interrupted and resumed; one made with other settings or another
 budget is run again (one made with older code is not: begin a new file). The order (seeds, tasks, contenders) lets a
@@ -9,7 +13,7 @@ slow hour hit all alike. ``_peers.py`` holds the settings and where they come fr
 
 The committed table (90 runs of 240 s, six and a half hours with what surrounds them; extras mujoco and peers):
 
-    python tools/bench_peers.py --runs docs/results/json/peers-runs.jsonl --json docs/results/json/peers.json
+    python tools/bench_peers.py --by-steps --runs docs/results/json/peers-runs.jsonl --json docs/results/json/peers.json
 
 ``--contenders ... sb3:sac sb3:td3`` adds Stable-Baselines3's off-policy algorithms. ``--table`` prints what the file
 holds and runs nothing. The exit status is 1 where a run failed or a contender could not be set up; the rest still runs.
@@ -22,52 +26,78 @@ import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import _bench
 import numpy as np
-from _peers import CONTENDERS, DEFAULT, Settings
+from _peers import CONTENDERS, DEFAULT, Budget, Settings
 
 import pql
 from pql.errors import ConfigError
 from pql.evaluate import run_episodes
 
 Run = dict[str, Any]
+FACTS = ("kind", "contender", "task", "seed", "budget", "budget_steps", "settings")
 EPISODES, DRAWS = 16, 20_000
 PATIENCE = 600.0  # seconds for start-up and evaluation, before a run counts as hung
+RATE_RUNS, RATE_SECONDS, RATE_EPISODES = 3, 15.0, 1  # of the short runs
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, task: str, seed: int, seconds: float, settings: Settings, episodes: int) -> Run:
+class Job(NamedTuple):
+    """One training run and its evaluation: a ``run`` of the table, or a short one for a contender's ``rate``."""
+
+    contender: str
+    task: str
+    seed: int
+    settings: Settings
+    budget: Budget
+    kind: str = "run"
+
+    def facts(self) -> Run:
+        """What tells it from others in the file."""
+        budget = (self.budget.seconds, self.budget.env_steps)
+        facts = (self.kind, self.contender, self.task, self.seed, *budget, digest(self.settings))
+        return dict(zip(FACTS, facts, strict=True))
+
+    def key(self) -> tuple[Any, ...]:
+        return tuple(self.facts().values())
+
+
+def measure(job: Job, episodes: int) -> Run:
     """Train one contender and evaluate it."""
-    trained = CONTENDERS[name].train(task, seed, seconds, settings)
-    env = pql.make_env(task, num_envs=episodes)
-    result = run_episodes(env, trained.policy, seed=1_000_000 + seed)
+    trained = CONTENDERS[job.contender].train(job.task, job.seed, job.budget, job.settings)
+    env = pql.make_env(job.task, num_envs=episodes)
+    result = run_episodes(env, trained.policy, seed=1_000_000 + job.seed)
     env.close()
     return {
-        "contender": name, "task": task, "seed": seed, "budget": seconds, "settings": digest(settings),
-        "return_mean": result.mean, "return_iqm": result.iqm, "returns": result.returns, "seconds": trained.seconds,
-        "env_steps": trained.env_steps, "machine": _bench.machine(),
+        **job.facts(), "return_mean": result.mean, "return_iqm": result.iqm, "returns": result.returns,
+        "seconds": trained.seconds, "env_steps": trained.env_steps, "machine": _bench.machine(),
     }  # fmt: skip
 
 
-def measure_apart(name: str, task: str, seed: int, args: argparse.Namespace) -> Run:
+def measure_apart(job: Job, episodes: int) -> Run:
     """The same in a process of its own, which is ended, with what it started, when it hangs or this one is interrupted.
 
     Raises:
         RuntimeError: it failed, with the last line of what it said; or it hung.
     """
-    command = [sys.executable, __file__, "--one", name, task, str(seed), "--seconds", str(args.seconds)]
-    command += ["--episodes", str(args.episodes)]
+    command = [sys.executable, __file__, "--one", job.contender, job.task, str(job.seed), "--kind", job.kind]
+    command += ["--seconds", str(job.budget.seconds), "--episodes", str(episodes)]
+    limit = 2 * job.budget.seconds
+    if job.budget.env_steps is not None:
+        command += ["--steps", str(job.budget.env_steps)]
+        limit *= 5  # the machine may be busy
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        out, err = child.communicate(timeout=2 * args.seconds + PATIENCE)
+        out, err = child.communicate(timeout=limit + PATIENCE)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"no end after {error.timeout:g} s") from error
     finally:
@@ -82,8 +112,8 @@ def digest(settings: Settings) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def plan(args: argparse.Namespace) -> tuple[list[tuple[str, str, int, Settings]], int]:
-    """(contender, task, seed, settings) in the order they run, and how many pairs cannot be set up (each is named)."""
+def plan(args: argparse.Namespace) -> tuple[list[Job], int]:
+    """The runs in their order, by the clock, and how many pairs cannot be set up (each is named)."""
     known: dict[tuple[str, str], Settings] = {}
     for name, task in itertools.product(args.contenders, args.tasks):
         try:
@@ -91,8 +121,9 @@ def plan(args: argparse.Namespace) -> tuple[list[tuple[str, str, int, Settings]]
         except ConfigError as error:
             print(f"left out: {name} on {task}: {error}", file=sys.stderr)
     order = itertools.product(args.seeds, args.tasks, args.contenders)
-    runs = [(name, task, seed, known[name, task]) for seed, task, name in order if (name, task) in known]
-    return runs, len(args.contenders) * len(args.tasks) - len(known)
+    budget = Budget(args.seconds)
+    jobs = [Job(name, task, seed, known[name, task], budget) for seed, task, name in order if (name, task) in known]
+    return jobs, len(args.contenders) * len(args.tasks) - len(known)
 
 
 def stored(path: Path | None) -> list[Run]:
@@ -108,31 +139,68 @@ def stored(path: Path | None) -> list[Run]:
 
 def collect(args: argparse.Namespace) -> tuple[list[Run], int]:
     """All wanted runs, those of the file included, and how many failed or could not be set up."""
-    path = Path(args.runs) if args.runs else None
-    done = {(r["contender"], r["task"], r["seed"], r["budget"], r["settings"]): r for r in stored(path)}
-    runs: list[Run] = []
+    book = Book(Path(args.runs) if args.runs else None, args)
     wanted, failed = plan(args)
-    for i, (name, task, seed, settings) in enumerate(wanted):
-        key = (name, task, seed, args.seconds, digest(settings))
-        if key not in done:
-            if args.table:
-                continue
-            try:
-                if args.smoke:
-                    done[key] = measure(name, task, seed, args.seconds, settings, args.episodes)
-                else:
-                    done[key] = measure_apart(name, task, seed, args)
-            except Exception as error:
-                print(f"failed: {name} on {task}, seed {seed}: {error}", file=sys.stderr)
-                failed += 1
-                continue
-            if path:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("a") as file:
-                    file.write(json.dumps(done[key]) + "\n")
-            say(f"[{i + 1}/{len(wanted)}]", done[key])
-        runs.append(done[key])
+    jobs = in_steps(book, wanted) if args.by_steps else wanted
+    failed += len(wanted) - len(jobs)
+    runs: list[Run] = []
+    for i, job in enumerate(jobs):
+        run, new = book.get(job, args.episodes)
+        if run is not None:
+            runs.append(run)
+            if new:
+                say(f"[{i + 1}/{len(jobs)}]", run)
+        elif not args.table:
+            failed += 1
     return runs, failed
+
+
+def in_steps(book: "Book", jobs: Sequence[Job]) -> list[Job]:
+    """The jobs with their time as env steps, at the median rate of ``RATE_RUNS`` short runs made in turn.
+
+    Those of a contender whose short runs failed are left out.
+    """
+    pairs = {(j.contender, j.task): j for j in jobs}
+    rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
+    for turn, (pair, job) in itertools.product(range(RATE_RUNS), pairs.items()):
+        short = job._replace(kind="rate", seed=turn, budget=Budget(book.rate_seconds))
+        run, _ = book.get(short, RATE_EPISODES)
+        if run is not None:
+            rates[pair].append(run["env_steps"] / run["seconds"])
+    found = {pair: statistics.median(r) for pair, r in rates.items() if len(r) == RATE_RUNS}
+    for (name, task), rate in found.items():
+        print(f"{name} {task}: {rate:,.0f} env steps/s")
+
+    def steps(job: Job) -> int:
+        return max(1, round(found[job.contender, job.task] * job.budget.seconds))
+
+    return [j._replace(budget=Budget(j.budget.seconds, steps(j))) for j in jobs if (j.contender, j.task) in found]
+
+
+class Book:
+    """Finished runs, and the file that keeps them."""
+
+    def __init__(self, path: Path | None, args: argparse.Namespace):
+        self.path, self.only_stored = path, args.table
+        self.measure = measure if args.smoke else measure_apart
+        self.rate_seconds = args.seconds if args.smoke else RATE_SECONDS
+        self.runs = {tuple(run[k] for k in FACTS): run for run in stored(path)}
+
+    def get(self, job: Job, episodes: int) -> tuple[Run | None, bool]:
+        """The run, made and kept where it is not there yet, and whether it was made; None where that failed."""
+        if job.key() in self.runs or self.only_stored:
+            return self.runs.get(job.key()), False
+        try:
+            run = self.measure(job, episodes)
+        except Exception as error:
+            print(f"failed: {job.contender} on {job.task}, seed {job.seed}: {error}", file=sys.stderr)
+            return None, False
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+        self.runs[job.key()] = run
+        return run, True
 
 
 def say(head: str, run: Run) -> None:
@@ -238,6 +306,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240, help="training time of every run")
+    parser.add_argument("--by-steps", action="store_true", help="measure rates first, then train for that many steps")
     parser.add_argument("--tasks", nargs="+", default=["halfcheetah", "hopper", "walker2d"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=list(CONTENDERS))
@@ -246,12 +315,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="of the finished runs; nothing is run")
     parser.add_argument("--smoke", action="store_true", help="tiny and in this process, to test the script itself")
     parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--steps", type=int, help="env steps of a run, with --one")
+    parser.add_argument("--kind", default="run", help="of a run, with --one")
     parser.add_argument("--one", nargs=3, metavar=("CONTENDER", "TASK", "SEED"), help="one run, printed as JSON")
     args = parser.parse_args(argv)
     if args.one:
         name, task, seed = args.one
-        settings = CONTENDERS[name].settings(task)
-        print(json.dumps(measure(name, task, int(seed), args.seconds, settings, args.episodes)))
+        job = Job(name, task, int(seed), CONTENDERS[name].settings(task), Budget(args.seconds, args.steps), args.kind)
+        print(json.dumps(measure(job, args.episodes)))
         return 0
     if args.smoke:
         args.tasks, args.seeds, args.seconds, args.episodes = ["pendulum"], [1], 0.2, 2
