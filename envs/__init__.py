@@ -17,7 +17,8 @@ BUILTIN = {
     "hopper": "pql.envs.mujoco:hopper",
     "walker2d": "pql.envs.mujoco:walker2d",
     "ant": "pql.envs.mujoco:ant",
+    "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
 }
 
-EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium"}
+EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari"}

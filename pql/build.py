@@ -1,9 +1,8 @@
 """All wiring, as plain calls: a checked config and an environment become workers under a schedule."""
 
 import copy
-import inspect
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -13,7 +12,7 @@ from pql.collect import ActFunction, Collector, NoisyActor
 from pql.config import Config
 from pql.dist import squashed_gaussian
 from pql.encoders import custom_network, groups_of, make_encoder
-from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
+from pql.env import Box, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.explore import Exploration
 from pql.frames import deepest
@@ -35,36 +34,12 @@ from pql.replay import Cursor, Replay, preflight
 from pql.replicas import Replicas, names, shares
 from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Threads, Trace, tick_counts
 from pql.slots import WeightSlot
+from pql.task import build_env as build_env
+from pql.task import check_groups, describe_env
 from pql.types import Batch, Obs, ObsBatch, split
-from pql.validate import resolve_device
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer
 from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker
-
-
-def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
-    """The environment's spec without starting it, where its factory can tell."""
-    factory = find_factory(config.task.name)
-    check_keywords(factory, env_kwargs(config))
-    describe = getattr(factory, "describe", None)
-    return describe(num_envs=config.num_envs, device=device, **env_kwargs(config)) if describe else None
-
-
-def env_kwargs(config: Config) -> dict[str, Any]:
-    """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores."""
-    given = {**({"id": config.task.id} if config.task.id else {}), **config.task.kwargs}
-    if "threads" in inspect.signature(find_factory(config.task.name)).parameters:
-        given.setdefault("threads", thread_counts(config)["simulator"])
-    return given
-
-
-def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
-    """The task's environment. ``num_envs`` overrides the config's (evaluation)."""
-    if config.task.live:
-        raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
-    device = torch.device(config.placement.collector or resolve_device(config.device))
-    count = config.num_envs if num_envs is None else num_envs
-    return make_env(config.task.name, count, device, **env_kwargs(config))
 
 
 def build(
@@ -88,19 +63,14 @@ def build(
     counts = family.counts(config)
     home, together = devices[0][family.learners[0]], all(d == devices[0] for d in devices)
     spec = env.spec if env is not None else describe_env(config if together else each[0], devices[0]["collector"])
-    rows = 0
-    if spec is not None:
-        check_several(config, spec, env)
-        rows = family.check(config, spec, counts, home)
+    rows = 0 if spec is None else _check(config, spec, counts, home, env)
     with ExitStack() as opened:  # what has been started is closed again if a later step fails
         replicas: list[Replica] = []
         for share, places in zip(each, devices, strict=True):
             started = env if env is not None else build_env(share)
             if env is None:
                 opened.callback(started.close)
-            if not rows:
-                check_several(config, started.spec, env)
-                rows = family.check(share, started.spec, counts, home)
+            rows = rows or _check(share, started.spec, counts, home, env)
             wiring = family.wire(share, started, counts, rows, places, config.cuda_graphs != "off")
             replicas.append(_assemble(share, started, wiring, counts, places, trace, executor))
         schedule = replicas[0].schedule
@@ -108,6 +78,13 @@ def build(
             schedule = Replicas(config, replicas, make_crew(config))
         opened.pop_all()
     return Parts(config, counts, replicas, schedule)
+
+
+def _check(config: Config, spec: EnvSpec, counts: Counts, home: torch.device, env: VecEnv | None) -> int:
+    """What an environment and a config must agree on. Returns the rows per environment that the data take."""
+    check_several(config, spec, env)
+    check_groups(config, spec)
+    return FAMILIES[config.algo.family].check(config, spec, counts, home)
 
 
 def check_several(config: Config, spec: EnvSpec, env: VecEnv | None) -> None:
@@ -131,6 +108,7 @@ def _assemble(
 ) -> Replica:  # fmt: skip
     """Slots, jobs, workers and their schedule around a family's wiring."""
     collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
+    collector.overlap = config.placement.overlap
     slots = {name: WeightSlot(name, source) for role in roles.values() for name, source in role.owns.items()}
     rounds = 1 if kind == "concurrent" else counts.rounds
     capture = config.cuda_graphs != "off" and kind != "replicas"  # a push takes locks, which no graph can
@@ -301,7 +279,7 @@ def make_replay(
     """An empty ring on ``device``."""
     return Replay(
         spec.obs, cast(Box, spec.action).size, spec.num_envs, rows, counts.horizon, spec.max_episode_steps, device,
-        getattr(torch, config.replay.dtype), obs_only,
+        getattr(torch, config.replay.dtype), obs_only, reward_clip=config.task.reward_clip,
     )  # fmt: skip
 
 

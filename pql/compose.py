@@ -16,7 +16,7 @@ from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest
 from pql.validate import resolve_device, validate
 
-GROUPS = ("algo", "task", "placement", "logger", "scale")
+GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
 SEVERAL = " (pql train -m takes several)"
 
 
@@ -110,7 +110,8 @@ def plain_text_keys() -> list[str]:
 def compose(overrides: Sequence[str]) -> Config:
     """Presets plus ``key=value`` overrides -> a checked :class:`Config`.
 
-    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU.
+    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU. Atari
+    games come in the protocol ``atari=paper`` unless another is chosen.
 
     Raises:
         ConfigError: unknown group, key or option, wrong type or range; names the nearest valid name.
@@ -120,6 +121,10 @@ def compose(overrides: Sequence[str]) -> Config:
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
     chosen = {"scale": "cpu" if device == "cpu" else "gpu", **presets}
+    if chosen.get("task") == "atari":
+        chosen.setdefault("atari", "paper")
+    elif "atari" in chosen:
+        raise ConfigError("atari", chosen["atari"], "task=atari with it: a protocol of its games")
     config = _overlay(deepcopy(_load_presets(tuple(chosen.items()))), values)
     check_used(config, values)
     return config
@@ -129,6 +134,9 @@ NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smooth
            "critic.ensemble", "critic.atoms", "critic.v_min", "critic.v_max", "critic.tau", "critic.lr",
            "critic.weight_decay", "critic.grad_clip", "critic.eps", "policy.target", "policy.tau",
            "policy.reduce")  # fmt: skip
+
+
+OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
 
 
 def check_used(config: Config, names: Iterable[str]) -> None:
@@ -144,6 +152,8 @@ def check_used(config: Config, names: Iterable[str]) -> None:
     ppo = config.algo.family == "ppo"
     values = dict(leaves(config))
     for name in names:
+        if name in OF_A_REPLAY and config.algo.family == "ppo":
+            raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it")
         part = name.removeprefix("algo.")
         hit = next((k for k in NOT_PPO if part == k or (k.endswith(".") and part.startswith(k))), None)
         if name.startswith("algo.central.") and config.algo.schedule != "replicas":

@@ -18,8 +18,15 @@ class TaskConfig:
     name: str = "halfcheetah"  # the registered environment
     live: bool = False  # an object given from Python: it cannot be built again by name
     id: str | None = None  # for name=gymnasium: the gymnasium id
+    game: str | None = None  # for name=atari: the game
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the environment's factory
-    reward_scale: float = 1.0  # constant factor on rewards before learning
+    reward_clip: float | None = None  # each reward is clipped to +- this before learning; null: as it is
+    reward_scale: float = 1.0  # constant factor on rewards before learning, after clipping
+
+    @property
+    def title(self) -> str:
+        """What it is called: the gymnasium id or the game, where that says more than the simulator's name."""
+        return self.id or self.game or self.name
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class EncoderConfig:
     kind: str = "small"  # small | nature (Mnih et al. 2015) | resnet (Espeholt et al. 2018): network of each image
     channels: list[int] | None = None  # of its convolutions (of resnet's sections); null: the kind's own
     features: int | None = None  # that each image becomes; null: the kind's own: 128, 512, 256
+    layer_norm: bool = False  # LayerNorm over channels after each convolution, and over features; not for resnet
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class ThreadsConfig:
+    # ``pql bench placement`` measures what is fastest on a machine. Another split gives other bits.
     collector: int | None = None  # intra-op threads per worker; null: by core count
     v: int | None = None
     p: int | None = None
@@ -156,6 +165,8 @@ class PlacementConfig:
     v_learner: str | None = None
     p_learner: str | None = None
     replicas: list[str] | None = None  # a device for each replica; null: the run's, or all GPUs in turn
+    groups: int | None = None  # in which environments step by turns; null: the simulator's own, in most all at once
+    overlap: bool = True  # one group's actions are computed while the others step; false: one after the other
     executor: str = "auto"  # auto | threads | inline | streams: how the workers of a tick are run
     threads: ThreadsConfig = field(default_factory=ThreadsConfig)
     watchdog_seconds: float = 30.0  # a worker that needs longer for one tick is hung

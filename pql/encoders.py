@@ -26,7 +26,7 @@ class Encoder(nn.Module):
     """Observation groups -> features [..., size]: vectors as they are, each image through a CNN of its own, in a row.
 
     Args:
-        kind, channels, features: of the images' networks, see :class:`Pictures`.
+        kind, channels, features, layer_norm: of the images' networks, see :class:`Pictures`.
 
     Attributes:
         groups: what it reads. size: of the features.
@@ -34,11 +34,11 @@ class Encoder(nn.Module):
 
     def __init__(
         self, obs: Mapping[str, ObsSpec], groups: Sequence[str], kind: str = "small",
-        channels: Sequence[int] | None = None, features: int | None = None,
+        channels: Sequence[int] | None = None, features: int | None = None, layer_norm: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.groups = tuple(groups)
-        pictures = {k: Pictures(obs[k].shape, kind, channels, features) for k in groups if len(obs[k].shape) > 1}
+        self.groups, images = tuple(groups), [k for k in groups if len(obs[k].shape) > 1]
+        pictures = {k: Pictures(obs[k].shape, kind, channels, features, layer_norm) for k in images}
         self.pictures = nn.ModuleDict(pictures)
         self.size = sum(pictures[k].size if k in pictures else obs[k].shape[0] for k in groups)
 
@@ -62,17 +62,18 @@ class Pictures(nn.Module):
         kind: of network, a key of ``NETWORKS``.
         channels: of its convolutions (its sections, where residual); None: the kind's own.
         features: ``size``; None: the kind's own.
+        layer_norm: before every activation (``small`` ends with one in any case); not where residual.
     """
 
     def __init__(
         self, shape: tuple[int, ...], kind: str = "small", channels: Sequence[int] | None = None,
-        features: int | None = None,
+        features: int | None = None, layer_norm: bool = False,
     ):  # fmt: skip
         super().__init__()
         network = NETWORKS[kind]
         self.axes, self.last = len(shape), channels_last(shape)
         self.size = features or network.features
-        self.net = network.make(image_size(shape), channels or network.channels, self.size)
+        self.net = network.make(image_size(shape), channels or network.channels, self.size, layer_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         lead = x.shape[: -self.axes]
@@ -95,13 +96,21 @@ def image_size(shape: tuple[int, ...]) -> Size:
     return (shape[2], *shape[:2]) if channels_last(shape) else shape  # type: ignore[return-value]
 
 
-def small(size: Size, channels: Sequence[int], features: int) -> nn.Sequential:
+class ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the channels of every place of [B, C, H, W], as Gallici et al. 2024 (PQN) have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def small(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
     """3 x 3 convolutions that halve height and width, then Linear, LayerNorm and tanh (as Yarats et al. 2022, DrQ-v2,
     end theirs)."""
     layers: list[nn.Module] = []
     inside, rows, columns = size
     for outside in channels:
-        layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), nn.ReLU(inplace=True)]
+        norm = [ChannelNorm(outside)] if layer_norm else []
+        layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), *norm, nn.ReLU(inplace=True)]
         inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
     end = [nn.Flatten(), nn.Linear(inside * rows * columns, features), nn.LayerNorm(features), nn.Tanh()]
     return nn.Sequential(*layers, *end)
@@ -111,14 +120,16 @@ NATURE = ((8, 4), (4, 2), (3, 1))
 """Kernel and stride of the convolutions of Mnih et al. 2015."""
 
 
-def nature(size: Size, channels: Sequence[int], features: int) -> nn.Sequential:
-    """The network of Mnih et al. 2015; with two channels, [16, 32], that of Mnih et al. 2013 and of A3C."""
+def nature(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
+    """The network of Mnih et al. 2015; with two channels, [16, 32], and 256 features that of A3C (Mnih et al. 2016)."""
     layers: list[nn.Module] = []
     inside, rows, columns = size
     for outside, (kernel, stride) in zip(channels, NATURE, strict=False):
-        layers += [nn.Conv2d(inside, outside, kernel, stride), nn.ReLU(inplace=True)]
+        norm = [ChannelNorm(outside)] if layer_norm else []
+        layers += [nn.Conv2d(inside, outside, kernel, stride), *norm, nn.ReLU(inplace=True)]
         inside, rows, columns = outside, (rows - kernel) // stride + 1, (columns - kernel) // stride + 1
-    end = [nn.Flatten(), nn.Linear(inside * rows * columns, features), nn.ReLU(inplace=True)]
+    last = [nn.LayerNorm(features)] if layer_norm else []
+    end = [nn.Flatten(), nn.Linear(inside * rows * columns, features), *last, nn.ReLU(inplace=True)]
     return nn.Sequential(*layers, *end)
 
 
@@ -133,7 +144,7 @@ class Residual(nn.Module):
         return x + self.second(F.relu(self.first(F.relu(x)), inplace=True))
 
 
-def resnet(size: Size, channels: Sequence[int], features: int) -> nn.Sequential:
+def resnet(size: Size, channels: Sequence[int], features: int, layer_norm: bool = False) -> nn.Sequential:
     """The deep network of Espeholt et al. 2018 (IMPALA): sections of a convolution, a max pooling that halves height
     and width, and two residual blocks; with the three of [16, 32, 32], 15 convolutions."""
     layers: list[nn.Module] = []
@@ -149,7 +160,7 @@ def resnet(size: Size, channels: Sequence[int], features: int) -> nn.Sequential:
 class Network(NamedTuple):
     """A kind of network for images, with the sizes of its paper."""
 
-    make: Callable[[Size, Sequence[int], int], nn.Sequential]
+    make: Callable[[Size, Sequence[int], int, bool], nn.Sequential]
     channels: tuple[int, ...]
     features: int
 
@@ -205,7 +216,7 @@ def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
     if len(groups) == 1 and len(first.shape) == 1 and first.dtype.is_floating_point:
         return None
     encoder = config.algo.encoder
-    return Encoder(spec.obs, groups, encoder.kind, encoder.channels, encoder.features)
+    return Encoder(spec.obs, groups, encoder.kind, encoder.channels, encoder.features, encoder.layer_norm)
 
 
 # -- networks from elsewhere ------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Greedy evaluation: a fixed number of episodes per environment, on environments of its own, beside the run."""
 
-import dataclasses
 import queue
 import statistics
 import threading
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pql.checkpoint import home
 from pql.env import VecEnv
 from pql.graph import clone_state
-from pql.policy import Policy
+from pql.machine import set_precision
+from pql.policy import Policy, open_stored
 from pql.types import Obs
 
 LONGEST = 100_000  # steps, where an environment has no time limit
@@ -79,8 +80,9 @@ def run_episodes(
     """Whole episodes from a reset with ``seed`` on: the first of every environment, or ``episodes`` in all.
 
     Each environment plays a number of episodes that is fixed beforehand. Taking whichever ``episodes`` end first would
-    favour short ones. Rewards after an environment's last episode do not count, nor do filler rows. A simulator's
-    unannounced restart ends the episode. An episode succeeded if ``log["success"]`` was above 0 on any of its rows.
+    favour short ones. Rewards after an environment's last episode do not count, nor do filler rows. An episode ends
+    where the next one begins: a lost life does not end it, an unannounced restart does. It succeeded if
+    ``log["success"]`` was above 0 on any of its rows.
     A policy with a memory (a method ``reset(mask)``) forgets where episodes begin.
 
     Returns:
@@ -100,18 +102,20 @@ def run_episodes(
     running = torch.zeros(3, n, device=device)  # return, length, successful rows of the episode in hand
     done = torch.zeros(3, n, most, device=device)
     live = quota > 0  # inside an episode that counts
-    for i in range(1, most * ((env.spec.max_episode_steps or LONGEST) + 1)):  # one more for a filler row between two
+    longest = env.spec.max_episode_steps or LONGEST
+    longest += env.spec.autoreset == "next_step"  # there a filler row shows the end
+    for i in range(1, most * longest + 1):
         if stop is not None and stop.is_set():
             raise StoppedError
         step = env.step(policy(obs))
         success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
         row = torch.stack([step.reward, torch.ones_like(step.reward), success])
         running += torch.where(live & step.valid, row, 0)
-        ended = live & (((step.terminated | step.truncated) & step.valid) | step.first)
+        ended = live & step.first
         done = torch.where(ended[:, None] & (place == count[:, None]), running[..., None], done)
         count += ended
         running = torch.where(ended, 0, running)
-        live = ((live & ~ended) | step.first) & (count < quota)
+        live = (live | step.first) & (count < quota)
         obs = step.obs
         forget(step.first)
         if i % CHECK_EVERY == 0 and not bool((count < quota).any()):
@@ -186,32 +190,23 @@ class Evaluator:
 
 
 def evaluate_saved(path: Path, num_envs: int, episodes: int, seed: int, device: str) -> dict[str, Any]:
-    """Evaluate the policy of a run or checkpoint on an environment built from its own config.
+    """Evaluate the policy of a run, checkpoint or export on an environment built from its own config.
 
     Returns:
         What ``pql eval`` writes: the measures, the extremes, and the episodes themselves.
     Raises:
-        ConfigError: no checkpoint there, or a damaged one.
+        ConfigError: no policy there, or a damaged one.
     """
-    from pql import checkpoint
-    from pql.build import build_env
-    from pql.config import PlacementConfig, from_dict
-    from pql.machine import set_precision
-    from pql.policy import policy_of
-
-    found = checkpoint.find(path)
-    tensors, manifest = checkpoint.load(found)
-    saved = from_dict(manifest["config"])
-    set_precision(saved.placement)
-    config = dataclasses.replace(saved, device=device, placement=PlacementConfig())
+    found, policy, config = stored = open_stored(path, device)
+    set_precision(config.placement)
     num_envs = min(num_envs, episodes)
-    env = build_env(config, num_envs)
+    env = stored.make_env(num_envs)
     try:
-        result = run_episodes(env, policy_of(tensors, manifest, device), seed, episodes=episodes)
+        result = run_episodes(env, policy, seed, episodes=episodes)
     finally:
         env.close()
     return {
-        "checkpoint": str(found), "task": config.task.id or config.task.name, "algo": config.algo.name, "seed": seed,
+        "checkpoint": str(found), "task": config.task.title, "algo": config.algo.name, "seed": seed,
         "num_envs": num_envs, "episodes": len(result.returns), **result.measures(),
         "return_std": statistics.pstdev(result.returns), "return_min": min(result.returns),
         "return_max": max(result.returns), "length_min": min(result.lengths), "length_max": max(result.lengths),
@@ -220,9 +215,6 @@ def evaluate_saved(path: Path, num_envs: int, episodes: int, seed: int, device: 
     }  # fmt: skip
 
 
-def evaluation_file(checkpoint: Path, seed: int, episodes: int) -> Path:
-    """Where ``pql eval`` writes: below the run, or beside a checkpoint that lies elsewhere."""
-    folder = checkpoint.resolve().parent
-    if folder.name == "checkpoints":
-        folder = folder.parent
-    return folder / "evaluations" / f"{checkpoint.resolve().name}-seed{seed}-{episodes}episodes.json"
+def evaluation_file(policy: Path, seed: int, episodes: int) -> Path:
+    """Where ``pql eval`` writes: below the run, or beside a checkpoint or export that lies elsewhere."""
+    return home(policy) / "evaluations" / f"{policy.resolve().name}-seed{seed}-{episodes}episodes.json"

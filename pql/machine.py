@@ -39,15 +39,17 @@ def replica_devices(config: Config) -> list[str]:
     return [config.device] * count
 
 
-def thread_counts(config: Config) -> dict[str, int]:
+def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
     """Threads on the CPU: each worker's intra-op threads, and those of a simulator that has its own.
+
+    ``cores`` is how many there are to share out; None: all that this process may use.
 
     Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere; under ``replicas``
     the same with a replica's share of the cores. Under ``concurrent`` the V-learner and the simulator, which bound most
     ticks, get half the cores each. Another count is another order of summation, so other bits: never chosen at run
     time.
     """
-    cores, place = max(1, available_cores() // config.algo.replicas), config.placement.threads
+    cores, place = max(1, (cores or available_cores()) // config.algo.replicas), config.placement.threads
     alone = config.algo.schedule != "concurrent"
     default = {
         "collector": cores if alone else 1,

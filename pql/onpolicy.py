@@ -64,6 +64,12 @@ class StochasticActor:
             self.memory.carry.zero_()
             self.memory.fresh.fill_(True)
 
+    def part(self, columns: slice) -> "StochasticActor":
+        part = copy.copy(self)
+        part.action, part.acted = self.action[columns], Acted(*(t[columns] for t in self.acted))
+        part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
+        return part
+
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self.memory is None else self.memory._asdict()
 
@@ -91,7 +97,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
         raise ConfigError("algo.ppo.squash", True, f"false: the actions of {spec.name} are discrete")
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
         raise ConfigError("algo.ppo.shared", True, f"false: in {spec.name} the critic has observations of its own")
-    # The segment, its normalised copy, one epoch's shuffled copy; activations come on top, and are small beside them.
+    # The segment, its normalised copy, and as much again for a minibatch and its activations.
     need = 3 * rollout_bytes(spec, p.horizon, make_dist(config, spec).params_size)
     free = available_bytes(device)
     if need > free:

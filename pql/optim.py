@@ -1,4 +1,4 @@
-"""Optimisation over one flat parameter tensor: clip, AdamW (fused) or RMSProp, polyak averaging. All capturable."""
+"""Optimisation over one flat parameter tensor: clip, AdamW, RAdam or RMSProp, polyak averaging. All capturable."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pql.nets import Flat
+from pql.parallel import ALONE, Group
 
 
 class Optimizer:
@@ -18,20 +19,27 @@ class Optimizer:
     def __init__(self, flat: Flat, lr: float, clip: float | None = None):
         self.flat, self.clip = flat, clip
         self.lr = torch.tensor(lr, device=flat.data.device)
+        self.group = ALONE
+
+    def connect(self, group: Group) -> None:
+        """Average gradients over the processes of ``group`` from now on."""
+        self.group = group
 
     def zero_grad(self) -> None:
         assert self.flat.data.grad is not None
         self.flat.data.grad.zero_()
 
     @torch.no_grad()
-    def step(self, skip: Tensor | None = None) -> Tensor:
-        """Clip, step; returns the gradient norm before clipping (0-dim).
+    def step(self, skip: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Average over processes, clip, step; returns the gradient norm before clipping (0-dim).
 
         Args:
             skip: 0-dim float; where it is 1, nothing changes.
+            mask: 1 for each row that the gradient is a mean over, so that processes weigh by rows; None: all the same.
         """
         grad = self.flat.data.grad
         assert grad is not None
+        self.group.mean_(self.flat.sent, mask)
         norm = torch.linalg.vector_norm(grad)
         if self.clip is not None:
             grad.mul_((self.clip / (norm + 1e-6)).clamp_(max=1.0))
@@ -85,15 +93,45 @@ class AdamW(Optimizer):
 
     def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
         state["count"].add_(1 if skip is None else 1 - skip)
+        self._fused(data, grad, state, skip, state["lr"])
+
+    def _fused(
+        self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None, lr: Tensor
+    ) -> None:  # fmt: skip
         # ``found_inf`` is meant for loss scaling: where it is 1, the kernel leaves everything as it is.
         torch._fused_adamw_(
-            [data], [grad], [state["mean"]], [state["square"]], [], [state["count"]], lr=state["lr"],
+            [data], [grad], [state["mean"]], [state["square"]], [], [state["count"]], lr=lr,
             beta1=self.BETA1, beta2=self.BETA2, weight_decay=self.weight_decay, eps=self.eps,
             amsgrad=False, maximize=False, found_inf=skip,
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"lr": self.lr, "count": self.count, "mean": self.mean, "square": self.square}
+
+
+class RAdam(AdamW):
+    """RAdam (Liu et al. 2020, Algorithm 2): Adam's step times a factor that rises to 1 as the estimate of the second
+    moment gains in certainty; momentum alone in the first few steps, where there is none.
+
+    ``eps`` stands where Adam has it (as in optax; ``torch.optim.RAdam`` has it before the bias correction), and the
+    decay of weights, too, is times that factor.
+    """
+
+    CERTAIN = 5.0  # length of the approximated moving average above which the second moment is used
+    LONGEST = 2 / (1 - AdamW.BETA2) - 1
+
+    def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+        state["count"].add_(1 if skip is None else 1 - skip)
+        # In double: differences of nearly equal numbers follow.
+        count, longest = state["count"].double().clamp_(min=1), self.LONGEST
+        decay = self.BETA2**count
+        length = longest - 2 * count * decay / (1 - decay)
+        certain = length > self.CERTAIN
+        factor = ((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)
+        lr = state["lr"]
+        self._fused(data, grad, state, skip, lr * torch.where(certain, factor, 0).sqrt().float())
+        plain = lr * (~certain / (1 - self.BETA1**count)).float()
+        data.addcmul_(state["mean"], plain if skip is None else plain * (1 - skip), value=-1)
 
 
 class RMSProp(Optimizer):
@@ -117,6 +155,11 @@ class RMSProp(Optimizer):
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"lr": self.lr, "square": self.square}
+
+
+def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
+    """What a linear fall from 1 to 0 over ``steps`` env steps has left after ``ticks`` ticks (0-dim)."""
+    return (1 - ticks * (steps_per_tick / steps)).clamp_(min=0)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ A :class:`Replica` is a whole learner: an environment, the collector that steps 
 its rows. All schedules but ``Replicas`` have one. What the session asks of a run it asks of :class:`Parts`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from pql.env import VecEnv
 from pql.errors import ConfigError
 from pql.nets import Flat
 from pql.normalize import Moments
+from pql.parallel import ALONE, Group
 from pql.replay import Cursor
 from pql.schedule import Counts, Schedule
 from pql.slots import WeightSlot
@@ -186,24 +188,29 @@ class Parts:
         return {k: sum(one.workers[k].busy for one in self.replicas) / len(self.replicas) for k in self.workers}
 
     def totals(self) -> dict[str, float]:
-        """What rates are made of, since the run (of ``busy/...``: this sitting) began: sums over replicas."""
+        """What rates are made of, since the run (``busy/...``: this sitting) began; env steps aside."""
         updates = sum(job.updates for one in self.replicas for job in one.jobs.values())
         busy = {f"busy/{k}": v for k, v in self.busy().items()}
-        return {"ticks": self.schedule.ticks, "env_steps": self.env_steps, "updates": updates, **busy}
+        return {"ticks": self.schedule.ticks, "updates": updates, **busy}
 
-    def drain(self) -> dict[str, Tensor]:
-        """The log's device values since the last call: of all replicas' episodes and updates together, and gauges."""
+    def drain(self, group: Callable[[str], Group] = lambda worker: ALONE) -> dict[str, Tensor]:
+        """The log's device values since the last call: of all replicas' episodes and updates together, and gauges.
+
+        Args:
+            group: the processes of a worker, whose values are added.
+        """
         first, *others = self.replicas
         for one in others:
             first.collector.episodes.absorb(one.collector.episodes)
-        values = first.collector.episodes.drain()
+        values = first.collector.episodes.drain(group("collector"))
         for name in first.jobs:
             sums = [m for one in self.replicas if (m := one.jobs[name].metrics).count is not None] or [MetricSum()]
             for other in sums[1:]:
                 sums[0].absorb(other)
-            values |= sums[0].drain()
+            values |= sums[0].drain(group(name))
         for name, gauge in first.gauges.items():
-            values[name] = sum((one.gauges[name].to(gauge.device) for one in others), gauge.clone())
+            total = sum((one.gauges[name].to(gauge.device) for one in others), gauge.clone())
+            values[name] = group(next(iter(first.jobs))).sum_(total)
         return values
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from pql.env import ObsSpec
 from pql.errors import ConfigError
 from pql.flags import NEXT_FIRST, pack, tables
 from pql.frames import Stacker, deepest, kept_shape, newest
+from pql.normalize import clip
 from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Step
 
 
@@ -67,6 +68,7 @@ class Replay:
         dtype: storage of floating observations (uint8 observations always stay uint8).
         obs_only: keep observations alone (for a policy learner on a device of its own).
         extra: names of float32 numbers that the actor gives beside each action.
+        reward_clip: each reward (stored raw) is clipped to +- this when it is read; None: it is not.
 
     Attributes:
         guard: oldest rows of a full ring that are never drawn.
@@ -84,9 +86,10 @@ class Replay:
         dtype: torch.dtype = torch.float32,
         obs_only: bool = False,
         extra: Sequence[str] = (),
+        reward_clip: float | None = None,
     ):
         self.rows, self.num_envs, self.horizon, self.device = rows, num_envs, horizon, device
-        self.obs_only = obs_only
+        self.obs_only, self.reward_clip = obs_only, reward_clip
         self.finals = 0 if obs_only else final_rows(rows, horizon, max_episode_steps)  # K
         cells, blank = rows * num_envs, (rows + self.finals) * num_envs
         self.obs = {
@@ -193,13 +196,14 @@ class Replay:
         """The n-step windows that start at logical ``row`` of ``column`` (both [B]).
 
         A window ends at the first of: n steps, a terminated or truncated row, the row before a filler row or before
-        an unannounced restart, the head. Its target is ``sum_i gamma^i r_i + gamma^m (1 - terminated) V(s_{t+m})``.
+        an unannounced restart, the head. Its target is ``sum_i gamma^i r_i + gamma^m (1 - terminated) V(s_{t+m})``,
+        with each r_i clipped.
         """
         place = row % self.rows
         cell = torch.add(column, place, alpha=self.num_envs)
         flags = self.flags.index_select(0, cell).int()
         usable = self._rule("valid", flags) & (head > 0)
-        reward = self.reward.index_select(0, cell)
+        reward = clip(self.reward.index_select(0, cell), self.reward_clip)
         last, tail, end, power = row, cell, flags, self.constants(1, gamma)[2]  # the window's last row: this one
         if n > 1:
             reward, more, power = self._extend(reward, flags, place, column, head - 1 - row, n, gamma)
@@ -232,7 +236,8 @@ class Replay:
         for i in range(1, n - 1):
             alive[i] &= alive[i - 1]
         more = alive.sum(0)
-        reward = reward + (self.reward.index_select(0, cell).view_as(later) * powers).mul_(alive).sum(0)
+        rewards = clip(self.reward.index_select(0, cell), self.reward_clip)
+        reward = reward + (rewards.view_as(later) * powers).mul_(alive).sum(0)
         return reward, more, table.index_select(0, more)
 
     def _wrap(self, row: Tensor) -> Tensor:

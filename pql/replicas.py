@@ -31,14 +31,14 @@ from pql.machine import replica_devices
 from pql.normalize import meet
 from pql.parts import Replica
 from pql.schedule import Inline, Job, Threads
-from pql.wiring import replica_seed
+from pql.wiring import own_seed
 
 
 def shares(config: Config) -> list[Config]:
     """The config of each replica: an equal part of the environments, a device, a seed. The first keeps the run's."""
     count = config.algo.replicas
     return [
-        replace(config, num_envs=config.num_envs // count, device=device, seed=replica_seed(config.seed, i))
+        replace(config, num_envs=config.num_envs // count, device=device, seed=own_seed(config.seed, i))
         for i, device in enumerate(replica_devices(config))
     ]
 

@@ -69,7 +69,7 @@ def make_plan(words: Sequence[str]) -> Plan:
         key, value = parse_space(word) if not word.startswith("sweep_dir=") else split_word(word)
         if key in INSTEAD:
             raise ConfigError(key, getattr(value, "text", value), INSTEAD[key])
-        if key in ("task", "task.name", "task.id") and isinstance(value, Space):
+        if key in ("task", "task.name", "task.id", "task.game") and isinstance(value, Space):
             raise ConfigError(key, value.text, "a single value: returns of two tasks cannot be compared")
         if key in NAMES:
             own[key] = own_setting(key, value)

@@ -31,6 +31,7 @@ CHOICES = {
 RANGES: dict[str, tuple[float, float, bool]] = {
     "num_envs": (1, 1_000_000, True),
     "seed": (0, 2**62, True),
+    "task.reward_clip": (0, 1e9, False),
     "algo.batch_size": (1, 2**24, True),
     "algo.n_step": (1, 100, True),
     "algo.gamma": (0, 1, True),
@@ -71,6 +72,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "placement.threads.v": (1, 1024, True),
     "placement.threads.p": (1, 1024, True),
     "placement.threads.simulator": (1, 1024, True),
+    "placement.groups": (1, 1024, True),
     "placement.watchdog_seconds": (0, 1e6, False),
     "budget.seconds": (0, 1e9, False),
     "budget.env_steps": (1, 10**15, True),
@@ -80,6 +82,9 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "checkpoint.keep": (1, 1000, True),
     "logger.every_seconds": (0, 1e6, False),
 }  # fmt: skip
+
+# Of single commands, which no run's settings have.
+EPISODES = STEPS = (1, 1_000_000, True)
 
 
 def validate(config: Config) -> Config:
@@ -95,10 +100,8 @@ def validate(config: Config) -> Config:
     for name, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(name, value, "a finite number")
-    for name, (low, high, inclusive) in RANGES.items():
-        value = flat[name]
-        if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
-            raise ConfigError(name, value, f"a number {'from' if inclusive else 'above'} {low} up to {high}")
+    for name, limits in RANGES.items():
+        check_range(name, flat[name], limits)
     for name in ("algo.critic.obs", "algo.policy.obs"):
         if flat[name] is not None and (not flat[name] or len({*flat[name]}) < len(flat[name])):
             raise ConfigError(name, flat[name], "null, or a list of observation groups, each once: [policy,image]")
@@ -114,6 +117,13 @@ def validate(config: Config) -> Config:
     return config
 
 
+def check_range(setting: str, value: float | None, limits: tuple[float, float, bool]) -> None:
+    """Raises ``ConfigError`` for a number outside ``limits`` (as in ``RANGES``); None is always inside."""
+    low, high, inclusive = limits
+    if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
+        raise ConfigError(setting, value, f"a number {'from' if inclusive else 'above'} {low} up to {high}")
+
+
 def _check_together(config: Config) -> None:
     algo, budget = config.algo, config.budget
     if algo.critic.v_min >= algo.critic.v_max:
@@ -122,6 +132,8 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.explore.low", algo.explore.low, f"at most algo.explore.high={algo.explore.high:g}")
     if algo.encoder.kind == "nature" and len(algo.encoder.channels or ()) > 3:
         raise ConfigError("algo.encoder.channels", algo.encoder.channels, "three at most with algo.encoder.kind=nature")
+    if algo.encoder.kind == "resnet" and algo.encoder.layer_norm:
+        raise ConfigError("algo.encoder.layer_norm", True, "false: the residual network is taken as it is published")
     if budget.seconds is budget.env_steps is budget.target_return is None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
     if algo.family == "sac" and algo.policy.target:
@@ -130,6 +142,10 @@ def _check_together(config: Config) -> None:
         _check_ppo(config)
     elif algo.warmup_steps < 1:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
+    groups, envs = config.placement.groups or 1, f"num_envs={config.num_envs}"
+    envs += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
+    if config.num_envs // algo.replicas % groups:
+        raise ConfigError("placement.groups", groups, f"null, or a divisor of {envs}")
     first = algo.warmup_steps * config.num_envs
     if budget.env_steps is not None and budget.env_steps <= first:
         raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")

@@ -69,16 +69,15 @@ class Family:
 def seeds(seed: int) -> dict[str, int]:
     """One seed -> a seed for every generator and for the simulator. A single learner's is that of "v"."""
     root = torch.Generator().manual_seed(seed)
-    names = ("init", "env", "collector", "v", "p", "eval", "replicas")  # new ones come last: the others stay
+    names = ("init", "env", "collector", "v", "p", "eval")
     return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
 
 
-def replica_seed(seed: int, replica: int) -> int:
-    """The seed of one of several replicas. The first has the run's own."""
-    if replica == 0:
+def own_seed(seed: int, number: int) -> int:
+    """A seed for what must differ between processes, or replicas, that share a run. The first one's is the run's."""
+    if number == 0:
         return seed
-    root = torch.Generator().manual_seed(seeds(seed)["replicas"])
-    return int(torch.randint(2**62, (replica,), generator=root)[-1])
+    return int(torch.randint(2**62, (number,), generator=torch.Generator().manual_seed(seed))[-1])
 
 
 def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Normalizer:
@@ -86,7 +85,7 @@ def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Norm
     algo = config.algo
     return Normalizer(
         spec.obs, spec.num_envs, device, algo.normalize_obs, config.task.reward_scale * algo.reward_scale,
-        algo.gamma if algo.normalize_reward else None,
+        algo.gamma if algo.normalize_reward else None, config.task.reward_clip,
     )  # fmt: skip
 
 

@@ -101,6 +101,32 @@ def test_gradients_are_those_of_channels_first_and_plain_division(kind):
         torch.testing.assert_close(mine, want, atol=1e-5, rtol=1e-3)
 
 
+@torch.no_grad()
+def test_layer_norm_is_over_the_channels_of_each_place():
+    torch.manual_seed(0)
+    net, x = Pictures((4, 44, 44), "nature", layer_norm=True), frames(2, 44)
+    for p in net.parameters():
+        p.add_(0.1 * torch.randn_like(p))  # gains and offsets that matter
+    norms = layers(net, nn.LayerNorm)
+    assert [n.normalized_shape for n in norms] == [(32,), (64,), (64,), (512,)]
+    y = x.double() / 255
+    for conv, norm in zip(layers(net, nn.Conv2d), norms, strict=False):
+        y = convolved(y, conv)
+        mean, var = y.mean(1, keepdim=True), y.var(1, correction=0, keepdim=True)
+        gain, offset = (p.double().view(1, -1, 1, 1) for p in (norm.weight, norm.bias))
+        y = ((y - mean) / (var + 1e-5).sqrt() * gain + offset).relu()
+    y = dense(y, *layers(net, nn.Linear))
+    y = (y - y.mean(1, keepdim=True)) / (y.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+    y = (y * norms[-1].weight.double() + norms[-1].bias.double()).relu()
+    torch.testing.assert_close(net(x).double(), y, atol=1e-4, rtol=1e-4)
+    assert len(layers(Pictures((4, 44, 44), "small", layer_norm=True), nn.LayerNorm)) == 4
+
+
+def test_the_residual_network_has_no_layer_norm():
+    with pytest.raises(ConfigError, match=r"algo\.encoder\.layer_norm=true: expected false"):
+        validate(from_dict(to_dict(config_of(kind="resnet", layer_norm=True))))
+
+
 def image_spec(side, action=None):
     return EnvSpec("made up", 3, {"policy": ObsSpec((4, side, side), torch.uint8)}, action or Discrete(6), CPU)
 

@@ -15,7 +15,7 @@ from pql.errors import RunError
 from pql.evaluate import run_episodes
 from pql.normalize import Moments
 from pql.policy import fresh_policy, snapshot
-from pql.wiring import replica_seed, seeds
+from pql.wiring import own_seed, seeds
 
 CHUNK = 64  # of networks of some hundred parameters: many chunks
 
@@ -61,7 +61,7 @@ class Serial:
     def zero_grad(self):
         self.flat.data.grad.zero_()
 
-    def step(self, skip=None):
+    def step(self, skip=None, mask=None):
         assert skip is None
         norm = self.flat.data.grad.norm()
         self.shared.grad = self.flat.data.grad * (self.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -74,7 +74,7 @@ class Serial:
 def serial_reference(change, count, rounds, make_optimizer):
     """One loop without threads, locks or chunks: all read, all collect, then one update of each after the other."""
     share = {"num_envs": 12 // count}
-    runs = [start(config_of(change, share, {"seed": replica_seed(3, i)})) for i in range(count)]
+    runs = [start(config_of(change, share, {"seed": own_seed(3, i)})) for i in range(count)]
     learners = [one.learners["learner"] for one in runs]
     shared = torch.nn.Parameter(learners[0].state.optimizer.flat.data.detach().clone())
     optimizer = make_optimizer(shared)
@@ -164,9 +164,9 @@ def test_whole_ticks_in_turn_on_one_thread():
 def test_between_ticks_all_have_the_statistics_of_all(monkeypatch):
     fed, update = {}, Moments.update
 
-    def recorded(self, x, keep=None):
-        fed.setdefault(id(self), []).append(x if keep is None else x[keep])
-        update(self, x, keep)
+    def recorded(self, x, keep=None, *rest):
+        fed.setdefault(id(self), []).append(x.clone() if keep is None else x[keep])
+        update(self, x, keep, *rest)
 
     monkeypatch.setattr(Moments, "update", recorded)
     parts = run(replicas(3, {"num_envs": 12, "algo": {"normalize_reward": True}}, order="free", each=2), 3)
@@ -247,7 +247,7 @@ def test_replicas_see_different_episodes_and_start_from_the_same_weights():
     weights = [one.learners["learner"].state.optimizer.flat.data for one in parts.replicas]
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
-    assert len({seed for i in range(50) for seed in seeds(replica_seed(3, i)).values()}) == 50 * len(seeds(3))
+    assert len({seed for i in range(50) for seed in seeds(own_seed(3, i)).values()}) == 50 * len(seeds(3))
 
 
 def score(parts):
