@@ -104,10 +104,10 @@ def learners(state):
 
 
 class Ordered(Streams):
-    """Three streams, launched in a chosen order."""
+    """A stream for each worker, launched in a chosen order."""
 
     def __init__(self, config, order):
-        super().__init__(worker_devices(config))
+        super().__init__(worker_devices(config, [name for name in order if name != "collector"]))
         self.order = order
 
     def run(self, jobs):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ import pql
 from pql import checkpoint
 from pql.compose import compose, resume_config
 from pql.errors import ConfigError
-from pql.ranks import rank_seed, share_of
+from pql.ranks import share_of
 from pql.session import Session
+from pql.wiring import own_seed
 from pql.world import World, world
 
 
@@ -43,17 +45,23 @@ def test_totals_are_shared_out():
 
 
 def test_only_rank_0_has_the_runs_own_seed():
-    assert rank_seed(7, 0) == 7
-    others = {rank_seed(seed, rank) for seed in range(20) for rank in range(1, 8)}
+    assert own_seed(7, 0) == 7
+    others = {own_seed(seed, rank) for seed in range(20) for rank in range(1, 8)}
     assert len(others) == 140
     assert not others & set(range(20))
-    assert rank_seed(7, 3) == rank_seed(7, 3)
+    assert own_seed(7, 3) == own_seed(7, 3)
 
 
 def test_an_annealed_schedule_counts_the_steps_of_all():
     ppo = {"lr_schedule": "linear", "anneal_steps": 6400, "horizon": 8}
     config = small_config(algo={"family": "ppo", "schedule": "lockstep", "batch_size": 31, "ppo": ppo})
     assert share_of(config, World(0, 2, 0, 2)).algo.ppo.anneal_steps == 3200
+
+
+def test_env_steps_are_those_of_all():
+    dqn = {"target_period": 64, "epsilon": {"steps": 1000}, "priority": {"beta_steps": 501}}
+    own = share_of(small_config(algo={"family": "dqn", "dqn": dqn}), World(0, 2, 0, 2)).algo.dqn
+    assert (own.target_period, own.epsilon.steps, own.priority.beta_steps) == (32, 500, 250)
 
 
 def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
@@ -134,13 +142,14 @@ CASES = {
     "td3": ("algo=td3",),
     "ppo": ("algo=ppo", "algo.ppo.horizon=4", "algo.ppo.minibatches=2", "algo.ppo.kl_stop=0.002"),
     "a2c": ("algo=a2c", "task=cartpole", "algo.ppo.horizon=4"),
+    "rainbow": ("algo=rainbow", "task=cartpole", "algo.dqn.target_period=64"),
 }
-PER_RANK = ("progress/lost", "progress/carry")
+PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
 
 
 def settings(path: Path, case: str, *more: str) -> list[str]:
-    off_policy = [w for w in words(path) if not w.startswith(("algo.batch_size", "replay"))]
-    chosen = off_policy if case in ("ppo", "a2c") else words(path)
+    unread = {"ppo": ("algo.batch_size", "replay"), "a2c": ("algo.batch_size", "replay"), "rainbow": ("algo.policy",)}
+    chosen = [w for w in words(path) if not w.startswith(unread.get(case, ("-",)))]
     patient = "placement.watchdog_seconds=200"  # other work on this machine is no failure
     return [*chosen, "task.kwargs.max_episode_steps=11", patient, *CASES[case], *more]
 
@@ -148,7 +157,7 @@ def settings(path: Path, case: str, *more: str) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, case):
     first, second = both(run, *settings(tmp_path / "a", case, "budget.env_steps=640"))
-    mine, theirs = ({k: v for k, v in r["weights"].items() if not k.endswith(PER_RANK)} for r in (first, second))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
     assert differences(mine, theirs) == []
     shared = [k for k in first["norm"] if k != "running_return"]
     assert all(torch.equal(first["norm"][k], second["norm"][k]) for k in shared)
@@ -160,7 +169,7 @@ def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, cas
     assert differences(first["weights"], again["weights"]) == []  # and the same bits every time
 
 
-@pytest.mark.parametrize("case", ["pql", "sac", "ppo"])
+@pytest.mark.parametrize("case", ["pql", "sac", "ppo", "rainbow"])
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(both: Pair, tmp_path, case):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steps = {"ppo": (16 * 28, 16 * 48)}.get(case, (16 * 25, 16 * 42))
@@ -285,7 +294,7 @@ def test_live_environments_are_one_to_each(both: Pair, tmp_path):
 def test_two_gpus_hold_the_same_weights(both: Pair, tmp_path, case, graphs):
     more = ("device=cuda", f"cuda_graphs={graphs}", "budget.env_steps=640")
     first, second = both(run, *settings(tmp_path, case, *more))
-    mine, theirs = ({k: v for k, v in r["weights"].items() if not k.endswith(PER_RANK)} for r in (first, second))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
     assert differences(mine, {k: v.to(mine[k].device) for k, v in theirs.items()}) == []
 
 
