@@ -77,6 +77,10 @@ def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
         ({"num_envs": 9}, "num_envs=9: expected a multiple of 2, the processes that share it, such as 8"),
         ({"algo": {"batch_size": 33}}, "algo.batch_size=33: expected a multiple of 2, the processes that share it"),
         (
+            {"algo": {"family": "dqn", "schedule": "lockstep", "dqn": {"target_period": 1001}}, "num_envs": 8},
+            "algo.dqn.target_period=1001: expected a multiple of 2, the processes that share it",
+        ),
+        (
             {"algo": {"family": "ppo", "schedule": "lockstep", "ppo": {"horizon": 2, "minibatches": 16}}},
             "algo.ppo.minibatches=16: expected a divisor of num_envs=4 x algo.ppo.horizon=2 rows, such as 8 "
             "(this is the share of one of 2 processes)",
