@@ -12,11 +12,13 @@ BUILTIN = {
     "cartpole": "pql.envs.classic:Cartpole",
     "cartpole_swingup": "pql.envs.classic:CartpoleSwingup",
     "ball_balance": "pql.envs.classic:BallBalance",
+    "catch": "pql.envs.catch:Catch",
     "halfcheetah": "pql.envs.mujoco:halfcheetah",
     "hopper": "pql.envs.mujoco:hopper",
     "walker2d": "pql.envs.mujoco:walker2d",
     "ant": "pql.envs.mujoco:ant",
+    "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
 }
 
-EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium"}
+EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari"}

@@ -93,7 +93,7 @@ class TorchEnv:
         return EnvSpec(
             name=cls.name,
             num_envs=positive("num_envs", num_envs),
-            obs={"policy": ObsSpec((cls.obs_size,))},
+            obs={"policy": cls.obs_spec()},
             action=Discrete(cls.action_size) if cls.discrete else Box.within(cls.action_size, cls.action_limit),
             device=torch.device(device),
             max_episode_steps=positive("max_episode_steps", max_episode_steps),
@@ -102,12 +102,17 @@ class TorchEnv:
             info={"dt": cls.dt},
         )
 
+    @classmethod
+    def obs_spec(cls) -> ObsSpec:
+        """Of what ``observe`` returns."""
+        return ObsSpec((cls.obs_size,))
+
     def draw(self) -> Tensor:
         """Start states for all rows: [N, S], from ``self.generator``."""
         raise NotImplementedError
 
     def observe(self, state: Tensor) -> Tensor:
-        """[N, S] -> [N, D], a new tensor."""
+        """[N, S] -> [N, D] (or as ``obs_spec`` says), a new tensor."""
         raise NotImplementedError
 
     def advance(self, state: Tensor, action: Tensor) -> Transition:

@@ -104,6 +104,15 @@ def cartpole(canvas: Canvas, state: Sequence[float], rail: float = 2.4, length: 
     canvas.circle((x, 0), 0.035, INK)
 
 
+def catch(canvas: Canvas, state: Sequence[float], size: int = 8) -> None:
+    """State: the ball's phase, drift, row, the paddle's column, ...; a metre is a pixel of the frames."""
+    far = size - 1
+    ball = (far - abs(state[0] % (2 * far) - far), far - state[2])
+    canvas.box((far / 2, far / 2), size, size, PALE)
+    canvas.box((state[3], 0), 1, 1, CART)
+    canvas.circle(ball, 0.5, BALL)
+
+
 def ball_balance(
     canvas: Canvas, state: Sequence[float], plate: float = 0.5, leg: float = 0.4, ball: float = 0.05
 ) -> None:

@@ -19,6 +19,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.envs.stage import Stage
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step
 
@@ -31,19 +32,6 @@ class CopyObservation(gymnasium.ObservationWrapper):
 
     def observation(self, observation: Any) -> Any:
         return copy.deepcopy(observation)
-
-
-class Stage:
-    """Host arrays to new device tensors, through one reused host buffer (pinned for CUDA)."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self._device = device
-        self._host = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self.array = self._host.numpy()
-
-    def send(self) -> Tensor:
-        """What ``array`` holds, as a new tensor; do not write to ``array`` before that copy has happened."""
-        return self._host.to(self._device, non_blocking=True, copy=True)
 
 
 class GymnasiumVec:

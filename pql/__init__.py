@@ -62,17 +62,19 @@ def train(*overrides: str, env: Any = None, callbacks: Any = (), quiet: bool = F
     from pql.compose import compose
     from pql.errors import ConfigError
     from pql.session import Session
+    from pql.world import world
 
     words = list(overrides)
     if env is not None:
-        if clash := [w for w in words if w.partition("=")[0] in ("task", "task.name", "task.id", "task.live")]:
+        named = ("task", "task.name", "task.id", "task.game", "task.live")
+        if clash := [w for w in words if w.partition("=")[0] in named]:
             raise ConfigError("task", clash[0].partition("=")[2], "no task beside env=, which is trained on instead")
         spec = env.spec
         words = [
             "task=env",
             f"task.name={spec.name}",
             "task.live=true",
-            f"num_envs={spec.num_envs}",
+            f"num_envs={spec.num_envs * world().size}",
             f"device={spec.device}",
             *words,
         ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pql.dist import ActionDist, DiagGaussian
+from pql.encoders import Encoder
 from pql.env import ObsSpec
 from pql.nets import Reads, groups_read, mlp
 from pql.types import Obs
@@ -49,21 +50,23 @@ class Lstm(nn.Module):
 class Body(Reads):
     """Observations -> features: (encoder ->) (LSTM ->) an MLP whose every layer has an activation.
 
+    ``hidden`` may be empty where the encoder's features, or the LSTM's, are those wanted.
+
     Attributes:
         size: of the features. carry_size: 2 H, or 0.
     """
 
     def __init__(
         self, group: str, obs_size: int, hidden: Sequence[int], activation: str, layer_norm: bool, lstm: int | None,
-        encoder: nn.Module | None = None,
+        encoder: Encoder | None = None,
     ):  # fmt: skip
         super().__init__(group, encoder)
-        self.size, self.carry_size = hidden[-1], 2 * (lstm or 0)
+        self.size, self.carry_size = [lstm or obs_size, *hidden][-1], 2 * (lstm or 0)
         self.memory = Lstm(obs_size, lstm) if lstm else None
         layers = list(mlp(lstm or obs_size, hidden, 1, activation, layer_norm))[:-1]
         self.trunk = nn.Sequential(*layers)
-        for layer in layers:
-            if isinstance(layer, nn.Linear):
+        for layer in (*(encoder.plain_layers() if encoder else ()), *layers):
+            if isinstance(layer, nn.Conv2d | nn.Linear):
                 orthogonal(layer, math.sqrt(2))
 
     def forward(self, obs: Obs) -> Tensor:
@@ -105,9 +108,10 @@ class OwnBody(nn.Module):
         return out.view(*lead, self.size)
 
 
-def orthogonal(layer: nn.Linear, gain: float) -> None:
+def orthogonal(layer: nn.Conv2d | nn.Linear, gain: float) -> None:
     """Orthogonal weights and zero bias (Engstrom et al. 2020: it matters for PPO)."""
     nn.init.orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
     nn.init.zeros_(layer.bias)
 
 

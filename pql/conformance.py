@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from pql.env import Box, Discrete, EnvSpec, VecEnv
+from pql.grouped import join_steps
 from pql.rules import (
     STEP_RULES,
     Row,
     clone,
     closes,
     differs,
+    following,
     log_fault,
     obs_fault,
     shapes_fault,
+    stack_fault,
     tensors,
 )
 from pql.types import Step
@@ -71,6 +74,7 @@ class Checker:
     ends: int = 0
     limited: int = 0
     kept: bool = False
+    live: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # what the last step returned, and copies
 
     def fault(self, rule: str, message: str, index: int | None = None) -> None:
         if message and rule not in self.faults:
@@ -97,30 +101,39 @@ class Checker:
         self.fault("shapes", obs_fault("reset's obs", obs, spec))
         if "shapes" in self.faults:
             return []
-        zeros = torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device)
-        length, after_end, after_filler = zeros, zeros.bool(), zeros.bool()
-        digests, live, copies = [], dict(obs), {k: v.clone() for k, v in obs.items()}
+        every = torch.ones(spec.num_envs, dtype=torch.bool, device=spec.device)
+        self.fault("stack", stack_fault("reset's obs", obs, obs, every, every, spec))
+        self.live = [(name, value, value.clone()) for name, value in obs.items()]
+        digests, first, last = [], {k: v.clone() for k, v in obs.items()}, None
         for index, action in enumerate(self.actions(steps)):
-            given = action.clone()
-            step = self.env.step(action)
-            self.fault("shapes", shapes_fault(step, spec), index)
-            if "shapes" in self.faults:
+            step = self.take(action, index)
+            if step is None:
                 return []
-            self.fault("log", log_fault(step, spec), index)
-            self.fault("action_kept", "step wrote to the action it was given" * (not torch.equal(action, given)))
-            for name, value in live.items():
-                rewritten = bool(differs(value, copies[name]).any())
-                self.fault("buffers", f"{name} was rewritten by the next step: return copies" * rewritten, index)
-            length = length + step.valid
-            row = Row(spec, index, clone(step), length, after_end, after_filler)
-            self.judge(row)
-            length = length.masked_fill(closes(row) | row.step.first, 0)
-            after_end, after_filler = closes(row), ~row.step.valid
-            live, copies = dict(tensors(step)), dict(tensors(row.step))
+            if last is not None:  # whether a row ended an episode may show in the one after it alone
+                last.next_valid = step.valid.clone()
+                self.judge(last)
+            last = following(spec, last, clone(step), first)
             digests.append(digest(step))
+        if last is not None:
+            self.judge(last)
         if self.ends and not self.kept and spec.autoreset == "same_step" and spec.final_obs != "never":
             self.fault("final_obs_kept", "final_obs is the next episode's first observation at every end")
         return digests
+
+    def take(self, action: Tensor, index: int) -> Step | None:
+        """One step, and the rules on what came back as such; None where its shapes are wrong."""
+        spec, given = self.env.spec, action.clone()
+        step = self.env.step(action)
+        self.fault("shapes", shapes_fault(step, spec), index)
+        if "shapes" in self.faults:
+            return None
+        self.fault("log", log_fault(step, spec), index)
+        self.fault("action_kept", "step wrote to the action it was given" * (not torch.equal(action, given)))
+        for name, value, copy in self.live:
+            rewritten = bool(differs(value, copy).any())
+            self.fault("buffers", f"{name} was rewritten by the next step: return copies" * rewritten, index)
+        self.live = [(name, value, value.clone()) for name, value in tensors(step)]
+        return step
 
     def judge(self, row: Row) -> None:
         for name, rule in STEP_RULES.items():
@@ -150,7 +163,26 @@ class Checker:
             once = self.rollout(self.actions(few))
             env.load_state_dict(state)  # type: ignore[attr-defined]
             self.fault("state_dict", compare(once, self.rollout(self.actions(few)), "load_state_dict"))
+        self.groups(digests[:few], stable)
         self.clamp(few, stable)
+
+    def groups(self, digests: list[dict[str, bytes]], stable: bool) -> None:
+        """Groups of environments must do by turns what they do all at once."""
+        env, spec = self.env, self.env.spec
+        if spec.groups == 1 or not stable:
+            self.skipped["groups"] = "all environments step at once" if spec.groups == 1 else "needs determinism"
+            return
+        every, found = list(torch.arange(spec.num_envs).chunk(spec.groups)), []
+        env.reset(self.seed)
+        for index, action in enumerate(self.actions(len(digests))):
+            for ids in every:
+                env.send(action[ids[0] : ids[-1] + 1], ids)  # type: ignore[attr-defined]
+            answers = [env.recv() for _ in every]  # type: ignore[attr-defined]
+            if not all(torch.equal(ids, got.cpu()) for ids, (got, _) in zip(every, answers, strict=True)):
+                self.fault("groups", "recv gave other ids than those of the oldest group sent", index)
+                return
+            found.append(digest(join_steps([step for _, step in answers])))
+        self.fault("groups", compare(digests, found, "send and recv instead of step"))
 
     def clamp(self, steps: int, stable: bool) -> None:
         """Actions far outside [-1, 1] must do what the clamped ones do."""
@@ -179,6 +211,8 @@ class Checker:
         elif not self.ends:
             idle = ("final_obs_kept", "filler", "first", "filler_flags")
             skipped |= dict.fromkeys(idle, "no episode ended: pass more steps")
+        if all(part.stack == 1 for part in spec.obs.values()):
+            skipped["stack"] = "no observation group is a stack"
         if spec.autoreset == "same_step":
             skipped.setdefault("filler_flags", "same-step autoreset")
         else:
@@ -213,10 +247,12 @@ RULES = {
     "filler": "filler rows follow ends, and only under next-step autoreset",
     "filler_flags": "filler rows carry no flags",
     "time_limit": "no episode goes on after max_episode_steps rows",
+    "stack": "a stack's older frames are those of the observation before, zeros from before the episode",
     "buffers": "what a step returned is not rewritten by the next one",
     "action_kept": "step does not write to its action",
     "action_range": "actions outside [-1, 1] act as if clamped",
     "determinism": "reset(seed) and the same actions give the same bits",
+    "groups": "send and recv, group by group, do what step does",
     "state_dict": "load_state_dict continues with the same bits",
     "describe": "describe gives the specification without building",
 }
@@ -249,6 +285,8 @@ def protocol_fault(env: Any) -> str:
     for one, other in (("state_dict", "load_state_dict"), ("send", "recv")):
         if hasattr(env, one) != hasattr(env, other):
             return f"{one} and {other} belong together: one of them is missing"
+    if spec.groups < 1 or spec.num_envs % spec.groups or (spec.groups > 1 and not hasattr(env, "send")):
+        return f"spec.groups={spec.groups}: equal groups of environments, and send and recv where they are several"
     if spec.num_envs < 1 or "policy" not in spec.obs or not isinstance(spec.action, Box | Discrete):
         return "spec needs num_envs of at least 1, a 'policy' observation, and Box or Discrete actions"
     for name, allowed in (

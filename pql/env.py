@@ -79,6 +79,8 @@ class EnvSpec:
             solved: evaluations then report the share of episodes with such a row.
         single_instance: only one simulator fits in a process, so evaluation needs a process of its own.
         deterministic: same seed and actions, same bits.
+        groups: above 1: this many groups of environments can step apart, by ``send`` and ``recv``. Group g of G is the
+            N / G environments from g N / G on.
         stream: CUDA stream the simulator works on: ``current`` (PyTorch's), or ``default`` (the legacy default
             stream; the collector then bridges the two with events).
     """
@@ -94,6 +96,7 @@ class EnvSpec:
     log: tuple[str, ...] = ()
     single_instance: bool = False
     deterministic: bool = True
+    groups: int = 1
     stream: Literal["current", "default"] = "current"
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -105,10 +108,17 @@ class VecEnv(Protocol):
     Optional, found by ``hasattr``: ``state_dict() -> dict`` and ``load_state_dict(d)`` for exact resume;
     ``reset_where(mask) -> Obs`` to restart single environments ([N] bool; returns all current observations; a filler
     row that was due is then not); ``send(action, ids)`` / ``recv() -> (ids, Step)`` for simulators whose environments
-    answer in groups; ``render(index=0, width=None, height=None)`` -> numpy uint8 [H, W, 3], a picture of one
+    answer in groups: ``send`` hands a group's actions ([n, A] or [n], ``ids`` [n] int64, ascending) to the simulator
+    and returns at once, ``recv`` waits for the group that was sent first and returns its ids and what followed there
+    (fields of [n, ...]); ``render(index=0, width=None, height=None)`` -> numpy uint8 [H, W, 3], a picture of one
     environment as it stands (None: a size of its own), and ``viewer(index=0)``, a window with ``open``, ``show()`` and
     ``close()``, both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.
     ``spec.info["dt"]``, the seconds of a step, sets a video's speed.
+
+    Where ``spec.groups`` is above 1: ``send(action, ids)`` starts a step of one group and returns at once; ``ids`` [n]
+    int64, on the CPU, are the group's environments in order; ``action`` [n, ...] is left alone until the answer.
+    ``recv() -> (ids, Step)`` waits for the oldest group sent; its step's fields are [n, ...], and stay as they are
+    until the same group is sent again. ``step`` is there as ever, while no answer is due.
     """
 
     @property

@@ -161,7 +161,7 @@ def describe(policy: Policy, manifest: Mapping[str, Any], source: Path, scale: b
         "format_version": FORMAT_VERSION,
         "algorithm": config.algo.name,
         "family": config.algo.family,
-        "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "kwargs")},
+        "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "game", "kwargs")},
         "inputs": [*obs, *states],
         "outputs": [action, *after],
         "action": about,
@@ -224,13 +224,17 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """float32 products in float32, as every other runtime forms them, whatever a run in this process has set."""
-    place: Any = torch.backends.mkldnn
-    before, place.matmul.fp32_precision = place.matmul.fp32_precision, "ieee"
+    """float32 products and convolutions in float32, as every other runtime forms them, whatever a run in this process
+    has set."""
+    places: Any = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
     try:
+        for place in places:
+            place.fp32_precision = "ieee"
         yield
     finally:
-        place.matmul.fp32_precision = before
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
 
 
 # -- parity -----------------------------------------------------------------------------------------------------------

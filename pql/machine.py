@@ -29,15 +29,28 @@ def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict
     return out
 
 
-def thread_counts(config: Config) -> dict[str, int]:
+def replica_devices(config: Config) -> list[str]:
+    """A device for each replica: as placed, else the run's: for ``cuda`` without a number, all GPUs in turn."""
+    count = config.algo.replicas
+    if config.placement.replicas is not None:
+        return config.placement.replicas
+    if count > 1 and resolve_device(config.device) == "cuda":
+        return [f"cuda:{i % torch.cuda.device_count()}" for i in range(count)]
+    return [config.device] * count
+
+
+def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
     """Threads on the CPU: each worker's intra-op threads, and those of a simulator that has its own.
 
-    Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere. Under
-    ``concurrent`` the V-learner and the simulator, which bound most ticks, get half the cores each. Another count is
-    another order of summation, so other bits: never chosen at run time.
+    ``cores`` is how many there are to share out; None: all that this process may use.
+
+    Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere; under ``replicas``
+    the same with a replica's share of the cores. Under ``concurrent`` the V-learner and the simulator, which bound most
+    ticks, get half the cores each. Another count is another order of summation, so other bits: never chosen at run
+    time.
     """
-    cores, place = available_cores(), config.placement.threads
-    alone = config.algo.schedule == "lockstep"
+    cores, place = max(1, (cores or available_cores()) // config.algo.replicas), config.placement.threads
+    alone = config.algo.schedule != "concurrent"
     default = {
         "collector": cores if alone else 1,
         "v": cores if alone else max(1, cores // 2),
@@ -65,14 +78,17 @@ def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> E
 
 
 def set_precision(place: PlacementConfig) -> None:
-    """float32 products: TF32 on CUDA, and on the CPU oneDNN's reduced-precision mode.
+    """float32 products and convolutions: TF32 on CUDA, and on the CPU oneDNN's reduced-precision mode.
 
     That mode hands float32 products to oneDNN, which rounds inputs to bfloat16 only on CPUs with matrix units for
     it (AMX); elsewhere they stay float32 and merely run faster than MKL's on some processors.
     """
     fast = place.matmul == "fast"
     torch.backends.cuda.matmul.fp32_precision = "tf32" if fast else "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if fast else "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
+    torch.backends.mkldnn.conv.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True  # else convolutions' gradients differ from run to run
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,7 @@
 """The command line: one function a command. Errors a user can mend are one line and exit status 2."""
 
 import argparse
+import contextlib
 import json
 import sys
 import traceback
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
+from pql.world import world
 
 # Every command, with the settings of its own and their types: key=value words that are none of a run's.
 COMMANDS: dict[str, dict[str, type]] = {
     "train": {},
     "resume": {},
-    "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "out": str},
+    "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "out": str},
     "play": {"episodes": int, "steps": int, "width": int, "height": int, "seed": int, "device": str, "out": str},
     "export": {"formats": str, "scale": bool, "out": str},
     "compare": {"x": str, "out": str, "thresholds": list},
@@ -38,20 +40,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
             raise ConfigError("command", words[0], f"one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
         args = parser().parse_args(words)
+        check_alone(words[0], getattr(args, "multirun", False))
         return args.run(args)
     except ConfigError as error:
-        print(f"pql: {error}", file=sys.stderr)
+        print(f"{speaker()}: {error}", file=sys.stderr)
         return 2
     except PqlError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"pql: {error}", file=sys.stderr)
+        print(f"{speaker()}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before, or after, there was something to save
         print("pql: interrupted", file=sys.stderr)
         return 130
     finally:
         warnings.formatwarning = plain
+
+
+def speaker() -> str:
+    """Who prints an error: ``pql``, and which of several processes."""
+    rank = 0
+    with contextlib.suppress(ConfigError):  # it may be the very error to print
+        rank = world().rank
+    return f"pql, rank {rank}" if rank else "pql"
+
+
+def check_alone(command: str, multirun: bool) -> None:
+    """Raises ``ConfigError`` where several processes were started for what one does."""
+    if (multirun or command not in ("train", "resume")) and world().size > 1:
+        command += " -m" * multirun
+        raise ConfigError("command", command, "train or resume: under torchrun, all processes make one run")
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
@@ -81,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
     train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
-        "overrides", nargs="*", help="key=value settings; presets: algo= task= placement= logger= scale="
+        "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= batch= placement= logger= scale="
     )
     train.flags = FLAGS["train"]
     train.add_argument(
@@ -96,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     resume.set_defaults(run=run_resume)
     evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
-    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu out=FILE")
+    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 out=FILE")
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
     compare.add_argument("words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...]")
@@ -125,8 +143,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("what", choices=("placement",))
     bench.add_argument("overrides", nargs="*", help="as for train; seconds=2 rounds=3")
     bench.set_defaults(run=run_bench)
-    listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
-    listing.add_argument("what", choices=("tasks", "algos"))
+    listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
+    listing.add_argument("what", choices=("tasks", "algos", "games"))
     listing.set_defaults(run=run_list)
     doctor = sub.add_parser("doctor", help="check this machine, or a simulator: pql doctor --env NAME")
     doctor.add_argument("--env", metavar="NAME")
@@ -175,13 +193,16 @@ def run_eval(args: argparse.Namespace) -> int:
 
     asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, COMMANDS["eval"])
     asked.setdefault("episodes", asked["num_envs"])
-    for key, limits in (("num_envs", RANGES["eval.num_envs"]), ("episodes", EPISODES), ("seed", RANGES["seed"])):
-        check_range(key, asked[key], limits)
+    for key, limits in (("num_envs", RANGES["eval.num_envs"]), ("episodes", EPISODES), ("seed", RANGES["seed"]),
+                        ("epsilon", RANGES["eval.epsilon"])):  # fmt: skip
+        check_range(key, asked.get(key), limits)
     device = resolve_device(asked["device"])
     out = Path(asked["out"]).expanduser() if "out" in asked else None
     if out:
         check_writable(out)  # before the episodes, not after
-    row = evaluate_saved(Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device)
+    row = evaluate_saved(
+        Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device, asked.get("epsilon")
+    )
     print_evaluation(row)
     if row["episodes"] < asked["episodes"]:
         print(f"only {row['episodes']} of {asked['episodes']} episodes: the environment has no time limit")
@@ -292,8 +313,11 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def run_list(args: argparse.Namespace) -> int:
     from pql.compose import options
-    from pql.env import env_names
+    from pql.env import env_names, find_factory
 
+    if args.what == "games":
+        print("\n".join(find_factory("atari").games()))  # type: ignore[attr-defined]
+        return 0
     group = "task" if args.what == "tasks" else "algo"
     for name in options(group):
         print(f"{name:20} {first_comment(group, name)}".rstrip())
@@ -353,12 +377,15 @@ def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:
     """``key=value`` words whose keys and types are those of ``kinds``."""
     from pql.compose import parse_word
 
-    words_of = {int: "a whole number", bool: "true or false", str: "text", list: "a list of numbers such as [100,200]"}
+    words_of = {int: "a whole number", bool: "true or false", str: "text", float: "a number",
+                list: "a list of numbers such as [100,200]"}  # fmt: skip
     out = {}
     for word in words:
         key, value = parse_word(word, [k for k, kind in kinds.items() if kind is str])
         if key not in kinds:
             raise ConfigError(key, value, f"one of {', '.join(kinds)}{nearest(key, kinds)}")
+        if kinds[key] is float and type(value) is int:
+            value = float(value)
         if type(value) is not kinds[key]:
             raise ConfigError(key, value, words_of[kinds[key]])
         out[key] = value

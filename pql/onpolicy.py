@@ -64,6 +64,12 @@ class StochasticActor:
             self.memory.carry.zero_()
             self.memory.fresh.fill_(True)
 
+    def part(self, columns: slice) -> "StochasticActor":
+        part = copy.copy(self)
+        part.action, part.acted = self.action[columns], Acted(*(t[columns] for t in self.acted))
+        part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
+        return part
+
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self.memory is None else self.memory._asdict()
 
@@ -91,7 +97,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
         raise ConfigError("algo.ppo.squash", True, f"false: the actions of {spec.name} are discrete")
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
         raise ConfigError("algo.ppo.shared", True, f"false: in {spec.name} the critic has observations of its own")
-    # The segment, its normalised copy, one epoch's shuffled copy; activations come on top, and are small beside them.
+    # The segment, its normalised copy, and as much again for a minibatch and its activations.
     need = 3 * rollout_bytes(spec, p.horizon, make_dist(config, spec).params_size)
     free = available_bytes(device)
     if need > free:
@@ -119,7 +125,8 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     def draw(count: int, gen: Generator) -> Iterable[Any]:
         return ppo.draw(state, settings, rollout.segment(), gen)
 
-    learner = Learner("learner", state, ppo.update, draw, settings, gens["learner"], trains=("v", "p"))
+    gen, clock = gens["learner"], state.progress.ticks
+    learner = Learner("learner", state, ppo.update, draw, settings, gen, trains=("v", "p"), clock=clock)
     size = sum(p.numel() for p in net.policy.parameters())  # the policy's parameters come first
     roles = {
         "learner": Role(pulls={}, owns={"policy": [flat.data[:size]]}, learner=learner),
@@ -164,8 +171,8 @@ def make_optimizer(config: Config, flat: Flat) -> Optimizer:
     """One for both networks; the policy's settings."""
     net = config.algo.policy
     if config.algo.ppo.optimizer == "rmsprop":
-        return RMSProp(flat, net.lr, net.grad_clip)
-    return AdamW(flat, net.lr, net.grad_clip, net.weight_decay)
+        return RMSProp(flat, net.lr, net.grad_clip, eps=net.eps)
+    return AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
 
 
 def make_settings(config: Config, spec: EnvSpec) -> ppo.Settings:

@@ -126,10 +126,9 @@ class Stage:
             action, state = self.policy.act(obs, state)
             step = env.step(action)
             obs = step.obs
-            if not step.valid:
-                continue
-            total, length = total + float(step.reward), length + 1
-            if step.terminated or step.truncated or step.first:
+            if step.valid:
+                total, length = total + float(step.reward), length + 1
+            if step.first:  # a lost life ends no episode
                 self.returns.append(total)
                 self.lengths.append(length)
                 total, length, state = 0.0, 0, self.policy.initial_state(1)

@@ -179,7 +179,7 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
     """A checkpoint's tensors under the names of a policy checkpoint; a resume point has them among all others."""
     if manifest["kind"] == "policy":
         return dict(tensors)
-    homes = {"policy/": r"learners/[^/]+/state/policy/", "norm/": "collector/normalizer/"}
+    homes = {"policy/": r"learners/[^/]+/state/(?:policy|q)/", "norm/": "collector/normalizer/"}
     found = ((new, re.match(old, k), k, t) for k, t in tensors.items() for new, old in homes.items())
     return {new + k[match.end() :]: t for new, match, k, t in found if match}
 
@@ -187,12 +187,15 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
 # -- a new run from old weights -------------------------------------------------------------------------------------
 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
-               "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.channels",
-               "algo.encoder.features",
+               "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.kind",
+               "algo.encoder.channels", "algo.encoder.features", "algo.encoder.layer_norm",
                "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
                "algo.critic.obs", "algo.ppo.normalize_value")  # fmt: skip
+SAME_VALUES = (*(k for k in (*SAME_POLICY, *SAME_CRITIC) if not k.startswith(("algo.policy.", "algo.ppo."))),
+               "algo.dqn.dueling", "algo.dqn.noisy")  # fmt: skip
+"""Where the policy is a network of values."""
 
 
 def init_from(parts: Parts, source: Path) -> None:
@@ -213,17 +216,19 @@ def init_from(parts: Parts, source: Path) -> None:
             raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
     whole = manifest["kind"] == "resume"
     mine, theirs = dict(leaves(parts.config)), dict(leaves(from_dict(manifest["config"])))
-    for name in SAME_POLICY + (SAME_CRITIC if whole else ()):
+    same = SAME_VALUES if parts.config.algo.family == "dqn" else SAME_POLICY + (SAME_CRITIC if whole else ())
+    for name in same:
         if mine[name] != theirs[name]:
             raise ConfigError(name, mine[name], f"{show(theirs[name])}, as in init_from={source}")
     policy = policy_of(tensors, manifest, "cpu").state_dict()["policy"]
     parts.policy.load_state_dict(policy)
     for worker, learner in parts.learners.items():
-        for name, flat in _networks(learner.state).items():
+        networks = _networks(learner.state)
+        for name, flat in networks.items():
             prefix = f"learners/{worker}/state/{name}"
             if any(k.startswith(f"{prefix}/") for k in tensors):
                 flat.load_state_dict(checkpoint.unflatten(tensors, flat.state_dict(), prefix))
-            elif (worker, name) == ("p", "target"):
+            elif name == "target" and parts.policy in networks.values():  # of the network that acts
                 flat.load_state_dict(policy)
     norm = parts.collector.normalizer.state_dict()
     prefix = "collector/normalizer" if whole else "norm"
@@ -245,13 +250,18 @@ def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
     box = spec.action if isinstance(spec.action, Box) else None
     action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
     bounds = {"action_low": box.low, "action_high": box.high} if box else {}
-    groups = {k: {"shape": list(s.shape), "dtype": str(s.dtype).removeprefix("torch.")} for k, s in spec.obs.items()}
+    groups = {k: _group_to_dict(s) for k, s in spec.obs.items()}
     limit = {"max_episode_steps": spec.max_episode_steps}
     return {"name": spec.name, "obs": groups, "action": action, **bounds, **limit}
 
 
+def _group_to_dict(group: ObsSpec) -> dict[str, Any]:
+    plain = {"shape": list(group.shape), "dtype": str(group.dtype).removeprefix("torch.")}
+    return plain if group.stack == 1 else {**plain, "stack": group.stack}
+
+
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
-    obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"])) for k, s in data["obs"].items()}
+    obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
     low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
     size, limit = data["action"], data["max_episode_steps"]
     action = Discrete(size["discrete"]) if isinstance(size, dict) else Box(size, low, high)

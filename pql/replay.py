@@ -10,39 +10,34 @@ step together; apart for simulators that answer in groups). ::
       row 3 |  (old)   | o . . .  <- head       (old) rows below the head are overwritten next
             +----------+---------
     finals  |  o o o             ring of K true final observations of truncated rows, one counter per column
+    blank   |  0                 one cell of zeros, for stacks of frames
 
 The successor of row t is row t + 1's observation; a row that was cut off finds its true successor in ``finals``.
-Both live in one tensor, so a batch's next observations are one gather.
+Both live in one tensor, so a batch's next observations are one gather. Of a stack of frames only the newest is kept:
+``pql.frames`` says where the others are found.
 
 Writer and readers never meet: readers see a :class:`Cursor`, sealed at a tick's boundary, and draw only rows that
-the collector cannot overwrite before the next one (the guard band of ``horizon + 1`` oldest rows). The observation
-of row ``head`` itself is sealed too, so the newest transition has its successor.
+the collector cannot overwrite before the next one: the guard band of oldest rows is ``horizon + 1``, and one more for
+each older frame that a stack reaches back to. The observation of row ``head`` itself is sealed too, so the newest
+transition has its successor.
 
 This file knows nothing of streams, threads or algorithms.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from pql.env import ObsSpec
 from pql.errors import ConfigError
-from pql.types import Batch, Memory, Obs, ObsBatch, Step
-
-TERMINATED, TRUNCATED, NEXT_FIRST, VALID, FINAL_OK = 1, 2, 4, 8, 16
-
-RULES = {
-    "valid": lambda f: bool(f & VALID),
-    "alive": lambda f: float(not f & TERMINATED),  # a value lies beyond this row
-    "cut": lambda f: bool(f & TRUNCATED and not f & TERMINATED),  # ... that of a final observation
-    "final lost": lambda f: bool(f & TRUNCATED and not f & (TERMINATED | FINAL_OK)),
-    "announced": lambda f: f & (TERMINATED | TRUNCATED | NEXT_FIRST) != NEXT_FIRST,  # no episode began unannounced
-    "goes on": lambda f: not f & (TERMINATED | TRUNCATED | NEXT_FIRST),
-}
-"""Meanings of a row's packed flags; a ring holds them as tables on its device."""
+from pql.flags import NEXT_FIRST, pack, tables
+from pql.frames import Stacker, deepest, kept_shape, newest, put
+from pql.normalize import clip
+from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Step
 
 
 class Cursor:
@@ -62,23 +57,41 @@ class Cursor:
         return [self.head, self.finals]
 
 
+class Window(NamedTuple):
+    """n-step windows [B] before any observation is gathered."""
+
+    cell: Tensor  # int64, where each begins
+    last: Tensor  # int64, logical row that each ends with
+    reward: Tensor  # float32, n-step sum
+    discount: Tensor  # float32
+    mask: Tensor  # bool; False: it must not be used
+    lost: Tensor  # bool; it must not, because a true final observation is gone
+    cut: Tensor  # bool; it ends with a final observation
+    successor: Tensor  # int64, the cell of the observation that follows (final observations come after all rows)
+
+
 class Replay:
     """A ring of ``rows`` x ``num_envs`` transitions on one device.
 
     Args:
         obs: observation groups to store.
-        action_size: A.
+        action_size: A; None: discrete actions, int64.
         rows: T, rows per column.
         horizon: rows the collector writes between two seals.
         max_episode_steps: time limit; sizes the store of final observations (None: no time limit).
         dtype: storage of floating observations (uint8 observations always stay uint8).
         obs_only: keep observations alone (for a policy learner on a device of its own).
+        extra: names of float32 numbers that the actor gives beside each action.
+        reward_clip: each reward (stored raw) is clipped to +- this when it is read; None: it is not.
+
+    Attributes:
+        guard: oldest rows of a full ring that are never drawn.
     """
 
     def __init__(
         self,
         obs: Mapping[str, ObsSpec],
-        action_size: int,
+        action_size: int | None,
         num_envs: int,
         rows: int,
         horizon: int,
@@ -86,24 +99,32 @@ class Replay:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         obs_only: bool = False,
+        extra: Sequence[str] = (),
+        reward_clip: float | None = None,
     ):
         self.rows, self.num_envs, self.horizon, self.device = rows, num_envs, horizon, device
-        self.obs_only = obs_only
+        self.obs_only, self.reward_clip = obs_only, reward_clip
         self.finals = 0 if obs_only else final_rows(rows, horizon, max_episode_steps)  # K
-        cells = rows * num_envs
+        cells, blank = rows * num_envs, (rows + self.finals) * num_envs
         self.obs = {
-            k: torch.zeros((rows + self.finals) * num_envs, *s.shape, dtype=storage_dtype(s, dtype), device=device)
+            k: torch.zeros(blank + (s.stack > 1), *kept_shape(s), dtype=storage_dtype(s, dtype), device=device)
             for k, s in obs.items()
         }
         self.flags = torch.zeros(cells, dtype=torch.uint8, device=device)
+        self.extra: dict[str, Tensor] = {}
         if not obs_only:
-            self.action = torch.zeros(cells, action_size, device=device)
+            self.action = action_store(action_size, cells, device)
             self.reward = torch.zeros(cells, device=device)
             self.final = torch.zeros(cells, dtype=torch.int32, device=device)  # which final observation, if truncated
+            self.extra = {name: torch.zeros(cells, device=device) for name in extra}
         self.live = Cursor(num_envs, device)  # the collector's own view, ahead of every sealed one
         self.columns = torch.arange(num_envs, device=device)
-        self._rules = {k: torch.tensor([rule(f) for f in range(32)], device=device) for k, rule in RULES.items()}
+        self._rules = tables(device)
         self._constants: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
+        self.stacks = {k: s.stack for k, s in obs.items()}
+        depth = deepest(obs.values())
+        self.guard = horizon + depth
+        self._stacker = Stacker(depth, rows, num_envs, blank, self._rules["same episode"]) if depth > 1 else None
 
     # -- the collector's side -------------------------------------------------------------------------------------
 
@@ -125,23 +146,23 @@ class Replay:
         self.flags.index_copy_(0, last, self.flags.index_select(0, last) | NEXT_FIRST)
         self.begin(obs)
 
-    def insert(self, action: Tensor, step: Step, columns: Tensor | None = None) -> None:
+    def insert(self, acted: Tensor | Acted, step: Step, columns: Tensor | None = None) -> None:
         """Append one row to ``columns`` (default: all): the action taken there and what followed.
 
         Args:
-            action: [n, A] as acted.
+            acted: the action, [n, A] or [n] int64, as acted; with the extra numbers where the ring keeps some.
             step: fields of shape [n, ...].
             columns: [n] int64, distinct.
         """
         columns = self.columns if columns is None else columns
         head = self.live.head[columns]
         here = head % self.rows * self.num_envs + columns
-        flags = (
-            step.terminated * TERMINATED + step.truncated * TRUNCATED + step.first * NEXT_FIRST + step.valid * VALID
-        ) + step.final_ok * FINAL_OK
-        self.flags.index_copy_(0, here, flags.to(torch.uint8))
+        self.flags.index_copy_(0, here, pack(step))
         if not self.obs_only:
+            action, extra = acted if isinstance(acted, Acted) else Acted(acted, {})
             self.action.index_copy_(0, here, action)
+            for name, store in self.extra.items():
+                store.index_copy_(0, here, extra[name])
             self.reward.index_copy_(0, here, step.reward)
             count = self.live.finals[columns]
             self.final.index_copy_(0, here, count.to(torch.int32))
@@ -153,7 +174,7 @@ class Replay:
 
     def _write_obs(self, index: Tensor, obs: Obs) -> None:
         for name, store in self.obs.items():
-            store.index_copy_(0, index, obs[name].to(store.dtype))
+            put(store, index, newest(obs[name], self.stacks[name]).to(store.dtype))
 
     # -- the learners' side ---------------------------------------------------------------------------------------
 
@@ -166,7 +187,7 @@ class Replay:
         shift = 62 - self.rows.bit_length()  # random bits that, times a row count, stay within int64
         bits = torch.randint(1 << shift, (batch,), generator=gen, device=self.device)
         head = cursor.head.index_select(0, column)
-        length = head.clamp(1, self.rows - self.horizon - 1)
+        length = head.clamp(1, self.rows - self.guard)
         # A multiplication and a shift scale the random bits to [0, length); an integer division costs many times that.
         age = (bits * length) >> shift
         return head - 1 - age, column, head  # an empty column gives row -1: a cell that nobody is writing, masked
@@ -176,7 +197,9 @@ class Replay:
         row, column, head = self.draw(cursor, batch, gen)
         cell = torch.add(column, row % self.rows, alpha=self.num_envs)
         mask = self._rule("valid", self.flags.index_select(0, cell).int()) & (head > 0)
-        return ObsBatch(self._gather(cell), mask.float(), torch.ones_like(mask, dtype=torch.float32))
+        return ObsBatch(
+            self._gather(cell, self._stack(row, column)), mask.float(), torch.ones_like(mask, dtype=torch.float32)
+        )
 
     def sample(self, cursor: Cursor, batch: int, n: int, gamma: float, gen: Generator) -> Batch:
         """Draw ``batch`` n-step windows. Shapes are static; windows that must not be used have ``mask == 0``."""
@@ -184,40 +207,48 @@ class Replay:
         return self.windows(cursor, row, column, head, n, gamma)
 
     def windows(self, cursor: Cursor, row: Tensor, column: Tensor, head: Tensor, n: int, gamma: float) -> Batch:
-        """The n-step windows that start at logical ``row`` of ``column`` (both [B]).
+        """The n-step windows that start at logical ``row`` of ``column`` (both [B]), with their observations."""
+        window = self.targets(cursor, row, column, head, n, gamma)
+        cursor.lost += window.lost.sum()
+        stacks = self._stack_pair(row, window.last, column, window.successor)
+        obs, next_obs = self._gather_pair(window.cell, window.successor, stacks)
+        action, mask = self.action.index_select(0, window.cell), window.mask.float()
+        return Batch(obs, action, window.reward, window.discount, next_obs, mask, torch.ones_like(mask), window.cell)
+
+    def targets(self, cursor: Cursor, row: Tensor, column: Tensor, head: Tensor, n: int, gamma: float) -> Window:
+        """Rewards, discounts and successors of the windows that start at logical ``row`` of ``column`` (both [B]).
 
         A window ends at the first of: n steps, a terminated or truncated row, the row before a filler row or before
-        an unannounced restart, the head. Its target is ``sum_i gamma^i r_i + gamma^m (1 - terminated) V(s_{t+m})``.
+        an unannounced restart, the head. Its target is ``sum_i gamma^i r_i + gamma^m (1 - terminated) V(s_{t+m})``,
+        with each r_i clipped.
         """
-        start = row % self.rows
-        cell = torch.add(column, start, alpha=self.num_envs)
+        place = row % self.rows
+        cell = torch.add(column, place, alpha=self.num_envs)
         flags = self.flags.index_select(0, cell).int()
         usable = self._rule("valid", flags) & (head > 0)
-        reward = self.reward.index_select(0, cell)
-        last, tail, end, power = start, cell, flags, self.constants(1, gamma)[2]  # the window's last row: this one
+        reward = clip(self.reward.index_select(0, cell), self.reward_clip)
+        last, tail, end, power = row, cell, flags, self.constants(1, gamma)[2]  # the window's last row: this one
         if n > 1:
-            reward, more, power = self._extend(reward, flags, start, column, head - 1 - row, n, gamma)
-            last = self._wrap(start + more)
-            tail = torch.add(column, last, alpha=self.num_envs)
+            reward, more, power = self._extend(reward, flags, place, column, head - 1 - row, n, gamma)
+            last, place = row + more, self._wrap(place + more)
+            tail = torch.add(column, place, alpha=self.num_envs)
             end = self.flags.index_select(0, tail).int()
         cut, count = self._rule("cut", end), self.final.index_select(0, tail)
         # The `horizon` oldest final observations may be overwritten while this is read; those before them are gone.
         gone = count < cursor.finals.index_select(0, column) - (self.finals - self.horizon)
-        lost = (gone & cut) | self._rule("final lost", end)
-        cursor.lost += (lost & usable).sum()
-        mask = (usable & ~lost & self._rule("announced", end)).float()
-        successor = torch.where(cut, count % self.finals + self.rows, self._wrap(last + 1))
-        obs, next_obs = self._gather_pair(cell, torch.add(column, successor, alpha=self.num_envs))
-        discount, action = power * self._rule("alive", end), self.action.index_select(0, cell)
-        return Batch(obs, action, reward, discount, next_obs, mask, torch.ones_like(mask), cell)
+        lost = usable & ((gone & cut) | self._rule("final lost", end))
+        mask = usable & ~lost & self._rule("announced", end)
+        after = torch.where(cut, count % self.finals + self.rows, self._wrap(place + 1))
+        successor = torch.add(column, after, alpha=self.num_envs)
+        return Window(cell, last, reward, power * self._rule("alive", end), mask, lost, cut, successor)
 
     def _extend(
-        self, reward: Tensor, flags: Tensor, start: Tensor, column: Tensor, ahead: Tensor, n: int, gamma: float
+        self, reward: Tensor, flags: Tensor, place: Tensor, column: Tensor, ahead: Tensor, n: int, gamma: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Steps 2..n of a window. Returns (reward sum [B], steps after the first [B], gamma^m [B])."""
         steps, powers, table = self.constants(n, gamma)
         inside = steps <= ahead  # [n-1, B] the row is complete: at or above the head it is in flight, never read
-        later = self._wrap(start + torch.minimum(steps, ahead))
+        later = self._wrap(place + torch.minimum(steps, ahead))
         cell = torch.add(column, later, alpha=self.num_envs).view(-1)
         rows = self.flags.index_select(0, cell).int()
         goes_on = self._rule("goes on", torch.cat((flags, rows[: -flags.shape[0]]))).view_as(later)
@@ -225,7 +256,8 @@ class Replay:
         for i in range(1, n - 1):
             alive[i] &= alive[i - 1]
         more = alive.sum(0)
-        reward = reward + (self.reward.index_select(0, cell).view_as(later) * powers).mul_(alive).sum(0)
+        rewards = clip(self.reward.index_select(0, cell), self.reward_clip)
+        reward = reward + (rewards.view_as(later) * powers).mul_(alive).sum(0)
         return reward, more, table.index_select(0, more)
 
     def _wrap(self, row: Tensor) -> Tensor:
@@ -244,16 +276,32 @@ class Replay:
             self._constants[n, gamma] = (steps, powers[:-1].unsqueeze(1), powers)
         return self._constants[n, gamma]
 
-    def _gather(self, index: Tensor) -> Obs:
-        # Half-precision floats widen here, so no network ever sees the storage type; uint8 frames stay uint8.
-        return {
-            k: rows.float() if (rows := v.index_select(0, index)).is_floating_point() else rows
-            for k, v in self.obs.items()
-        }
+    def _stack(self, row: Tensor, column: Tensor) -> Tensor | None:
+        """Cells of the frames of each row's stack [B, S]; None where nothing is stacked."""
+        return None if self._stacker is None else self._stacker.cells(self.flags, row, column)
 
-    def _gather_pair(self, index: Tensor, next_index: Tensor) -> tuple[Obs, Obs]:
-        both = self._gather(torch.cat((index, next_index)))
-        batch = index.shape[0]
+    def _stack_pair(self, row: Tensor, last: Tensor, column: Tensor, successor: Tensor) -> Tensor | None:
+        """The same of windows' first rows and, below them, of their successors: [2B, S]."""
+        both = self._stack(torch.cat((row, last)), column.repeat(2))
+        if both is None:
+            return None
+        # The successor belongs to the last row's episode, or nobody asks for its value.
+        first, last = both.chunk(2)
+        return torch.cat((first, torch.cat((last[:, 1:], successor.unsqueeze(1)), 1)))
+
+    def _gather(self, cell: Tensor, stack: Tensor | None) -> Obs:
+        """Observations: of ``cell`` [B], or, of stacked groups, of the newest of ``stack`` [B, S]."""
+        out: Obs = {}
+        for k, store in self.obs.items():
+            index = cell if stack is None or self.stacks[k] == 1 else stack[:, -self.stacks[k] :]
+            rows = store.index_select(0, index.reshape(-1)).view(*index.shape, *store.shape[1:])
+            # Half-precision floats widen here, so no network ever sees the storage type; uint8 frames stay uint8.
+            out[k] = rows.float() if rows.is_floating_point() else rows
+        return out
+
+    def _gather_pair(self, cell: Tensor, next_cell: Tensor, stacks: Tensor | None) -> tuple[Obs, Obs]:
+        both = self._gather(torch.cat((cell, next_cell)), stacks)
+        batch = cell.shape[0]
         return {k: v[:batch] for k, v in both.items()}, {k: v[batch:] for k, v in both.items()}
 
     # -- files and checkpoints ------------------------------------------------------------------------------------
@@ -276,6 +324,7 @@ class Replay:
         state |= {"flags": self.flags, "head": self.live.head, "finals": self.live.finals}
         if not self.obs_only:
             state |= {"action": self.action, "reward": self.reward, "final": self.final}
+            state |= {f"extra.{k}": v for k, v in self.extra.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -293,34 +342,46 @@ def final_rows(rows: int, horizon: int, max_episode_steps: int | None) -> int:
     return (math.ceil(rows / max_episode_steps) if max_episode_steps else 0) + horizon + 1
 
 
+def action_store(action_size: int | None, cells: int, device: torch.device) -> Tensor:
+    """Zeros for the actions of ``cells`` rows: [cells, A] float32, or [cells] int64 where ``action_size`` is None."""
+    if action_size is None:
+        return torch.zeros(cells, dtype=torch.int64, device=device)
+    return torch.zeros(cells, action_size, device=device)
+
+
 def replay_bytes(
-    obs: Mapping[str, ObsSpec], action_size: int, num_envs: int, rows: int, horizon: int, limit: int | None,
-    dtype: torch.dtype,
+    obs: Mapping[str, ObsSpec], action_size: int | None, num_envs: int, rows: int, horizon: int, limit: int | None,
+    dtype: torch.dtype, extra: Sequence[str] = (),
 ) -> int:  # fmt: skip
     """Bytes a ring of ``rows`` rows takes, before anything is allocated."""
-    obs_bytes = sum(math.prod(s.shape) * storage_dtype(s, dtype).itemsize for s in obs.values())
-    cell = action_size * 4 + 4 + 4 + 1
-    return num_envs * ((rows + final_rows(rows, horizon, limit)) * obs_bytes + rows * cell)
+    sizes = {k: math.prod(kept_shape(s)) * storage_dtype(s, dtype).itemsize for k, s in obs.items()}
+    blank = sum(sizes[k] for k, s in obs.items() if s.stack > 1)
+    action = 8 if action_size is None else action_size * 4
+    cell = action + 4 + 4 + 1 + 4 * len(extra)
+    return num_envs * ((rows + final_rows(rows, horizon, limit)) * sum(sizes.values()) + rows * cell) + blank
 
 
 def preflight(
-    obs: Mapping[str, ObsSpec], action_size: int, num_envs: int, capacity: int, horizon: int, limit: int | None,
-    dtype: torch.dtype, available: int,
+    obs: Mapping[str, ObsSpec], action_size: int | None, num_envs: int, capacity: int, horizon: int,
+    limit: int | None, dtype: torch.dtype, available: int, extra: Sequence[str] = (),
 ) -> int:  # fmt: skip
     """Rows T of a ring of ``capacity`` transitions that fits in ``available`` bytes.
 
     Raises:
         ConfigError: it does not fit; says the bytes and the largest capacity that does.
     """
+
+    def size(rows: int) -> int:
+        return replay_bytes(obs, action_size, num_envs, rows, horizon, limit, dtype, extra)
+
     rows = capacity // num_envs
-    need = replay_bytes(obs, action_size, num_envs, rows, horizon, limit, dtype)
+    need = size(rows)
     if need <= available:
         return rows
     low, high = 0, rows
     while high - low > 1:
         middle = (low + high) // 2
-        fits = replay_bytes(obs, action_size, num_envs, middle, horizon, limit, dtype) <= available
-        low, high = (middle, high) if fits else (low, middle)
+        low, high = (middle, high) if size(middle) <= available else (low, middle)
     raise ConfigError(
         "replay.capacity", capacity,
         f"at most {low * num_envs} here: this many need {need / 2**30:.3g} GiB, {available / 2**30:.3g} GiB are free",

@@ -17,14 +17,15 @@ This file knows nothing of networks or losses.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from pql.env import Discrete, EnvSpec
-from pql.normalize import Normalizer
+from pql.frames import put
+from pql.normalize import Normalizer, clip
 from pql.types import Memory, Obs, Step
 
 
@@ -45,7 +46,7 @@ class Segment(NamedTuple):
     obs: Obs  # [T + 1 + K + 1, N, ...] normalised
     action: Tensor  # [T, N, A] raw, or [T, N] int64
     params: Tensor  # [T, N, P]
-    reward: Tensor  # [T, N] scaled
+    reward: Tensor  # [T, N] clipped and scaled
     alive: Tensor  # [T, N] float32; 0 where terminated: no value lies beyond
     goes_on: Tensor  # [T, N] float32; 1 where the next row is the successor
     successor: Tensor  # [T, N] int64; row of ``obs`` whose value lies beyond
@@ -83,14 +84,14 @@ class Rollout:
         )  # fmt: skip
         self.params = torch.zeros(horizon, n, params_size, device=device)
         self.reward = torch.zeros(horizon, n, device=device)
-        self.flags = torch.zeros(horizon, 5, n, dtype=torch.bool, device=device)
+        self.flags = torch.zeros(5, horizon, n, dtype=torch.bool, device=device)
         self.final = torch.zeros(horizon, n, dtype=torch.int64, device=device)  # finals in the column so far
         self.final_row = torch.zeros((self.finals + 1) * n, dtype=torch.int64, device=device)
         self.carry = torch.zeros(n, carry_size, device=device)
         self.fresh = torch.ones(n, dtype=torch.bool, device=device)
         self.norm = norm.copy_to(device)
         self._source = norm.frozen()
-        self.row = torch.zeros(1, dtype=torch.int64, device=device)
+        self.row = torch.zeros(n, dtype=torch.int64, device=device)  # columns advance alone, as in the replay
         self.count = torch.zeros(n, dtype=torch.int64, device=device)
         self.columns = torch.arange(n, device=device)
         self._here = torch.arange(horizon, device=device).unsqueeze(1)
@@ -114,24 +115,26 @@ class Rollout:
         self.row.zero_()
         self.count.zero_()
 
-    def insert(self, acted: Acted, step: Step) -> None:
-        """Append one row (steps beyond the horizon, as in a warm-up, overwrite from row 0)."""
-        row, n = self.row, self.num_envs
-        self.action.index_copy_(0, row, acted.raw.unsqueeze(0))
-        self.params.index_copy_(0, row, acted.params.unsqueeze(0))
-        self.reward.index_copy_(0, row, step.reward.unsqueeze(0))
+    def insert(self, acted: Acted, step: Step, columns: Tensor | None = None) -> None:
+        """Append one row to ``columns`` [n] (default: all); steps beyond the horizon overwrite from row 0."""
+        columns = self.columns if columns is None else columns
+        row, count = self.row[columns], self.count[columns]
+        here = row * self.num_envs + columns
+        self.action.flatten(0, 1).index_copy_(0, here, acted.raw)
+        self.params.flatten(0, 1).index_copy_(0, here, acted.params)
+        self.reward.flatten().index_copy_(0, here, step.reward)
         flags = torch.stack((step.terminated, step.truncated, step.first, step.valid, step.final_ok))
-        self.flags.index_copy_(0, row, flags.unsqueeze(0))
-        self.final.index_copy_(0, row, self.count.unsqueeze(0))
+        self.flags.flatten(1).index_copy_(1, here, flags)
+        self.final.flatten().index_copy_(0, here, count)
         # Written whether or not this row was cut off: the place counts only once the counter has passed it. Where
         # more rows were cut off than there are places, the last one takes what is wasted.
-        place = self.count.clamp(max=self.finals) * n + self.columns
-        self.final_row.index_copy_(0, place, row.expand(n))
+        place = count.clamp(max=self.finals) * self.num_envs + columns
+        self.final_row.index_copy_(0, place, row)
         for k, store in self.obs.items():
-            store.index_copy_(0, (row + 1) * n + self.columns, step.obs[k])
-            store.index_copy_(0, place + (self.horizon + 1) * n, step.final_obs[k])
-        self.count += step.truncated & step.valid
-        self.row.add_(1).remainder_(self.horizon)
+            put(store, here + self.num_envs, step.obs[k])
+            put(store, place + (self.horizon + 1) * self.num_envs, step.final_obs[k])
+        self.count.index_copy_(0, columns, count + (step.truncated & step.valid))
+        self.row.index_copy_(0, columns, (row + 1).remainder(self.horizon))
 
     def positions(self) -> list[Tensor]:
         """What a warm-up of the recording must leave as it was."""
@@ -140,15 +143,16 @@ class Rollout:
     # -- the learner's side ---------------------------------------------------------------------------------------
 
     def segment(self) -> Segment:
-        """The rows of the tick that has just ended: normalised, rewards scaled, episode ends settled."""
-        terminated, truncated, first, valid, final_ok = self.flags.unbind(1)
+        """The rows of the tick that has just ended: normalised, rewards clipped and scaled, episode ends settled."""
+        terminated, truncated, first, valid, final_ok = self.flags.unbind()
         cut = truncated & ~terminated
         lost = cut & valid & (~final_ok | (self.final >= self.finals))
         unknown = lost | (first & ~terminated & ~truncated)
         successor = torch.where(cut, self.final.clamp(max=self.finals) + self.horizon + 1, self._here + 1)
         rows = {k: v.view(-1, self.num_envs, *v.shape[1:]) for k, v in self.obs.items()}
+        reward = clip(self.reward, self.norm.reward_clip) * self.norm.reward_scale
         return Segment(
-            self.norm(rows), self.action, self.params, self.reward * self.norm.reward_scale, (~terminated).float(),
+            self.norm(rows), self.action, self.params, reward, (~terminated).float(),
             (~(terminated | truncated | first)).float(), successor, first, (valid & ~unknown).float(), lost.sum(),
             self.carry, self.fresh, self.final_row.view(-1, self.num_envs),
         )  # fmt: skip
@@ -176,6 +180,14 @@ def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
     return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 17))
 
 
+def by_parts(function: Callable[[Obs], Tensor], obs: Obs, count: int) -> Tensor:
+    """``function`` of observations [T, ...], in at most ``count`` calls on consecutive rows: images take four and more
+    times the room of their bytes inside a network."""
+    rows = next(iter(obs.values())).shape[0]
+    size = math.ceil(rows / count)
+    return torch.cat([function({k: v[i : i + size] for k, v in obs.items()}) for i in range(0, rows, size)])
+
+
 def permutations(count: int, size: int, gen: Generator, device: torch.device) -> Tensor:
     """``count`` random orders of ``range(size)``, [count, size] int64, without a host sync."""
     return torch.randint(1 << 62, (count, size), generator=gen, device=device).argsort(1)
@@ -187,11 +199,9 @@ def minibatches(rows: Mapping[str, Tensor], epochs: int, count: int, dim: int, g
     Args:
         rows: by name; the same size along ``dim`` (0: transitions; 1: environments, whole sequences of them).
     Yields:
-        dicts of views, ``epochs * count`` of them.
+        ``epochs * count`` dicts, each copied when it is asked for: of images, no more than a minibatch lies twice.
     """
     like = next(iter(rows.values()))
     for order in permutations(epochs, like.shape[dim], gen, like.device):
-        shuffled = {k: v.index_select(dim, order) for k, v in rows.items()}
-        parts = {k: v.chunk(count, dim) for k, v in shuffled.items()}
-        for i in range(count):
-            yield {k: v[i] for k, v in parts.items()}
+        for part in order.chunk(count):
+            yield {k: v.index_select(dim, part) for k, v in rows.items()}

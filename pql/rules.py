@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pql.env import EnvSpec
-from pql.types import Step
+from pql.types import Obs, Step
 
 FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
 
@@ -23,9 +23,11 @@ class Row:
     spec: EnvSpec
     index: int  # steps since reset
     step: Step
+    before: Obs  # what was acted on; clones
     length: Tensor  # [N] int64; valid rows of the running episode, this one included
     after_end: Tensor  # [N] bool; the row before was valid and ended an episode
     after_filler: Tensor  # [N] bool
+    next_valid: Tensor  # [N] bool; the row after this one is no filler
 
 
 def ended(step: Step) -> Tensor:
@@ -33,10 +35,13 @@ def ended(step: Step) -> Tensor:
 
 
 def continues(row: Row) -> Tensor:
-    """Rows that end a value without ending an episode: a lost life, where the specification declares it."""
+    """Rows that end a value without ending an episode: a lost life, where the specification declares it.
+
+    Under next-step autoreset the row itself does not tell: it is one if no filler row follows.
+    """
     if not row.spec.info.get("lost_life"):
         return torch.zeros_like(row.step.first)
-    return row.step.terminated & ~row.step.first
+    return row.step.terminated & (row.next_valid if row.spec.autoreset == "next_step" else ~row.step.first)
 
 
 def restarted(row: Row) -> Tensor:
@@ -47,6 +52,16 @@ def restarted(row: Row) -> Tensor:
 def closes(row: Row) -> Tensor:
     """Rows that end an episode."""
     return ended(row.step) & row.step.valid & ~continues(row)
+
+
+def following(spec: EnvSpec, last: Row | None, step: Step, obs: Obs) -> Row:
+    """The row after ``last``; where that is None, the first, acted in from ``obs``."""
+    none = torch.zeros_like(step.first)
+    if last is None:
+        return Row(spec, 0, step, obs, step.valid.long(), none, none, none)
+    closed = closes(last)
+    length = last.length.masked_fill(closed | last.step.first, 0) + step.valid
+    return Row(spec, last.index + 1, step, last.step.obs, length, closed, ~last.step.valid, none)
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
@@ -189,6 +204,28 @@ def time_limit(row: Row) -> str:
     return f"an episode goes on after max_episode_steps={limit} rows{where(late)}" if late.any() else ""
 
 
+def stack(row: Row) -> str:
+    step, spec = row.step, row.spec
+    # Next-step autoreset shows the final observation where the episode goes on otherwise: it may be lost.
+    shown = stack_fault("obs", step.obs, row.before, step.first, step.first | step.final_ok, spec)
+    none = torch.zeros_like(step.first)
+    return shown or stack_fault("final_obs", step.final_obs, row.before, none, step.final_ok & step.valid, spec)
+
+
+def stack_fault(name: str, obs: Obs, before: Obs, begins: Tensor, asked: Tensor, spec: EnvSpec) -> str:
+    """Of the rows ``asked``: older frames are zeros where an episode ``begins``, else those newest in ``before``."""
+    for key, part in spec.obs.items():
+        if part.stack > 1:
+            older, kept = obs[key][:, :-1], before[key][:, 1:]
+            blank = differs(older, torch.zeros_like(older)) & begins & asked
+            if blank.any():
+                return f"older frames of {name}[{key}] are not zeros where an episode begins{where(blank)}"
+            moved = differs(older, kept) & ~begins & asked
+            if moved.any():
+                return f"older frames of {name}[{key}] are not the newest of the observation before{where(moved)}"
+    return ""
+
+
 STEP_RULES: dict[str, Callable[[Row], str]] = {
     "finite": finite,
     "disjoint": disjoint,
@@ -198,4 +235,5 @@ STEP_RULES: dict[str, Callable[[Row], str]] = {
     "filler": filler,
     "filler_flags": filler_flags,
     "time_limit": time_limit,
+    "stack": stack,
 }

@@ -19,6 +19,7 @@ import torch
 from pql.config import Config, to_dict
 from pql.errors import ConfigError
 from pql.validate import resolve_device
+from pql.world import world
 
 PACKAGES = ("pql", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
 
@@ -55,7 +56,8 @@ def run_directory(config: Config) -> Path:
     """``config.run_dir``, or a new one below ``runs``."""
     if config.run_dir is not None:
         return Path(config.run_dir).expanduser()
-    stem = Path("runs") / f"{config.task.name}-{config.algo.name}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
+    stem = Path("runs") / f"{task}-{config.algo.name}-s{config.seed}-{now}"
     tries = (stem, *(stem.with_name(f"{stem.name}-{i}") for i in range(2, 1000)))
     return next(path for path in tries if not path.exists())
 
@@ -82,6 +84,12 @@ def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
         _write_yaml(run_dir / "config.yaml", to_dict(config))
     except OSError as error:
         raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
+
+
+def check_shared(run_dir: Path) -> None:
+    """Raises ``ConfigError`` where this machine does not see the run that another one's process has begun."""
+    if not (run_dir / "config.yaml").exists():
+        raise ConfigError("run_dir", run_dir, "a folder that all machines of the run share")
 
 
 def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
@@ -134,7 +142,7 @@ def machine(config: Config) -> dict[str, Any]:
     device = resolve_device(config.device)
     return {
         "argv": sys.argv, "python": platform.python_version(), "torch": torch.__version__, "packages": versions(),
-        "platform": platform.platform(), "cpus": os.cpu_count(), "device": device,
+        "platform": platform.platform(), "cpus": os.cpu_count(), "device": device, "processes": world().size,
         "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
     }  # fmt: skip
 

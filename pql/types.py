@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     """
 
     obs: Obs  # [B, ...]
-    action: Tensor  # [B, A]
+    action: Tensor  # [B, A] float32, or [B] int64
     reward: Tensor  # [B] float32, n-step sum
     discount: Tensor  # [B] float32
     next_obs: Obs  # [B, ...]
@@ -64,6 +64,13 @@ class ObsBatch(NamedTuple):
     obs: Obs  # [B, ...]
     mask: Tensor  # [B] float32
     weight: Tensor  # [B] float32
+
+
+class Acted(NamedTuple):
+    """An action, and numbers that the actor gives beside it for a replay to keep (say, the value that it expects)."""
+
+    action: Tensor  # [n, A] float32, or [n] int64
+    extra: dict[str, Tensor]  # name -> [n] float32
 
 
 class Memory(NamedTuple):

@@ -9,14 +9,19 @@ from pql.config import Config, leaves
 from pql.errors import ConfigError, nearest, show
 
 CHOICES = {
-    "algo.family": ("ddpg", "sac", "ppo"),
-    "algo.schedule": ("concurrent", "lockstep"),
+    "algo.family": ("ddpg", "sac", "ppo", "dqn"),
+    "algo.schedule": ("concurrent", "lockstep", "replicas"),
+    "algo.central.order": ("free", "turns"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
     "algo.policy.activation": ("relu", "elu", "silu", "tanh"),
+    "algo.encoder.kind": ("small", "nature", "resnet"),
     "algo.policy.reduce": ("min", "mean", "first"),
     "algo.explore.kind": ("mixed", "fixed", "redrawn", "none"),
     "algo.ppo.optimizer": ("adam", "rmsprop"),
     "algo.ppo.lr_schedule": ("adaptive", "fixed", "linear"),
+    "algo.dqn.optimizer": ("adam", "rmsprop"),
+    "algo.dqn.epsilon.kind": ("annealed", "ladder", "fixed"),
+    "algo.dqn.priority.initial": ("max", "actor"),
     "replay.dtype": ("float32", "float16", "bfloat16"),
     "placement.executor": ("auto", "threads", "inline", "streams"),
     "placement.matmul": ("fast", "exact"),
@@ -29,6 +34,7 @@ CHOICES = {
 RANGES: dict[str, tuple[float, float, bool]] = {
     "num_envs": (1, 1_000_000, True),
     "seed": (0, 2**62, True),
+    "task.reward_clip": (0, 1e9, False),
     "algo.batch_size": (1, 2**24, True),
     "algo.n_step": (1, 100, True),
     "algo.gamma": (0, 1, True),
@@ -42,12 +48,15 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.critic.tau": (0, 1, False),
     "algo.policy.tau": (0, 1, False),
     **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {
-        "lr": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
-    "algo.encoder.features": (1, 65536, True),
+        "lr": (0, 1, False), "eps": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
+    "algo.encoder.features": (0, 65536, True),
     "algo.explore.low": (0, 10, True),
     "algo.explore.high": (0, 10, True),
     "algo.sac.alpha": (0, 100, False),
     "algo.sac.alpha_lr": (0, 1, False),
+    "algo.replicas": (1, 1024, True),
+    "algo.central.ticks": (1, 100_000, True),
+    "algo.central.chunk": (1, 2**40, True),
     "algo.ppo.horizon": (1, 100_000, True),
     "algo.ppo.epochs": (1, 1000, True),
     "algo.ppo.minibatches": (1, 100_000, True),
@@ -61,16 +70,31 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.ppo.kl_target": (0, 100, False),
     "algo.ppo.kl_stop": (0, 100, False),
     "algo.ppo.anneal_steps": (1, 10**15, True),
+    "algo.dqn.shared_grad": (0, 1, False),
+    "algo.dqn.noisy": (0, 10, False),
+    "algo.dqn.huber": (0, 1e6, False),
+    "algo.dqn.target_period": (1, 10**12, True),
+    "algo.dqn.rms_decay": (0, 1, True),
+    "algo.dqn.epsilon.start": (0, 1, True),
+    "algo.dqn.epsilon.end": (0, 1, True),
+    "algo.dqn.epsilon.steps": (1, 10**15, True),
+    "algo.dqn.epsilon.base": (0, 1, False),
+    "algo.dqn.epsilon.exponent": (0, 100, True),
+    "algo.dqn.priority.alpha": (0, 10, True),
+    "algo.dqn.priority.beta": (0, 1, True),
+    "algo.dqn.priority.beta_steps": (1, 10**15, True),
     "replay.capacity": (1, 10**12, True),
     "placement.threads.collector": (1, 1024, True),
     "placement.threads.v": (1, 1024, True),
     "placement.threads.p": (1, 1024, True),
     "placement.threads.simulator": (1, 1024, True),
+    "placement.groups": (1, 1024, True),
     "placement.watchdog_seconds": (0, 1e6, False),
     "budget.seconds": (0, 1e9, False),
     "budget.env_steps": (1, 10**15, True),
     "eval.num_envs": (1, 100_000, True),
     "eval.every_seconds": (0, 1e9, False),
+    "eval.epsilon": (0, 1, True),
     "checkpoint.every_seconds": (0, 1e9, False),
     "checkpoint.keep": (1, 1000, True),
     "logger.every_seconds": (0, 1e6, False),
@@ -99,11 +123,13 @@ def validate(config: Config) -> Config:
         if flat[name] is not None and (not flat[name] or len({*flat[name]}) < len(flat[name])):
             raise ConfigError(name, flat[name], "null, or a list of observation groups, each once: [policy,image]")
     for name in ("algo.critic.hidden", "algo.policy.hidden", "algo.encoder.channels"):
-        if not flat[name] or min(flat[name]) < 1:
-            raise ConfigError(name, flat[name], "a list of layer widths, each at least 1, such as [128,128]")
+        widths, empty = flat[name], name != "algo.encoder.channels"  # no hidden layers: outputs straight from features
+        if widths is not None and not (min(widths) >= 1 if widths else empty):
+            raise ConfigError(name, widths, "a list of layer widths, each at least 1, such as [128,128]")
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
         if flat[name] is not None:
             resolve_device(flat[name], name)
+    _check_replicas(config)
     _check_together(config)
     return config
 
@@ -121,14 +147,24 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.critic.v_min", algo.critic.v_min, f"below algo.critic.v_max={algo.critic.v_max:g}")
     if algo.explore.kind in ("mixed", "redrawn") and algo.explore.low > algo.explore.high:
         raise ConfigError("algo.explore.low", algo.explore.low, f"at most algo.explore.high={algo.explore.high:g}")
+    if algo.encoder.kind == "nature" and len(algo.encoder.channels or ()) > 3:
+        raise ConfigError("algo.encoder.channels", algo.encoder.channels, "three at most with algo.encoder.kind=nature")
+    if algo.encoder.kind == "resnet" and algo.encoder.layer_norm:
+        raise ConfigError("algo.encoder.layer_norm", True, "false: the residual network is taken as it is published")
     if budget.seconds is budget.env_steps is budget.target_return is None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
     if algo.family == "sac" and algo.policy.target:
         raise ConfigError("algo.policy.target", True, "false: SAC forms its targets with the policy itself")
     if algo.family == "ppo":
         _check_ppo(config)
-    elif algo.warmup_steps < 1:
+    if algo.family == "dqn":
+        _check_dqn(config)
+    if algo.family != "ppo" and algo.warmup_steps < 1:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
+    groups, envs = config.placement.groups or 1, f"num_envs={config.num_envs}"
+    envs += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
+    if config.num_envs // algo.replicas % groups:
+        raise ConfigError("placement.groups", groups, f"null, or a divisor of {envs}")
     first = algo.warmup_steps * config.num_envs
     if budget.env_steps is not None and budget.env_steps <= first:
         raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")
@@ -136,6 +172,33 @@ def _check_together(config: Config) -> None:
         raise ConfigError("budget.target_return", budget.target_return, "evaluations: eval.every_seconds is null")
     if algo.family != "ppo" and algo.batch_size > config.replay.capacity:
         raise ConfigError("algo.batch_size", algo.batch_size, f"at most replay.capacity={config.replay.capacity}")
+
+
+def _check_replicas(config: Config) -> None:
+    algo, place, count = config.algo, config.placement, config.algo.replicas
+    if algo.schedule != "replicas":
+        for name, given, unset in (("algo.replicas", count, 1), ("placement.replicas", place.replicas, None)):
+            if given != unset:
+                raise ConfigError(name, given, f"{show(unset)} with algo.schedule={algo.schedule}")
+        return
+    if algo.family != "ppo":
+        raise ConfigError("algo.schedule", "replicas", f"concurrent or lockstep: algo={algo.name} learns from a replay")
+    if config.num_envs % count:
+        near = max(1, config.num_envs // count) * count
+        raise ConfigError("num_envs", config.num_envs, f"a multiple of algo.replicas={count}, such as {near}")
+    if place.replicas is not None and len(place.replicas) != count:
+        raise ConfigError("placement.replicas", place.replicas, f"one device for each of algo.replicas={count}")
+    for place_of in place.replicas or ():
+        resolve_device(place_of, "placement.replicas")
+    for name, device in (("placement.collector", place.collector), ("placement.v_learner", place.v_learner)):
+        if device is not None and count > 1 and not config.task.live:
+            raise ConfigError(name, device, "null: placement.replicas places whole replicas")
+    if place.executor == "streams":
+        raise ConfigError("placement.executor", "streams", "auto, threads or inline with algo.schedule=replicas")
+    if place.executor == "inline" and algo.central.order == "turns" and count > 1:
+        raise ConfigError("algo.central.order", "turns", "free with placement.executor=inline: whole ticks take turns")
+    if config.cuda_graphs == "on":
+        raise ConfigError("cuda_graphs", "on", "auto or off with algo.schedule=replicas: a push takes locks")
 
 
 def _check_ppo(config: Config) -> None:
@@ -149,16 +212,18 @@ def _check_ppo(config: Config) -> None:
         raise ConfigError("algo.ppo.lstm", ppo.lstm, "null: networks from elsewhere (algo.*.net) have no memory here")
     if ppo.shared and algo.critic.net:
         raise ConfigError("algo.critic.net", algo.critic.net, "null: algo.ppo.shared takes the policy's layers")
-    if algo.schedule != "lockstep":
-        raise ConfigError("algo.schedule", algo.schedule, "lockstep: PPO learns from what its newest policy did")
+    if algo.schedule == "concurrent":
+        raise ConfigError("algo.schedule", algo.schedule, "lockstep or replicas: PPO learns from what its policy did")
     if config.placement.p_learner is not None:
         raise ConfigError(
             "placement.p_learner", config.placement.p_learner,
             "null: one learner trains policy and value, and placement.v_learner places it",
         )  # fmt: skip
-    size, unit = config.num_envs * ppo.horizon, f"num_envs={config.num_envs} x algo.ppo.horizon={ppo.horizon} rows"
-    if ppo.lstm is not None:  # sequences stay whole
-        size, unit = config.num_envs, f"num_envs={config.num_envs}"
+    envs, unit = config.num_envs // algo.replicas, f"num_envs={config.num_envs}"
+    unit += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
+    size = envs  # with memory sequences stay whole
+    if ppo.lstm is None:
+        size, unit = envs * ppo.horizon, f"{unit} x algo.ppo.horizon={ppo.horizon} rows"
     if size % ppo.minibatches:
         parts = [d for d in range(1, min(size, 1000) + 1) if size % d == 0]
         near = min(parts, key=lambda d: abs(d - ppo.minibatches))
@@ -170,6 +235,25 @@ def _check_ppo(config: Config) -> None:
             raise ConfigError(f"algo.ppo.{name}", value, "algo.ppo.lr_schedule=linear with it")
     if algo.critic.atoms is not None:
         raise ConfigError("algo.critic.atoms", algo.critic.atoms, "null: PPO's critic is a scalar")
+
+
+def _check_dqn(config: Config) -> None:
+    algo, dqn, place = config.algo, config.algo.dqn, config.placement
+    if place.p_learner is not None:
+        raise ConfigError(
+            "placement.p_learner", place.p_learner, "null: the V-learner's network is the policy (placement.v_learner)"
+        )
+    if dqn.shared_grad != 1 and not dqn.dueling:
+        raise ConfigError("algo.dqn.shared_grad", dqn.shared_grad, "1, or algo.dqn.dueling=true with it")
+    if dqn.epsilon.kind == "annealed" and dqn.epsilon.start < dqn.epsilon.end:
+        raise ConfigError(
+            "algo.dqn.epsilon.start", dqn.epsilon.start, f"at least algo.dqn.epsilon.end={dqn.epsilon.end:g}"
+        )
+    if dqn.priority.initial == "actor" and algo.critic.atoms is not None:
+        raise ConfigError(
+            "algo.dqn.priority.initial", "actor",
+            "max with algo.critic.atoms: there priorities are divergences, which the values when acted do not give",
+        )  # fmt: skip
 
 
 def resolve_device(name: str, setting: str = "device") -> str:

@@ -1,5 +1,6 @@
 """Made-up environments that do what they are told, and a ring together with everything that was ever written to it."""
 
+import random
 from collections import Counter as Tally
 
 import pytest
@@ -14,15 +15,28 @@ CPU = torch.device("cpu")
 SPECS = {"policy": ObsSpec((2,)), "frame": ObsSpec((1, 3), torch.uint8)}
 
 
+def specs(depth=1):
+    """Observation groups; above 1 with stacks of ``depth`` bytes and of two floats."""
+    stacked = {"stack": ObsSpec((depth, 1, 3), torch.uint8, depth), "pair": ObsSpec((2, 2), torch.float32, 2)}
+    return SPECS if depth == 1 else {**SPECS, **stacked}
+
+
 class Column:
-    """One environment that does what it is told; every observation it makes has a number of its own."""
+    """One environment that does what it is told; every observation it makes has a number of its own.
 
-    def __init__(self, index: int, next_step: bool):
+    ``shown``: by number, the numbers of the ``depth`` frames that it shows, oldest first; 0 before the episode.
+    """
+
+    def __init__(self, index: int, next_step: bool, depth: int = 1):
         self.next_step, self.filler_due, self.made = next_step, False, 100_000 * index
-        self.now = self.new()
+        self.depth = depth
+        self.shown: dict[int, tuple[int, ...]] = {}
+        self.now = self.new(True)
 
-    def new(self) -> int:
+    def new(self, begins: bool) -> int:
         self.made += 1
+        before = (0,) * self.depth if begins else self.shown[self.now]
+        self.shown[self.made] = (*before[1:], self.made)
         return self.made
 
     def event(self, kind: str, reward: float) -> Event:
@@ -30,44 +44,57 @@ class Column:
         obs, action, filler = self.now, reward / 2 - 1, self.filler_due
         ends = kind in ("terminate", "truncate", "lose", "forget") and not filler
         waits = kind == "stall" and not filler
-        final = self.new()
-        after = final if not ends or self.next_step or kind in ("lose", "forget") else self.new()
+        first = kind == "restart" or (ends and not self.next_step)
+        final = self.new(filler or (first and kind in ("lose", "forget", "restart")))
+        after = self.new(True) if ends and not self.next_step and kind not in ("lose", "forget") else final
         self.now, self.filler_due = after, waits or (ends and self.next_step)
         if filler:  # some simulators repeat the flag there, and pay anything
             return Event(obs, action, -999.0, False, kind == "truncate", True, True, False, after, after)
         return Event(
             obs, action, reward, kind in ("terminate", "forget", "life"), kind in ("truncate", "lose", "cut"),
-            kind == "restart" or (ends and not self.next_step), kind not in ("lose", "forget", "restart"), True,
+            first, kind not in ("lose", "forget", "restart"), True,
             after, final,
         )  # fmt: skip
 
 
-def picture(numbers):
-    """Observation numbers as observation groups."""
+def picture(numbers, shown=None):
+    """Observation numbers as observation groups; stacks, too, where it is known what they show."""
     x = torch.tensor(numbers)
-    return {
-        "policy": torch.stack((x, -x), 1).float(),
-        "frame": torch.stack((x % 251, x // 251 % 251, x // 63001), 1).unsqueeze(1).to(torch.uint8),
+    out = {
+        "policy": torch.stack((x, -x), -1).float(),
+        "frame": torch.stack((x % 251, x // 251 % 251, x // 63001), -1).unsqueeze(-2).to(torch.uint8),
     }
+    if shown:
+        frames = picture([shown[i] for i in numbers])
+        out |= {"stack": frames["frame"], "pair": frames["policy"][:, -2:]}
+    return out
 
 
-def stack(events):
+def stack(events, shown=None):
     """Events of different environments as (action, Step)."""
     fields = [torch.tensor(column) for column in zip(*events, strict=True)]
     action, reward, terminated, truncated, first, final_ok, valid = fields[1:8]
-    after, final = picture([e.after for e in events]), picture([e.final for e in events])
+    after, final = picture([e.after for e in events], shown), picture([e.final for e in events], shown)
     return action.unsqueeze(1), Step(after, reward, terminated, truncated, first, final, final_ok, valid, {})
 
 
 class Recorded:
     """A ring, a sealed cursor, and the whole history of every column."""
 
-    def __init__(self, num_envs, rows, horizon, limit, next_step=False, obs_only=False):
-        self.replay = Replay(SPECS, 1, num_envs, rows, horizon, limit, CPU, obs_only=obs_only)
-        self.sims = [Column(i, next_step) for i in range(num_envs)]
+    def __init__(self, num_envs, rows, horizon, limit, next_step=False, obs_only=False, depth=1):
+        self.replay = Replay(specs(depth), 1, num_envs, rows, horizon, limit, CPU, obs_only=obs_only)
+        self.depth = depth
+        self.sims = [Column(i, next_step, depth) for i in range(num_envs)]
         self.events = [[] for _ in range(num_envs)]
-        self.replay.begin(picture([s.now for s in self.sims]))
+        self.replay.begin(self.picture([s.now for s in self.sims]))
         self.cursor = Cursor(num_envs, CPU)
+
+    def shown(self):
+        """What every observation so far shows; None where nothing is stacked."""
+        return {k: v for s in self.sims for k, v in s.shown.items()} if self.depth > 1 else None
+
+    def picture(self, numbers):
+        return picture(numbers, self.shown())
 
     def insert(self, kinds, columns=None):
         columns = list(range(len(self.sims))) if columns is None else columns
@@ -75,23 +102,23 @@ class Recorded:
         new = [self.sims[i].event(k, len(self.events[i]) % 64 / 8) for i, k in zip(columns, kinds, strict=True)]
         for i, event in zip(columns, new, strict=True):
             self.events[i].append(event)
-        self.replay.insert(*stack(new), torch.tensor(columns))
+        self.replay.insert(*stack(new, self.shown()), torch.tensor(columns))
 
     def restart(self):
         """What a resumed run does where the simulator could not be restored."""
         for sim, events in zip(self.sims, self.events, strict=True):
-            sim.now, sim.filler_due = sim.new(), False
+            sim.now, sim.filler_due = sim.new(True), False
             if events:
                 events[-1] = events[-1]._replace(first=True)
-        self.replay.restart(picture([s.now for s in self.sims]))
+        self.replay.restart(self.picture([s.now for s in self.sims]))
 
     def seal(self):
         for t, s in zip(self.cursor.tensors(), self.replay.live.tensors(), strict=True):
             t.copy_(s)
 
     def oldest(self, head):
-        """The oldest row that the writer cannot reach before the next seal."""
-        return max(0, head - (self.replay.rows - self.replay.horizon - 1))
+        """The oldest row that the writer cannot reach before the next seal, nor any frame in its stack."""
+        return max(0, head - (self.replay.rows - self.replay.horizon - self.depth))
 
     def everything(self, n, gamma):
         """All windows that a reader may draw."""
@@ -103,6 +130,7 @@ class Recorded:
     def check(self, batch: Batch, lost: int, n: int, gamma: float) -> Tally:
         """Hold every window of ``batch`` against the oracle. Returns how many there were of each kind."""
         kinds: Tally = Tally()
+        self.seen = self.shown()
         for k, cell in enumerate(batch.index.tolist()):
             row, i = divmod(cell, len(self.sims))
             head = int(self.cursor.head[i])
@@ -121,7 +149,7 @@ class Recorded:
         assert batch.mask[k].item() == float(want.mask)
         assert batch.weight[k].item() == 1.0
         start = events[row]
-        assert_shows(batch.obs, k, start.obs)
+        assert_shows(batch.obs, k, start.obs, self.seen)
         assert batch.action[k].item() == start.action
         if not want.mask:
             return "lost" if want.lost else "dropped" if start.valid else "filler"
@@ -129,12 +157,12 @@ class Recorded:
         assert batch.discount[k].item() == pytest.approx(want.discount, rel=1e-6)
         if want.next_obs is None:
             return "terminated"
-        assert_shows(batch.next_obs, k, want.next_obs)
+        assert_shows(batch.next_obs, k, want.next_obs, self.seen)
         return "final" if any(e.truncated and e.final == want.next_obs for e in events[row : row + n]) else "plain"
 
 
-def assert_shows(obs, k, number):
-    for name, value in picture([number]).items():
+def assert_shows(obs, k, number, shown=None):
+    for name, value in picture([number], shown).items():
         assert torch.equal(obs[name][k], value[0]), name
 
 
@@ -146,3 +174,78 @@ def assert_same(one: Batch, two: Batch):
     for name in one.obs:
         assert torch.equal(one.obs[name], two.obs[name])
         assert torch.equal(one.next_obs[name][kept], two.next_obs[name][kept])
+
+
+# --- histories drawn at random ---
+
+SCENARIOS = {  # rates of what may happen in a row; kinds of windows that must then turn up
+    "endless": ({}, {"plain"}),
+    "terminations": ({"terminate": 0.15}, {"plain", "terminated"}),
+    "truncations": ({"terminate": 0.05, "limit": 5}, {"plain", "terminated", "final"}),
+    "lost": ({"lose": 0.1, "truncate": 0.05, "forget": 0.05, "limit": 8}, {"plain", "terminated", "final", "lost"}),
+    "restarts": ({"restart": 0.15, "terminate": 0.05}, {"plain", "terminated", "dropped"}),
+    "lives": ({"life": 0.15, "limit": 9}, {"plain", "terminated", "final"}),
+    "cuts": ({"cut": 0.15, "life": 0.05}, {"plain", "terminated", "final", "lost"}),
+    "stalls": ({"stall": 0.2, "terminate": 0.1}, {"plain", "terminated", "filler"}),
+    "overflow": ({"truncate": 0.5}, {"plain", "final", "lost"}),
+    "everything": (
+        {
+            "terminate": 0.1,
+            "truncate": 0.1,
+            "lose": 0.05,
+            "forget": 0.03,
+            "restart": 0.05,
+            "life": 0.05,
+            "stall": 0.05,
+            "limit": 6,
+        },
+        {"plain", "terminated", "final", "lost", "dropped", "filler"},
+    ),
+}
+ENDS = ("terminate", "truncate", "lose", "forget", "restart")
+
+
+class Fate:
+    """Draws what happens in each column, the time limit included."""
+
+    def __init__(self, rng, rates, num_envs):
+        self.rng, self.rates, self.age = rng, {k: v for k, v in rates.items() if k != "limit"}, [0] * num_envs
+        self.limit = rates.get("limit")
+
+    def kinds(self, sims, columns):
+        out = []
+        for i in columns:
+            kind = self.rng.choices(["step", *self.rates], [1 - sum(self.rates.values()), *self.rates.values()])[0]
+            if sims[i].filler_due:
+                self.age[i] = 0
+            else:
+                self.age[i] += 1
+                if self.limit and self.age[i] >= self.limit and kind not in ENDS:
+                    kind = "truncate"
+                self.age[i] = 0 if kind in ENDS else self.age[i]
+            out.append(kind)
+        return out
+
+
+def run_history(rates, seed, next_step, unequal, depth=1) -> Tally:
+    """Write three rings' worth of rows; at every seal, sample before and after the writer ran ahead."""
+    rng = random.Random(seed)
+    num_envs, horizon, n = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 5)
+    rows, gamma = rng.randint(8, 40) + depth - 1, rng.choice((0.9, 0.99, 1.0))
+    ring = Recorded(num_envs, rows, horizon, rates.get("limit"), next_step, depth=depth)
+    fate, kinds = Fate(rng, rates, num_envs), Tally()
+    for tick in range(3 * rows // horizon):
+        ring.seal()
+        before = int(ring.cursor.lost)
+        batch = ring.replay.sample(ring.cursor, 16, n, gamma, torch.Generator().manual_seed(tick))
+        lost = int(ring.cursor.lost) - before
+        for _ in range(horizon):
+            columns = [i for i in range(num_envs) if not unequal or rng.random() < (i + 1) / num_envs]
+            rng.shuffle(columns)
+            if columns:
+                ring.insert(fate.kinds(ring.sims, columns), columns)
+        again = ring.replay.sample(ring.cursor, 16, n, gamma, torch.Generator().manual_seed(tick))
+        assert_same(batch, again)
+        assert int(ring.cursor.lost) - before == 2 * lost
+        kinds += ring.check(batch, lost, n, gamma)
+    return kinds

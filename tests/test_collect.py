@@ -37,6 +37,25 @@ def test_episode_statistics_are_means_over_finished_episodes():
     assert stats.running[0].tolist() == [0.0, 2.0, 0.0]
 
 
+def test_an_episode_counts_once_another_begins():
+    """A lost life ends none; under next-step autoreset the filler row, whose reward is nobody's, shows the end."""
+    no, on = torch.zeros(1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)
+
+    def drained(rows):
+        stats = EpisodeStats(1, (), torch.device("cpu"))
+        for reward, ended, first, valid in rows:
+            stats.update(Step({}, torch.tensor([reward]), on & ended, no, on & first, {}, on, on & valid, {}))
+        out = stats.drain()
+        return [float(out[f"train/{k}"]) for k in ("return_mean", "length_mean", "episodes")]
+
+    life, row = (1.0, True, False, True), (2.0, False, False, True)
+    end, filler = (4.0, True, False, True), (99.0, False, True, False)
+    assert drained([row, life, row, (4.0, True, True, True), row]) == [9.0, 4.0, 1.0]
+    assert drained([row, life, row, end, filler, row, end]) == [9.0, 4.0, 1.0]
+    assert drained([row, life, row, end, filler, row, end, filler]) == [7.5, 3.0, 2.0]
+    assert drained([row, life, row, (2.0, False, True, True), row]) == [0.0, 0.0, 0.0]  # restarted, unannounced
+
+
 def test_a_simulator_without_state_goes_on_in_new_episodes_that_no_window_crosses_into(monkeypatch):
     monkeypatch.delattr(Counter, "state_dict")
     config = small_config(task={"name": "counter", "kwargs": {"terminate_every": 0}}, algo={"normalize_reward": True})

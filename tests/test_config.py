@@ -5,12 +5,11 @@ import dataclasses
 import pytest
 from runs import words
 
-from pql import config as schema
 from pql.compose import GROUPS, compose, hint_of, options, parse_word, resume_config
 from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest
 from pql.rundir import create
-from pql.validate import CHOICES, RANGES, validate
+from pql.validate import CHOICES, RANGES, resolve_device, validate
 
 
 def refusal(*overrides: str) -> str:
@@ -48,7 +47,8 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
     ("word", "message"),
     [
         # unknown names, with the nearest known one
-        ("algo=pqll", "algo=pqll: expected one of a2c, ddpg, ppo, pql, pql_d, pql_sac, sac, td3 (did you mean pql?)"),
+        ("algo=pqll", "algo=pqll: expected one of a2c, a3c, appo_replicas, ddpg, "),
+        ("algo=pqll", "sac, td3 (did you mean pql?)"),
         ("task=halfchetah", "(did you mean halfcheetah?)"),
         ("logger=tensorbord", "expected one of none, tensorboard, wandb (did you mean tensorboard?)"),
         ("scale=huge", "scale=huge: expected one of cpu, gpu"),
@@ -79,7 +79,9 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("algo.gamma=nan", "algo.gamma=nan: expected a finite number"),
         ("task.reward_scale=inf", "task.reward_scale=inf: expected a finite number"),
         ("algo.policy.hidden=[64,0]", "algo.policy.hidden=[64, 0]: expected a list of layer widths, each at least 1"),
-        ("algo.critic.hidden=[]", "algo.critic.hidden=[]: expected a list of layer widths"),
+        ("algo.encoder.channels=[]", "algo.encoder.channels=[]: expected a list of layer widths"),
+        ("algo.encoder.kind=natur", "expected one of small, nature, resnet (did you mean nature?)"),
+        ("algo.policy.eps=0", "algo.policy.eps=0.0: expected a number above 0 up to 1"),
         ("cuda_graphs=maybe", "cuda_graphs=maybe: expected one of auto, on, off"),
         # devices
         ("device=cuda:7", "device=cuda:7: expected a device of this machine: auto, cpu"),
@@ -238,10 +240,10 @@ def test_a_damaged_saved_config_is_refused_by_name(change, message):
 def test_auto_is_the_gpu_where_there_is_one(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert schema.resolve_device("auto") == "cuda"
-    assert schema.resolve_device("cuda:1") == "cuda:1"
+    assert resolve_device("auto") == "cuda"
+    assert resolve_device("cuda:1") == "cuda:1"
     with pytest.raises(ConfigError, match=r"cuda:2: expected a device of this machine: auto, cpu, cuda:0, cuda:1"):
-        schema.resolve_device("cuda:2")
+        resolve_device("cuda:2")
 
 
 # -- resuming -------------------------------------------------------------------------------------------------------

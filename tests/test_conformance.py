@@ -1,14 +1,17 @@
 """``check_env`` passes what conforms and names the one broken rule of what does not."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
 
 from pql.conformance import RULES, check_env
-from pql.env import find_factory, make_env
+from pql.env import Discrete, find_factory, make_env
+from pql.envs.catch import Catch
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
+from pql.grouped import Grouped
 
 SHIPPED = [
     ("counter", {}),
@@ -20,6 +23,7 @@ SHIPPED = [
     ("pendulum", {"max_episode_steps": 20}),
     ("cartpole_swingup", {"max_episode_steps": 60}),
     ("ball_balance", {"max_episode_steps": 60}),
+    ("catch", {"max_episode_steps": 5}),
     ("gymnasium", {"id": "Pendulum-v1", "kwargs": {"max_episode_steps": 20}}),
     ("gymnasium", {"id": "Pendulum-v1", "kwargs": {"max_episode_steps": 20}, "autoreset": "same_step"}),
 ]
@@ -34,7 +38,10 @@ def test_shipped_environments_conform(name, kwargs):
     env.close()
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
-    assert untested <= {"filler_flags", "final_obs_kept", "state_dict"}, report
+    idle = {"filler_flags", "final_obs_kept", "state_dict", "groups"}
+    idle |= {"action_range"} if isinstance(env.spec.action, Discrete) else set()
+    idle |= {"stack"} if all(part.stack == 1 for part in env.spec.obs.values()) else set()
+    assert untested <= idle, report
 
 
 class Altered:
@@ -65,6 +72,18 @@ class Altered:
 class ForgetsSteps(Altered):
     def load_state_dict(self, state):
         self.env.load_state_dict({**state, "step": torch.zeros_like(state["step"])})
+
+
+class AnotherStep(Altered):
+    def send(self, action, ids):
+        self.env.send(action, ids)
+
+    def recv(self):
+        return self.env.recv()
+
+
+class LastFirst(list):
+    popleft = list.pop
 
 
 class WrongReset(Altered):
@@ -152,6 +171,8 @@ BROKEN = {
     ),
     "unseeded": ("determinism", same, lambda e, a, s: s._replace(reward=s.reward + e.resets), {}),
     "policy group missing": ("protocol", same, None, {"obs": {}}),
+    "groups without send": ("protocol", same, None, {"groups": 2}),
+    "unequal groups": ("protocol", same, None, {"groups": 4}),
     "unknown mode": ("protocol", same, None, {"autoreset": "sometimes"}),
 }
 
@@ -174,10 +195,60 @@ def test_broken_methods_fail_exactly_their_rule():
     other = Counter.describe(6, episode_length=8)
     assert check_env(Counter(6), 60, described=other).failed == ["describe"]
     assert check_env(object()).failed == ["protocol"]
+    with closing(Grouped([Counter(3), Counter(3)])) as groups:
+        pays = AnotherStep(groups, lambda e, a, s: s._replace(reward=s.reward + 1))
+        assert check_env(pays, 60).failed == ["groups"]
+        groups._sent = LastFirst()
+        assert check_env(groups, 60).failed == ["groups"]
+
+
+class Frames(Altered):
+    """Catch with other stacks of frames, [N, 2, 8, 8]: ``frames(env, observation, begins)``."""
+
+    def __init__(self, frames):
+        super().__init__(Catch(6))
+        self.frames = frames
+
+    def reset(self, seed=None):
+        obs = super().reset(seed)["policy"]
+        return {"policy": self.frames(self, obs, torch.ones(6, dtype=torch.bool))}
+
+    def step(self, action):
+        step = super().step(action)
+        none = torch.zeros_like(step.first)
+        final = self.frames(self, step.final_obs["policy"], none)
+        obs = torch.where(step.first.view(-1, 1, 1, 1), self.frames(self, step.obs["policy"], step.first), final)
+        return step._replace(obs={"policy": obs}, final_obs={"policy": final})
+
+
+def newest_first(env, obs, begins):
+    return obs.flip(1)
+
+
+def first_frame_repeated(env, obs, begins):
+    """As some wrappers begin an episode."""
+    return torch.where(begins.view(-1, 1, 1, 1), obs[:, 1:].expand_as(obs), obs)
+
+
+def forgets_frames(env, obs, begins):
+    return torch.cat((torch.zeros_like(obs[:, :1]), obs[:, 1:]), 1)
+
+
+@pytest.mark.parametrize(("frames", "words"), [
+    (newest_first, "not zeros where an episode begins"),
+    (first_frame_repeated, "not zeros where an episode begins"),
+    (forgets_frames, "not the newest of the observation before"),
+])  # fmt: skip
+def test_broken_stacks_fail_exactly_their_rule(frames, words):
+    report = check_env(Frames(frames), 40)
+    assert report.failed == ["stack"], report
+    assert words in next(r.message for r in report.results if r.name == "stack")
+    assert check_env(Frames(lambda env, obs, begins: obs), 40).ok
 
 
 def test_every_rule_has_a_broken_environment():
-    assert {*RULES, "protocol"} == {case[0] for case in BROKEN.values()} | {"state_dict", "describe"}
+    tested = {case[0] for case in BROKEN.values()} | {"state_dict", "describe", "stack", "groups"}
+    assert {*RULES, "protocol"} == tested
 
 
 def test_a_fault_names_step_and_environments():
@@ -207,6 +278,15 @@ def test_lost_lives_must_be_declared():
     assert check_env(Altered(Counter(6), lose_life, info={"lost_life": True}), 60).failed == []
     declared = {"info": {"lost_life": True}, "max_episode_steps": 5}  # a lost life does not restart the clock
     assert check_env(Altered(Counter(6), lose_life, **declared), 60).failed == ["time_limit"]
+
+
+def test_under_next_step_a_life_is_lost_where_no_filler_row_follows():
+    def env(**spec):
+        return Altered(Counter(6, autoreset="next_step"), lose_life, **spec)
+
+    assert check_env(env(), 60).failed == ["first", "filler"]
+    assert check_env(env(info={"lost_life": True}), 60).failed == []
+    assert check_env(env(info={"lost_life": True}, max_episode_steps=5), 60).failed == ["time_limit"]
 
 
 def test_the_environment_is_left_freshly_reset():

@@ -98,7 +98,7 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
         ("pql resume runs/x bud", ["budget."]),
         ("pql resume runs/x replay.", ["replay.save="]),
         ("pql eval runs/x s", ["seed="]),
-        ("pql eval runs/x ep", ["episodes="]),
+        ("pql eval runs/x ep", ["episodes=", "epsilon="]),
         ("pql play runs/x w", ["width="]),
         ("pql play runs/x --", ["--live"]),
         ("pql train task=ant -", ["-m", "--multirun"]),
@@ -109,7 +109,7 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
         ("pql compare runs/a ", []),  # another run, perhaps
         ("pql compare runs/a thr", ["thresholds="]),
         ("pql report runs/a x=", [f"x={axis}" for axis in ("seconds", "env_steps", "updates")]),
-        ("pql list ", ["tasks", "algos"]),
+        ("pql list ", ["tasks", "algos", "games"]),
         ("pql doctor --env pend", ["pendulum"]),
         ("pql completion f", ["fish"]),
     ],

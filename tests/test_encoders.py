@@ -88,7 +88,7 @@ def test_policy_and_critic_learn_from_image_and_vector_together():
                                               ((12, 16), torch.float32), ((5, 5, 5), torch.float32)])  # fmt: skip
 def test_images_of_every_layout_become_features_whatever_stands_before_them(shape, dtype):
     torch.manual_seed(0)
-    net = Pictures(shape, (4, 6), 10)
+    net = Pictures(shape, "small", (4, 6), 10)
     x = torch.randint(256, (3, 2, *shape)).to(dtype)
     together = net(x)
     assert together.shape == (3, 2, 10)
@@ -98,7 +98,7 @@ def test_images_of_every_layout_become_features_whatever_stands_before_them(shap
 
 def test_channels_first_and_last_are_the_same_picture_and_bytes_are_scaled():
     torch.manual_seed(0)
-    first, last = Pictures((3, 9, 7), (4,), 6), Pictures((9, 7, 3), (4,), 6)
+    first, last = (Pictures(s, "small", (4,), 6) for s in ((3, 9, 7), (9, 7, 3)))
     last.load_state_dict(first.state_dict())
     x = torch.randint(256, (5, 3, 9, 7), dtype=torch.uint8)
     torch.testing.assert_close(first(x), last(x.permute(0, 2, 3, 1)))
@@ -107,12 +107,12 @@ def test_channels_first_and_last_are_the_same_picture_and_bytes_are_scaled():
 
 def test_vectors_pass_an_encoder_unchanged_in_the_order_asked_for():
     specs = {"a": ObsSpec((2,)), "b": ObsSpec((3,)), "c": ObsSpec((4, 4), torch.uint8), "d": ObsSpec((1,), torch.uint8)}
-    encoder = Encoder(specs, ("b", "d", "a"), (4,), 6)
+    encoder = Encoder(specs, ("b", "d", "a"), "small", (4,), 6)
     assert (encoder.size, encoder.groups) == (6, ("b", "d", "a"))
     assert flatten(encoder.state_dict()) == {}
     obs = {"a": torch.tensor([[1.0, 2]]), "b": torch.tensor([[3.0, 4, 5]]), "d": torch.tensor([[9]], dtype=torch.uint8)}
     assert encoder(obs).tolist() == [[3, 4, 5, 9, 1, 2]]
-    assert Encoder(specs, ("b", "c"), (4,), 6).size == 9
+    assert Encoder(specs, ("b", "c"), "small", (4,), 6).size == 9
 
 
 def spec_with(**groups: tuple[int, ...]) -> EnvSpec:
@@ -146,7 +146,7 @@ def test_groups_of_other_shapes_and_lists_that_are_none_are_refused(tmp_path, ca
         ("algo.policy.obs=[policy,policy]", "expected null, or a list of observation groups, each once"),
         ("algo.policy.obs=policy", "expected a list of names such as [policy,image] or null"),
         ("algo.encoder.channels=[0]", "expected a list of layer widths, each at least 1"),
-        ("algo.encoder.features=0", "expected a number from 1"),
+        ("algo.encoder.features=-1", "expected a number from 0"),
     ):
         assert main(["train", *words(tmp_path / "run", word)]) == 2
         assert message in capsys.readouterr().err

@@ -59,6 +59,20 @@ def test_every_environment_plays_its_share_of_the_episodes(autoreset, options):
     assert few.returns == [r for r, _ in want[:3]]
 
 
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+def test_a_lost_life_ends_no_episode(autoreset):
+    env = Counter(num_envs=5, autoreset=autoreset, episode_length=9)
+    real = env.step
+
+    def step(action):
+        step = real(action)
+        return step._replace(terminated=step.terminated | (step.obs["policy"][:, 1] == 3) & ~step.truncated)
+
+    env.step = step
+    result = run_episodes(env, zero, seed=0)
+    assert list(zip(result.returns, result.lengths, strict=True)) == [episode(env, i) for i in range(5)]
+
+
 def test_short_episodes_are_not_favoured():
     """Environment 0 plays episodes of 1 row, the other one of 20: the first to end would all be short."""
     env = Counter(num_envs=2, episode_length=20, terminate_every=1)

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from conftest import small_config
 from oracles import AdamW as SlowAdamW
 from torch import nn
 
+from pql.build import build
 from pql.nets import Flat, mlp
-from pql.optim import AdamW, RMSProp, polyak
+from pql.optim import AdamW, RAdam, RMSProp, polyak
 
 
 def net(seed=0):
@@ -54,6 +56,40 @@ def test_adamw_equals_torch_and_the_algorithm(clip, decay):
     assert clipped == {None: 0, 0.5: 20, 1e3: 0}[clip]
 
 
+def test_radam_equals_torch():
+    """Their eps stand in different places: none matters here. The factor appears with the sixth step."""
+    module = net()
+    theirs, flat = copy.deepcopy(module), Flat(module, trained=True)
+    mine = RAdam(flat, 3e-3, 0.5, eps=1e-12)
+    other = torch.optim.RAdam(theirs.parameters(), lr=3e-3, eps=1e-12, foreach=False)
+    gen = torch.Generator().manual_seed(1)
+    for _ in range(30):
+        x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
+        for model, optimizer in ((module, mine), (theirs, other)):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+        mine.step()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        other.step()
+        torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=2e-6)
+
+
+def test_radam_by_hand():
+    """Gradients of 1: both corrected moments are 1, so a step is lr, then lr times the factor of the paper."""
+    flat = Flat(net(), trained=True)
+    optimizer, steps = RAdam(flat, 1e-3), []
+    for _ in range(6):
+        flat.data.grad.fill_(1.0)
+        before = flat.data[0].item()
+        optimizer.step()
+        steps.append(before - flat.data[0].item())
+    rho, longest = 1999 - 2 * 6 * 0.999**6 / (1 - 0.999**6), 1999
+    factor = ((rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho)) ** 0.5
+    assert rho == pytest.approx(5.99, abs=0.01)
+    assert factor == pytest.approx(0.0258, abs=1e-4)
+    assert steps == pytest.approx([1e-3] * 5 + [factor * 1e-3], abs=1e-7)
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_rmsprop_equals_torch(clip):
     module = net()
@@ -72,7 +108,40 @@ def test_rmsprop_equals_torch(clip):
         torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", [AdamW, RMSProp])
+def test_radam_may_begin_with_a_skipped_step():
+    flat = Flat(net(), trained=True)
+    optimizer, before = RAdam(flat, 1e-3), flat.data.detach().clone()
+    flat.data.grad.fill_(1.0)
+    optimizer.step(torch.tensor(1.0))
+    assert torch.equal(flat.data, before)
+    optimizer.step(torch.tensor(0.0))
+    torch.testing.assert_close(before - flat.data, torch.full_like(before, 1e-3), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(("kind", "size"), [(AdamW, 1e-3 / 1.5), (RMSProp, 1e-3 / (0.1 + 0.5))])
+def test_eps_stands_beside_the_root(kind, size):
+    for eps, want in ((0.5, size), (None, None)):
+        flat = Flat(net(), trained=True)
+        optimizer = kind(flat, 1e-3, eps=eps)
+        before = flat.data.detach().clone()
+        flat.data.grad.fill_(1.0)
+        optimizer.step()  # Adam's corrected moments are 1 then, RMSProp's is 0.01
+        if want is not None:
+            torch.testing.assert_close(before - flat.data, torch.full_like(before, want), rtol=0, atol=1e-6)
+    assert optimizer.eps == {AdamW: 1e-8, RMSProp: 1e-5}[kind]
+
+
+@pytest.mark.parametrize("family", ["ddpg", "sac", "adam", "rmsprop"])
+def test_eps_of_the_config_reaches_the_optimisers(family):
+    on_policy = {"family": "ppo", "schedule": "lockstep", "ppo": {"optimizer": family, "horizon": 4}}
+    algo = {"critic": {"eps": 0.25}, "policy": {"eps": 0.5}}
+    algo |= on_policy if family in ("adam", "rmsprop") else {"family": family}
+    parts = build(small_config(algo=algo))
+    eps = {name: learner.state.optimizer.eps for name, learner in parts.learners.items()}
+    assert eps == ({"learner": 0.5} if family in ("adam", "rmsprop") else {"v": 0.25, "p": 0.5})
+
+
+@pytest.mark.parametrize("kind", [AdamW, RAdam, RMSProp])
 def test_a_skipped_step_leaves_everything_as_it_was(kind):
     flat = Flat(net(), trained=True)
     optimizer = kind(flat, 0.1, clip=1.0)

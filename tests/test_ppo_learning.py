@@ -1,4 +1,4 @@
-"""What PPO and A2C learn where the answer is known: values, a swing-up, a balance, a cue to recall."""
+"""What PPO and A2C learn where the answer is known: values, a swing-up, a balance, balls to catch, a cue to recall."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from ppo_runs import VARIANTS, config_of, ticks
 
 from pql.algos import ppo
 from pql.build import build
+from pql.compose import compose
 from pql.env import EnvSpec, ObsSpec, register
 from pql.envs.classic import Pendulum, TorchEnv, Transition
 from pql.errors import ConfigError
@@ -94,8 +95,8 @@ def test_the_critic_may_see_more_than_the_policy():
         build(config_of(change, {"algo": {"ppo": {"shared": True}}}))
 
 
-def score(parts):
-    env = type(parts.env)(32, "cpu")
+def score(parts, episodes=32):
+    env = type(parts.env)(episodes, "cpu")
     policy = fresh_policy(parts.config, env.spec, env.spec.device)
     policy.load_state_dict(snapshot(parts))
     return run_episodes(env, policy, seed=7).mean
@@ -118,6 +119,17 @@ def test_a_cart_pole_is_balanced_by_discrete_actions(name):
     assert score(parts) < 100
     ticks(parts, 20 if name == "ppo" else 300)
     assert score(parts) > 450  # of 500
+
+
+@pytest.mark.parametrize(("name", "count"), [("ppo", 90), ("a2c", 550)])
+def test_balls_are_caught_from_pixels_with_the_preset(name, count):
+    words = ("device=cpu", f"algo={name}", "task=catch", "placement.matmul=exact")
+    parts = start(compose([*words, "placement.threads.collector=1", "placement.threads.v=1"]), Inline())
+    assert parts.learners["learner"].state.net.value.body is None  # one network for both
+    assert score(parts, 256) < -0.2  # untrained
+    ticks(parts, count)
+    assert parts.collector.stores[0].obs["policy"].dtype == torch.uint8
+    assert score(parts, 256) > 0.8  # nine balls of ten; chasing what the newest frame shows gives -0.5
 
 
 @pytest.mark.parametrize("lstm", [16, None])

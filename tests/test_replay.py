@@ -1,11 +1,10 @@
 """n-step windows from the replay ring against a brute-force oracle over made-up histories."""
 
-import random
 from collections import Counter as Tally
 
 import pytest
 import torch
-from histories import CPU, Recorded, assert_same
+from histories import CPU, ENDS, SCENARIOS, Recorded, run_history
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -14,78 +13,6 @@ from pql.envs.toy import Counter
 from pql.replay import Replay
 
 # --- the oracle over random histories ---
-
-SCENARIOS = {  # rates of what may happen in a row; kinds of windows that must then turn up
-    "endless": ({}, {"plain"}),
-    "terminations": ({"terminate": 0.15}, {"plain", "terminated"}),
-    "truncations": ({"terminate": 0.05, "limit": 5}, {"plain", "terminated", "final"}),
-    "lost": ({"lose": 0.1, "truncate": 0.05, "forget": 0.05, "limit": 8}, {"plain", "terminated", "final", "lost"}),
-    "restarts": ({"restart": 0.15, "terminate": 0.05}, {"plain", "terminated", "dropped"}),
-    "lives": ({"life": 0.15, "limit": 9}, {"plain", "terminated", "final"}),
-    "cuts": ({"cut": 0.15, "life": 0.05}, {"plain", "terminated", "final", "lost"}),
-    "stalls": ({"stall": 0.2, "terminate": 0.1}, {"plain", "terminated", "filler"}),
-    "overflow": ({"truncate": 0.5}, {"plain", "final", "lost"}),
-    "everything": (
-        {
-            "terminate": 0.1,
-            "truncate": 0.1,
-            "lose": 0.05,
-            "forget": 0.03,
-            "restart": 0.05,
-            "life": 0.05,
-            "stall": 0.05,
-            "limit": 6,
-        },
-        {"plain", "terminated", "final", "lost", "dropped", "filler"},
-    ),
-}
-ENDS = ("terminate", "truncate", "lose", "forget", "restart")
-
-
-class Fate:
-    """Draws what happens in each column, the time limit included."""
-
-    def __init__(self, rng, rates, num_envs):
-        self.rng, self.rates, self.age = rng, {k: v for k, v in rates.items() if k != "limit"}, [0] * num_envs
-        self.limit = rates.get("limit")
-
-    def kinds(self, sims, columns):
-        out = []
-        for i in columns:
-            kind = self.rng.choices(["step", *self.rates], [1 - sum(self.rates.values()), *self.rates.values()])[0]
-            if sims[i].filler_due:
-                self.age[i] = 0
-            else:
-                self.age[i] += 1
-                if self.limit and self.age[i] >= self.limit and kind not in ENDS:
-                    kind = "truncate"
-                self.age[i] = 0 if kind in ENDS else self.age[i]
-            out.append(kind)
-        return out
-
-
-def run_history(rates, seed, next_step, unequal) -> Tally:
-    """Write three rings' worth of rows; at every seal, sample before and after the writer ran ahead."""
-    rng = random.Random(seed)
-    num_envs, horizon, n = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 5)
-    rows, gamma = rng.randint(8, 40), rng.choice((0.9, 0.99, 1.0))
-    ring = Recorded(num_envs, rows, horizon, rates.get("limit"), next_step)
-    fate, kinds = Fate(rng, rates, num_envs), Tally()
-    for tick in range(3 * rows // horizon):
-        ring.seal()
-        before = int(ring.cursor.lost)
-        batch = ring.replay.sample(ring.cursor, 16, n, gamma, torch.Generator().manual_seed(tick))
-        lost = int(ring.cursor.lost) - before
-        for _ in range(horizon):
-            columns = [i for i in range(num_envs) if not unequal or rng.random() < (i + 1) / num_envs]
-            rng.shuffle(columns)
-            if columns:
-                ring.insert(fate.kinds(ring.sims, columns), columns)
-        again = ring.replay.sample(ring.cursor, 16, n, gamma, torch.Generator().manual_seed(tick))
-        assert_same(batch, again)
-        assert int(ring.cursor.lost) - before == 2 * lost
-        kinds += ring.check(batch, lost, n, gamma)
-    return kinds
 
 
 @pytest.mark.parametrize("unequal", [False, True], ids=["together", "apart"])

@@ -14,10 +14,11 @@ from torch import Generator, Tensor, nn
 
 from pql.actor_critic import ActorCritic
 from pql.nets import Flat
-from pql.normalize import EPSILON, Moments
-from pql.optim import Optimizer
+from pql.normalize import EPSILON, Moments, pack, pooled
+from pql.optim import Optimizer, annealed
+from pql.parallel import ALONE, Group
 from pql.returns import gae
-from pql.rollout import Segment, minibatches
+from pql.rollout import Segment, by_parts, minibatches
 from pql.types import Metrics, Obs
 from pql.worker import State
 
@@ -44,6 +45,11 @@ class Settings:
     anneal_steps: int | None  # env steps over which the learning rate falls to 0
     anneal_clip: bool
     steps_per_tick: int  # T * N
+
+    @property
+    def steers(self) -> bool:
+        """Whether the KL decides anything."""
+        return self.kl_target is not None or self.kl_stop is not None
 
 
 class Progress:
@@ -73,6 +79,11 @@ class PpoState(State):
     optimizer: Optimizer
     returns: Moments | None  # statistics of the returns; None: values are not normalised
     progress: Progress
+    group: Group = ALONE  # of processes that train the same weights, each on a rollout of its own
+
+    def connect(self, group: Group) -> None:
+        super().connect(group)
+        self.group = group
 
     @property
     def net(self) -> ActorCritic:
@@ -136,8 +147,7 @@ def begin_tick(state: PpoState, settings: Settings, segment: Segment) -> None:
     now.go.fill_(1.0)
     now.lost += segment.lost
     if settings.anneal_steps is not None:
-        done = now.ticks * (settings.steps_per_tick / settings.anneal_steps)
-        now.fraction.copy_((1 - done).clamp_(min=0))
+        now.fraction.copy_(annealed(now.ticks, settings.steps_per_tick, settings.anneal_steps))
         state.optimizer.lr.copy_(settings.lr * now.fraction)
     now.ticks += 1
 
@@ -151,7 +161,7 @@ def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict
     """
     net, mask = state.net, segment.mask
     rows = mask.shape[0]
-    values = segment_values(state, segment)  # [T + 1 + K + 1, N]
+    values = segment_values(state, segment, settings.minibatches)  # [T + 1 + K + 1, N]
     scale, shift = value_scale(state.returns)
     values = values * scale + shift
     value, discount = values[:rows], settings.gamma * segment.alive
@@ -161,11 +171,11 @@ def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict
     mean, var = masked_moments(target, mask)
     explained = 1 - masked_moments(advantage, mask)[1] / (var + EPSILON)  # advantage = target - value
     if state.returns is not None:
-        state.returns.update(target.flatten(), mask.flatten() > 0)
+        state.returns.update(target.flatten(), mask.flatten() > 0, state.group)
         scale, shift = value_scale(state.returns)
         target, value = (target - shift) / scale, (value - shift) / scale
     if settings.normalize_advantage:
-        mean, var = masked_moments(advantage, mask)
+        mean, var = masked_moments(advantage, mask, state.group)
         advantage = (advantage - mean) * (var + EPSILON).rsqrt()
     columns = {
         **{f"obs/{k}": v[:rows] for k, v in segment.obs.items()},
@@ -183,11 +193,14 @@ def value_carry(state: PpoState, segment: Segment) -> Tensor:
     return state.progress.carry * ~segment.fresh.unsqueeze(1)
 
 
-def segment_values(state: PpoState, segment: Segment) -> Tensor:
-    """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment."""
+def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
+    """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment.
+
+    Without memory, the rows are taken in ``parts``: together they might not fit.
+    """
     net = state.net
     if not net.value_body.carry_size:
-        return net.values(segment.obs)
+        return by_parts(net.values, segment.obs, parts)
     values, carry = net.unroll_values(segment.obs, value_carry(state, segment), segment.first, segment.final_row)
     if net.value.body is not None:
         state.progress.carry.copy_(carry)
@@ -205,14 +218,18 @@ def value_scale(returns: Moments | None) -> tuple[Tensor | float, Tensor | float
     """Standard deviation and mean of the returns so far: value = output * scale + shift."""
     if returns is None:
         return 1.0, 0.0
-    return (returns.variance() + EPSILON).sqrt().float(), returns.mean.float()
+    mean, variance = returns.statistics()
+    return (variance + EPSILON).sqrt().float(), mean.float()
 
 
-def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance of the entries that count; 0 where none does."""
-    count = mask.sum().clamp(min=1)
-    mean = (x * mask).sum() / count
-    return mean, ((x - mean).square() * mask).sum() / count
+def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of the entries that count, of all processes of ``group``; 0 where none does."""
+    count = mask.sum()
+    mean = (x * mask).sum() / count.clamp(min=1)
+    squares = ((x - mean).square() * mask).sum()
+    if group.size > 1:
+        count, mean, squares = pooled(group.gather(pack(count, mean, squares)), ())
+    return mean, squares / count.clamp(min=1)
 
 
 def update(state: PpoState, inputs: Settings, batch: Minibatch, gen: Generator) -> Metrics:
@@ -233,8 +250,10 @@ def update(state: PpoState, inputs: Settings, batch: Minibatch, gen: Generator) 
     loss.backward()
     with torch.no_grad():
         kl = (share * dist.kl(batch.params, params)).sum()
+        if inputs.steers:
+            kl = state.group.mean(kl, batch.mask)
         skip = steer(state, inputs, kl, batch.fresh)
-        norm = state.optimizer.step(skip)
+        norm = state.optimizer.step(skip, batch.mask)
         clipped = torch.zeros_like(kl) if clip is None else (share * ((ratio - 1).abs() > clip)).sum()
     return {
         "loss/policy": policy_loss.detach(), "loss/critic": critic_loss.detach(), "grad_norm/policy": norm,

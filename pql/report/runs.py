@@ -18,7 +18,7 @@ AXES = ("seconds", "env_steps", "updates")
 NAMED = 3  # settings in a label
 # What makes no other algorithm of a run: who it is, how long it went on, and what watched it.
 ASIDE = (
-    "seed", "run_dir", "task.name", "task.id", "task.kwargs", "budget.", "eval.", "checkpoint.", "logger.",
+    "seed", "run_dir", "task.name", "task.id", "task.game", "task.kwargs", "budget.", "eval.", "checkpoint.", "logger.",
     "replay.save",
 )  # fmt: skip
 
@@ -195,7 +195,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def task_of(settings: Mapping[str, Any]) -> str:
     """The task's name, with the keywords that make it another one."""
-    name = settings.get("task.id") or settings.get("task.name", "?")
+    name = settings.get("task.id") or settings.get("task.game") or settings.get("task.name", "?")
     kwargs = settings.get("task.kwargs") or {}
     return f"{name} ({', '.join(f'{k}={show(v)}' for k, v in kwargs.items())})" if kwargs else str(name)
 

@@ -1,0 +1,181 @@
+"""Stacks of frames from the replay ring: stored once, they come back as the environment showed them. And what else an
+Atari agent stores: discrete actions, numbers beside them."""
+
+import random
+from collections import Counter as Tally
+
+import pytest
+import torch
+from histories import CPU, SCENARIOS, Recorded, assert_same, assert_shows, run_history, specs
+
+from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.frames import eights, put
+from pql.policy import spec_from_dict, spec_to_dict
+from pql.replay import Replay, preflight, replay_bytes
+from pql.types import Acted, Step
+
+ATARI = {"policy": ObsSpec((4, 84, 84), torch.uint8, stack=4)}
+KINDS = ("step", "step", "step", "terminate", "truncate", "life", "lose", "restart")
+
+
+@pytest.mark.parametrize("unequal", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("next_step", [False, True], ids=["same_step", "next_step"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_stacks_equal_what_the_environment_showed(name, next_step, unequal):
+    """Of every window's first observation and of its successor, after wraps, with the writer running ahead."""
+    rates, expected = SCENARIOS[name]
+    kinds = sum((run_history(rates, depth, next_step, unequal, depth) for depth in (2, 3, 4)), Tally())
+    assert expected <= set(kinds) | {"dropped", "lost"}
+    assert kinds.total() > 400  # 40 of these: more than 16,000 windows
+
+
+@pytest.mark.parametrize("kind", ["step", "terminate", "truncate", "life"])
+def test_a_restart_from_outside_cuts_the_stack(kind):
+    """Also one before the first row; a lost life cuts nothing."""
+    ring = Recorded(2, 16, 1, 4, depth=4)
+    ring.restart()
+    for what in ("step", "step", kind, "step"):
+        ring.insert([what] * 2)
+    ring.restart()
+    for _ in range(3):
+        ring.insert(["step"] * 2)
+        ring.seal()
+        batch = ring.everything(2, 0.9)
+        ring.check(batch, int(ring.cursor.lost), 2, 0.9)
+    blank = (batch.obs["stack"] == 0).flatten(2).all(2).sum(1)  # older frames than the episode
+    both = [3, 2, 1, *((0,) if kind in ("step", "life") else (3,))]
+    assert sorted(blank.tolist()) == sorted([*both, 3, 2, 1] * 2)
+
+
+@pytest.mark.parametrize("head", [5, 40])
+def test_frames_in_flight_are_never_read(head):
+    """Cells without a row yet may hold anything; so may those that the writer takes next: a horizon's rows."""
+    ring = Recorded(2, 13, 3, None, depth=4)
+    for _ in range(head):
+        ring.insert(["step"] * 2)
+    ring.seal()
+    drawn = min(head, 13 - ring.replay.guard)
+    taken = [(head + i) % 13 * 2 + c for i in range(3 if head > 13 else 13 - head) for c in range(2)]
+    ahead = [cell + 2 for cell in taken] if head < 13 else [(head + i) % 13 * 2 + c for i in (1, 2, 3) for c in (0, 1)]
+    for store in ring.replay.obs.values():
+        store[[cell for cell in ahead if cell < 26]] = 77  # the observation of row ``head`` itself is sealed
+    ring.replay.flags[taken] = 27
+    batch = ring.everything(1, 0.9)
+    assert batch.mask.sum() == 2 * drawn
+    ring.check(batch, 0, 1, 0.9)
+
+
+def test_observation_only_rings_stack_too():
+    full, lean = (Recorded(3, 14, 2, 4, next_step=True, obs_only=lean, depth=4) for lean in (False, True))
+    rng = random.Random(0)
+    shown = Tally()
+    for t in range(30):
+        kinds = [rng.choice(KINDS) for _ in range(3)]
+        for ring in (full, lean):
+            ring.insert(kinds)
+            ring.seal()
+        views = [r.replay.sample_obs(r.cursor, 16, torch.Generator().manual_seed(t)) for r in (full, lean)]
+        seen = full.shown()
+        for k, number in enumerate(views[0].obs["policy"][:, 0].long().tolist()):
+            for view in views:
+                assert_shows(view.obs, k, number, seen)
+            shown[seen[number].count(0)] += 1
+    assert min(shown[k] for k in range(4)) > 10
+
+
+def test_state_restores_in_place_and_continues_bit_for_bit():
+    one, two = Recorded(3, 16, 2, 4, depth=3), Recorded(3, 16, 2, 4, depth=3)
+    rng = random.Random(1)
+    for _ in range(25):
+        one.insert([rng.choice(KINDS) for _ in range(3)])
+    two.replay.load_state_dict({k: t.clone() for k, t in one.replay.state_dict().items()})
+    for ring in (one, two):
+        ring.seal()
+    batches = [r.replay.sample(r.cursor, 64, 3, 0.9, torch.Generator().manual_seed(5)) for r in (one, two)]
+    assert batches[0].mask.sum() > 0
+    assert_same(*batches)
+
+
+# --- discrete actions, and numbers beside them ---
+
+
+def filled(replay, steps):
+    """Environment i's row t has action 10 t + i, and beside it the numbers t and -i."""
+    n = replay.num_envs
+    off, on, zero = torch.zeros(n, dtype=torch.bool), torch.ones(n, dtype=torch.bool), torch.zeros(n)
+    obs = {"policy": torch.zeros(n, 2)}
+    replay.begin(obs)
+    i = torch.arange(n)
+    for t in range(steps):
+        acted = Acted(10 * t + i, {"q": torch.full((n,), float(t)), "value": -i.float()})
+        replay.insert(acted, Step(obs, zero, off, off, off, obs, on, on, {}))
+    return replay
+
+
+def test_discrete_actions_and_extras_are_kept_beside_their_row():
+    replay = filled(Replay({"policy": ObsSpec((2,))}, None, 3, 8, 1, None, CPU, extra=("q", "value")), 20)
+    assert (replay.action.dtype, replay.action.shape) == (torch.int64, (24,))
+    batch = replay.sample(replay.live, 64, 2, 0.9, torch.Generator().manual_seed(0))
+    row, column = batch.action // 10, batch.action % 10
+    assert batch.action.dtype == torch.int64
+    assert set(row.tolist()) == set(range(14, 20))
+    assert torch.equal(batch.index, row % 8 * 3 + column)
+    assert torch.equal(replay.extra["q"][batch.index], row.float())
+    assert torch.equal(replay.extra["value"][batch.index], -column.float())
+
+
+def test_extras_are_part_of_the_state_and_left_out_where_not_asked_for():
+    specs = {"policy": ObsSpec((2,))}
+    one = filled(Replay(specs, None, 3, 8, 1, None, CPU, extra=("q", "value")), 5)
+    two = Replay(specs, None, 3, 8, 1, None, CPU, extra=("q", "value"))
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(two.extra["q"], one.extra["q"])
+    assert {"extra.q", "extra.value"} <= set(one.state_dict())
+    for bare in (Replay(specs, None, 3, 8, 1, None, CPU), Replay(specs, None, 3, 8, 1, None, CPU, obs_only=True)):
+        filled(bare, 5)
+        assert not [k for k in bare.state_dict() if k.startswith("extra")]
+
+
+# --- memory ---
+
+
+def test_a_million_frames_fit_in_7_2_gigabytes():
+    for num_envs, limit in ((1, 27_000), (32, 27_000), (256, 27_000), (1024, None)):
+        rows = preflight(ATARI, None, num_envs, 1_000_000, 4, limit, torch.float32, int(7.2e9), ("q", "value"))
+        need = replay_bytes(ATARI, None, num_envs, rows, 4, limit, torch.float32, ("q", "value"))
+        assert rows == 1_000_000 // num_envs
+        assert 7.05e9 < need * 1_000_000 / (rows * num_envs) <= 7.2e9
+
+
+@pytest.mark.parametrize(("depth", "size", "extra"), [(1, None, ("q",)), (4, None, ()), (3, 2, ("q", "value"))])
+def test_bytes_computed_are_bytes_allocated(depth, size, extra):
+    replay = Replay(specs(depth), size, 3, 20, 2, 7, CPU, torch.float16, extra=extra)
+    tensors = [v for k, v in replay.state_dict().items() if k not in ("head", "finals")]
+    assert sum(t.nbytes for t in tensors) == replay_bytes(specs(depth), size, 3, 20, 2, 7, torch.float16, extra)
+
+
+def test_a_checkpoint_remembers_which_groups_are_stacks():
+    for action in (Box(2), Discrete(6)):
+        spec = EnvSpec("game", 1, {**ATARI, "state": ObsSpec((4,))}, action, CPU)
+        assert spec_from_dict(spec_to_dict(spec)).obs == spec.obs
+    assert "stack" not in spec_to_dict(spec)["obs"]["state"]  # as in checkpoints from before there were stacks
+
+
+@pytest.mark.parametrize(
+    ("rows", "wide"),
+    [
+        (torch.arange(5 * 4 * 64).view(5, 4, 8, 8).byte()[:, -1], True),  # a stack's newest frame
+        (torch.arange(5 * 64).view(5, 64).byte(), True),
+        (torch.arange(5 * 9).view(5, 3, 3).byte(), False),  # nine bytes a row
+        (torch.arange(5 * 65).view(5, 65).byte()[:, 1:], False),  # rows that begin anywhere
+        (torch.arange(5 * 65).byte()[1:321].view(5, 64), False),
+        (torch.arange(5 * 64).view(64, 5).byte().T, False),
+        (torch.arange(5.0 * 64).view(5, 64), False),
+    ],
+)
+def test_rows_are_put_where_they_belong_whatever_their_layout(rows, wide):
+    store, index = torch.zeros(9, *rows.shape[1:], dtype=rows.dtype), torch.tensor([7, 0, 3, 8, 4])
+    assert (rows.dtype == torch.uint8 and eights(rows) is not None) == wide
+    put(store, index, rows)
+    assert torch.equal(store[index], rows)
+    assert not store[[1, 2, 5, 6]].any()
