@@ -131,8 +131,8 @@ class RMSProp(Optimizer):
 
     def _apply(self, grad: Tensor, skip: Tensor | None) -> None:
         go: float | Tensor = 1.0 if skip is None else 1 - skip
-        self.square.add_((grad.square() - self.square).mul_((1 - self.decay) * go))
-        self.flat.data.sub_((grad / (self.square.sqrt() + self.eps)).mul_(self.lr * go))
+        self.square.lerp_(grad.square(), (1 - self.decay) * go)
+        self.flat.data.addcdiv_(grad, self.square.sqrt().add_(self.eps).div_(-self.lr * go))  # in few passes: it counts
 
 
 def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
