@@ -150,8 +150,8 @@ class RMSProp(Optimizer):
     def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
         go: float | Tensor = 1.0 if skip is None else 1 - skip
         square = state["square"]
-        square.add_((grad.square() - square).mul_((1 - self.decay) * go))
-        data.sub_((grad / (square.sqrt() + self.eps)).mul_(state["lr"] * go))
+        square.lerp_(grad.square(), (1 - self.decay) * go)
+        data.addcdiv_(grad, square.sqrt().add_(self.eps).div_(-state["lr"] * go))  # in few passes: it counts
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"lr": self.lr, "square": self.square}

@@ -79,7 +79,8 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     if config.algo.critic.net is None:
         groups_of(acting(config), spec, "critic")
     target_updates(config, counts)
-    return ring_rows(config, spec, counts, device, told(config))
+    leaf = ("priority",) * 2 if config.algo.dqn.priority.alpha > 0 else ()  # it takes as much as two numbers of a row
+    return ring_rows(config, spec, counts, device, (*told(config), *leaf))
 
 
 def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:

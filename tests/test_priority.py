@@ -112,7 +112,7 @@ class History:
             reward, over = (u[0] * 8).round() / 8, u[1] < 0.15
             cut = ~over & (u[1] < 0.25)
             filler = u[2] < 0.05
-            ends = over | cut
+            ends = (over & (u[2] < 0.7)) | cut  # or else a life is lost, and the episode goes on
             step = Step(self.obs(1), reward, over & ~filler, cut & ~filler, ends & ~filler, self.obs(2),
                         torch.ones_like(over), ~filler, {})  # fmt: skip
             q, value = u[3], u[3] + 0.5

@@ -116,18 +116,6 @@ def test_new_rows_come_up_as_soon_as_they_are_complete():
     assert ring.extra["q"][: 16 * 8].isnan().all()
 
 
-def test_a_lost_life_ends_a_value_and_no_episode():
-    """terminated without first: nothing beyond the row counts, and the rows before it are not cut."""
-    from oracles import Event, n_step
-
-    life = Event(0, 0.0, 1.0, True, False, False, True, True, 1, 1)
-    plain = Event(0, 0.0, 1.0, False, False, False, True, True, 1, 1)
-    window = n_step([plain, life, plain, plain], 0, 3, 0.5, 0)
-    assert (window.reward, window.discount) == (1.5, 0.0)
-    window = n_step([life, plain, plain, plain, plain], 1, 3, 0.5, 0)
-    assert (window.reward, window.discount) == (1.75, 0.125)
-
-
 # -- runs and resuming ------------------------------------------------------------------------------------------------
 
 WORDS = (
@@ -146,6 +134,18 @@ def train(run_dir, *overrides):
 
 def resume(run_dir, *overrides):
     return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
+
+
+def test_recorded_rows_are_in_the_tree_before_the_first_tick(tmp_path):
+    train(tmp_path / "a", "algo=eps_rainbow", "budget.env_steps=1200", "replay.save=true")
+    file = tmp_path / "a" / "replay.safetensors"
+    words = [*WORDS, "algo=eps_rainbow", "budget.env_steps=2400", f"replay.prefill={file}", f"run_dir={tmp_path / 'b'}"]
+    session = Session(compose(words), quiet=True)
+    ring, ranked = session.parts.collector.replays[0], session.parts.learners["v"].state.priorities
+    assert ring.live.head.min() > 8 + 50  # the warm-up's, and what was recorded
+    assert torch.equal(ranked.entered, ring.live.head - 3)
+    assert (ranked.tree.levels[0] > 0).sum() > 16 * 50
+    session.train()
 
 
 @pytest.mark.fault
