@@ -195,9 +195,7 @@ def describe(row: Row, eta: float | None) -> list[tuple[str, str]]:
     def number(key: str, form: str = ",.0f") -> str:
         return format(row[key], form) if key in row else "-"
 
-    lag = (
-        "lag/policy_ticks" if "lag/policy_mean" not in row else "lag/policy_mean"
-    )  # the latter: of replicas, in pushes
+    lag = "lag/policy_mean" if "lag/policy_mean" in row else "lag/policy_ticks"  # the former: of replicas, in pushes
     return [
         ("time", f"{number('time/seconds')} s" + (f", {eta:,.0f} s left" if eta is not None else "")),
         ("env steps", f"{number('steps/env')}  ({number('throughput/env_steps_per_s')}/s)"),

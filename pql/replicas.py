@@ -52,8 +52,8 @@ class Member:
         self.replica, self.learner = replica, learner
         self.optimizer = state.optimizer = CentralOptimizer(state.optimizer, central, turns, number)
         home, own = central.data.device, self.optimizer.flat.data.device
-        # A stream for every device that it touches, its own last: that of the current one.
-        self.streams = [torch.cuda.Stream(d) for d in dict.fromkeys((*({home} - {own}), own)) if d.type == "cuda"]
+        touched = [own] if home == own else [home, own]  # its own last: inside, that is the current device
+        self.streams = [torch.cuda.Stream(device) for device in touched if device.type == "cuda"]
 
     def tick(self, number: int) -> None:
         """Pull, and a tick of its own, the ``number``-th of all replicas' together."""
