@@ -34,6 +34,7 @@ from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedul
 from pql.slots import WeightSlot
 from pql.types import Batch, Obs, ObsBatch, split
 from pql.validate import resolve_device
+from pql.valuebased import VALUE
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer
 from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker
@@ -88,6 +89,9 @@ class Parts:
     def begin(self, ticks: int = 0) -> None:
         """Publish everything as it stands; tick ``ticks`` comes next."""
         self.schedule.ticks = ticks
+        for learner in self.learners.values():
+            if ticks == 0 and learner.begin is not None:
+                learner.begin()
         for slot in self.slots.values():
             slot.reload(ticks)
 
@@ -365,8 +369,9 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     """
     if not isinstance(spec.action, Box):
         raise ConfigError(
-            "task", config.task.name, f"a task with bounded continuous actions; this one has {spec.action}"
-        )
+            "task", config.task.name,
+            f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ...",
+        )  # fmt: skip
     check_obs(config, spec)
     replay = config.replay
     rows = preflight(
@@ -385,4 +390,4 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 REPLAY = Family(
     ("v", "p"), lambda c: tick_counts(c.algo.v_per_step, c.algo.p_per_v), check_spec, wire_replay, make_action_policy
 )
-FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT}
+FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "dqn": VALUE}

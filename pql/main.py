@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     resume.set_defaults(run=run_resume)
     evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT")
-    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu out=FILE")
+    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 out=FILE")
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
     compare.add_argument("words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...]")
@@ -153,17 +153,21 @@ def run_eval(args: argparse.Namespace) -> int:
     from pql.evaluate import evaluate_saved, evaluation_file
     from pql.validate import resolve_device
 
-    kinds = {"num_envs": int, "episodes": int, "seed": int, "device": str, "out": str}
+    kinds = {"num_envs": int, "episodes": int, "seed": int, "device": str, "out": str, "epsilon": float}
     asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)
     asked.setdefault("episodes", asked["num_envs"])
     for key, least in (("num_envs", 1), ("episodes", 1), ("seed", 0)):
         if asked[key] < least:
             raise ConfigError(key, asked[key], f"a whole number, at least {least}")
+    if not 0 <= asked.get("epsilon", 0.0) <= 1:
+        raise ConfigError("epsilon", asked["epsilon"], "a number from 0 up to 1: the share of random actions")
     device = resolve_device(asked["device"])
     out = Path(asked["out"]).expanduser() if "out" in asked else None
     if out:
         check_writable(out)  # before the episodes, not after
-    row = evaluate_saved(Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device)
+    row = evaluate_saved(
+        Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device, asked.get("epsilon")
+    )
     print_evaluation(row)
     if row["episodes"] < asked["episodes"]:
         print(f"only {row['episodes']} of {asked['episodes']} episodes: the environment has no time limit")
@@ -325,12 +329,15 @@ def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:
     """``key=value`` words whose keys and types are those of ``kinds``."""
     from pql.compose import parse_word
 
-    words_of = {int: "a whole number", bool: "true or false", str: "text", list: "a list of numbers such as [100,200]"}
+    words_of = {int: "a whole number", bool: "true or false", str: "text", float: "a number",
+                list: "a list of numbers such as [100,200]"}  # fmt: skip
     out = {}
     for word in words:
         key, value = parse_word(word, [k for k, kind in kinds.items() if kind is str])
         if key not in kinds:
             raise ConfigError(key, value, f"one of {', '.join(kinds)}{nearest(key, kinds)}")
+        if kinds[key] is float and type(value) is int:
+            value = float(value)
         if type(value) is not kinds[key]:
             raise ConfigError(key, value, words_of[kinds[key]])
         out[key] = value

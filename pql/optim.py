@@ -133,6 +133,6 @@ def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
 
 
 @torch.no_grad()
-def polyak(target: Flat, source: Flat, tau: float) -> None:
+def polyak(target: Flat, source: Flat, tau: float | Tensor) -> None:
     """target <- (1 - tau) target + tau source, in one kernel."""
     target.data.lerp_(source.data, tau)

@@ -12,7 +12,7 @@ from pql.build import Parts, build, build_env, seeds
 from pql.config import Config, to_dict
 from pql.env import VecEnv
 from pql.errors import ConfigError, PqlWarning, RunError
-from pql.evaluate import Evaluation, Evaluator, Report, StoppedError, run_episodes
+from pql.evaluate import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
 from pql.interrupt import Interrupt
 from pql.policy import fresh_policy, init_from, snapshot, spec_to_dict
 from pql.rundir import Summary
@@ -235,6 +235,7 @@ class Session:
 
     def _check_env(self) -> None:
         budget, spec = self.config.budget, self.parts.env.spec
+        check_epsilon(self.config.eval.epsilon, spec)
         if self.given_env is not None and self.config.num_envs != spec.num_envs:
             raise ConfigError("num_envs", self.config.num_envs, f"{spec.num_envs}, as the given environment has")
         if budget.target_return is not None and not self._evaluates_beside():
@@ -249,7 +250,7 @@ class Session:
             return None
         env = build_env(self.config, self.config.eval.num_envs)
         policy = fresh_policy(self.config, self.parts.env.spec, env.spec.device)
-        return Evaluator(env, policy, seeds(self.config.seed)["eval"])
+        return Evaluator(env, policy, seeds(self.config.seed)["eval"], self.config.eval.epsilon)
 
     def _now(self) -> log.Row:
         return {"time/seconds": self.seconds, "steps/env": float(self.env_steps)}
@@ -291,7 +292,7 @@ class Session:
             env = self.parts.env
             policy = fresh_policy(self.config, env.spec, env.spec.device)
             policy.load_state_dict(snapshot(self.parts))
-            outcome = run_episodes(env, policy, seeds(self.config.seed)["eval"])
+            outcome = run_episodes(env, policy, seeds(self.config.seed)["eval"], epsilon=self.config.eval.epsilon)
             self._record(Report(self._now(), policy.state_dict(), outcome))
         return None if self.interrupted else self.last_eval
 

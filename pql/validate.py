@@ -9,7 +9,7 @@ from pql.config import Config, leaves
 from pql.errors import ConfigError, nearest, show
 
 CHOICES = {
-    "algo.family": ("ddpg", "sac", "ppo"),
+    "algo.family": ("ddpg", "sac", "ppo", "dqn"),
     "algo.schedule": ("concurrent", "lockstep"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
     "algo.policy.activation": ("relu", "elu", "silu", "tanh"),
@@ -18,6 +18,9 @@ CHOICES = {
     "algo.explore.kind": ("mixed", "fixed", "redrawn", "none"),
     "algo.ppo.optimizer": ("adam", "rmsprop"),
     "algo.ppo.lr_schedule": ("adaptive", "fixed", "linear"),
+    "algo.dqn.optimizer": ("adam", "rmsprop"),
+    "algo.dqn.epsilon.kind": ("annealed", "ladder", "fixed"),
+    "algo.dqn.priority.initial": ("max", "actor"),
     "replay.dtype": ("float32", "float16", "bfloat16"),
     "placement.executor": ("auto", "threads", "inline", "streams"),
     "placement.matmul": ("fast", "exact"),
@@ -45,7 +48,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.policy.tau": (0, 1, False),
     **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {
         "lr": (0, 1, False), "eps": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
-    "algo.encoder.features": (1, 65536, True),
+    "algo.encoder.features": (0, 65536, True),
     "algo.explore.low": (0, 10, True),
     "algo.explore.high": (0, 10, True),
     "algo.sac.alpha": (0, 100, False),
@@ -63,6 +66,19 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.ppo.kl_target": (0, 100, False),
     "algo.ppo.kl_stop": (0, 100, False),
     "algo.ppo.anneal_steps": (1, 10**15, True),
+    "algo.dqn.shared_grad": (0, 1, False),
+    "algo.dqn.noisy": (0, 10, False),
+    "algo.dqn.huber": (0, 1e6, False),
+    "algo.dqn.target_period": (1, 10**12, True),
+    "algo.dqn.rms_decay": (0, 1, True),
+    "algo.dqn.epsilon.start": (0, 1, True),
+    "algo.dqn.epsilon.end": (0, 1, True),
+    "algo.dqn.epsilon.steps": (1, 10**15, True),
+    "algo.dqn.epsilon.base": (0, 1, False),
+    "algo.dqn.epsilon.exponent": (0, 100, True),
+    "algo.dqn.priority.alpha": (0, 10, True),
+    "algo.dqn.priority.beta": (0, 1, True),
+    "algo.dqn.priority.beta_steps": (1, 10**15, True),
     "replay.capacity": (1, 10**12, True),
     "placement.threads.collector": (1, 1024, True),
     "placement.threads.v": (1, 1024, True),
@@ -73,6 +89,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "budget.env_steps": (1, 10**15, True),
     "eval.num_envs": (1, 100_000, True),
     "eval.every_seconds": (0, 1e9, False),
+    "eval.epsilon": (0, 1, True),
     "checkpoint.every_seconds": (0, 1e9, False),
     "checkpoint.keep": (1, 1000, True),
     "logger.every_seconds": (0, 1e6, False),
@@ -126,7 +143,9 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.policy.target", True, "false: SAC forms its targets with the policy itself")
     if algo.family == "ppo":
         _check_ppo(config)
-    elif algo.warmup_steps < 1:
+    if algo.family == "dqn":
+        _check_dqn(config)
+    if algo.family != "ppo" and algo.warmup_steps < 1:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
     first = algo.warmup_steps * config.num_envs
     if budget.env_steps is not None and budget.env_steps <= first:
@@ -169,6 +188,25 @@ def _check_ppo(config: Config) -> None:
             raise ConfigError(f"algo.ppo.{name}", value, "algo.ppo.lr_schedule=linear with it")
     if algo.critic.atoms is not None:
         raise ConfigError("algo.critic.atoms", algo.critic.atoms, "null: PPO's critic is a scalar")
+
+
+def _check_dqn(config: Config) -> None:
+    algo, dqn, place = config.algo, config.algo.dqn, config.placement
+    if place.p_learner is not None:
+        raise ConfigError(
+            "placement.p_learner", place.p_learner, "null: the V-learner's network is the policy (placement.v_learner)"
+        )
+    if dqn.shared_grad != 1 and not dqn.dueling:
+        raise ConfigError("algo.dqn.shared_grad", dqn.shared_grad, "1, or algo.dqn.dueling=true with it")
+    if dqn.epsilon.kind == "annealed" and dqn.epsilon.start < dqn.epsilon.end:
+        raise ConfigError(
+            "algo.dqn.epsilon.start", dqn.epsilon.start, f"at least algo.dqn.epsilon.end={dqn.epsilon.end:g}"
+        )
+    if dqn.priority.initial == "actor" and algo.critic.atoms is not None:
+        raise ConfigError(
+            "algo.dqn.priority.initial", "actor",
+            "max with algo.critic.atoms: there priorities are divergences, which the values when acted do not give",
+        )  # fmt: skip
 
 
 def resolve_device(name: str, setting: str = "device") -> str:

@@ -42,6 +42,7 @@ class Learner:
     inputs: Any  # private copies of what other workers publish
     gen: Generator
     trains: tuple[str, ...] = ()  # which counts an update adds to: "v" (value), "p" (policy); default: its name
+    begin: Callable[[], None] | None = None  # called once before a new run's first tick; it may wait for the device
 
 
 class MetricSum:
