@@ -35,6 +35,7 @@ from pql.slots import WeightSlot
 from pql.types import Batch, Obs, ObsBatch, split
 from pql.validate import resolve_device
 from pql.valuebased import VALUE
+from pql.valuerollout import VALUE_ROLLOUT
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer
 from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker
@@ -390,4 +391,4 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 REPLAY = Family(
     ("v", "p"), lambda c: tick_counts(c.algo.v_per_step, c.algo.p_per_v), check_spec, wire_replay, make_action_policy
 )
-FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "dqn": VALUE}
+FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "dqn": VALUE, "pqn": VALUE_ROLLOUT}

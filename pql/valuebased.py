@@ -76,10 +76,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
         ConfigError: an action or observation space that no network here takes, a target period that is no whole number
             of updates, a replay that is too small or too large.
     """
-    if not isinstance(spec.action, Discrete):
-        raise ConfigError("task", config.task.name, f"a task with discrete actions; this one has {spec.action}")
-    if config.algo.critic.net is None:
-        groups_of(acting(config), spec, "critic")
+    check_acting(config, spec)
     target_updates(config, counts)
     wanted = config.replay
     rows = preflight(
@@ -93,6 +90,14 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
             f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
         )  # fmt: skip
     return rows
+
+
+def check_acting(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for continuous actions, or observations that no network here takes."""
+    if not isinstance(spec.action, Discrete):
+        raise ConfigError("task", config.task.name, f"a task with discrete actions; this one has {spec.action}")
+    if config.algo.critic.net is None:
+        groups_of(acting(config), spec, "critic")
 
 
 def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:

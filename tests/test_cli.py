@@ -209,7 +209,8 @@ def test_listing(capsys):
     assert {line.split()[0] for line in tasks.splitlines()} >= {"pendulum", "halfcheetah", "gymnasium", "lqr"}
     assert main(["list", "algos"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "a2c", "ddpg", "ppo", "pql", "pql_d", "pql_sac", "sac", "td3",
+        "a2c", "apex", "c51", "ddpg", "dqn", "eps_rainbow", "ppo", "pql", "pql_d", "pql_sac", "pqn", "rainbow", "sac",
+        "td3",
     ]  # fmt: skip
 
 
