@@ -19,6 +19,7 @@ from pql.validate import resolve_device, validate
 
 BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
+ATARI = ("atari", "pong")  # tasks that come in its protocols
 SEVERAL = " (pql train -m takes several)"
 
 
@@ -125,7 +126,7 @@ def compose(overrides: Sequence[str]) -> Config:
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
     chosen = {"scale": "cpu" if device == "cpu" else "gpu", **presets}
-    if chosen.get("task") == "atari":
+    if chosen.get("task") in ATARI:
         chosen.setdefault("atari", "paper")
     elif "atari" in chosen:
         raise ConfigError("atari", chosen["atari"], "task=atari with it: a protocol of its games")

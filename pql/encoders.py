@@ -73,7 +73,7 @@ class Pictures(nn.Module):
         features: int | None = None, layer_norm: bool = False,
     ):  # fmt: skip
         super().__init__()
-        network = NETWORKS[kind]
+        network, self.kind = NETWORKS[kind], kind
         self.axes, self.last = len(shape), channels_last(shape)
         size, wanted = image_size(shape), network.features if features is None else features
         self.net = network.make(size, channels or network.channels, wanted, layer_norm)
@@ -84,9 +84,13 @@ class Pictures(nn.Module):
         lead = x.shape[: -self.axes]
         x = x.flatten(0, -self.axes - 1) if len(lead) != 1 else x
         x = x.movedim(-1, 1) if self.last else x.unsqueeze(1) if self.axes == 2 else x
-        # Channels last is what convolutions run fastest in (their backward passes above all), and bytes move cheapest.
-        x = x.contiguous(memory_format=torch.channels_last)
-        out = self.net(x if x.is_floating_point() else x.float().mul_(1 / 255))
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        # Channels last is what convolutions run fastest in, and bytes move cheapest. But on a CPU the wide strides of
+        # Nature's network gain by it in float32 gradients alone.
+        if device != "cpu" or self.kind != "nature" or (torch.is_grad_enabled() and dtype == torch.float32):
+            x = x.contiguous(memory_format=torch.channels_last)
+        out = self.net(x if x.is_floating_point() else x.to(dtype).mul_(1 / 255))  # bfloat16 holds bytes exactly
         return out if len(lead) == 1 else out.unflatten(0, lead)
 
 
