@@ -249,6 +249,35 @@ def test_presets_of_rollouts_for_atari_are_those_of_the_papers():
     assert lstm.num_envs % lstm.algo.ppo.minibatches == 0
 
 
+@pytest.mark.parametrize("lstm", ["null", "8"])
+def test_a_lost_life_ends_returns_and_no_memory(lstm):
+    """On real frames: what acted is what learns, though lives were lost in between; a row that lost one bootstraps
+    from nothing, and the game goes on with the next."""
+    pytest.importorskip("ale_py")
+    from pql.algos import ppo
+
+    words = ("algo=ppo", "task=atari", "task.game=breakout", "device=cpu", "num_envs=8", "algo.ppo.horizon=64",
+             f"algo.ppo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16", "placement.matmul=exact",
+             "placement.threads.collector=1", "placement.threads.v=1", "task.kwargs.threads=1")  # fmt: skip
+    parts = ticks(start(compose(words), Inline()), 1)
+    parts.workers["collector"].run(64)
+    rollout, learner = parts.collector.stores[0], parts.learners["learner"]
+    segment, state, settings = rollout.segment(), learner.state, learner.inputs
+    lost = (segment.alive == 0) & ~segment.first
+    assert lost.any()
+    assert segment.obs["policy"].dtype == torch.uint8
+    assert bool(((segment.mask == 1) | ~lost).all())  # such rows are learned from
+    assert bool((segment.goes_on[lost] == 0).all())
+    columns, _ = ppo.prepare(state, settings, segment)
+    reward = segment.reward[lost]  # the target of such a row is its reward alone
+    torch.testing.assert_close(columns["target"][lost], reward, atol=1e-5, rtol=0)
+    (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
+    with torch.no_grad():
+        params, _ = ppo.evaluate(state.net, batch)
+    ratio = torch.exp(state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob)
+    assert (ratio - 1).abs().max() < 1e-5
+
+
 def test_a_live_environment_is_trained_on(tmp_path):
     env = pql.make_env("cartpole", num_envs=16)
     small = [w for w in WORDS if not w.startswith(("num_envs", "device"))]
