@@ -257,8 +257,8 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     from pql.algos import ppo
 
     words = ("algo=ppo", "task=atari", "task.game=breakout", "device=cpu", "num_envs=8", "algo.ppo.horizon=64",
-             f"algo.ppo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16", "placement.matmul=exact",
-             "placement.threads.collector=1", "placement.threads.v=1", "task.kwargs.threads=1")  # fmt: skip
+             f"algo.ppo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16",
+             "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1", "task.kwargs.threads=1")  # fmt: skip
     parts = ticks(start(compose(words), Inline()), 1)
     parts.workers["collector"].run(64)
     rollout, learner = parts.collector.stores[0], parts.learners["learner"]
