@@ -8,7 +8,7 @@ default; its no-ops are drawn from 0 .. noop_max - 1; its own flag for lost live
 
 import functools
 import re
-from collections.abc import Sequence
+from collections import deque
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,6 +23,7 @@ from pql.env import Discrete, EnvSpec, ObsSpec
 from pql.envs.classic import positive
 from pql.envs.stage import Handover
 from pql.errors import ConfigError, nearest
+from pql.grouped import join_steps
 from pql.types import Obs, Step
 
 SIZE, SKIP, STACK = 84, 4, 4
@@ -82,8 +83,8 @@ class AtariVec:
             "reward_clipping": False,
         }  # fmt: skip
         self._groups = [Group(AtariVectorEnv(game, each, **settings), self.spec, life_loss) for _ in range(groups)]
-        self._ids = [torch.arange(each, device=self.spec.device) + i * each for i in range(groups)]
-        self._sent: list[int] = []  # groups under way, oldest first
+        self._ids = torch.arange(num_envs).chunk(groups)
+        self._sent: deque[int] = deque()  # groups under way, oldest first
 
     @classmethod
     def describe(
@@ -102,7 +103,7 @@ class AtariVec:
         groups: int = 1,
     ) -> EnvSpec:
         """The ``EnvSpec`` that the same arguments would build; loads the game to read its actions."""
-        if game not in (games := roms.get_all_rom_ids()):
+        if game not in (games := cls.games()):
             near = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", game).lower(), games)  # MsPacman, as gymnasium writes it
             raise ConfigError("game", game, f"a game of ale_py's, such as pong or ms_pacman{near}")
         if autoreset not in MODES:
@@ -131,23 +132,29 @@ class AtariVec:
             info={"dt": SKIP / 60, **({"lost_life": True} if life_loss else {})},
         )
 
+    @staticmethod
+    def games() -> list[str]:
+        """Names that ``game`` may have."""
+        return sorted(roms.get_all_rom_ids())
+
     def reset(self, seed: int | None = None) -> Obs:
         n = self.spec.num_envs
         # Drawn for all consoles at once, so that a console's games do not depend on the groups.
         seeds = None if seed is None else np.random.SeedSequence(seed).generate_state(n).astype(np.int64) >> 1
         each = n // len(self._groups)
         parts = [g.reset(None if seeds is None else seeds[i * each :][:each]) for i, g in enumerate(self._groups)]
-        return {"policy": _join(parts)}
+        return {"policy": parts[0] if len(parts) == 1 else torch.cat(parts)}
 
     def reset_where(self, mask: Tensor) -> Obs:
         """Restart the consoles of ``mask`` ([N] bool) and return all current observations."""
         rows = np.split(mask.cpu().numpy(), len(self._groups))
-        return {"policy": _join([g.reset_where(part) for g, part in zip(self._groups, rows, strict=True)])}
+        return {"policy": torch.cat([g.reset_where(part) for g, part in zip(self._groups, rows, strict=True)])}
 
     def step(self, action: Tensor) -> Step:
         for part, group in zip(np.split(action.cpu().numpy(), len(self._groups)), self._groups, strict=True):
             group.send(part)
-        return _join_steps([group.recv() for group in self._groups])
+        steps = [group.recv() for group in self._groups]
+        return steps[0] if len(steps) == 1 else join_steps(steps)
 
     def send(self, action: Tensor, ids: Tensor) -> None:
         """Hand one group its actions [n] and return at once; ``ids`` [n] are as :meth:`recv` gives them."""
@@ -157,7 +164,7 @@ class AtariVec:
 
     def recv(self) -> tuple[Tensor, Step]:
         """Wait for the group that was sent first: its ids [n], and what followed there (fields of [n, ...])."""
-        group = self._sent.pop(0)
+        group = self._sent.popleft()
         return self._ids[group], self._groups[group].recv()
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
@@ -219,19 +226,6 @@ class Group:
         hand.sent()
         score, (ends, cuts, first, valid) = scored.float(), sent.unbind(0)
         return Step({"policy": seen}, score, ends, cuts, first, {"policy": final}, self._true, valid, {"score": score})
-
-
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
-
-
-def _join_steps(steps: list[Step]) -> Step:
-    """The groups' steps as one."""
-
-    def join(field: Any) -> Any:
-        return {k: _join([part[k] for part in field]) for k in field[0]} if isinstance(field[0], dict) else _join(field)
-
-    return steps[0] if len(steps) == 1 else Step._make(map(join, zip(*steps, strict=True)))
 
 
 @functools.cache

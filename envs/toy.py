@@ -184,11 +184,11 @@ class Recall(TorchEnv):
     """A cue of -1 or 1 in the first observation, then nothing; the last action is worth cue * action.
 
     obs [N, 2]: cue (0 after the first row), rows so far / the time limit. action [N, 1] in [-1, 1]. The best return is
-    1, and 0 without a memory. The row on the time limit terminates.
+    1, and 0 without a memory. The row on the time limit terminates, a success where the action has the cue's sign.
     """
 
     name, obs_size, action_size, state_size, time_limit = "recall", 2, 1, 2, 6
-    terms = ()
+    terms = ("success",)
 
     def draw(self) -> Tensor:
         cue = torch.where(self.uniform(1) < 0, -1.0, 1.0)
@@ -202,7 +202,7 @@ class Recall(TorchEnv):
         cue, row = state.unbind(1)
         last = row + 1 >= self._limit
         reward = torch.where(last, cue * action[:, 0], 0.0)
-        return Transition(torch.stack((cue, row + 1), 1), reward, last, {})
+        return Transition(torch.stack((cue, row + 1), 1), reward, last, {"success": (reward > 0).float()})
 
 
 class LQR(TorchEnv):

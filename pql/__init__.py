@@ -62,6 +62,7 @@ def train(*overrides: str, env: Any = None, callbacks: Any = (), quiet: bool = F
     from pql.compose import compose
     from pql.errors import ConfigError
     from pql.session import Session
+    from pql.world import world
 
     words = list(overrides)
     if env is not None:
@@ -73,7 +74,7 @@ def train(*overrides: str, env: Any = None, callbacks: Any = (), quiet: bool = F
             "task=env",
             f"task.name={spec.name}",
             "task.live=true",
-            f"num_envs={spec.num_envs}",
+            f"num_envs={spec.num_envs * world().size}",
             f"device={spec.device}",
             *words,
         ]

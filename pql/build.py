@@ -1,7 +1,6 @@
 """All wiring, as plain calls: a checked config and an environment become workers under a schedule."""
 
 import copy
-import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,12 +12,10 @@ from pql.collect import ActFunction, Collector, NoisyActor
 from pql.config import Config
 from pql.dist import squashed_gaussian
 from pql.encoders import custom_network, groups_of, make_encoder
-from pql.env import Box, EnvSpec, VecEnv, check_keywords, find_factory, make_env
+from pql.env import Box, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.explore import Exploration
-from pql.frames import deepest
 from pql.machine import (
-    available_bytes,
     keep_freed_memory,
     make_executor,
     set_precision,
@@ -29,14 +26,15 @@ from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy
 from pql.normalize import Normalizer
 from pql.onpolicy import ROLLOUT
 from pql.optim import AdamW
-from pql.replay import Cursor, Replay, preflight
+from pql.replay import Cursor, Replay
 from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Trace, tick_counts
 from pql.slots import WeightSlot
+from pql.task import build_env as build_env
+from pql.task import check_groups, describe_env
 from pql.types import Batch, Obs, ObsBatch, split
-from pql.validate import resolve_device
 from pql.valuebased import VALUE
 from pql.valuerollout import VALUE_ROLLOUT
-from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer
+from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows
 from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker
 
@@ -97,32 +95,6 @@ class Parts:
             slot.reload(ticks)
 
 
-def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
-    """The environment's spec without starting it, where its factory can tell."""
-    factory = find_factory(config.task.name)
-    check_keywords(factory, env_kwargs(config))
-    describe = getattr(factory, "describe", None)
-    return describe(num_envs=config.num_envs, device=device, **env_kwargs(config)) if describe else None
-
-
-def env_kwargs(config: Config) -> dict[str, Any]:
-    """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores."""
-    named = {"id": config.task.id, "game": config.task.game}
-    given = {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
-    if "threads" in inspect.signature(find_factory(config.task.name)).parameters:
-        given.setdefault("threads", thread_counts(config)["simulator"])
-    return given
-
-
-def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
-    """The task's environment. ``num_envs`` overrides the config's (evaluation)."""
-    if config.task.live:
-        raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
-    device = torch.device(config.placement.collector or resolve_device(config.device))
-    count = config.num_envs if num_envs is None else num_envs
-    return make_env(config.task.name, count, device, **env_kwargs(config))
-
-
 def build(
     config: Config, env: VecEnv | None = None, trace: Trace | None = None, executor: Executor | None = None
 ) -> Parts:
@@ -143,9 +115,12 @@ def build(
     counts = family.counts(config)
     home = devices[family.learners[0]]
     spec = env.spec if env is not None else describe_env(config, devices["collector"])
+    if spec is not None:
+        check_groups(config, spec)
     rows = family.check(config, spec, counts, home) if spec is not None else 0
     started = env if env is not None else build_env(config)
     try:
+        check_groups(config, started.spec)
         rows = rows or family.check(config, started.spec, counts, home)
         wiring = family.wire(config, started, counts, rows, devices, config.cuda_graphs != "off")
         return _assemble(config, started, wiring, counts, devices, trace, executor)
@@ -161,6 +136,7 @@ def _assemble(
 ) -> Parts:  # fmt: skip
     """Slots, jobs, workers and a schedule around a family's wiring."""
     collector, roles, capture = wiring.collector, wiring.roles, config.cuda_graphs != "off"
+    collector.overlap = config.placement.overlap
     slots = {name: WeightSlot(name, source) for role in roles.values() for name, source in role.owns.items()}
     rounds = counts.rounds if config.algo.schedule == "lockstep" else 1
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
@@ -196,9 +172,9 @@ def wire_replay(
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
     policy, critic = make_networks(config, spec, seed["init"])
     normalizer = make_normalizer(config, spec, devices["collector"])
-    replays = [make_replay(config, spec, rows, counts, devices["v"])]
+    replays = [make_ring(config, spec, rows, counts, devices["v"])]
     if devices["p"] != devices["v"]:
-        replays.append(make_replay(config, spec, rows, counts, devices["p"], obs_only=True))
+        replays.append(make_ring(config, spec, rows, counts, devices["p"], obs_only=True))
     collector = make_collector(config, env, policy, normalizer, replays, gens["collector"], capture)
     roles = {
         "v": value_role(config, policy, critic, normalizer, replays[0], gens["v"]),
@@ -324,16 +300,6 @@ def make_critic(config: Config, spec: EnvSpec) -> Critic:
     )  # fmt: skip
 
 
-def make_replay(
-    config: Config, spec: EnvSpec, rows: int, counts: Counts, device: torch.device, obs_only: bool = False
-) -> Replay:
-    """An empty ring on ``device``."""
-    return Replay(
-        spec.obs, cast(Box, spec.action).size, spec.num_envs, rows, counts.horizon, spec.max_episode_steps, device,
-        getattr(torch, config.replay.dtype), obs_only, reward_clip=config.task.reward_clip,
-    )  # fmt: skip
-
-
 def make_collector(
     config: Config,
     env: VecEnv,
@@ -374,18 +340,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
             f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ...",
         )  # fmt: skip
     check_obs(config, spec)
-    replay = config.replay
-    rows = preflight(
-        spec.obs, spec.action.size, spec.num_envs, replay.capacity, counts.horizon, spec.max_episode_steps,
-        getattr(torch, replay.dtype), available_bytes(device),
-    )  # fmt: skip
-    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + deepest(spec.obs.values()) + 1
-    if rows < least:
-        raise ConfigError(
-            "replay.capacity", replay.capacity,
-            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
-        )  # fmt: skip
-    return rows
+    return ring_rows(config, spec, counts, device)
 
 
 REPLAY = Family(

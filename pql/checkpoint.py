@@ -167,6 +167,19 @@ def resume_points(folder: Path) -> list[Path]:
     return sorted(folder.glob("tick-*"))
 
 
+def ranks(folder: Path) -> int | None:
+    """How many processes wrote the resume points in ``folder``; None: there are none."""
+    for path in reversed(resume_points(folder)):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return int(json.loads((path / MANIFEST).read_text()).get("ranks", 1))
+    return None
+
+
+def of_rank(folder: Path, rank: int) -> Path:
+    """Where one process's resume points are; rank 0's are the run's own, with its policy."""
+    return folder if rank == 0 else folder / f"rank-{rank}"
+
+
 def find(path: Path, whole: bool = False) -> Path:
     """A checkpoint directory itself, or a run's: the last policy, else the best, else the newest resume point.
 
@@ -186,8 +199,9 @@ def find(path: Path, whole: bool = False) -> Path:
 
 
 def home(path: Path) -> Path:
-    """The run directory of a checkpoint; of one that was moved elsewhere, the folder it lies in."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    """The run directory of a checkpoint or an export; of one that was moved elsewhere, the folder it lies in."""
+    folder = path.resolve().parent
+    return folder.parent if folder.name in ("checkpoints", "export") else folder
 
 
 def set_aside(folder: Path, keep_up_to: Path) -> None:

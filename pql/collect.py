@@ -1,5 +1,13 @@
-"""The collector: act -> env.step -> write. It owns the rows it writes, the statistics and the exploration noise."""
+"""The collector: act -> env.step -> write. It owns the rows it writes, the statistics and the exploration noise.
 
+Where a simulator answers in groups, they take turns: while one group's actions are computed, the others step (the
+alternating sampler of Stooke & Abbeel 2018, section 3, with two halves). ::
+
+    group 0   act send ......... record act send ......... record act
+    group 1            act send ........ record act send ........ record
+"""
+
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -8,8 +16,9 @@ from torch import Generator, Tensor, nn
 
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.explore import Exploration
-from pql.graph import Graph
+from pql.lane import Lane
 from pql.normalize import Normalizer
+from pql.parallel import ALONE, Group
 from pql.replay import Replay
 from pql.types import Memory, Obs, Step
 
@@ -30,8 +39,8 @@ class Store(Protocol):
         """A tick begins, from this observation and the policy's memory (None: it has none)."""
         ...
 
-    def insert(self, acted: Any, step: Step) -> None:
-        """Append a row: what ``Actor.record`` gave, and what followed."""
+    def insert(self, acted: Any, step: Step, columns: Tensor | None = None) -> None:
+        """Append a row to ``columns`` ([n] int64; default: all): what ``Actor.record`` gave, and what followed."""
         ...
 
     def restart(self, obs: Obs) -> None:
@@ -73,6 +82,10 @@ class Actor(Protocol):
         """Every next action begins an episode."""
         ...
 
+    def part(self, columns: slice) -> "Actor":
+        """The same policy for a range of the environments. Its tensors are views: it has no state of its own."""
+        ...
+
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
@@ -97,6 +110,11 @@ class NoisyActor:
 
     def restart(self) -> None:
         self.explore.fresh.fill_(True)
+
+    def part(self, columns: slice) -> "NoisyActor":
+        part = copy.copy(self)
+        part.action, part.explore = self.action[columns], self.explore.part(columns)
+        return part
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.explore.state_dict()
@@ -137,14 +155,21 @@ class EpisodeStats:
         self.count += finished.sum()
         self.running.copy_(torch.where(step.first, 0, self.running))
 
-    def drain(self) -> dict[str, Tensor]:
-        """Means over the episodes that ended since the last drain, and their number; then start over."""
-        mean = self.finished / self.count.clamp(min=1)
+    def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
+        """Means over the episodes that ended since the last drain, of all processes of ``group``, and their number."""
+        count, *sums = group.sum_(torch.cat((self.count.view(1), self.finished)))
         names = ["train/return_mean", "train/length_mean", *(f"episode/{k}" for k in self.terms)]
-        out = dict(zip(names, mean, strict=True)) | {"train/episodes": self.count.clone()}
+        mean = torch.stack(sums) / count.clamp(min=1)
+        out = dict(zip(names, mean, strict=True)) | {"train/episodes": count}
         self.finished.zero_()
         self.count.zero_()
         return out
+
+    def part(self, columns: slice) -> "EpisodeStats":
+        """For a range of the environments: the same sums."""
+        part = copy.copy(self)
+        part.running = self.running[:, columns]
+        return part
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"running": self.running, "finished": self.finished, "count": self.count}
@@ -161,6 +186,10 @@ class Collector:
         actor: the policy that acts.
         stores: where rows go: rings (all but the first are observation-only copies on other devices) or a rollout.
         capture: put acting and recording into CUDA graphs (the simulator's own step stays outside).
+
+    Attributes:
+        overlap: groups of environments step while others' actions are computed; False: one after the other, which gives
+            the same bits later.
     """
 
     def __init__(
@@ -180,12 +209,11 @@ class Collector:
         self.obs = {
             k: torch.zeros(spec.num_envs, *s.shape, dtype=s.dtype, device=self.device) for k, s in spec.obs.items()
         }
-        self.now: Step | None = None
         self.steps = 0  # env steps of each environment, warm-up included
-        self._act = Graph(self._act_body, self.device, [gen], _ActState(self), capture)
-        # A copy to another device joins that device's current stream, which no capture may do.
-        here = all(store.device == actor.action.device for store in stores)
-        self._record = Graph(self._record_body, self.device, [], _RecordState(self), capture and here)
+        self.overlap = True
+        size = spec.num_envs // spec.groups
+        ranges = [slice(g * size, (g + 1) * size) for g in range(spec.groups)] if spec.groups > 1 else [None]
+        self.lanes = [Lane(self, columns, capture) for columns in ranges]
 
     @property
     def replays(self) -> list[Replay]:
@@ -194,17 +222,8 @@ class Collector:
 
     def prepare(self) -> None:
         """Capture, where that is on; before the first reset, while the stores are empty."""
-        if self._act.capture:
-            spec = self.env.spec
-            flag = torch.zeros(spec.num_envs, dtype=torch.bool, device=self.device)
-            zero = torch.zeros(spec.num_envs, device=self.device)
-            obs = {k: v.clone() for k, v in self.obs.items()}
-            final = {k: v.clone() for k, v in self.obs.items()}
-            log = {k: zero.clone() for k in spec.log}
-            flags = [flag.clone() for _ in range(5)]
-            self.now = Step(obs, zero, flags[0], flags[1], flags[2], final, flags[3], flags[4], log)
-            self._act.prepare()
-            self._record.prepare()
+        for lane in self.lanes:
+            lane.prepare()
 
     def start(self, seed: int) -> None:
         """Reset the simulator and write the first observation."""
@@ -220,71 +239,33 @@ class Collector:
         """``steps`` steps of every environment with the policy; then freeze the statistics for the next tick."""
         for store in self.stores:
             store.open({k: v.to(store.device) for k, v in self.obs.items()}, self.actor.memory)
-        for _ in range(steps):
-            self._act()
-            self._advance()
-        self.normalizer.freeze()
+        self._step(steps, Lane.act)
 
     @torch.no_grad()
     def warm_up(self, steps: int) -> None:
         """``steps`` steps with actions uniform in [-1, 1], or among all discrete ones."""
-        action = self.actor.action
-        for _ in range(steps):
-            if isinstance(self.env.spec.action, Discrete):
-                action.random_(self.env.spec.action.n, generator=self.gen)
-            else:
-                action.copy_(torch.rand(action.shape, generator=self.gen, device=self.device).mul_(2).sub_(1))
-            self._advance()
+        self._step(steps, Lane.wander)
+
+    def _step(self, steps: int, choose: Callable[[Lane], None]) -> None:
+        """All lanes by turns, until none is under way; then freeze the statistics for the next tick.
+
+        Lanes choose and record in the same order with overlap and without, so what they share (the generator, sums of
+        statistics) goes through the same values.
+        """
+        lanes, turns = self.lanes, steps * len(self.lanes)
+        behind = len(lanes) - 1 if self.overlap else 0  # turns between a step's start and its end
+        for turn in range(turns + behind):
+            if turn < turns:
+                choose(lanes[turn % len(lanes)])
+                lanes[turn % len(lanes)].send()
+            if turn >= behind:
+                lanes[(turn - behind) % len(lanes)].receive()
+        self.steps += steps
         self.normalizer.freeze()
-
-    def _advance(self) -> None:
-        step = self._env_step(self.actor.action)
-        if self._record.graph is None:
-            self.now = step
-        else:
-            self._load(step)
-        self._record()
-        self.steps += 1
-
-    def _act_body(self) -> None:
-        self.actor.act(self.normalizer(self.obs), self.gen)
-
-    def _record_body(self) -> None:
-        step = self.now
-        assert step is not None
-        for store in self.stores:
-            store.insert(self.actor.record(store.device), step_to(step, store.device))
-        over = step.terminated | step.truncated
-        # Next-step autoreset shows the final observation here: where the simulator lost it, this is no real frame.
-        lost = over & ~step.final_ok & ~step.first if self.env.spec.final_obs == "never" else None
-        self.normalizer.observe(step.obs, None if lost is None else ~lost)
-        self.normalizer.observe_reward(step.reward, over | step.first, step.valid)
-        self.episodes.update(step)
-        self.actor.observe(step.first)
-        self._keep(step.obs)
 
     def _keep(self, obs: dict[str, Tensor]) -> None:
         for k, v in self.obs.items():
             v.copy_(obs[k])
-
-    def _load(self, step: Step) -> None:
-        """Copy a simulator's step to the addresses that the captured recording reads, groups and terms by name."""
-        source = named(step)
-        for name, target in named(self.now).items():
-            target.copy_(source[name], non_blocking=True)
-
-    def _env_step(self, action: Tensor) -> Step:
-        if self.env.spec.stream == "current" or self.device.type != "cuda":
-            return self.env.step(action)
-        # The simulator works on the legacy default stream, which PyTorch's side streams are not ordered with.
-        mine, theirs = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
-        theirs.wait_stream(mine)
-        with torch.cuda.stream(theirs):
-            step = self.env.step(action)
-        mine.wait_stream(theirs)
-        for tensor in named(step).values():
-            tensor.record_stream(mine)
-        return step
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -319,64 +300,3 @@ class Collector:
         self.episodes.running.zero_()
         if self.normalizer.reward_gamma is not None:
             self.normalizer.running_return.zero_()
-
-
-class _ActState:
-    """What a warm-up of acting must leave as it was."""
-
-    def __init__(self, collector: Collector):
-        self.c = collector
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"gen": self.c.gen.get_state(), "actor": self.c.actor.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.c.gen.set_state(state["gen"].cpu())
-        self.c.actor.load_state_dict(state["actor"])
-
-
-class _RecordState:
-    """What a warm-up of recording must leave as it was. Rows past a head hold nothing, so heads suffice."""
-
-    def __init__(self, collector: Collector):
-        self.c = collector
-
-    def _cursors(self) -> dict[str, Tensor]:
-        return {f"{i}.{j}": t for i, s in enumerate(self.c.stores) for j, t in enumerate(s.positions())}
-
-    def state_dict(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {
-            "actor": self.c.actor,
-            "normalizer": self.c.normalizer,
-            "episodes": self.c.episodes,
-        }
-        return {**{k: v.state_dict() for k, v in parts.items()}, "cursors": self._cursors()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.c.actor.load_state_dict(state["actor"])
-        self.c.normalizer.load_state_dict(state["normalizer"])
-        self.c.episodes.load_state_dict(state["episodes"])
-        for k, t in self._cursors().items():
-            t.copy_(state["cursors"][k])
-
-
-def named(step: Step | None) -> dict[str, Tensor]:
-    """A step's tensors by name: ``reward``, ``obs.policy``, ``log.speed`` ..."""
-    assert step is not None
-    out: dict[str, Tensor] = {}
-    for field, part in step._asdict().items():
-        out |= {f"{field}.{k}": v for k, v in part.items()} if isinstance(part, dict) else {field: part}
-    return out
-
-
-def step_to(step: Step, device: torch.device) -> Step:
-    """The step on ``device`` (itself where it is there already)."""
-    if step.reward.device == device:
-        return step
-    move = {k: v.to(device, non_blocking=True) for k, v in step.obs.items()}
-    final = {k: v.to(device, non_blocking=True) for k, v in step.final_obs.items()}
-    rest = {
-        f: getattr(step, f).to(device, non_blocking=True)
-        for f in ("reward", "terminated", "truncated", "first", "final_ok", "valid")
-    }
-    return Step(obs=move, final_obs=final, log={}, **rest)

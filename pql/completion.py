@@ -4,10 +4,10 @@ So what is offered is what this installation has: commands, presets, settings an
 second: nothing here may import torch or Hydra.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
-from pql.compose import GROUPS, RESUMABLE, hint_of, options
+from pql.compose import BATCH, GROUPS, RESUMABLE, RESUMABLE_TOO, hint_of, options
 from pql.config import Config, leaves
 from pql.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
 from pql.validate import CHOICES
@@ -44,15 +44,25 @@ complete -c pql -a '(pql completion --words (commandline -cp) 2>/dev/null)'
 
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
-ONLY = {"list": ("tasks", "algos"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
-OWN = {"device": ("auto", "cpu", "cuda"), "sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES}
-RUN_FIRST = ("resume", "eval")  # commands whose first word is a run: a path, which the shell completes
+ONLY = {"list": ("tasks", "algos", "games"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
+OWN = {
+    "device": ("auto", "cpu", "cuda"), "sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES,
+    "x": ("seconds", "env_steps", "updates"), "formats": ("pt2", "onnx"), "scale": ("true", "false"),
+    BATCH: tuple(str(2**i) for i in range(5, 12)),
+}  # fmt: skip
+RUN_FIRST = ("resume", "eval", "play", "export", "compare", "report")  # the first word is a path, for the shell
 
 
-def candidates(line: str, commands: Iterable[str]) -> list[str]:
+def candidates(
+    line: str, commands: Mapping[str, Iterable[str]], flags: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
     """Whole words that the last word of ``line`` may become. Empty: a file's name, perhaps.
 
     Names are completed a part at a time: ``algo.cr`` -> ``algo.critic.``, then ``algo.critic.lr=``.
+
+    Args:
+        commands: with the settings that are each one's own.
+        flags: by command.
     """
     words = line.split()
     if line[-1:].isspace() or not words:
@@ -64,25 +74,33 @@ def candidates(line: str, commands: Iterable[str]) -> list[str]:
         from pql.envs import BUILTIN
 
         found = sorted(BUILTIN) if before[-1] == "--env" else ONLY[command]
+    elif command == "bench" and len(before) == 2:
+        found = ("placement",)
+    elif word.startswith("-"):
+        found = (flags or {}).get(command, ())
     elif command in RUN_FIRST and len(before) == 2:
         found = ()
     elif "=" in word:
-        found = values(word)
+        found = values(command, word)
+    elif command in ("compare", "report") and not word:
+        found = ()  # another run, rather
     else:
-        found = next_parts(word, names(command))
+        found = next_parts(word, [*names(command), *commands.get(command, ())])
     return [w for w in found if w.startswith(word)]
 
 
 def names(command: str) -> list[str]:
-    """What may stand before ``=`` after ``pql command``."""
+    """What of a run's settings, and of a tool's that makes several, may stand before ``=`` after ``pql command``."""
     settings = [name for name, _ in leaves(Config())]
     if command == "train":
-        return [*GROUPS, *settings, "multirun_dir"]
+        return [*GROUPS, BATCH, *settings, "multirun_dir"]
+    if command == "bench":
+        return [*GROUPS, BATCH, *settings]
     if command == "sweep":
-        return [*GROUPS, *settings, *(f.name for f in fields(Settings))]
+        return [*GROUPS, BATCH, *settings, *(f.name for f in fields(Settings))]
     if command == "resume":
-        return [s for s in settings if s.partition(".")[0] in RESUMABLE]
-    return ["num_envs", "seed", "device"] if command == "eval" else []
+        return [s for s in settings if s.partition(".")[0] in RESUMABLE or s in RESUMABLE_TOO]
+    return []
 
 
 def next_parts(word: str, found: Sequence[str]) -> list[str]:
@@ -95,12 +113,12 @@ def next_parts(word: str, found: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def values(word: str) -> list[str]:
+def values(command: str, word: str) -> list[str]:
     """``algo=p`` -> ``algo=pql``, ...; after a comma, as ``pql train -m`` takes it, the next one."""
     key, _, text = word.partition("=")
     head = f"{key}={text[: text.rfind(',') + 1]}"
     allowed: Sequence[str] = ()
-    if key in GROUPS:
+    if key in GROUPS and command in ("train", "sweep", "bench", "resume"):
         allowed = options(key)
     elif key in OWN:
         allowed = OWN[key]

@@ -141,6 +141,7 @@ NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smooth
            "policy.reduce")  # fmt: skip
 
 
+OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
 NOT_DQN = ("p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.", "policy.", "critic.ensemble",
            "critic.tau")  # fmt: skip
 NOT_PQN = (*NOT_DQN, "batch_size", "n_step", "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
@@ -167,6 +168,8 @@ def check_used(config: Config, names: Iterable[str]) -> None:
     family, algo = config.algo.family, config.algo.name
     values = dict(leaves(config))
     for name in names:
+        if name in OF_A_REPLAY and config.algo.family == "ppo":
+            raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it")
         part = name.removeprefix("algo.")
         for prefix, (owner, who) in OWNED.items():
             if name.startswith(prefix) and family != owner:

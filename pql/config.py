@@ -187,6 +187,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class ThreadsConfig:
+    # ``pql bench placement`` measures what is fastest on a machine. Another split gives other bits.
     collector: int | None = None  # intra-op threads per worker; null: by core count
     v: int | None = None
     p: int | None = None
@@ -198,6 +199,8 @@ class PlacementConfig:
     collector: str | None = None  # a device; null: the run's ``device``
     v_learner: str | None = None
     p_learner: str | None = None
+    groups: int | None = None  # in which environments step by turns; null: the simulator's own, in most all at once
+    overlap: bool = True  # one group's actions are computed while the others step; false: one after the other
     executor: str = "auto"  # auto | threads | inline | streams: how the workers of a tick are run
     threads: ThreadsConfig = field(default_factory=ThreadsConfig)
     watchdog_seconds: float = 30.0  # a worker that needs longer for one tick is hung

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pql.env import Box, Discrete, EnvSpec, VecEnv
+from pql.grouped import join_steps
 from pql.rules import (
     STEP_RULES,
     Row,
@@ -162,7 +163,26 @@ class Checker:
             once = self.rollout(self.actions(few))
             env.load_state_dict(state)  # type: ignore[attr-defined]
             self.fault("state_dict", compare(once, self.rollout(self.actions(few)), "load_state_dict"))
+        self.groups(digests[:few], stable)
         self.clamp(few, stable)
+
+    def groups(self, digests: list[dict[str, bytes]], stable: bool) -> None:
+        """Groups of environments must do by turns what they do all at once."""
+        env, spec = self.env, self.env.spec
+        if spec.groups == 1 or not stable:
+            self.skipped["groups"] = "all environments step at once" if spec.groups == 1 else "needs determinism"
+            return
+        every, found = list(torch.arange(spec.num_envs).chunk(spec.groups)), []
+        env.reset(self.seed)
+        for index, action in enumerate(self.actions(len(digests))):
+            for ids in every:
+                env.send(action[ids[0] : ids[-1] + 1], ids)  # type: ignore[attr-defined]
+            answers = [env.recv() for _ in every]  # type: ignore[attr-defined]
+            if not all(torch.equal(ids, got.cpu()) for ids, (got, _) in zip(every, answers, strict=True)):
+                self.fault("groups", "recv gave other ids than those of the oldest group sent", index)
+                return
+            found.append(digest(join_steps([step for _, step in answers])))
+        self.fault("groups", compare(digests, found, "send and recv instead of step"))
 
     def clamp(self, steps: int, stable: bool) -> None:
         """Actions far outside [-1, 1] must do what the clamped ones do."""
@@ -232,6 +252,7 @@ RULES = {
     "action_kept": "step does not write to its action",
     "action_range": "actions outside [-1, 1] act as if clamped",
     "determinism": "reset(seed) and the same actions give the same bits",
+    "groups": "send and recv, group by group, do what step does",
     "state_dict": "load_state_dict continues with the same bits",
     "describe": "describe gives the specification without building",
 }
@@ -264,6 +285,8 @@ def protocol_fault(env: Any) -> str:
     for one, other in (("state_dict", "load_state_dict"), ("send", "recv")):
         if hasattr(env, one) != hasattr(env, other):
             return f"{one} and {other} belong together: one of them is missing"
+    if spec.groups < 1 or spec.num_envs % spec.groups or (spec.groups > 1 and not hasattr(env, "send")):
+        return f"spec.groups={spec.groups}: equal groups of environments, and send and recv where they are several"
     if spec.num_envs < 1 or "policy" not in spec.obs or not isinstance(spec.action, Box | Discrete):
         return "spec needs num_envs of at least 1, a 'policy' observation, and Box or Discrete actions"
     for name, allowed in (

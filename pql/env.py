@@ -79,8 +79,8 @@ class EnvSpec:
             solved: evaluations then report the share of episodes with such a row.
         single_instance: only one simulator fits in a process, so evaluation needs a process of its own.
         deterministic: same seed and actions, same bits.
-        groups: with ``send`` and ``recv``: into how many groups of equal size, of neighbouring environments, it is
-            divided.
+        groups: above 1: this many groups of environments can step apart, by ``send`` and ``recv``. Group g of G is the
+            N / G environments from g N / G on.
         stream: CUDA stream the simulator works on: ``current`` (PyTorch's), or ``default`` (the legacy default
             stream; the collector then bridges the two with events).
     """
@@ -114,6 +114,11 @@ class VecEnv(Protocol):
     environment as it stands (None: a size of its own), and ``viewer(index=0)``, a window with ``open``, ``show()`` and
     ``close()``, both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.
     ``spec.info["dt"]``, the seconds of a step, sets a video's speed.
+
+    Where ``spec.groups`` is above 1: ``send(action, ids)`` starts a step of one group and returns at once; ``ids`` [n]
+    int64, on the CPU, are the group's environments in order; ``action`` [n, ...] is left alone until the answer.
+    ``recv() -> (ids, Step)`` waits for the oldest group sent; its step's fields are [n, ...], and stay as they are
+    until the same group is sent again. ``step`` is there as ever, while no answer is due.
     """
 
     @property

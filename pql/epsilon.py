@@ -3,6 +3,8 @@
 Schedules advance in env steps, as device tensors: no host value changes from step to step.
 """
 
+import copy
+
 import torch
 from torch import Generator, Tensor, nn
 
@@ -36,19 +38,24 @@ class Epsilon:
         final = torch.full((num_envs,), config.end)
         if config.kind == "ladder":
             final = ladder(num_envs, config.base, config.exponent)
-        self.final = final.to(device)
-        annealed = config.kind == "annealed"
-        self.excess = config.start - config.end if annealed else 0.0
-        self.per_act = num_envs / config.steps  # of the way that one step of all environments goes
-        self.acts = torch.zeros((), dtype=torch.int64, device=device)  # steps of all environments so far
+        self.final, self.final_mean = final.to(device), final.mean().item()
+        self.excess = config.start - config.end if config.kind == "annealed" else 0.0
+        self.length = config.steps
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)  # env steps so far
         self.mean = torch.zeros((), device=device)
 
     def __call__(self) -> Tensor:
         """Those of the next step; counts it."""
-        now = self.final + self.excess * (1 - self.acts * self.per_act).clamp_(min=0)
-        self.acts += 1
-        self.mean.copy_(now.mean())
-        return now
+        excess = self.excess * (1 - self.steps / self.length).clamp_(min=0)
+        self.steps += self.final.shape[0]
+        self.mean.copy_(self.final_mean + excess)
+        return self.final + excess
+
+    def part(self, columns: slice) -> "Epsilon":
+        """Of a range of the environments; it counts for all of them."""
+        part = copy.copy(self)
+        part.final = self.final[columns]
+        return part
 
 
 def epsilon_greedy(values: Tensor, epsilon: Tensor, gen: Generator) -> Tensor:
@@ -71,7 +78,7 @@ class EpsilonActor:
 
     def __init__(self, policy: nn.Module, epsilon: Epsilon, spec: EnvSpec, tells: bool = False):
         assert isinstance(spec.action, Discrete)
-        self.policy, self.epsilon, self.count = policy, epsilon, spec.action.n
+        self.policy, self.epsilon = policy, epsilon
         self.action = action_buffer(spec)
         self.told = {k: torch.full((spec.num_envs,), torch.nan, device=spec.device) for k in (TOLD if tells else ())}
 
@@ -95,8 +102,14 @@ class EpsilonActor:
     def restart(self) -> None:
         """Nothing is remembered from step to step."""
 
+    def part(self, columns: slice) -> "EpsilonActor":
+        part = copy.copy(self)
+        part.action, part.epsilon = self.action[columns], self.epsilon.part(columns)
+        part.told = {k: v[columns] for k, v in self.told.items()}
+        return part
+
     def state_dict(self) -> dict[str, Tensor]:
-        return {"acts": self.epsilon.acts, **self.told}
+        return {"steps": self.epsilon.steps, **self.told}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():

@@ -1,6 +1,5 @@
 """Greedy evaluation: a fixed number of episodes per environment, on environments of its own, beside the run."""
 
-import dataclasses
 import queue
 import statistics
 import threading
@@ -12,10 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pql.checkpoint import home
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.graph import clone_state
-from pql.policy import Policy
+from pql.machine import set_precision
+from pql.policy import Policy, open_stored
 from pql.types import Obs
 
 LONGEST = 100_000  # steps, where an environment has no time limit
@@ -221,31 +222,22 @@ class Evaluator:
 def evaluate_saved(
     path: Path, num_envs: int, episodes: int, seed: int, device: str, epsilon: float | None = None
 ) -> dict[str, Any]:
-    """Evaluate the policy of a run or checkpoint on an environment built from its own config.
+    """Evaluate the policy of a run, checkpoint or export on an environment built from its own config.
 
     Args:
         epsilon: share of random actions; None: as in the run's own evaluations.
     Returns:
         What ``pql eval`` writes: the measures, the extremes, and the episodes themselves.
     Raises:
-        ConfigError: no checkpoint there, or a damaged one.
+        ConfigError: no policy there, or a damaged one.
     """
-    from pql import checkpoint
-    from pql.build import build_env
-    from pql.config import PlacementConfig, from_dict
-    from pql.machine import set_precision
-    from pql.policy import policy_of
-
-    found = checkpoint.find(path)
-    tensors, manifest = checkpoint.load(found)
-    saved = from_dict(manifest["config"])
-    set_precision(saved.placement)
-    config = dataclasses.replace(saved, device=device, placement=PlacementConfig())
+    found, policy, config = stored = open_stored(path, device)
+    set_precision(config.placement)
     num_envs = min(num_envs, episodes)
-    env = build_env(config, num_envs)
+    env = stored.make_env(num_envs)
     try:
         epsilon = config.eval.epsilon if epsilon is None else epsilon
-        result = run_episodes(env, policy_of(tensors, manifest, device), seed, episodes=episodes, epsilon=epsilon)
+        result = run_episodes(env, policy, seed, episodes=episodes, epsilon=epsilon)
     finally:
         env.close()
     return {
@@ -259,9 +251,6 @@ def evaluate_saved(
     }  # fmt: skip
 
 
-def evaluation_file(checkpoint: Path, seed: int, episodes: int) -> Path:
-    """Where ``pql eval`` writes: below the run, or beside a checkpoint that lies elsewhere."""
-    folder = checkpoint.resolve().parent
-    if folder.name == "checkpoints":
-        folder = folder.parent
-    return folder / "evaluations" / f"{checkpoint.resolve().name}-seed{seed}-{episodes}episodes.json"
+def evaluation_file(policy: Path, seed: int, episodes: int) -> Path:
+    """Where ``pql eval`` writes: below the run, or beside a checkpoint or export that lies elsewhere."""
+    return home(policy) / "evaluations" / f"{policy.resolve().name}-seed{seed}-{episodes}episodes.json"

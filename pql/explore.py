@@ -1,5 +1,7 @@
 """Exploration noise for deterministic policies, as device tensors that advance without a host sync."""
 
+import copy
+
 import torch
 from torch import Generator, Tensor
 
@@ -54,6 +56,13 @@ class Exploration:
     def observe(self, first: Tensor) -> None:
         """Note where the next action begins an episode ([N] bool)."""
         self.fresh.copy_(first)
+
+    def part(self, columns: slice) -> "Exploration":
+        """For a range of the environments: views, so the ladder's rungs are those of the whole."""
+        part = copy.copy(self)
+        for name, tensor in self.state_dict().items():
+            setattr(part, name, tensor[columns])
+        return part
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"sigma": self.sigma, "noise": self.noise, "left": self.left, "fresh": self.fresh}

@@ -106,7 +106,7 @@ class Runner:
             self._child = child = subprocess.Popen(
                 [*self.program, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0,
                 pass_fds=[self._lock.fileno()],  # held until the process, too, has ended
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )  # fmt: skip
             if self.asked:  # it came while the process was being started
                 child.send_signal(signal.SIGTERM)
@@ -136,7 +136,7 @@ def _wait(child: "subprocess.Popen[bytes]", enough: Callable[[], bool] | None, e
 _libc = ctypes.CDLL(None)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """On Linux: SIGTERM, so save and end, when the parent dies, even of SIGKILL."""
     pr_set_pdeathsig = 1
     with contextlib.suppress(AttributeError):

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import resource
+import shlex
 import subprocess
 import sys
 import warnings
@@ -121,11 +122,12 @@ class Wandb:
             verdict["why"] = "wandb is still at work, and goes on by itself"
         except ValueError:
             pass
+        upload = f"wandb sync {shlex.quote(verdict['dir'])}"
         if verdict["why"]:
-            what = f"{verdict['why']}; the run is not affected. To upload what is missing: wandb sync {verdict['dir']}"
+            what = f"{verdict['why']}; the run is not affected. To upload what is missing: {upload}"
             warnings.warn(what, PqlWarning, stacklevel=2)
         elif verdict["mode"] == "offline" and self.say:
-            self.say(f"wandb: offline; to upload: wandb sync {verdict['dir']}")
+            self.say(f"wandb: offline; to upload: {upload}")
 
 
 class Console:
@@ -319,7 +321,7 @@ def closing_words(summary: Summary, busy: Row, seconds: float, budget: BudgetCon
     bound = max(busy, key=lambda k: busy[k])
     shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())
     score = "not evaluated" if summary.return_mean is None else scores(summary)
-    run = summary.run_dir
+    run = shlex.quote(summary.run_dir)
     more = f" budget.seconds={2 * max(summary.seconds, 1):.0f}" if budget.seconds else ""
     more += f" budget.env_steps={2 * summary.env_steps}" if budget.env_steps else ""
     return "\n".join([
@@ -327,7 +329,7 @@ def closing_words(summary: Summary, busy: Row, seconds: float, budget: BudgetCon
         f"{summary.seconds:,.0f} s, {summary.env_steps:,} env steps, {summary.updates_v:,} critic and "
         f"{summary.updates_p:,} policy updates",
         f"the tick is bounded by {bound} (busy: {shares}): {advice[bound]}",
-        f"run: {run}",
+        f"run: {summary.run_dir}",
         f"policy: {summary.checkpoint}",
         f"next: pql eval {run}   |   pql resume {run}{'' if summary.interrupted else more}",
     ])  # fmt: skip

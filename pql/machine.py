@@ -29,14 +29,16 @@ def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict
     return out
 
 
-def thread_counts(config: Config) -> dict[str, int]:
+def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
     """Threads on the CPU: each worker's intra-op threads, and those of a simulator that has its own.
+
+    ``cores`` is how many there are to share out; None: all that this process may use.
 
     Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere. Under
     ``concurrent`` the V-learner and the simulator, which bound most ticks, get half the cores each. Another count is
     another order of summation, so other bits: never chosen at run time.
     """
-    cores, place = available_cores(), config.placement.threads
+    cores, place = cores or available_cores(), config.placement.threads
     alone = config.algo.schedule == "lockstep"
     default = {
         "collector": cores if alone else 1,

@@ -1,6 +1,7 @@
 """The command line: one function a command. Errors a user can mend are one line and exit status 2."""
 
 import argparse
+import contextlib
 import json
 import sys
 import traceback
@@ -10,10 +11,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
+from pql.world import world
 
-COMMANDS = (
-    "train", "resume", "eval", "play", "export", "compare", "report", "sweep", "list", "doctor", "completion"
-)  # fmt: skip
+# Every command, with the settings of its own and their types: key=value words that are none of a run's.
+COMMANDS: dict[str, dict[str, type]] = {
+    "train": {},
+    "resume": {},
+    "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "out": str},
+    "play": {"episodes": int, "steps": int, "width": int, "height": int, "seed": int, "device": str, "out": str},
+    "export": {"formats": str, "scale": bool, "out": str},
+    "compare": {"x": str, "out": str, "thresholds": list},
+    "report": {"x": str, "out": str, "thresholds": list},
+    "sweep": {},
+    "bench": {"seconds": int, "rounds": int},
+    "list": {},
+    "doctor": {},
+    "completion": {},
+}
+FLAGS: dict[str, tuple[str, ...]] = {"train": ("-m", "--multirun"), "play": ("--live",)}
+"""Options that may stand anywhere among a command's words."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,20 +40,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
             raise ConfigError("command", words[0], f"one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
         args = parser().parse_args(words)
+        check_alone(words[0], getattr(args, "multirun", False))
         return args.run(args)
     except ConfigError as error:
-        print(f"pql: {error}", file=sys.stderr)
+        print(f"{speaker()}: {error}", file=sys.stderr)
         return 2
     except PqlError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"pql: {error}", file=sys.stderr)
+        print(f"{speaker()}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before, or after, there was something to save
         print("pql: interrupted", file=sys.stderr)
         return 130
     finally:
         warnings.formatwarning = plain
+
+
+def speaker() -> str:
+    """Who prints an error: ``pql``, and which of several processes."""
+    rank = 0
+    with contextlib.suppress(ConfigError):  # it may be the very error to print
+        rank = world().rank
+    return f"pql, rank {rank}" if rank else "pql"
+
+
+def check_alone(command: str, multirun: bool) -> None:
+    """Raises ``ConfigError`` where several processes were started for what one does."""
+    if (multirun or command not in ("train", "resume")) and world().size > 1:
+        command += " -m" * multirun
+        raise ConfigError("command", command, "train or resume: under torchrun, all processes make one run")
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
@@ -67,11 +99,11 @@ def parser() -> argparse.ArgumentParser:
     sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
     train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
-        "overrides", nargs="*", help="key=value settings; presets: algo= task= placement= logger= scale="
+        "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= batch= placement= logger= scale="
     )
+    train.flags = FLAGS["train"]
     train.add_argument(
-        "-m",
-        "--multirun",
+        *FLAGS["train"],
         action="store_true",
         help="a run for every combination: pql train -m algo=pql,sac seed=1,2,3",
     )
@@ -81,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     resume.add_argument("overrides", nargs="*")
     resume.set_defaults(run=run_resume)
     evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
-    evaluate.add_argument("path", metavar="RUN|CHECKPOINT")
+    evaluate.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
     evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 out=FILE")
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
@@ -96,17 +128,23 @@ def parser() -> argparse.ArgumentParser:
     )
     sweep.set_defaults(run=run_sweep)
     play = sub.add_parser("play", help="a video of a policy: pql play RUN|CHECKPOINT episodes=1")
-    play.add_argument("path", metavar="RUN|CHECKPOINT")
+    play.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
     play.add_argument("overrides", nargs="*", help="out=FILE.mp4 episodes=1 steps=N width=N height=N seed=0 device=cpu")
-    play.flags = ("--live",)
-    play.add_argument("--live", action="store_true", help="the simulator's own window instead of a video (MuJoCo)")
+    play.flags = FLAGS["play"]
+    play.add_argument(
+        *FLAGS["play"], action="store_true", help="the simulator's own window instead of a video (MuJoCo)"
+    )
     play.set_defaults(run=run_play)
     export = sub.add_parser("export", help="a policy as .pt2 and .onnx files: pql export RUN|CHECKPOINT formats=onnx")
     export.add_argument("path", metavar="RUN|CHECKPOINT")
     export.add_argument("overrides", nargs="*", help="out=FOLDER formats=pt2,onnx scale=true")
     export.set_defaults(run=run_export)
-    listing = sub.add_parser("list", help="what there is: pql list tasks|algos")
-    listing.add_argument("what", choices=("tasks", "algos"))
+    bench = sub.add_parser("bench", help="what makes a run's ticks fastest here: pql bench placement task=ant algo=sac")
+    bench.add_argument("what", choices=("placement",))
+    bench.add_argument("overrides", nargs="*", help="as for train; seconds=2 rounds=3")
+    bench.set_defaults(run=run_bench)
+    listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
+    listing.add_argument("what", choices=("tasks", "algos", "games"))
     listing.set_defaults(run=run_list)
     doctor = sub.add_parser("doctor", help="check this machine, or a simulator: pql doctor --env NAME")
     doctor.add_argument("--env", metavar="NAME")
@@ -151,16 +189,13 @@ def run_resume(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     from pql.evaluate import evaluate_saved, evaluation_file
-    from pql.validate import resolve_device
+    from pql.validate import EPISODES, RANGES, check_range, resolve_device
 
-    kinds = {"num_envs": int, "episodes": int, "seed": int, "device": str, "out": str, "epsilon": float}
-    asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)
+    asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, COMMANDS["eval"])
     asked.setdefault("episodes", asked["num_envs"])
-    for key, least in (("num_envs", 1), ("episodes", 1), ("seed", 0)):
-        if asked[key] < least:
-            raise ConfigError(key, asked[key], f"a whole number, at least {least}")
-    if not 0 <= asked.get("epsilon", 0.0) <= 1:
-        raise ConfigError("epsilon", asked["epsilon"], "a number from 0 up to 1: the share of random actions")
+    for key, limits in (("num_envs", RANGES["eval.num_envs"]), ("episodes", EPISODES), ("seed", RANGES["seed"]),
+                        ("epsilon", RANGES["eval.epsilon"])):  # fmt: skip
+        check_range(key, asked.get(key), limits)
     device = resolve_device(asked["device"])
     out = Path(asked["out"]).expanduser() if "out" in asked else None
     if out:
@@ -217,7 +252,7 @@ def run_report(args: argparse.Namespace) -> int:
     runs = [
         w for w in args.words if "=" not in w or Path(w).expanduser().exists()
     ]  # a sweep's folders may be key=value
-    asked = parse_pairs([w for w in args.words if w not in runs], {"x": str, "out": str, "thresholds": list})
+    asked = parse_pairs([w for w in args.words if w not in runs], COMMANDS["report"])
     if not runs or (args.single and len(runs) > 1):
         raise ConfigError("run", " ".join(runs) or None, "one run directory" if args.single else "run directories")
     levels = asked.get("thresholds", [])
@@ -239,8 +274,8 @@ def run_sweep(args: argparse.Namespace) -> int:
 def run_play(args: argparse.Namespace) -> int:
     from pql.play import record_video, watch
 
-    more = {"steps": int} if args.live else {"steps": int, "width": int, "height": int, "out": str}
-    kinds = {"episodes": int, "seed": int, "device": str, **more}
+    of_videos = ("width", "height", "out")
+    kinds = {k: kind for k, kind in COMMANDS["play"].items() if not (args.live and k in of_videos)}
     asked: dict[str, Any] = {"episodes": 1, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)
     if args.live:
         watch(args.path, **asked)
@@ -255,8 +290,7 @@ def run_play(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
     from pql.export import PARITY_ROWS, TOLERANCE, export_policy
 
-    kinds = {"formats": str, "scale": bool, "out": str}
-    asked: dict[str, Any] = {"formats": "pt2,onnx", "scale": True} | parse_pairs(args.overrides, kinds)
+    asked: dict[str, Any] = {"formats": "pt2,onnx", "scale": True} | parse_pairs(args.overrides, COMMANDS["export"])
     formats = asked.pop("formats").strip("[]").replace(" ", "").split(",")
     export = export_policy(args.path, formats=formats, **asked)
     for file in (*export.files.values(), export.metadata):
@@ -266,10 +300,24 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_bench(args: argparse.Namespace) -> int:
+    from pql import placement
+    from pql.validate import check_range
+
+    own = [w for w in args.overrides if w.partition("=")[0] in COMMANDS["bench"]]
+    asked = {"seconds": 2, "rounds": 3} | parse_pairs(own, COMMANDS["bench"])
+    for key, limits in (("seconds", (1, 3600, True)), ("rounds", (1, 1000, True))):
+        check_range(key, asked[key], limits)
+    return placement.main([w for w in args.overrides if w not in own], **asked)
+
+
 def run_list(args: argparse.Namespace) -> int:
     from pql.compose import options
-    from pql.env import env_names
+    from pql.env import env_names, find_factory
 
+    if args.what == "games":
+        print("\n".join(find_factory("atari").games()))  # type: ignore[attr-defined]
+        return 0
     group = "task" if args.what == "tasks" else "algo"
     for name in options(group):
         print(f"{name:20} {first_comment(group, name)}".rstrip())
@@ -291,7 +339,7 @@ def run_completion(args: argparse.Namespace) -> int:
 
     if args.words is None and args.shell is None:
         raise ConfigError("command", "completion", f"one of {', '.join(SCRIPTS)}")
-    print(SCRIPTS[args.shell] if args.words is None else "\n".join(candidates(args.words, COMMANDS)))
+    print(SCRIPTS[args.shell] if args.words is None else "\n".join(candidates(args.words, COMMANDS, FLAGS)))
     return 0
 
 
@@ -311,10 +359,10 @@ def run_doctor(args: argparse.Namespace) -> int:
 def _check_simulator(args: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     from pql.conformance import check_env
     from pql.env import find_factory, make_env
+    from pql.validate import RANGES, STEPS, check_range
 
-    for option, value in (("--num-envs", args.num_envs), ("--steps", args.steps)):
-        if value is not None and value < 1:
-            raise ConfigError(option, value, "a whole number, at least 1")
+    check_range("--num-envs", args.num_envs, RANGES["num_envs"])
+    check_range("--steps", args.steps, STEPS)
     env = make_env(args.env, num_envs=args.num_envs, **kwargs)
     describe = getattr(find_factory(args.env), "describe", None)
     described = describe(num_envs=args.num_envs, device=env.spec.device, **kwargs) if describe else None

@@ -164,13 +164,15 @@ class Flat:
 
     Attributes:
         data: [P] all parameters; a leaf with ``grad`` set to ``[P]`` where the module is trained.
+        sent: [P + 1] that gradient, and room at its end for what travels with it to other processes; else empty.
     """
 
     def __init__(self, module: nn.Module, trained: bool = False):
         self.module = module
         parameters = list(module.parameters())
         self.data = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]), requires_grad=trained)
-        grad = torch.zeros_like(self.data) if trained else None
+        self.sent = self.data.new_zeros(self.data.numel() + 1 if trained else 0)
+        grad = self.sent[:-1] if trained else None
         self.data.grad = grad
         start = 0
         for p in parameters:

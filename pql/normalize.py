@@ -5,17 +5,19 @@ are the values frozen at the last tick's boundary, which travel with the weights
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from pql.env import ObsSpec
+from pql.parallel import ALONE, Group
 from pql.types import Obs
 
 CLIP = 5.0
 EPSILON = 1e-8
+ALL = slice(None)  # environments
 
 
 class Moments(nn.Module):
@@ -31,8 +33,8 @@ class Moments(nn.Module):
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64, device=device))
         self.register_buffer("m2", torch.zeros(shape, dtype=torch.float64, device=device))
 
-    def update(self, x: Tensor, keep: Tensor | None = None) -> None:
-        """Merge ``x`` [N, ...], or those of its rows where ``keep`` [N] is True."""
+    def update(self, x: Tensor, keep: Tensor | None = None, group: Group = ALONE) -> None:
+        """Merge ``x`` [N, ...], or those of its rows where ``keep`` [N] is True; of all processes of ``group``."""
         x = x.to(torch.float64)
         if keep is None:
             count: float | Tensor = x.shape[0]
@@ -43,6 +45,13 @@ class Moments(nn.Module):
             count = keep.sum()
             mean = torch.where(row, x, 0).sum(0) / count.clamp(min=1)
             squares = torch.where(row, x - mean, 0).square_().sum(0)
+        if group.size > 1:
+            mine = pack(torch.zeros_like(self.count) + count, mean, squares)
+            count, mean, squares = pooled(group.gather(mine), self.mean.shape)
+        self.merge(count, mean, squares)
+
+    def merge(self, count: float | Tensor, mean: Tensor, squares: Tensor) -> None:
+        """Add ``count`` values with this mean and this sum of squared deviations."""
         total = self.count + count
         delta = mean - self.mean
         share = count / total.clamp(min=1)
@@ -53,6 +62,25 @@ class Moments(nn.Module):
     def variance(self) -> Tensor:
         """Population variance; 1 while nothing was fed, so that a freeze then rescales nothing."""
         return torch.where(self.count > 0, self.m2 / self.count.clamp(min=1), 1.0)
+
+    def zero(self) -> None:
+        """Forget everything."""
+        for tensor in (self.count, self.mean, self.m2):
+            tensor.zero_()
+
+
+def pack(count: Tensor, mean: Tensor, squares: Tensor) -> Tensor:
+    """Moments of S numbers each as one tensor [1 + 2 S]."""
+    return torch.cat((count.view(1), mean.flatten(), squares.flatten()))
+
+
+def pooled(parts: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of K packed samples [K, 1 + 2 S] as of one: count, mean and sum of squared deviations."""
+    size = (parts.shape[1] - 1) // 2
+    counts, means, squares = parts.split((1, size, size), 1)
+    count = counts.sum()
+    mean = (counts * means).sum(0) / count.clamp(min=1)
+    return count, mean.view(shape), (squares + counts * (means - mean).square()).sum(0).view(shape)
 
 
 def clip(reward: Tensor, limit: float | None) -> Tensor:
@@ -97,6 +125,14 @@ class Normalizer(nn.Module):
         if reward_gamma is not None:
             self.returns = Moments((), device)
             self.register_buffer("running_return", torch.zeros(num_envs, device=device))
+        self.group = ALONE
+        self.fresh = self._all()
+
+    def connect(self, group: Group) -> None:
+        """Statistics of all processes of ``group``: each takes down what it sees, and :meth:`freeze` merges it."""
+        self.group = group
+        if group.size > 1:
+            self.fresh = [Moments(tuple(m.mean.shape), m.mean.device) for m in self._all()]
 
     def forward(self, obs: Obs) -> Obs:
         return {k: self._map(k, v) if k in self.moments else v for k, v in obs.items()}
@@ -108,27 +144,50 @@ class Normalizer(nn.Module):
     def _groups(self) -> Iterator[tuple[str, Moments]]:
         return ((k, cast(Moments, m)) for k, m in self.moments.items())
 
+    def _all(self) -> list[Moments]:
+        """The moments of every group of observations, and of returns."""
+        return [*(m for _, m in self._groups()), *([] if self.reward_gamma is None else [self.returns])]
+
     def observe(self, obs: Obs, keep: Tensor | None = None) -> None:
         """Feed fresh observations [N, ...], or those of the rows where ``keep`` [N] is True."""
-        for k, moments in self._groups():
+        for k, moments in zip(self.moments, self.fresh, strict=False):
             moments.update(obs[k], keep)
 
-    def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor) -> None:
-        """Feed rewards [N], where an episode is over or another begins [N], and which rows are no filler [N]."""
+    def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor, columns: slice = ALL) -> None:
+        """Feed rewards [n] of ``columns``, where an episode is over or another begins, and which rows are no filler."""
         if self.reward_gamma is not None:
-            grown = self.running_return * self.reward_gamma + clip(reward, self.reward_clip)
-            self.running_return.copy_(torch.where(valid, grown, self.running_return))
-            self.returns.update(self.running_return, valid)
-            self.running_return.mul_(~over)
+            running = self.running_return[columns]
+            grown = running * self.reward_gamma + clip(reward, self.reward_clip)
+            running.copy_(torch.where(valid, grown, running))
+            self.fresh[-1].update(running, valid)
+            running.mul_(~over)
 
     def freeze(self) -> None:
         """Make the statistics so far the ones in use (a tick's boundary)."""
+        if self.group.size > 1 and self.fresh:
+            with self.group.turn():
+                self._merge()
         for k, moments in self._groups():
             scale = (moments.variance() + EPSILON).rsqrt()
             getattr(self, f"scale_{k}").copy_(scale)
             getattr(self, f"shift_{k}").copy_(-moments.mean * scale)
         if self.reward_gamma is not None:
             self.reward_scale.copy_(self.base_scale * (self.returns.variance() + EPSILON).rsqrt())
+
+    def _merge(self) -> None:
+        """Add what every process has seen since the last time, in the order of ranks."""
+        parts = self.group.gather(torch.cat([pack(m.count, m.mean, m.m2) for m in self.fresh]))
+        sizes = [1 + 2 * m.mean.numel() for m in self.fresh]
+        for whole, mine, part in zip(self._all(), self.fresh, parts.split(sizes, 1), strict=True):
+            whole.merge(*pooled(part, whole.mean.shape))
+            mine.zero()
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *args: Any, **more: Any) -> Any:
+        """As of any module. States are saved at ticks' boundaries, where nothing is left to merge."""
+        if self.group.size > 1:
+            for moments in self.fresh:
+                moments.zero()
+        return super().load_state_dict(state_dict, *args, **more)
 
     def copy_to(self, device: torch.device) -> "Normalizer":
         """A private copy for a reader on ``device``: only the frozen tensors are ever filled."""

@@ -64,6 +64,12 @@ class StochasticActor:
             self.memory.carry.zero_()
             self.memory.fresh.fill_(True)
 
+    def part(self, columns: slice) -> "StochasticActor":
+        part = copy.copy(self)
+        part.action, part.acted = self.action[columns], Acted(*(t[columns] for t in self.acted))
+        part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
+        return part
+
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self.memory is None else self.memory._asdict()
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pql.nets import Flat
+from pql.parallel import ALONE, Group
 
 
 class Optimizer:
@@ -18,20 +19,27 @@ class Optimizer:
         self.flat, self.clip = flat, clip
         self.lr = torch.tensor(lr, device=device)
         self.square = torch.zeros_like(flat.data, requires_grad=False)
+        self.group = ALONE
+
+    def connect(self, group: Group) -> None:
+        """Average gradients over the processes of ``group`` from now on."""
+        self.group = group
 
     def zero_grad(self) -> None:
         assert self.flat.data.grad is not None
         self.flat.data.grad.zero_()
 
     @torch.no_grad()
-    def step(self, skip: Tensor | None = None) -> Tensor:
-        """Clip, step; returns the gradient norm before clipping (0-dim).
+    def step(self, skip: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Average over processes, clip, step; returns the gradient norm before clipping (0-dim).
 
         Args:
             skip: 0-dim float; where it is 1, nothing changes.
+            mask: 1 for each row that the gradient is a mean over, so that processes weigh by rows; None: all the same.
         """
         grad = self.flat.data.grad
         assert grad is not None
+        self.group.mean_(self.flat.sent, mask)
         norm = torch.linalg.vector_norm(grad)
         if self.clip is not None:
             grad.mul_((self.clip / (norm + 1e-6)).clamp_(max=1.0))

@@ -1,6 +1,5 @@
 """Watching a policy: a video of its episodes, or a window on them. Any environment with ``render`` can be filmed."""
 
-import dataclasses
 import inspect
 import time
 from collections.abc import Iterator
@@ -12,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from pql import checkpoint
-from pql.build import build_env
-from pql.config import Config, PlacementConfig, from_dict
 from pql.env import VecEnv, find_factory
 from pql.errors import ConfigError
-from pql.policy import Policy, policy_of
-from pql.validate import resolve_device
+from pql.machine import set_precision
+from pql.policy import Stored, open_stored
+from pql.validate import EPISODES, RANGES, STEPS, check_range, resolve_device
 
 LONGEST = 1000  # steps of an episode, where neither the environment nor the user sets a limit
 FRAMES_PER_SECOND = 30  # at most about this many: faster simulators are shown at every k-th step
@@ -46,14 +44,14 @@ def record_video(
     seed: int = 0,
     device: str = "cpu",
 ) -> Video:
-    """Film the greedy policy of a run or checkpoint: an mp4 of whole episodes, one after the other.
+    """Film the greedy policy of a run, checkpoint or export: an mp4 of whole episodes, one after the other.
 
     Args:
         out: the file; default ``videos/<checkpoint>-seed<seed>.mp4`` in the run directory.
         episodes, steps: the video ends after so many episodes or steps, whichever is first.
         width, height: pixels, even numbers; default: the environment's choice.
     Raises:
-        ConfigError: no checkpoint there, an environment without pictures, a missing package.
+        ConfigError: no policy there, an environment without pictures, a missing package.
     """
     check_numbers(episodes, steps, width, height, seed)
     imageio, frames, size = _imageio(), 0, (0, 0)
@@ -96,12 +94,10 @@ class Stage:
     """One environment and the policy that acts in it."""
 
     def __init__(self, path: str | Path, seed: int, device: str):
-        self.source = checkpoint.find(Path(path))
-        tensors, manifest = checkpoint.load(self.source)
-        device = resolve_device(device)
-        config = dataclasses.replace(from_dict(manifest["config"]), device=device, placement=PlacementConfig())
-        self.policy: Policy = policy_of(tensors, manifest, device)
-        self.env: Any = filmed_env(config)
+        stored = open_stored(path, resolve_device(device))
+        set_precision(stored.config.placement)
+        self.source, self.policy = stored.path, stored.policy
+        self.env: Any = filmed_env(stored)
         self.seed = seed
         self.returns: list[float] = []
         self.lengths: list[int] = []
@@ -113,7 +109,7 @@ class Stage:
         self.env.close()
 
     def default_file(self) -> Path:
-        return checkpoint.home(self.source) / "videos" / f"{self.source.name}-seed{self.seed}.mp4"
+        return checkpoint.home(self.source) / "videos" / f"{self.source.resolve().name}-seed{self.seed}.mp4"
 
     def picture(self, width: int | None, height: int | None) -> np.ndarray:
         if not hasattr(self.env, "render"):
@@ -140,12 +136,11 @@ class Stage:
                     return
 
 
-def filmed_env(config: Config) -> VecEnv:
+def filmed_env(stored: Stored) -> VecEnv:
     """The task's environment, one of it, told to draw where its factory wants to be told."""
-    if not config.task.live and "render_mode" in inspect.signature(find_factory(config.task.name)).parameters:
-        kwargs = {**config.task.kwargs, "render_mode": "rgb_array"}
-        config = dataclasses.replace(config, task=dataclasses.replace(config.task, kwargs=kwargs))
-    return build_env(config, 1)
+    task = stored.config.task
+    wanted = not task.live and "render_mode" in inspect.signature(find_factory(task.name)).parameters
+    return stored.make_env(1, **({"render_mode": "rgb_array"} if wanted else {}))
 
 
 def cadence(dt: float | None) -> tuple[int, float]:
@@ -157,9 +152,12 @@ def cadence(dt: float | None) -> tuple[int, float]:
 
 
 def check_numbers(episodes: int, steps: int | None, width: int | None, height: int | None, seed: int) -> None:
-    for name, value, least in (("episodes", episodes, 1), ("steps", steps, 1), ("seed", seed, 0)):
-        if value is not None and value < least:
-            raise ConfigError(name, value, f"a whole number, at least {least}")
+    for name, value, limits in (
+        ("episodes", episodes, EPISODES),
+        ("steps", steps, STEPS),
+        ("seed", seed, RANGES["seed"]),
+    ):
+        check_range(name, value, limits)
     for name, value in (("width", width), ("height", height)):
         if value is not None and (value not in SIZES or value % 2):
             raise ConfigError(name, value, f"an even number of pixels from {SIZES[0]} to {SIZES[-1]}")

@@ -5,17 +5,17 @@ What a policy checkpoint holds is ``Policy.state_dict()``: the network and the n
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from pql import checkpoint
-from pql.build import Parts, make_policy
-from pql.config import Config, from_dict, leaves
-from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.build import Parts, build_env, make_policy
+from pql.config import Config, PlacementConfig, from_dict, leaves
+from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
 from pql.errors import ConfigError, show
 from pql.nets import Flat, groups_read
 from pql.normalize import Normalizer
@@ -23,6 +23,8 @@ from pql.types import Obs
 
 if TYPE_CHECKING:
     from pql.export import ExportedPolicy
+
+EXPORTS = (".pt2", ".onnx")  # suffixes of what ``pql export`` writes
 
 
 class Acting:
@@ -127,12 +129,43 @@ def load_policy(path: str | Path, device: str | torch.device = "cpu") -> "Policy
     Raises:
         ConfigError: nothing of these there, a damaged one, or an export whose package is not installed.
     """
-    if (file := Path(path)).suffix in (".pt2", ".onnx"):
+    return open_stored(path, device).policy
+
+
+class Stored(NamedTuple):
+    """A policy on the disk.
+
+    Attributes:
+        path: the checkpoint or export that it was found in.
+        config: of its run; of an export, which knows no more, of its task and algorithm, with exact float32 products.
+    """
+
+    path: Path
+    policy: "Policy | ExportedPolicy"
+    config: Config
+
+    def make_env(self, num_envs: int, **kwargs: Any) -> VecEnv:
+        """Environments of its task, where the policy is; ``kwargs`` on top of the task's own."""
+        task = replace(self.config.task, kwargs={**self.config.task.kwargs, **kwargs})
+        device = str(self.policy.device)
+        return build_env(replace(self.config, task=task, device=device, placement=PlacementConfig()), num_envs)
+
+
+def open_stored(path: str | Path, device: str | torch.device = "cpu") -> Stored:
+    """Find and load a policy; see :func:`load_policy`."""
+    file = Path(path).expanduser()
+    if file.suffix in EXPORTS:
         from pql.export import ExportedPolicy
 
-        return ExportedPolicy(file, device)
-    tensors, manifest = checkpoint.load(checkpoint.find(file))
-    return policy_of(tensors, manifest, device)
+        exported = ExportedPolicy(file, device)
+        about = exported.metadata
+        algo = {"name": about["algorithm"], "family": about["family"]}
+        return Stored(
+            file, exported, from_dict({"task": about["task"], "algo": algo, "placement": {"matmul": "exact"}})
+        )
+    found = checkpoint.find(file)
+    tensors, manifest = checkpoint.load(found)
+    return Stored(found, policy_of(tensors, manifest, device), from_dict(manifest["config"]))
 
 
 def policy_of(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], device: str | torch.device) -> Policy:
@@ -159,8 +192,8 @@ SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.
                "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
-               "algo.critic.obs")  # fmt: skip
-SAME_VALUES = (*(k for k in SAME_POLICY if not k.startswith(("algo.policy.", "algo.ppo."))), *SAME_CRITIC,
+               "algo.critic.obs", "algo.ppo.normalize_value")  # fmt: skip
+SAME_VALUES = (*(k for k in (*SAME_POLICY, *SAME_CRITIC) if not k.startswith(("algo.policy.", "algo.ppo."))),
                "algo.dqn.dueling", "algo.dqn.noisy")  # fmt: skip
 """Where the policy is a network of values."""
 

@@ -35,7 +35,7 @@ from torch import Generator, Tensor
 from pql.env import ObsSpec
 from pql.errors import ConfigError
 from pql.flags import NEXT_FIRST, pack, tables
-from pql.frames import Stacker, deepest, kept_shape, newest
+from pql.frames import Stacker, deepest, kept_shape, newest, put
 from pql.normalize import clip
 from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Step
 
@@ -174,7 +174,7 @@ class Replay:
 
     def _write_obs(self, index: Tensor, obs: Obs) -> None:
         for name, store in self.obs.items():
-            store.index_copy_(0, index, newest(obs[name], self.stacks[name]).to(store.dtype))
+            put(store, index, newest(obs[name], self.stacks[name]).to(store.dtype))
 
     # -- the learners' side ---------------------------------------------------------------------------------------
 

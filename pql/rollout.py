@@ -24,6 +24,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.env import Discrete, EnvSpec
+from pql.frames import put
 from pql.normalize import Normalizer, clip
 from pql.types import Memory, Obs, Step
 
@@ -83,14 +84,14 @@ class Rollout:
         )  # fmt: skip
         self.params = torch.zeros(horizon, n, params_size, device=device)
         self.reward = torch.zeros(horizon, n, device=device)
-        self.flags = torch.zeros(horizon, 5, n, dtype=torch.bool, device=device)
+        self.flags = torch.zeros(5, horizon, n, dtype=torch.bool, device=device)
         self.final = torch.zeros(horizon, n, dtype=torch.int64, device=device)  # finals in the column so far
         self.final_row = torch.zeros((self.finals + 1) * n, dtype=torch.int64, device=device)
         self.carry = torch.zeros(n, carry_size, device=device)
         self.fresh = torch.ones(n, dtype=torch.bool, device=device)
         self.norm = norm.copy_to(device)
         self._source = norm.frozen()
-        self.row = torch.zeros(1, dtype=torch.int64, device=device)
+        self.row = torch.zeros(n, dtype=torch.int64, device=device)  # columns advance alone, as in the replay
         self.count = torch.zeros(n, dtype=torch.int64, device=device)
         self.columns = torch.arange(n, device=device)
         self._here = torch.arange(horizon, device=device).unsqueeze(1)
@@ -114,24 +115,26 @@ class Rollout:
         self.row.zero_()
         self.count.zero_()
 
-    def insert(self, acted: Acted, step: Step) -> None:
-        """Append one row (steps beyond the horizon, as in a warm-up, overwrite from row 0)."""
-        row, n = self.row, self.num_envs
-        self.action.index_copy_(0, row, acted.raw.unsqueeze(0))
-        self.params.index_copy_(0, row, acted.params.unsqueeze(0))
-        self.reward.index_copy_(0, row, step.reward.unsqueeze(0))
+    def insert(self, acted: Acted, step: Step, columns: Tensor | None = None) -> None:
+        """Append one row to ``columns`` [n] (default: all); steps beyond the horizon overwrite from row 0."""
+        columns = self.columns if columns is None else columns
+        row, count = self.row[columns], self.count[columns]
+        here = row * self.num_envs + columns
+        self.action.flatten(0, 1).index_copy_(0, here, acted.raw)
+        self.params.flatten(0, 1).index_copy_(0, here, acted.params)
+        self.reward.flatten().index_copy_(0, here, step.reward)
         flags = torch.stack((step.terminated, step.truncated, step.first, step.valid, step.final_ok))
-        self.flags.index_copy_(0, row, flags.unsqueeze(0))
-        self.final.index_copy_(0, row, self.count.unsqueeze(0))
+        self.flags.flatten(1).index_copy_(1, here, flags)
+        self.final.flatten().index_copy_(0, here, count)
         # Written whether or not this row was cut off: the place counts only once the counter has passed it. Where
         # more rows were cut off than there are places, the last one takes what is wasted.
-        place = self.count.clamp(max=self.finals) * n + self.columns
-        self.final_row.index_copy_(0, place, row.expand(n))
+        place = count.clamp(max=self.finals) * self.num_envs + columns
+        self.final_row.index_copy_(0, place, row)
         for k, store in self.obs.items():
-            store.index_copy_(0, (row + 1) * n + self.columns, step.obs[k])
-            store.index_copy_(0, place + (self.horizon + 1) * n, step.final_obs[k])
-        self.count += step.truncated & step.valid
-        self.row.add_(1).remainder_(self.horizon)
+            put(store, here + self.num_envs, step.obs[k])
+            put(store, place + (self.horizon + 1) * self.num_envs, step.final_obs[k])
+        self.count.index_copy_(0, columns, count + (step.truncated & step.valid))
+        self.row.index_copy_(0, columns, (row + 1).remainder(self.horizon))
 
     def positions(self) -> list[Tensor]:
         """What a warm-up of the recording must leave as it was."""
@@ -141,7 +144,7 @@ class Rollout:
 
     def segment(self) -> Segment:
         """The rows of the tick that has just ended: normalised, rewards clipped and scaled, episode ends settled."""
-        terminated, truncated, first, valid, final_ok = self.flags.unbind(1)
+        terminated, truncated, first, valid, final_ok = self.flags.unbind()
         cut = truncated & ~terminated
         lost = cut & valid & (~final_ok | (self.final >= self.finals))
         unknown = lost | (first & ~terminated & ~truncated)

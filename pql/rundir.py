@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import torch
 from pql.config import Config, to_dict
 from pql.errors import ConfigError
 from pql.validate import resolve_device
+from pql.world import world
 
 PACKAGES = ("pql", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
 
@@ -63,7 +65,9 @@ def run_directory(config: Config) -> Path:
 def check_new(run_dir: Path) -> None:
     """Raises ``ConfigError`` where ``run_dir`` holds a run already."""
     if (run_dir / "config.yaml").exists():
-        raise ConfigError("run_dir", run_dir, f"a new folder; to go on with this run: pql resume {run_dir}")
+        raise ConfigError(
+            "run_dir", run_dir, f"a new folder; to go on with this run: pql resume {shlex.quote(str(run_dir))}"
+        )
 
 
 def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
@@ -80,6 +84,12 @@ def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
         _write_yaml(run_dir / "config.yaml", to_dict(config))
     except OSError as error:
         raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
+
+
+def check_shared(run_dir: Path) -> None:
+    """Raises ``ConfigError`` where this machine does not see the run that another one's process has begun."""
+    if not (run_dir / "config.yaml").exists():
+        raise ConfigError("run_dir", run_dir, "a folder that all machines of the run share")
 
 
 def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
@@ -132,7 +142,7 @@ def machine(config: Config) -> dict[str, Any]:
     device = resolve_device(config.device)
     return {
         "argv": sys.argv, "python": platform.python_version(), "torch": torch.__version__, "packages": versions(),
-        "platform": platform.platform(), "cpus": os.cpu_count(), "device": device,
+        "platform": platform.platform(), "cpus": os.cpu_count(), "device": device, "processes": world().size,
         "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
     }  # fmt: skip
 

@@ -15,8 +15,9 @@ from pql.errors import ConfigError, PqlWarning, RunError
 from pql.evaluate import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
 from pql.interrupt import Interrupt
 from pql.policy import fresh_policy, init_from, snapshot, spec_to_dict
+from pql.prefill import prefill
+from pql.ranks import Ranks
 from pql.rundir import Summary
-from pql.transitions import prefill
 
 Callback = Callable[["Session", log.Row], None]
 
@@ -51,37 +52,54 @@ class Session:
     ):
         self.config, self.callbacks, self.given_env = config, list(callbacks), env
         self.interrupt = interrupt or Interrupt()
-        self.run_dir = rundir.run_directory(config)
+        self.ranks = Ranks(config)
+        with self.ranks.failing_together():
+            self._open(quiet, resume, overrides)
+
+    def _open(self, quiet: bool, resume: bool, overrides: Sequence[str]) -> None:
+        config, ranks = self.config, self.ranks
+        self.run_dir = ranks.told(rundir.run_directory(config))
         self.checkpoints = self.run_dir / "checkpoints"
+        self.points = checkpoint.of_rank(self.checkpoints, ranks.rank)
         self.stop, self.seconds, self.best = False, 0.0, float("-inf")
         self.last_eval: Evaluation | None = None
         self.prefilled = 0  # transitions that the replay began with
+        self._ending = False  # all ranks have agreed to end
         if not resume:
             rundir.check_new(self.run_dir)
         log.check_logger(config)
         with ExitStack() as opened:  # what has been opened is closed again if a later step fails
-            self.parts: Parts = _build(config, env)
+            opened.callback(ranks.close)
+            self.parts: Parts = _build(ranks.share, self.given_env)
             opened.callback(self._close_parts)
             self._check_env()
+            ranks.connect(self.parts)
             self.parts.prepare()
-            self.parts.collector.start(seeds(config.seed)["env"])
+            self.parts.collector.start(seeds(ranks.share.seed)["env"])
             if resume:
                 self._load()
-                rundir.amend(self.run_dir, config, overrides)
+                if ranks.first:
+                    rundir.amend(self.run_dir, config, overrides)
             else:
                 if config.init_from:
                     init_from(self.parts, Path(config.init_from).expanduser())
                 if config.replay.prefill:
-                    self.prefilled = prefill(self.parts.collector, config.replay.prefill)
-                rundir.create(self.run_dir, config, overrides)
+                    taken = prefill(self.parts.collector, config.replay.prefill, ranks.rank, ranks.size)
+                    self.prefilled = sum(ranks.every(taken))
+                ranks.spread(self.parts)
+                if ranks.first:
+                    rundir.create(self.run_dir, config, overrides)
                 self.parts.collector.warm_up(config.algo.warmup_steps)
                 self.parts.begin()
-            self.sinks = log.make_sinks(config, self.run_dir, quiet, self.env_steps if resume else None)
+            resumed_at = self.env_steps if resume else None
+            self.sinks = log.make_sinks(config, self.run_dir, quiet, resumed_at) if ranks.first else log.Sinks([])
             self.console = next((s for s in self.sinks.sinks if isinstance(s, log.Console)), None)
             opened.callback(self.sinks.close)
             self.evaluator = self._make_evaluator()
             if self.evaluator:
                 opened.callback(self.evaluator.close)
+            ranks.check_same(self.parts)
+            rundir.check_shared(self.run_dir)
             self.closing = opened.pop_all()
         self._window = self._begun = self._counters()
         if self.prefilled:
@@ -91,9 +109,7 @@ class Session:
 
     def _load(self) -> None:
         """Continue from the newest intact resume point."""
-        checkpoint.recover(self.checkpoints)
-        tensors, manifest, path = checkpoint.newest(self.checkpoints)
-        checkpoint.set_aside(self.checkpoints, keep_up_to=path)
+        tensors, manifest = self.ranks.resume_point(self.checkpoints)
         parts, counters = self.parts, manifest["counters"]
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()), counters["ticks"])
         parts.collector.steps = int(counters["steps"])
@@ -119,7 +135,12 @@ class Session:
     @property
     def env_steps(self) -> int:
         """Transitions so far, all environments together, warm-up included."""
-        return self.parts.collector.steps * self.parts.env.spec.num_envs
+        return self.parts.collector.steps * self.num_envs
+
+    @property
+    def num_envs(self) -> int:
+        """Environments of all processes."""
+        return self.parts.env.spec.num_envs * self.ranks.size
 
     @property
     def interrupted(self) -> bool:
@@ -146,7 +167,7 @@ class Session:
 
     def train(self) -> Summary:
         """Run until the budget ends, a callback or Ctrl-C stops it; then save, evaluate and sum up. Once."""
-        with self.interrupt, self.closing:
+        with self.ranks.failing_together(), self.interrupt, self.closing:
             self._loop()
             self.save()
             if self.config.replay.save:
@@ -158,7 +179,7 @@ class Session:
         start, before = time.perf_counter(), self.seconds
         every = {"log": config.logger.every_seconds, "save": config.checkpoint.every_seconds,
                  "eval": config.eval.every_seconds if self.evaluator else None}  # fmt: skip
-        due = {k: before + v for k, v in every.items() if v is not None}
+        due = {k: before + v for k, v in every.items() if v is not None and self.ranks.first}
         pending: log.Pending | None = None
         while not self._over():
             schedule.tick()
@@ -167,29 +188,40 @@ class Session:
                 self._write(pending.collect())
                 pending = None
             self._collect_evaluations()
-            for what in [k for k, t in due.items() if self.seconds >= t]:
-                due[what] = self.seconds + (every[what] or 0.0)
-                if what == "log" and pending is None:
+            wanted = [k for k, t in due.items() if self.seconds >= t and not (k == "log" and pending)]
+            due |= {k: self.seconds + (every[k] or 0.0) for k in wanted}
+            for what in self.ranks.agree([*wanted, *self._to_end()]):
+                if what == "log":
+                    if pending:
+                        self._write(pending.collect())
                     pending = self._drain()
-                elif what == "eval":
-                    self._request_evaluation()
                 elif what == "save":
                     self.save()
+                elif what == "eval":
+                    self._request_evaluation()
+                else:
+                    self._ending = True
+                    self.interrupt.asked |= what == "interrupt"
         if pending:
             self._write(pending.collect())
         if schedule.ticks > self._window["ticks"]:
             self._write(self._drain().collect())
 
     def _over(self) -> bool:
-        budget = self.config.budget
-        target, result = budget.target_return, self.last_eval
-        return (
+        steps = self.config.budget.env_steps
+        asked = self._ending if self.ranks.size > 1 else bool(self._to_end())
+        return asked or (steps is not None and self.env_steps >= steps)
+
+    def _to_end(self) -> list[str]:
+        """What this process has to end the run for, env steps aside, which are the same for all."""
+        budget, result = self.config.budget, self.last_eval
+        target = budget.target_return
+        stop = (
             self.stop
-            or self.interrupted
             or (target is not None and result is not None and result.mean >= target)
-            or (budget.seconds is not None and self.seconds >= budget.seconds)
-            or (budget.env_steps is not None and self.env_steps >= budget.env_steps)
+            or (budget.seconds is not None and self.seconds >= budget.seconds and self.ranks.first)
         )
+        return [*(["stop"] if stop else []), *(["interrupt"] if self.interrupted else [])]
 
     # -- logging --------------------------------------------------------------------------------------------------
 
@@ -208,23 +240,23 @@ class Session:
             "ratio/v_per_step": updates["v"] / (now["steps"] - self.config.algo.warmup_steps),
             "ratio/p_per_v": updates["p"] / updates["v"],
             "lag/policy_ticks": parts.schedule.lag,
-            "throughput/env_steps_per_s": (now["steps"] - last["steps"]) * parts.env.spec.num_envs / span,
+            "throughput/env_steps_per_s": (now["steps"] - last["steps"]) * self.num_envs / span,
             "throughput/updates_per_s": sum(now[k] - last[k] for k in parts.jobs) / span,
             **{f"busy/{k}": (now[f"busy_{k}"] - last.get(f"busy_{k}", 0.0)) / span for k in parts.workers},
             **log.memory(parts.env.spec.device),
         }
         with parts.schedule.executor.exclusive():
-            values = parts.collector.episodes.drain()
-            for job in parts.jobs.values():
-                values |= job.metrics.drain()
-            values |= {k: v.clone() for k, v in parts.gauges.items()}
+            values = parts.collector.episodes.drain(self.ranks.group("collector"))
+            for name, job in parts.jobs.items():
+                values |= job.metrics.drain(self.ranks.group(name))
+            values |= {k: self.ranks.group(next(iter(parts.jobs))).sum_(v.clone()) for k, v in parts.gauges.items()}
             return log.Pending(values, row)
 
     def _write(self, row: log.Row) -> None:
         if row.get("train/episodes") == 0:  # nothing ended in this window: no means to tell
             row = {k: v for k, v in row.items() if not k.startswith(("train/", "episode/"))}
         self.sinks.write(row)
-        for callback in self.callbacks:
+        for callback in self.callbacks if self.ranks.first else ():
             callback(self, row)
 
     # -- evaluation -----------------------------------------------------------------------------------------------
@@ -236,8 +268,8 @@ class Session:
     def _check_env(self) -> None:
         budget, spec = self.config.budget, self.parts.env.spec
         check_epsilon(self.config.eval.epsilon, spec)
-        if self.given_env is not None and self.config.num_envs != spec.num_envs:
-            raise ConfigError("num_envs", self.config.num_envs, f"{spec.num_envs}, as the given environment has")
+        if self.given_env is not None and self.ranks.share.num_envs != spec.num_envs:
+            raise ConfigError("num_envs", self.ranks.share.num_envs, f"{spec.num_envs}, as the given environment has")
         if budget.target_return is not None and not self._evaluates_beside():
             raise ConfigError(
                 "budget.target_return", budget.target_return,
@@ -246,9 +278,9 @@ class Session:
 
     def _make_evaluator(self) -> Evaluator | None:
         wanted = self.config.eval.every_seconds is not None or self.config.eval.final
-        if not (wanted and self._evaluates_beside()):
+        if not (wanted and self._evaluates_beside() and self.ranks.first):
             return None
-        env = build_env(self.config, self.config.eval.num_envs)
+        env = build_env(self.ranks.share, self.config.eval.num_envs)
         policy = fresh_policy(self.config, self.parts.env.spec, env.spec.device)
         return Evaluator(env, policy, seeds(self.config.seed)["eval"], self.config.eval.epsilon)
 
@@ -277,13 +309,14 @@ class Session:
         })  # fmt: skip
         if result.mean > self.best:
             self.best = result.mean
-            self._save("best", "policy", report.state, {"return_mean": result.mean, "counters": report.counters})
+            facts = {"return_mean": result.mean, "counters": report.counters}
+            self._save(self.checkpoints / "best", "policy", report.state, facts)
 
     def _final_evaluation(self) -> Evaluation | None:
         """Of the policy as it stands; None where none is wanted, or Ctrl-C came."""
         if self.evaluator:
             self._wait_for_evaluator()
-        if not self.config.eval.final or self.interrupted:
+        if not self.config.eval.final or self.interrupted or not self.ranks.first:
             return None
         if self.evaluator:
             self._request_evaluation()
@@ -306,18 +339,22 @@ class Session:
 
     def save(self) -> None:
         """Write the current policy and, unless ``checkpoint.replay`` is off, a resume point."""
-        parts, counters = self.parts, {"counters": self._counters()}
+        parts, counters = self.parts, {"counters": self._counters(), "ranks": self.ranks.size}
         with parts.schedule.executor.exclusive():
-            self._save("last", "policy", self._policy_state(), counters)
+            self.ranks.check_same(parts)
+            if self.ranks.first:
+                self._save(self.checkpoints / "last", "policy", self._policy_state(), counters)
             if self.config.checkpoint.replay:
-                self._save(f"tick-{parts.schedule.ticks:012d}", "resume", parts.state_dict(), counters)
-        checkpoint.rotate(self.checkpoints, self.config.checkpoint.keep)
+                self._save(self.points / f"tick-{parts.schedule.ticks:012d}", "resume", parts.state_dict(), counters)
+        self.ranks.wait()  # a point counts once all ranks have theirs: until then the one before stays
+        checkpoint.rotate(self.points, self.config.checkpoint.keep)
 
     def _save_replay(self) -> None:
+        name = "replay.safetensors" if self.ranks.first else f"replay-rank{self.ranks.rank}.safetensors"
         try:
-            self.parts.collector.replays[0].save(self.run_dir / "replay.safetensors")
+            self.parts.collector.replays[0].save(self.run_dir / name)
         except OSError as error:
-            self.warn(f"replay.safetensors not written: {error}")
+            self.warn(f"{name} not written: {error}")
 
     def _policy_state(self) -> dict[str, Any]:
         """The current policy, without what only training needs."""
@@ -325,13 +362,13 @@ class Session:
         needed = fresh_policy(self.config, self.parts.env.spec, "cpu").norm.state_dict()
         return {**state, "norm": {k: state["norm"][k] for k in needed}}
 
-    def _save(self, name: str, kind: str, state: Any, facts: dict[str, Any]) -> None:
+    def _save(self, path: Path, kind: str, state: Any, facts: dict[str, Any]) -> None:
         spec = spec_to_dict(self.parts.env.spec)
         manifest = {"kind": kind, "config": to_dict(self.config), "spec": spec, **facts}
         try:
-            checkpoint.save(self.checkpoints / name, state, manifest)
+            checkpoint.save(path, state, manifest)
         except OSError as error:  # a full disk must not end a run: earlier checkpoints stay
-            self.warn(f"checkpoint {name} not written, the run goes on: {error}")
+            self.warn(f"checkpoint {path.name} not written, the run goes on: {error}")
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -345,7 +382,8 @@ class Session:
                {"return_median": result.median, "length_mean": result.length, "success": result.success}),
         )  # fmt: skip
         try:
-            rundir.write_summary(self.run_dir, summary)
+            if self.ranks.first:
+                rundir.write_summary(self.run_dir, summary)
         except OSError as error:
             self.warn(f"summary.json not written: {error}")
         if self.console:

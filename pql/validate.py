@@ -89,6 +89,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "placement.threads.v": (1, 1024, True),
     "placement.threads.p": (1, 1024, True),
     "placement.threads.simulator": (1, 1024, True),
+    "placement.groups": (1, 1024, True),
     "placement.watchdog_seconds": (0, 1e6, False),
     "budget.seconds": (0, 1e9, False),
     "budget.env_steps": (1, 10**15, True),
@@ -99,6 +100,9 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "checkpoint.keep": (1, 1000, True),
     "logger.every_seconds": (0, 1e6, False),
 }  # fmt: skip
+
+# Of single commands, which no run's settings have.
+EPISODES = STEPS = (1, 1_000_000, True)
 
 
 def validate(config: Config) -> Config:
@@ -114,10 +118,8 @@ def validate(config: Config) -> Config:
     for name, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(name, value, "a finite number")
-    for name, (low, high, inclusive) in RANGES.items():
-        value = flat[name]
-        if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
-            raise ConfigError(name, value, f"a number {'from' if inclusive else 'above'} {low} up to {high}")
+    for name, limits in RANGES.items():
+        check_range(name, flat[name], limits)
     for name in ("algo.critic.obs", "algo.policy.obs"):
         if flat[name] is not None and (not flat[name] or len({*flat[name]}) < len(flat[name])):
             raise ConfigError(name, flat[name], "null, or a list of observation groups, each once: [policy,image]")
@@ -130,6 +132,13 @@ def validate(config: Config) -> Config:
             resolve_device(flat[name], name)
     _check_together(config)
     return config
+
+
+def check_range(setting: str, value: float | None, limits: tuple[float, float, bool]) -> None:
+    """Raises ``ConfigError`` for a number outside ``limits`` (as in ``RANGES``); None is always inside."""
+    low, high, inclusive = limits
+    if value is not None and not ((low <= value if inclusive else low < value) and value <= high):
+        raise ConfigError(setting, value, f"a number {'from' if inclusive else 'above'} {low} up to {high}")
 
 
 def _check_together(config: Config) -> None:
@@ -155,6 +164,9 @@ def _check_together(config: Config) -> None:
     off_policy = algo.family not in ("ppo", "pqn")
     if off_policy and algo.warmup_steps < 1:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
+    groups = config.placement.groups or 1
+    if config.num_envs % groups:
+        raise ConfigError("placement.groups", groups, f"null, or a divisor of num_envs={config.num_envs}")
     first = algo.warmup_steps * config.num_envs
     if budget.env_steps is not None and budget.env_steps <= first:
         raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")

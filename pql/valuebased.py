@@ -23,17 +23,15 @@ from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.epsilon import TOLD, Epsilon, EpsilonActor
 from pql.errors import ConfigError
-from pql.frames import deepest
-from pql.machine import available_bytes
 from pql.nets import Flat
 from pql.normalize import Normalizer
 from pql.optim import AdamW, Optimizer, RMSProp
 from pql.priority import Prioritized
 from pql.qnets import QNetwork
-from pql.replay import Cursor, Replay, preflight
+from pql.replay import Cursor, Replay
 from pql.schedule import LONGEST_HORIZON, Counts
 from pql.types import Batch, split
-from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, seeds
+from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
 from pql.worker import Learner
 
 
@@ -78,18 +76,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     """
     check_acting(config, spec)
     target_updates(config, counts)
-    wanted = config.replay
-    rows = preflight(
-        spec.obs, None, spec.num_envs, wanted.capacity, counts.horizon, spec.max_episode_steps,
-        getattr(torch, wanted.dtype), available_bytes(device), told(config),
-    )  # fmt: skip
-    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + deepest(spec.obs.values()) + 1
-    if rows < least:
-        raise ConfigError(
-            "replay.capacity", wanted.capacity,
-            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
-        )  # fmt: skip
-    return rows
+    return ring_rows(config, spec, counts, device, told(config))
 
 
 def check_acting(config: Config, spec: EnvSpec) -> None:
@@ -106,10 +93,7 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
     net = make_network(config, spec, seed["init"])
     norm = make_normalizer(config, spec, devices["collector"])
-    ring = Replay(
-        spec.obs, None, spec.num_envs, rows, counts.horizon, spec.max_episode_steps, devices["v"],
-        getattr(torch, config.replay.dtype), extra=told(config),
-    )  # fmt: skip
+    ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
     epsilon = Epsilon(algo.dqn.epsilon, spec.num_envs, spec.device)
     actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(told(config)))
     collector = Collector(env, actor, norm, [ring], gens["collector"], capture)

@@ -53,11 +53,17 @@ class GreedyActor:
     def restart(self) -> None:
         """Nothing is remembered from step to step."""
 
+    def part(self, columns: slice) -> "GreedyActor":
+        part = copy.copy(self)
+        part.action, part.epsilon = self.action[columns], self.epsilon.part(columns)
+        part.acted = Acted(part.action, self.acted.params[columns])
+        return part
+
     def state_dict(self) -> dict[str, Tensor]:
-        return {"acts": self.epsilon.acts}
+        return {"steps": self.epsilon.steps}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.epsilon.acts.copy_(state["acts"])
+        self.epsilon.steps.copy_(state["steps"])
 
 
 def counts(config: Config) -> Counts:

@@ -12,6 +12,8 @@ import torch
 from torch import Generator, Tensor
 
 from pql.graph import Graph
+from pql.optim import Optimizer
+from pql.parallel import ALONE, Group
 from pql.slots import WeightSlot
 from pql.types import Metrics
 
@@ -29,6 +31,12 @@ class State:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for k, v in self._members().items():
             v.load_state_dict(state[k])
+
+    def connect(self, group: Group) -> None:
+        """Train the same weights as all processes of ``group``: optimisers average their gradients."""
+        for f in fields(self):  # type: ignore[arg-type]
+            if isinstance(member := getattr(self, f.name), Optimizer):
+                member.connect(group)
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,13 @@ class MetricSum:
         if self.count is not None:
             torch._foreach_zero_([self.count, *self.sums])
 
-    def drain(self) -> dict[str, Tensor]:
-        """Means since the last drain, as device tensors, and start over."""
+    def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
+        """Means since the last drain, of all processes of ``group``, as device tensors; and start over."""
         if self.count is None:
             return {}
-        mean = {k: v / self.count.clamp(min=1) for k, v in zip(self.names, self.sums, strict=True)}
+        count, *sums = group.sum_(torch.stack([self.count, *self.sums]))
         self.zero()
-        return mean
+        return dict(zip(self.names, torch.stack(sums) / count.clamp(min=1), strict=True))
 
 
 class LearnerJob:
@@ -81,6 +89,7 @@ class LearnerJob:
         self.learner, self.size = learner, size
         self.metrics = MetricSum()
         self.updates = 0
+        self.group = ALONE
         self.graph = Graph(self._burst, device, [learner.gen], self, capture)
 
     def _burst(self) -> None:
@@ -90,8 +99,14 @@ class LearnerJob:
 
     def __call__(self, bursts: int) -> None:
         for _ in range(bursts):
-            self.graph()
+            with self.group.turn():
+                self.graph()
         self.updates += bursts * self.size
+
+    def connect(self, group: Group) -> None:
+        """Train as one with all processes of ``group``. Before the graph is captured."""
+        self.group = group
+        self.learner.state.connect(group)
 
     # what the graph's warm-up must leave as it was
     def state_dict(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         (["doctor", "seed=1"], "pql: command=seed=1: expected --env NAME with keywords for an environment"),
         (["doctor", "--env", "pendulun"], "task=pendulun: expected one of "),
         (["doctor", "--env", "pendulum", "max_steps=3"], "max_steps=3: expected one of the keywords "),
-        (["doctor", "--env", "pendulum", "--num-envs", "0"], "--num-envs=0: expected a whole number, at least 1"),
+        (["doctor", "--env", "pendulum", "--num-envs", "0"], "--num-envs=0: expected a number from 1 up to"),
         (["train", "task=pendulm"], "(did you mean pendulum?)"),
         (["train", "algo=td4"], "(did you mean td3?)"),
         (["train", "num_envs=abc"], "pql: num_envs=abc: expected a whole number"),
@@ -91,8 +91,11 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
     ("word", "message"),
     [
         ("num_env=3", "num_env=3: expected one of num_envs, episodes, seed, device, out (did you mean num_envs?)"),
-        ("num_envs=0", "num_envs=0: expected a whole number, at least 1"),
-        ("episodes=0", "episodes=0: expected a whole number, at least 1"),
+        ("num_envs=0", "num_envs=0: expected a number from 1 up to 100000"),
+        ("num_envs=1000000000000", "num_envs=1000000000000: expected a number from 1 up to 100000"),
+        ("episodes=0", "episodes=0: expected a number from 1 up to 1000000"),
+        ("seed=-1", "seed=-1: expected a number from 0 up to 4611686018427387904"),
+        ("seed=99999999999999999999", "expected a number from 0 up to 4611686018427387904"),
         ("out=/proc/x.json", "out=/proc/x.json: expected a file that can be written"),
         ("num_envs=many", "num_envs=many: expected a whole number"),
         ("seed=1.5", "seed=1.5: expected a whole number"),
@@ -109,13 +112,20 @@ def test_a_run_directory_in_use(capsys, trained):
     assert want in mistake(capsys, "train", *words(trained))
 
 
-def test_a_simulator_that_is_not_installed(capsys, monkeypatch):
+def test_m_may_stand_anywhere(capsys):
+    """Seen by what several values of a setting then mean."""
+    for argv in (["-m", "seed=1,1", "algo=sac"], ["seed=1,1", "-m", "algo=sac"], ["seed=1,1", "algo=sac", "-m"]):
+        assert "seed=1,1: expected values that differ" in mistake(capsys, "train", *argv)
+
+
+@pytest.mark.parametrize("package", ["mujoco", "gymnasium"])  # the latter has the models
+def test_a_simulator_that_is_not_installed(capsys, monkeypatch, package):
     for name in [m for m in sys.modules if m.startswith("pql.envs.mujoco")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "mujoco", None)
+    monkeypatch.setitem(sys.modules, package, None)
     text = mistake(capsys, "train", "task=halfcheetah")
     assert text == (
-        "pql: task=halfcheetah: expected the package 'mujoco', which is not installed: pip install 'pql[mujoco]'"
+        f"pql: task=halfcheetah: expected the package '{package}', which is not installed: pip install 'pql[mujoco]'"
     )
 
 

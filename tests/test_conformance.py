@@ -1,5 +1,6 @@
 """``check_env`` passes what conforms and names the one broken rule of what does not."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from pql.env import Discrete, find_factory, make_env
 from pql.envs.catch import Catch
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
+from pql.grouped import Grouped
 
 SHIPPED = [
     ("counter", {}),
@@ -36,7 +38,7 @@ def test_shipped_environments_conform(name, kwargs):
     env.close()
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
-    idle = {"filler_flags", "final_obs_kept", "state_dict"}
+    idle = {"filler_flags", "final_obs_kept", "state_dict", "groups"}
     idle |= {"action_range"} if isinstance(env.spec.action, Discrete) else set()
     idle |= {"stack"} if all(part.stack == 1 for part in env.spec.obs.values()) else set()
     assert untested <= idle, report
@@ -70,6 +72,18 @@ class Altered:
 class ForgetsSteps(Altered):
     def load_state_dict(self, state):
         self.env.load_state_dict({**state, "step": torch.zeros_like(state["step"])})
+
+
+class AnotherStep(Altered):
+    def send(self, action, ids):
+        self.env.send(action, ids)
+
+    def recv(self):
+        return self.env.recv()
+
+
+class LastFirst(list):
+    popleft = list.pop
 
 
 class WrongReset(Altered):
@@ -157,6 +171,8 @@ BROKEN = {
     ),
     "unseeded": ("determinism", same, lambda e, a, s: s._replace(reward=s.reward + e.resets), {}),
     "policy group missing": ("protocol", same, None, {"obs": {}}),
+    "groups without send": ("protocol", same, None, {"groups": 2}),
+    "unequal groups": ("protocol", same, None, {"groups": 4}),
     "unknown mode": ("protocol", same, None, {"autoreset": "sometimes"}),
 }
 
@@ -179,6 +195,11 @@ def test_broken_methods_fail_exactly_their_rule():
     other = Counter.describe(6, episode_length=8)
     assert check_env(Counter(6), 60, described=other).failed == ["describe"]
     assert check_env(object()).failed == ["protocol"]
+    with closing(Grouped([Counter(3), Counter(3)])) as groups:
+        pays = AnotherStep(groups, lambda e, a, s: s._replace(reward=s.reward + 1))
+        assert check_env(pays, 60).failed == ["groups"]
+        groups._sent = LastFirst()
+        assert check_env(groups, 60).failed == ["groups"]
 
 
 class Frames(Altered):
@@ -226,7 +247,7 @@ def test_broken_stacks_fail_exactly_their_rule(frames, words):
 
 
 def test_every_rule_has_a_broken_environment():
-    tested = {case[0] for case in BROKEN.values()} | {"state_dict", "describe", "stack"}
+    tested = {case[0] for case in BROKEN.values()} | {"state_dict", "describe", "stack", "groups"}
     assert {*RULES, "protocol"} == tested
 
 

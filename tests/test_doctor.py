@@ -10,10 +10,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from pql import doctor, env
-from pql.completion import SCRIPTS, candidates
+from pql.completion import OWN, SCRIPTS, candidates
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
-from pql.main import COMMANDS, main
+from pql.export import FORMATS
+from pql.main import COMMANDS, FLAGS, main
+from pql.report.runs import AXES
 from pql.text import table
 
 
@@ -86,19 +88,39 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
         ("pql train device=c", ["device=cpu", "device=cuda"]),
         ("pql train num_envs=", []),
         ("pql train nonsense=", []),
+        ("pql bench ", ["placement"]),
+        ("pql bench placement task=half", ["task=halfcheetah"]),
+        ("pql bench placement roun", ["rounds="]),
         ("pql sweep trials", ["trials="]),
         ("pql sweep prune=env", ["prune=env_steps"]),
         ("pql resume ", []),  # a path
         ("pql resume runs/x algo", []),
         ("pql resume runs/x bud", ["budget."]),
+        ("pql resume runs/x replay.", ["replay.save="]),
         ("pql eval runs/x s", ["seed="]),
-        ("pql list ", ["tasks", "algos"]),
+        ("pql eval runs/x ep", ["episodes=", "epsilon="]),
+        ("pql play runs/x w", ["width="]),
+        ("pql play runs/x --", ["--live"]),
+        ("pql train task=ant -", ["-m", "--multirun"]),
+        ("pql export ", []),  # a path
+        ("pql export runs/x formats=pt2,o", ["formats=pt2,onnx"]),
+        ("pql export runs/x scale=", ["scale=true", "scale=false"]),
+        ("pql train scale=g", ["scale=gpu"]),
+        ("pql compare runs/a ", []),  # another run, perhaps
+        ("pql compare runs/a thr", ["thresholds="]),
+        ("pql report runs/a x=", [f"x={axis}" for axis in ("seconds", "env_steps", "updates")]),
+        ("pql list ", ["tasks", "algos", "games"]),
         ("pql doctor --env pend", ["pendulum"]),
         ("pql completion f", ["fish"]),
     ],
 )
 def test_what_the_last_word_may_become(line, want):
-    assert candidates(line, COMMANDS) == want
+    assert candidates(line, COMMANDS, FLAGS) == want
+
+
+def test_words_written_again_here_are_those_of_their_owners():
+    assert OWN["x"] == AXES
+    assert OWN["formats"] == FORMATS
 
 
 def test_the_words_come_quickly():

@@ -53,6 +53,30 @@ def test_annealing_counts_env_steps_of_all_environments():
     assert [fixed()[0].item() for _ in range(3)] == [0.25] * 3
 
 
+def test_groups_of_environments_count_for_all():
+    config = EpsilonConfig(kind="annealed", start=1.0, end=0.1, steps=90)
+    whole = Epsilon(config, 10, CPU)
+    parts = [whole.part(slice(0, 5)), whole.part(slice(5, 10))]
+    got = [part()[0].item() for _ in range(10) for part in parts]
+    assert got[::2] == pytest.approx([1.0 - 0.1 * i for i in range(10)], abs=1e-6)
+    assert whole.steps == 100
+    assert whole.mean.item() == pytest.approx(0.1, abs=0.051)
+    rungs = Epsilon(EpsilonConfig(kind="ladder"), 8, CPU)
+    assert rungs.part(slice(4, 8))().tolist() == pytest.approx(epsilon_ladder(8)[4:])
+    assert rungs.mean.item() == pytest.approx(sum(epsilon_ladder(8)) / 8)
+
+
+def test_a_part_of_an_actor_writes_into_the_whole():
+    whole, gen = actor(tells=True, end=0.0), Generator().manual_seed(0)
+    for columns in (slice(0, N // 2), slice(N // 2, N)):
+        part = whole.part(columns)
+        part.act({"policy": obs()["policy"][columns]}, gen)
+        assert torch.equal(part.record(CPU).action, whole.action[columns])
+    assert torch.equal(whole.action, network().values(obs()).argmax(-1))
+    assert torch.equal(whole.told["q"], network().values(obs()).amax(1))
+    assert whole.epsilon.steps == N
+
+
 def test_actions_are_greedy_but_for_a_share_of_uniform_ones():
     greedy = network().values(obs()).argmax(-1)
     one = actor(end=0.0)

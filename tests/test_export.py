@@ -18,6 +18,7 @@ import pql
 from pql import export
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, RunError
+from pql.evaluate import evaluate_saved
 from pql.export import Deployed, difference, export_policy, random_inputs, unit_map, write
 from pql.main import main
 from pql.normalize import Normalizer
@@ -80,6 +81,31 @@ def test_every_way_to_load_a_policy_gives_the_same_actions_in_the_unit_range(run
         assert policy.initial_state(4) == {}
         for given in (obs, {"policy": obs, "other": obs}):
             np.testing.assert_allclose(policy(given), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["pt2", "onnx"])
+def test_an_export_is_evaluated_like_its_run(run: Path, capsys, form: str) -> None:
+    assert main(["eval", str(run), "num_envs=2", "episodes=3"]) == 0
+    assert main(["eval", str(run / "export" / f"policy.{form}"), "num_envs=2", "episodes=3"]) == 0
+    said = capsys.readouterr().out
+    want, got = (json.loads((run / "evaluations" / f"{name}-seed0-3episodes.json").read_text())
+                 for name in ("last", f"policy.{form}"))  # fmt: skip
+    assert got["returns"] == pytest.approx(want["returns"], rel=1e-3)  # rounding, over 200 steps
+    assert [got[k] for k in ("task", "algo", "lengths")] == ["pendulum", "pql", [200.0] * 3]
+    assert "pql on pendulum: 3 episodes in 2 environments, seed 0" in said
+
+
+def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> None:
+    """A policy that recalls the cue needs its memory, and must lose it where the next episode begins."""
+    run = tmp_path / "run"
+    words = ["task=recall", "algo=ppo", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "budget.env_steps=2000",
+             "algo.ppo.lstm=8", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]", "eval.final=false"]  # fmt: skip
+    assert main(["train", *words, f"run_dir={run}"]) == 0
+    out = export_policy(run, formats=["onnx"])
+    want, got = (evaluate_saved(path, 2, 6, 0, "cpu") for path in (run, out.files["onnx"]))
+    assert got["returns"] == pytest.approx(want["returns"], abs=1e-4)
+    assert got["successes"] == want["successes"] == [r > 0 for r in want["returns"]]
+    assert len({round(r, 3) for r in want["returns"]}) > 1
 
 
 def test_files_and_folder_tell_the_same_metadata(run: Path) -> None:

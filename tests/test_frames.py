@@ -9,6 +9,7 @@ import torch
 from histories import CPU, SCENARIOS, Recorded, assert_same, assert_shows, run_history, specs
 
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.frames import eights, put
 from pql.policy import spec_from_dict, spec_to_dict
 from pql.replay import Replay, preflight, replay_bytes
 from pql.types import Acted, Step
@@ -158,3 +159,23 @@ def test_a_checkpoint_remembers_which_groups_are_stacks():
         spec = EnvSpec("game", 1, {**ATARI, "state": ObsSpec((4,))}, action, CPU)
         assert spec_from_dict(spec_to_dict(spec)).obs == spec.obs
     assert "stack" not in spec_to_dict(spec)["obs"]["state"]  # as in checkpoints from before there were stacks
+
+
+@pytest.mark.parametrize(
+    ("rows", "wide"),
+    [
+        (torch.arange(5 * 4 * 64).view(5, 4, 8, 8).byte()[:, -1], True),  # a stack's newest frame
+        (torch.arange(5 * 64).view(5, 64).byte(), True),
+        (torch.arange(5 * 9).view(5, 3, 3).byte(), False),  # nine bytes a row
+        (torch.arange(5 * 65).view(5, 65).byte()[:, 1:], False),  # rows that begin anywhere
+        (torch.arange(5 * 65).byte()[1:321].view(5, 64), False),
+        (torch.arange(5 * 64).view(64, 5).byte().T, False),
+        (torch.arange(5.0 * 64).view(5, 64), False),
+    ],
+)
+def test_rows_are_put_where_they_belong_whatever_their_layout(rows, wide):
+    store, index = torch.zeros(9, *rows.shape[1:], dtype=rows.dtype), torch.tensor([7, 0, 3, 8, 4])
+    assert (rows.dtype == torch.uint8 and eights(rows) is not None) == wide
+    put(store, index, rows)
+    assert torch.equal(store[index], rows)
+    assert not store[[1, 2, 5, 6]].any()

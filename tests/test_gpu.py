@@ -17,6 +17,7 @@ from torch import Generator
 
 from pql.build import build, build_env, seeds
 from pql.graph import Graph
+from pql.grouped import joined
 from pql.machine import worker_devices
 from pql.schedule import Inline, Streams
 
@@ -103,10 +104,10 @@ def learners(state):
 
 
 class Ordered(Streams):
-    """Three streams, launched in a chosen order."""
+    """A stream for each worker, launched in a chosen order."""
 
     def __init__(self, config, order):
-        super().__init__(worker_devices(config))
+        super().__init__(worker_devices(config, [name for name in order if name != "collector"]))
         self.order = order
 
     def run(self, jobs):
@@ -143,6 +144,36 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
 def test_a_captured_run_equals_an_eager_one(algo):
     captured, eager = (run(gpu_config(algo=algo, cuda_graphs=g), ticks=20) for g in ("on", "off"))
     assert differences(captured, eager) == []
+
+
+class Turns:
+    """Two groups of environments on the device that answer by turns."""
+
+    def __init__(self, config):
+        self.envs = [build_env(config, config.num_envs // 2) for _ in range(2)]
+        self.spec = replace(self.envs[0].spec, num_envs=config.num_envs, groups=2)
+        self.sent = []
+
+    def reset(self, seed=None):
+        return joined([env.reset(seed + g) for g, env in enumerate(self.envs)])
+
+    def send(self, action, ids):
+        self.sent.append((ids, action))
+
+    def recv(self):
+        ids, action = self.sent.pop(0)
+        return ids, self.envs[0 if ids[0] == 0 else 1].step(action)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("algo", [ALGOS["reward scale, target policy, held noise"], ON_POLICY["ppo, lstm"]])
+def test_groups_by_turns_are_captured_each(algo):
+    config = gpu_config(algo=algo)
+    serial = run(gpu_config(algo=algo, cuda_graphs="off", placement={"overlap": False}), 20, env=Turns(config))
+    for graphs in ("on", "off"):
+        assert differences(serial, run(replace(config, cuda_graphs=graphs), 20, env=Turns(config))) == [], graphs
 
 
 @EVERYTHING

@@ -1,24 +1,10 @@
 """The rules for large batches: their numbers, and that presets and command line agree with them."""
 
-from importlib.resources import files
-
 import pytest
-import yaml
-from conftest import merge
 
 from pql.compose import compose
-from pql.config import Config, from_dict, leaves, to_dict
 from pql.large_batch import RECIPES, large_batch
 from pql.valuebased import counts, target_updates
-
-
-def preset(name):
-    """The settings of a preset of cfg/algo, those it stands on included."""
-    tree = yaml.safe_load(files("pql.cfg").joinpath("algo", f"{name}.yaml").read_text())
-    base = {}
-    for parent in tree.pop("defaults", []):
-        base = preset(parent)
-    return merge(base, tree)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +33,11 @@ def test_learning_rates_grow_with_the_root_of_the_batch_up_to_three_times():
     assert rates == pytest.approx([1, 2**0.5, 2, 3, 3])
 
 
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
 @pytest.mark.parametrize("algo", RECIPES)
-def test_batch_32_is_what_the_presets_say(algo):
-    """Of an algorithm's own preset: scales for small machines choose otherwise."""
-    mine = from_dict(merge(to_dict(Config()), {"algo": preset(algo)}))
-    values = dict(leaves(mine))
-    for name, want in large_batch(algo, 32).items():
-        if name != "num_envs":
-            assert values[name] == pytest.approx(want), name
+def test_batch_32_is_what_the_presets_for_atari_say(algo, scale):
+    words = ["device=cpu", f"scale={scale}", "task=atari", "task.game=pong", f"algo={algo}"]
+    assert compose(words) == compose([*words, "batch=32"])
 
 
 def test_a_batch_on_the_command_line_sets_all_of_them_and_words_win():

@@ -124,6 +124,8 @@ def test_closing_words_name_the_worker_that_bounds_the_tick():
     text = log.closing_words(stopped, busy, 10.0, BudgetConfig(seconds=500.0))
     assert text.startswith("interrupted, saved: not evaluated")
     assert text.endswith("pql resume runs/x")
+    spaced = log.closing_words(dataclasses.replace(stopped, run_dir="my runs/x"), busy, 10.0, BudgetConfig(seconds=5.0))
+    assert spaced.endswith("next: pql eval 'my runs/x'   |   pql resume 'my runs/x'")  # to be pasted as it stands
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

@@ -200,9 +200,10 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
         assert differences(mine, {k: old[f"learners/learner/state/{part}/{k}"] for k in mine}) == []
     session.parts.schedule.tick()  # the collector acts with them
     session._close_parts()
-    with pytest.raises(ConfigError, match=r"algo\.ppo\.lstm=4: expected null, as in init_from="):
-        Session(compose(words(tmp_path / "c", "task=pendulum", "algo.ppo.lstm=4", "budget.env_steps=1000",
-                              f"init_from={tmp_path / 'a'}")), quiet=True)  # fmt: skip
+    for word, wanted in (("algo.ppo.lstm=4", "null"), ("algo.ppo.normalize_value=false", "true")):
+        with pytest.raises(ConfigError, match=f"{word}: expected {wanted}, as in init_from="):
+            Session(compose(words(tmp_path / "c", "task=pendulum", word, "budget.env_steps=1000",
+                                  f"init_from={tmp_path / 'a'}")), quiet=True)  # fmt: skip
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------
@@ -258,7 +259,8 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
 
     words = ("algo=ppo", "task=atari", "task.game=breakout", "device=cpu", "num_envs=8", "algo.ppo.horizon=64",
              f"algo.ppo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16",
-             "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1", "task.kwargs.threads=1")  # fmt: skip
+             "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1",
+             "task.kwargs.threads=1")  # fmt: skip
     parts = ticks(start(compose(words), Inline()), 1)
     parts.workers["collector"].run(64)
     rollout, learner = parts.collector.stores[0], parts.learners["learner"]

@@ -13,9 +13,10 @@ import pql
 from pql.compose import compose
 from pql.env import Box, EnvSpec, ObsSpec, make_env, register
 from pql.errors import ConfigError
-from pql.evaluate import run_episodes
+from pql.evaluate import evaluate_saved, run_episodes
 from pql.main import main
-from pql.play import cadence, record_video
+from pql.play import cadence, filmed_env, record_video
+from pql.policy import Stored, fresh_policy
 
 iio = pytest.importorskip("imageio.v2")
 pytest.importorskip("PIL")
@@ -128,6 +129,15 @@ def test_a_video_holds_whole_episodes_as_they_were(run: Path, capsys) -> None:
     assert not near(shown[0], POLE, 60)[near(shown[11], POLE, 60)].all()  # it moved
 
 
+def test_a_video_shows_the_episode_that_an_evaluation_plays(run: Path, tmp_path: Path) -> None:
+    """To the last bit, so with the run's own form of float32 products, whatever this process used before."""
+    row = evaluate_saved(run, 1, 1, 5, "cpu")
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    video = record_video(run, tmp_path / "x.mp4", seed=5, width=64, height=64)
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]  # placement.matmul=fast
+    assert (video.returns, video.lengths) == (pytest.approx(row["returns"], rel=1e-6), row["lengths"])
+
+
 def test_steps_cut_a_video_short(run: Path, tmp_path: Path) -> None:
     video = record_video(run / "checkpoints" / "last", tmp_path / "a" / "b.mp4", steps=7, width=64, height=48)
     assert (video.frames, video.size, video.fps, video.returns) == (7, (64, 48), 20.0, [])
@@ -174,7 +184,7 @@ def made_up(run: Path, monkeypatch: pytest.MonkeyPatch):
 
     def swap(kind):
         register("made_up", lambda num_envs, device: kind(num_envs, device))
-        monkeypatch.setattr("pql.play.build_env", lambda config, num_envs: make_env("made_up", num_envs))
+        monkeypatch.setattr("pql.policy.build_env", lambda config, num_envs: make_env("made_up", num_envs))
 
     return swap
 
@@ -225,9 +235,8 @@ def test_gymnasium_environments_are_told_to_draw(run: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="render_mode=null: expected rgb_array"):
         make_env("gymnasium", 1, id="PqlDrawing-v0").render()
     config = compose(["task=gymnasium", "task.id=PqlDrawing-v0", "device=cpu"])
-    from pql.play import filmed_env
-
-    filmed = filmed_env(config)
+    policy = fresh_policy(config, env.spec, "cpu")
+    filmed = filmed_env(Stored(run, policy, config))
     filmed.reset(0)
     assert filmed.render(0).shape == (32, 48, 3)
     assert filmed.spec.info["dt"] == pytest.approx(0.1)
@@ -304,14 +313,14 @@ def test_a_window_needs_a_screen_and_a_simulator_that_has_one(run: Path, monkeyp
 
 
 @pytest.mark.parametrize(("more", "message"), [
-    (["episodes=0"], "episodes=0: expected a whole number, at least 1"),
-    (["widht=64"], "widht=64: expected one of episodes, seed, device, steps, width, height, out (did you mean width?)"),
+    (["episodes=0"], "episodes=0: expected a number from 1 up to 1000000"),
+    (["widht=64"], "widht=64: expected one of episodes, steps, width, height, seed, device, out (did you mean width?)"),
     (["width=65"], "width=65: expected an even number of pixels from 16 to 4096"),
     (["height=8"], "height=8: expected an even number of pixels from 16 to 4096"),
     (["steps=1.5"], "steps=1.5: expected a whole number"),
     (["out=x.gif"], "out=x.gif: expected a file name that ends in .mp4"),
     (["out=/proc/no/x.mp4"], "out=/proc/no/x.mp4: expected a file that can be written ("),
-    (["--live", "width=64"], "width=64: expected one of episodes, seed, device, steps"),
+    (["--live", "width=64"], "width=64: expected one of episodes, steps, seed, device"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(run: Path, capsys, more: list[str], message: str) -> None:
     capsys.readouterr()

@@ -332,6 +332,8 @@ def test_value_statistics_are_those_of_the_returns():
         (["algo.batch_size=64"], "expected no such setting: algo=ppo does not read it: see algo.ppo.minibatches"),
         (["algo.explore.low=0.1"], "expected no such setting: algo=ppo does not read it: see algo.ppo.init_std"),
         (["algo.critic.tau=0.1"], "algo.critic.tau=0.1: expected no such setting: algo=ppo does not read it"),
+        (["replay.capacity=5000"], "replay.capacity=5000: expected no such setting: algo=ppo does not read it"),
+        (["replay.dtype=float16"], "replay.dtype=float16: expected no such setting: algo=ppo does not read it"),
         (["algo=pql", "algo.ppo.clip=0.1"], "expected algo=ppo or a2c with it; algo=pql does not read it"),
         (["algo=pql", "algo.warmup_steps=0"], "algo.warmup_steps=0: expected at least 1"),
     ],

@@ -52,6 +52,16 @@ def test_the_bootstrap_interval_of_three_runs_is_that_of_all_27_draws(confidence
     assert np.array(got) == pytest.approx([low, high])
 
 
+@pytest.mark.parametrize(("count", "holds"), [(2, 1 / 2), (3, 3 / 4)])
+def test_what_the_bootstrap_of_a_few_runs_is_worth(count, holds):
+    """It is all but [smallest, largest], which hold the median of any distribution with probability 1 - 2^(1 - n)."""
+    rng, inside = np.random.default_rng(count), []
+    for _ in range(1000):
+        low, high = stats.interval([rng.normal(size=count)], stats.iqm, draws=500)
+        inside.append(low <= 0 <= high)
+    assert np.mean(inside) == pytest.approx(holds, abs=0.05)
+
+
 def test_the_bootstrap_interval_of_many_runs_is_the_normal_one():
     x = np.random.default_rng(5).normal(3, 2, size=500)
     low, high = stats.interval([x], stats.mean, draws=10_000)
@@ -127,8 +137,8 @@ def test_a_line_that_was_cut_off_costs_only_itself(tmp_path):
     rows, notes = runs.read_rows(path)
     assert rows == [{"time/seconds": 1, "steps/env": 4}, {"time/seconds": 2, "steps/env": 5}]
     assert notes == ["the last line of metrics.jsonl was cut off"]
-    path.write_text("noise\n[1]\n" + good)
-    assert runs.read_rows(path) == (rows, ["2 unreadable lines in metrics.jsonl"])
+    path.write_text(f'noise\n[1]\n{{"time/seconds": 1{"0" * 400}, "steps/env": 4}}\n' + good)
+    assert runs.read_rows(path) == (rows, ["3 unreadable lines in metrics.jsonl"])
     assert runs.read_rows(tmp_path / "none") == ([], [])
 
 
@@ -155,6 +165,8 @@ def test_labels_tell_what_differs_and_nothing_else():
     assert runs.label([one, other, sac]) == [
         "pql critic.hidden=[32] num_envs=32", "pql critic.hidden=[64,64] num_envs=64", "sac",
     ]  # fmt: skip
+    saving = [config(replay={"save": s, "capacity": 9}) for s in (True, False)]
+    assert runs.label(saving) == ["pql", "pql"]
     elsewhere = config(num_envs=64, task={"name": "hopper"})
     assert runs.label([one, elsewhere]) == ["pql", "pql"]  # a task's own settings are no other algorithm
     older = config(algo={"name": "pql"})  # a version that had no such setting
@@ -308,11 +320,25 @@ def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
     assert page["overall"]["groups"] == []
 
 
+def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(tmp_path):
+    """PPO: 5 epochs of 4 minibatches every 32 steps; the off-policy settings beside them are not read."""
+    rows = [{"time/seconds": 1.0 + 9 * i, "steps/env": 100 + i, "updates/v": 90 * i, "updates/p": 90 * i,
+             "ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0, "eval/return_mean": 7.0 + i} for i in (0, 1)]  # fmt: skip
+    sizes = {"epochs": 5, "minibatches": 4, "horizon": 32}
+    write_run(tmp_path / "a", [], algo="ppo", rows=rows, family="ppo", v_per_step=8.0, p_per_v=0.5, ppo=sizes)
+    page = told(tmp_path, x="updates")
+    speed = group(page, "ppo")["speed"]
+    assert speed["updates_per_s"] == 10
+    assert speed["configured"] == {"ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0}
+    assert page["tasks"][0]["end"]["updates"] == 90
+
+
 def test_a_task_where_nothing_happens(tmp_path):
     for seed in (1, 2):
         write_run(tmp_path / str(seed), [(10.0, 1000, 7.0)], seed=seed)
     page = told(tmp_path)
     assert group(page, "pql")["score"]["iqm"] == {"value": 7, "low": 7, "high": 7}
+    assert page["notes"][0].startswith("An interval over fewer than 5 runs is too narrow: that of two holds")
     assert page["overall"]["groups"][0]["score"]["iqm"]["value"] == 1
     assert group(page, "pql")["curves"]["seconds"]["x"] == [10]
     json.dumps(page, allow_nan=False)

@@ -112,6 +112,14 @@ def test_every_picture_is_there_twice_and_says_what_it_shows(page):
     assert "IQM on hopper: pql 1,500 (1,000 to 2,000); a<b>& 750 (500 to 1,000)." in checked.images
 
 
+def test_names_are_no_formulas_and_letters_without_a_glyph_no_noise(tmp_path, recwarn):
+    write_run(tmp_path / "runs" / "a", [(1.0, 10, 0.0), (2.0, 20, 1.0)], algo="$\\foo$", task="漢字")
+    path, _ = write([str(tmp_path / "runs")], tmp_path / "out")
+    assert "$\\foo$" in path.read_text()
+    assert "漢字" in path.read_text()
+    assert [str(w.message) for w in recwarn] == []
+
+
 def test_the_pictures_follow_the_pages_colours(page):
     svgs = re.findall(r"<svg.*?</svg>", page.read_text(), re.S)
     for svg in svgs:

@@ -39,7 +39,14 @@ def check(rows, named):
 
 
 SMOKE = {
-    "bench_schedule": ("waiting: concurrent / lockstep", "waiting: tick / slowest worker", "busy", "v alone"),
+    "bench_schedule": (
+        "waiting: concurrent / lockstep",
+        "waiting: tick / slowest worker",
+        "busy",
+        "v alone",
+        "halves: by turns / one after the other",
+        "halves: by turns / all at once",
+    ),
     "bench_replay": ("sample B=", "sample_obs B=", "insert N=4 D=17 / copy_"),
     "bench_learner": ("cpu: critic / matmuls", "cpu: policy burst of 1 / matmuls", "wide: critic / matmuls"),
     "gpu_check": ("concurrent / lockstep", "graphs on / off", "host per tick", "kernels per critic update"),

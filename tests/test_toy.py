@@ -140,9 +140,14 @@ def test_recall_shows_its_cue_once_and_pays_for_it_at_the_end():
         step = env.step(action)
         assert step.terminated.all() == (row == 6)
         assert step.reward.tolist() == [0.5 if row == 6 else 0.0] * 64
+        assert step.log["success"].tolist() == [float(row == 6)] * 64
         assert (step.final_obs["policy"][:, 0] == 0).all()
         assert step.final_obs["policy"][:, 1].tolist() == pytest.approx([row / 6] * 64)
-    assert set(step.obs["policy"][:, 0].tolist()) == {-1.0, 1.0}
+    cue = step.obs["policy"][:, 0]
+    assert set(cue.tolist()) == {-1.0, 1.0}
+    for _ in range(6):  # always the same answer: right for one cue
+        step = env.step(torch.ones(64, 1))
+    assert torch.equal(step.log["success"], (cue > 0).float())
 
 
 def probe(env, count=64):

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from runs import words
 from safetensors.torch import load_file, save_file
 
-from pql import transitions
 from pql.build import build, seeds
 from pql.env import Box, EnvSpec, ObsSpec
 from pql.errors import ConfigError
 from pql.main import main
+from pql.prefill import prefill
 from pql.replay import Cursor, Replay
 from pql.types import Batch
 
@@ -186,7 +186,7 @@ def test_prefilled_transitions_become_their_n_step_windows(tmp_path):
     data = flat(12, {3: "terminated", 7: "truncated"})
     save_file(data, tmp_path / "data.safetensors")
     collector = FakeCollector(1, 40)
-    assert transitions.prefill(collector, tmp_path / "data.safetensors") == 12
+    assert prefill(collector, tmp_path / "data.safetensors") == 12
     found = windows_by_number(collector.replays[0], 3)
     now = data["obs.policy"][:, 0].int().tolist()
     assert sorted(found) == sorted(now)  # none is lost
@@ -213,7 +213,7 @@ def test_shuffled_transitions_lose_nothing_but_their_neighbours(tmp_path):
     data = flat(12, {3: "terminated", 7: "truncated"}, order)
     save_file(data, tmp_path / "data.safetensors")
     collector = FakeCollector(2, 40)
-    taken = transitions.prefill(collector, tmp_path / "data.safetensors")
+    taken = prefill(collector, tmp_path / "data.safetensors")
     one = windows_by_number(collector.replays[0], 1)
     assert taken == len(one) >= 11  # an odd number of rows does not divide among two environments
     for i, number in enumerate(data["obs.policy"][:, 0].int().tolist()):
@@ -226,7 +226,7 @@ def test_shuffled_transitions_lose_nothing_but_their_neighbours(tmp_path):
 def test_several_environments_share_the_data_and_the_newest_are_taken(tmp_path):
     save_file(flat(100, dict.fromkeys(range(9, 100, 10), "truncated")), tmp_path / "data.safetensors")
     collector = FakeCollector(3, 12)
-    taken = transitions.prefill(collector, tmp_path / "data.safetensors")
+    taken = prefill(collector, tmp_path / "data.safetensors")
     assert collector.replays[0].live.head.tolist() == [11, 11, 11]
     found = windows_by_number(collector.replays[0], 1)
     assert len(found) == taken
@@ -246,7 +246,7 @@ def test_a_saved_ring_prefills_any_number_of_environments(seed, next_step):
     collector = FakeCollector(2, 60)
     with TemporaryDirectory() as folder:
         ring.replay.save(Path(folder) / "ring")
-        transitions.prefill(collector, Path(folder) / "ring")
+        prefill(collector, Path(folder) / "ring")
     usable = {}
     ring.seal()
     batch = ring.everything(1, 0.5)
@@ -289,7 +289,7 @@ def test_prefilled_rows_are_learned_from_beside_the_runs_own(tmp_path):
     parts = build(small_config())
     parts.prepare()
     parts.collector.start(seeds(3)["env"])
-    assert transitions.prefill(parts.collector, tmp_path / "d.safetensors") == 400
+    assert prefill(parts.collector, tmp_path / "d.safetensors") == 400
     parts.collector.warm_up(16)
     parts.begin()
     parts.schedule.tick()  # the learners pull what was sealed
@@ -336,7 +336,7 @@ def test_files_that_are_none_and_data_too_few_are_refused(tmp_path, capsys):
         assert f"replay.prefill={file}: expected a safetensors file (" in capsys.readouterr().err
     save_file(flat(1, {}), tmp_path / "one.safetensors")
     with pytest.raises(ConfigError, match="at least 3 transitions, one for each environment"):
-        transitions.prefill(FakeCollector(3, 12), tmp_path / "one.safetensors")
+        prefill(FakeCollector(3, 12), tmp_path / "one.safetensors")
 
 
 def test_load_refuses_another_number_of_environments_and_rows_out_of_range(tmp_path):

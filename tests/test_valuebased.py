@@ -12,6 +12,7 @@ from runs import manifest, points, rows, words
 from pql import checkpoint
 from pql.build import build
 from pql.compose import compose, options, resume_config
+from pql.config import leaves
 from pql.errors import ConfigError
 from pql.evaluate import evaluate_saved, run_episodes
 from pql.main import main
@@ -52,6 +53,15 @@ def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads(varia
         assert differences(reference, bits(run(config, Inline(order)))) == [], order
     assert differences(reference, bits(run(config, Threads(("collector", "v"))))) == []
     assert {"learners/v/state/priorities/tree/level0", "learners/v/state/priorities/largest"} <= {*reference}
+
+
+@pytest.mark.parametrize("variant", ["rainbow", "ape-x"])
+def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
+    turns, serial = (
+        bits(run(config_of(VARIANTS[variant], {"placement": {"groups": 2, "overlap": overlap}})))
+        for overlap in (True, False)
+    )
+    assert differences(turns, serial) == []
 
 
 # -- the tick ---------------------------------------------------------------------------------------------------------
@@ -276,7 +286,7 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
     [
         (["algo.dqn.epsilon.kind=boltzmann"], "kind=boltzmann: expected one of annealed, ladder, fixed"),
         (["algo.dqn.epsilon.end=1.5"], "algo.dqn.epsilon.end=1.5: expected a number from 0 up to 1"),
-        (["algo.dqn.epsilon.start=0.01"], "algo.dqn.epsilon.start=0.01: expected at least algo.dqn.epsilon.end=0.1"),
+        (["algo.dqn.epsilon.start=0.01"], "algo.dqn.epsilon.start=0.01: expected at least algo.dqn.epsilon.end=0.05"),
         (["algo.dqn.huber=0"], "algo.dqn.huber=0.0: expected a number above 0"),
         (["algo.dqn.target_perod=5"], "(did you mean algo.dqn.target_period?)"),
         (["algo.dqn.shared_grad=0.5"], "shared_grad=0.5: expected 1, or algo.dqn.dueling=true with it"),
@@ -297,6 +307,16 @@ def test_a_wrong_word_is_named_with_what_is_allowed(words, message):
     with pytest.raises(ConfigError) as caught:
         compose(["device=cpu", "algo=dqn", "task=cartpole", *words])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("algo", FAMILY)
+@pytest.mark.parametrize("task", [("task=atari", "task.game=pong"), ("task=catch",)], ids=["atari", "catch"])
+def test_a_tasks_own_settings_are_the_same_at_every_scale(task, algo):
+    small, large = (compose(["device=cpu", f"scale={s}", *task, f"algo={algo}"]) for s in ("cpu", "gpu"))
+    unread = ("algo.policy.", "algo.p_per_v", "algo.smoothing", "algo.critic.tau")
+    pairs = zip(leaves(small), leaves(large), strict=True)
+    assert [k for (k, a), (_, b) in pairs if a != b and not k.startswith(unread)] == []
+    target_updates(small, counts(small))  # whole
 
 
 def test_actions_must_be_discrete_and_the_other_way_round():

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -210,25 +211,24 @@ def train_sb3(task: str, seed: int, budget: Budget, settings: Settings) -> Train
 
     model_settings = dict(settings["model"])
     env = pql.wrap.sb3(pql.make_env(task, num_envs=settings["num_envs"]))
-    if settings["normalize"]:
-        env = VecNormalize(env, gamma=model_settings["gamma"])
+    seen = VecNormalize(env, gamma=model_settings["gamma"]) if settings["normalize"] else None
     if "noise" in settings:
-        size = env.action_space.shape
-        model_settings["action_noise"] = NormalActionNoise(torch.zeros(size).numpy(), torch.full(size, 0.1).numpy())
+        still = np.zeros(env.action_space.shape or (), np.float32)
+        model_settings["action_noise"] = NormalActionNoise(still, still + np.float32(0.1))
     policy = dict(settings["policy"])
     if "activation" in policy:
         kinds = {"relu": torch.nn.ReLU, "elu": torch.nn.ELU, "silu": torch.nn.SiLU, "tanh": torch.nn.Tanh}
         policy["activation_fn"] = kinds[policy.pop("activation")]
     cls = getattr(stable_baselines3, settings["class"])
-    model = cls("MlpPolicy", env, seed=seed, device="cpu", policy_kwargs=policy, **model_settings)
+    model = cls("MlpPolicy", seen or env, seed=seed, device="cpu", policy_kwargs=policy, **model_settings)
     clock = Clock()
     model.learn(10**12, callback=clock)
     took = time.perf_counter() - clock.start
 
     def act(obs: Obs) -> Tensor:
         raw = obs["policy"].numpy()
-        seen = env.normalize_obs(raw) if settings["normalize"] else raw
-        return torch.from_numpy(model.predict(seen, deterministic=True)[0])
+        known = raw if seen is None else seen.normalize_obs(raw)
+        return torch.from_numpy(model.predict(known, deterministic=True)[0])
 
     return Trained(act, took, model.num_timesteps)
 

@@ -183,7 +183,7 @@ def presets(args: Any) -> dict[str, Config]:
         compose([f"scale={scale}", f"device={args.device}", "budget.seconds=1", "algo.warmup_steps=32"])
         for scale in ("cpu", "gpu")
     )
-    critic, policy = (replace(net, hidden=[256, 256]) for net in (cpu.algo.critic, cpu.algo.policy))
+    critic, policy = replace(cpu.algo.critic, hidden=[256, 256]), replace(cpu.algo.policy, hidden=[256, 256])
     wide = replace(cpu, algo=replace(cpu.algo, batch_size=512, critic=critic, policy=policy))
     out = {name: {"cpu": cpu, "wide": wide, "gpu": gpu}[name] for name in args.presets}
     if args.smoke:

@@ -212,7 +212,7 @@ def say(head: str, run: Run) -> None:
 # -- statistics ----------------------------------------------------------------------------------------------------
 
 
-def iqm(values: Sequence[float]) -> float:
+def iqm(values: Sequence[float] | np.ndarray) -> float:
     """Mean of the middle half, quarters weighted where the count does not divide (Agarwal et al. 2021)."""
     ordered, n = np.sort(np.asarray(values, float)), len(values)
     # Each value stands for [i/n, (i+1)/n] of the distribution; its weight is the part that lies in [1/4, 3/4].

@@ -27,8 +27,9 @@ from torch import Generator, Tensor
 
 from pql.config import Config
 from pql.env import ObsSpec
+from pql.flags import FINAL_OK, NEXT_FIRST, TERMINATED, VALID
 from pql.machine import thread_counts
-from pql.replay import FINAL_OK, NEXT_FIRST, TERMINATED, VALID, Cursor, Replay
+from pql.replay import Cursor, Replay
 from pql.types import Step
 
 N_STEP, GAMMA, HORIZON, LIMIT = 3, 0.99, 1, 1000

@@ -2,7 +2,7 @@
 
 python tools/bench_schedule.py [--rounds 7] [--seconds 0.5] [--smoke] [--json PATH]
 
-Two cases, all variants in turn:
+Three cases, all variants in turn:
 
 waiting  The simulator sleeps 1.2 times as long as both learners work per tick (measured first, under both schedules;
          the shorter counts), as one in another process or on another device would. ``concurrent / lockstep``
@@ -14,6 +14,10 @@ busy     Every core has work: physics (HalfCheetah where MuJoCo is installed, el
          long, and the table tells what each takes alone. Lockstep has all cores as intra-op and physics threads,
          concurrent what ``thread_counts`` gives it and ``--env-threads`` for the physics. Then overlap gains only what
          more threads per operation would lose: the goal is at least 1.0.
+halves   The collector alone, with a simulator in two groups that sleeps as long for each as the policy takes to act on
+         one. ``by turns / one after the other`` compares env-steps/s with overlap to the same groups without: at best
+         2, the goal is at least 1.6. ``by turns / all at once`` compares it to one group of all environments, whose
+         step sleeps twice as long.
 
 Rows in ms are times (a ratio below 1 is good); rows in ticks/s are rates (above 1 is good).
 """
@@ -27,17 +31,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from _bench import alternate, compare, measuring, report
+from bench_replay import intra_op
 from torch import Tensor
 
 from pql.build import Parts, build
+from pql.collect import Collector
 from pql.config import AlgoConfig, Config, CriticConfig, PolicyConfig, ReplayConfig
 from pql.env import EnvSpec, VecEnv, make_env
+from pql.grouped import Grouped
 from pql.types import Obs, Step
 
 WAIT = 1.2  # the simulator's wait over the learners' work
 WORKERS = ("collector", "v", "p")
 BATCHES = (64, 4096)  # allowed when balancing
+STEPS = 16  # of a tick, where halves take turns
 
 Round = Callable[[], float]
 
@@ -81,7 +90,7 @@ def ready(config: Config, schedule: str, env: VecEnv) -> Parts:
     return parts
 
 
-def rate(fn: Callable[[], None], seconds: float) -> float:
+def rate(fn: Callable[[], object], seconds: float) -> float:
     """Calls per second over about ``seconds``."""
     count, began = 0, time.perf_counter()
     while (spent := time.perf_counter() - began) < seconds or count == 0:
@@ -172,16 +181,55 @@ def busy(args: Any) -> list[dict[str, Any]]:
     return compare_schedules(case, lockstep, concurrent, solo, args)
 
 
+def sampler(config: Config, groups: int, args: Any) -> tuple[Collector, list[Sleeper]]:
+    """A collector that has begun, and its simulators, which do not sleep yet."""
+    envs = [Sleeper(make_env("lqr", config.num_envs // groups)) for _ in range(groups)]
+    collector = build(config, Grouped(envs) if groups > 1 else envs[0]).collector
+    collector.start(0)
+    return collector, envs
+
+
+def env_steps(collector: Collector, overlap: bool, seconds: float) -> Round:
+    """Env-steps per second of ticks of ``STEPS`` steps."""
+
+    def one() -> float:
+        collector.overlap = overlap
+        with intra_op(1):
+            return rate(lambda: collector.run(STEPS), seconds) * STEPS * collector.env.spec.num_envs
+
+    return one
+
+
+def halves(args: Any) -> list[dict[str, Any]]:
+    """One half's actions are computed while the other half's simulator waits."""
+    config = make_config(16, 32, [16, 16], 1, 1) if args.smoke else make_config(128, 512, [512, 512], 1, 1)
+    (two, pair), (one, single) = (sampler(config, groups, args) for groups in (2, 1))
+    with intra_op(1), torch.no_grad():
+        act = 1 / rate(two.lanes[0].act, args.seconds)
+    for env, count in ((pair[0], 1), (pair[1], 1), (single[0], 2)):
+        env.seconds = act * count
+    print(f"halves: acting on one takes {act * 1e3:.2f} ms")
+    ways = {"turns": (two, True), "after": (two, False), "once": (one, False)}
+    rates = alternate({k: env_steps(c, overlap, args.seconds) for k, (c, overlap) in ways.items()}, args.rounds)
+    two.env.close()
+    return [
+        compare("halves: by turns / one after the other", "env-steps/s", rates["turns"], rates["after"]),
+        compare("halves: by turns / all at once", "env-steps/s", rates["turns"], rates["once"]),
+    ]
+
+
+CASES = {"waiting": waiting, "busy": busy, "halves": halves}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["waiting", "busy"], choices=["waiting", "busy"])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--env-threads", type=int, default=1, help="physics threads under concurrent")
     measuring(parser, seconds=0.5)
     args = parser.parse_args(argv)
     if args.smoke:
         args.rounds, args.seconds = 1, 0.02
-    cases = {"waiting": waiting, "busy": busy}
-    report([row for case in args.cases for row in cases[case](args)], args.json)
+    report([row for case in args.cases for row in CASES[case](args)], args.json)
 
 
 if __name__ == "__main__":

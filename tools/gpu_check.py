@@ -115,8 +115,8 @@ def make_config(num_envs: int, args: Any) -> Config:
     task = TaskConfig(name="cartpole_swingup")
     if not args.smoke:
         return Config(task=task, num_envs=num_envs, device=args.device)
-    nets = {"critic": CriticConfig(hidden=[16, 16]), "policy": PolicyConfig(hidden=[16, 16])}
-    algo = AlgoConfig(batch_size=32, v_per_step=2, warmup_steps=4, **nets)
+    critic, policy = CriticConfig(hidden=[16, 16]), PolicyConfig(hidden=[16, 16])
+    algo = AlgoConfig(batch_size=32, v_per_step=2, warmup_steps=4, critic=critic, policy=policy)
     return Config(task=task, algo=algo, replay=ReplayConfig(capacity=64 * num_envs), num_envs=num_envs, device="cpu")
 
 

@@ -69,11 +69,8 @@ def load_spec(task: Task) -> mujoco.MjSpec:
 
     MuJoCo's silent restart of diverged simulations is switched off: it would put a start state in the middle of an
     episode, with a reward for having moved there.
-
-    Raises:
-        ModuleNotFoundError: gymnasium, which carries the models, is not installed.
     """
-    spec = mujoco.MjSpec.from_file(str(_assets() / task.xml))
+    spec = mujoco.MjSpec.from_file(str(ASSETS / task.xml))
     spec.option.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET.value
     if task.edit is not None:
         task.edit(spec)
@@ -95,11 +92,15 @@ def start_states(
 
 
 def _assets() -> Path:
+    """Gymnasium's models. Raises ``ModuleNotFoundError`` where it is not installed."""
     # find_spec does not run the package: importing gymnasium takes longer than building the environment
     found = importlib.util.find_spec("gymnasium")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium")
     return Path(found.origin).parent / "envs" / "mujoco" / "assets"
+
+
+ASSETS = _assets()  # now: without gymnasium these tasks are not there at all
 
 
 def _ctrl_cost(d: Fields, weight: float) -> Tensor:

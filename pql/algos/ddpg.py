@@ -78,7 +78,7 @@ def critic_step(state: ValueState, batch: Batch, next_action: Tensor, bonus: Ten
     total = (loss * share).sum()
     state.optimizer.zero_grad()
     total.backward()
-    norm = state.optimizer.step()
+    norm = state.optimizer.step(mask=batch.mask)
     polyak(state.target, state.critic, state.tau)
     return {"loss/critic": total.detach(), "value/q": (q * share).sum(), "grad_norm/critic": norm}
 
@@ -113,7 +113,7 @@ def policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch, gen
     loss = -(q * loss_share(batch.mask, batch.weight)).sum()
     state.optimizer.zero_grad()
     loss.backward()
-    norm = state.optimizer.step()
+    norm = state.optimizer.step(mask=batch.mask)
     if state.target is not None:
         polyak(state.target, state.policy, state.tau)
     return {"loss/policy": loss.detach(), "grad_norm/policy": norm}

@@ -68,7 +68,7 @@ def update(state: ValueState, inputs: Settings, batch: Batch, gen: Generator) ->
     total = (loss * loss_share(batch.mask, batch.weight)).sum()
     state.optimizer.zero_grad()
     total.backward()
-    norm = state.optimizer.step()
+    norm = state.optimizer.step(mask=batch.mask)
     follow(state, inputs.target_period)
     if state.priorities is not None:
         state.priorities.update(batch.index, error, batch.mask)

@@ -14,8 +14,9 @@ from torch import Generator, Tensor, nn
 
 from pql.actor_critic import ActorCritic
 from pql.nets import Flat
-from pql.normalize import EPSILON, Moments
+from pql.normalize import EPSILON, Moments, pack, pooled
 from pql.optim import Optimizer, annealed
+from pql.parallel import ALONE, Group
 from pql.returns import gae
 from pql.rollout import Segment, by_parts, minibatches
 from pql.types import Metrics, Obs
@@ -45,6 +46,11 @@ class Settings:
     anneal_clip: bool
     steps_per_tick: int  # T * N
 
+    @property
+    def steers(self) -> bool:
+        """Whether the KL decides anything."""
+        return self.kl_target is not None or self.kl_stop is not None
+
 
 class Progress:
     """Where the run, and the tick, stand; 0-dim tensors on the device."""
@@ -73,6 +79,11 @@ class PpoState(State):
     optimizer: Optimizer
     returns: Moments | None  # statistics of the returns; None: values are not normalised
     progress: Progress
+    group: Group = ALONE  # of processes that train the same weights, each on a rollout of its own
+
+    def connect(self, group: Group) -> None:
+        super().connect(group)
+        self.group = group
 
     @property
     def net(self) -> ActorCritic:
@@ -160,11 +171,11 @@ def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict
     mean, var = masked_moments(target, mask)
     explained = 1 - masked_moments(advantage, mask)[1] / (var + EPSILON)  # advantage = target - value
     if state.returns is not None:
-        state.returns.update(target.flatten(), mask.flatten() > 0)
+        state.returns.update(target.flatten(), mask.flatten() > 0, state.group)
         scale, shift = value_scale(state.returns)
         target, value = (target - shift) / scale, (value - shift) / scale
     if settings.normalize_advantage:
-        mean, var = masked_moments(advantage, mask)
+        mean, var = masked_moments(advantage, mask, state.group)
         advantage = (advantage - mean) * (var + EPSILON).rsqrt()
     columns = {
         **{f"obs/{k}": v[:rows] for k, v in segment.obs.items()},
@@ -210,11 +221,14 @@ def value_scale(returns: Moments | None) -> tuple[Tensor | float, Tensor | float
     return (returns.variance() + EPSILON).sqrt().float(), returns.mean.float()
 
 
-def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance of the entries that count; 0 where none does."""
-    count = mask.sum().clamp(min=1)
-    mean = (x * mask).sum() / count
-    return mean, ((x - mean).square() * mask).sum() / count
+def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of the entries that count, of all processes of ``group``; 0 where none does."""
+    count = mask.sum()
+    mean = (x * mask).sum() / count.clamp(min=1)
+    squares = ((x - mean).square() * mask).sum()
+    if group.size > 1:
+        count, mean, squares = pooled(group.gather(pack(count, mean, squares)), ())
+    return mean, squares / count.clamp(min=1)
 
 
 def update(state: PpoState, inputs: Settings, batch: Minibatch, gen: Generator) -> Metrics:
@@ -235,8 +249,10 @@ def update(state: PpoState, inputs: Settings, batch: Minibatch, gen: Generator) 
     loss.backward()
     with torch.no_grad():
         kl = (share * dist.kl(batch.params, params)).sum()
+        if inputs.steers:
+            kl = state.group.mean(kl, batch.mask)
         skip = steer(state, inputs, kl, batch.fresh)
-        norm = state.optimizer.step(skip)
+        norm = state.optimizer.step(skip, batch.mask)
         clipped = torch.zeros_like(kl) if clip is None else (share * ((ratio - 1).abs() > clip)).sum()
     return {
         "loss/policy": policy_loss.detach(), "loss/critic": critic_loss.detach(), "grad_norm/policy": norm,

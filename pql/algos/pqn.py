@@ -127,7 +127,7 @@ def update(state: PqnState, inputs: Settings, batch: Minibatch, gen: Generator) 
     loss = 0.5 * (share * (q - batch.target).square()).sum()
     state.optimizer.zero_grad()
     loss.backward()
-    norm = state.optimizer.step()
+    norm = state.optimizer.step(mask=batch.mask)
     with torch.no_grad():
         mean = (share * q).sum()
     return {"loss/critic": loss.detach(), "grad_norm/critic": norm, "value/q": mean, "policy/lr": state.optimizer.lr}

@@ -63,12 +63,12 @@ def policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, 
     loss = (share * (log_alpha.detach().exp() * log_prob - q)).sum()
     state.optimizer.zero_grad()
     loss.backward()
-    norm = state.optimizer.step()
+    norm = state.optimizer.step(mask=batch.mask)
     entropy = -(share * log_prob.detach()).sum()
     if state.auto_temperature:
         state.temperature_optimizer.zero_grad()
         (log_alpha * (entropy - state.target_entropy)).sum().backward()
-        state.temperature_optimizer.step()
+        state.temperature_optimizer.step(mask=batch.mask)
     return {
         "loss/policy": loss.detach(),
         "grad_norm/policy": norm,

@@ -7,6 +7,7 @@ looks. matplotlib, scipy and Jinja (the extra ``report``) are imported when a pa
 import importlib.metadata
 import importlib.util
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def write(
         raise ConfigError("x", x, f"one of {', '.join(runs.AXES)}{nearest(x, runs.AXES)}")
     paths, notes = runs.find(words)
     if single and len(paths) > 1:
-        raise ConfigError("run", words[0], f"one run; these are {len(paths)}: pql compare {words[0]}")
+        raise ConfigError("run", words[0], f"one run; these are {len(paths)}: pql compare {shlex.quote(words[0])}")
     found = runs.read(paths)
     untold = [r.name for r in found if len(r.evals["return_mean"]) and r.evals[x][-1] != r.evals[x][-1]]
     if untold:

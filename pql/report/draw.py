@@ -38,7 +38,7 @@ def look() -> AbstractContextManager[None]:
         "grid.linewidth": 0.7, "xtick.major.size": 3, "ytick.major.size": 0, "axes.spines.top": False,
         "axes.spines.right": False, "axes.spines.left": False, "axes.titlesize": 9, "axes.titleweight": "bold",
         "axes.titlelocation": "left", "axes.titlepad": 9, "axes.axisbelow": True, "svg.fonttype": "none",
-        "svg.hashsalt": "pql", "savefig.dpi": 200, "mathtext.default": "regular", "axes.unicode_minus": True,
+        "svg.hashsalt": "pql", "savefig.dpi": 200, "text.parse_math": False, "axes.unicode_minus": True,
     })  # fmt: skip
 
 
@@ -53,9 +53,13 @@ class Ticks(FuncFormatter):
 
     def __init__(self) -> None:
         super().__init__(self._write)
+        self.places: Sequence[float] = ()
+
+    def set_locs(self, locs: Any) -> None:
+        self.places = locs  # matplotlib's own name for it changed in 3.11
 
     def _write(self, value: float, _: Any = None) -> str:
-        at = np.asarray(self.locs if len(self.locs) else [value], dtype=float)
+        at = np.asarray(self.places if len(self.places) else [value], dtype=float)
         size = float(np.abs(at).max())
         unit, suffix = next(((u, s) for u, s in UNITS_SHORT if size >= 10 * u or (size >= u and s != "k")), (1.0, ""))
         near = 1e-4 * max(float(np.ptp(at)) / unit, 1e-12)

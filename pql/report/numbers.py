@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pql.report import stats
-from pql.report.runs import AXES, Run, position
+from pql.report.runs import AXES, Run, configured, position
 
 Array = NDArray[np.float64]
 GRID = 100  # points of a group's curve
 FRACTIONS = (0.5, 0.75, 0.9)  # thresholds, on the way from the lowest to the highest evaluation of a task
+FEW = 5  # runs, below which a bootstrap interval is hardly more than the smallest and the largest of them
 STATISTICS = {"iqm": stats.iqm, "median": stats.median, "mean": stats.mean}
 UNITS = {"seconds": "s", "env_steps": "env steps", "updates": "updates"}
 
@@ -157,8 +158,7 @@ def speed(runs: Sequence[Run]) -> dict[str, Any]:
     keys = list(dict.fromkeys(k for e in each for k in e))
     largest = ("memory/", "lag/", "dropped")
     told = {k: over(k, np.max if k.startswith(largest) else np.median) for k in keys}
-    wanted = {k: runs[0].settings.get(f"algo.{k.removeprefix('ratio/')}") for k in keys if k.startswith("ratio/")}
-    return {**told, "configured": {k: v for k, v in wanted.items() if v is not None}}
+    return {**told, "configured": {k: v for k, v in configured(runs[0].settings).items() if k in keys}}
 
 
 def run_speed(run: Run) -> dict[str, float]:
@@ -246,6 +246,9 @@ def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], x: str) -> 
     alone = [f"{g['label']} on {t['task']}" for t in tasks for g in t["groups"] if len(g["scores"]) == 1]
     if alone and len(runs) > 1:
         out.append(f"One run only, hence no interval: {some(alone)}.")
+    if any(1 < len(g["scores"]) < FEW for t in tasks for g in t["groups"]):
+        worth = "that of two holds the true value about one time in two, that of three about three times in four"
+        out.append(f"An interval over fewer than {FEW} runs is too narrow: {worth}.")
     for task in tasks:
         for group in task["groups"]:
             twice = sorted({str(s) for s in group["seeds"] if group["seeds"].count(s) > 1})

@@ -1,5 +1,6 @@
 """The page: numbers and pictures put into words, tables and HTML (``page.html``, ``page.css``)."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -71,9 +72,11 @@ def sections(numbers: Numbers, series: Mapping[str, Any] | None = None) -> list[
 
 
 def picture(name: str, figure: Figure, alt: str) -> Picture:
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out once, saved twice
-    return Picture(name, draw.svg(figure, name, alt), draw.png(figure))
+    with warnings.catch_warnings():  # a letter that the font lacks is a box in the PNG, and itself on the page
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once, saved twice
+        return Picture(name, draw.svg(figure, name, alt), draw.png(figure))
 
 
 # -- sections -------------------------------------------------------------------------------------------------------

@@ -17,8 +17,10 @@ Row = dict[str, float]
 AXES = ("seconds", "env_steps", "updates")
 NAMED = 3  # settings in a label
 # What makes no other algorithm of a run: who it is, how long it went on, and what watched it.
-ASIDE = ("seed", "run_dir", "task.name", "task.id", "task.game", "task.kwargs", "budget.", "eval.", "checkpoint.",
-         "logger.")  # fmt: skip
+ASIDE = (
+    "seed", "run_dir", "task.name", "task.id", "task.game", "task.kwargs", "budget.", "eval.", "checkpoint.", "logger.",
+    "replay.save",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ def read(paths: Sequence[Path]) -> list[Run]:
 
 def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
     rows, notes = read_rows(path / "metrics.jsonl")
+    if on_policy(settings):  # one learner: both counts are of the same updates
+        rows = [{k: v for k, v in row.items() if k != "updates/p"} for row in rows]
     if not rows:
         raise ConfigError("run", path, "a run with metrics: metrics.jsonl is missing or holds no row yet")
     summary = _json(path / "summary.json")
@@ -130,7 +134,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
             row = {k: float(v) for k, v in json.loads(line).items() if isinstance(v, int | float)}
             position(row)
             rows.append(row)
-        except (ValueError, AttributeError, KeyError):
+        except (ValueError, OverflowError, AttributeError, KeyError):
             bad.append(i)
     notes = []
     if bad and bad[-1] == len(lines) - 1:  # a whole line ends with a newline
@@ -161,6 +165,20 @@ def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
     for key in sorted({k for r in told for k in r if k.startswith("eval/")}):
         out[key.removeprefix("eval/")] = np.array([r.get(key, np.nan) for r in told])
     return {"return_mean": np.array([]), **out}
+
+
+def on_policy(settings: Mapping[str, Any]) -> bool:
+    """Whether one learner trained policy and value together."""
+    return settings.get("algo.family") == "ppo"
+
+
+def configured(settings: Mapping[str, Any]) -> dict[str, float]:
+    """The ratios that the settings ask for, by the name under which they are counted."""
+    ratios = {k: settings.get(f"algo.{k}") for k in ("v_per_step", "p_per_v")}
+    if on_policy(settings):
+        epochs, parts, horizon = (settings.get(f"algo.ppo.{k}") for k in ("epochs", "minibatches", "horizon"))
+        ratios = {"v_per_step": epochs * parts / horizon, "p_per_v": 1.0} if epochs and parts and horizon else {}
+    return {f"ratio/{k}": v for k, v in ratios.items() if v is not None}
 
 
 # -- names ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,198 @@
+"""A lane: environments that step together, from the observation that is acted on to the row that is written.
+
+A collector has one lane or, where its simulator answers in groups, one for each group; while one lane's actions are
+computed, another's environments step. A lane owns nothing but its graphs. All it writes are views of the collector's
+tensors, so a run's state is the same whatever the number of lanes.
+
+This file knows nothing of schedules or checkpoints.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pql.env import Discrete
+from pql.graph import Graph
+from pql.normalize import ALL
+from pql.types import Step
+
+if TYPE_CHECKING:
+    from pql.collect import Collector
+
+
+class Lane:
+    """Acts, sends, receives and records for a range of a collector's environments.
+
+    Args:
+        whole: its policy, simulator, stores, statistics and generator.
+        columns: the range; None: every environment, by a simulator that steps all at once.
+        capture: put acting and recording into CUDA graphs (the simulator's own step stays outside).
+    """
+
+    def __init__(self, whole: "Collector", columns: slice | None, capture: bool):
+        self.env, self.normalizer, self.stores = whole.env, whole.normalizer, whole.stores
+        self.gen, self.device = whole.gen, whole.device
+        self.actor, self.episodes, self.obs = whole.actor, whole.episodes, whole.obs
+        self.columns, self.ids = ALL, None
+        self.places: list[Tensor | None] = [None for _ in self.stores]
+        if columns is not None:
+            self.actor, self.episodes = whole.actor.part(columns), whole.episodes.part(columns)
+            self.obs = {k: v[columns] for k, v in whole.obs.items()}
+            self.columns, self.ids = columns, torch.arange(whole.env.spec.num_envs)[columns]
+            self.places = [self.ids.to(store.device) for store in self.stores]
+        self.bridged = self.env.spec.stream == "default" and self.device.type == "cuda"
+        self.now: Step | None = None
+        self._act = Graph(self._act_body, self.device, [self.gen], _ActState(self), capture)
+        # A copy to another device joins that device's current stream, which no capture may do.
+        here = all(store.device == self.actor.action.device for store in self.stores)
+        self._record = Graph(self._record_body, self.device, [], _RecordState(self), capture and here)
+
+    def prepare(self) -> None:
+        """Capture, where that is on; before the first reset, while the stores are empty."""
+        if self._act.capture:
+            zero = torch.zeros(self.actor.action.shape[0], device=self.device)
+            obs = {k: v.clone() for k, v in self.obs.items()}
+            final = {k: v.clone() for k, v in self.obs.items()}
+            log = {k: zero.clone() for k in self.env.spec.log}
+            flags = [zero.bool() for _ in range(5)]
+            self.now = Step(obs, zero, flags[0], flags[1], flags[2], final, flags[3], flags[4], log)
+            self._act.prepare()
+            self._record.prepare()
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def act(self) -> None:
+        """Choose actions with the policy."""
+        self._act()
+
+    def wander(self) -> None:
+        """Actions uniform in [-1, 1], or among all discrete ones."""
+        action, kind = self.actor.action, self.env.spec.action
+        if isinstance(kind, Discrete):
+            action.random_(kind.n, generator=self.gen)
+        else:
+            action.copy_(torch.rand(action.shape, generator=self.gen, device=self.device).mul_(2).sub_(1))
+
+    def send(self) -> None:
+        """Start the simulator's step where it can be waited for later."""
+        if self.ids is not None:
+            with self._simulator():
+                self.env.send(self.actor.action, self.ids)  # type: ignore[attr-defined]
+
+    def receive(self) -> None:
+        """Wait for the step, and write what was done and what followed."""
+        with self._simulator():
+            step = self.env.step(self.actor.action) if self.ids is None else self.env.recv()[1]  # type: ignore[attr-defined]
+        if self.bridged:
+            for tensor in named(step).values():
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+        if self._record.graph is None:
+            self.now = step
+        else:
+            self._load(step)
+        self._record()
+
+    def keep(self, obs: dict[str, Tensor]) -> None:
+        """Act on ``obs`` next."""
+        for k, v in self.obs.items():
+            v.copy_(obs[k])
+
+    def _act_body(self) -> None:
+        self.actor.act(self.normalizer(self.obs), self.gen)
+
+    def _record_body(self) -> None:
+        step = self.now
+        assert step is not None
+        for store, places in zip(self.stores, self.places, strict=True):
+            store.insert(self.actor.record(store.device), step_to(step, store.device), places)
+        over = step.terminated | step.truncated
+        # Next-step autoreset shows the final observation here: where the simulator lost it, this is no real frame.
+        lost = over & ~step.final_ok & ~step.first if self.env.spec.final_obs == "never" else None
+        self.normalizer.observe(step.obs, None if lost is None else ~lost)
+        self.normalizer.observe_reward(step.reward, over | step.first, step.valid, self.columns)
+        self.episodes.update(step)
+        self.actor.observe(step.first)
+        self.keep(step.obs)
+
+    def _load(self, step: Step) -> None:
+        """Copy a simulator's step to the addresses that the captured recording reads, groups and terms by name."""
+        source = named(step)
+        for name, target in named(self.now).items():
+            target.copy_(source[name], non_blocking=True)
+
+    @contextmanager
+    def _simulator(self) -> Iterator[None]:
+        """Inside, work is the simulator's: on the stream it uses, ordered with the collector's before and after."""
+        if not self.bridged:
+            yield
+            return
+        # The simulator works on the legacy default stream, which PyTorch's side streams are not ordered with.
+        mine, theirs = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
+        theirs.wait_stream(mine)
+        with torch.cuda.stream(theirs):
+            yield
+        mine.wait_stream(theirs)
+
+
+class _ActState:
+    """What a warm-up of acting must leave as it was."""
+
+    def __init__(self, lane: Lane):
+        self.lane = lane
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gen": self.lane.gen.get_state(), "actor": self.lane.actor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lane.gen.set_state(state["gen"].cpu())
+        self.lane.actor.load_state_dict(state["actor"])
+
+
+class _RecordState:
+    """What a warm-up of recording must leave as it was. Rows past a head hold nothing, so heads suffice."""
+
+    def __init__(self, lane: Lane):
+        self.lane = lane
+
+    def _cursors(self) -> dict[str, Tensor]:
+        return {f"{i}.{j}": t for i, s in enumerate(self.lane.stores) for j, t in enumerate(s.positions())}
+
+    def state_dict(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {
+            "actor": self.lane.actor,
+            "normalizer": self.lane.normalizer,
+            "episodes": self.lane.episodes,
+        }
+        return {**{k: v.state_dict() for k, v in parts.items()}, "cursors": self._cursors()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lane.actor.load_state_dict(state["actor"])
+        self.lane.normalizer.load_state_dict(state["normalizer"])
+        self.lane.episodes.load_state_dict(state["episodes"])
+        for k, t in self._cursors().items():
+            t.copy_(state["cursors"][k])
+
+
+def named(step: Step | None) -> dict[str, Tensor]:
+    """A step's tensors by name: ``reward``, ``obs.policy``, ``log.speed`` ..."""
+    assert step is not None
+    out: dict[str, Tensor] = {}
+    for field, part in step._asdict().items():
+        out |= {f"{field}.{k}": v for k, v in part.items()} if isinstance(part, dict) else {field: part}
+    return out
+
+
+def step_to(step: Step, device: torch.device) -> Step:
+    """The step on ``device`` (itself where it is there already)."""
+    if step.reward.device == device:
+        return step
+    move = {k: v.to(device, non_blocking=True) for k, v in step.obs.items()}
+    final = {k: v.to(device, non_blocking=True) for k, v in step.final_obs.items()}
+    rest = {
+        f: getattr(step, f).to(device, non_blocking=True)
+        for f in ("reward", "terminated", "truncated", "first", "final_ok", "valid")
+    }
+    return Step(obs=move, final_obs=final, log={}, **rest)

@@ -1,0 +1,59 @@
+"""A config's task becomes a simulator: its factory, the keywords it is given, the groups its environments step in."""
+
+import inspect
+from typing import Any
+
+import torch
+
+from pql.config import Config
+from pql.env import EnvSpec, VecEnv, check_keywords, find_factory, make_env
+from pql.errors import ConfigError
+from pql.grouped import Grouped, grouped_spec
+from pql.machine import thread_counts
+from pql.validate import resolve_device
+
+
+def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
+    """The environment's spec without starting it, where its factory can tell."""
+    factory, groups = find_factory(config.task.name), config.placement.groups
+    kwargs = env_kwargs(config, groups)
+    check_keywords(factory, kwargs)
+    describe = getattr(factory, "describe", None)
+    if describe is None:
+        return None
+    if groups is None or "groups" in kwargs:
+        return describe(num_envs=config.num_envs, device=device, **kwargs)
+    return grouped_spec(describe(num_envs=config.num_envs // groups, device=device, **kwargs), groups)
+
+
+def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
+    """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores, one
+    that takes ``groups`` forms them itself."""
+    named = {"id": config.task.id, "game": config.task.game}
+    given = {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
+    taken = inspect.signature(find_factory(config.task.name)).parameters
+    if "threads" in taken:
+        given.setdefault("threads", thread_counts(config)["simulator"])
+    if "groups" in taken and groups is not None:
+        given.setdefault("groups", groups)
+    return given
+
+
+def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
+    """The task's environment. ``num_envs`` overrides the config's, in one group (evaluation)."""
+    if config.task.live:
+        raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
+    name, device = config.task.name, torch.device(config.placement.collector or resolve_device(config.device))
+    groups = config.placement.groups if num_envs is None else 1
+    kwargs, count = env_kwargs(config, groups), num_envs or config.num_envs
+    if groups is None or groups == 1 or "groups" in kwargs:
+        return make_env(name, count, device, **kwargs)
+    return Grouped.make(lambda: make_env(name, count // groups, device, **kwargs), groups)
+
+
+def check_groups(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` where an environment's groups are not those wanted, or not equal in size."""
+    if config.placement.groups not in (None, spec.groups):
+        raise ConfigError("placement.groups", config.placement.groups, f"null or {spec.groups}, as {spec.name} has")
+    if spec.num_envs % spec.groups:
+        raise ConfigError("num_envs", spec.num_envs, f"a multiple of the {spec.groups} groups that {spec.name} has")

@@ -1,0 +1,412 @@
+"""A run in several processes: what each takes on, what they agree on, and what becomes of all when one fails."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import differences, small_config
+from pairs import Pair, free_port, pair, place
+from runs import manifest, points, rows, words
+
+import pql
+from pql import checkpoint
+from pql.compose import compose, resume_config
+from pql.errors import ConfigError
+from pql.ranks import rank_seed, share_of
+from pql.session import Session
+from pql.world import World, world
+
+
+@pytest.fixture(scope="module")
+def both():
+    with pair() as two:
+        yield two
+
+
+# -- a share --------------------------------------------------------------------------------------------------------
+
+
+def test_totals_are_shared_out():
+    config = small_config(num_envs=8, algo={"batch_size": 32, "family": "ddpg"}, replay={"capacity": 4097})
+    own = share_of(config, World(1, 4, 1, 4))
+    assert (own.num_envs, own.algo.batch_size, own.replay.capacity) == (2, 8, 1024)
+    assert own.budget == config.budget
+    assert own.algo.warmup_steps == config.algo.warmup_steps
+    assert own.algo.critic == config.algo.critic
+    assert share_of(config, World()) is config
+
+
+def test_only_rank_0_has_the_runs_own_seed():
+    assert rank_seed(7, 0) == 7
+    others = {rank_seed(seed, rank) for seed in range(20) for rank in range(1, 8)}
+    assert len(others) == 140
+    assert not others & set(range(20))
+    assert rank_seed(7, 3) == rank_seed(7, 3)
+
+
+def test_an_annealed_schedule_counts_the_steps_of_all():
+    ppo = {"lr_schedule": "linear", "anneal_steps": 6400, "horizon": 8}
+    config = small_config(algo={"family": "ppo", "schedule": "lockstep", "batch_size": 31, "ppo": ppo})
+    assert share_of(config, World(0, 2, 0, 2)).algo.ppo.anneal_steps == 3200
+
+
+def test_env_steps_are_those_of_all():
+    dqn = {"target_period": 64, "epsilon": {"steps": 1000}, "priority": {"beta_steps": 501}}
+    own = share_of(small_config(algo={"family": "dqn", "dqn": dqn}), World(0, 2, 0, 2)).algo.dqn
+    assert (own.target_period, own.epsilon.steps, own.priority.beta_steps) == (32, 500, 250)
+    pqn = {"horizon": 8, "anneal_steps": 900, "epsilon": {"steps": 1000}}
+    shared = share_of(small_config(algo={"family": "pqn", "schedule": "lockstep", "pqn": pqn}), World(0, 2, 0, 2))
+    assert (shared.algo.pqn.anneal_steps, shared.algo.pqn.epsilon.steps) == (450, 500)
+
+
+def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
+    monkeypatch.setattr("pql.ranks.available_cores", lambda: 8)
+    config = small_config(placement={"threads": {"collector": None, "v": None, "p": 3, "simulator": None}})
+    threads = share_of(config, World(1, 4, 1, 2)).placement.threads  # two machines
+    assert (threads.v, threads.p, threads.collector, threads.simulator) == (2, 3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_envs": 9}, "num_envs=9: expected a multiple of 2, the processes that share it, such as 8"),
+        ({"algo": {"batch_size": 33}}, "algo.batch_size=33: expected a multiple of 2, the processes that share it"),
+        (
+            {"algo": {"family": "ppo", "schedule": "lockstep", "ppo": {"horizon": 2, "minibatches": 16}}},
+            "algo.ppo.minibatches=16: expected a divisor of num_envs=4 x algo.ppo.horizon=2 rows, such as 8 "
+            "(this is the share of one of 2 processes)",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(change, message):
+    with pytest.raises(ConfigError) as error:
+        share_of(small_config(**change), World(0, 2, 0, 2))
+    assert message in str(error.value)
+
+
+def test_each_process_of_a_machine_takes_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    here = World(3, 4, 1, 2)
+    own = share_of(small_config(device="cuda", placement={"executor": "auto"}), here)
+    assert (own.device, own.placement.executor) == ("cuda:1", "auto")
+    mixed = share_of(small_config(device="auto", placement={"executor": "auto", "collector": "cpu"}), here)
+    # One host thread must queue the collectives of both learners.
+    assert (mixed.device, mixed.placement.collector, mixed.placement.executor) == ("cuda:1", "cpu", "inline")
+    for change, message in (
+        ({"device": "cuda:0"}, "device=cuda:0: expected cuda: each process takes a GPU of its own"),
+        ({"device": "cuda", "placement": {"executor": "threads"}}, "placement.executor=threads: expected auto, "),
+        ({"device": "cuda", "placement": {"executor": "auto", "p_learner": "cuda:0"}}, "placement.p_learner=cuda:0"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            share_of(small_config(**change), here)
+        assert message in str(error.value)
+    with pytest.raises(ConfigError, match="device=cuda: expected cpu, or at most 2 processes: there are 2 GPUs"):
+        share_of(small_config(device="cuda"), World(2, 4, 2, 4))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as where each process sees only its own
+    assert share_of(small_config(device="cuda", placement={"executor": "auto"}), here).device == "cuda:0"
+
+
+# -- runs of two processes ------------------------------------------------------------------------------------------
+
+
+def run(*overrides: str, callbacks=()) -> dict:
+    """One sitting; what this process ends with."""
+    session = Session(compose(overrides), quiet=True, overrides=overrides, callbacks=callbacks)
+    return ended(session, session.train())
+
+
+def resume(run_dir: str, *overrides: str) -> dict:
+    session = Session(resume_config(Path(run_dir), overrides), resume=True, quiet=True, overrides=overrides)
+    return ended(session, session.train())
+
+
+def ended(session: Session, summary) -> dict:
+    parts = session.parts
+    weights = {f"{n}/{k}": v for n, one in parts.learners.items()
+               for k, v in checkpoint.flatten(one.state.state_dict()).items()}  # fmt: skip
+    norm = parts.collector.normalizer.state_dict()
+    return {"summary": summary, "weights": {k: v.clone() for k, v in weights.items()}, "norm": norm,
+            "obs": parts.collector.obs["policy"].clone(), "num_envs": parts.env.spec.num_envs}  # fmt: skip
+
+
+CASES = {
+    "pql": ("algo=pql", "algo.normalize_reward=true"),
+    "pql_d": ("algo=pql_d",),
+    "sac": ("algo=sac",),
+    "td3": ("algo=td3",),
+    "ppo": ("algo=ppo", "algo.ppo.horizon=4", "algo.ppo.minibatches=2", "algo.ppo.kl_stop=0.002"),
+    "a2c": ("algo=a2c", "task=cartpole", "algo.ppo.horizon=4"),
+    "rainbow": ("algo=rainbow", "task=cartpole", "algo.dqn.target_period=64"),
+    "pqn": ("algo=pqn", "task=cartpole", "algo.pqn.horizon=4", "algo.pqn.minibatches=2", "algo.pqn.anneal_steps=1000"),
+}
+PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
+
+
+def settings(path: Path, case: str, *more: str) -> list[str]:
+    unread = {"ppo": ("algo.batch_size", "replay"), "a2c": ("algo.batch_size", "replay"), "rainbow": ("algo.policy",),
+              "pqn": ("algo.batch_size", "replay", "algo.policy")}  # fmt: skip
+    chosen = [w for w in words(path) if not w.startswith(unread.get(case, ("-",)))]
+    return [*chosen, "task.kwargs.max_episode_steps=11", *CASES[case], *more]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, case):
+    first, second = both(run, *settings(tmp_path / "a", case, "budget.env_steps=640"))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
+    assert differences(mine, theirs) == []
+    shared = [k for k in first["norm"] if k != "running_return"]
+    assert all(torch.equal(first["norm"][k], second["norm"][k]) for k in shared)
+    assert not torch.equal(first["obs"], second["obs"])  # but each has environments of its own
+    assert (first["num_envs"], first["summary"].env_steps, second["summary"].env_steps) == (8, 640, 640)
+    if "moments.policy.count" in first["norm"]:
+        assert first["norm"]["moments.policy.count"] == 16 + 640  # of both
+    again, _ = both(run, *settings(tmp_path / "b", case, "budget.env_steps=640"))
+    assert differences(first["weights"], again["weights"]) == []  # and the same bits every time
+
+
+@pytest.mark.parametrize("case", ["pql", "sac", "ppo", "rainbow"])
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(both: Pair, tmp_path, case):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    steps = {"ppo": (16 * 28, 16 * 48)}.get(case, (16 * 25, 16 * 42))
+    want = both(run, *settings(whole, case, f"budget.env_steps={steps[1]}"))
+    both(run, *settings(parts, case, f"budget.env_steps={steps[0]}"))
+    got = both(resume, str(parts), f"budget.env_steps={steps[1]}")
+    for rank in (0, 1):
+        assert differences(want[rank]["weights"], got[rank]["weights"]) == []
+        a, b = (checkpoint.newest(checkpoint.of_rank(p / "checkpoints", rank))[0] for p in (whole, parts))
+        assert "collector/gen" in a
+        assert differences(a, b) == []
+
+
+def test_rank_0_writes_the_run_directory(both: Pair, tmp_path):
+    first, second = both(
+        run, *settings(tmp_path, "pql", "eval.final=true", "budget.env_steps=1600", "checkpoint.keep=1")
+    )
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"best", "last", "rank-1", "tick-000000000092"}
+    assert [p.name for p in (tmp_path / "checkpoints" / "rank-1").iterdir()] == ["tick-000000000092"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["env_steps"], summary["episodes"], summary["updates_v"]) == (1600, 2, 184)
+    assert summary["return_mean"] == first["summary"].return_mean
+    assert second["summary"].return_mean is None
+    assert manifest(points(tmp_path)[-1])["ranks"] == 2
+    log = [row for row in rows(tmp_path) if "updates/v" in row]
+    assert log[-1]["steps/env"] == 1600
+    assert {(row["ratio/v_per_step"], row["ratio/p_per_v"]) for row in log} == {(2.0, 0.5)}
+    # An episode of 11 steps ends in each of 16 environments, 9 times in 100 steps.
+    assert sum(row.get("train/episodes", 0) for row in log) == 16 * 9
+    assert resume_config(tmp_path, []).num_envs == 16  # what was asked for, not a share
+
+
+def test_another_number_of_processes_is_refused_by_name(both: Pair, tmp_path):
+    both(run, *settings(tmp_path, "pql"))
+    with pytest.raises(ConfigError, match=r"processes=1: expected 2, as the run had; .*: init_from=RUN"):
+        resume(str(tmp_path), "budget.env_steps=640")
+    new = tmp_path / "new"
+    assert run(*settings(new, "pql", f"init_from={tmp_path}"))["summary"].env_steps == 320
+
+
+def test_a_resume_point_that_one_lacks_is_passed_over(both: Pair, tmp_path):
+    both(run, *settings(tmp_path, "pql", "checkpoint.every_seconds=1e-9"))
+    lost = sorted((tmp_path / "checkpoints" / "rank-1").glob("tick-*"))[-1]
+    (lost / "tensors.safetensors").write_bytes(b"")
+    first, second = both(resume, str(tmp_path), "budget.env_steps=640")
+    assert first["summary"].env_steps == second["summary"].env_steps == 640
+    assert [manifest(p)["counters"]["ticks"] for p in points(tmp_path)][-1] == 32
+
+
+def stopped_by(run_dir: str, how: str) -> tuple[int, int, bool]:
+    """Rank 0's callback, or a signal to rank 1 alone, ends an endless run."""
+    seen = []
+
+    def stop(session, row):
+        seen.append(row)
+        session.stop = how == "callback"
+
+    config = compose(settings(Path(run_dir), "pql", "budget.env_steps=1000000000"))
+    session = Session(config, quiet=True, callbacks=[stop])
+    if how == "signal" and world().rank == 1:
+        session.interrupt.asked = True
+    summary = session.train()
+    return summary.env_steps, len(seen), summary.interrupted
+
+
+def test_rank_0s_word_ends_all(both: Pair, tmp_path):
+    (steps, told, _), (others, silent, _) = both(stopped_by, str(tmp_path), "callback")
+    assert 128 < steps == others < 1_000_000
+    assert told >= 1
+    assert silent == 0
+
+
+def test_a_signal_to_one_ends_all_saved(both: Pair, tmp_path):
+    first, second = both(stopped_by, str(tmp_path), "signal")
+    assert first[0] == second[0] < 1_000_000
+    assert first[2] is second[2] is True
+    assert resume_config(tmp_path, []) is not None
+    assert len(points(tmp_path)) == 1
+
+
+def test_the_clock_is_rank_0s(both: Pair, tmp_path):
+    first, second = both(run, *settings(tmp_path, "pql", "budget.env_steps=null", "budget.seconds=0.4"))
+    assert first["summary"].env_steps == second["summary"].env_steps
+    assert 0.4 <= first["summary"].seconds < 5
+
+
+def test_a_target_return_ends_all(both: Pair, tmp_path):
+    target = ("budget.env_steps=null", "budget.target_return=-1e9", "eval.every_seconds=0.05")
+    first, second = both(run, *settings(tmp_path, "pql", *target))
+    assert first["summary"].env_steps == second["summary"].env_steps
+
+
+def drifting(run_dir: str) -> str:
+    session = Session(compose(settings(Path(run_dir), "pql")), quiet=True)
+    if world().rank == 1:
+        session.parts.learners["v"].state.critic.data.data[3] += 1e-6
+    session.train()
+
+
+def test_weights_that_drift_apart_end_the_run(both: Pair, tmp_path):
+    (a, told), (b, _) = both.outcomes(drifting, str(tmp_path))
+    assert (a, b) == ("RunError", "RunError")
+    assert "rank 0 and rank 1 have drifted apart: v/critic differs" in told
+
+
+def live(run_dir: str) -> tuple[int, int]:
+    from pql.envs.classic import Pendulum
+
+    more = [w for w in words(Path(run_dir)) if not w.startswith(("task=", "num_envs="))]
+    summary = pql.train(*more, env=Pendulum(num_envs=8, max_episode_steps=10), quiet=True)
+    return summary.env_steps, summary.updates_v
+
+
+def test_live_environments_are_one_to_each(both: Pair, tmp_path):
+    assert both(live, str(tmp_path)) == [(320, 24)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("case", ["pql", "sac", "ppo"])
+def test_two_gpus_hold_the_same_weights(both: Pair, tmp_path, case, graphs):
+    more = ("device=cuda", f"cuda_graphs={graphs}", "budget.env_steps=640")
+    first, second = both(run, *settings(tmp_path, case, *more))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
+    assert differences(mine, {k: v.to(mine[k].device) for k, v in theirs.items()}) == []
+
+
+# -- data -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_transitions_is_shared_out(both: Pair, tmp_path):
+    alone = run(*settings(tmp_path / "one", "pql", "replay.save=true"))
+    assert alone["summary"].env_steps == 320
+    data = tmp_path / "one" / "replay.safetensors"
+    both(run, *settings(tmp_path / "two", "pql", f"replay.prefill={data}", "replay.save=true"))
+    saved = {p.name for p in (tmp_path / "two").glob("replay*")}
+    assert saved == {"replay.safetensors", "replay-rank1.safetensors"}
+    assert not torch.equal(*(checkpoint.load_file(tmp_path / "two" / n)["reward"][:5, :4] for n in sorted(saved)))
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+class Faulty:
+    """Counter, which ends its process, or fails, on rank 1 at step 30."""
+
+    def __init__(self, num_envs, device, how="raise"):
+        from pql.envs.toy import Counter
+
+        self.env, self.how, self.steps = Counter(num_envs, device), how, 0
+        self.spec, self.reset, self.close = self.env.spec, self.env.reset, self.env.close
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 30 and world().rank == 1:
+            if self.how == "raise":
+                raise ValueError("the simulator broke")
+            if self.how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        return self.env.step(action)
+
+
+def failing(run_dir: str, how: str) -> None:
+    from pql.env import register
+
+    register("faulty", Faulty)
+    more = ("task=env", "task.name=faulty", f"task.kwargs.how={how}", "placement.watchdog_seconds=2")
+    run(*words(Path(run_dir), "budget.env_steps=3200", *more))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("how", "first", "second"),
+    [
+        ("raise", "rank 1 failed: worker collector failed: ValueError: the simulator broke", "RunError"),
+        ("die", "rank 1 has ended, or hangs", "Exit"),
+        ("hang", "rank 1 failed: worker collector has not finished its tick in 2 s", "RunError"),
+    ],
+)
+def test_the_failure_of_one_ends_all_by_its_name(tmp_path, how, first, second):
+    before = time.monotonic()
+    with pair() as two:
+        (kind, told), (other, _) = two.outcomes(failing, str(tmp_path), how)
+    assert (kind, other) == ("RunError", second)
+    assert first in told
+    assert time.monotonic() - before < 60
+
+
+# -- the command line -----------------------------------------------------------------------------------------------
+
+
+def torchrun(*argv: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pql.main"]
+    return subprocess.run([*command, *argv], capture_output=True, text=True, timeout=timeout)
+
+
+def test_torchrun_trains_one_run(tmp_path):
+    done = torchrun("train", *settings(tmp_path, "pql", "eval.final=true"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done: return") == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["env_steps"], summary["updates_v"], summary["episodes"]) == (320, 24, 2)
+    assert rows(tmp_path)[-1]["steps/env"] == 320
+    env = json.loads((tmp_path / "env.json").read_text())
+    assert env["processes"] == 2
+
+
+def commands(*lines: list[str]) -> list[tuple[int, str]]:
+    """One command per rank, started as torchrun would; their status and what they said."""
+    port, running = free_port(), []
+    for rank, line in enumerate(lines):
+        running.append(subprocess.Popen(
+            [sys.executable, "-m", "pql.main", *line], env={**os.environ, **place(rank, len(lines), port)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ))  # fmt: skip
+    return [(p.wait(120), p.stdout.read()) for p in running]
+
+
+def test_ranks_that_were_told_different_things_are_refused(tmp_path):
+    same = settings(tmp_path, "pql")
+    (first, said), (second, told) = commands(["train", *same], ["train", *same, "algo.gamma=0.5"])
+    assert (first, second) == (2, 2)
+    message = "algo.gamma=0.5: expected 0.99 on rank 1, as on rank 0: all processes run the same command"
+    assert f"pql: {message}" in said
+    assert f"pql, rank 1: {message}" in told
+
+
+def test_other_commands_are_for_one_process(monkeypatch, capsys):
+    from pql.main import main
+
+    for name, value in place(1, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    for line, command in (["list", "tasks"], "list"), (["train", "-m", "seed=1,2"], "train -m"):
+        assert main(line) == 2
+        assert f"pql, rank 1: command={command}: expected train or resume: under torchrun" in capsys.readouterr().err
