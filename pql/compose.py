@@ -171,6 +171,8 @@ def check_used(config: Config, names: Iterable[str]) -> None:
         if name in OF_A_REPLAY and config.algo.family == "ppo":
             raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it")
         part = name.removeprefix("algo.")
+        if name.startswith("algo.central.") and config.algo.schedule != "replicas":
+            raise ConfigError(name, values[name], "algo.schedule=replicas with it (algo=a3c, algo=appo_replicas)")
         for prefix, (owner, who) in OWNED.items():
             if name.startswith(prefix) and family != owner:
                 raise ConfigError(name, values[name], f"algo={who} with it; algo={algo} does not read it")

@@ -152,10 +152,20 @@ class PqnConfig:
 
 
 @dataclass(frozen=True)
+class CentralConfig:
+    """How replicas share parameters and moments."""
+
+    order: str = "free"  # of pulls and pushes: free: as they come | turns: one replica after the other; reproducible
+    ticks: int = 8  # of every replica (on average) in a tick of the run, after which all stand still: to log, to save
+    chunk: int = 65_536  # parameters under one lock
+
+
+@dataclass(frozen=True)
 class AlgoConfig:
     name: str = "pql"  # the preset's name
     family: str = "ddpg"  # ddpg | sac | ppo | dqn | pqn: which update functions
-    schedule: str = "concurrent"  # concurrent | lockstep
+    schedule: str = "concurrent"  # concurrent | lockstep | replicas
+    replicas: int = 1  # whole learners on shared parameters, with an equal part of the environments each
     batch_size: int = 8192
     n_step: int = 3
     gamma: float = 0.99
@@ -175,6 +185,7 @@ class AlgoConfig:
     ppo: PpoConfig = field(default_factory=PpoConfig)
     dqn: DqnConfig = field(default_factory=DqnConfig)
     pqn: PqnConfig = field(default_factory=PqnConfig)
+    central: CentralConfig = field(default_factory=CentralConfig)
 
 
 @dataclass(frozen=True)
@@ -199,6 +210,7 @@ class PlacementConfig:
     collector: str | None = None  # a device; null: the run's ``device``
     v_learner: str | None = None
     p_learner: str | None = None
+    replicas: list[str] | None = None  # a device for each replica; null: the run's, or all GPUs in turn
     groups: int | None = None  # in which environments step by turns; null: the simulator's own, in most all at once
     overlap: bool = True  # one group's actions are computed while the others step; false: one after the other
     executor: str = "auto"  # auto | threads | inline | streams: how the workers of a tick are run

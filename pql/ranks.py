@@ -32,6 +32,7 @@ from pql.normalize import Moments
 from pql.optim import Optimizer
 from pql.parallel import ALONE, Group, Order, PeerError, explained
 from pql.validate import resolve_device, validate
+from pql.wiring import own_seed
 from pql.world import World, world
 
 ACTIONS = ("log", "save", "eval", "stop", "interrupt")
@@ -60,7 +61,7 @@ def share_of(config: Config, place: World) -> Config:
     if config.algo.schedule not in ("lockstep", "concurrent"):
         raise ConfigError("algo.schedule", config.algo.schedule, "lockstep or concurrent with several processes")
     flat = dict(leaves(config))
-    own: dict[str, Any] = {"seed": rank_seed(config.seed, place.rank)}
+    own: dict[str, Any] = {"seed": own_seed(config.seed, place.rank)}
     for name in DIVIDED:
         if flat[name] % place.size and not (name == "algo.batch_size" and config.algo.family == "ppo"):
             near = f"such as {max(1, round(flat[name] / place.size)) * place.size}"
@@ -77,13 +78,6 @@ def share_of(config: Config, place: World) -> Config:
     except ConfigError as error:
         what = f"{error.allowed} (this is the share of one of {place.size} processes)"
         raise ConfigError(error.setting, error.value, what) from error
-
-
-def rank_seed(seed: int, rank: int) -> int:
-    """A seed for what must differ between ranks: environments, exploration, sampling. Rank 0's is the run's."""
-    if rank == 0:
-        return seed
-    return int(torch.randint(2**62, (rank,), generator=torch.Generator().manual_seed(seed))[-1])
 
 
 def own_device(setting: str, name: str, place: World) -> str:

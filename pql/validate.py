@@ -10,7 +10,8 @@ from pql.errors import ConfigError, nearest, show
 
 CHOICES = {
     "algo.family": ("ddpg", "sac", "ppo", "dqn", "pqn"),
-    "algo.schedule": ("concurrent", "lockstep"),
+    "algo.schedule": ("concurrent", "lockstep", "replicas"),
+    "algo.central.order": ("free", "turns"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
     "algo.policy.activation": ("relu", "elu", "silu", "tanh"),
     "algo.encoder.kind": ("small", "nature", "resnet"),
@@ -55,6 +56,9 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.explore.high": (0, 10, True),
     "algo.sac.alpha": (0, 100, False),
     "algo.sac.alpha_lr": (0, 1, False),
+    "algo.replicas": (1, 1024, True),
+    "algo.central.ticks": (1, 100_000, True),
+    "algo.central.chunk": (1, 2**40, True),
     "algo.ppo.horizon": (1, 100_000, True),
     "algo.ppo.epochs": (1, 1000, True),
     "algo.ppo.minibatches": (1, 100_000, True),
@@ -130,6 +134,7 @@ def validate(config: Config) -> Config:
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
         if flat[name] is not None:
             resolve_device(flat[name], name)
+    _check_replicas(config)
     _check_together(config)
     return config
 
@@ -164,9 +169,10 @@ def _check_together(config: Config) -> None:
     off_policy = algo.family not in ("ppo", "pqn")
     if off_policy and algo.warmup_steps < 1:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
-    groups = config.placement.groups or 1
-    if config.num_envs % groups:
-        raise ConfigError("placement.groups", groups, f"null, or a divisor of num_envs={config.num_envs}")
+    groups, envs = config.placement.groups or 1, f"num_envs={config.num_envs}"
+    envs += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
+    if config.num_envs // algo.replicas % groups:
+        raise ConfigError("placement.groups", groups, f"null, or a divisor of {envs}")
     first = algo.warmup_steps * config.num_envs
     if budget.env_steps is not None and budget.env_steps <= first:
         raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")
@@ -174,6 +180,35 @@ def _check_together(config: Config) -> None:
         raise ConfigError("budget.target_return", budget.target_return, "evaluations: eval.every_seconds is null")
     if off_policy and algo.batch_size > config.replay.capacity:
         raise ConfigError("algo.batch_size", algo.batch_size, f"at most replay.capacity={config.replay.capacity}")
+
+
+def _check_replicas(config: Config) -> None:
+    algo, place, count = config.algo, config.placement, config.algo.replicas
+    if algo.schedule != "replicas":
+        for name, given, unset in (("algo.replicas", count, 1), ("placement.replicas", place.replicas, None)):
+            if given != unset:
+                raise ConfigError(name, given, f"{show(unset)} with algo.schedule={algo.schedule}")
+        return
+    if algo.family != "ppo":
+        why = "lockstep: PPO and A2C alone have replicas"
+        why = why if algo.family == "pqn" else f"concurrent or lockstep: algo={algo.name} learns from a replay"
+        raise ConfigError("algo.schedule", "replicas", why)
+    if config.num_envs % count:
+        near = max(1, config.num_envs // count) * count
+        raise ConfigError("num_envs", config.num_envs, f"a multiple of algo.replicas={count}, such as {near}")
+    if place.replicas is not None and len(place.replicas) != count:
+        raise ConfigError("placement.replicas", place.replicas, f"one device for each of algo.replicas={count}")
+    for place_of in place.replicas or ():
+        resolve_device(place_of, "placement.replicas")
+    for name, device in (("placement.collector", place.collector), ("placement.v_learner", place.v_learner)):
+        if device is not None and count > 1 and not config.task.live:
+            raise ConfigError(name, device, "null: placement.replicas places whole replicas")
+    if place.executor == "streams":
+        raise ConfigError("placement.executor", "streams", "auto, threads or inline with algo.schedule=replicas")
+    if place.executor == "inline" and algo.central.order == "turns" and count > 1:
+        raise ConfigError("algo.central.order", "turns", "free with placement.executor=inline: whole ticks take turns")
+    if config.cuda_graphs == "on":
+        raise ConfigError("cuda_graphs", "on", "auto or off with algo.schedule=replicas: a push takes locks")
 
 
 def _check_ppo(config: Config) -> None:
@@ -207,16 +242,18 @@ def _check_rollout(config: Config, horizon: int, minibatches: int, whole: bool) 
     ):  # fmt: skip
         if given != unset:
             raise ConfigError(name, given, f"{show(unset)}: for off-policy algorithms alone, not algo={algo.name}")
-    if algo.schedule != "lockstep":
-        raise ConfigError("algo.schedule", algo.schedule, "lockstep: it learns from what its newest policy did")
+    if algo.schedule == "concurrent":
+        allowed = "lockstep or replicas" if algo.family == "ppo" else "lockstep"
+        raise ConfigError("algo.schedule", algo.schedule, f"{allowed}: {algo.name} learns from what its policy did")
     if config.placement.p_learner is not None:
         raise ConfigError(
             "placement.p_learner", config.placement.p_learner,
             "null: one learner trains policy and value, and placement.v_learner places it",
         )  # fmt: skip
-    size, unit = config.num_envs * horizon, f"num_envs={config.num_envs} x {group}.horizon={horizon} rows"
-    if whole:
-        size, unit = config.num_envs, f"num_envs={config.num_envs}"
+    size, unit = config.num_envs // algo.replicas, f"num_envs={config.num_envs}"
+    unit += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
+    if not whole:
+        size, unit = size * horizon, f"{unit} x {group}.horizon={horizon} rows"
     if size % minibatches:
         parts = [d for d in range(1, min(size, 1000) + 1) if size % d == 0]
         near = min(parts, key=lambda d: abs(d - minibatches))

@@ -76,6 +76,13 @@ def seeds(seed: int) -> dict[str, int]:
     return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
 
 
+def own_seed(seed: int, number: int) -> int:
+    """A seed for what must differ between processes, or replicas, that share a run. The first one's is the run's."""
+    if number == 0:
+        return seed
+    return int(torch.randint(2**62, (number,), generator=torch.Generator().manual_seed(seed))[-1])
+
+
 def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Normalizer:
     """The collector's statistics."""
     algo = config.algo

@@ -19,8 +19,9 @@ import pql
 from pql import checkpoint
 from pql.compose import compose, resume_config
 from pql.errors import ConfigError
-from pql.ranks import rank_seed, share_of
+from pql.ranks import share_of
 from pql.session import Session
+from pql.wiring import own_seed
 from pql.world import World, world
 
 
@@ -44,11 +45,11 @@ def test_totals_are_shared_out():
 
 
 def test_only_rank_0_has_the_runs_own_seed():
-    assert rank_seed(7, 0) == 7
-    others = {rank_seed(seed, rank) for seed in range(20) for rank in range(1, 8)}
+    assert own_seed(7, 0) == 7
+    others = {own_seed(seed, rank) for seed in range(20) for rank in range(1, 8)}
     assert len(others) == 140
     assert not others & set(range(20))
-    assert rank_seed(7, 3) == rank_seed(7, 3)
+    assert own_seed(7, 3) == own_seed(7, 3)
 
 
 def test_an_annealed_schedule_counts_the_steps_of_all():
