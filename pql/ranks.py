@@ -39,9 +39,10 @@ ACTIONS = ("log", "save", "eval", "stop", "interrupt")
 PATIENT = timedelta(minutes=30)  # for what happens outside of ticks: simulators that start, checkpoints
 LAST_WORDS = 3.0  # seconds that a failing rank waits for what others have to say
 PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")
-DIVIDED = ("num_envs", "algo.batch_size")  # must divide evenly
-FLOORED = ("replay.capacity", "algo.ppo.anneal_steps", "algo.dqn.target_period", "algo.dqn.epsilon.steps",
-           "algo.dqn.priority.beta_steps", "algo.pqn.anneal_steps", "algo.pqn.epsilon.steps")  # fmt: skip
+DIVIDED = ("num_envs", "algo.batch_size", "algo.dqn.target_period")  # must divide evenly
+FLOORED = ("replay.capacity", "algo.ppo.anneal_steps", "algo.dqn.epsilon.steps", "algo.dqn.priority.beta_steps",
+           "algo.pqn.anneal_steps", "algo.pqn.epsilon.steps")  # fmt: skip
+READERS = {"algo.batch_size": ("ddpg", "sac", "dqn"), "algo.dqn.target_period": ("dqn",)}  # families; else all
 
 _store: Any = None  # of this process; it joins once, whatever number of runs it makes
 _runs = itertools.count()
@@ -63,7 +64,7 @@ def share_of(config: Config, place: World) -> Config:
     flat = dict(leaves(config))
     own: dict[str, Any] = {"seed": own_seed(config.seed, place.rank)}
     for name in DIVIDED:
-        if flat[name] % place.size and not (name == "algo.batch_size" and config.algo.family == "ppo"):
+        if flat[name] % place.size and config.algo.family in READERS.get(name, (config.algo.family,)):
             near = f"such as {max(1, round(flat[name] / place.size)) * place.size}"
             raise ConfigError(name, flat[name], f"a multiple of {place.size}, the processes that share it, {near}")
     own |= {name: max(1, flat[name] // place.size) for name in (*DIVIDED, *FLOORED) if flat[name] is not None}

@@ -217,6 +217,7 @@ def test_listing(capsys):
     assert main(["list", "tasks"]) == 0
     tasks = capsys.readouterr().out
     assert {line.split()[0] for line in tasks.splitlines()} >= {"pendulum", "halfcheetah", "gymnasium", "lqr"}
+    assert [line for line in tasks.splitlines() if len(line.split()) < 3 and not line.startswith("task=env ")] == []
     assert main(["list", "algos"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "a2c", "apex", "c51", "ddpg", "dqn", "eps_rainbow", "ppo", "pql", "pql_d", "pql_sac", "pqn", "rainbow", "sac",

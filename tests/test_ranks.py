@@ -80,6 +80,10 @@ def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
         ({"num_envs": 9}, "num_envs=9: expected a multiple of 2, the processes that share it, such as 8"),
         ({"algo": {"batch_size": 33}}, "algo.batch_size=33: expected a multiple of 2, the processes that share it"),
         (
+            {"algo": {"family": "dqn", "schedule": "lockstep", "dqn": {"target_period": 1001}}, "num_envs": 8},
+            "algo.dqn.target_period=1001: expected a multiple of 2, the processes that share it",
+        ),
+        (
             {"algo": {"family": "ppo", "schedule": "lockstep", "ppo": {"horizon": 2, "minibatches": 16}}},
             "algo.ppo.minibatches=16: expected a divisor of num_envs=4 x algo.ppo.horizon=2 rows, such as 8 "
             "(this is the share of one of 2 processes)",
@@ -155,7 +159,8 @@ def settings(path: Path, case: str, *more: str) -> list[str]:
     unread = {"ppo": ("algo.batch_size", "replay"), "a2c": ("algo.batch_size", "replay"), "rainbow": ("algo.policy",),
               "pqn": ("algo.batch_size", "replay", "algo.policy")}  # fmt: skip
     chosen = [w for w in words(path) if not w.startswith(unread.get(case, ("-",)))]
-    return [*chosen, "task.kwargs.max_episode_steps=11", *CASES[case], *more]
+    patient = "placement.watchdog_seconds=200"  # other work on this machine is no failure
+    return [*chosen, "task.kwargs.max_episode_steps=11", patient, *CASES[case], *more]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -342,7 +347,8 @@ def failing(run_dir: str, how: str) -> None:
     from pql.env import register
 
     register("faulty", Faulty)
-    more = ("task=env", "task.name=faulty", f"task.kwargs.how={how}", "placement.watchdog_seconds=2")
+    limit = f"placement.watchdog_seconds={4 if how == 'hang' else 200}"
+    more = ("task=env", "task.name=faulty", f"task.kwargs.how={how}", limit)
     run(*words(Path(run_dir), "budget.env_steps=3200", *more))
 
 
@@ -352,7 +358,7 @@ def failing(run_dir: str, how: str) -> None:
     [
         ("raise", "rank 1 failed: worker collector failed: ValueError: the simulator broke", "RunError"),
         ("die", "rank 1 has ended, or hangs", "Exit"),
-        ("hang", "rank 1 failed: worker collector has not finished its tick in 2 s", "RunError"),
+        ("hang", "rank 1 failed: worker collector has not finished its tick in 4 s", "RunError"),
     ],
 )
 def test_the_failure_of_one_ends_all_by_its_name(tmp_path, how, first, second):
@@ -361,13 +367,13 @@ def test_the_failure_of_one_ends_all_by_its_name(tmp_path, how, first, second):
         (kind, told), (other, _) = two.outcomes(failing, str(tmp_path), how)
     assert (kind, other) == ("RunError", second)
     assert first in told
-    assert time.monotonic() - before < 60
+    assert time.monotonic() - before < 150
 
 
 # -- the command line -----------------------------------------------------------------------------------------------
 
 
-def torchrun(*argv: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def torchrun(*argv: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pql.main"]
     return subprocess.run([*command, *argv], capture_output=True, text=True, timeout=timeout)
 
@@ -391,7 +397,7 @@ def commands(*lines: list[str]) -> list[tuple[int, str]]:
             [sys.executable, "-m", "pql.main", *line], env={**os.environ, **place(rank, len(lines), port)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ))  # fmt: skip
-    return [(p.wait(120), p.stdout.read()) for p in running]
+    return [(p.wait(250), p.stdout.read()) for p in running]
 
 
 def test_ranks_that_were_told_different_things_are_refused(tmp_path):
