@@ -36,6 +36,7 @@ from pql.task import build_env as build_env
 from pql.task import check_groups, describe_env
 from pql.types import Batch, Obs, ObsBatch, split
 from pql.valuebased import VALUE
+from pql.valuerollout import VALUE_ROLLOUT
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows
 from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker
@@ -318,4 +319,4 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 REPLAY = Family(
     ("v", "p"), lambda c: tick_counts(c.algo.v_per_step, c.algo.p_per_v), check_spec, wire_replay, make_action_policy
 )
-FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "dqn": VALUE}
+FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "dqn": VALUE, "pqn": VALUE_ROLLOUT}

@@ -19,6 +19,7 @@ from pql.validate import resolve_device, validate
 
 BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
+ATARI = ("atari", "pong")  # tasks that come in its protocols
 SEVERAL = " (pql train -m takes several)"
 
 
@@ -125,7 +126,7 @@ def compose(overrides: Sequence[str]) -> Config:
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
     chosen = {"scale": "cpu" if device == "cpu" else "gpu", **presets}
-    if chosen.get("task") == "atari":
+    if chosen.get("task") in ATARI:
         chosen.setdefault("atari", "paper")
     elif "atari" in chosen:
         raise ConfigError("atari", chosen["atari"], "task=atari with it: a protocol of its games")
@@ -143,7 +144,8 @@ NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smooth
 OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
 NOT_DQN = ("p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.", "policy.", "critic.ensemble",
            "critic.tau")  # fmt: skip
-UNREAD = {"ppo": NOT_PPO, "dqn": NOT_DQN}
+NOT_PQN = (*NOT_DQN, "batch_size", "n_step", "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
+UNREAD = {"ppo": NOT_PPO, "dqn": NOT_DQN, "pqn": NOT_PQN}
 INSTEAD = {
     "ppo": {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
             "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
@@ -151,8 +153,10 @@ INSTEAD = {
             "critic.eps": "algo.policy.eps, of the one optimiser"},
     "dqn": {"explore.": "algo.dqn.epsilon", "policy.": "algo.critic, of the one network",
             "critic.tau": "algo.dqn.target_period"},
+    "pqn": {"batch_size": "algo.pqn.minibatches", "v_per_step": "algo.pqn.epochs", "n_step": "algo.pqn.q_lambda",
+            "explore.": "algo.pqn.epsilon", "policy.": "algo.critic, of the one network"},
 }  # fmt: skip
-OWNED = {"algo.ppo.": ("ppo", "ppo or a2c"), "algo.dqn.": ("dqn", "dqn and its like")}
+OWNED = {"algo.ppo.": ("ppo", "ppo or a2c"), "algo.dqn.": ("dqn", "dqn and its like"), "algo.pqn.": ("pqn", "pqn")}
 
 
 def check_used(config: Config, names: Iterable[str]) -> None:

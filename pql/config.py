@@ -140,6 +140,18 @@ class DqnConfig:
 
 
 @dataclass(frozen=True)
+class PqnConfig:
+    horizon: int = 32  # steps of every environment per tick: the rollout's rows
+    epochs: int = 2  # passes over a rollout
+    minibatches: int = 32  # equal parts of a rollout, one update each
+    q_lambda: float = 0.65  # of the Q(lambda) return: 0: one-step targets; 1: rewards up to the rollout's end
+    optimizer: str = "radam"  # radam | adam
+    anneal_steps: int | None = None  # env steps (warm-up not counted) over which the learning rate falls to 0
+    amp: bool = False  # networks in bfloat16 (autocast), acting included
+    epsilon: EpsilonConfig = field(default_factory=EpsilonConfig)
+
+
+@dataclass(frozen=True)
 class CentralConfig:
     """How replicas share parameters and moments."""
 
@@ -151,7 +163,7 @@ class CentralConfig:
 @dataclass(frozen=True)
 class AlgoConfig:
     name: str = "pql"  # the preset's name
-    family: str = "ddpg"  # ddpg | sac | ppo | dqn: which update functions
+    family: str = "ddpg"  # ddpg | sac | ppo | dqn | pqn: which update functions
     schedule: str = "concurrent"  # concurrent | lockstep | replicas
     replicas: int = 1  # whole learners on shared parameters, with an equal part of the environments each
     batch_size: int = 8192
@@ -172,6 +184,7 @@ class AlgoConfig:
     sac: SacConfig = field(default_factory=SacConfig)
     ppo: PpoConfig = field(default_factory=PpoConfig)
     dqn: DqnConfig = field(default_factory=DqnConfig)
+    pqn: PqnConfig = field(default_factory=PqnConfig)
     central: CentralConfig = field(default_factory=CentralConfig)
 
 

@@ -73,7 +73,7 @@ class Pictures(nn.Module):
         features: int | None = None, layer_norm: bool = False,
     ):  # fmt: skip
         super().__init__()
-        network = NETWORKS[kind]
+        network, self.kind = NETWORKS[kind], kind
         self.axes, self.last = len(shape), channels_last(shape)
         size, wanted = image_size(shape), network.features if features is None else features
         self.net = network.make(size, channels or network.channels, wanted, layer_norm)
@@ -84,9 +84,13 @@ class Pictures(nn.Module):
         lead = x.shape[: -self.axes]
         x = x.flatten(0, -self.axes - 1) if len(lead) != 1 else x
         x = x.movedim(-1, 1) if self.last else x.unsqueeze(1) if self.axes == 2 else x
-        # Channels last is what convolutions run fastest in (their backward passes above all), and bytes move cheapest.
-        x = x.contiguous(memory_format=torch.channels_last)
-        out = self.net(x if x.is_floating_point() else x.float().mul_(1 / 255))
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        # Channels last is what convolutions run fastest in, and bytes move cheapest. But on a CPU the wide strides of
+        # Nature's network gain by it in float32 gradients alone.
+        if device != "cpu" or self.kind != "nature" or (torch.is_grad_enabled() and dtype == torch.float32):
+            x = x.contiguous(memory_format=torch.channels_last)
+        out = self.net(x if x.is_floating_point() else x.to(dtype).mul_(1 / 255))  # bfloat16 holds bytes exactly
         return out if len(lead) == 1 else out.unflatten(0, lead)
 
 
@@ -114,8 +118,8 @@ def small(size: Size, channels: Sequence[int], features: int, layer_norm: bool) 
     layers: list[nn.Module] = []
     inside, rows, columns = size
     for outside in channels:
-        norm = [ChannelNorm(outside)] if layer_norm else []
-        layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), *norm, nn.ReLU(inplace=True)]
+        norms = [ChannelNorm(outside)] if layer_norm else []
+        layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), *norms, nn.ReLU(inplace=True)]
         inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
     return nn.Sequential(*layers, *end(inside * rows * columns, features, nn.LayerNorm(features), nn.Tanh()))
 
@@ -134,11 +138,11 @@ def nature(size: Size, channels: Sequence[int], features: int, layer_norm: bool)
     layers: list[nn.Module] = []
     inside, rows, columns = size
     for outside, (kernel, stride) in zip(channels, NATURE, strict=False):
-        norm = [ChannelNorm(outside)] if layer_norm else []
-        layers += [nn.Conv2d(inside, outside, kernel, stride), *norm, nn.ReLU(inplace=True)]
+        norms = [ChannelNorm(outside)] if layer_norm else []
+        layers += [nn.Conv2d(inside, outside, kernel, stride), *norms, nn.ReLU(inplace=True)]
         inside, rows, columns = outside, (rows - kernel) // stride + 1, (columns - kernel) // stride + 1
-    last = [nn.LayerNorm(features)] if layer_norm else []
-    return nn.Sequential(*layers, *end(inside * rows * columns, features, *last, nn.ReLU(inplace=True)))
+    norm = [nn.LayerNorm(features)] if layer_norm and features else []
+    return nn.Sequential(*layers, *end(inside * rows * columns, features, *norm, nn.ReLU(inplace=True)))
 
 
 class Residual(nn.Module):
@@ -289,7 +293,7 @@ def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module) -> No
     action = torch.zeros(2, spec.action.size if isinstance(spec.action, Box) else 1)
     atoms, outputs, wanted = config.algo.critic.atoms, list[Any](), list[tuple[str, list[Any]]]()
     try:
-        if config.algo.family in ("ppo", "dqn"):  # whose own heads come after it
+        if config.algo.family in ("ppo", "dqn", "pqn"):  # whose own heads come after it
             outputs, wanted = [network(obs)], [("forward(obs)", [2, "F"])]
         elif which == "critic":
             outputs, wanted = [network(obs, action)], [("forward(obs, action)", ["E", 2] + ([atoms] if atoms else []))]

@@ -58,6 +58,14 @@ class Epsilon:
         return part
 
 
+def epsilon_greedy(values: Tensor, epsilon: Tensor, gen: Generator) -> Tensor:
+    """The action of the largest of ``values`` [N, n], or, with probability ``epsilon`` [N], any of the n: [N] int64."""
+    size, device = values.shape[:1], values.device
+    random = torch.randint(values.shape[1], size, generator=gen, device=device)
+    explores = torch.rand(size, generator=gen, device=device) < epsilon
+    return torch.where(explores, random, values.argmax(-1))
+
+
 class EpsilonActor:
     """Greedy in a network's values, or random with probability epsilon. Noisy layers are drawn anew for every act.
 
@@ -70,22 +78,19 @@ class EpsilonActor:
 
     def __init__(self, policy: nn.Module, epsilon: Epsilon, spec: EnvSpec, tells: bool = False):
         assert isinstance(spec.action, Discrete)
-        self.policy, self.epsilon, self.count = policy, epsilon, spec.action.n
+        self.policy, self.epsilon = policy, epsilon
         self.action = action_buffer(spec)
         self.told = {k: torch.full((spec.num_envs,), torch.nan, device=spec.device) for k in (TOLD if tells else ())}
 
     def act(self, obs: Obs, gen: Generator) -> None:
-        policy, size = self.policy, self.action.shape
+        policy = self.policy
         assert isinstance(policy, QNetwork)
         redraw_noise(policy, gen)
         values = policy.values(obs)
-        best, greedy = values.max(-1)
-        random = torch.randint(self.count, size, generator=gen, device=best.device)
-        explores = torch.rand(size, generator=gen, device=best.device) < self.epsilon()
-        self.action.copy_(torch.where(explores, random, greedy))
+        self.action.copy_(epsilon_greedy(values, self.epsilon(), gen))
         if self.told:
             self.told["q"].copy_(values.gather(-1, self.action.unsqueeze(-1)).squeeze(-1))
-            self.told["value"].copy_(best)
+            self.told["value"].copy_(values.amax(-1))
 
     def record(self, device: torch.device) -> Tensor | Acted:
         action = self.action.to(device)

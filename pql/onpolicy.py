@@ -97,16 +97,20 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
         raise ConfigError("algo.ppo.squash", True, f"false: the actions of {spec.name} are discrete")
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
         raise ConfigError("algo.ppo.shared", True, f"false: in {spec.name} the critic has observations of its own")
+    check_room("algo.ppo.horizon", p.horizon, spec, make_dist(config, spec).params_size, device)
+    return p.horizon
+
+
+def check_room(setting: str, horizon: int, spec: EnvSpec, params_size: int, device: torch.device) -> None:
+    """Raises ``ConfigError`` for ``setting`` where a rollout of ``horizon`` rows does not fit into memory."""
     # The segment, its normalised copy, and as much again for a minibatch and its activations.
-    need = 3 * rollout_bytes(spec, p.horizon, make_dist(config, spec).params_size)
-    free = available_bytes(device)
+    need, free = 3 * rollout_bytes(spec, horizon, params_size), available_bytes(device)
     if need > free:
         raise ConfigError(
-            "algo.ppo.horizon", p.horizon,
-            f"at most about {max(1, p.horizon * free // need)} with num_envs={spec.num_envs}: this takes "
+            setting, horizon,
+            f"at most about {max(1, horizon * free // need)} with num_envs={spec.num_envs}: this takes "
             f"{need / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free",
         )  # fmt: skip
-    return p.horizon
 
 
 def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:

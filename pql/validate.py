@@ -5,11 +5,11 @@ This file imports nothing but the standard library (and torch, to look for a dev
 
 import math
 
-from pql.config import Config, leaves
+from pql.config import Config, EpsilonConfig, leaves
 from pql.errors import ConfigError, nearest, show
 
 CHOICES = {
-    "algo.family": ("ddpg", "sac", "ppo", "dqn"),
+    "algo.family": ("ddpg", "sac", "ppo", "dqn", "pqn"),
     "algo.schedule": ("concurrent", "lockstep", "replicas"),
     "algo.central.order": ("free", "turns"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
@@ -21,6 +21,8 @@ CHOICES = {
     "algo.ppo.lr_schedule": ("adaptive", "fixed", "linear"),
     "algo.dqn.optimizer": ("adam", "rmsprop"),
     "algo.dqn.epsilon.kind": ("annealed", "ladder", "fixed"),
+    "algo.pqn.epsilon.kind": ("annealed", "ladder", "fixed"),
+    "algo.pqn.optimizer": ("radam", "adam"),
     "algo.dqn.priority.initial": ("max", "actor"),
     "replay.dtype": ("float32", "float16", "bfloat16"),
     "placement.executor": ("auto", "threads", "inline", "streams"),
@@ -75,14 +77,17 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.dqn.huber": (0, 1e6, False),
     "algo.dqn.target_period": (1, 10**12, True),
     "algo.dqn.rms_decay": (0, 1, True),
-    "algo.dqn.epsilon.start": (0, 1, True),
-    "algo.dqn.epsilon.end": (0, 1, True),
-    "algo.dqn.epsilon.steps": (1, 10**15, True),
-    "algo.dqn.epsilon.base": (0, 1, False),
-    "algo.dqn.epsilon.exponent": (0, 100, True),
+    **{f"algo.{family}.epsilon.{k}": r for family in ("dqn", "pqn") for k, r in {
+        "start": (0, 1, True), "end": (0, 1, True), "steps": (1, 10**15, True), "base": (0, 1, False),
+        "exponent": (0, 100, True)}.items()},
     "algo.dqn.priority.alpha": (0, 10, True),
     "algo.dqn.priority.beta": (0, 1, True),
     "algo.dqn.priority.beta_steps": (1, 10**15, True),
+    "algo.pqn.horizon": (1, 100_000, True),
+    "algo.pqn.epochs": (1, 1000, True),
+    "algo.pqn.minibatches": (1, 100_000, True),
+    "algo.pqn.q_lambda": (0, 1, True),
+    "algo.pqn.anneal_steps": (1, 10**15, True),
     "replay.capacity": (1, 10**12, True),
     "placement.threads.collector": (1, 1024, True),
     "placement.threads.v": (1, 1024, True),
@@ -159,7 +164,10 @@ def _check_together(config: Config) -> None:
         _check_ppo(config)
     if algo.family == "dqn":
         _check_dqn(config)
-    if algo.family != "ppo" and algo.warmup_steps < 1:
+    if algo.family == "pqn":
+        _check_pqn(config)
+    off_policy = algo.family not in ("ppo", "pqn")
+    if off_policy and algo.warmup_steps < 1:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
     groups, envs = config.placement.groups or 1, f"num_envs={config.num_envs}"
     envs += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
@@ -170,7 +178,7 @@ def _check_together(config: Config) -> None:
         raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")
     if budget.target_return is not None and config.eval.every_seconds is None:
         raise ConfigError("budget.target_return", budget.target_return, "evaluations: eval.every_seconds is null")
-    if algo.family != "ppo" and algo.batch_size > config.replay.capacity:
+    if off_policy and algo.batch_size > config.replay.capacity:
         raise ConfigError("algo.batch_size", algo.batch_size, f"at most replay.capacity={config.replay.capacity}")
 
 
@@ -182,7 +190,9 @@ def _check_replicas(config: Config) -> None:
                 raise ConfigError(name, given, f"{show(unset)} with algo.schedule={algo.schedule}")
         return
     if algo.family != "ppo":
-        raise ConfigError("algo.schedule", "replicas", f"concurrent or lockstep: algo={algo.name} learns from a replay")
+        why = "lockstep: PPO and A2C alone have replicas"
+        why = why if algo.family == "pqn" else f"concurrent or lockstep: algo={algo.name} learns from a replay"
+        raise ConfigError("algo.schedule", "replicas", why)
     if config.num_envs % count:
         near = max(1, config.num_envs // count) * count
         raise ConfigError("num_envs", config.num_envs, f"a multiple of algo.replicas={count}, such as {near}")
@@ -203,31 +213,11 @@ def _check_replicas(config: Config) -> None:
 
 def _check_ppo(config: Config) -> None:
     algo, ppo = config.algo, config.algo.ppo
-    for name, given, unset in (
-        ("replay.prefill", config.replay.prefill, None), ("replay.save", config.replay.save, False),
-    ):  # fmt: skip
-        if given != unset:
-            raise ConfigError(name, given, f"{show(unset)}: for off-policy algorithms alone, not algo={algo.name}")
+    _check_rollout(config, ppo.horizon, ppo.minibatches, ppo.lstm is not None)
     if ppo.lstm is not None and (algo.policy.net or algo.critic.net):
         raise ConfigError("algo.ppo.lstm", ppo.lstm, "null: networks from elsewhere (algo.*.net) have no memory here")
     if ppo.shared and algo.critic.net:
         raise ConfigError("algo.critic.net", algo.critic.net, "null: algo.ppo.shared takes the policy's layers")
-    if algo.schedule == "concurrent":
-        raise ConfigError("algo.schedule", algo.schedule, "lockstep or replicas: PPO learns from what its policy did")
-    if config.placement.p_learner is not None:
-        raise ConfigError(
-            "placement.p_learner", config.placement.p_learner,
-            "null: one learner trains policy and value, and placement.v_learner places it",
-        )  # fmt: skip
-    envs, unit = config.num_envs // algo.replicas, f"num_envs={config.num_envs}"
-    unit += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
-    size = envs  # with memory sequences stay whole
-    if ppo.lstm is None:
-        size, unit = envs * ppo.horizon, f"{unit} x algo.ppo.horizon={ppo.horizon} rows"
-    if size % ppo.minibatches:
-        parts = [d for d in range(1, min(size, 1000) + 1) if size % d == 0]
-        near = min(parts, key=lambda d: abs(d - ppo.minibatches))
-        raise ConfigError("algo.ppo.minibatches", ppo.minibatches, f"a divisor of {unit}, such as {near}")
     if ppo.lr_schedule == "linear" and ppo.anneal_steps is None:
         raise ConfigError("algo.ppo.anneal_steps", None, "env steps, with algo.ppo.lr_schedule=linear")
     for name, value in (("anneal_steps", ppo.anneal_steps), ("anneal_clip", ppo.anneal_clip)):
@@ -235,6 +225,44 @@ def _check_ppo(config: Config) -> None:
             raise ConfigError(f"algo.ppo.{name}", value, "algo.ppo.lr_schedule=linear with it")
     if algo.critic.atoms is not None:
         raise ConfigError("algo.critic.atoms", algo.critic.atoms, "null: PPO's critic is a scalar")
+
+
+def _check_pqn(config: Config) -> None:
+    _check_rollout(config, config.algo.pqn.horizon, config.algo.pqn.minibatches, whole=False)
+    _check_epsilon(config.algo.pqn.epsilon, "algo.pqn.epsilon")
+    if config.algo.critic.atoms is not None:
+        raise ConfigError("algo.critic.atoms", config.algo.critic.atoms, "null: PQN's values are scalars")
+
+
+def _check_rollout(config: Config, horizon: int, minibatches: int, whole: bool) -> None:
+    """What learning from rollouts asks for; ``whole``: sequences stay whole in minibatches."""
+    algo, group = config.algo, f"algo.{config.algo.family}"
+    for name, given, unset in (
+        ("replay.prefill", config.replay.prefill, None), ("replay.save", config.replay.save, False),
+    ):  # fmt: skip
+        if given != unset:
+            raise ConfigError(name, given, f"{show(unset)}: for off-policy algorithms alone, not algo={algo.name}")
+    if algo.schedule == "concurrent":
+        allowed = "lockstep or replicas" if algo.family == "ppo" else "lockstep"
+        raise ConfigError("algo.schedule", algo.schedule, f"{allowed}: {algo.name} learns from what its policy did")
+    if config.placement.p_learner is not None:
+        raise ConfigError(
+            "placement.p_learner", config.placement.p_learner,
+            "null: one learner trains policy and value, and placement.v_learner places it",
+        )  # fmt: skip
+    size, unit = config.num_envs // algo.replicas, f"num_envs={config.num_envs}"
+    unit += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
+    if not whole:
+        size, unit = size * horizon, f"{unit} x {group}.horizon={horizon} rows"
+    if size % minibatches:
+        parts = [d for d in range(1, min(size, 1000) + 1) if size % d == 0]
+        near = min(parts, key=lambda d: abs(d - minibatches))
+        raise ConfigError(f"{group}.minibatches", minibatches, f"a divisor of {unit}, such as {near}")
+
+
+def _check_epsilon(epsilon: EpsilonConfig, group: str) -> None:
+    if epsilon.kind == "annealed" and epsilon.start < epsilon.end:
+        raise ConfigError(f"{group}.start", epsilon.start, f"at least {group}.end={epsilon.end:g}")
 
 
 def _check_dqn(config: Config) -> None:
@@ -245,10 +273,7 @@ def _check_dqn(config: Config) -> None:
         )
     if dqn.shared_grad != 1 and not dqn.dueling:
         raise ConfigError("algo.dqn.shared_grad", dqn.shared_grad, "1, or algo.dqn.dueling=true with it")
-    if dqn.epsilon.kind == "annealed" and dqn.epsilon.start < dqn.epsilon.end:
-        raise ConfigError(
-            "algo.dqn.epsilon.start", dqn.epsilon.start, f"at least algo.dqn.epsilon.end={dqn.epsilon.end:g}"
-        )
+    _check_epsilon(dqn.epsilon, "algo.dqn.epsilon")
     if dqn.priority.initial == "actor" and algo.critic.atoms is not None:
         raise ConfigError(
             "algo.dqn.priority.initial", "actor",

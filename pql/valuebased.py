@@ -74,13 +74,18 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
         ConfigError: an action or observation space that no network here takes, a target period that is no whole number
             of updates, a replay that is too small or too large.
     """
+    check_acting(config, spec)
+    target_updates(config, counts)
+    leaf = ("priority",) * 2 if config.algo.dqn.priority.alpha > 0 else ()  # it takes as much as two numbers of a row
+    return ring_rows(config, spec, counts, device, (*told(config), *leaf))
+
+
+def check_acting(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for continuous actions, or observations that no network here takes."""
     if not isinstance(spec.action, Discrete):
         raise ConfigError("task", config.task.name, f"a task with discrete actions; this one has {spec.action}")
     if config.algo.critic.net is None:
         groups_of(acting(config), spec, "critic")
-    target_updates(config, counts)
-    leaf = ("priority",) * 2 if config.algo.dqn.priority.alpha > 0 else ()  # it takes as much as two numbers of a row
-    return ring_rows(config, spec, counts, device, (*told(config), *leaf))
 
 
 def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:

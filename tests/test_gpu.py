@@ -191,9 +191,18 @@ def test_warm_up_and_capture_leave_no_trace(algo):
             assert [float(v) for v in (job.metrics.count, *job.metrics.sums)] == [0.0] * (1 + len(job.metrics.sums))
 
 
-def test_discrete_actions_are_captured():
-    algo = {**PPO, "normalize_reward": False}
-    config = gpu_config(task={"name": "cartpole", "kwargs": {"stagger": True}}, algo=algo)
+DISCRETE = {
+    "ppo": {**PPO, "normalize_reward": False},
+    "ppo, resnet": {**PPO, "encoder": {"kind": "resnet", "channels": [8, 8]}},
+    "pqn": {"family": "pqn", "schedule": "lockstep", "pqn": {"horizon": 8, "minibatches": 4, "anneal_steps": 100_000},
+            "encoder": {"channels": [16], "features": 32, "layer_norm": True}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", ["cartpole", "catch"])
+@pytest.mark.parametrize("algo", DISCRETE.values(), ids=DISCRETE)
+def test_discrete_actions_are_captured(algo, task):
+    config = gpu_config(task={"name": task, "kwargs": {"stagger": True} if task == "cartpole" else {}}, algo=algo)
     captured, eager = (run(replace(config, cuda_graphs=g), ticks=20) for g in ("on", "off"))
     assert differences(captured, eager) == []
 

@@ -40,6 +40,7 @@ ON_POLICY = {
     "ppo": {"algo": {"normalize_reward": True}},
     "lstm, filler rows": {**NEXT_STEP, "algo": {"ppo": {"lstm": 8}, "normalize_reward": True}},
     "categorical": {"task": {"name": "cartpole"}},
+    "values": {"task": {"name": "cartpole"}, "algo": {"family": "pqn", "pqn": {"horizon": 8, "minibatches": 4}}},
 }
 
 

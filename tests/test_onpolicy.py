@@ -225,6 +225,61 @@ def test_a_scale_gives_every_algorithm_its_own_settings():
     assert compose(["device=cpu", "algo=ppo", "num_envs=64"]).num_envs == 64
 
 
+def test_presets_of_rollouts_for_atari_are_those_of_the_papers():
+    ppo, a2c, q = (compose(["device=cpu", f"algo={a}", "task=atari", "task.game=pong"]) for a in ("ppo", "a2c", "pqn"))
+    p, net = ppo.algo.ppo, ppo.algo.policy
+    assert ppo.num_envs * p.horizon // p.minibatches == 512
+    assert (p.epochs, p.gae_lambda, p.clip, net.lr, net.eps) == (4, 0.95, 0.2, 1e-3, 1e-5)
+    assert (p.lr_schedule, p.anneal_clip, p.anneal_steps) == ("linear", True, ppo.budget.env_steps)
+    p, net = a2c.algo.ppo, a2c.algo.policy
+    assert (p.horizon, p.epochs, p.minibatches, p.clip, p.optimizer) == (5, 1, 1, None, "rmsprop")
+    assert (net.lr, net.grad_clip, p.value_coef, p.entropy_coef) == (7e-4, 0.5, 0.25, 0.01)
+    p, net = q.algo.pqn, q.algo.critic
+    assert (q.num_envs, p.horizon, p.epochs, p.minibatches, p.q_lambda, p.optimizer) == (128, 32, 2, 32, 0.65, "radam")
+    assert (net.lr, net.grad_clip, p.epsilon.start, p.epsilon.end) == (2.5e-4, 10, 1, 0.001)
+    assert p.epsilon.steps == q.budget.env_steps // 10
+    assert ppo.algo.policy.hidden == a2c.algo.policy.hidden == q.algo.critic.hidden == []
+    assert ppo.algo.encoder.kind == a2c.algo.encoder.kind == q.algo.encoder.kind == "nature"
+    assert ppo.task.reward_clip == a2c.task.reward_clip == q.task.reward_clip == 1.0
+    short = compose(["device=cpu", "algo=ppo", "task=atari", "budget.env_steps=1_000_000"])
+    assert short.algo.ppo.anneal_steps == 1_000_000
+    pong = compose(["device=cpu", "algo=ppo", "task=pong", "atari=sticky"])
+    assert (pong.task.name, pong.task.game, pong.task.kwargs["sticky"]) == ("atari", "pong", 0.25)
+    assert (pong.algo.encoder.channels, pong.algo.ppo.anneal_steps) == ([16, 32], 5_000_000)
+    lstm = compose(["device=cpu", "algo=ppo", "task=atari", "algo.ppo.lstm=512"])
+    assert lstm.num_envs % lstm.algo.ppo.minibatches == 0
+
+
+@pytest.mark.parametrize("lstm", ["null", "8"])
+def test_a_lost_life_ends_returns_and_no_memory(lstm):
+    """On real frames: what acted is what learns, though lives were lost in between; a row that lost one bootstraps
+    from nothing, and the game goes on with the next."""
+    pytest.importorskip("ale_py")
+    from pql.algos import ppo
+
+    words = ("algo=ppo", "task=atari", "task.game=breakout", "device=cpu", "num_envs=8", "algo.ppo.horizon=64",
+             f"algo.ppo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16",
+             "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1",
+             "task.kwargs.threads=1")  # fmt: skip
+    parts = ticks(start(compose(words), Inline()), 1)
+    parts.workers["collector"].run(64)
+    rollout, learner = parts.collector.stores[0], parts.learners["learner"]
+    segment, state, settings = rollout.segment(), learner.state, learner.inputs
+    lost = (segment.alive == 0) & ~segment.first
+    assert lost.any()
+    assert segment.obs["policy"].dtype == torch.uint8
+    assert bool(((segment.mask == 1) | ~lost).all())  # such rows are learned from
+    assert bool((segment.goes_on[lost] == 0).all())
+    columns, _ = ppo.prepare(state, settings, segment)
+    reward = segment.reward[lost]  # the target of such a row is its reward alone
+    torch.testing.assert_close(columns["target"][lost], reward, atol=1e-5, rtol=0)
+    (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
+    with torch.no_grad():
+        params, _ = ppo.evaluate(state.net, batch)
+    ratio = torch.exp(state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob)
+    assert (ratio - 1).abs().max() < 1e-5
+
+
 def test_a_live_environment_is_trained_on(tmp_path):
     env = pql.make_env("cartpole", num_envs=16)
     small = [w for w in WORDS if not w.startswith(("num_envs", "device"))]

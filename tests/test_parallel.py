@@ -11,7 +11,7 @@ from pairs import Pair, pair
 from ppo_runs import config_of
 from torch import Tensor
 
-from pql.algos import ppo
+from pql.algos import ppo, pqn
 from pql.build import build
 from pql.checkpoint import flatten
 from pql.errors import ConfigError
@@ -289,6 +289,27 @@ def test_two_halves_of_a_batch_are_the_batch_for_values_too(both: Pair, variant)
     fresh = flatten(value_learner(variant).state.state_dict())
     assert not torch.equal(fresh["target/advantage.0.weight"], whole["target/advantage.0.weight"])
     for k in whole.keys() - set(own):
+        torch.testing.assert_close(first[k], whole[k], rtol=2e-4, atol=2e-6, msg=lambda m, k=k: f"{k}: {m}")
+
+
+def rollout_values() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """PQN's learner after three updates in one process, and by both on halves."""
+    algo = {"critic": {"hidden": [16], "grad_clip": 0.01}, "family": "pqn", "schedule": "lockstep"}
+    config = small_config(task={"name": "cartpole"}, algo={**algo, "pqn": {"horizon": 4}})
+    whole, shared = (build(config, executor=Inline()).learners["learner"] for _ in range(2))
+    shared.state.connect(group())
+    rows = value_batch()
+    batch = pqn.Minibatch(rows.obs, rows.action, rows.reward, rows.mask)
+    for _ in range(3):
+        for learner, part in ((whole, batch), (shared, cut(batch))):
+            learner.update(learner.state, learner.inputs, part, learner.gen)
+    return flatten(whole.state.state_dict()), flatten(shared.state.state_dict())
+
+
+def test_two_halves_of_a_minibatch_are_the_minibatch(both: Pair):
+    (whole, first), (_, second) = both(rollout_values)
+    assert differences(first, second) == []
+    for k in whole:
         torch.testing.assert_close(first[k], whole[k], rtol=2e-4, atol=2e-6, msg=lambda m, k=k: f"{k}: {m}")
 
 

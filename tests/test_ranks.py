@@ -62,6 +62,9 @@ def test_env_steps_are_those_of_all():
     dqn = {"target_period": 64, "epsilon": {"steps": 1000}, "priority": {"beta_steps": 501}}
     own = share_of(small_config(algo={"family": "dqn", "dqn": dqn}), World(0, 2, 0, 2)).algo.dqn
     assert (own.target_period, own.epsilon.steps, own.priority.beta_steps) == (32, 500, 250)
+    pqn = {"horizon": 8, "anneal_steps": 900, "epsilon": {"steps": 1000}}
+    shared = share_of(small_config(algo={"family": "pqn", "schedule": "lockstep", "pqn": pqn}), World(0, 2, 0, 2))
+    assert (shared.algo.pqn.anneal_steps, shared.algo.pqn.epsilon.steps) == (450, 500)
 
 
 def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
@@ -147,12 +150,14 @@ CASES = {
     "ppo": ("algo=ppo", "algo.ppo.horizon=4", "algo.ppo.minibatches=2", "algo.ppo.kl_stop=0.002"),
     "a2c": ("algo=a2c", "task=cartpole", "algo.ppo.horizon=4"),
     "rainbow": ("algo=rainbow", "task=cartpole", "algo.dqn.target_period=64"),
+    "pqn": ("algo=pqn", "task=cartpole", "algo.pqn.horizon=4", "algo.pqn.minibatches=2", "algo.pqn.anneal_steps=1000"),
 }
 PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
 
 
 def settings(path: Path, case: str, *more: str) -> list[str]:
-    unread = {"ppo": ("algo.batch_size", "replay"), "a2c": ("algo.batch_size", "replay"), "rainbow": ("algo.policy",)}
+    unread = {"ppo": ("algo.batch_size", "replay"), "a2c": ("algo.batch_size", "replay"), "rainbow": ("algo.policy",),
+              "pqn": ("algo.batch_size", "replay", "algo.policy")}  # fmt: skip
     chosen = [w for w in words(path) if not w.startswith(unread.get(case, ("-",)))]
     patient = "placement.watchdog_seconds=200"  # other work on this machine is no failure
     return [*chosen, "task.kwargs.max_episode_steps=11", patient, *CASES[case], *more]

@@ -1,0 +1,133 @@
+"""PQN: Q-learning on fresh rollouts of many environments, without replay and without a target network.
+
+Source: Gallici et al. 2024, "Simplifying Deep Temporal Difference Learning". Layer normalisation keeps values stable,
+Q(lambda) returns carry rewards back, and every rollout is used for a few epochs and then forgotten.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Generator, Tensor
+
+from pql.actor_critic import bfloat16
+from pql.nets import Flat
+from pql.optim import Optimizer, annealed
+from pql.qnets import QNetwork
+from pql.returns import lambda_returns
+from pql.rollout import Segment, by_parts, minibatches
+from pql.types import Metrics, Obs
+from pql.worker import State
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What does not change in a run; see ``config.PqnConfig``."""
+
+    epochs: int
+    minibatches: int
+    gamma: float
+    q_lambda: float
+    lr: float
+    anneal_steps: int | None  # env steps over which the learning rate falls to 0
+    steps_per_tick: int  # T * N
+    amp: bool
+
+
+class Progress:
+    """Where the run stands; 0-dim tensors on the device."""
+
+    def __init__(self, device: torch.device):
+        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
+        self.lost = torch.zeros((), dtype=torch.int64, device=device)  # time limits without a final observation
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+@dataclass
+class PqnState(State):
+    """What the learner owns. The network of action values is the policy."""
+
+    policy: Flat
+    optimizer: Optimizer
+    progress: Progress
+
+    @property
+    def net(self) -> QNetwork:
+        return cast(QNetwork, self.policy.module)
+
+
+class Minibatch(NamedTuple):
+    """Rows [B] of a segment."""
+
+    obs: Obs  # [B, ...] normalised
+    action: Tensor  # [B] int64
+    target: Tensor  # [B] Q(lambda) return
+    mask: Tensor  # [B] 0 or 1
+
+
+def values(net: QNetwork, obs: Obs, amp: bool) -> Tensor:
+    """Q(s, a), [..., n] float32; with ``amp`` computed in bfloat16, wherever the network is used."""
+    with bfloat16(amp, next(iter(obs.values()))):
+        return net.values(obs).float()
+
+
+def draw(state: PqnState, settings: Settings, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
+    """A tick's minibatches: targets once, then ``epochs`` times all rows in random order."""
+    begin_tick(state, settings, segment)
+    rows = {"action": segment.action, "target": returns(state, settings, segment), "mask": segment.mask}
+    count = segment.mask.shape[0]
+    columns = {**rows, **{f"obs/{k}": v[:count] for k, v in segment.obs.items()}}
+    flat = {k: v.flatten(0, 1) for k, v in columns.items()}
+    for part in minibatches(flat, settings.epochs, settings.minibatches, 0, gen):
+        obs = {k: part[f"obs/{k}"] for k in segment.obs}
+        yield Minibatch(obs, part["action"], part["target"], part["mask"])
+
+
+@torch.no_grad()
+def begin_tick(state: PqnState, settings: Settings, segment: Segment) -> None:
+    """Count the tick and set the annealed learning rate."""
+    now = state.progress
+    now.lost += segment.lost
+    if settings.anneal_steps is not None:
+        left = annealed(now.ticks, settings.steps_per_tick, settings.anneal_steps)
+        state.optimizer.lr.copy_(settings.lr * left)
+    now.ticks += 1
+
+
+@torch.no_grad()
+def returns(state: PqnState, settings: Settings, segment: Segment) -> Tensor:
+    """R_t = r_t + discount_t ((1 - lambda) max_a Q(s'_t, a) + lambda R_{t+1}), [T, N]; at the end of a trajectory
+    R_{t+1} is max_a Q(s'_t, a) (Gallici et al. 2024, section 4: Peng's Q(lambda)).
+
+    The values of the rows are those that acted (``segment.params``), and the network is still the one that acted: it
+    is asked only for the observations that follow the last row and for final ones.
+    """
+    rows = segment.mask.shape[0]
+    rest = {k: v[rows:] for k, v in segment.obs.items()}
+    beyond = by_parts(lambda obs: values(state.net, obs, settings.amp).amax(-1), rest, rows)
+    value = torch.cat((segment.params.amax(-1), beyond))  # [T + 1 + K + 1, N]
+    next_value = value.gather(0, segment.successor)
+    return lambda_returns(
+        segment.reward, settings.gamma * segment.alive, value[:rows], next_value, segment.goes_on, segment.mask,
+        settings.q_lambda,
+    )  # fmt: skip
+
+
+def update(state: PqnState, inputs: Settings, batch: Minibatch, gen: Generator) -> Metrics:
+    """One step on 0.5 E[(Q(s, a) - R)^2]. Mutates ``state`` only."""
+    q = values(state.net, batch.obs, inputs.amp).gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
+    share = batch.mask / batch.mask.sum().clamp(min=1)
+    loss = 0.5 * (share * (q - batch.target).square()).sum()
+    state.optimizer.zero_grad()
+    loss.backward()
+    norm = state.optimizer.step(mask=batch.mask)
+    with torch.no_grad():
+        mean = (share * q).sum()
+    return {"loss/critic": loss.detach(), "grad_norm/critic": norm, "value/q": mean, "policy/lr": state.optimizer.lr}

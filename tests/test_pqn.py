@@ -1,0 +1,287 @@
+"""PQN: Q(lambda) returns against the paper's sum, updates by hand, whole runs bit for bit, and what it learns."""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import bits, differences, merge, small_config, start
+from histories import CPU, SPECS, Column, picture, stack
+from oracles import known_end, lambda_return
+from runs import points, rows
+from test_rollout import KINDS
+from torch import Generator, nn
+
+from pql import checkpoint
+from pql.algos import pqn
+from pql.compose import compose, resume_config
+from pql.env import Discrete, EnvSpec
+from pql.errors import ConfigError
+from pql.evaluate import run_episodes
+from pql.main import main
+from pql.nets import Flat
+from pql.normalize import Normalizer
+from pql.optim import AdamW
+from pql.policy import fresh_policy, load_policy, snapshot
+from pql.qnets import QNetwork
+from pql.rollout import Acted, Rollout, final_rows
+from pql.schedule import Inline
+from pql.session import Session
+from pql.validate import validate
+
+SETTINGS = pqn.Settings(epochs=2, minibatches=4, gamma=0.9, q_lambda=0.65, lr=0.1, anneal_steps=None,
+                        steps_per_tick=8, amp=False)  # fmt: skip
+BASE = {
+    "task": {"name": "cartpole", "kwargs": {"max_episode_steps": 11, "stagger": True}},
+    "placement": {"matmul": "exact"},
+    "algo": {
+        "family": "pqn", "name": "pqn", "schedule": "lockstep", "warmup_steps": 4,
+        "critic": {"hidden": [16, 16], "layer_norm": True, "lr": 1e-3, "weight_decay": 0.0},
+        "pqn": {"horizon": 8, "epochs": 2, "minibatches": 4, "epsilon": {"steps": 400}},
+    },
+}  # fmt: skip
+VARIANTS = {
+    "radam": {},
+    "adam, annealed": {"algo": {"pqn": {"optimizer": "adam", "anneal_steps": 1000}}},
+    "bfloat16, ladder": {"algo": {"pqn": {"amp": True, "epsilon": {"kind": "ladder"}}}},
+    "pixels": {"task": {"name": "catch", "kwargs": {}},
+               "algo": {"critic": {"hidden": []}, "encoder": {"channels": [4], "features": 8, "layer_norm": True}}},
+}  # fmt: skip
+EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
+def config_of(*changes):
+    tree = BASE
+    for change in changes:
+        tree = merge(tree, change)
+    return validate(small_config(**tree))
+
+
+def ticks(parts, count):
+    for _ in range(count):
+        parts.schedule.tick()
+    return parts
+
+
+# -- returns ----------------------------------------------------------------------------------------------------------
+
+
+def q_of(number):
+    """Any action values of an observation, two of them."""
+    return (number * 37 % 101) / 50 - 1, (number * 53 % 97) / 48 - 1
+
+
+class Table(nn.Module):
+    """Action values of made-up observations."""
+
+    def values(self, obs):
+        return torch.stack(q_of(obs["policy"][..., 0].double()), -1).float()
+
+
+@pytest.mark.parametrize("next_step", [False, True])
+@pytest.mark.parametrize("limit", [None, 4])  # 4: places for four final observations, of up to eleven
+@pytest.mark.parametrize("lam", [0.0, 0.65, 1.0])
+def test_returns_are_the_papers_mixture(next_step, limit, lam):
+    """R = (1 - lam) sum lam^{n-1} G_n with max_a Q beyond each: terminations, time limits valued at their true final
+    observations, lost lives, lost final observations, unannounced episodes, filler rows."""
+    horizon, n, rng = 11, 40, random.Random(f"{next_step}{limit}{lam}")
+    spec = EnvSpec("made up", n, SPECS, Discrete(2), CPU, max_episode_steps=limit)
+    rollout = Rollout(spec, Normalizer(SPECS, n, CPU, False, reward_scale=0.5), horizon, 2, CPU)
+    kept, seen = final_rows(horizon, limit), {"masked": 0, "final": 0, "terminated": 0, "plain": 0}
+    sims = [Column(i, next_step) for i in range(n)]
+    state = SimpleNamespace(net=Table())
+    for _ in range(2):  # the second segment starts in the middle of episodes
+        rollout.open(picture([s.now for s in sims]), None)
+        events = [[] for _ in sims]
+        for t in range(horizon):
+            new = [s.event(rng.choice(KINDS), t % 64 / 8) for s in sims]
+            for column, event in zip(events, new, strict=True):
+                column.append(event)
+            q = torch.tensor([q_of(e.obs) for e in new])
+            rollout.insert(Acted(q.argmax(-1), q), stack(new)[1])
+        segment = rollout.segment()
+        target = pqn.returns(state, replace(SETTINGS, q_lambda=lam), segment)
+        for i, column in enumerate(events):
+            scaled = [e._replace(reward=0.5 * e.reward) for e in column]
+            for t, e in enumerate(column):
+                want = lambda_return(scaled, t, lambda x: max(q_of(x)), 0.9, lam, kept)
+                assert segment.mask[t, i] == float(want is not None) == float(known_end(column, t, kept))
+                if want is not None:
+                    assert target[t, i].item() == pytest.approx(want, abs=2e-5)
+                cut = e.truncated and not e.terminated
+                seen["masked" if want is None else "final" if cut else "terminated" if e.terminated else "plain"] += 1
+    assert min(seen.values()) > 20, seen
+
+
+def test_a_return_by_hand():
+    """Two rows and what follows: R_1 = 2 + .5 * 4; R_0 = 1 + .5 (.75 * 3 + .25 R_1)."""
+    q = torch.tensor([[[7.0, 1.0]], [[-1.0, 3.0]]])  # of the rows; beyond them 4 is the best
+    one, no, row = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.bool), torch.tensor([[1], [2]])
+    segment = SimpleNamespace(
+        obs={"policy": torch.zeros(4, 1, 1)}, params=q, reward=torch.tensor([[1.0], [2.0]]), alive=one, goes_on=one,
+        successor=row, mask=one, first=no,
+    )  # fmt: skip
+    net = SimpleNamespace(values=lambda obs: torch.tensor([2.0, 4.0]).expand(*obs["policy"].shape[:2], 2))
+    settings = replace(SETTINGS, gamma=0.5, q_lambda=0.25)
+    got = pqn.returns(SimpleNamespace(net=net), settings, segment)
+    assert got.flatten().tolist() == [1 + 0.5 * (0.75 * 3 + 0.25 * 4), 4.0]
+
+
+@EVERY_VARIANT
+def test_stored_values_are_those_of_the_network_that_learns(variant):
+    """Weights and statistics are those that acted, so nothing is computed twice."""
+    parts = ticks(start(config_of(variant), Inline()), 3)
+    parts.workers["collector"].run(8)
+    segment, state = parts.collector.stores[0].segment(), parts.learners["learner"].state
+    obs = {k: v[:8].flatten(0, 1) for k, v in segment.obs.items()}
+    with torch.no_grad():
+        values = pqn.values(state.net, obs, parts.learners["learner"].inputs.amp)
+    assert (values - segment.params.flatten(0, 1)).abs().max() < 1e-5
+    greedy = segment.params.argmax(-1) == segment.action
+    assert 0.1 < greedy.float().mean() < 1  # epsilon is at work
+    assert segment.obs["policy"].dtype == parts.env.spec.obs["policy"].dtype
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+def linear_state(lr=0.1):
+    net = QNetwork("policy", 2, 3, (), "relu", False)
+    flat = Flat(net, trained=True)
+    return pqn.PqnState(flat, AdamW(flat, lr), pqn.Progress(CPU))
+
+
+def test_an_update_by_hand():
+    """0.5 (Q(s, a) - R)^2, averaged over the rows that count; others, whatever they hold, have no part in it."""
+    state = linear_state()
+    layer = state.net.advantage[0]
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]))
+        layer.bias.zero_()
+    obs = torch.tensor([[1.0, 1.0], [2.0, 0.0], [5.0, 5.0]])
+    batch = pqn.Minibatch({"policy": obs}, torch.tensor([1, 0, 2]), torch.tensor([1.0, 4.0, -99.0]),
+                          torch.tensor([1.0, 1.0, 0.0]))  # fmt: skip
+    out = pqn.update(state, SETTINGS, batch, Generator())
+    # errors: 2 - 1 = 1, 2 - 4 = -2
+    assert out["loss/critic"].item() == pytest.approx(0.5 * (1 + 4) / 2)
+    assert out["value/q"].item() == pytest.approx(2.0)
+    weight = torch.tensor([[-2.0 * 2 / 2, 0.0], [0.5, 0.5], [0.0, 0.0]])  # gradient: error * obs / 2, by action
+    bias = torch.tensor([-1.0, 0.5, 0.0])
+    torch.testing.assert_close(layer.weight.grad, weight)
+    torch.testing.assert_close(layer.bias.grad, bias)
+    assert out["grad_norm/critic"].item() == pytest.approx((4 + 0.5 + 1.25) ** 0.5, rel=1e-5)
+
+
+def test_minibatches_cover_every_row_once_an_epoch_and_the_rate_falls():
+    config = config_of(VARIANTS["adam, annealed"])
+    parts = ticks(start(config, Inline()), 2)
+    parts.workers["collector"].run(8)
+    learner = parts.learners["learner"]
+    segment = parts.collector.stores[0].segment()
+    drawn = list(learner.draw(8, learner.gen))
+    assert len(drawn) == 8
+    for epoch in (drawn[:4], drawn[4:]):
+        seen = torch.cat([b.obs["policy"] for b in epoch])
+        assert seen.shape == (64, 4)
+        assert torch.equal(seen.sum(1).sort().values, segment.obs["policy"][:8].sum(-1).flatten().sort().values)
+    assert learner.state.optimizer.lr.item() == pytest.approx(1e-3 * (1 - 2 * 64 / 1000))
+    ticks(parts, 20)
+    assert learner.state.optimizer.lr.item() == 0
+
+
+def test_epsilon_falls_by_env_steps_and_is_logged():
+    parts = start(config_of(), Inline())
+    got = []
+    for _ in range(8):
+        ticks(parts, 1)
+        got.append(parts.gauges["explore/epsilon"].item())
+    # the last step of tick k is step 8 k + 7 of 50 that the fall takes
+    assert got == pytest.approx([max(0.1, 1 - 0.9 * (8 * k + 7) / 50) for k in range(8)], abs=1e-6)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+@EVERY_VARIANT
+def test_two_runs_have_the_same_bits_and_another_seed_has_not(variant):
+    config = config_of(variant)
+    one, two = (bits(ticks(start(config, Inline()), 6)) for _ in range(2))
+    assert differences(one, two) == []
+    other = bits(ticks(start(replace(config, seed=4), Inline()), 6))
+    assert any("/state/policy/" in k for k in differences(one, other))
+
+
+WORDS = (
+    "algo=pqn", "task=cartpole", "scale=cpu", "device=cpu", "num_envs=16", "algo.critic.hidden=[16]",
+    "algo.pqn.horizon=4", "algo.pqn.minibatches=4", "algo.warmup_steps=8", "algo.pqn.anneal_steps=2000",
+    "task.kwargs.max_episode_steps=11", "eval.num_envs=2", "eval.every_seconds=null", "checkpoint.every_seconds=null",
+    "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
+)  # fmt: skip
+
+
+def run(run_dir, *more):
+    words = [*WORDS, f"run_dir={run_dir}", *more]
+    return Session(compose(words), quiet=True, overrides=words).train()
+
+
+@pytest.mark.fault
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path):
+    steps = [16 * (8 + 4 * n) for n in (5, 10)]
+    run(tmp_path / "whole", f"budget.env_steps={steps[1]}")
+    run(tmp_path / "parts", f"budget.env_steps={steps[0]}")
+    more = (f"budget.env_steps={steps[1]}",)
+    Session(resume_config(tmp_path / "parts", more), resume=True, quiet=True, overrides=more).train()
+    one, two = (checkpoint.load(points(tmp_path / k)[-1])[0] for k in ("whole", "parts"))
+    assert differences(one, two) == []
+    assert "learners/learner/state/progress/ticks" in one
+    log = [row for row in rows(tmp_path / "whole") if "updates/v" in row]
+    assert (log[-1]["updates/v"], log[-1]["updates/p"], log[-1]["lag/policy_ticks"]) == (80, 80, 0)
+    assert {"loss/critic", "value/q", "policy/lr", "explore/epsilon", "rollout/bootstrap_lost"} <= {*log[-1]}
+    policy = load_policy(tmp_path / "whole")
+    action = policy(torch.randn(3, 4))
+    assert (action.shape, action.dtype) == ((3,), torch.int64)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("algo.pqn.minibatches=5",), "algo.pqn.minibatches=5: expected a divisor of num_envs=16 x algo.pqn.horizon=4"),
+    (("task=pendulum",), "task=pendulum: expected a task with discrete actions"),
+    (("algo.policy.lr=1e-3",), "algo.policy.lr=0.001: expected no such setting: algo=pqn does not read it: see algo.c"),
+    (("algo.ppo.horizon=4",), "algo.ppo.horizon=4: expected algo=ppo or a2c with it"),
+    (("algo=ppo",), "algo.pqn.horizon=4: expected algo=pqn with it; algo=ppo does not read it"),
+    (("algo.schedule=concurrent",), "algo.schedule=concurrent: expected lockstep: pqn learns from what its policy did"),
+    (("algo.schedule=replicas",), "algo.schedule=replicas: expected lockstep: PPO and A2C alone have replicas"),
+    (("algo.pqn.epsilon.start=0",), "algo.pqn.epsilon.start=0.0: expected at least algo.pqn.epsilon.end="),
+    (("algo.pqn.q_lambda=1.5",), "algo.pqn.q_lambda=1.5: expected a number from 0 up to 1"),
+    (("algo.pqn.optimizer=rmsprop",), "algo.pqn.optimizer=rmsprop: expected one of radam, adam"),
+    (("replay.save=true",), "replay.save=true: expected false: for off-policy algorithms alone"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
+    known = [w for w in WORDS if not (words == ("task=pendulum",) and w.startswith("task"))]
+    assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr("pql.onpolicy.available_bytes", lambda device: 1000)
+    with pytest.raises(ConfigError, match=r"algo\.pqn\.horizon=8: expected at most about 1 with num_envs=8"):
+        start(config_of(), Inline())
+
+
+def score(parts, episodes):
+    env = type(parts.env)(episodes, "cpu")
+    policy = fresh_policy(parts.config, env.spec, env.spec.device)
+    policy.load_state_dict(snapshot(parts))
+    return run_episodes(env, policy, seed=7).mean
+
+
+@pytest.mark.parametrize(("task", "count", "before", "enough"), [
+    ("catch", 90, -0.2, 0.9),  # of 1; chasing what the newest frame shows gives -0.5
+    ("cartpole", 90, 100, 450),  # of 500
+])  # fmt: skip
+def test_the_presets_learn(task, count, before, enough):
+    words = ("device=cpu", "algo=pqn", f"task={task}", "placement.matmul=exact")
+    parts = start(compose([*words, "placement.threads.collector=1", "placement.threads.v=1"]), Inline())
+    assert score(parts, 256) < before
+    ticks(parts, count)
+    assert score(parts, 256) > enough
