@@ -11,6 +11,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 BUFFER = 20_000
 BLOCK = 16  # steps of all environments that are learned in one call
+NEVER = 10**9  # episodes between two lines of its own log
 
 
 class AleVec(VecEnv):
@@ -76,5 +77,5 @@ def learner(
         train_freq=train_freq, gradient_steps=gradient_steps, target_update_interval=1000, exploration_initial_eps=0.01,
         exploration_final_eps=0.01, device=device, seed=0,
     )  # fmt: skip
-    model.learn(warm_up + steps, log_interval=None)
-    return lambda: model.learn(steps, reset_num_timesteps=False, log_interval=None)
+    model.learn(warm_up + steps, log_interval=NEVER)
+    return lambda: model.learn(steps, reset_num_timesteps=False, log_interval=NEVER)

@@ -24,7 +24,8 @@ memory    Bytes of a replay of a million frames (those that an agent sees). The 
 import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -177,7 +178,7 @@ def sampling(args: Any) -> list[dict[str, Any]]:
         fns = {
             "raw": per_second(step, frames, args),
             "forward": per_second(bare.forward, frames, args),
-            **{k: per_second(lambda c=p.collector: c.run(STEPS), STEPS * frames, args) for k, p in runs.items()},
+            **{k: per_second(partial(p.collector.run, STEPS), STEPS * frames, args) for k, p in runs.items()},
         }
         rates = alternate(fns, args.rounds)
     env.close()
@@ -205,7 +206,7 @@ def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
         worker.run(1)
     one, job = parts.learners["v"], parts.jobs["v"]
     (drawn,) = one.draw(1, one.gen)
-    online, target = (Products(net, {k: v.clone() for k, v in drawn.obs.items()}) for net in one.state.nets)
+    online, target = (Products(net, {k: v.clone() for k, v in drawn.obs.items()}) for net in cast(Any, one.state).nets)
 
     def bare() -> None:
         target.forward()
