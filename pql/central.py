@@ -10,7 +10,7 @@ This file knows nothing of algorithms, environments or threads other than those 
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pql.optim import Optimizer
 
+FREE: AbstractContextManager[None] = nullcontext()
 LINE = 64  # parameters: a chunk is a whole number of these, so that no kernel treats its ends otherwise than its middle
 
 
@@ -127,10 +128,15 @@ class Halted(BaseException):
 
 
 class Turns:
-    """Lets ``count`` threads by in a fixed order, over and over: 0, 1, ..., ``count`` - 1, 0, ..."""
+    """Lets ``count`` threads by in a fixed order, over and over: 0, 1, ..., ``count`` - 1, 0, ...
 
-    def __init__(self, count: int):
-        self.count, self.next, self.ended = count, 0, False
+    Args:
+        waiting: entered with a thread's number while it waits.
+    """
+
+    def __init__(self, count: int, waiting: Callable[[int], AbstractContextManager[None]] = lambda number: FREE):
+        self.count, self.waiting = count, waiting
+        self.next, self.ended = 0, False
         self.changed = threading.Condition()
 
     @contextmanager
@@ -141,7 +147,8 @@ class Turns:
             Halted: :meth:`halt` was called.
         """
         with self.changed:
-            self.changed.wait_for(lambda: self.ended or self.next == number)
+            with self.waiting(number):
+                self.changed.wait_for(lambda: self.ended or self.next == number)
             if self.ended:
                 raise Halted
         yield  # what fails in here keeps its turn: nobody may go on from a push that was cut off
@@ -174,7 +181,7 @@ class CentralOptimizer(Optimizer):
         self.lags: Counter[int] = Counter()  # of the pushes since the last ``drain_lags``
 
     def _turn(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.turns is None else self.turns.of(self.number)
+        return FREE if self.turns is None else self.turns.of(self.number)
 
     def pull(self) -> None:
         """Bring the private parameters up to date."""

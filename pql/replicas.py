@@ -97,7 +97,8 @@ class Replicas:
     def __init__(self, config: Config, replicas: Sequence[Replica], executor: Threads | Inline):
         central, count = config.algo.central, len(replicas)
         self.executor, self.each = executor, central.ticks
-        self.turns = Turns(count) if central.order == "turns" else None
+        known = names(count)
+        self.turns = Turns(count, lambda i: executor.waiting(known[i])) if central.order == "turns" else None
         (learner,) = replicas[0].learners.values()
         state: Any = learner.state
         self.central = Central(state.optimizer, central.chunk)

@@ -8,6 +8,7 @@ touch is shared, so their order cannot matter: threads, streams or one after the
 An executor says how the jobs of a tick are run: on three threads (CPU), on three CUDA streams, or inline.
 """
 
+import math
 import queue
 import sys
 import threading
@@ -104,6 +105,10 @@ class Inline:
                     seconds[name] += timed(partial(named, name, job))
         return seconds
 
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """As that of ``Threads``; nothing waits here."""
+        return nullcontext()
+
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -153,14 +158,14 @@ class Threads:
         """Each worker's jobs one after the other; returns the seconds it was at work.
 
         Workers may draw from one iterator. Once one has failed nothing more is handed out. The watchdog is for each
-        single job.
+        single job, and for what is left of it after a wait for others (:meth:`waiting`).
         """
         self.failed, self.due = False, dict.fromkeys(queues, time.monotonic() + self.watchdog)
         for name, jobs in queues.items():
             self.inbox[name].put(jobs)
         waiting, failed, seconds = set(queues), None, {}
         while waiting:
-            left = min(self.due[name] for name in waiting) - time.monotonic()
+            left = min(self.watchdog, min(self.due[name] for name in waiting) - time.monotonic())
             try:
                 # Once a worker has failed the others get a moment to finish, so that its error comes first.
                 name, outcome = self.done.get(timeout=max(0.01, left if failed is None else min(5.0, left)))
@@ -177,6 +182,13 @@ class Threads:
         if failed is not None:
             raise failure(*failed) from failed[1]
         return seconds
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Inside, a worker waits for others: whoever hangs, it is another."""
+        self.due[name] = math.inf
+        yield
+        self.due[name] = time.monotonic() + self.watchdog
 
     def _check_hung(self, waiting: set[str]) -> None:
         if names := ", ".join(sorted(n for n in waiting if self.due[n] <= time.monotonic())):

@@ -347,3 +347,23 @@ def test_inline_workers_take_their_jobs_in_turn():
     done = []
     Inline().share({"a": supply("a", 0, range(3), done), "b": supply("b", 0, range(2), done)})
     assert done == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]
+
+
+@pytest.mark.fault
+def test_whoever_waits_for_others_does_not_hang_and_has_its_time_afterwards():
+    executor, release = Threads(("busy", "patient"), watchdog=0.5), threading.Event()
+
+    def patient():
+        with executor.waiting("patient"):
+            time.sleep(0.8)
+        time.sleep(0.3)
+
+    executor.share({"busy": iter(partial(time.sleep, 0.2) for _ in range(6)), "patient": iter((patient,))})
+
+    def hanging():
+        release.wait(20)
+
+    with pytest.raises(RunError, match=r"worker busy has not finished its tick in 0\.5 s"):
+        executor.share({"busy": iter((hanging,)), "patient": iter((patient,))})
+    release.set()
+    executor.close()
