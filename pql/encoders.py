@@ -84,10 +84,22 @@ class Pictures(nn.Module):
         lead = x.shape[: -self.axes]
         x = x.flatten(0, -self.axes - 1) if len(lead) != 1 else x
         x = x.movedim(-1, 1) if self.last else x.unsqueeze(1) if self.axes == 2 else x
-        # Channels last is what convolutions run fastest in (their backward passes above all), and bytes move cheapest.
-        x = x.contiguous(memory_format=torch.channels_last)
-        out = self.net(x if x.is_floating_point() else x.float().mul_(1 / 255))
+        out = self.net(convolvable(x))
         return out if len(lead) == 1 else out.unflatten(0, lead)
+
+
+def convolvable(x: Tensor) -> Tensor:
+    """Images [B, C, H, W] as floats, bytes scaled to [0, 1], in the layout that convolutions run fastest in: channels
+    last (their backward passes above all)."""
+    layout = torch.channels_last
+    if x.is_floating_point():
+        return x.contiguous(memory_format=layout)
+    if x.is_cuda or x.is_contiguous(memory_format=layout) or torch.compiler.is_compiling():
+        return x.contiguous(memory_format=layout).float().mul_(1 / 255)
+    out = torch.empty(x.shape, device=x.device, memory_format=layout)
+    for plane, channel in zip(out.unbind(1), x.unbind(1), strict=True):  # a CPU needs half the time of both at once
+        plane.copy_(channel)
+    return out.mul_(1 / 255)
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:
