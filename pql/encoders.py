@@ -86,12 +86,25 @@ class Pictures(nn.Module):
         x = x.movedim(-1, 1) if self.last else x.unsqueeze(1) if self.axes == 2 else x
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        # Channels last is what convolutions run fastest in, and bytes move cheapest. But on a CPU the wide strides of
-        # Nature's network gain by it in float32 gradients alone.
-        if device != "cpu" or self.kind != "nature" or (torch.is_grad_enabled() and dtype == torch.float32):
-            x = x.contiguous(memory_format=torch.channels_last)
-        out = self.net(x if x.is_floating_point() else x.to(dtype).mul_(1 / 255))  # bfloat16 holds bytes exactly
+        # Channels last is what convolutions run fastest in. But on a CPU the wide strides of Nature's network gain by
+        # it in float32 gradients alone.
+        last = device != "cpu" or self.kind != "nature" or (torch.is_grad_enabled() and dtype == torch.float32)
+        out = self.net(convolvable(x, dtype, torch.channels_last if last else torch.contiguous_format))
         return out if len(lead) == 1 else out.unflatten(0, lead)
+
+
+def convolvable(x: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
+    """Images [B, C, H, W] in a layout for convolutions; bytes as ``dtype`` in [0, 1] (bfloat16 holds bytes exactly)."""
+    if x.is_floating_point() or x.is_contiguous(memory_format=layout):
+        x = x.contiguous(memory_format=layout)
+    elif x.device.type == "cpu" and not torch.compiler.is_compiling():
+        out = torch.empty(x.shape, dtype=dtype, memory_format=layout)
+        for plane, channel in zip(out.unbind(1), x.unbind(1), strict=True):  # half the time of both changes at once
+            plane.copy_(channel)
+        return out.mul_(1 / 255)
+    else:
+        x = x.contiguous(memory_format=layout)  # bytes move cheapest
+    return x if x.is_floating_point() else x.to(dtype).mul_(1 / 255)
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:

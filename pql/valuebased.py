@@ -34,6 +34,8 @@ from pql.types import Batch, split
 from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
 from pql.worker import Learner
 
+GATHERED = 16 << 20  # bytes of observations that are gathered at once, where several batches may be
+
 
 def counts(config: Config) -> Counts:
     """The smallest tick with whole numbers of steps and updates.
@@ -119,16 +121,17 @@ def value_role(config: Config, net: QNetwork, norm: Normalizer, ring: Replay, co
     settings = dqn.Settings(algo.dqn.double, algo.dqn.huber, target_updates(config, counts))
     ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
+    batch_bytes = 2 * algo.batch_size * sum(v[0].nbytes * ring.stacks[k] for k, v in ring.obs.items())
 
     def normalize(batch: Batch) -> Batch:
         reward = batch.reward * private.reward_scale
         return batch._replace(obs=private(batch.obs), next_obs=private(batch.next_obs), reward=reward)
 
     def draw(count: int, gen: Generator) -> Iterator[Batch]:
-        if ranked is None:  # no update changes what the next one draws: one gather for all
-            yield from split(
-                normalize(ring.sample(cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)), count
-            )
+        if ranked is None:  # no update changes what the next one draws: one gather for as many as is cheap
+            for some in shares(count, batch_bytes):
+                rows = ring.sample(cursor, some * algo.batch_size, algo.n_step, algo.gamma, gen)
+                yield from split(normalize(rows), some)
             return
         ranked.open(cursor, private.reward_scale)
         for _ in range(count):
@@ -139,6 +142,16 @@ def value_role(config: Config, net: QNetwork, norm: Normalizer, ring: Replay, co
     )
     pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
+
+
+def shares(count: int, size: int) -> list[int]:
+    """Of ``count`` batches of ``size`` bytes: how many each gather is for.
+
+    One gather for all saves calls; but a CPU's allocator gives larger memory back to the kernel each time, and mapping
+    it anew takes several times as long as the gather.
+    """
+    most = max(1, GATHERED // size)
+    return [min(most, count - done) for done in range(0, count, most)]
 
 
 def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized | None:

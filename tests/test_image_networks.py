@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pql.build import make_networks
 from pql.config import EncoderConfig, PlacementConfig, from_dict, to_dict
-from pql.encoders import Encoder, Pictures, Residual, groups_of, least_side
+from pql.encoders import Encoder, Pictures, Residual, convolvable, groups_of, least_side
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError
 from pql.machine import set_precision
@@ -42,6 +42,22 @@ def pooled(x):
         for j in range(columns):
             y[:, :, i, j] = x[:, :, 2 * i : 2 * i + 3, 2 * j : 2 * j + 3].amax((2, 3))
     return y
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("shape", [(3, 4, 12, 10), (2, 1, 7, 7), (0, 4, 5, 5)])
+def test_bytes_become_floats_in_the_layout_asked_for(shape, last, layout):
+    x = torch.randint(256, shape, dtype=torch.uint8)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    y = convolvable(x, torch.float32, layout)
+    assert y.dtype == torch.float32
+    assert y.is_contiguous(memory_format=layout)
+    assert torch.equal(y, x.float() * (1 / 255))
+    assert torch.equal(convolvable(x, torch.bfloat16, layout), x.bfloat16() * (1 / 255))
+    y = convolvable(x.float(), torch.float32, layout)
+    assert y.is_contiguous(memory_format=layout)
+    assert torch.equal(y, x.float())
 
 
 def dense(x, layer):

@@ -19,7 +19,7 @@ from pql.main import main
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.schedule import Inline, Threads
 from pql.session import Session
-from pql.valuebased import counts, target_updates
+from pql.valuebased import GATHERED, counts, shares, target_updates
 
 TICKS = 60
 
@@ -102,6 +102,24 @@ def test_a_period_that_is_no_whole_number_of_updates_is_refused_with_the_nearest
 def test_ratios_that_no_horizon_meets_are_refused():
     with pytest.raises(ConfigError, match=r"algo\.v_per_step=0\.001: expected a ratio that gives a whole number"):
         build(config_of({"v_per_step": 0.001}))
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "parts"),
+    [(8, 100, [8]), (8, GATHERED // 8, [8]), (8, GATHERED // 3, [3, 3, 2]), (3, GATHERED, [1, 1, 1]),
+     (2, 10 * GATHERED, [1, 1]), (1, 1, [1])],
+)  # fmt: skip
+def test_large_batches_are_gathered_apart(count, size, parts):
+    assert shares(count, size) == parts
+
+
+def test_a_burst_has_all_its_batches_whatever_their_size(monkeypatch):
+    monkeypatch.setattr("pql.valuebased.GATHERED", 1)
+    parts = start(config_of({"algo": {"v_per_step": 3}}), Inline())
+    parts.schedule.tick()
+    batches = list(parts.learners["v"].draw(3, torch.Generator().manual_seed(0)))
+    assert [len(b.reward) for b in batches] == [parts.config.algo.batch_size] * 3
+    assert not torch.equal(batches[0].index, batches[1].index)
 
 
 def test_new_rows_come_up_as_soon_as_they_are_complete():
