@@ -1,8 +1,8 @@
 """All wiring, as plain calls: a checked config and an environment become workers under a schedule."""
 
 import copy
-from dataclasses import dataclass
-from typing import Any, cast
+from contextlib import ExitStack
+from typing import cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -15,9 +15,7 @@ from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Box, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.explore import Exploration
-from pql.frames import deepest
 from pql.machine import (
-    available_bytes,
     keep_freed_memory,
     make_executor,
     set_precision,
@@ -28,68 +26,19 @@ from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy
 from pql.normalize import Normalizer
 from pql.onpolicy import ROLLOUT
 from pql.optim import AdamW
-from pql.replay import Cursor, Replay, preflight
-from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Trace, tick_counts
+from pql.parts import Parts as Parts
+from pql.parts import Replica
+from pql.replay import Cursor, Replay
+from pql.replicas import Replicas, names, shares
+from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Threads, Trace, tick_counts
 from pql.slots import WeightSlot
 from pql.task import build_env as build_env
 from pql.task import check_groups, describe_env
 from pql.types import Batch, Obs, ObsBatch, split
-from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer
+from pql.valuebased import VALUE
+from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows
 from pql.wiring import seeds as seeds
 from pql.worker import Learner, LearnerJob, Worker
-
-
-@dataclass
-class Parts:
-    """A run's objects, wired."""
-
-    config: Config
-    env: VecEnv
-    counts: Counts
-    collector: Collector
-    learners: dict[str, Learner]  # "v", "p"; or "learner" where one trains both
-    jobs: dict[str, LearnerJob]
-    cursors: dict[str, Cursor]
-    gauges: dict[str, Tensor]  # 0-dim, for the log
-    slots: dict[str, WeightSlot]
-    workers: dict[str, Worker]
-    schedule: Schedule
-    policy: Flat | nn.Module  # the policy that is evaluated and saved
-
-    def prepare(self) -> None:
-        """Capture graphs where they are on. Before the first reset."""
-        self.collector.prepare()
-        for job in self.jobs.values():
-            job.graph.prepare()
-
-    def updates(self) -> dict[str, int]:
-        """Updates so far of the critic ("v") and of the policy ("p"); one learner's may be both."""
-        return {
-            what: sum(job.updates for job in self.jobs.values() if what in (job.learner.trains or (job.learner.name,)))
-            for what in ("v", "p")
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the next tick depends on."""
-        learners = {k: {"state": v.state.state_dict(), "gen": v.gen.get_state()} for k, v in self.learners.items()}
-        lost = {k: v.lost for k, v in self.cursors.items()}
-        return {"collector": self.collector.state_dict(), "learners": learners, "lost": lost}
-
-    def load_state_dict(self, state: dict[str, Any], ticks: int) -> None:
-        """Restore in place, as if ``ticks`` ticks had been run."""
-        self.collector.load_state_dict(state["collector"])
-        for k, learner in self.learners.items():
-            learner.state.load_state_dict(state["learners"][k]["state"])
-            learner.gen.set_state(state["learners"][k]["gen"].cpu())
-        for k, cursor in self.cursors.items():
-            cursor.lost.copy_(state["lost"][k])
-        self.begin(ticks)
-
-    def begin(self, ticks: int = 0) -> None:
-        """Publish everything as it stands; tick ``ticks`` comes next."""
-        self.schedule.ticks = ticks
-        for slot in self.slots.values():
-            slot.reload(ticks)
 
 
 def build(
@@ -104,38 +53,64 @@ def build(
         ConfigError: something cannot work together, before any simulator starts where its spec can be had.
     """
     family = FAMILIES[config.algo.family]
-    devices = worker_devices(config, family.learners)
+    each = shares(config)
+    devices = [worker_devices(share, family.learners) for share in each]
     set_precision(config.placement)
     keep_freed_memory()
-    if config.cuda_graphs == "on" and any(d.type != "cuda" for d in devices.values()):
+    if config.cuda_graphs == "on" and any(d.type != "cuda" for d in devices[0].values()):
         raise ConfigError("cuda_graphs", "on", "auto or off where a worker sits on the CPU")
     counts = family.counts(config)
-    home = devices[family.learners[0]]
-    spec = env.spec if env is not None else describe_env(config, devices["collector"])
-    if spec is not None:
-        check_groups(config, spec)
-    rows = family.check(config, spec, counts, home) if spec is not None else 0
-    started = env if env is not None else build_env(config)
-    try:
-        check_groups(config, started.spec)
-        rows = rows or family.check(config, started.spec, counts, home)
-        wiring = family.wire(config, started, counts, rows, devices, config.cuda_graphs != "off")
-        return _assemble(config, started, wiring, counts, devices, trace, executor)
-    except BaseException:
-        if env is None:
-            started.close()
-        raise
+    home, together = devices[0][family.learners[0]], all(d == devices[0] for d in devices)
+    spec = env.spec if env is not None else describe_env(config if together else each[0], devices[0]["collector"])
+    rows = 0 if spec is None else _check(config, spec, counts, home, env)
+    with ExitStack() as opened:  # what has been started is closed again if a later step fails
+        replicas: list[Replica] = []
+        for share, places in zip(each, devices, strict=True):
+            started = env if env is not None else build_env(share)
+            if env is None:
+                opened.callback(started.close)
+            rows = rows or _check(share, started.spec, counts, home, env)
+            wiring = family.wire(share, started, counts, rows, places, config.cuda_graphs != "off")
+            replicas.append(_assemble(share, started, wiring, counts, places, trace, executor))
+        schedule = replicas[0].schedule
+        if config.algo.schedule == "replicas":
+            schedule = Replicas(config, replicas, make_crew(config))
+        opened.pop_all()
+    return Parts(config, counts, replicas, schedule)
+
+
+def _check(config: Config, spec: EnvSpec, counts: Counts, home: torch.device, env: VecEnv | None) -> int:
+    """What an environment and a config must agree on. Returns the rows per environment that the data take."""
+    check_several(config, spec, env)
+    check_groups(config, spec)
+    return FAMILIES[config.algo.family].check(config, spec, counts, home)
+
+
+def check_several(config: Config, spec: EnvSpec, env: VecEnv | None) -> None:
+    """Raises ``ConfigError`` where there are to be several replicas of an environment that can only be had once."""
+    count = config.algo.replicas
+    if count > 1 and env is not None:
+        raise ConfigError("algo.replicas", count, "1: a live environment cannot be built again for another replica")
+    if count > 1 and spec.single_instance:
+        raise ConfigError("algo.replicas", count, f"1: a process can hold one {spec.name} only")
+
+
+def make_crew(config: Config) -> Threads | Inline:
+    """What runs the replicas' ticks."""
+    place = config.placement
+    return Inline() if place.executor == "inline" else Threads(names(config.algo.replicas), place.watchdog_seconds)
 
 
 def _assemble(
     config: Config, env: VecEnv, wiring: Wiring, counts: Counts, devices: Devices,
     trace: Trace | None, executor: Executor | None,
-) -> Parts:  # fmt: skip
-    """Slots, jobs, workers and a schedule around a family's wiring."""
-    collector, roles, capture = wiring.collector, wiring.roles, config.cuda_graphs != "off"
+) -> Replica:  # fmt: skip
+    """Slots, jobs, workers and their schedule around a family's wiring."""
+    collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
     collector.overlap = config.placement.overlap
     slots = {name: WeightSlot(name, source) for role in roles.values() for name, source in role.owns.items()}
-    rounds = counts.rounds if config.algo.schedule == "lockstep" else 1
+    rounds = 1 if kind == "concurrent" else counts.rounds
+    capture = config.cuda_graphs != "off" and kind != "replicas"  # a push takes locks, which no graph can
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
     jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
     threads = thread_counts(config)
@@ -148,13 +123,13 @@ def _assemble(
         for w, role in roles.items()
     }  # fmt: skip
     schedule: Schedule
-    if config.algo.schedule == "lockstep":
-        schedule = Lockstep(workers, counts, executor or Inline())
-    else:
+    if kind == "concurrent":
         schedule = Concurrent(workers, counts, executor or make_executor(config.placement, devices))
+    else:
+        schedule = Lockstep(workers, counts, executor or Inline())
     cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
-    return Parts(
-        config, env, counts, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy
+    return Replica(
+        config, env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy
     )
 
 
@@ -169,9 +144,9 @@ def wire_replay(
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
     policy, critic = make_networks(config, spec, seed["init"])
     normalizer = make_normalizer(config, spec, devices["collector"])
-    replays = [make_replay(config, spec, rows, counts, devices["v"])]
+    replays = [make_ring(config, spec, rows, counts, devices["v"])]
     if devices["p"] != devices["v"]:
-        replays.append(make_replay(config, spec, rows, counts, devices["p"], obs_only=True))
+        replays.append(make_ring(config, spec, rows, counts, devices["p"], obs_only=True))
     collector = make_collector(config, env, policy, normalizer, replays, gens["collector"], capture)
     roles = {
         "v": value_role(config, policy, critic, normalizer, replays[0], gens["v"]),
@@ -297,16 +272,6 @@ def make_critic(config: Config, spec: EnvSpec) -> Critic:
     )  # fmt: skip
 
 
-def make_replay(
-    config: Config, spec: EnvSpec, rows: int, counts: Counts, device: torch.device, obs_only: bool = False
-) -> Replay:
-    """An empty ring on ``device``."""
-    return Replay(
-        spec.obs, cast(Box, spec.action).size, spec.num_envs, rows, counts.horizon, spec.max_episode_steps, device,
-        getattr(torch, config.replay.dtype), obs_only, reward_clip=config.task.reward_clip,
-    )  # fmt: skip
-
-
 def make_collector(
     config: Config,
     env: VecEnv,
@@ -343,24 +308,14 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     """
     if not isinstance(spec.action, Box):
         raise ConfigError(
-            "task", config.task.name, f"a task with bounded continuous actions; this one has {spec.action}"
-        )
-    check_obs(config, spec)
-    replay = config.replay
-    rows = preflight(
-        spec.obs, spec.action.size, spec.num_envs, replay.capacity, counts.horizon, spec.max_episode_steps,
-        getattr(torch, replay.dtype), available_bytes(device),
-    )  # fmt: skip
-    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + deepest(spec.obs.values()) + 1
-    if rows < least:
-        raise ConfigError(
-            "replay.capacity", replay.capacity,
-            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
+            "task", config.task.name,
+            f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ...",
         )  # fmt: skip
-    return rows
+    check_obs(config, spec)
+    return ring_rows(config, spec, counts, device)
 
 
 REPLAY = Family(
     ("v", "p"), lambda c: tick_counts(c.algo.v_per_step, c.algo.p_per_v), check_spec, wire_replay, make_action_policy
 )
-FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT}
+FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "dqn": VALUE}

@@ -167,12 +167,12 @@ def resume_points(folder: Path) -> list[Path]:
     return sorted(folder.glob("tick-*"))
 
 
-def ranks(folder: Path) -> int:
-    """How many processes wrote the resume points of the run whose checkpoints lie in ``folder``."""
+def ranks(folder: Path) -> int | None:
+    """How many processes wrote the resume points in ``folder``; None: there are none."""
     for path in reversed(resume_points(folder)):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             return int(json.loads((path / MANIFEST).read_text()).get("ranks", 1))
-    return 1
+    return None
 
 
 def of_rank(folder: Path, rank: int) -> Path:

@@ -155,6 +155,12 @@ class EpisodeStats:
         self.count += finished.sum()
         self.running.copy_(torch.where(step.first, 0, self.running))
 
+    def absorb(self, other: "EpisodeStats") -> None:
+        """Take the episodes that ended in ``other``, which has the same terms; it starts over."""
+        for mine, theirs in ((self.finished, other.finished), (self.count, other.count)):
+            mine += theirs.to(mine.device)
+            theirs.zero_()
+
     def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
         """Means over the episodes that ended since the last drain, of all processes of ``group``, and their number."""
         count, *sums = group.sum_(torch.cat((self.count.view(1), self.finished)))

@@ -7,7 +7,7 @@ second: nothing here may import torch or Hydra.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
-from pql.compose import GROUPS, RESUMABLE, RESUMABLE_TOO, hint_of, options
+from pql.compose import BATCH, GROUPS, RESUMABLE, RESUMABLE_TOO, hint_of, options
 from pql.config import Config, leaves
 from pql.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
 from pql.validate import CHOICES
@@ -48,6 +48,7 @@ ONLY = {"list": ("tasks", "algos", "games"), "completion": tuple(SCRIPTS), "doct
 OWN = {
     "device": ("auto", "cpu", "cuda"), "sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES,
     "x": ("seconds", "env_steps", "updates"), "formats": ("pt2", "onnx"), "scale": ("true", "false"),
+    BATCH: tuple(str(2**i) for i in range(5, 12)),
 }  # fmt: skip
 RUN_FIRST = ("resume", "eval", "play", "export", "compare", "report")  # the first word is a path, for the shell
 
@@ -92,11 +93,11 @@ def names(command: str) -> list[str]:
     """What of a run's settings, and of a tool's that makes several, may stand before ``=`` after ``pql command``."""
     settings = [name for name, _ in leaves(Config())]
     if command == "train":
-        return [*GROUPS, *settings, "multirun_dir"]
+        return [*GROUPS, BATCH, *settings, "multirun_dir"]
     if command == "bench":
-        return [*GROUPS, *settings]
+        return [*GROUPS, BATCH, *settings]
     if command == "sweep":
-        return [*GROUPS, *settings, *(f.name for f in fields(Settings))]
+        return [*GROUPS, BATCH, *settings, *(f.name for f in fields(Settings))]
     if command == "resume":
         return [s for s in settings if s.partition(".")[0] in RESUMABLE or s in RESUMABLE_TOO]
     return []

@@ -14,8 +14,10 @@ from typing import Any
 
 from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest
+from pql.large_batch import large_batch
 from pql.validate import resolve_device, validate
 
+BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
 SEVERAL = " (pql train -m takes several)"
 
@@ -87,10 +89,10 @@ def parse_words(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
                 hint = SEVERAL if "," in str(value) else nearest(str(value), options(key))
                 raise ConfigError(key, value, f"one of {', '.join(options(key))}{hint}")
             presets[key] = value
-        elif key in known or (key.startswith("task.kwargs.") and all(key.split("."))):
+        elif key == BATCH or key in known or (key.startswith("task.kwargs.") and all(key.split("."))):
             values[key] = value
         else:
-            raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS])}")
+            raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS, BATCH])}")
     return presets, values
 
 
@@ -118,6 +120,8 @@ def compose(overrides: Sequence[str]) -> Config:
     """
     presets, values = parse_words(overrides)
     device = resolve_device(str(values.get("device", "auto")))
+    if (batch := values.pop(BATCH, None)) is not None:
+        values = {**large_batch(presets.get("algo", "pql"), batch), **values}
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
     chosen = {"scale": "cpu" if device == "cpu" else "gpu", **presets}
@@ -137,6 +141,18 @@ NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smooth
 
 
 OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
+NOT_DQN = ("p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.", "policy.", "critic.ensemble",
+           "critic.tau")  # fmt: skip
+UNREAD = {"ppo": NOT_PPO, "dqn": NOT_DQN}
+INSTEAD = {
+    "ppo": {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
+            "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
+            "critic.grad_clip": "algo.policy.grad_clip, of the one optimiser",
+            "critic.eps": "algo.policy.eps, of the one optimiser"},
+    "dqn": {"explore.": "algo.dqn.epsilon", "policy.": "algo.critic, of the one network",
+            "critic.tau": "algo.dqn.target_period"},
+}  # fmt: skip
+OWNED = {"algo.ppo.": ("ppo", "ppo or a2c"), "algo.dqn.": ("dqn", "dqn and its like")}
 
 
 def check_used(config: Config, names: Iterable[str]) -> None:
@@ -145,22 +161,21 @@ def check_used(config: Config, names: Iterable[str]) -> None:
     Raises:
         ConfigError: names the first, and what does its job here.
     """
-    instead = {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
-               "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
-               "critic.grad_clip": "algo.policy.grad_clip, of the one optimiser",
-               "critic.eps": "algo.policy.eps, of the one optimiser"}  # fmt: skip
-    ppo = config.algo.family == "ppo"
+    family, algo = config.algo.family, config.algo.name
     values = dict(leaves(config))
     for name in names:
         if name in OF_A_REPLAY and config.algo.family == "ppo":
             raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it")
         part = name.removeprefix("algo.")
-        hit = next((k for k in NOT_PPO if part == k or (k.endswith(".") and part.startswith(k))), None)
-        if name.startswith("algo.ppo.") and not ppo:
-            raise ConfigError(name, values[name], f"algo=ppo or a2c with it; algo={config.algo.name} does not read it")
-        if name.startswith("algo.") and ppo and hit:
-            more = f": see {instead[hit]}" if hit in instead else ""
-            raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it{more}")
+        if name.startswith("algo.central.") and config.algo.schedule != "replicas":
+            raise ConfigError(name, values[name], "algo.schedule=replicas with it (algo=a3c, algo=appo_replicas)")
+        for prefix, (owner, who) in OWNED.items():
+            if name.startswith(prefix) and family != owner:
+                raise ConfigError(name, values[name], f"algo={who} with it; algo={algo} does not read it")
+        hit = next((k for k in UNREAD.get(family, ()) if part == k or (k.endswith(".") and part.startswith(k))), None)
+        if name.startswith("algo.") and hit:
+            more = f": see {INSTEAD[family][hit]}" if hit in INSTEAD[family] else ""
+            raise ConfigError(name, values[name], f"no such setting: algo={algo} does not read it{more}")
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")

@@ -78,7 +78,7 @@ class SacConfig:
 class EncoderConfig:
     kind: str = "small"  # small | nature (Mnih et al. 2015) | resnet (Espeholt et al. 2018): network of each image
     channels: list[int] | None = None  # of its convolutions (of resnet's sections); null: the kind's own
-    features: int | None = None  # that each image becomes; null: the kind's own: 128, 512, 256
+    features: int | None = None  # of each image; null: the kind's own: 128, 512, 256; 0: all of the last convolution
     layer_norm: bool = False  # LayerNorm over channels after each convolution, and over features; not for resnet
 
 
@@ -108,10 +108,52 @@ class PpoConfig:
 
 
 @dataclass(frozen=True)
+class EpsilonConfig:
+    kind: str = "annealed"  # annealed | ladder | fixed: share of random actions
+    start: float = 1.0  # annealed: at first
+    end: float = 0.1  # annealed: in the end; fixed: always
+    steps: int = 1_000_000  # annealed: env steps (warm-up not counted) from start to end
+    base: float = 0.4  # ladder: environment i of N keeps base ** (1 + exponent * i / (N - 1))
+    exponent: float = 7.0
+
+
+@dataclass(frozen=True)
+class PriorityConfig:
+    alpha: float = 0.0  # rows are drawn in proportion to priority ** alpha; 0: uniformly
+    beta: float = 0.4  # importance weights are probability ** -beta, at first
+    beta_steps: int | None = None  # env steps (warm-up not counted) over which beta rises to 1; null: it stays
+    initial: str = "max"  # a new row's: max: the largest so far | actor: its TD error when acted
+
+
+@dataclass(frozen=True)
+class DqnConfig:
+    double: bool = False  # the newest network chooses the action that the target network values
+    dueling: bool = False  # streams for value and advantages, which share all layers but the last hidden one
+    shared_grad: float = 1.0  # dueling: factor on the gradient that both streams send into what they share
+    noisy: float | None = None  # initial noise (sigma_0) of noisy layers; null: ordinary layers
+    huber: float | None = 1.0  # TD error from which on the loss is linear, and to which priorities are clipped
+    target_period: int = 10_000  # env steps between copies to the target network
+    optimizer: str = "adam"  # adam | rmsprop
+    rms_decay: float = 0.95  # rmsprop: of the running mean of squared gradients
+    epsilon: EpsilonConfig = field(default_factory=EpsilonConfig)
+    priority: PriorityConfig = field(default_factory=PriorityConfig)
+
+
+@dataclass(frozen=True)
+class CentralConfig:
+    """How replicas share parameters and moments."""
+
+    order: str = "free"  # of pulls and pushes: free: as they come | turns: one replica after the other; reproducible
+    ticks: int = 8  # of every replica (on average) in a tick of the run, after which all stand still: to log, to save
+    chunk: int = 65_536  # parameters under one lock
+
+
+@dataclass(frozen=True)
 class AlgoConfig:
     name: str = "pql"  # the preset's name
-    family: str = "ddpg"  # ddpg | sac | ppo: which update functions
-    schedule: str = "concurrent"  # concurrent | lockstep
+    family: str = "ddpg"  # ddpg | sac | ppo | dqn: which update functions
+    schedule: str = "concurrent"  # concurrent | lockstep | replicas
+    replicas: int = 1  # whole learners on shared parameters, with an equal part of the environments each
     batch_size: int = 8192
     n_step: int = 3
     gamma: float = 0.99
@@ -129,6 +171,8 @@ class AlgoConfig:
     explore: ExploreConfig = field(default_factory=ExploreConfig)
     sac: SacConfig = field(default_factory=SacConfig)
     ppo: PpoConfig = field(default_factory=PpoConfig)
+    dqn: DqnConfig = field(default_factory=DqnConfig)
+    central: CentralConfig = field(default_factory=CentralConfig)
 
 
 @dataclass(frozen=True)
@@ -153,6 +197,7 @@ class PlacementConfig:
     collector: str | None = None  # a device; null: the run's ``device``
     v_learner: str | None = None
     p_learner: str | None = None
+    replicas: list[str] | None = None  # a device for each replica; null: the run's, or all GPUs in turn
     groups: int | None = None  # in which environments step by turns; null: the simulator's own, in most all at once
     overlap: bool = True  # one group's actions are computed while the others step; false: one after the other
     executor: str = "auto"  # auto | threads | inline | streams: how the workers of a tick are run
@@ -173,6 +218,7 @@ class EvalConfig:
     num_envs: int = 16  # episodes of an evaluation: exactly one per environment
     every_seconds: float | None = 30.0  # null: only at the end
     final: bool = True
+    epsilon: float = 0.0  # share of random actions, where they are discrete
 
 
 @dataclass(frozen=True)

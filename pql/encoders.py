@@ -61,8 +61,11 @@ class Pictures(nn.Module):
     Args:
         kind: of network, a key of ``NETWORKS``.
         channels: of its convolutions (its sections, where residual); None: the kind's own.
-        features: ``size``; None: the kind's own.
+        features: of the layer that ends it; None: the kind's own; 0: no such layer, the last image is the output.
         layer_norm: before every activation (``small`` ends with one in any case); not where residual.
+
+    Attributes:
+        size: of what comes out.
     """
 
     def __init__(
@@ -72,8 +75,10 @@ class Pictures(nn.Module):
         super().__init__()
         network = NETWORKS[kind]
         self.axes, self.last = len(shape), channels_last(shape)
-        self.size = features or network.features
-        self.net = network.make(image_size(shape), channels or network.channels, self.size, layer_norm)
+        size, wanted = image_size(shape), network.features if features is None else features
+        self.net = network.make(size, channels or network.channels, wanted, layer_norm)
+        with torch.no_grad():
+            self.size: int = self.net(torch.zeros(1, *size)).shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
         lead = x.shape[: -self.axes]
@@ -112,8 +117,12 @@ def small(size: Size, channels: Sequence[int], features: int, layer_norm: bool) 
         norm = [ChannelNorm(outside)] if layer_norm else []
         layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), *norm, nn.ReLU(inplace=True)]
         inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
-    end = [nn.Flatten(), nn.Linear(inside * rows * columns, features), nn.LayerNorm(features), nn.Tanh()]
-    return nn.Sequential(*layers, *end)
+    return nn.Sequential(*layers, *end(inside * rows * columns, features, nn.LayerNorm(features), nn.Tanh()))
+
+
+def end(size: int, features: int, *after: nn.Module) -> list[nn.Module]:
+    """All of the last image in a row, and the layer that makes features of it, where they are wanted."""
+    return [nn.Flatten(), *([nn.Linear(size, features), *after] if features else [])]
 
 
 NATURE = ((8, 4), (4, 2), (3, 1))
@@ -129,8 +138,7 @@ def nature(size: Size, channels: Sequence[int], features: int, layer_norm: bool)
         layers += [nn.Conv2d(inside, outside, kernel, stride), *norm, nn.ReLU(inplace=True)]
         inside, rows, columns = outside, (rows - kernel) // stride + 1, (columns - kernel) // stride + 1
     last = [nn.LayerNorm(features)] if layer_norm else []
-    end = [nn.Flatten(), nn.Linear(inside * rows * columns, features), *last, nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, *end)
+    return nn.Sequential(*layers, *end(inside * rows * columns, features, *last, nn.ReLU(inplace=True)))
 
 
 class Residual(nn.Module):
@@ -153,8 +161,8 @@ def resnet(size: Size, channels: Sequence[int], features: int, layer_norm: bool 
         pool = nn.MaxPool2d(3, stride=2, padding=1)
         layers += [nn.Conv2d(inside, outside, 3, padding=1), pool, Residual(outside), Residual(outside)]
         inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
-    end = [nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(inside * rows * columns, features), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, *end)
+    layers.append(nn.ReLU(inplace=True))
+    return nn.Sequential(*layers, *end(inside * rows * columns, features, nn.ReLU(inplace=True)))
 
 
 class Network(NamedTuple):
@@ -281,7 +289,7 @@ def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module) -> No
     action = torch.zeros(2, spec.action.size if isinstance(spec.action, Box) else 1)
     atoms, outputs, wanted = config.algo.critic.atoms, list[Any](), list[tuple[str, list[Any]]]()
     try:
-        if config.algo.family == "ppo":
+        if config.algo.family in ("ppo", "dqn"):  # whose own heads come after it
             outputs, wanted = [network(obs)], [("forward(obs)", [2, "F"])]
         elif which == "critic":
             outputs, wanted = [network(obs, action)], [("forward(obs, action)", ["E", 2] + ([atoms] if atoms else []))]

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pql.checkpoint import home
-from pql.env import VecEnv
+from pql.env import Discrete, EnvSpec, VecEnv
+from pql.errors import ConfigError
 from pql.graph import clone_state
 from pql.machine import set_precision
 from pql.policy import Policy, open_stored
@@ -76,6 +77,7 @@ def run_episodes(
     seed: int,
     stop: threading.Event | None = None,
     episodes: int | None = None,
+    epsilon: float = 0.0,
 ) -> Evaluation:
     """Whole episodes from a reset with ``seed`` on: the first of every environment, or ``episodes`` in all.
 
@@ -85,6 +87,8 @@ def run_episodes(
     ``log["success"]`` was above 0 on any of its rows.
     A policy with a memory (a method ``reset(mask)``) forgets where episodes begin.
 
+    Args:
+        epsilon: share of actions that are random instead, where they are discrete; drawn from ``seed``.
     Returns:
         All first episodes in the order of the environments, then all second ones, and so on. Where an environment
         without a time limit does not end an episode within ``LONGEST`` steps, it counts up to there, and episodes
@@ -94,6 +98,7 @@ def run_episodes(
     """
     obs, forget = env.reset(seed), getattr(policy, "reset", lambda first=None: None)
     forget()
+    explore = random_actions(env, epsilon, seed)
     n, device, judged = env.spec.num_envs, env.spec.device, "success" in env.spec.log
     total = n if episodes is None else episodes
     most = -(-total // n)
@@ -107,7 +112,7 @@ def run_episodes(
     for i in range(1, most * longest + 1):
         if stop is not None and stop.is_set():
             raise StoppedError
-        step = env.step(policy(obs))
+        step = env.step(explore(policy(obs)))
         success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
         row = torch.stack([step.reward, torch.ones_like(step.reward), success])
         running += torch.where(live & step.valid, row, 0)
@@ -126,6 +131,31 @@ def run_episodes(
     return Evaluation(returns, lengths, [rows > 0 for rows in successes] if judged else None)
 
 
+def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor], Tensor]:
+    """What replaces a share ``epsilon`` of discrete actions [N] by uniform ones; the identity where it is 0.
+
+    Raises:
+        ConfigError: the actions are not discrete.
+    """
+    check_epsilon(epsilon, env.spec)
+    if epsilon == 0:
+        return lambda action: action
+    device, count = env.spec.device, cast(Discrete, env.spec.action).n
+    gen = torch.Generator(device).manual_seed(seed)
+
+    def explore(action: Tensor) -> Tensor:
+        random = torch.randint(count, action.shape, generator=gen, device=device)
+        return torch.where(torch.rand(action.shape, generator=gen, device=device) < epsilon, random, action)
+
+    return explore
+
+
+def check_epsilon(epsilon: float, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for random actions where they are continuous."""
+    if epsilon > 0 and not isinstance(spec.action, Discrete):
+        raise ConfigError("eval.epsilon", epsilon, f"0: the actions of {spec.name} are continuous")
+
+
 @dataclass(frozen=True)
 class Report:
     """What came of a request: the counters it was made with, the policy that was evaluated, the outcome."""
@@ -138,8 +168,8 @@ class Report:
 class Evaluator:
     """Evaluates snapshots in a thread of its own. A request that comes while it is busy is dropped and counted."""
 
-    def __init__(self, env: VecEnv, policy: Policy, seed: int):
-        self.env, self.policy, self.seed = env, policy, seed
+    def __init__(self, env: VecEnv, policy: Policy, seed: int, epsilon: float = 0.0):
+        self.env, self.policy, self.seed, self.epsilon = env, policy, seed, epsilon
         self.dropped = 0
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
@@ -169,7 +199,7 @@ class Evaluator:
             outcome: Evaluation | BaseException
             try:
                 with torch.cuda.stream(self._stream):  # None: nothing. It ends in a host read, so the stream is idle
-                    outcome = run_episodes(self.env, self.policy, self.seed, self._stop)
+                    outcome = run_episodes(self.env, self.policy, self.seed, self._stop, epsilon=self.epsilon)
             except BaseException as error:
                 outcome = error
             # A copy: the next request may come before this report is read.
@@ -189,9 +219,13 @@ class Evaluator:
             self.env.close()
 
 
-def evaluate_saved(path: Path, num_envs: int, episodes: int, seed: int, device: str) -> dict[str, Any]:
+def evaluate_saved(
+    path: Path, num_envs: int, episodes: int, seed: int, device: str, epsilon: float | None = None
+) -> dict[str, Any]:
     """Evaluate the policy of a run, checkpoint or export on an environment built from its own config.
 
+    Args:
+        epsilon: share of random actions; None: as in the run's own evaluations.
     Returns:
         What ``pql eval`` writes: the measures, the extremes, and the episodes themselves.
     Raises:
@@ -202,11 +236,13 @@ def evaluate_saved(path: Path, num_envs: int, episodes: int, seed: int, device: 
     num_envs = min(num_envs, episodes)
     env = stored.make_env(num_envs)
     try:
-        result = run_episodes(env, policy, seed, episodes=episodes)
+        epsilon = config.eval.epsilon if epsilon is None else epsilon
+        result = run_episodes(env, policy, seed, episodes=episodes, epsilon=epsilon)
     finally:
         env.close()
     return {
         "checkpoint": str(found), "task": config.task.title, "algo": config.algo.name, "seed": seed,
+        "epsilon": epsilon,
         "num_envs": num_envs, "episodes": len(result.returns), **result.measures(),
         "return_std": statistics.pstdev(result.returns), "return_min": min(result.returns),
         "return_max": max(result.returns), "length_min": min(result.lengths), "length_max": max(result.lengths),

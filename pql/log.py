@@ -195,12 +195,13 @@ def describe(row: Row, eta: float | None) -> list[tuple[str, str]]:
     def number(key: str, form: str = ",.0f") -> str:
         return format(row[key], form) if key in row else "-"
 
+    lag = "lag/policy_mean" if "lag/policy_mean" in row else "lag/policy_ticks"  # the former: of replicas, in pushes
     return [
         ("time", f"{number('time/seconds')} s" + (f", {eta:,.0f} s left" if eta is not None else "")),
         ("env steps", f"{number('steps/env')}  ({number('throughput/env_steps_per_s')}/s)"),
         ("updates", f"v {number('updates/v')}, p {number('updates/p')}  ({number('throughput/updates_per_s')}/s)"),
         ("ratios", f"v/step {number('ratio/v_per_step', 'g')}, p/v {number('ratio/p_per_v', 'g')}, "
-                   f"lag {number('lag/policy_ticks', 'g')}"),
+                   f"lag {number(lag, '.3g')}"),
         ("return", f"train {number('train/return_mean', ',.1f')}, eval {number('eval/return_mean', ',.1f')}"),
         ("busy", ", ".join(f"{w} {number(f'busy/{w}', '.0%')}" for w in _workers(row))),
         ("memory", f"{number('memory/host_gib', '.2f')} GiB"

@@ -29,17 +29,28 @@ def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict
     return out
 
 
+def replica_devices(config: Config) -> list[str]:
+    """A device for each replica: as placed, else the run's: for ``cuda`` without a number, all GPUs in turn."""
+    count = config.algo.replicas
+    if config.placement.replicas is not None:
+        return config.placement.replicas
+    if count > 1 and resolve_device(config.device) == "cuda":
+        return [f"cuda:{i % torch.cuda.device_count()}" for i in range(count)]
+    return [config.device] * count
+
+
 def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
     """Threads on the CPU: each worker's intra-op threads, and those of a simulator that has its own.
 
     ``cores`` is how many there are to share out; None: all that this process may use.
 
-    Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere. Under
-    ``concurrent`` the V-learner and the simulator, which bound most ticks, get half the cores each. Another count is
-    another order of summation, so other bits: never chosen at run time.
+    Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere; under ``replicas``
+    the same with a replica's share of the cores. Under ``concurrent`` the V-learner and the simulator, which bound most
+    ticks, get half the cores each. Another count is another order of summation, so other bits: never chosen at run
+    time.
     """
-    cores, place = cores or available_cores(), config.placement.threads
-    alone = config.algo.schedule == "lockstep"
+    cores, place = max(1, (cores or available_cores()) // config.algo.replicas), config.placement.threads
+    alone = config.algo.schedule != "concurrent"
     default = {
         "collector": cores if alone else 1,
         "v": cores if alone else max(1, cores // 2),

@@ -17,7 +17,7 @@ from pql.world import world
 COMMANDS: dict[str, dict[str, type]] = {
     "train": {},
     "resume": {},
-    "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "out": str},
+    "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "out": str},
     "play": {"episodes": int, "steps": int, "width": int, "height": int, "seed": int, "device": str, "out": str},
     "export": {"formats": str, "scale": bool, "out": str},
     "compare": {"x": str, "out": str, "thresholds": list},
@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
     train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
-        "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= placement= logger= scale="
+        "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= batch= placement= logger= scale="
     )
     train.flags = FLAGS["train"]
     train.add_argument(
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     resume.set_defaults(run=run_resume)
     evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
-    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu out=FILE")
+    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 out=FILE")
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
     compare.add_argument("words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...]")
@@ -193,13 +193,16 @@ def run_eval(args: argparse.Namespace) -> int:
 
     asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, COMMANDS["eval"])
     asked.setdefault("episodes", asked["num_envs"])
-    for key, limits in (("num_envs", RANGES["eval.num_envs"]), ("episodes", EPISODES), ("seed", RANGES["seed"])):
-        check_range(key, asked[key], limits)
+    for key, limits in (("num_envs", RANGES["eval.num_envs"]), ("episodes", EPISODES), ("seed", RANGES["seed"]),
+                        ("epsilon", RANGES["eval.epsilon"])):  # fmt: skip
+        check_range(key, asked.get(key), limits)
     device = resolve_device(asked["device"])
     out = Path(asked["out"]).expanduser() if "out" in asked else None
     if out:
         check_writable(out)  # before the episodes, not after
-    row = evaluate_saved(Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device)
+    row = evaluate_saved(
+        Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device, asked.get("epsilon")
+    )
     print_evaluation(row)
     if row["episodes"] < asked["episodes"]:
         print(f"only {row['episodes']} of {asked['episodes']} episodes: the environment has no time limit")
@@ -374,12 +377,15 @@ def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:
     """``key=value`` words whose keys and types are those of ``kinds``."""
     from pql.compose import parse_word
 
-    words_of = {int: "a whole number", bool: "true or false", str: "text", list: "a list of numbers such as [100,200]"}
+    words_of = {int: "a whole number", bool: "true or false", str: "text", float: "a number",
+                list: "a list of numbers such as [100,200]"}  # fmt: skip
     out = {}
     for word in words:
         key, value = parse_word(word, [k for k, kind in kinds.items() if kind is str])
         if key not in kinds:
             raise ConfigError(key, value, f"one of {', '.join(kinds)}{nearest(key, kinds)}")
+        if kinds[key] is float and type(value) is int:
+            value = float(value)
         if type(value) is not kinds[key]:
             raise ConfigError(key, value, words_of[kinds[key]])
         out[key] = value

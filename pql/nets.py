@@ -4,6 +4,7 @@ Networks take observation groups and know which one they read. This file knows n
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +54,15 @@ def mlp(
     activation: str = "elu",
     layer_norm: bool = False,
     ensemble: int | None = None,
+    linear: Callable[[int, int], nn.Module] = nn.Linear,
 ) -> nn.Sequential:
-    """Linear (-> LayerNorm) -> activation for each of ``hidden``, then Linear; ``ensemble=E``: E of them at once."""
-    linear: Callable[[int, int], nn.Module] = (
-        nn.Linear if ensemble is None else lambda i, o: EnsembleLinear(ensemble, i, o)
-    )
+    """Linear (-> LayerNorm) -> activation for each of ``hidden``, then Linear; ``ensemble=E``: E of them at once.
+
+    Args:
+        linear: makes the linear layers, where there is no ensemble.
+    """
+    if ensemble is not None:
+        linear = partial(EnsembleLinear, ensemble)
     norm: Callable[[int], nn.Module] = nn.LayerNorm if ensemble is None else lambda s: EnsembleLayerNorm(ensemble, s)
     layers: list[nn.Module] = []
     for size in hidden:

@@ -20,12 +20,31 @@ EPSILON = 1e-8
 ALL = slice(None)  # environments
 
 
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Count (0-dim), mean and sum of squared deviations."""
+
+
+def combine(one: Sums, count: float | Tensor, mean: Tensor, squares: Tensor) -> Sums:
+    """Those of ``one`` and of ``count`` more values, with this mean and sum of squared deviations, together.
+
+    Chan et al. 1979. Exactly ``one`` where ``count`` is 0.
+    """
+    total, delta = one[0] + count, mean - one[1]
+    share = count / total.clamp(min=1)
+    return total, one[1].addcmul(delta, share), (one[2] + squares).addcmul_(delta * delta, one[0] * share)
+
+
 class Moments(nn.Module):
-    """Count, mean and sum of squared deviations in float64, merged batch by batch (Chan et al. 1979)."""
+    """Count, mean and sum of squared deviations in float64, merged batch by batch.
+
+    Attributes:
+        base: what counts beside what was fed here, where several sets go on from common ground (:func:`meet`).
+    """
 
     count: Tensor
     mean: Tensor
     m2: Tensor
+    base: Sums | None = None
 
     def __init__(self, shape: tuple[int, ...], device: torch.device):
         super().__init__()
@@ -52,21 +71,37 @@ class Moments(nn.Module):
 
     def merge(self, count: float | Tensor, mean: Tensor, squares: Tensor) -> None:
         """Add ``count`` values with this mean and this sum of squared deviations."""
-        total = self.count + count
-        delta = mean - self.mean
-        share = count / total.clamp(min=1)
-        self.mean.addcmul_(delta, share)
-        self.m2.add_(squares).addcmul_(delta * delta, self.count * share)
-        self.count.copy_(total)
+        for old, new in zip(self.sums(), combine(self.sums(), count, mean, squares), strict=True):
+            old.copy_(new)
+
+    def sums(self) -> Sums:
+        """Of what was fed here alone."""
+        return self.count, self.mean, self.m2
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and population variance; 0 and 1 while nothing was fed, so that a freeze then rescales nothing."""
+        count, mean, m2 = self.sums() if self.base is None else combine(self.base, *self.sums())
+        return mean, torch.where(count > 0, m2 / count.clamp(min=1), 1.0)
 
     def variance(self) -> Tensor:
-        """Population variance; 1 while nothing was fed, so that a freeze then rescales nothing."""
-        return torch.where(self.count > 0, self.m2 / self.count.clamp(min=1), 1.0)
+        """The second of :meth:`statistics`."""
+        return self.statistics()[1]
 
     def zero(self) -> None:
         """Forget everything."""
-        for tensor in (self.count, self.mean, self.m2):
+        for tensor in self.sums():
             tensor.zero_()
+
+
+def meet(sets: Sequence[Moments]) -> None:
+    """Move all that ``sets`` were fed since they last met into the first; from there all go on."""
+    first, *others = sets
+    for one in others:
+        first.merge(*(t.to(first.count.device) for t in one.sums()))
+        one.zero()
+    for one in others:
+        count, mean, m2 = (t.to(one.count.device, copy=True) for t in first.sums())
+        one.base = count, mean, m2
 
 
 def pack(count: Tensor, mean: Tensor, squares: Tensor) -> Tensor:
@@ -168,9 +203,10 @@ class Normalizer(nn.Module):
             with self.group.turn():
                 self._merge()
         for k, moments in self._groups():
-            scale = (moments.variance() + EPSILON).rsqrt()
+            mean, variance = moments.statistics()
+            scale = (variance + EPSILON).rsqrt()
             getattr(self, f"scale_{k}").copy_(scale)
-            getattr(self, f"shift_{k}").copy_(-moments.mean * scale)
+            getattr(self, f"shift_{k}").copy_(-mean * scale)
         if self.reward_gamma is not None:
             self.reward_scale.copy_(self.base_scale * (self.returns.variance() + EPSILON).rsqrt())
 

@@ -125,7 +125,8 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     def draw(count: int, gen: Generator) -> Iterable[Any]:
         return ppo.draw(state, settings, rollout.segment(), gen)
 
-    learner = Learner("learner", state, ppo.update, draw, settings, gens["learner"], trains=("v", "p"))
+    gen, clock = gens["learner"], state.progress.ticks
+    learner = Learner("learner", state, ppo.update, draw, settings, gen, trains=("v", "p"), clock=clock)
     size = sum(p.numel() for p in net.policy.parameters())  # the policy's parameters come first
     roles = {
         "learner": Role(pulls={}, owns={"policy": [flat.data[:size]]}, learner=learner),

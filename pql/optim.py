@@ -1,5 +1,7 @@
 """Optimisation over one flat parameter tensor: clip, AdamW, RAdam or RMSProp, polyak averaging. All capturable."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,8 @@ class Optimizer:
     """
 
     def __init__(self, flat: Flat, lr: float, clip: float | None = None):
-        device = flat.data.device
         self.flat, self.clip = flat, clip
-        self.lr = torch.tensor(lr, device=device)
-        self.square = torch.zeros_like(flat.data, requires_grad=False)
+        self.lr = torch.tensor(lr, device=flat.data.device)
         self.group = ALONE
 
     def connect(self, group: Group) -> None:
@@ -43,14 +43,26 @@ class Optimizer:
         norm = torch.linalg.vector_norm(grad)
         if self.clip is not None:
             grad.mul_((self.clip / (norm + 1e-6)).clamp_(max=1.0))
-        self._apply(grad, skip)
+        self.apply(grad, skip)
         return norm
 
-    def _apply(self, grad: Tensor, skip: Tensor | None) -> None:
+    def apply(self, grad: Tensor, skip: Tensor | None) -> None:
+        """Step along ``grad`` [P], which is clipped already."""
+        self.rule(self.flat.data, grad, self.state_dict(), skip)
+
+    def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+        """The update rule, element by element: on all parameters, or on some.
+
+        Args:
+            data, grad: [C]; ``data`` is changed in place.
+            state: as ``state_dict`` has it, with the rows of these parameters where it holds a row for each; changed in
+                place, but for ``lr``.
+        """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"lr": self.lr, "square": self.square}
+        """``lr``, what the rule remembers of past gradients ([P] each), and counts (0-dim)."""
+        return {"lr": self.lr}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
@@ -77,15 +89,18 @@ class AdamW(Optimizer):
         self.weight_decay, self.eps = weight_decay, 1e-8 if eps is None else eps
         self.count = torch.zeros((), device=flat.data.device)  # steps taken
         self.mean = torch.zeros_like(flat.data, requires_grad=False)
+        self.square = torch.zeros_like(flat.data, requires_grad=False)
 
-    def _apply(self, grad: Tensor, skip: Tensor | None) -> None:
-        self.count += 1 if skip is None else 1 - skip
-        self._fused(grad, skip, self.lr)
+    def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+        state["count"].add_(1 if skip is None else 1 - skip)
+        self._fused(data, grad, state, skip, state["lr"])
 
-    def _fused(self, grad: Tensor, skip: Tensor | None, lr: Tensor) -> None:
+    def _fused(
+        self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None, lr: Tensor
+    ) -> None:  # fmt: skip
         # ``found_inf`` is meant for loss scaling: where it is 1, the kernel leaves everything as it is.
         torch._fused_adamw_(
-            [self.flat.data], [grad], [self.mean], [self.square], [], [self.count], lr=lr,
+            [data], [grad], [state["mean"]], [state["square"]], [], [state["count"]], lr=lr,
             beta1=self.BETA1, beta2=self.BETA2, weight_decay=self.weight_decay, eps=self.eps,
             amsgrad=False, maximize=False, found_inf=skip,
         )  # fmt: skip
@@ -105,16 +120,18 @@ class RAdam(AdamW):
     CERTAIN = 5.0  # length of the approximated moving average above which the second moment is used
     LONGEST = 2 / (1 - AdamW.BETA2) - 1
 
-    def _apply(self, grad: Tensor, skip: Tensor | None) -> None:
-        self.count += 1 if skip is None else 1 - skip
-        count, longest = self.count.double().clamp_(min=1), self.LONGEST  # differences of nearly equal numbers follow
+    def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+        state["count"].add_(1 if skip is None else 1 - skip)
+        # In double: differences of nearly equal numbers follow.
+        count, longest = state["count"].double().clamp_(min=1), self.LONGEST
         decay = self.BETA2**count
         length = longest - 2 * count * decay / (1 - decay)
         certain = length > self.CERTAIN
         factor = ((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)
-        self._fused(grad, skip, self.lr * torch.where(certain, factor, 0).sqrt().float())
-        plain = self.lr * (~certain / (1 - self.BETA1**count)).float()
-        self.flat.data.addcmul_(self.mean, plain if skip is None else plain * (1 - skip), value=-1)
+        lr = state["lr"]
+        self._fused(data, grad, state, skip, lr * torch.where(certain, factor, 0).sqrt().float())
+        plain = lr * (~certain / (1 - self.BETA1**count)).float()
+        data.addcmul_(state["mean"], plain if skip is None else plain * (1 - skip), value=-1)
 
 
 class RMSProp(Optimizer):
@@ -128,11 +145,16 @@ class RMSProp(Optimizer):
     def __init__(self, flat: Flat, lr: float, clip: float | None = None, decay: float = 0.99, eps: float | None = None):
         super().__init__(flat, lr, clip)
         self.decay, self.eps = decay, 1e-5 if eps is None else eps
+        self.square = torch.zeros_like(flat.data, requires_grad=False)
 
-    def _apply(self, grad: Tensor, skip: Tensor | None) -> None:
+    def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
         go: float | Tensor = 1.0 if skip is None else 1 - skip
-        self.square.add_((grad.square() - self.square).mul_((1 - self.decay) * go))
-        self.flat.data.sub_((grad / (self.square.sqrt() + self.eps)).mul_(self.lr * go))
+        square = state["square"]
+        square.lerp_(grad.square(), (1 - self.decay) * go)
+        data.addcdiv_(grad, square.sqrt().add_(self.eps).div_(-state["lr"] * go))  # in few passes: it counts
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"lr": self.lr, "square": self.square}
 
 
 def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
@@ -141,6 +163,6 @@ def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
 
 
 @torch.no_grad()
-def polyak(target: Flat, source: Flat, tau: float) -> None:
+def polyak(target: Flat, source: Flat, tau: float | Tensor) -> None:
     """target <- (1 - tau) target + tau source, in one kernel."""
     target.data.lerp_(source.data, tau)

@@ -17,7 +17,6 @@ from pql.config import Config, ThreadsConfig
 from pql.env import find_factory
 from pql.errors import ConfigError
 from pql.machine import available_cores, thread_counts, worker_devices
-from pql.wiring import seeds
 
 Split = dict[str, int]
 """Threads by the names of ``placement.threads``."""
@@ -49,8 +48,8 @@ class RealTrial:
         self.split = split
         self.parts = parts = build(with_split(config, split))
         parts.prepare()
-        parts.collector.start(seeds(config.seed)["env"])
-        parts.collector.warm_up(config.algo.warmup_steps)
+        parts.start()
+        parts.warm_up(config.algo.warmup_steps)
         parts.begin()
         parts.schedule.tick()
 
@@ -62,12 +61,12 @@ class RealTrial:
         return count / spent
 
     def busy(self) -> dict[str, float]:
-        seconds = {setting_of(name): w.busy for name, w in self.parts.workers.items()}
+        seconds = {setting_of(name): busy for name, busy in self.parts.busy().items()}
         return {name: seconds["collector" if name == "simulator" else name] for name in self.split}
 
     def close(self) -> None:
         self.parts.schedule.executor.close()
-        self.parts.env.close()
+        self.parts.close_envs()
 
 
 def main(words: Sequence[str], seconds: float = 2.0, rounds: int = 3) -> int:

@@ -179,7 +179,7 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
     """A checkpoint's tensors under the names of a policy checkpoint; a resume point has them among all others."""
     if manifest["kind"] == "policy":
         return dict(tensors)
-    homes = {"policy/": r"learners/[^/]+/state/policy/", "norm/": "collector/normalizer/"}
+    homes = {"policy/": r"learners/[^/]+/state/(?:policy|q)/", "norm/": "collector/normalizer/"}
     found = ((new, re.match(old, k), k, t) for k, t in tensors.items() for new, old in homes.items())
     return {new + k[match.end() :]: t for new, match, k, t in found if match}
 
@@ -193,6 +193,9 @@ SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
                "algo.critic.obs", "algo.ppo.normalize_value")  # fmt: skip
+SAME_VALUES = (*(k for k in (*SAME_POLICY, *SAME_CRITIC) if not k.startswith(("algo.policy.", "algo.ppo."))),
+               "algo.dqn.dueling", "algo.dqn.noisy")  # fmt: skip
+"""Where the policy is a network of values."""
 
 
 def init_from(parts: Parts, source: Path) -> None:
@@ -213,17 +216,19 @@ def init_from(parts: Parts, source: Path) -> None:
             raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
     whole = manifest["kind"] == "resume"
     mine, theirs = dict(leaves(parts.config)), dict(leaves(from_dict(manifest["config"])))
-    for name in SAME_POLICY + (SAME_CRITIC if whole else ()):
+    same = SAME_VALUES if parts.config.algo.family == "dqn" else SAME_POLICY + (SAME_CRITIC if whole else ())
+    for name in same:
         if mine[name] != theirs[name]:
             raise ConfigError(name, mine[name], f"{show(theirs[name])}, as in init_from={source}")
     policy = policy_of(tensors, manifest, "cpu").state_dict()["policy"]
     parts.policy.load_state_dict(policy)
     for worker, learner in parts.learners.items():
-        for name, flat in _networks(learner.state).items():
+        networks = _networks(learner.state)
+        for name, flat in networks.items():
             prefix = f"learners/{worker}/state/{name}"
             if any(k.startswith(f"{prefix}/") for k in tensors):
                 flat.load_state_dict(checkpoint.unflatten(tensors, flat.state_dict(), prefix))
-            elif (worker, name) == ("p", "target"):
+            elif name == "target" and parts.policy in networks.values():  # of the network that acts
                 flat.load_state_dict(policy)
     norm = parts.collector.normalizer.state_dict()
     prefix = "collector/normalizer" if whole else "norm"

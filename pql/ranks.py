@@ -32,14 +32,16 @@ from pql.normalize import Moments
 from pql.optim import Optimizer
 from pql.parallel import ALONE, Group, Order, PeerError, explained
 from pql.validate import resolve_device, validate
+from pql.wiring import own_seed
 from pql.world import World, world
 
 ACTIONS = ("log", "save", "eval", "stop", "interrupt")
 PATIENT = timedelta(minutes=30)  # for what happens outside of ticks: simulators that start, checkpoints
 LAST_WORDS = 3.0  # seconds that a failing rank waits for what others have to say
 PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")
-DIVIDED = ("num_envs", "algo.batch_size")  # must divide evenly
-FLOORED = ("replay.capacity", "algo.ppo.anneal_steps")
+DIVIDED = ("num_envs", "algo.batch_size", "algo.dqn.target_period")  # must divide evenly
+FLOORED = ("replay.capacity", "algo.ppo.anneal_steps", "algo.dqn.epsilon.steps", "algo.dqn.priority.beta_steps")
+READERS = {"algo.batch_size": ("ddpg", "sac", "dqn"), "algo.dqn.target_period": ("dqn",)}  # families; else all
 
 _store: Any = None  # of this process; it joins once, whatever number of runs it makes
 _runs = itertools.count()
@@ -59,9 +61,9 @@ def share_of(config: Config, place: World) -> Config:
     if config.algo.schedule not in ("lockstep", "concurrent"):
         raise ConfigError("algo.schedule", config.algo.schedule, "lockstep or concurrent with several processes")
     flat = dict(leaves(config))
-    own: dict[str, Any] = {"seed": rank_seed(config.seed, place.rank)}
+    own: dict[str, Any] = {"seed": own_seed(config.seed, place.rank)}
     for name in DIVIDED:
-        if flat[name] % place.size and not (name == "algo.batch_size" and config.algo.family == "ppo"):
+        if flat[name] % place.size and config.algo.family in READERS.get(name, (config.algo.family,)):
             near = f"such as {max(1, round(flat[name] / place.size)) * place.size}"
             raise ConfigError(name, flat[name], f"a multiple of {place.size}, the processes that share it, {near}")
     own |= {name: max(1, flat[name] // place.size) for name in (*DIVIDED, *FLOORED) if flat[name] is not None}
@@ -76,13 +78,6 @@ def share_of(config: Config, place: World) -> Config:
     except ConfigError as error:
         what = f"{error.allowed} (this is the share of one of {place.size} processes)"
         raise ConfigError(error.setting, error.value, what) from error
-
-
-def rank_seed(seed: int, rank: int) -> int:
-    """A seed for what must differ between ranks: environments, exploration, sampling. Rank 0's is the run's."""
-    if rank == 0:
-        return seed
-    return int(torch.randint(2**62, (rank,), generator=torch.Generator().manual_seed(seed))[-1])
 
 
 def own_device(setting: str, name: str, place: World) -> str:
@@ -158,6 +153,7 @@ class Ranks:
         """Make the run's learners and statistics those of all ranks. Before graphs are captured."""
         if self.size == 1:
             return
+        self.wait()  # simulators take their time to start; from here on, nobody keeps the others waiting
         order, limit = Order(), timedelta(seconds=self.share.placement.watchdog_seconds)
         for name, worker in sorted(parts.workers.items()):  # everywhere in the same order
             cuda = worker.device.type == "cuda"
@@ -195,7 +191,7 @@ class Ranks:
         Raises:
             ConfigError: there is none, or another number of processes wrote them.
         """
-        if (wrote := checkpoint.ranks(folder)) != self.size:
+        if (wrote := checkpoint.ranks(folder)) not in (None, self.size):
             raise ConfigError(
                 "processes", self.size, f"{wrote}, as the run had; a new run can start from its weights: init_from=RUN"
             )

@@ -27,6 +27,7 @@ This file knows nothing of streams, threads or algorithms.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -54,6 +55,19 @@ class Cursor:
     def tensors(self) -> list[Tensor]:
         """What a tick's boundary publishes."""
         return [self.head, self.finals]
+
+
+class Window(NamedTuple):
+    """n-step windows [B] before any observation is gathered."""
+
+    cell: Tensor  # int64, where each begins
+    last: Tensor  # int64, logical row that each ends with
+    reward: Tensor  # float32, n-step sum
+    discount: Tensor  # float32
+    mask: Tensor  # bool; False: it must not be used
+    lost: Tensor  # bool; it must not, because a true final observation is gone
+    cut: Tensor  # bool; it ends with a final observation
+    successor: Tensor  # int64, the cell of the observation that follows (final observations come after all rows)
 
 
 class Replay:
@@ -193,7 +207,16 @@ class Replay:
         return self.windows(cursor, row, column, head, n, gamma)
 
     def windows(self, cursor: Cursor, row: Tensor, column: Tensor, head: Tensor, n: int, gamma: float) -> Batch:
-        """The n-step windows that start at logical ``row`` of ``column`` (both [B]).
+        """The n-step windows that start at logical ``row`` of ``column`` (both [B]), with their observations."""
+        window = self.targets(cursor, row, column, head, n, gamma)
+        cursor.lost += window.lost.sum()
+        stacks = self._stack_pair(row, window.last, column, window.successor)
+        obs, next_obs = self._gather_pair(window.cell, window.successor, stacks)
+        action, mask = self.action.index_select(0, window.cell), window.mask.float()
+        return Batch(obs, action, window.reward, window.discount, next_obs, mask, torch.ones_like(mask), window.cell)
+
+    def targets(self, cursor: Cursor, row: Tensor, column: Tensor, head: Tensor, n: int, gamma: float) -> Window:
+        """Rewards, discounts and successors of the windows that start at logical ``row`` of ``column`` (both [B]).
 
         A window ends at the first of: n steps, a terminated or truncated row, the row before a filler row or before
         an unannounced restart, the head. Its target is ``sum_i gamma^i r_i + gamma^m (1 - terminated) V(s_{t+m})``,
@@ -213,14 +236,11 @@ class Replay:
         cut, count = self._rule("cut", end), self.final.index_select(0, tail)
         # The `horizon` oldest final observations may be overwritten while this is read; those before them are gone.
         gone = count < cursor.finals.index_select(0, column) - (self.finals - self.horizon)
-        lost = (gone & cut) | self._rule("final lost", end)
-        cursor.lost += (lost & usable).sum()
-        mask = (usable & ~lost & self._rule("announced", end)).float()
+        lost = usable & ((gone & cut) | self._rule("final lost", end))
+        mask = usable & ~lost & self._rule("announced", end)
         after = torch.where(cut, count % self.finals + self.rows, self._wrap(place + 1))
         successor = torch.add(column, after, alpha=self.num_envs)
-        obs, next_obs = self._gather_pair(cell, successor, self._stack_pair(row, last, column, successor))
-        discount, action = power * self._rule("alive", end), self.action.index_select(0, cell)
-        return Batch(obs, action, reward, discount, next_obs, mask, torch.ones_like(mask), cell)
+        return Window(cell, last, reward, power * self._rule("alive", end), mask, lost, cut, successor)
 
     def _extend(
         self, reward: Tensor, flags: Tensor, place: Tensor, column: Tensor, ahead: Tensor, n: int, gamma: float

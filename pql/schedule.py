@@ -3,6 +3,7 @@
 ``Concurrent``: the workers of a tick run at once, each on weights and rows exactly one tick old. Nothing they
 touch is shared, so their order cannot matter: threads, streams or one after the other give the same bits.
 ``Lockstep``: the same workers one after another, each on the newest weights.
+``Replicas`` (``replicas.py``): several of these side by side, on parameters that they share.
 
 An executor says how the jobs of a tick are run: on three threads (CPU), on three CUDA streams, or inline.
 """
@@ -92,6 +93,17 @@ class Inline:
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
         return {name: timed(partial(named, name, jobs[name])) for name in self.order or jobs}
 
+    def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
+        """As that of ``Threads``: a job of each worker's in turn, until nothing is left."""
+        seconds, live = dict.fromkeys(queues, 0.0), list(queues)
+        while live:
+            for name in tuple(live):
+                if (job := next(queues[name], None)) is None:
+                    live.remove(name)
+                else:
+                    seconds[name] += timed(partial(named, name, job))
+        return seconds
+
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -109,34 +121,54 @@ class Threads:
     def __init__(self, names: Sequence[str], watchdog: float = 30.0):
         self.watchdog = watchdog
         self.done: queue.SimpleQueue[tuple[str, float | BaseException]] = queue.SimpleQueue()
-        self.inbox: dict[str, queue.SimpleQueue[Job | None]] = {n: queue.SimpleQueue() for n in names}
+        self.inbox: dict[str, queue.SimpleQueue[Iterator[Job] | None]] = {n: queue.SimpleQueue() for n in names}
+        self.handing = threading.Lock()  # held to take a job: workers may draw from one supply
+        self.failed = False
+        self.due: dict[str, float] = {}  # by worker: when its job in hand counts as hung
         # Daemons: a hung worker cannot be stopped, but it must not keep the process alive.
         self.threads = {n: threading.Thread(target=self._loop, args=(n,), name=f"pql-{n}", daemon=True) for n in names}
         for thread in self.threads.values():
             thread.start()
 
     def _loop(self, name: str) -> None:
-        while (job := self.inbox[name].get()) is not None:
+        while (jobs := self.inbox[name].get()) is not None:
+            seconds = 0.0
             try:
-                self.done.put((name, timed(job)))
+                while (job := self._next(name, jobs)) is not None:
+                    seconds += timed(job)
+                self.done.put((name, seconds))
             except BaseException as error:
+                self.failed = True
                 self.done.put((name, error))
 
+    def _next(self, name: str, jobs: Iterator[Job]) -> Job | None:
+        with self.handing:
+            self.due[name] = time.monotonic() + self.watchdog
+            return None if self.failed else next(jobs, None)
+
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
-        for name, job in jobs.items():
-            self.inbox[name].put(job)
-        waiting, failed, seconds = set(jobs), None, {}
-        deadline = time.monotonic() + self.watchdog
+        return self.share({name: iter((job,)) for name, job in jobs.items()})
+
+    def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
+        """Each worker's jobs one after the other; returns the seconds it was at work.
+
+        Workers may draw from one iterator. Once one has failed nothing more is handed out. The watchdog is for each
+        single job.
+        """
+        self.failed, self.due = False, dict.fromkeys(queues, time.monotonic() + self.watchdog)
+        for name, jobs in queues.items():
+            self.inbox[name].put(jobs)
+        waiting, failed, seconds = set(queues), None, {}
         while waiting:
+            left = min(self.due[name] for name in waiting) - time.monotonic()
             try:
                 # Once a worker has failed the others get a moment to finish, so that its error comes first.
-                left = deadline - time.monotonic() if failed is None else min(5.0, deadline - time.monotonic())
-                name, outcome = self.done.get(timeout=max(0.01, left))
+                name, outcome = self.done.get(timeout=max(0.01, left if failed is None else min(5.0, left)))
             except queue.Empty:
                 if failed is not None:
                     break
-                names = ", ".join(sorted(waiting))
-                raise RunError(f"worker {names} has not finished its tick in {self.watchdog:g} s\n{stacks()}") from None
+                self._check_hung(waiting)
+                continue
             waiting.discard(name)
             if isinstance(outcome, float):
                 seconds[name] = outcome
@@ -145,6 +177,10 @@ class Threads:
         if failed is not None:
             raise failure(*failed) from failed[1]
         return seconds
+
+    def _check_hung(self, waiting: set[str]) -> None:
+        if names := ", ".join(sorted(n for n in waiting if self.due[n] <= time.monotonic())):
+            raise RunError(f"worker {names} has not finished its tick in {self.watchdog:g} s\n{stacks()}")
 
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -240,13 +276,52 @@ class Streams:
         pass
 
 
-class Concurrent:
-    """All workers at once, each exactly one tick stale."""
+class Schedule(Protocol):
+    """Runs ticks. Between two of them nothing is at work.
+
+    Attributes:
+        reproducible: the same seed gives the same bits.
+    """
+
+    ticks: int
+    reproducible: bool
+
+    @property
+    def executor(self) -> Executor: ...
+
+    def begin(self, ticks: int) -> None:
+        """Publish everything as it stands; tick ``ticks`` comes next."""
+        ...
+
+    def tick(self) -> None: ...
+
+    def measures(self) -> dict[str, float]:
+        """What it knows for the log, of the time since the last call."""
+        ...
+
+
+class _Ticks:
+    """What both schedules of one set of workers have in common."""
+
+    reproducible = True
 
     def __init__(self, workers: Mapping[str, Worker], counts: Counts, executor: Executor):
         self.workers, self.counts, self.executor = workers, counts, executor
         self.ticks = 0
         self.lag = 0  # ticks by which the newest rows' policy trails the policy that stands beside them
+
+    def begin(self, ticks: int) -> None:
+        self.ticks = ticks
+        for worker in self.workers.values():
+            for slot in worker.publishes:
+                slot.reload(ticks)
+
+    def measures(self) -> dict[str, float]:
+        return {"lag/policy_ticks": self.lag}
+
+
+class Concurrent(_Ticks):
+    """All workers at once, each exactly one tick stale."""
 
     def tick(self) -> None:
         version, steps = self.ticks, self.counts.horizon
@@ -256,13 +331,8 @@ class Concurrent:
         self.ticks += 1
 
 
-class Lockstep:
+class Lockstep(_Ticks):
     """Collector, then rounds of every learner's updates, each on the newest weights."""
-
-    def __init__(self, workers: Mapping[str, Worker], counts: Counts, executor: Executor):
-        self.workers, self.counts, self.executor = workers, counts, executor
-        self.ticks = 0
-        self.lag = 0
 
     def tick(self) -> None:
         workers = self.workers
@@ -274,11 +344,9 @@ class Lockstep:
         self.ticks += 1
 
 
-Schedule = Concurrent | Lockstep
-
-
 def failure(name: str, error: BaseException) -> RunError:
-    return RunError(f"worker {name} failed: {type(error).__name__}: {error}")
+    what = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+    return RunError(f"worker {name} failed: {what}")
 
 
 def named(name: str, job: Job) -> None:

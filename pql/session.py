@@ -12,7 +12,7 @@ from pql.build import Parts, build, build_env, seeds
 from pql.config import Config, to_dict
 from pql.env import VecEnv
 from pql.errors import ConfigError, PqlWarning, RunError
-from pql.evaluate import Evaluation, Evaluator, Report, StoppedError, run_episodes
+from pql.evaluate import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
 from pql.interrupt import Interrupt
 from pql.policy import fresh_policy, init_from, snapshot, spec_to_dict
 from pql.prefill import prefill
@@ -75,7 +75,7 @@ class Session:
             self._check_env()
             ranks.connect(self.parts)
             self.parts.prepare()
-            self.parts.collector.start(seeds(ranks.share.seed)["env"])
+            self.parts.start()
             if resume:
                 self._load()
                 if ranks.first:
@@ -89,7 +89,7 @@ class Session:
                 ranks.spread(self.parts)
                 if ranks.first:
                     rundir.create(self.run_dir, config, overrides)
-                self.parts.collector.warm_up(config.algo.warmup_steps)
+                self.parts.warm_up(config.algo.warmup_steps)
                 self.parts.begin()
             resumed_at = self.env_steps if resume else None
             self.sinks = log.make_sinks(config, self.run_dir, quiet, resumed_at) if ranks.first else log.Sinks([])
@@ -101,9 +101,11 @@ class Session:
             ranks.check_same(self.parts)
             rundir.check_shared(self.run_dir)
             self.closing = opened.pop_all()
-        self._window = self._begun = self._counters()
+        self._window = self._begun = self._totals()
         if self.prefilled:
             self.say(f"replay starts with {self.prefilled:,} transitions of {config.replay.prefill}")
+        if not self.parts.schedule.reproducible:
+            self.say("replicas run free: the same seed would give other bits (algo.central.order=turns repeats them)")
         if resume:
             self.say(f"resumed at tick {self.parts.schedule.ticks:,}, {self.env_steps:,} env steps")
 
@@ -111,10 +113,8 @@ class Session:
         """Continue from the newest intact resume point."""
         tensors, manifest = self.ranks.resume_point(self.checkpoints)
         parts, counters = self.parts, manifest["counters"]
+        parts.load_counters(counters)
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()), counters["ticks"])
-        parts.collector.steps = int(counters["steps"])
-        for name, job in parts.jobs.items():
-            job.updates = int(counters[name])
         self.seconds = counters["seconds"]
         if not hasattr(parts.env, "state_dict"):
             self.warn(
@@ -130,17 +130,12 @@ class Session:
     def _close_parts(self) -> None:
         self.parts.schedule.executor.close()
         if self.given_env is None:
-            self.parts.env.close()
+            self.parts.close_envs()
 
     @property
     def env_steps(self) -> int:
         """Transitions so far, all environments together, warm-up included."""
-        return self.parts.collector.steps * self.num_envs
-
-    @property
-    def num_envs(self) -> int:
-        """Environments of all processes."""
-        return self.parts.env.spec.num_envs * self.ranks.size
+        return self.parts.env_steps * self.ranks.size
 
     @property
     def interrupted(self) -> bool:
@@ -157,11 +152,12 @@ class Session:
         warnings.warn(text, PqlWarning, stacklevel=2)
 
     def _counters(self) -> dict[str, float]:
-        parts = self.parts
-        updates = {name: job.updates for name, job in parts.jobs.items()}
-        return {
-            "ticks": parts.schedule.ticks, "steps": parts.collector.steps, **updates, "seconds": self.seconds,
-        }  # fmt: skip
+        """What a resume point must know."""
+        return {**self.parts.counters(), "seconds": self.seconds}
+
+    def _totals(self) -> dict[str, float]:
+        """What rates are made of."""
+        return {**self.parts.totals(), "env_steps": self.env_steps, "seconds": self.seconds}
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -227,30 +223,25 @@ class Session:
 
     def _drain(self) -> log.Pending:
         """Assemble a row of everything since the last one; device values arrive later."""
-        parts, now, last, updates = self.parts, self._counters(), self._window, self.parts.updates()
-        now |= {f"busy_{k}": w.busy for k, w in parts.workers.items()}
+        parts, now, last, updates = self.parts, self._totals(), self._window, self.parts.updates()
         self._window = now
         span = max(now["seconds"] - last["seconds"], 1e-9)
         row: log.Row = {
             "time/seconds": now["seconds"],
-            "steps/env": self.env_steps,
+            "steps/env": now["env_steps"],
             "updates/v": updates["v"],
             "updates/p": updates["p"],
             # Over the whole run, counted from the end of the warm-up: exactly the configured ones.
-            "ratio/v_per_step": updates["v"] / (now["steps"] - self.config.algo.warmup_steps),
+            "ratio/v_per_step": updates["v"] / (parts.steps - self.config.algo.warmup_steps),
             "ratio/p_per_v": updates["p"] / updates["v"],
-            "lag/policy_ticks": parts.schedule.lag,
-            "throughput/env_steps_per_s": (now["steps"] - last["steps"]) * self.num_envs / span,
-            "throughput/updates_per_s": sum(now[k] - last[k] for k in parts.jobs) / span,
-            **{f"busy/{k}": (now[f"busy_{k}"] - last.get(f"busy_{k}", 0.0)) / span for k in parts.workers},
+            **parts.schedule.measures(),
+            "throughput/env_steps_per_s": (now["env_steps"] - last["env_steps"]) / span,
+            "throughput/updates_per_s": (now["updates"] - last["updates"]) / span,
+            **{k: (v - last[k]) / span for k, v in now.items() if k.startswith("busy/")},
             **log.memory(parts.env.spec.device),
         }
         with parts.schedule.executor.exclusive():
-            values = parts.collector.episodes.drain(self.ranks.group("collector"))
-            for name, job in parts.jobs.items():
-                values |= job.metrics.drain(self.ranks.group(name))
-            values |= {k: self.ranks.group(next(iter(parts.jobs))).sum_(v.clone()) for k, v in parts.gauges.items()}
-            return log.Pending(values, row)
+            return log.Pending(parts.drain(self.ranks.group), row)
 
     def _write(self, row: log.Row) -> None:
         if row.get("train/episodes") == 0:  # nothing ended in this window: no means to tell
@@ -267,6 +258,7 @@ class Session:
 
     def _check_env(self) -> None:
         budget, spec = self.config.budget, self.parts.env.spec
+        check_epsilon(self.config.eval.epsilon, spec)
         if self.given_env is not None and self.ranks.share.num_envs != spec.num_envs:
             raise ConfigError("num_envs", self.ranks.share.num_envs, f"{spec.num_envs}, as the given environment has")
         if budget.target_return is not None and not self._evaluates_beside():
@@ -281,7 +273,7 @@ class Session:
             return None
         env = build_env(self.ranks.share, self.config.eval.num_envs)
         policy = fresh_policy(self.config, self.parts.env.spec, env.spec.device)
-        return Evaluator(env, policy, seeds(self.config.seed)["eval"])
+        return Evaluator(env, policy, seeds(self.config.seed)["eval"], self.config.eval.epsilon)
 
     def _now(self) -> log.Row:
         return {"time/seconds": self.seconds, "steps/env": float(self.env_steps)}
@@ -324,7 +316,7 @@ class Session:
             env = self.parts.env
             policy = fresh_policy(self.config, env.spec, env.spec.device)
             policy.load_state_dict(snapshot(self.parts))
-            outcome = run_episodes(env, policy, seeds(self.config.seed)["eval"])
+            outcome = run_episodes(env, policy, seeds(self.config.seed)["eval"], epsilon=self.config.eval.epsilon)
             self._record(Report(self._now(), policy.state_dict(), outcome))
         return None if self.interrupted else self.last_eval
 
@@ -387,8 +379,7 @@ class Session:
             self.warn(f"summary.json not written: {error}")
         if self.console:
             self.console.close()
-        busy = {k: w.busy for k, w in self.parts.workers.items()}
-        self.say(log.closing_words(summary, busy, self.seconds - begun["seconds"], self.config.budget))
+        self.say(log.closing_words(summary, self.parts.busy(), self.seconds - begun["seconds"], self.config.budget))
         return summary
 
 

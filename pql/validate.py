@@ -9,8 +9,9 @@ from pql.config import Config, leaves
 from pql.errors import ConfigError, nearest, show
 
 CHOICES = {
-    "algo.family": ("ddpg", "sac", "ppo"),
-    "algo.schedule": ("concurrent", "lockstep"),
+    "algo.family": ("ddpg", "sac", "ppo", "dqn"),
+    "algo.schedule": ("concurrent", "lockstep", "replicas"),
+    "algo.central.order": ("free", "turns"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
     "algo.policy.activation": ("relu", "elu", "silu", "tanh"),
     "algo.encoder.kind": ("small", "nature", "resnet"),
@@ -18,6 +19,9 @@ CHOICES = {
     "algo.explore.kind": ("mixed", "fixed", "redrawn", "none"),
     "algo.ppo.optimizer": ("adam", "rmsprop"),
     "algo.ppo.lr_schedule": ("adaptive", "fixed", "linear"),
+    "algo.dqn.optimizer": ("adam", "rmsprop"),
+    "algo.dqn.epsilon.kind": ("annealed", "ladder", "fixed"),
+    "algo.dqn.priority.initial": ("max", "actor"),
     "replay.dtype": ("float32", "float16", "bfloat16"),
     "placement.executor": ("auto", "threads", "inline", "streams"),
     "placement.matmul": ("fast", "exact"),
@@ -45,11 +49,14 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.policy.tau": (0, 1, False),
     **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {
         "lr": (0, 1, False), "eps": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
-    "algo.encoder.features": (1, 65536, True),
+    "algo.encoder.features": (0, 65536, True),
     "algo.explore.low": (0, 10, True),
     "algo.explore.high": (0, 10, True),
     "algo.sac.alpha": (0, 100, False),
     "algo.sac.alpha_lr": (0, 1, False),
+    "algo.replicas": (1, 1024, True),
+    "algo.central.ticks": (1, 100_000, True),
+    "algo.central.chunk": (1, 2**40, True),
     "algo.ppo.horizon": (1, 100_000, True),
     "algo.ppo.epochs": (1, 1000, True),
     "algo.ppo.minibatches": (1, 100_000, True),
@@ -63,6 +70,19 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.ppo.kl_target": (0, 100, False),
     "algo.ppo.kl_stop": (0, 100, False),
     "algo.ppo.anneal_steps": (1, 10**15, True),
+    "algo.dqn.shared_grad": (0, 1, False),
+    "algo.dqn.noisy": (0, 10, False),
+    "algo.dqn.huber": (0, 1e6, False),
+    "algo.dqn.target_period": (1, 10**12, True),
+    "algo.dqn.rms_decay": (0, 1, True),
+    "algo.dqn.epsilon.start": (0, 1, True),
+    "algo.dqn.epsilon.end": (0, 1, True),
+    "algo.dqn.epsilon.steps": (1, 10**15, True),
+    "algo.dqn.epsilon.base": (0, 1, False),
+    "algo.dqn.epsilon.exponent": (0, 100, True),
+    "algo.dqn.priority.alpha": (0, 10, True),
+    "algo.dqn.priority.beta": (0, 1, True),
+    "algo.dqn.priority.beta_steps": (1, 10**15, True),
     "replay.capacity": (1, 10**12, True),
     "placement.threads.collector": (1, 1024, True),
     "placement.threads.v": (1, 1024, True),
@@ -74,6 +94,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "budget.env_steps": (1, 10**15, True),
     "eval.num_envs": (1, 100_000, True),
     "eval.every_seconds": (0, 1e9, False),
+    "eval.epsilon": (0, 1, True),
     "checkpoint.every_seconds": (0, 1e9, False),
     "checkpoint.keep": (1, 1000, True),
     "logger.every_seconds": (0, 1e6, False),
@@ -108,6 +129,7 @@ def validate(config: Config) -> Config:
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
         if flat[name] is not None:
             resolve_device(flat[name], name)
+    _check_replicas(config)
     _check_together(config)
     return config
 
@@ -135,11 +157,14 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.policy.target", True, "false: SAC forms its targets with the policy itself")
     if algo.family == "ppo":
         _check_ppo(config)
-    elif algo.warmup_steps < 1:
+    if algo.family == "dqn":
+        _check_dqn(config)
+    if algo.family != "ppo" and algo.warmup_steps < 1:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
-    groups = config.placement.groups or 1
-    if config.num_envs % groups:
-        raise ConfigError("placement.groups", groups, f"null, or a divisor of num_envs={config.num_envs}")
+    groups, envs = config.placement.groups or 1, f"num_envs={config.num_envs}"
+    envs += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
+    if config.num_envs // algo.replicas % groups:
+        raise ConfigError("placement.groups", groups, f"null, or a divisor of {envs}")
     first = algo.warmup_steps * config.num_envs
     if budget.env_steps is not None and budget.env_steps <= first:
         raise ConfigError("budget.env_steps", budget.env_steps, f"more than the warm-up's {first}")
@@ -147,6 +172,33 @@ def _check_together(config: Config) -> None:
         raise ConfigError("budget.target_return", budget.target_return, "evaluations: eval.every_seconds is null")
     if algo.family != "ppo" and algo.batch_size > config.replay.capacity:
         raise ConfigError("algo.batch_size", algo.batch_size, f"at most replay.capacity={config.replay.capacity}")
+
+
+def _check_replicas(config: Config) -> None:
+    algo, place, count = config.algo, config.placement, config.algo.replicas
+    if algo.schedule != "replicas":
+        for name, given, unset in (("algo.replicas", count, 1), ("placement.replicas", place.replicas, None)):
+            if given != unset:
+                raise ConfigError(name, given, f"{show(unset)} with algo.schedule={algo.schedule}")
+        return
+    if algo.family != "ppo":
+        raise ConfigError("algo.schedule", "replicas", f"concurrent or lockstep: algo={algo.name} learns from a replay")
+    if config.num_envs % count:
+        near = max(1, config.num_envs // count) * count
+        raise ConfigError("num_envs", config.num_envs, f"a multiple of algo.replicas={count}, such as {near}")
+    if place.replicas is not None and len(place.replicas) != count:
+        raise ConfigError("placement.replicas", place.replicas, f"one device for each of algo.replicas={count}")
+    for place_of in place.replicas or ():
+        resolve_device(place_of, "placement.replicas")
+    for name, device in (("placement.collector", place.collector), ("placement.v_learner", place.v_learner)):
+        if device is not None and count > 1 and not config.task.live:
+            raise ConfigError(name, device, "null: placement.replicas places whole replicas")
+    if place.executor == "streams":
+        raise ConfigError("placement.executor", "streams", "auto, threads or inline with algo.schedule=replicas")
+    if place.executor == "inline" and algo.central.order == "turns" and count > 1:
+        raise ConfigError("algo.central.order", "turns", "free with placement.executor=inline: whole ticks take turns")
+    if config.cuda_graphs == "on":
+        raise ConfigError("cuda_graphs", "on", "auto or off with algo.schedule=replicas: a push takes locks")
 
 
 def _check_ppo(config: Config) -> None:
@@ -160,16 +212,18 @@ def _check_ppo(config: Config) -> None:
         raise ConfigError("algo.ppo.lstm", ppo.lstm, "null: networks from elsewhere (algo.*.net) have no memory here")
     if ppo.shared and algo.critic.net:
         raise ConfigError("algo.critic.net", algo.critic.net, "null: algo.ppo.shared takes the policy's layers")
-    if algo.schedule != "lockstep":
-        raise ConfigError("algo.schedule", algo.schedule, "lockstep: PPO learns from what its newest policy did")
+    if algo.schedule == "concurrent":
+        raise ConfigError("algo.schedule", algo.schedule, "lockstep or replicas: PPO learns from what its policy did")
     if config.placement.p_learner is not None:
         raise ConfigError(
             "placement.p_learner", config.placement.p_learner,
             "null: one learner trains policy and value, and placement.v_learner places it",
         )  # fmt: skip
-    size, unit = config.num_envs * ppo.horizon, f"num_envs={config.num_envs} x algo.ppo.horizon={ppo.horizon} rows"
-    if ppo.lstm is not None:  # sequences stay whole
-        size, unit = config.num_envs, f"num_envs={config.num_envs}"
+    envs, unit = config.num_envs // algo.replicas, f"num_envs={config.num_envs}"
+    unit += f" / algo.replicas={algo.replicas}" if algo.replicas > 1 else ""
+    size = envs  # with memory sequences stay whole
+    if ppo.lstm is None:
+        size, unit = envs * ppo.horizon, f"{unit} x algo.ppo.horizon={ppo.horizon} rows"
     if size % ppo.minibatches:
         parts = [d for d in range(1, min(size, 1000) + 1) if size % d == 0]
         near = min(parts, key=lambda d: abs(d - ppo.minibatches))
@@ -181,6 +235,25 @@ def _check_ppo(config: Config) -> None:
             raise ConfigError(f"algo.ppo.{name}", value, "algo.ppo.lr_schedule=linear with it")
     if algo.critic.atoms is not None:
         raise ConfigError("algo.critic.atoms", algo.critic.atoms, "null: PPO's critic is a scalar")
+
+
+def _check_dqn(config: Config) -> None:
+    algo, dqn, place = config.algo, config.algo.dqn, config.placement
+    if place.p_learner is not None:
+        raise ConfigError(
+            "placement.p_learner", place.p_learner, "null: the V-learner's network is the policy (placement.v_learner)"
+        )
+    if dqn.shared_grad != 1 and not dqn.dueling:
+        raise ConfigError("algo.dqn.shared_grad", dqn.shared_grad, "1, or algo.dqn.dueling=true with it")
+    if dqn.epsilon.kind == "annealed" and dqn.epsilon.start < dqn.epsilon.end:
+        raise ConfigError(
+            "algo.dqn.epsilon.start", dqn.epsilon.start, f"at least algo.dqn.epsilon.end={dqn.epsilon.end:g}"
+        )
+    if dqn.priority.initial == "actor" and algo.critic.atoms is not None:
+        raise ConfigError(
+            "algo.dqn.priority.initial", "actor",
+            "max with algo.critic.atoms: there priorities are divergences, which the values when acted do not give",
+        )  # fmt: skip
 
 
 def resolve_device(name: str, setting: str = "device") -> str:

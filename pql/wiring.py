@@ -1,6 +1,6 @@
 """What ``build`` and the algorithms' families share: the pieces of a wiring, seeds, and checks of an environment."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from pql.collect import Collector
 from pql.config import Config
 from pql.encoders import groups_of
-from pql.env import EnvSpec, VecEnv
+from pql.env import Box, EnvSpec, VecEnv
+from pql.errors import ConfigError
+from pql.frames import deepest
+from pql.machine import available_bytes
 from pql.nets import Flat
 from pql.normalize import Normalizer
-from pql.replay import Cursor
+from pql.replay import Cursor, Replay, preflight
 from pql.schedule import Counts
 from pql.worker import Learner
 
@@ -73,6 +76,13 @@ def seeds(seed: int) -> dict[str, int]:
     return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
 
 
+def own_seed(seed: int, number: int) -> int:
+    """A seed for what must differ between processes, or replicas, that share a run. The first one's is the run's."""
+    if number == 0:
+        return seed
+    return int(torch.randint(2**62, (number,), generator=torch.Generator().manual_seed(seed))[-1])
+
+
 def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Normalizer:
     """The collector's statistics."""
     algo = config.algo
@@ -87,3 +97,43 @@ def check_obs(config: Config, spec: EnvSpec) -> None:
     for which in ("policy", "critic"):
         if getattr(config.algo, which).net is None:
             groups_of(config, spec, which)
+
+
+def ring_rows(
+    config: Config, spec: EnvSpec, counts: Counts, device: torch.device, extra: Sequence[str] = ()
+) -> int:  # fmt: skip
+    """Rows per environment of a replay of ``replay.capacity`` transitions.
+
+    Args:
+        extra: names of the columns that it keeps beside the actions.
+    Raises:
+        ConfigError: it is too small for the warm-up, or does not fit into memory.
+    """
+    replay = config.replay
+    rows = preflight(
+        spec.obs, action_size(spec), spec.num_envs, replay.capacity, counts.horizon, spec.max_episode_steps,
+        getattr(torch, replay.dtype), available_bytes(device), extra,
+    )  # fmt: skip
+    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + deepest(spec.obs.values()) + 1
+    if rows < least:
+        raise ConfigError(
+            "replay.capacity", replay.capacity,
+            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
+        )  # fmt: skip
+    return rows
+
+
+def make_ring(
+    config: Config, spec: EnvSpec, rows: int, counts: Counts, device: torch.device, obs_only: bool = False,
+    extra: Sequence[str] = (),
+) -> Replay:  # fmt: skip
+    """An empty replay on ``device``."""
+    return Replay(
+        spec.obs, action_size(spec), spec.num_envs, rows, counts.horizon, spec.max_episode_steps, device,
+        getattr(torch, config.replay.dtype), obs_only, extra, config.task.reward_clip,
+    )  # fmt: skip
+
+
+def action_size(spec: EnvSpec) -> int | None:
+    """Dimensions of continuous actions; None where they are discrete."""
+    return spec.action.size if isinstance(spec.action, Box) else None

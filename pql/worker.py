@@ -50,6 +50,8 @@ class Learner:
     inputs: Any  # private copies of what other workers publish
     gen: Generator
     trains: tuple[str, ...] = ()  # which counts an update adds to: "v" (value), "p" (policy); default: its name
+    begin: Callable[[], None] | None = None  # called once before a new run's first tick; it may wait for the device
+    clock: Tensor | None = None  # 0-dim, in ``state``: ticks so far, where schedules of its own run by them
 
 
 class MetricSum:
@@ -71,6 +73,14 @@ class MetricSum:
     def zero(self) -> None:
         if self.count is not None:
             torch._foreach_zero_([self.count, *self.sums])
+
+    def absorb(self, other: "MetricSum") -> None:
+        """Take what ``other``, which has the same metrics, was given; it starts over. Both were given something."""
+        assert self.count is not None
+        assert other.count is not None
+        theirs = [t.to(self.count.device) for t in (other.count, *other.sums)]
+        torch._foreach_add_([self.count, *self.sums], theirs)
+        other.zero()
 
     def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
         """Means since the last drain, of all processes of ``group``, as device tensors; and start over."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pql.build import Parts, build, seeds
+from pql.build import Parts, build
 from pql.checkpoint import flatten
 from pql.config import Config, from_dict
 from pql.schedule import Executor, Trace
@@ -51,8 +51,8 @@ def start(config: Config, executor: Executor | None = None, trace: Trace | None 
     """Build, reset, warm up: the next thing is tick 0."""
     parts = build(config, executor=executor, trace=trace)
     parts.prepare()
-    parts.collector.start(seeds(config.seed)["env"])
-    parts.collector.warm_up(config.algo.warmup_steps)
+    parts.start()
+    parts.warm_up(config.algo.warmup_steps)
     parts.begin()
     return parts
 

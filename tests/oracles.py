@@ -189,3 +189,59 @@ def gae(
         if e.terminated or e.truncated or e.first:
             break
     return total
+
+
+def importance_weights(probabilities: Sequence[float], size: int, beta: float) -> list[float]:
+    """Schaul et al. 2016, section 3.4: (1 / (N P(i)))^beta, over the largest of them."""
+    raw = [(1 / (size * p)) ** beta for p in probabilities]
+    return [w / max(raw) for w in raw]
+
+
+def q_target(
+    reward: float, discount: float, target_values: Sequence[float], online_values: Sequence[float] | None
+) -> float:
+    """r + discount * Q'(s', a*): a* greedy in Q' (Mnih et al. 2015), or in Q where given (van Hasselt et al. 2016)."""
+    chooser = target_values if online_values is None else online_values
+    best = max(range(len(chooser)), key=lambda a: chooser[a])
+    return reward + discount * target_values[best]
+
+
+def huber(error: float, delta: float | None) -> float:
+    """Huber 1964: quadratic near zero, linear from ``delta`` on, both with the same slope there."""
+    if delta is None or abs(error) <= delta:
+        return error * error / 2
+    return delta * abs(error) - delta * delta / 2
+
+
+def kl_divergence(p: Sequence[float], q: Sequence[float]) -> float:
+    """sum p log(p / q), with 0 log 0 = 0."""
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def dueling(value: float, advantages: Sequence[float]) -> list[float]:
+    """Wang et al. 2016, Eq. 9."""
+    mean = sum(advantages) / len(advantages)
+    return [value + a - mean for a in advantages]
+
+
+def noisy_linear(
+    x: Sequence[float], mu: Sequence[Sequence[float]], sigma: Sequence[Sequence[float]], mu_b: Sequence[float],
+    sigma_b: Sequence[float], z_in: Sequence[float], z_out: Sequence[float],
+) -> list[float]:  # fmt: skip
+    """Fortunato et al. 2018, Eq. 9 with factorised noise, Eq. 10 and 11: w = mu + sigma f(z_out) f(z_in)^T."""
+
+    def f(z: float) -> float:
+        return math.copysign(math.sqrt(abs(z)), z)
+
+    out = []
+    for j in range(len(mu_b)):
+        total = mu_b[j] + sigma_b[j] * f(z_out[j])
+        for i in range(len(x)):
+            total += (mu[j][i] + sigma[j][i] * f(z_out[j]) * f(z_in[i])) * x[i]
+        out.append(total)
+    return out
+
+
+def epsilon_ladder(count: int) -> list[float]:
+    """Horgan et al. 2018, section 4.1: .4^(1 + 7 i / (N - 1))."""
+    return [0.4 ** (1 + 7 * i / (count - 1)) for i in range(count)]

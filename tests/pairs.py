@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE = 120.0  # seconds; on a busy machine importing torch alone takes a while
+PATIENCE = 250.0  # seconds; on a busy machine importing torch alone takes a while
 
 
 class Pair:

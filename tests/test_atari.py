@@ -259,7 +259,7 @@ def test_protocols_are_presets():
     assert compose(["device=cpu"]).task.reward_clip is None
     with pytest.raises(ConfigError, match="atari=paper: expected task=atari with it"):
         compose(["task=pendulum", "atari=paper"])
-    with pytest.raises(ConfigError, match=r"atari=stiky: expected one of paper, sticky \(did you mean sticky\?\)"):
+    with pytest.raises(ConfigError, match=r"atari=stiky: expected one of nature, paper, sticky \(did you mean"):
         compose(["task=atari", "atari=stiky"])
 
 

@@ -90,7 +90,10 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("num_env=3", "num_env=3: expected one of num_envs, episodes, seed, device, out (did you mean num_envs?)"),
+        (
+            "num_env=3",
+            "num_env=3: expected one of num_envs, episodes, seed, device, epsilon, out (did you mean num_envs?)",
+        ),
         ("num_envs=0", "num_envs=0: expected a number from 1 up to 100000"),
         ("num_envs=1000000000000", "num_envs=1000000000000: expected a number from 1 up to 100000"),
         ("episodes=0", "episodes=0: expected a number from 1 up to 1000000"),
@@ -217,9 +220,11 @@ def test_listing(capsys):
     assert main(["list", "tasks"]) == 0
     tasks = capsys.readouterr().out
     assert {line.split()[0] for line in tasks.splitlines()} >= {"pendulum", "halfcheetah", "gymnasium", "lqr"}
+    assert [line for line in tasks.splitlines() if len(line.split()) < 3 and not line.startswith("task=env ")] == []
     assert main(["list", "algos"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "a2c", "ddpg", "ppo", "pql", "pql_d", "pql_sac", "sac", "td3",
+        "a2c", "a3c", "apex", "appo_replicas", "c51", "ddpg", "dqn", "eps_rainbow", "ppo", "pql", "pql_d", "pql_sac",
+        "rainbow", "sac", "td3",
     ]  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
         ("pql resume runs/x bud", ["budget."]),
         ("pql resume runs/x replay.", ["replay.save="]),
         ("pql eval runs/x s", ["seed="]),
-        ("pql eval runs/x ep", ["episodes="]),
+        ("pql eval runs/x ep", ["episodes=", "epsilon="]),
         ("pql play runs/x w", ["width="]),
         ("pql play runs/x --", ["--live"]),
         ("pql train task=ant -", ["-m", "--multirun"]),

@@ -146,7 +146,7 @@ def test_groups_of_other_shapes_and_lists_that_are_none_are_refused(tmp_path, ca
         ("algo.policy.obs=[policy,policy]", "expected null, or a list of observation groups, each once"),
         ("algo.policy.obs=policy", "expected a list of names such as [policy,image] or null"),
         ("algo.encoder.channels=[0]", "expected a list of layer widths, each at least 1"),
-        ("algo.encoder.features=0", "expected a number from 1"),
+        ("algo.encoder.features=-1", "expected a number from 0"),
     ):
         assert main(["train", *words(tmp_path / "run", word)]) == 2
         assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 from dataclasses import replace
+from functools import partial
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first CUDA call, as `pql train` does
 
@@ -104,10 +105,10 @@ def learners(state):
 
 
 class Ordered(Streams):
-    """Three streams, launched in a chosen order."""
+    """A stream for each worker, launched in a chosen order."""
 
     def __init__(self, config, order):
-        super().__init__(worker_devices(config))
+        super().__init__(worker_devices(config, [name for name in order if name != "collector"]))
         self.order = order
 
     def run(self, jobs):
@@ -417,3 +418,60 @@ def test_the_rsl_rl_wrapper_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
     assert obs["policy"].device.type == reward.device.type == extras["time_outs"].device.type == "cuda"
     assert done.dtype == torch.bool
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def replicas(count, order="turns", **placement):
+    central = {"chunk": 512, "ticks": 3, "order": order}
+    algo = {**ON_POLICY["ppo"], "schedule": "replicas", "replicas": count, "central": central}
+    return gpu_config(algo=algo, placement=placement)
+
+
+def run_replicas(config, ticks, late=None):
+    """``late``: the replica whose device work is held up before every update."""
+    parts = start(config)
+    if late is not None:
+        worker = parts.replicas[late].workers["learner"]
+        worker.job = partial(held_up, worker.job)
+    for _ in range(ticks):
+        parts.schedule.tick()
+    parts.schedule.executor.close()
+    return settle(parts), parts
+
+
+def held_up(job, count):
+    if DEVICE == "cuda":
+        torch.cuda._sleep(CYCLES // 10)
+    job(count)
+
+
+def test_one_replica_is_lockstep_bit_for_bit():
+    eager = run(gpu_config(algo=ON_POLICY["ppo"], cuda_graphs="off"), 6)
+    for order in ("turns", "free"):
+        assert differences(eager, run_replicas(replicas(1, order), 2)[0]) == []
+
+
+def test_replicas_in_turns_have_the_same_bits_however_late_the_device_is():
+    reference, parts = run_replicas(replicas(2), 3)
+    assert all(one.streams for one in parts.schedule.members) == (DEVICE == "cuda")
+    for late in (0, 1):
+        assert differences(reference, run_replicas(replicas(2), 3, late)[0]) == []
+
+
+def test_free_replicas_lose_no_push():
+    """Beyond ``kl_stop`` a push changes nothing, and Adam's count is then less; but the same in every chunk."""
+    state, parts = run_replicas(replicas(4, "free"), 3)
+    central = parts.schedule.central
+    assert central.pushes == parts.updates()["v"] == 3 * 3 * 4 * 8
+    assert len({int(chunk.state["count"]) for chunk in central.chunks}) == 1
+    assert all(torch.isfinite(v).all() for v in learners(state).values() if v.is_floating_point())
+
+
+def test_a_replica_on_a_second_device_learns_the_same():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    one = run_replicas(replicas(2, replicas=["cuda:0", "cuda:0"]), 3)[0]
+    two = run_replicas(replicas(2, replicas=["cuda:0", "cuda:1"]), 3)[0]
+    assert differences(one, two) == []

@@ -73,6 +73,25 @@ def test_nature_is_the_network_of_mnih_et_al_2015():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("kind", "size"), [("nature", 64 * 2 * 2), ("small", 32 * 6 * 6), ("resnet", 32 * 6 * 6)])
+def test_without_features_a_network_ends_with_its_last_image(kind, size):
+    torch.manual_seed(0)
+    net, x = Pictures((4, 44, 44), kind, features=0), frames(3, 44)
+    assert net.size == size
+    assert not layers(net, nn.Linear)
+    y = net(x)
+    assert y.shape == (3, size)
+    assert y.min() == 0  # rectified
+    torch.manual_seed(0)
+    whole = Pictures((4, 44, 44), kind)
+    linear = layers(whole, nn.Linear)[0]
+    seen = []
+    linear.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    whole(x)
+    torch.testing.assert_close(y, seen[0])
+
+
+@torch.no_grad()
 def test_resnet_is_the_deep_network_of_espeholt_et_al_2018():
     torch.manual_seed(0)
     net, side = Pictures((4, 21, 21), "resnet"), 21

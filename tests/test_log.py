@@ -60,6 +60,11 @@ def test_plain_lines_where_nobody_looks():
     assert "\x1b" not in out.getvalue()
 
 
+def test_the_lag_of_replicas_is_told_in_its_place():
+    row = {**{k: v for k, v in ROW.items() if k != "lag/policy_ticks"}, "lag/policy_mean": 0.954, "lag/policy_max": 3}
+    assert "p/v 0.5, lag 0.954 |" in log.plain_line(row, None)
+
+
 def test_a_panel_on_a_terminal():
     out = io.StringIO()
     rich = RichConsole(file=out, force_terminal=True, width=120)

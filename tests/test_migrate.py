@@ -99,11 +99,11 @@ def test_stable_baselines_names_are_its_own():
     from stable_baselines3.common.vec_env import VecNormalize
     from stable_baselines3.td3.policies import TD3Policy
 
-    algorithms = {name: getattr(sb3, name) for name in ("PPO", "A2C", "SAC", "TD3", "DDPG")}
+    algorithms = {name: getattr(sb3, name) for name in ("PPO", "A2C", "SAC", "TD3", "DDPG", "DQN")}
     others = (ActorCriticPolicy, TD3Policy, VecNormalize, EvalCallback, make_vec_env, sb3.PPO.learn)
     known = parameters(*algorithms.values(), *others) | algorithms.keys()
     for theirs, *_ in tables()["Stable-Baselines3"]:
         for name in quoted(theirs):
             assert name in known, name
-            for of in re.findall(r"\b(PPO|A2C|SAC|TD3)\b", theirs.replace(f"`{name}`", "")):
+            for of in re.findall(r"\b(PPO|A2C|SAC|TD3|DQN)\b", theirs.replace(f"`{name}`", "")):
                 assert name in parameters(algorithms[of]) or name in algorithms, (name, of)

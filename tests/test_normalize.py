@@ -5,7 +5,7 @@ import torch
 from oracles import Welford
 
 from pql.env import ObsSpec
-from pql.normalize import CLIP, Moments, Normalizer
+from pql.normalize import CLIP, Moments, Normalizer, meet
 
 CPU = torch.device("cpu")
 SPECS = {"policy": ObsSpec((3,)), "critic": ObsSpec((2,)), "frame": ObsSpec((2,), torch.uint8)}
@@ -171,3 +171,30 @@ def test_constant_reward_scale_needs_no_returns():
     norm.observe_reward(torch.randn(3) * 100, no, ~no)
     norm.freeze()
     assert norm.reward_scale.item() == pytest.approx(0.01)
+
+
+def test_sets_that_meet_go_on_from_all_that_any_has_seen():
+    """Three sets see rows of their own, meet, and see more: each then knows all but what others have seen since."""
+    sets, gen = [Moments((2,), CPU) for _ in range(3)], torch.Generator().manual_seed(0)
+    together: list[torch.Tensor] = []
+    for counts in ((5, 3, 0), (1, 0, 2)):
+        fresh = [torch.randn(n, 2, generator=gen) * 3 + 50 for n in counts]
+        for one, rows in zip(sets, fresh, strict=True):
+            if len(rows):
+                one.update(rows)
+            seen = torch.cat([*together, rows]).double()
+            if len(seen):
+                mean, variance = one.statistics()
+                torch.testing.assert_close(mean, seen.mean(0), rtol=1e-12, atol=0)
+                torch.testing.assert_close(variance, seen.var(0, correction=0), rtol=1e-9, atol=0)
+        meet(sets)
+        together += fresh
+        told = [torch.stack(one.statistics()) for one in sets]
+        assert torch.equal(told[0], told[1])
+        assert torch.equal(told[0], told[2])
+    assert [one.count.item() for one in sets] == [11, 0, 0]
+    alone = Moments((2,), CPU)
+    alone.update(together[0])
+    before = torch.stack(alone.statistics())
+    meet([alone])
+    assert torch.equal(torch.stack(alone.statistics()), before)

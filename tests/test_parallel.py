@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from datetime import timedelta
 
+import dqn_runs
 import pytest
 import torch
 from conftest import differences, small_config, start
@@ -251,6 +252,44 @@ def off_policy_apart(setting: str) -> list[Tensor]:
     one = learners(setting)["v"]
     update(one, cut(batches()[0]), half(torch.randn(B, 1)))
     return [one.state.critic.data.detach().clone()]
+
+
+# -- DQN's update -----------------------------------------------------------------------------------------------------
+
+
+def value_learner(variant: str):
+    config = dqn_runs.config_of(
+        dqn_runs.VARIANTS[variant], {"critic": {"hidden": [16], "grad_clip": 0.01}, "dqn": {"target_period": 8}}
+    )
+    return build(config, executor=Inline()).learners["v"]
+
+
+def value_batch() -> Batch:
+    gen = torch.Generator().manual_seed(5)
+    obs, after = ({"policy": torch.randn(B, 4, generator=gen)} for _ in range(2))
+    whole = batches()[0]
+    return whole._replace(obs=obs, next_obs=after, action=torch.randint(2, (B,), generator=gen))
+
+
+def value_based(variant: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The learner's state after three updates in one process, and by both on halves; the target is copied twice."""
+    whole, shared, batch = value_learner(variant), value_learner(variant), value_batch()
+    shared.state.connect(group())
+    for _ in range(3):
+        for learner, rows in ((whole, batch), (shared, cut(batch))):
+            learner.update(learner.state, learner.inputs, rows, learner.gen)
+    return flatten(whole.state.state_dict()), flatten(shared.state.state_dict())
+
+
+@pytest.mark.parametrize("variant", ["dqn", "c51", "prioritized"])
+def test_two_halves_of_a_batch_are_the_batch_for_values_too(both: Pair, variant):
+    (whole, first), (_, second) = both(value_based, variant)
+    own = [k for k in first if k.startswith("priorities")]  # each has rows of its own
+    assert set(differences(first, second)) <= set(own)
+    fresh = flatten(value_learner(variant).state.state_dict())
+    assert not torch.equal(fresh["target/advantage.0.weight"], whole["target/advantage.0.weight"])
+    for k in whole.keys() - set(own):
+        torch.testing.assert_close(first[k], whole[k], rtol=2e-4, atol=2e-6, msg=lambda m, k=k: f"{k}: {m}")
 
 
 # -- PPO --------------------------------------------------------------------------------------------------------------

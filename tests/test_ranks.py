@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ import pql
 from pql import checkpoint
 from pql.compose import compose, resume_config
 from pql.errors import ConfigError
-from pql.ranks import rank_seed, share_of
+from pql.ranks import share_of
 from pql.session import Session
+from pql.wiring import own_seed
 from pql.world import World, world
 
 
@@ -43,17 +45,23 @@ def test_totals_are_shared_out():
 
 
 def test_only_rank_0_has_the_runs_own_seed():
-    assert rank_seed(7, 0) == 7
-    others = {rank_seed(seed, rank) for seed in range(20) for rank in range(1, 8)}
+    assert own_seed(7, 0) == 7
+    others = {own_seed(seed, rank) for seed in range(20) for rank in range(1, 8)}
     assert len(others) == 140
     assert not others & set(range(20))
-    assert rank_seed(7, 3) == rank_seed(7, 3)
+    assert own_seed(7, 3) == own_seed(7, 3)
 
 
 def test_an_annealed_schedule_counts_the_steps_of_all():
     ppo = {"lr_schedule": "linear", "anneal_steps": 6400, "horizon": 8}
     config = small_config(algo={"family": "ppo", "schedule": "lockstep", "batch_size": 31, "ppo": ppo})
     assert share_of(config, World(0, 2, 0, 2)).algo.ppo.anneal_steps == 3200
+
+
+def test_env_steps_are_those_of_all():
+    dqn = {"target_period": 64, "epsilon": {"steps": 1000}, "priority": {"beta_steps": 501}}
+    own = share_of(small_config(algo={"family": "dqn", "dqn": dqn}), World(0, 2, 0, 2)).algo.dqn
+    assert (own.target_period, own.epsilon.steps, own.priority.beta_steps) == (32, 500, 250)
 
 
 def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
@@ -68,6 +76,10 @@ def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
     [
         ({"num_envs": 9}, "num_envs=9: expected a multiple of 2, the processes that share it, such as 8"),
         ({"algo": {"batch_size": 33}}, "algo.batch_size=33: expected a multiple of 2, the processes that share it"),
+        (
+            {"algo": {"family": "dqn", "schedule": "lockstep", "dqn": {"target_period": 1001}}, "num_envs": 8},
+            "algo.dqn.target_period=1001: expected a multiple of 2, the processes that share it",
+        ),
         (
             {"algo": {"family": "ppo", "schedule": "lockstep", "ppo": {"horizon": 2, "minibatches": 16}}},
             "algo.ppo.minibatches=16: expected a divisor of num_envs=4 x algo.ppo.horizon=2 rows, such as 8 "
@@ -134,20 +146,22 @@ CASES = {
     "td3": ("algo=td3",),
     "ppo": ("algo=ppo", "algo.ppo.horizon=4", "algo.ppo.minibatches=2", "algo.ppo.kl_stop=0.002"),
     "a2c": ("algo=a2c", "task=cartpole", "algo.ppo.horizon=4"),
+    "rainbow": ("algo=rainbow", "task=cartpole", "algo.dqn.target_period=64"),
 }
-PER_RANK = ("progress/lost", "progress/carry")
+PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
 
 
 def settings(path: Path, case: str, *more: str) -> list[str]:
-    off_policy = [w for w in words(path) if not w.startswith(("algo.batch_size", "replay"))]
-    chosen = off_policy if case in ("ppo", "a2c") else words(path)
-    return [*chosen, "task.kwargs.max_episode_steps=11", *CASES[case], *more]
+    unread = {"ppo": ("algo.batch_size", "replay"), "a2c": ("algo.batch_size", "replay"), "rainbow": ("algo.policy",)}
+    chosen = [w for w in words(path) if not w.startswith(unread.get(case, ("-",)))]
+    patient = "placement.watchdog_seconds=200"  # other work on this machine is no failure
+    return [*chosen, "task.kwargs.max_episode_steps=11", patient, *CASES[case], *more]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, case):
     first, second = both(run, *settings(tmp_path / "a", case, "budget.env_steps=640"))
-    mine, theirs = ({k: v for k, v in r["weights"].items() if not k.endswith(PER_RANK)} for r in (first, second))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
     assert differences(mine, theirs) == []
     shared = [k for k in first["norm"] if k != "running_return"]
     assert all(torch.equal(first["norm"][k], second["norm"][k]) for k in shared)
@@ -159,7 +173,7 @@ def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, cas
     assert differences(first["weights"], again["weights"]) == []  # and the same bits every time
 
 
-@pytest.mark.parametrize("case", ["pql", "sac", "ppo"])
+@pytest.mark.parametrize("case", ["pql", "sac", "ppo", "rainbow"])
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(both: Pair, tmp_path, case):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steps = {"ppo": (16 * 28, 16 * 48)}.get(case, (16 * 25, 16 * 42))
@@ -284,7 +298,7 @@ def test_live_environments_are_one_to_each(both: Pair, tmp_path):
 def test_two_gpus_hold_the_same_weights(both: Pair, tmp_path, case, graphs):
     more = ("device=cuda", f"cuda_graphs={graphs}", "budget.env_steps=640")
     first, second = both(run, *settings(tmp_path, case, *more))
-    mine, theirs = ({k: v for k, v in r["weights"].items() if not k.endswith(PER_RANK)} for r in (first, second))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
     assert differences(mine, {k: v.to(mine[k].device) for k, v in theirs.items()}) == []
 
 
@@ -328,7 +342,8 @@ def failing(run_dir: str, how: str) -> None:
     from pql.env import register
 
     register("faulty", Faulty)
-    more = ("task=env", "task.name=faulty", f"task.kwargs.how={how}", "placement.watchdog_seconds=2")
+    limit = f"placement.watchdog_seconds={4 if how == 'hang' else 200}"
+    more = ("task=env", "task.name=faulty", f"task.kwargs.how={how}", limit)
     run(*words(Path(run_dir), "budget.env_steps=3200", *more))
 
 
@@ -338,7 +353,7 @@ def failing(run_dir: str, how: str) -> None:
     [
         ("raise", "rank 1 failed: worker collector failed: ValueError: the simulator broke", "RunError"),
         ("die", "rank 1 has ended, or hangs", "Exit"),
-        ("hang", "rank 1 failed: worker collector has not finished its tick in 2 s", "RunError"),
+        ("hang", "rank 1 failed: worker collector has not finished its tick in 4 s", "RunError"),
     ],
 )
 def test_the_failure_of_one_ends_all_by_its_name(tmp_path, how, first, second):
@@ -347,13 +362,13 @@ def test_the_failure_of_one_ends_all_by_its_name(tmp_path, how, first, second):
         (kind, told), (other, _) = two.outcomes(failing, str(tmp_path), how)
     assert (kind, other) == ("RunError", second)
     assert first in told
-    assert time.monotonic() - before < 60
+    assert time.monotonic() - before < 150
 
 
 # -- the command line -----------------------------------------------------------------------------------------------
 
 
-def torchrun(*argv: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def torchrun(*argv: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pql.main"]
     return subprocess.run([*command, *argv], capture_output=True, text=True, timeout=timeout)
 
@@ -377,7 +392,7 @@ def commands(*lines: list[str]) -> list[tuple[int, str]]:
             [sys.executable, "-m", "pql.main", *line], env={**os.environ, **place(rank, len(lines), port)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ))  # fmt: skip
-    return [(p.wait(120), p.stdout.read()) for p in running]
+    return [(p.wait(250), p.stdout.read()) for p in running]
 
 
 def test_ranks_that_were_told_different_things_are_refused(tmp_path):

@@ -331,6 +331,8 @@ def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(t
     assert speed["updates_per_s"] == 10
     assert speed["configured"] == {"ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0}
     assert page["tasks"][0]["end"]["updates"] == 90
+    values = {"algo.family": "dqn", "algo.v_per_step": 4.0, "algo.p_per_v": 0.5}
+    assert runs.configured(values) == {"ratio/v_per_step": 4.0}
 
 
 def test_a_task_where_nothing_happens(tmp_path):

@@ -303,3 +303,47 @@ def test_a_hung_worker_is_named_with_all_stacks():
     release.set()
     parts.schedule.executor.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("pql-") and t.is_alive()]
+
+
+def sleeping(seconds, done, name, number):
+    time.sleep(seconds)
+    done.append((name, number))
+
+
+def supply(name, seconds, numbers, done):
+    return (partial(sleeping, seconds, done, name, n) for n in numbers)
+
+
+def test_workers_that_draw_from_one_supply_do_all_of_it_once():
+    executor, done, numbers = Threads(("fast", "slow")), [], iter(range(40))
+    seconds = executor.share({n: supply(n, s, numbers, done) for n, s in (("fast", 0.002), ("slow", 0.05))})
+    executor.close()
+    assert sorted(number for _, number in done) == list(range(40))
+    own = {name: sum(n == name for n, _ in done) for name in seconds}
+    assert own["fast"] > 4 * own["slow"] > 0
+    assert seconds["fast"] >= 0.002 * own["fast"]
+
+
+@pytest.mark.fault
+def test_the_watchdog_is_for_each_job_and_a_failure_ends_the_supply():
+    executor, done = Threads(("a", "b"), watchdog=0.5), []
+    executor.share({n: supply(n, 0.1, range(8), done) for n in "ab"})  # 0.8 s in all
+    assert len(done) == 16
+
+    def failing(name, fails):
+        yield from supply(name, 0.01, range(3), done)
+        if fails:
+            yield lambda: 1 / 0
+        yield from supply(name, 0.01, range(1000), done)
+
+    with pytest.raises(RunError, match="worker b failed: ZeroDivisionError: division by zero"):
+        executor.share({n: failing(n, n == "b") for n in "ab"})
+    assert len(done) < 16 + 200
+    assert executor.share({"a": iter(())}) == {"a": 0.0}  # and it can be used again
+    executor.close()
+
+
+def test_inline_workers_take_their_jobs_in_turn():
+    done = []
+    Inline().share({"a": supply("a", 0, range(3), done), "b": supply("b", 0, range(2), done)})
+    assert done == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]

@@ -104,7 +104,7 @@ def test_a_plan():
         ([LR, "budget.target_return=1"], "budget=null: expected budget.seconds or budget.env_steps"),
         (["algo.n_step=interval(1.5,3)"], "algo.n_step=interval(1.5,3): expected whole numbers"),
         (["algo.critic.lr=interval(0.1,2)"], "algo.critic.lr=2.0: expected a number above 0 up to 1"),
-        (["algo=choice(pql,sacc)"], "algo=sacc: expected one of a2c, ddpg"),
+        (["algo=choice(pql,sacc)"], "algo=sacc: expected one of a2c, a3c, "),
     ],
 )
 def test_a_mistake_shows_before_anything_starts(words, message, capsys, tmp_path, monkeypatch):

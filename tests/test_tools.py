@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pql.env import Discrete, EnvSpec, ObsSpec
+from pql.valuebased import make_q_network
+
 ROOT = Path(__file__).parents[1]
 FIELDS = {"name": str, "value": float, "unit": str, "baseline": float, "ratio": float, "runs": int, "machine": str}
 NULLABLE = ("baseline", "ratio")
@@ -49,13 +52,23 @@ SMOKE = {
     ),
     "bench_replay": ("sample B=", "sample_obs B=", "insert N=4 D=17 / copy_"),
     "bench_learner": ("cpu: critic / matmuls", "cpu: policy burst of 1 / matmuls", "wide: critic / matmuls"),
-    "gpu_check": ("concurrent / lockstep", "graphs on / off", "host per tick", "kernels per critic update"),
+    "gpu_check": (
+        "concurrent / lockstep",
+        "graphs on / off",
+        "host per tick",
+        "n=8 graphs off: kernels per critic update",
+        "catch DQN n=8 graphs off: kernels per critic update",
+    ),
+    "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
 EXTRA = {"gpu_check": ["--device", "cpu"]}
+NEEDS = {"bench_atari": "ale_py"}
 
 
 @pytest.mark.parametrize("name", SMOKE)
 def test_a_benchmark_runs_and_reports(name, tool, tmp_path, capsys):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     path = tmp_path / "rows.json"
     assert not tool(name).main(["--smoke", "--json", str(path), *EXTRA.get(name, [])])
     rows = json.loads(path.read_text())
@@ -90,6 +103,38 @@ def test_bare_products_are_those_of_the_real_update(tool):
             counts.append(counter.get_total_flops())
         assert counts[0] == counts[1], worker
     parts.schedule.executor.close()
+
+
+def test_bare_convolutions_are_those_of_the_real_update(tool):
+    """As for matrix products above; a convolution's backward pass counts by which gradients it gives."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    bench = tool("bench_atari")
+    obs = {"policy": torch.randint(256, (4, 4, 84, 84), dtype=torch.uint8)}
+    args = bench.argparse.Namespace(game="pong", threads=1, device="cpu")
+    spec = EnvSpec("pong", 4, {"policy": ObsSpec((4, 84, 84), torch.uint8, stack=4)}, Discrete(6), torch.device("cpu"))
+    net = make_q_network(bench.make_config(args, 4, 4), spec)
+    bare, counts = bench.Products(net, obs), []
+
+    def update():
+        net(obs).sum().backward()
+
+    def products():
+        bare.forward()
+        bare.backward()
+
+    for fn in (update, products):
+        with FlopCounterMode(display=False) as counter:
+            fn()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_without_ale_py_the_gpu_check_goes_without_atari(tool, capsys, monkeypatch):
+    module = tool("gpu_check")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ale_py" else object())
+    assert module.atari(None) == []
+    assert "ale_py not installed" in capsys.readouterr().out
 
 
 def test_without_cuda_the_gpu_check_says_so_in_one_line(tool, capsys, monkeypatch):

@@ -7,9 +7,11 @@ Needs torch >= 2.10, numpy, safetensors and pytest; nothing has to be installed 
 
 1. what the machine is;
 2. the tests marked ``gpu``, in a process of their own (a failure here means: believe no number below);
-3. PQL on ``cartpole_swingup`` with the paper's networks and batch, at 4,096 and 16,384 environments.
+3. PQL on ``cartpole_swingup`` with the paper's networks and batch, at 4,096 and 16,384 environments;
+4. DQN on ``catch``, frames and convolutions on the device, at 4,096 environments;
+5. Atari, where ale_py is installed: ``bench_atari.py``'s sampling and learning with the network on the device.
 
-The rows of part 3, per number of environments n:
+The rows of parts 3 and 4, per number of environments n:
 
 concurrent / lockstep    env-steps/s of three streams over one, with CUDA graphs on and off: what overlap is worth
 graphs on / off          env-steps/s under ``concurrent``: what capturing is worth
@@ -35,6 +37,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = {"pql.envs": "envs", "pql.cfg": "cfg"}  # import packages that live in top-level folders
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+NAMES = {"v": "critic", "p": "policy"}
 AHEAD = 2  # ticks that may be launched before the host has to wait
 TEST_SECONDS = 180
 
@@ -70,10 +74,23 @@ def use_checkout() -> None:
 
 use_checkout()
 
+import bench_atari  # noqa: E402
 from _bench import alternate, compare, report  # noqa: E402
 
 from pql.build import Parts, build, seeds  # noqa: E402
-from pql.config import AlgoConfig, Config, CriticConfig, PolicyConfig, ReplayConfig, TaskConfig  # noqa: E402
+from pql.config import (  # noqa: E402
+    AlgoConfig,
+    Config,
+    CriticConfig,
+    PlacementConfig,
+    PolicyConfig,
+    ReplayConfig,
+    TaskConfig,
+    ThreadsConfig,
+)
+from pql.machine import available_cores  # noqa: E402
+
+ONE_THREAD = PlacementConfig(threads=ThreadsConfig(1, 1, 1, 1))  # on the CPU, where a test may not have it to itself
 
 
 def describe(device: torch.device) -> list[str]:
@@ -117,7 +134,21 @@ def make_config(num_envs: int, args: Any) -> Config:
         return Config(task=task, num_envs=num_envs, device=args.device)
     critic, policy = CriticConfig(hidden=[16, 16]), PolicyConfig(hidden=[16, 16])
     algo = AlgoConfig(batch_size=32, v_per_step=2, warmup_steps=4, critic=critic, policy=policy)
-    return Config(task=task, algo=algo, replay=ReplayConfig(capacity=64 * num_envs), num_envs=num_envs, device="cpu")
+    replay = ReplayConfig(capacity=64 * num_envs)
+    return Config(task=task, algo=algo, replay=replay, num_envs=num_envs, device="cpu", placement=ONE_THREAD)
+
+
+def catch_config(num_envs: int, args: Any) -> Config:
+    """DQN on Catch, each row used eight times, in large batches; or tiny."""
+    hidden, batch, warm_up = ([16], 32, 4) if args.smoke else ([512], 2 * num_envs, 32)
+    algo = AlgoConfig(
+        name="dqn", family="dqn", batch_size=batch, n_step=1, v_per_step=8 * num_envs / batch, warmup_steps=warm_up,
+        normalize_obs=False, critic=CriticConfig(hidden=hidden, activation="relu", weight_decay=0.0),
+    )  # fmt: skip
+    return Config(
+        task=TaskConfig(name="catch"), algo=algo, replay=ReplayConfig(capacity=1024 * num_envs), num_envs=num_envs,
+        device=args.device, placement=ONE_THREAD if args.smoke else PlacementConfig(),
+    )  # fmt: skip
 
 
 def ready(config: Config, schedule: str, graphs: bool, warm_ticks: int = 5) -> Parts:
@@ -190,10 +221,9 @@ def launch_rows(case: str, parts: Parts) -> list[dict[str, Any]]:
     """Kernels and launches per update of each learner and per step of the collector."""
     horizon = parts.counts.horizon
     jobs: dict[str, tuple[Callable[[], Any], int]] = {
-        "critic update": (lambda: parts.jobs["v"](1), parts.jobs["v"].size),
-        "policy update": (lambda: parts.jobs["p"](1), parts.jobs["p"].size),
-        "collector step": (lambda: parts.collector.run(horizon), horizon),
+        f"{NAMES[worker]} update": (partial(job, 1), job.size) for worker, job in parts.jobs.items()
     }
+    jobs["collector step"] = (lambda: parts.collector.run(horizon), horizon)
     rows = []
     for name, (job, count) in jobs.items():
         kernels, launches = count_work(parts, job)
@@ -202,9 +232,9 @@ def launch_rows(case: str, parts: Parts) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(num_envs: int, args: Any) -> list[dict[str, Any]]:
-    """All variants at one number of environments, in turn."""
-    config, case = make_config(num_envs, args), f"n={num_envs}"
+def measure(case: str, config: Config, args: Any) -> list[dict[str, Any]]:
+    """All variants of one algorithm at one number of environments, in turn."""
+    num_envs = config.num_envs
     runs = {
         (schedule, graphs): ready(config, schedule, graphs)
         for schedule in ("concurrent", "lockstep") for graphs in (True, False)
@@ -234,6 +264,20 @@ def measure(num_envs: int, args: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def atari(args: Any) -> list[dict[str, Any]]:
+    """Sampling and learning on a game; nothing, said in a line, where its simulator is missing."""
+    missing = [m for m in ("ale_py", "gymnasium") if importlib.util.find_spec(m) is None]
+    if missing:
+        print(f"no Atari rows: {' and '.join(missing)} not installed (pip install 'pql[atari]')")
+        return []
+    num_envs, batches, threads = (4, [8], 1) if args.smoke else (256, [32, 512], available_cores())
+    wanted = argparse.Namespace(
+        game="pong", num_envs=num_envs, batches=batches, threads=threads, device=args.device,
+        rounds=args.rounds, seconds=args.seconds, smoke=args.smoke,
+    )  # fmt: skip
+    return bench_atari.sampling(wanted) + bench_atari.learning(wanted)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -258,9 +302,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda" and not args.skip_tests:
         status = tests_in_a_process()
         rows.append(compare("gpu tests", "exit status", [float(status)]))
-    for num_envs in args.num_envs:
-        rows += measure(num_envs, args)
+    cases = {f"n={n}": make_config(n, args) for n in args.num_envs}
+    catch = 8 if args.smoke else 4096
+    cases[f"catch DQN n={catch}"] = catch_config(catch, args)
+    for case, config in cases.items():
+        rows += measure(case, config, args)
         gc.collect()
+    rows += atari(args)
     report(rows, args.json)
     return 1 if status else 0
 

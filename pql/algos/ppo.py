@@ -218,7 +218,8 @@ def value_scale(returns: Moments | None) -> tuple[Tensor | float, Tensor | float
     """Standard deviation and mean of the returns so far: value = output * scale + shift."""
     if returns is None:
         return 1.0, 0.0
-    return (returns.variance() + EPSILON).sqrt().float(), returns.mean.float()
+    mean, variance = returns.statistics()
+    return (variance + EPSILON).sqrt().float(), mean.float()
 
 
 def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tensor, Tensor]:

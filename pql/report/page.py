@@ -170,8 +170,9 @@ def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section
         if series and (part := series.get(f"throughput/{key}")):
             alt = f"{title} over time, {num(part['y'][0])} at first, {num(part['y'][-1])} at the end"
             out.pictures.append(picture(key, draw.lines(title, {key: part}, zero=True), alt))
+    unit = "pushes" if series and "lag/policy_mean" in series else "ticks"  # the former: of replicas
     for prefix, title in (("busy/", "busy share of each worker"), ("ratio/", "realised ratios"),
-                          ("memory/", "memory (GiB)"), ("lag/", "policy lag (ticks)")):  # fmt: skip
+                          ("memory/", "memory (GiB)"), ("lag/", f"policy lag ({unit})")):  # fmt: skip
         parts = {k.removeprefix(prefix): v for k, v in (series or {}).items() if k.startswith(prefix)}
         if parts:
             alt = f"{title} over time; at the end " + ", ".join(f"{k} {num(v['y'][-1])}" for k, v in parts.items())
@@ -241,6 +242,13 @@ def beats_table(overall: Numbers, labels: Sequence[str]) -> Table:
     return Table("How often a run of the row's algorithm scores above one of the column's", ["algorithm", *names], rows)
 
 
+LAGS = {
+    "lag/policy_ticks": "policy lag",
+    "lag/policy_mean": "policy lag, mean, pushes",
+    "lag/policy_max": "policy lag, largest",
+}
+
+
 def speed_table(task: Numbers, labels: Sequence[str]) -> Table:
     each = [g["speed"] for g in task["groups"]]
     keys = list(dict.fromkeys(k for s in each for k in s if s[k] is not None))
@@ -255,7 +263,7 @@ def speed_table(task: Numbers, labels: Sequence[str]) -> Table:
     for k in prefixed("ratio/"):
         columns.append((k.removeprefix("ratio/").replace("_", " "), lambda s, k=k: ratio(s, k)))  # type: ignore[misc]
     for k in prefixed("lag/"):
-        columns.append(("policy lag", lambda s, k=k: Cell(num(s.get(k)))))  # type: ignore[misc]
+        columns.append((LAGS.get(k, k), lambda s, k=k: Cell(num(s.get(k)))))  # type: ignore[misc]
     for k in prefixed("busy/"):
         columns.append((f"busy: {k.removeprefix('busy/')}",
                         lambda s, k=k: Cell(percent(s.get(k)), bar=s.get(k))))  # type: ignore[misc] # fmt: skip

@@ -175,6 +175,8 @@ def on_policy(settings: Mapping[str, Any]) -> bool:
 def configured(settings: Mapping[str, Any]) -> dict[str, float]:
     """The ratios that the settings ask for, by the name under which they are counted."""
     ratios = {k: settings.get(f"algo.{k}") for k in ("v_per_step", "p_per_v")}
+    if settings.get("algo.family") == "dqn":  # one network, which has no policy beside it
+        del ratios["p_per_v"]
     if on_policy(settings):
         epochs, parts, horizon = (settings.get(f"algo.ppo.{k}") for k in ("epochs", "minibatches", "horizon"))
         ratios = {"v_per_step": epochs * parts / horizon, "p_per_v": 1.0} if epochs and parts and horizon else {}

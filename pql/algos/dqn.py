@@ -1,0 +1,138 @@
+"""DQN and its descendants: one update function; double, dueling, n-step, C51, noisy layers and priorities are settings.
+
+Sources: Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Bellemare et al. 2017 (C51), Schaul et al. 2016
+(priorities), Fortunato et al. 2018 (noisy layers), Hessel et al. 2018 (Rainbow).
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Generator, Tensor
+
+from pql.algos.ddpg import loss_share
+from pql.dist import project
+from pql.nets import Flat
+from pql.optim import Optimizer, polyak
+from pql.priority import Prioritized
+from pql.qnets import QNetwork, redraw_noise
+from pql.types import Batch, Metrics
+from pql.worker import State
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What does not change in a run; see ``config.DqnConfig``."""
+
+    double: bool
+    huber: float | None
+    target_period: int  # updates between copies to the target network
+
+
+class Clock:
+    """Updates so far, on the device: it says when the target network is due."""
+
+    def __init__(self, device: torch.device):
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.updates.copy_(state["updates"])
+
+
+@dataclass
+class ValueState(State):
+    """What the V-learner owns: the network (whose greedy action is the policy), its target, and the priorities."""
+
+    q: Flat
+    target: Flat
+    optimizer: Optimizer
+    clock: Clock
+    priorities: Prioritized | None = None
+
+    @property
+    def nets(self) -> tuple[QNetwork, QNetwork]:
+        """The network that is trained, and the target network."""
+        return cast(QNetwork, self.q.module), cast(QNetwork, self.target.module)
+
+
+def update(state: ValueState, inputs: Settings, batch: Batch, gen: Generator) -> Metrics:
+    """One step of Q(s, a) towards r + discount * Q'(s', a*), and of the priorities. Mutates ``state`` only."""
+    net, target_net = state.nets
+    redraw_noise(net, gen)
+    redraw_noise(target_net, gen)
+    loss_of = scalar_loss if net.atoms is None else categorical_loss
+    loss, error, q = loss_of(net, target_net, inputs, batch)  # [B] each
+    total = (loss * loss_share(batch.mask, batch.weight)).sum()
+    state.optimizer.zero_grad()
+    total.backward()
+    norm = state.optimizer.step(mask=batch.mask)
+    follow(state, inputs.target_period)
+    if state.priorities is not None:
+        state.priorities.update(batch.index, error, batch.mask)
+    share = loss_share(batch.mask, torch.ones_like(batch.weight))
+    return {
+        "loss/critic": total.detach(), "value/q": (q * share).sum(), "value/td_error": (error.abs() * share).sum(),
+        "grad_norm/critic": norm, "replay/weight_mean": (batch.weight * share).sum(),
+    }  # fmt: skip
+
+
+def scalar_loss(net: QNetwork, target_net: QNetwork, settings: Settings, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Half the squared TD error, or Huber's loss. Returns (loss, TD error, value), [B] each."""
+    with torch.no_grad():
+        ahead = target_net(batch.next_obs)  # [B, n]
+        best = choose(net, ahead, settings, batch)
+        target = torch.addcmul(batch.reward, batch.discount, at(ahead, best))
+    q = at(net(batch.obs), batch.action)
+    error = target - q
+    return huber(error, settings.huber), error.detach(), q.detach()
+
+
+def categorical_loss(
+    net: QNetwork, target_net: QNetwork, settings: Settings, batch: Batch
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy against the projected target distribution. Returns (loss, KL(target || prediction), value)."""
+    atoms = net.atoms
+    assert atoms is not None
+    with torch.no_grad():
+        ahead = target_net(batch.next_obs).softmax(-1)  # [B, n, Z]
+        best = choose(net, ahead @ atoms, settings, batch)
+        support = batch.reward.unsqueeze(-1) + batch.discount.unsqueeze(-1) * atoms
+        target = project(support, at(ahead, best), atoms)
+    log_probs = at(net(batch.obs), batch.action).log_softmax(-1)  # [B, Z]
+    loss = -(target * log_probs).sum(-1)
+    kl = loss.detach() + torch.xlogy(target, target).sum(-1)
+    return loss, kl.clamp(min=0), log_probs.detach().exp() @ atoms
+
+
+def choose(net: QNetwork, ahead: Tensor, settings: Settings, batch: Batch) -> Tensor:
+    """The action at s' that the target values, [B]: greedy in the target network's values [B, n]; double: in ``net``'s.
+
+    (van Hasselt et al. 2016.)
+    """
+    return (net.values(batch.next_obs) if settings.double else ahead).argmax(-1)
+
+
+def at(values: Tensor, action: Tensor) -> Tensor:
+    """Of [B, n, ...], each row's entry at its action [B]: [B, ...]."""
+    index = action.view(-1, *[1] * (values.dim() - 1)).expand(-1, 1, *values.shape[2:])
+    return values.gather(1, index).squeeze(1)
+
+
+def huber(error: Tensor, delta: float | None) -> Tensor:
+    """e^2 / 2 up to |e| = delta, linear beyond: delta (|e| - delta / 2); None: e^2 / 2 everywhere."""
+    if delta is None:
+        return 0.5 * error.square()
+    size = error.abs()
+    inside = size.clamp(max=delta)
+    return inside * (size - 0.5 * inside)
+
+
+@torch.no_grad()
+def follow(state: ValueState, period: int) -> None:
+    """Count the update, and copy the network to its target after every ``period``-th, without a branch."""
+    state.clock.updates += 1
+    due = (state.clock.updates % period == 0).to(state.q.data.dtype)
+    polyak(state.target, state.q, due)  # a share of 1 copies bit for bit, one of 0 changes nothing

@@ -1,0 +1,250 @@
+"""What a run consists of, wired: one replica, or several, and the schedule that runs them.
+
+A :class:`Replica` is a whole learner: an environment, the collector that steps it, and the workers that learn from
+its rows. All schedules but ``Replicas`` have one. What the session asks of a run it asks of :class:`Parts`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from pql.collect import Collector
+from pql.config import Config
+from pql.env import VecEnv
+from pql.errors import ConfigError
+from pql.nets import Flat
+from pql.normalize import Moments
+from pql.parallel import ALONE, Group
+from pql.replay import Cursor
+from pql.schedule import Counts, Schedule
+from pql.slots import WeightSlot
+from pql.wiring import seeds
+from pql.worker import Learner, LearnerJob, MetricSum, Worker
+
+
+@dataclass
+class Replica:
+    """A whole learner.
+
+    Attributes:
+        config: its share of the run's: environments, seed, device.
+        learners: "v", "p"; or "learner" where one trains both.
+        gauges: 0-dim, for the log; several replicas' add up.
+        schedule: of its own workers.
+        policy: the policy that it learns.
+    """
+
+    config: Config
+    env: VecEnv
+    collector: Collector
+    learners: dict[str, Learner]
+    jobs: dict[str, LearnerJob]
+    cursors: dict[str, Cursor]
+    gauges: dict[str, Tensor]
+    slots: dict[str, WeightSlot]
+    workers: dict[str, Worker]
+    schedule: Schedule
+    policy: Flat | nn.Module
+
+    def prepare(self) -> None:
+        self.collector.prepare()
+        for job in self.jobs.values():
+            job.graph.prepare()
+
+    def counters(self) -> dict[str, int]:
+        """Steps of each of its environments, and updates by learner."""
+        return {"steps": self.collector.steps, **{k: job.updates for k, job in self.jobs.items()}}
+
+    def load_counters(self, counters: dict[str, float]) -> None:
+        self.collector.steps = int(counters["steps"])
+        for k, job in self.jobs.items():
+            job.updates = int(counters[k])
+
+    def statistics(self) -> list[Moments]:
+        """All running statistics, in the same order in every replica."""
+        states = [v for learner in self.learners.values() for v in vars(learner.state).values()]
+        owners = [self.collector.normalizer, *(v for v in states if isinstance(v, nn.Module))]
+        return [m for owner in owners for m in owner.modules() if isinstance(m, Moments)]
+
+    def state_dict(self) -> dict[str, Any]:
+        learners = {k: {"state": v.state.state_dict(), "gen": v.gen.get_state()} for k, v in self.learners.items()}
+        lost = {k: v.lost for k, v in self.cursors.items()}
+        return {"collector": self.collector.state_dict(), "learners": learners, "lost": lost}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore in place."""
+        self.collector.load_state_dict(state["collector"])
+        for k, learner in self.learners.items():
+            learner.state.load_state_dict(state["learners"][k]["state"])
+            learner.gen.set_state(state["learners"][k]["gen"].cpu())
+        for k, cursor in self.cursors.items():
+            cursor.lost.copy_(state["lost"][k])
+
+
+@dataclass
+class Parts:
+    """A run's objects. Those of one replica, where it is asked for by name, are the first's.
+
+    Attributes:
+        counts: the integers of a replica's tick.
+        schedule: of the run. Between its ticks every replica has the same parameters and statistics.
+    """
+
+    config: Config
+    counts: Counts
+    replicas: list[Replica]
+    schedule: Schedule
+
+    @property
+    def first(self) -> Replica:
+        return self.replicas[0]
+
+    @property
+    def env(self) -> VecEnv:
+        return self.first.env
+
+    @property
+    def collector(self) -> Collector:
+        return self.first.collector
+
+    @property
+    def learners(self) -> dict[str, Learner]:
+        return self.first.learners
+
+    @property
+    def jobs(self) -> dict[str, LearnerJob]:
+        return self.first.jobs
+
+    @property
+    def cursors(self) -> dict[str, Cursor]:
+        return self.first.cursors
+
+    @property
+    def gauges(self) -> dict[str, Tensor]:
+        return self.first.gauges
+
+    @property
+    def slots(self) -> dict[str, WeightSlot]:
+        return self.first.slots
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        return self.first.workers
+
+    @property
+    def policy(self) -> Flat | nn.Module:
+        """The policy that is evaluated and saved."""
+        return self.first.policy
+
+    # -- from the start to the end ----------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Capture graphs where they are on. Before the first reset."""
+        for one in self.replicas:
+            one.prepare()
+
+    def start(self) -> None:
+        """Reset the simulators, each with a seed of its own."""
+        for one in self.replicas:
+            one.collector.start(seeds(one.config.seed)["env"])
+
+    def warm_up(self, steps: int) -> None:
+        """``steps`` random steps of every environment."""
+        for one in self.replicas:
+            one.collector.warm_up(steps)
+
+    def begin(self, ticks: int = 0) -> None:
+        """Publish everything as it stands; tick ``ticks`` comes next."""
+        if ticks == 0:
+            for learner in (v for one in self.replicas for v in one.learners.values()):
+                if learner.begin is not None:
+                    learner.begin()
+        self.schedule.begin(ticks)
+
+    def close_envs(self) -> None:
+        for one in self.replicas:
+            one.env.close()
+
+    # -- what was done ----------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> float:
+        """Of every environment so far, warm-up included; the mean over replicas."""
+        return sum(one.collector.steps for one in self.replicas) / len(self.replicas)
+
+    @property
+    def env_steps(self) -> int:
+        """Transitions so far, all environments together, warm-up included."""
+        return sum(one.collector.steps * one.env.spec.num_envs for one in self.replicas)
+
+    def updates(self) -> dict[str, int]:
+        """Updates so far of the critic ("v") and of the policy ("p"); one learner's may be both."""
+        jobs = [job for one in self.replicas for job in one.jobs.values()]
+        return {
+            what: sum(job.updates for job in jobs if what in (job.learner.trains or (job.learner.name,)))
+            for what in ("v", "p")
+        }
+
+    def busy(self) -> dict[str, float]:
+        """Seconds of work so far by worker; the mean over replicas."""
+        return {k: sum(one.workers[k].busy for one in self.replicas) / len(self.replicas) for k in self.workers}
+
+    def totals(self) -> dict[str, float]:
+        """What rates are made of, since the run (``busy/...``: this sitting) began; env steps aside."""
+        updates = sum(job.updates for one in self.replicas for job in one.jobs.values())
+        busy = {f"busy/{k}": v for k, v in self.busy().items()}
+        return {"ticks": self.schedule.ticks, "updates": updates, **busy}
+
+    def drain(self, group: Callable[[str], Group] = lambda worker: ALONE) -> dict[str, Tensor]:
+        """The log's device values since the last call: of all replicas' episodes and updates together, and gauges.
+
+        Args:
+            group: the processes of a worker, whose values are added.
+        """
+        first, *others = self.replicas
+        for one in others:
+            first.collector.episodes.absorb(one.collector.episodes)
+        values = first.collector.episodes.drain(group("collector"))
+        for name in first.jobs:
+            sums = [m for one in self.replicas if (m := one.jobs[name].metrics).count is not None] or [MetricSum()]
+            for other in sums[1:]:
+                sums[0].absorb(other)
+            values |= sums[0].drain(group(name))
+        for name, gauge in first.gauges.items():
+            total = sum((one.gauges[name].to(gauge.device) for one in others), gauge.clone())
+            values[name] = group(next(iter(first.jobs))).sum_(total)
+        return values
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Ticks, and every replica's counters: those of the second are ``steps.1``, and so on."""
+        out = {"ticks": self.schedule.ticks}
+        for i, one in enumerate(self.replicas):
+            out |= {f"{k}.{i}" if i else k: v for k, v in one.counters().items()}
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next tick depends on."""
+        first, *others = (one.state_dict() for one in self.replicas)
+        return {**first, "replicas": others}
+
+    def load_state_dict(self, state: dict[str, Any], ticks: int) -> None:
+        """Restore in place, as if ``ticks`` ticks had been run."""
+        for one, saved in zip(self.replicas, [state, *state["replicas"]], strict=True):
+            one.load_state_dict(saved)
+        self.begin(ticks)
+
+    def load_counters(self, counters: dict[str, float]) -> None:
+        """The reverse of :meth:`counters`, but for the ticks.
+
+        Raises:
+            ConfigError: they are those of another number of replicas.
+        """
+        saved = 1 + sum(k.startswith("steps.") for k in counters)
+        if saved != len(self.replicas):
+            raise ConfigError("algo.replicas", len(self.replicas), f"{saved}, as in the checkpoint")
+        for i, one in enumerate(self.replicas):
+            one.load_counters({k: counters[f"{k}.{i}" if i else k] for k in one.counters()})

@@ -1,0 +1,194 @@
+"""Value-based wiring: a collector that acts epsilon-greedily, and one V-learner whose network is the policy.
+
+DQN, C51 and Rainbow are this under ``Lockstep``; with an epsilon ladder and priorities from the collector under
+``Concurrent`` it is Ape-X (Horgan et al. 2018).
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from math import gcd
+from typing import cast
+
+import torch
+from torch import Generator, nn
+
+from pql.actor_critic import OwnBody
+from pql.algos import dqn
+from pql.collect import Collector
+from pql.config import Config
+from pql.encoders import custom_network, groups_of, make_encoder
+from pql.env import Discrete, EnvSpec, VecEnv
+from pql.epsilon import TOLD, Epsilon, EpsilonActor
+from pql.errors import ConfigError
+from pql.nets import Flat
+from pql.normalize import Normalizer
+from pql.optim import AdamW, Optimizer, RMSProp
+from pql.priority import Prioritized
+from pql.qnets import QNetwork
+from pql.replay import Cursor, Replay
+from pql.schedule import LONGEST_HORIZON, Counts
+from pql.types import Batch, split
+from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.worker import Learner
+
+
+def counts(config: Config) -> Counts:
+    """The smallest tick with whole numbers of steps and updates.
+
+    Raises:
+        ConfigError: none up to 64 steps has.
+    """
+    ratio = Fraction(str(config.algo.v_per_step))
+    if ratio.denominator > LONGEST_HORIZON:
+        raise ConfigError(
+            "algo.v_per_step", config.algo.v_per_step,
+            f"a ratio that gives a whole number of updates within {LONGEST_HORIZON} steps, such as 0.5",
+        )  # fmt: skip
+    return Counts(ratio.denominator, {"v": ratio.numerator}, 1)
+
+
+def target_updates(config: Config, counts: Counts) -> int:
+    """``algo.dqn.target_period`` in updates.
+
+    Raises:
+        ConfigError: it is no whole number of them; names the nearest that is.
+    """
+    period, steps, updates = config.algo.dqn.target_period, counts.horizon * config.num_envs, counts.updates["v"]
+    if period * updates % steps == 0:
+        return period * updates // steps
+    unit = steps // gcd(steps, updates)
+    raise ConfigError(
+        "algo.dqn.target_period", period,
+        f"a whole number of updates, {updates} of which come with every {steps} env steps: a multiple of {unit}, "
+        f"such as {unit * max(1, round(period / unit))}",
+    )  # fmt: skip
+
+
+def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+    """What an environment and a config must agree on. Returns the replay's rows T.
+
+    Raises:
+        ConfigError: an action or observation space that no network here takes, a target period that is no whole number
+            of updates, a replay that is too small or too large.
+    """
+    if not isinstance(spec.action, Discrete):
+        raise ConfigError("task", config.task.name, f"a task with discrete actions; this one has {spec.action}")
+    if config.algo.critic.net is None:
+        groups_of(acting(config), spec, "critic")
+    target_updates(config, counts)
+    leaf = ("priority",) * 2 if config.algo.dqn.priority.alpha > 0 else ()  # it takes as much as two numbers of a row
+    return ring_rows(config, spec, counts, device, (*told(config), *leaf))
+
+
+def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:
+    """The replay, its collector and the V-learner."""
+    spec, seed, algo = env.spec, seeds(config.seed), config.algo
+    gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
+    net = make_network(config, spec, seed["init"])
+    norm = make_normalizer(config, spec, devices["collector"])
+    ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
+    epsilon = Epsilon(algo.dqn.epsilon, spec.num_envs, spec.device)
+    actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(told(config)))
+    collector = Collector(env, actor, norm, [ring], gens["collector"], capture)
+    value = value_role(config, net, norm, ring, counts, gens["v"])
+    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={
+        "norm": norm.frozen(), "rows": ring.live.tensors()})  # fmt: skip
+    assert value.cursor is not None
+    assert value.learner is not None
+    gauges = {"replay/bootstrap_lost": value.cursor.lost, "explore/epsilon": epsilon.mean}
+    state = cast(dqn.ValueState, value.learner.state)
+    if state.priorities is not None:
+        gauges["replay/beta"] = state.priorities.beta
+    return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
+
+
+def value_role(config: Config, net: QNetwork, norm: Normalizer, ring: Replay, counts: Counts, gen: Generator) -> Role:
+    """The V-learner: network and target, priorities where they are on, a private normaliser and cursor."""
+    algo, device = config.algo, ring.device
+    flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
+    ranked = make_priorities(config, ring, counts)
+    state = dqn.ValueState(flat, target, make_optimizer(config, flat), dqn.Clock(device), ranked)
+    settings = dqn.Settings(algo.dqn.double, algo.dqn.huber, target_updates(config, counts))
+    ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
+    cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
+
+    def normalize(batch: Batch) -> Batch:
+        reward = batch.reward * private.reward_scale
+        return batch._replace(obs=private(batch.obs), next_obs=private(batch.next_obs), reward=reward)
+
+    def draw(count: int, gen: Generator) -> Iterator[Batch]:
+        if ranked is None:  # no update changes what the next one draws: one gather for all
+            yield from split(
+                normalize(ring.sample(cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)), count
+            )
+            return
+        ranked.open(cursor, private.reward_scale)
+        for _ in range(count):
+            yield normalize(ranked.sample(cursor, algo.batch_size, gen))
+
+    learner = Learner(
+        "v", state, dqn.update, draw, settings, gen, begin=partial(ranked.begin, cursor) if ranked else None
+    )
+    pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
+    return Role(pulls, {"policy": [flat.data]}, learner, cursor)
+
+
+def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized | None:
+    """Priorities over the ring, or None where rows are drawn uniformly."""
+    algo, wanted = config.algo, config.algo.dqn.priority
+    if wanted.alpha == 0:
+        return None
+    clip = None if algo.critic.atoms is not None else algo.dqn.huber  # of TD errors; a KL counts in full
+    return Prioritized(
+        ring, algo.n_step, algo.gamma, wanted.alpha, wanted.beta, wanted.beta_steps,
+        counts.horizon * ring.num_envs, wanted.initial == "actor", clip,
+    )  # fmt: skip
+
+
+def told(config: Config) -> tuple[str, ...]:
+    """Columns that the actor has stored beside its actions."""
+    wanted = config.algo.dqn.priority
+    return TOLD if wanted.alpha > 0 and wanted.initial == "actor" else ()
+
+
+def make_optimizer(config: Config, flat: Flat) -> Optimizer:
+    net, own = config.algo.critic, config.algo.dqn
+    if own.optimizer == "rmsprop":
+        return RMSProp(flat, net.lr, net.grad_clip, own.rms_decay, net.eps)
+    return AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
+
+
+def acting(config: Config) -> Config:
+    """The same with observations that the network may act on: what the policy sees, unless they are named."""
+    critic = config.algo.critic
+    return replace(config, algo=replace(config.algo, critic=replace(critic, obs=critic.obs or ["policy"])))
+
+
+def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
+    """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
+    config, own = acting(config), config.algo.dqn
+    net, group = config.algo.critic, groups_of(config, spec, "critic")[0]
+    encoder: nn.Module | None
+    if net.net is not None:
+        encoder = OwnBody(custom_network(config, spec, "critic"), spec.obs)
+    else:
+        encoder = make_encoder(config, spec, "critic")
+    size = spec.obs[group].shape[0] if encoder is None else cast(int, encoder.size)
+    atoms = None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms)
+    return QNetwork(
+        group, size, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm, encoder, atoms,
+        own.dueling, own.noisy, own.shared_grad,
+    )  # fmt: skip
+
+
+def make_network(config: Config, spec: EnvSpec, seed: int) -> QNetwork:
+    """The network on the CPU, initialised from ``seed`` alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make_q_network(config, spec)
+
+
+VALUE = Family(("v",), counts, check_spec, wire, make_q_network)

@@ -1,0 +1,41 @@
+"""Small value-based runs, in every variant, for the tests."""
+
+import pytest
+from conftest import merge, small_config
+
+from pql.validate import validate
+
+BASE = {
+    "task": {"name": "cartpole", "kwargs": {"max_episode_steps": 11, "stagger": True}},
+    "placement": {"matmul": "exact"},
+    "algo": {
+        "family": "dqn",
+        "name": "dqn",
+        "schedule": "lockstep",
+        "n_step": 3,
+        "critic": {"hidden": [16, 16], "lr": 1e-3, "weight_decay": 0.0},
+        "dqn": {"target_period": 32, "epsilon": {"steps": 2000}},
+    },
+}
+PRIORITIES = {"alpha": 0.6, "beta": 0.4, "beta_steps": 4000}
+C51 = {"critic": {"atoms": 11, "v_min": 0.0, "v_max": 20.0}}
+VARIANTS = {
+    "dqn": {"dqn": {"optimizer": "rmsprop"}},
+    "fraction": {"v_per_step": 0.5, "dqn": {"double": True, "huber": None}},
+    "prioritized": {"dqn": {"double": True, "dueling": True, "shared_grad": 0.7, "priority": PRIORITIES}},
+    "c51": C51,
+    "rainbow": {**C51, "dqn": {"double": True, "dueling": True, "noisy": 0.5, "priority": PRIORITIES,
+                               "epsilon": {"kind": "fixed", "end": 0.0}}},
+    "ape-x": {"schedule": "concurrent", "dqn": {"double": True, "epsilon": {"kind": "ladder"},
+                                                "priority": {**PRIORITIES, "initial": "actor"}}},
+}  # fmt: skip
+EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
+def config_of(*changes):
+    """``changes`` of ``algo`` alone, or of everything where they name other groups."""
+    tree = BASE
+    for change in changes:
+        groups = change if {*change} & {"task", "num_envs", "replay", "placement", "eval", "algo"} else {"algo": change}
+        tree = merge(tree, groups)
+    return validate(small_config(**tree))

@@ -1,0 +1,202 @@
+"""DQN's update against the papers in float64, row by row: targets, losses, priorities, the target network's period."""
+
+import copy
+import math
+
+import pytest
+import torch
+from oracles import AdamW as SlowAdamW
+from oracles import c51_projection, huber, kl_divergence, q_target
+
+from pql.algos import dqn
+from pql.nets import Flat
+from pql.optim import AdamW
+from pql.qnets import QNetwork, redraw_noise
+from pql.types import Batch
+
+B, D, A = 24, 3, 4  # batch, features, actions
+ATOMS = torch.linspace(-3, 3, 13)
+OPTIMIZER = {"lr": 1e-3, "clip": 0.5, "weight_decay": 0.0, "eps": 1e-4}  # eps: rounding must not turn a step's sign
+VARIANTS = {
+    "dqn": {},
+    "double": {"double": True},
+    "squared": {"huber": None},
+    "small delta": {"huber": 0.3, "double": True},
+    "dueling": {"dueling": True, "double": True},
+    "c51": {"atoms": ATOMS},
+    "double c51": {"atoms": ATOMS, "double": True, "dueling": True},
+}
+EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
+def network(seed, **kwargs):
+    torch.manual_seed(seed)
+    net = QNetwork("policy", D, A, (7, 6), "elu", False, **kwargs)
+    with torch.no_grad():  # values far enough apart: now one action is best, now another
+        for p in net.parameters():
+            p.mul_(3)
+    return net
+
+
+class Noted:
+    """Stands in for priorities; notes what it is told."""
+
+    def update(self, index, priority, mask):
+        self.told = (index.clone(), priority.clone(), mask.clone())
+
+
+def state_of(variant, priorities=None):
+    kwargs = {k: v for k, v in variant.items() if k in ("atoms", "dueling", "noisy", "shared_grad")}
+    flat = Flat(network(0, **kwargs), trained=True)
+    optimizer = AdamW(flat, **OPTIMIZER)
+    return dqn.ValueState(flat, Flat(network(1, **kwargs)), optimizer, dqn.Clock(torch.device("cpu")), priorities)
+
+
+def settings_of(variant, period=1000):
+    return dqn.Settings(variant.get("double", False), variant.get("huber", 1.0), period)
+
+
+def make_batch(masked=8):
+    gen = torch.Generator().manual_seed(7)
+
+    def draw(*size):
+        return torch.randn(*size, generator=gen)
+
+    mask = (torch.arange(B) >= masked).float()
+    weight = torch.rand(B, generator=gen) + 0.5
+    discount = 0.97 * (torch.rand(B, generator=gen) > 0.2)
+    action = torch.randint(A, (B,), generator=gen)
+    return Batch({"policy": draw(B, D)}, action, draw(B), discount, {"policy": draw(B, D)}, mask, weight,
+                 torch.arange(B) + 100)  # fmt: skip
+
+
+def generator():
+    return torch.Generator().manual_seed(11)
+
+
+def by_the_papers(net, target_net, settings, batch):
+    """(loss, error or divergence) of every row; the loss of float64 tensors, so that autograd goes through them."""
+    atoms = net.atoms
+    wide = {k: v.double() for k, v in batch.obs.items()}, {k: v.double() for k, v in batch.next_obs.items()}
+    now = net(wide[0])
+    with torch.no_grad():
+        ahead, online = target_net(wide[1]), net(wide[1])
+        if atoms is not None:
+            probs = ahead.softmax(-1)
+            means, online = probs @ atoms, online.softmax(-1) @ atoms
+    losses, errors = [], []
+    for b in range(B):
+        chooser = online[b].tolist() if settings.double else None
+        r, g, a = batch.reward[b].item(), batch.discount[b].item(), int(batch.action[b])
+        if atoms is None:
+            target = q_target(r, g, ahead[b].tolist(), chooser)
+            error = target - now[b, a].item()
+            errors.append(error)
+            small = settings.huber is None or abs(error) <= settings.huber
+            e = target - now[b, a]
+            losses.append(e * e / 2 if small else settings.huber * e.abs() - settings.huber**2 / 2)
+            assert losses[-1].item() == pytest.approx(huber(error, settings.huber), rel=1e-9)
+            continue
+        values = means[b].tolist() if chooser is None else chooser
+        best = max(range(A), key=values.__getitem__)
+        support = [r + g * z for z in atoms.tolist()]
+        target = c51_projection(support, probs[b, best].tolist(), atoms.tolist())
+        log_p = now[b, a].log_softmax(-1)
+        losses.append(-(torch.tensor(target, dtype=torch.float64) * log_p).sum())
+        errors.append(kl_divergence(target, log_p.exp().tolist()))
+    return torch.stack(losses), errors
+
+
+@EVERY_VARIANT
+def test_an_update_is_the_papers(variant):
+    noted, batch = Noted(), make_batch()
+    state, settings = state_of(variant, noted), settings_of(variant)
+    net, target_net = (copy.deepcopy(m).double() for m in state.nets)
+    losses, errors = by_the_papers(net, target_net, settings, batch)
+    loss = (losses * batch.mask * batch.weight).sum() / batch.mask.sum()
+    loss.backward()
+    grads = torch.cat([p.grad.reshape(-1) for p in net.parameters()]).tolist()
+    before = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist()
+    metrics = dqn.update(state, settings, batch, generator())
+    norm = math.sqrt(sum(g * g for g in grads))
+    assert metrics["loss/critic"].item() == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["grad_norm/critic"].item() == pytest.approx(norm, rel=1e-4)
+    want = SlowAdamW(**OPTIMIZER).step(before, grads)
+    assert state.q.data.tolist() == pytest.approx(want, abs=3e-6)
+    index, told, mask = noted.told
+    assert torch.equal(index, batch.index)
+    assert torch.equal(mask, batch.mask)
+    assert told.tolist() == pytest.approx(errors, rel=1e-3, abs=1e-4)
+    kept = [abs(e) for e, m in zip(errors, batch.mask.tolist(), strict=True) if m]
+    assert metrics["value/td_error"].item() == pytest.approx(sum(kept) / len(kept), rel=1e-3)
+
+
+@pytest.mark.parametrize("variant", ["dqn", "c51"])
+def test_double_chooses_by_the_network_that_is_trained(variant):
+    batch, kwargs = make_batch(), {k: v for k, v in VARIANTS[variant].items() if k == "atoms"}
+    net, target_net = network(0, **kwargs), network(1, **kwargs)
+    ahead = target_net.values(batch.next_obs)
+    plain = dqn.choose(net, ahead, settings_of({}), batch)
+    double = dqn.choose(net, ahead, settings_of({"double": True}), batch)
+    assert torch.equal(plain, ahead.argmax(-1))
+    assert torch.equal(double, net.values(batch.next_obs).argmax(-1))
+    assert (plain != double).sum() > 5
+
+
+def test_hubers_numbers():
+    error = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 2.0], requires_grad=True)
+    loss = dqn.huber(error, 1.0)
+    assert loss.tolist() == [2.5, 0.5, 0.125, 0.0, 0.03125, 0.5, 1.5]
+    loss.sum().backward()
+    assert error.grad.tolist() == [-1.0, -1.0, -0.5, 0.0, 0.25, 1.0, 1.0]  # the error, clipped to +-1
+    assert dqn.huber(error, 2.0)[0] == 4.0
+    assert dqn.huber(error, None)[0] == 4.5
+
+
+def test_masked_rows_change_nothing():
+    batch, other = make_batch(), make_batch()
+    other.obs["policy"][:8] = 50.0
+    other.reward[:8] = -70.0
+    states = [state_of({}), state_of({})]
+    for state, rows in zip(states, (batch, other), strict=True):
+        dqn.update(state, settings_of({}), rows, generator())
+    assert torch.equal(states[0].q.data, states[1].q.data)
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_the_target_is_copied_after_every_period_and_stays_in_between(period):
+    state = state_of({})
+    for i in range(1, 8):
+        before = state.target.data.clone()
+        dqn.update(state, settings_of({}, period), make_batch(), generator())
+        if i % period == 0:
+            assert torch.equal(state.target.data, state.q.data)
+            assert not torch.equal(state.target.data, before)
+        else:
+            assert torch.equal(state.target.data, before)
+    assert state.clock.updates == 7
+
+
+def test_the_clock_is_part_of_the_state():
+    one, two = state_of({}), state_of({})
+    for _ in range(2):
+        dqn.update(one, settings_of({}, 3), make_batch(), generator())
+    two.load_state_dict(one.state_dict())
+    dqn.update(two, settings_of({}, 3), make_batch(), generator())
+    assert torch.equal(two.target.data, two.q.data)
+
+
+def test_both_networks_of_a_noisy_pair_have_noise_of_their_own_drawn_for_this_update():
+    variant = {"noisy": 0.5}
+    state, batch = state_of(variant), make_batch()
+    nets = [copy.deepcopy(m) for m in state.nets]
+    metrics = dqn.update(state, settings_of(variant), batch, generator())
+    gen = generator()
+    for net in nets:
+        redraw_noise(net, gen)
+    assert not torch.equal(nets[0].advantage[0].noise_in, nets[1].advantage[0].noise_in)
+    loss, _, _ = dqn.scalar_loss(*nets, settings_of(variant), batch)
+    want = (loss * batch.mask * batch.weight).sum() / batch.mask.sum()
+    assert metrics["loss/critic"].item() == pytest.approx(want.item(), rel=1e-5)
+    again = dqn.update(state, settings_of(variant), batch, gen)
+    assert again["loss/critic"] != metrics["loss/critic"]

@@ -1,0 +1,63 @@
+"""The presets learn: Catch, from pixels, within its own budget of env steps; a cart-pole that must be balanced."""
+
+import pytest
+import torch
+from conftest import start
+from dqn_runs import VARIANTS, config_of
+
+from pql.compose import compose
+from pql.env import register
+from pql.envs.classic import TorchEnv, Transition
+from pql.evaluate import run_episodes
+from pql.policy import fresh_policy, snapshot
+from pql.schedule import Inline
+
+
+def score(parts):
+    env = type(parts.env)(256, "cpu")
+    policy = fresh_policy(parts.config, env.spec, env.spec.device)
+    policy.load_state_dict(snapshot(parts))
+    return run_episodes(env, policy, seed=7).mean
+
+
+@pytest.mark.parametrize("algo", ["dqn", "c51", "rainbow", "apex"])
+def test_catch_is_solved_from_pixels(algo):
+    parts = start(compose(["device=cpu", "task=catch", f"algo={algo}", "seed=1"]), Inline())
+    assert score(parts) < 0
+    ticks = parts.config.budget.env_steps // (parts.counts.horizon * parts.env.spec.num_envs)
+    for _ in range(ticks):
+        parts.schedule.tick()
+    parts.schedule.executor.close()
+    assert score(parts) > 0.85  # of 1: one ball in thirteen may fall
+
+
+class Annuity(TorchEnv):
+    """Pays 1 a step, whatever one does, for the number of steps that it shows; a time limit of 4 is shown to nobody."""
+
+    name, obs_size, action_size, discrete, state_size, time_limit = "annuity", 2, 3, True, 1, 4
+    terms, most = (), 6
+
+    def draw(self):
+        return (self._rand(1) * self.most).floor() + 1
+
+    def observe(self, state):
+        return torch.cat((state / self.most, 1 - state / self.most), 1)
+
+    def advance(self, state, action):
+        return Transition(state - 1, torch.ones_like(state[:, 0]), state[:, 0] <= 1, {})
+
+
+@pytest.mark.parametrize("variant", ["dqn", "prioritized", "c51", "ape-x"])
+def test_values_go_on_beyond_time_limits_and_not_beyond_terminations(variant):
+    register("annuity", Annuity)
+    change = {"gamma": 0.9, "v_per_step": 4, "normalize_obs": False, "dqn": {"optimizer": "adam"},
+              "critic": {"hidden": [32], "lr": 3e-3}}  # fmt: skip
+    task = {"name": "annuity", "kwargs": {"stagger": True, "max_episode_steps": 4}}
+    parts = start(config_of(VARIANTS[variant], change, {"task": task, "num_envs": 32}), Inline())
+    for _ in range(150):
+        parts.schedule.tick()
+    left = torch.arange(1.0, 7).unsqueeze(1)
+    values = parts.policy.module.values({"policy": torch.cat((left / 6, 1 - left / 6), 1)}).mean(1)
+    # 1 + .9 + ... for all that is left; with a time limit taken for an end, none would be above 3.4
+    assert values.tolist() == pytest.approx([(1 - 0.9**k) / 0.1 for k in range(1, 7)], abs=0.2)
+    assert parts.gauges["replay/bootstrap_lost"] == 0

@@ -1,0 +1,91 @@
+"""What only a CUDA device can show of value-based methods: captured trees and noise, two streams, no waiting."""
+
+import gc
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import differences
+from dqn_runs import VARIANTS, config_of
+from test_gpu import Ordered, learners, run, settle
+
+from pql.build import build, seeds
+from pql.schedule import Inline
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+PIXELS = {"task": {"name": "catch", "kwargs": {}}, "algo": {"encoder": {"channels": [8], "features": 0}}}
+CASES = {**{k: (v,) for k, v in VARIANTS.items()}, "rainbow, pixels": (VARIANTS["rainbow"], PIXELS)}
+EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    """PyTorch reuses its 32 streams: graphs captured on them must be gone before others are."""
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+def gpu_config(*changes, **settings):
+    device = {"num_envs": 64, "replay": {"capacity": 16384}, "placement": {"executor": "auto"},
+              "budget": {"env_steps": 100_000}}  # fmt: skip
+    period = {"dqn": {"target_period": 256}, "batch_size": 64}
+    return replace(config_of(*changes, period, device), device="cuda", **settings)
+
+
+@EVERY_CASE
+def test_a_captured_run_equals_an_eager_one(case):
+    captured, eager = (run(gpu_config(*case, cuda_graphs=g), ticks=20) for g in ("on", "off"))
+    assert differences(captured, eager) == []
+
+
+@EVERY_CASE
+def test_warm_up_and_capture_leave_no_trace(case):
+    parts = build(gpu_config(*case, cuda_graphs="on"))
+    before = settle(parts)
+    parts.prepare()
+    assert differences(before, settle(parts)) == []
+    assert all(job.graph.graph is not None for job in parts.jobs.values())
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_tick_never_waits_for_the_device(case, graphs):
+    parts = build(gpu_config(*case, cuda_graphs=graphs))
+    parts.prepare()
+    parts.collector.start(seeds(parts.config.seed)["env"])
+    parts.collector.warm_up(parts.config.algo.warmup_steps)
+    parts.begin()
+    parts.schedule.tick()  # what is made on first use is made here
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            parts.schedule.tick()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("variant", ["prioritized", "rainbow", "ape-x"])
+def test_every_order_on_two_streams_gives_the_same_bits(variant):
+    config = gpu_config(VARIANTS[variant], {"schedule": "concurrent"})
+    reference = run(config, 20, Inline())
+    for order in itertools.permutations(("collector", "v")):
+        assert differences(reference, run(config, 20, Ordered(config, order))) == [], order
+
+
+def test_learning_changes_every_part_of_the_learners_state():
+    config = gpu_config(VARIANTS["rainbow"])
+    changed = differences(learners(run(config, 0)), learners(run(config, 20)))
+    wanted = (
+        "q/value.0.weight_sigma",
+        "priorities/tree/level0",
+        "priorities/beta",
+        "clock/updates",
+        "optimizer/square",
+    )
+    for name in wanted:
+        assert f"learners/v/state/{name}" in changed

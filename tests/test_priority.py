@@ -1,0 +1,354 @@
+"""The sum tree against plain sums, draws against their probabilities, and who may be drawn at all."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from histories import CPU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import Event, importance_weights, n_step
+from scipy.stats import chisquare
+
+from pql.env import ObsSpec
+from pql.priority import FANOUT, FLOOR, Prioritized, SumTree
+from pql.replay import Cursor, Replay
+from pql.types import Acted, Step
+
+
+def tree_of(leaves, fanout=FANOUT):
+    tree = SumTree(len(leaves), CPU, fanout)
+    tree.set(torch.arange(len(leaves)), torch.tensor(leaves, dtype=torch.float64))
+    return tree
+
+
+def find(tree, *masses):
+    return tree.find(torch.tensor(masses, dtype=torch.float64))[0].tolist()
+
+
+# -- the tree ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fanout", [2, 3, 128])
+def test_the_tree_finds_the_leaf_that_holds_a_mass(fanout):
+    tree = tree_of([0.5, 1.0, 0.5, 0.5], fanout)
+    assert tree.total == 2.5
+    assert find(tree, 1.5, 1.0) == [2, 1]
+    assert find(tree, 0.0, 0.49, 0.5, 1.49, 2.0, 2.49) == [0, 0, 1, 1, 3, 3]
+
+
+def test_a_million_leaves_take_three_levels():
+    tree = SumTree(1_000_000, CPU)
+    assert [level.numel() for level in tree.levels] == [1_000_064, 7936, 128]
+    tree.set(torch.tensor([0, 999_999]), torch.tensor([1.0, 3.0], dtype=torch.float64))
+    assert find(tree, 0.5, 1.0, 3.9) == [0, 999_999, 999_999]
+
+
+def test_of_duplicates_the_largest_counts_and_everything_else_stays():
+    tree = tree_of([1.0, 2.0, 3.0, 4.0, 5.0], fanout=2)
+    tree.set(torch.tensor([1, 3, 1, 1]), torch.tensor([0.5, 9.0, 0.75, 0.25], dtype=torch.float64))
+    assert tree.levels[0][:5].tolist() == [1.0, 0.75, 3.0, 9.0, 5.0]
+    assert tree.total == 18.75
+    tree.set(torch.tensor([3]), torch.tensor([0.125], dtype=torch.float64))  # down again: no memory of the maximum
+    assert tree.total == 9.875
+
+
+def test_rounding_never_leads_to_an_empty_leaf():
+    tree = tree_of([0.0, 1.0, 0.0, 1e-12, 0.0, 0.0, 0.0], fanout=3)
+    top = tree.total.item()
+    assert find(tree, 0.0, -1e-18, math.nextafter(1.0, 0.0), top, top * 2) == [1, 1, 1, 3, 3]
+    index, value = SumTree(5, CPU, 3).find(torch.zeros(2, dtype=torch.float64))  # nothing at all is there
+    assert value.tolist() == [0.0, 0.0]
+    assert index.tolist() == [0, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), size=st.integers(1, 70), fanout=st.integers(2, 5))
+def test_any_sequence_of_updates_leaves_the_sums_of_the_leaves(data, size, fanout):
+    tree, truth = SumTree(size, CPU, fanout), np.zeros(size)
+    for _ in range(data.draw(st.integers(1, 6))):
+        index = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=2 * size))
+        value = data.draw(st.lists(st.integers(0, 64).map(lambda v: v / 8), min_size=len(index), max_size=len(index)))
+        tree.set(torch.tensor(index), torch.tensor(value, dtype=torch.float64))
+        for i in set(index):
+            truth[i] = max(v for j, v in zip(index, value, strict=True) if j == i)
+    assert np.array_equal(tree.levels[0][:size].numpy(), truth)
+    assert tree.total == truth.sum()
+    for children, parents in zip(tree.levels, tree.levels[1:], strict=False):
+        sums = children.view(-1, fanout).sum(1)
+        assert torch.equal(parents[: len(sums)], sums)
+        assert not parents[len(sums) :].any()
+    if truth.sum() > 0:
+        masses = np.arange(0, truth.sum(), 1 / 16)
+        want = np.searchsorted(truth.cumsum(), masses, side="right")
+        assert find(tree, *masses) == want.tolist()
+
+
+# -- a ring with a known history --------------------------------------------------------------------------------------
+
+
+class History:
+    """A ring with discrete actions and a list of all that was written, column by column."""
+
+    def __init__(self, num_envs=3, rows=24, horizon=2, n=3, limit=6, stack=1, **kwargs):
+        shape, extra = ((stack, 1) if stack > 1 else (1,)), ("q", "value") if kwargs.get("from_actor") else ()
+        specs = {"policy": ObsSpec(shape, stack=stack)}
+        self.ring = Replay(specs, None, num_envs, rows, horizon, limit, CPU, extra=extra)
+        self.shape, self.n, self.gamma, self.count = shape, n, 0.9, num_envs
+        settings = {"alpha": 0.6, "beta": 0.4, "beta_steps": None, "steps_per_tick": horizon * num_envs, **kwargs}
+        self.ranked = Prioritized(self.ring, n, self.gamma, **settings)
+        self.cursor, self.gen = Cursor(num_envs, CPU), torch.Generator().manual_seed(0)
+        self.events, self.told = [[] for _ in range(num_envs)], [[] for _ in range(num_envs)]
+        self.ring.begin(self.obs(0))
+
+    def obs(self, number):
+        return {"policy": torch.full((self.count, *self.shape), float(number))}
+
+    def write(self, rows, told=None):
+        """Rows with random ends; ``told``: (q, value) of each column, else random."""
+        for _ in range(rows):
+            u = torch.rand(4, self.count, generator=self.gen)
+            reward, over = (u[0] * 8).round() / 8, u[1] < 0.15
+            cut = ~over & (u[1] < 0.25)
+            filler = u[2] < 0.05
+            ends = (over & (u[2] < 0.7)) | cut  # or else a life is lost, and the episode goes on
+            step = Step(self.obs(1), reward, over & ~filler, cut & ~filler, ends & ~filler, self.obs(2),
+                        torch.ones_like(over), ~filler, {})  # fmt: skip
+            q, value = u[3], u[3] + 0.5
+            if told is not None:
+                q, value = (torch.full((self.count,), float(v)) for v in told)
+            action = torch.zeros(self.count, dtype=torch.int64)
+            self.ring.insert(Acted(action, {"q": q, "value": value}) if self.ring.extra else action, step)
+            for i in range(self.count):
+                self.events[i].append(
+                    Event(
+                        0, 0.0, reward[i].item(), bool(step.terminated[i]), bool(step.truncated[i]),
+                        bool(step.first[i]), True, bool(step.valid[i]), 1, 2,
+                    )
+                )  # fmt: skip
+                self.told[i].append((q[i].item(), value[i].item()))
+
+    def seal(self):
+        for mine, live in zip(self.cursor.tensors(), self.ring.live.tensors(), strict=True):
+            mine.copy_(live)
+
+    def open(self, scale=1.0):
+        self.seal()
+        self.ranked.open(self.cursor, torch.tensor(scale))
+
+    def window(self, row, i, head):
+        kept = self.ring.finals - self.ring.horizon
+        return n_step(self.events[i][:head], row, self.n, self.gamma, kept)
+
+    def expected(self):
+        """Leaves of (row, column) that must be in the tree now, by brute force over the history."""
+        out = {}
+        for i, events in enumerate(self.events):
+            head = len(events)
+            for row in range(max(0, head - (self.ring.rows - self.ring.guard)), head - self.n):
+                if self.window(row, i, head).mask:
+                    out[row % self.ring.rows * self.count + i] = (row, i)
+        return out
+
+    def leaves(self):
+        level = self.ranked.tree.levels[0]
+        return {int(c): float(level[c]) for c in level.nonzero()[:, 0]}
+
+
+@pytest.mark.parametrize(("horizon", "n", "stack"), [(1, 1, 1), (2, 3, 1), (4, 3, 4), (3, 1, 2)])
+def test_exactly_the_complete_rows_that_nobody_may_overwrite_are_in_the_tree(horizon, n, stack):
+    history = History(horizon=horizon, n=n, stack=stack, rows=30)
+    history.write(7)
+    history.ranked.begin(history.cursor)
+    assert history.leaves().keys() == history.expected().keys()
+    for _ in range(40):  # several times around
+        history.write(horizon)
+        history.open()
+        assert history.leaves().keys() == history.expected().keys()
+    assert len(history.leaves()) > 30
+    assert len({round(v, 9) for v in history.leaves().values()}) == 1  # nobody has learned: the largest so far, for all
+
+
+def test_recorded_rows_enter_before_the_first_tick():
+    history = History(num_envs=2, rows=200, horizon=2, limit=None)
+    history.write(300)
+    history.ranked.begin(history.cursor)
+    want = history.expected()
+    assert history.leaves().keys() == want.keys()
+    before = history.leaves()
+    history.ranked.begin(history.cursor)  # again: nothing new
+    assert history.leaves() == before
+
+
+def test_columns_that_are_apart_enter_each_in_its_own_time():
+    history = History(num_envs=2, rows=20, n=2, horizon=2, limit=None)
+    step = Step(history.obs(1), torch.ones(2), *[torch.zeros(2, dtype=torch.bool) for _ in range(3)], history.obs(2),
+                torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool), {})  # fmt: skip
+
+    def one(column):
+        part = Step(*({k: v[:1] for k, v in f.items()} if isinstance(f, dict) else f[:1] for f in step))
+        history.ring.insert(torch.zeros(1, dtype=torch.int64), part, torch.tensor([column]))
+
+    for column in (0, 0, 0, 1):
+        one(column)
+    history.open()
+    assert sorted(history.leaves()) == [0]  # row 0 of column 0: two steps on, and its successor acted on
+    for column in (0, 1, 1):
+        one(column)
+    history.open()
+    assert sorted(history.leaves()) == [0, 1, 2]  # row 1 of column 0 and row 0 of column 1
+
+
+# -- priorities -------------------------------------------------------------------------------------------------------
+
+
+def test_a_learned_priority_is_the_clipped_error_to_the_power_of_alpha_and_the_largest_is_for_new_rows():
+    history = History(alpha=0.7, clip=2.0)
+    history.write(10)
+    history.ranked.begin(history.cursor)
+    cells = torch.tensor(sorted(history.leaves())[:4])
+    history.ranked.update(cells, torch.tensor([-0.5, 3.0, 0.0, 1.5]), torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    got = [history.ranked.tree.levels[0][c].item() for c in cells]
+    want = [(0.5 + FLOOR) ** 0.7, (2 + FLOOR) ** 0.7, FLOOR**0.7, 0.0]  # masked: never again
+    assert got == pytest.approx(want, rel=1e-9)
+    new = {*history.leaves()}
+    history.write(2)
+    history.open()
+    fresh = {*history.leaves()} - new
+    assert fresh
+    assert all(history.leaves()[c] == pytest.approx((2 + FLOOR) ** 0.7, rel=1e-9) for c in fresh)
+
+
+def test_a_new_row_begins_with_its_error_when_acted():
+    history = History(from_actor=True, alpha=1.0, n=3)
+    history.ranked.begin(history.cursor)
+    seen = set()
+    for _ in range(30):
+        history.write(2)
+        history.open(scale=0.5)
+        for cell, (row, i) in history.expected().items():
+            if cell in seen:
+                continue
+            window = history.window(row, i, len(history.events[i]))
+            m = 1
+            while not (e := history.events[i][row + m - 1]).terminated and not e.truncated and m < 3:
+                if not history.events[i][row + m].valid:
+                    break
+                m += 1
+            ended = history.events[i][row + m - 1]
+            if ended.truncated:
+                want = 1.0  # the value of the final observation is not known
+            else:
+                ahead = 0.0 if ended.terminated else window.discount * history.told[i][row + m][1]
+                want = abs(0.5 * window.reward + ahead - history.told[i][row][0])
+            assert history.leaves()[cell] == pytest.approx(want + FLOOR, abs=1e-6)
+        seen = {*history.expected()}
+
+
+def test_rows_that_no_network_acted_on_begin_with_the_largest():
+    history = History(from_actor=True, alpha=1.0, n=1, limit=None)
+    history.write(2, told=(math.nan, math.nan))
+    history.open()
+    assert {round(v, 5) for v in history.leaves().values()} <= {round(1 + FLOOR, 5)}
+    assert history.leaves()
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def drawn(history, batches, size):
+    index = [history.ranked.sample(history.cursor, size, history.gen).index for _ in range(batches)]
+    return torch.cat(index)
+
+
+@pytest.mark.parametrize(("size", "batches"), [(1, 2000), (7, 800), (64, 800)])
+def test_rows_are_drawn_in_proportion_to_their_priorities(size, batches):
+    history = History(rows=40, limit=None, alpha=1.0)
+    history.write(36)
+    history.open()
+    history.ranked.begin(history.cursor)
+    cells = torch.tensor(sorted(history.leaves()))
+    history.ranked.update(cells, torch.arange(1, len(cells) + 1) / 10, torch.ones(len(cells)))
+    count = torch.bincount(drawn(history, batches, size), minlength=40 * 3)
+    assert count.sum() == batches * size
+    assert not count[[c for c in range(120) if c not in set(cells.tolist())]].any()
+    leaves = history.ranked.tree.levels[0][cells]
+    assert chisquare(count[cells], leaves / leaves.sum() * count.sum()).pvalue > 1e-3
+
+
+def test_uniform_priorities_draw_uniformly_the_last_rows_too():
+    history = History(rows=60, limit=None, alpha=1.0, num_envs=5)
+    history.write(50)
+    history.open()
+    history.ranked.begin(history.cursor)
+    cells = torch.tensor(sorted(history.leaves()))
+    count = torch.bincount(drawn(history, 1500, 32), minlength=300)[cells]
+    assert chisquare(count).pvalue > 1e-3
+    tenth = len(cells) // 10  # sorted draws that are cut short would leave these out
+    assert count[-tenth:].sum().item() == pytest.approx(count.sum().item() / len(cells) * tenth, rel=0.05)
+
+
+def test_a_draw_is_the_window_that_the_ring_itself_would_give():
+    history = History(rows=30, n=3, horizon=2)
+    for _ in range(40):
+        history.write(2)
+        history.open()
+    batch = history.ranked.sample(history.cursor, 64, history.gen)
+    where = history.expected()
+    for k, cell in enumerate(batch.index.tolist()):
+        row, i = where[cell]
+        want = history.window(row, i, len(history.events[i]))
+        assert batch.mask[k] == 1
+        assert batch.reward[k].item() == pytest.approx(want.reward, abs=1e-5)
+        assert batch.discount[k].item() == pytest.approx(want.discount, rel=1e-6)
+
+
+def test_importance_weights_are_those_of_the_paper_over_the_batchs_largest():
+    history = History(rows=40, limit=None, alpha=0.8, beta=0.7)
+    history.write(36)
+    history.ranked.begin(history.cursor)
+    cells = torch.tensor(sorted(history.leaves()))
+    history.ranked.update(cells, torch.linspace(0.1, 3, len(cells)), torch.ones(len(cells)))
+    batch = history.ranked.sample(history.cursor, 32, history.gen)
+    leaves = history.ranked.tree.levels[0]
+    probabilities = (leaves[batch.index] / history.ranked.tree.total).tolist()
+    want = importance_weights(probabilities, len(cells), 0.7)
+    assert batch.weight.tolist() == pytest.approx(want, rel=1e-5)
+    assert batch.weight.max() == 1
+    assert batch.weight.min() < 0.5
+
+
+def test_an_empty_tree_gives_rows_that_count_for_nothing():
+    history = History()
+    history.open()
+    batch = history.ranked.sample(history.cursor, 8, history.gen)
+    assert not batch.mask.any()
+    assert not batch.weight.any()
+
+
+def test_beta_rises_to_one_over_env_steps_and_stays():
+    history = History(num_envs=3, horizon=2, beta=0.4, beta_steps=60)  # 6 env steps a tick: ten ticks
+    got = []
+    for _ in range(13):
+        history.write(2)
+        history.open()
+        got.append(round(history.ranked.beta.item(), 6))
+    assert got == [0.4, 0.46, 0.52, 0.58, 0.64, 0.7, 0.76, 0.82, 0.88, 0.94, 1.0, 1.0, 1.0]
+
+
+def test_a_copy_of_the_state_draws_the_same():
+    one, two = (History(rows=30) for _ in range(2))
+    for history in (one, two):
+        for _ in range(20):
+            history.write(2)
+            history.open()
+    cells = torch.tensor(sorted(one.leaves()))
+    one.ranked.update(cells, torch.rand(len(cells), generator=one.gen), torch.ones(len(cells)))
+    two.gen.set_state(one.gen.get_state())
+    two.ranked.load_state_dict(one.ranked.state_dict())
+    assert torch.equal(drawn(one, 3, 16), drawn(two, 3, 16))
+    for history in (one, two):
+        history.write(2)
+        history.open()
+    assert one.leaves() == two.leaves()

@@ -1,0 +1,346 @@
+"""Value-based runs as a whole: exact counts and periods, the same bits in any order and across a resume, policies."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from conftest import bits, differences, start
+from dqn_runs import EVERY_VARIANT, VARIANTS, config_of
+from runs import manifest, points, rows, words
+
+from pql import checkpoint
+from pql.build import build
+from pql.compose import compose, options, resume_config
+from pql.config import leaves
+from pql.errors import ConfigError
+from pql.evaluate import evaluate_saved, run_episodes
+from pql.main import main
+from pql.policy import fresh_policy, load_policy, snapshot
+from pql.schedule import Inline, Threads
+from pql.session import Session
+from pql.valuebased import counts, target_updates
+
+TICKS = 60
+
+
+def run(config, executor=None, ticks=TICKS):
+    parts = start(config, executor or Inline())
+    try:
+        for _ in range(ticks):
+            parts.schedule.tick()
+    finally:
+        parts.schedule.executor.close()
+    return parts
+
+
+# -- determinism ------------------------------------------------------------------------------------------------------
+
+
+@EVERY_VARIANT
+def test_two_runs_have_the_same_bits_and_another_seed_has_not(variant):
+    one, two = (bits(run(config_of(variant))) for _ in range(2))
+    assert differences(one, two) == []
+    other = bits(run(config_of(variant, {"seed": 4, "task": {}}), ticks=5))
+    assert "collector/replay/0/action" in differences(one, other)
+
+
+@pytest.mark.parametrize("variant", ["prioritized", "rainbow", "ape-x"])
+def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads(variant):
+    config = config_of(VARIANTS[variant], {"schedule": "concurrent"})
+    reference = bits(run(config, Inline(("collector", "v"))))
+    for order in itertools.permutations(("collector", "v")):
+        assert differences(reference, bits(run(config, Inline(order)))) == [], order
+    assert differences(reference, bits(run(config, Threads(("collector", "v"))))) == []
+    assert {"learners/v/state/priorities/tree/level0", "learners/v/state/priorities/largest"} <= {*reference}
+
+
+@pytest.mark.parametrize("variant", ["rainbow", "ape-x"])
+def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
+    turns, serial = (
+        bits(run(config_of(VARIANTS[variant], {"placement": {"groups": 2, "overlap": overlap}})))
+        for overlap in (True, False)
+    )
+    assert differences(turns, serial) == []
+
+
+# -- the tick ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
+@pytest.mark.parametrize(("ratio", "horizon", "updates"), [(2, 1, 2), (0.5, 2, 1), (1.25, 4, 5), (0.015625, 64, 1)])
+def test_updates_per_step_are_exact(schedule, ratio, horizon, updates):
+    parts = start(config_of({"schedule": schedule, "v_per_step": ratio, "dqn": {"target_period": 512}}), Inline())
+    begun = parts.collector.steps
+    for tick in range(1, 4):
+        parts.schedule.tick()
+        assert parts.collector.steps - begun == tick * horizon
+        assert parts.updates() == {"v": tick * updates, "p": 0}
+        assert parts.schedule.lag == (1 if schedule == "concurrent" else 0)
+
+
+def test_the_target_follows_every_so_many_env_steps_exactly():
+    parts = start(config_of({"v_per_step": 2, "dqn": {"target_period": 40}}), Inline())  # 8 envs: 5 ticks, 10 updates
+    state, copies = parts.learners["v"].state, []
+    for tick in range(1, 21):
+        before = state.target.data.clone()
+        parts.schedule.tick()
+        if not torch.equal(before, state.target.data):
+            assert torch.equal(state.target.data, state.q.data)
+            copies.append(tick * 8)
+    assert copies == [40, 80, 120, 160]
+
+
+def test_a_period_that_is_no_whole_number_of_updates_is_refused_with_the_nearest():
+    config = config_of({"v_per_step": 0.5, "dqn": {"target_period": 40}})  # an update every 16 env steps
+    with pytest.raises(ConfigError, match=r"target_period=40: expected .* a multiple of 16, such as 32"):
+        build(config)
+    assert target_updates(config_of({"v_per_step": 0.5, "dqn": {"target_period": 48}}), counts(config)) == 3
+    assert target_updates(config_of({"v_per_step": 2, "dqn": {"target_period": 4}}), counts(config_of())) == 1
+
+
+def test_ratios_that_no_horizon_meets_are_refused():
+    with pytest.raises(ConfigError, match=r"algo\.v_per_step=0\.001: expected a ratio that gives a whole number"):
+        build(config_of({"v_per_step": 0.001}))
+
+
+def test_new_rows_come_up_as_soon_as_they_are_complete():
+    parts = start(config_of(VARIANTS["ape-x"], {"schedule": "lockstep"}), Inline())
+    ranked = parts.learners["v"].state.priorities
+    assert ranked.entered.tolist() == [16 - 3] * 8  # the warm-up's, three steps late
+    for tick in range(5):
+        parts.schedule.tick()
+        assert ranked.entered.tolist() == [14 + tick] * 8
+    ring = parts.collector.replays[0]
+    assert not ring.extra["q"][16 * 8 : 20 * 8].isnan().any()
+    assert ring.extra["q"][: 16 * 8].isnan().all()
+
+
+# -- runs and resuming ------------------------------------------------------------------------------------------------
+
+WORDS = (
+    "task=cartpole", "scale=cpu", "device=cpu", "num_envs=16", "replay.capacity=2048", "algo.batch_size=16",
+    "algo.warmup_steps=8", "algo.critic.hidden=[16]", "algo.v_per_step=0.5", "algo.dqn.target_period=64",
+    "eval.num_envs=2", "eval.every_seconds=null", "eval.final=false", "checkpoint.every_seconds=null",
+    "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
+)  # fmt: skip
+FAMILY = [a for a in options("algo") if compose(["device=cpu", "scale=cpu", f"algo={a}"]).algo.family == "dqn"]
+
+
+def train(run_dir, *overrides):
+    overrides = [*WORDS, f"run_dir={run_dir}", *overrides]
+    return Session(compose(overrides), quiet=True, overrides=overrides).train()
+
+
+def resume(run_dir, *overrides):
+    return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
+
+
+def test_recorded_rows_are_in_the_tree_before_the_first_tick(tmp_path):
+    train(tmp_path / "a", "algo=eps_rainbow", "budget.env_steps=1200", "replay.save=true")
+    file = tmp_path / "a" / "replay.safetensors"
+    words = [*WORDS, "algo=eps_rainbow", "budget.env_steps=2400", f"replay.prefill={file}", f"run_dir={tmp_path / 'b'}"]
+    session = Session(compose(words), quiet=True)
+    ring, ranked = session.parts.collector.replays[0], session.parts.learners["v"].state.priorities
+    assert ring.live.head.min() > 8 + 50  # the warm-up's, and what was recorded
+    assert torch.equal(ranked.entered, ring.live.head - 3)
+    assert (ranked.tree.levels[0] > 0).sum() > 16 * 50
+    session.train()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("algo", FAMILY)
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    steps = [16 * (8 + 2 * n) for n in (60, 120)]
+    train(whole, f"algo={algo}", f"budget.env_steps={steps[1]}")
+    assert train(parts, f"algo={algo}", f"budget.env_steps={steps[0]}").env_steps == steps[0]
+    second = resume(parts, f"budget.env_steps={steps[1]}")
+    (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
+    assert differences(a, b) == []
+    assert facts_a["sha256"] == facts_b["sha256"]
+    assert any("priorities/tree" in k for k in a) == (algo in ("rainbow", "eps_rainbow", "apex"))
+    assert (second.updates_v, second.updates_p) == (120, 0)
+
+
+def test_a_run_writes_what_every_run_writes(tmp_path):
+    summary = train(tmp_path, "algo=eps_rainbow", "budget.env_steps=2000", "eval.final=true", "eval.epsilon=0.05")
+    log = [row for row in rows(tmp_path) if "updates/v" in row]
+    assert log[-1]["updates/v"] == summary.updates_v == (summary.env_steps // 16 - 8) // 2
+    assert (log[-1]["ratio/v_per_step"], log[-1]["updates/p"]) == (0.5, 0)
+    names = {k for row in log for k in row}
+    assert {"busy/collector", "busy/v", "loss/critic", "value/q", "value/td_error", "grad_norm/critic", "replay/beta",
+            "explore/epsilon", "replay/weight_mean", "train/return_mean", "replay/bootstrap_lost"} <= names  # fmt: skip
+    assert manifest(tmp_path / "checkpoints" / "last")["spec"]["action"] == {"discrete": 2}
+    for kind in (tmp_path / "checkpoints" / "last", points(tmp_path)[-1]):  # a policy checkpoint and a resume point
+        action = load_policy(kind)(torch.zeros(3, 4))
+        assert (action.shape, action.dtype) == ((3,), torch.int64)
+
+
+def test_the_command_line_trains_and_evaluates(tmp_path, capsys):
+    words = [*WORDS, "algo=dqn", f"run_dir={tmp_path}", "budget.env_steps=1000"]
+    assert main(["train", *words]) == 0
+    assert "the tick is bounded by" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path), "num_envs=4", "epsilon=1"]) == 0
+    (file,) = (tmp_path / "evaluations").iterdir()
+    assert json.loads(file.read_text())["epsilon"] == 1.0
+    assert main(["eval", str(tmp_path), "epsilon=2"]) == 2
+    assert "epsilon=2.0: expected a number from 0 up to 1" in capsys.readouterr().err
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+
+
+@EVERY_VARIANT
+def test_a_policy_acts_greedily_in_the_values_without_noise(variant):
+    parts = run(config_of(variant), ticks=3)
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
+    policy.load_state_dict(snapshot(parts))
+    obs = torch.randn(64, 4)
+    net = parts.policy.module
+    for buffer in net.buffers():
+        if buffer is not net.atoms:
+            buffer.zero_()  # the learner's last draw
+    want = net.values(parts.collector.normalizer({"policy": obs}))
+    got = policy(obs)
+    best = want.gather(1, got.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(best, want.amax(1), rtol=0, atol=1e-5)  # weights lie elsewhere: near ties may turn
+
+
+def test_an_evaluation_with_epsilon_is_random_to_that_extent_and_repeats():
+    parts = run(config_of(), ticks=2)
+    env = type(parts.env)(64, "cpu", max_episode_steps=50)
+    seen = []
+
+    def policy(obs):
+        return torch.zeros(64, dtype=torch.int64)
+
+    step = env.step
+
+    def spy(action):
+        seen.append(action.float().mean().item())
+        return step(action)
+
+    env.step = spy
+    one = run_episodes(env, policy, seed=3, epsilon=0.4)
+    share = sum(seen) / len(seen)
+    assert share == pytest.approx(0.2, abs=0.03)  # half of the random ones are the other action
+    two = run_episodes(env, policy, seed=3, epsilon=0.4)
+    assert one.returns == two.returns
+    assert run_episodes(env, policy, seed=3).returns != one.returns
+
+
+def test_random_actions_in_evaluations_are_for_discrete_ones(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval\.epsilon=0\.1: expected 0: the actions of pendulum are continuous"):
+        Session(compose(words(tmp_path, "eval.epsilon=0.1")), quiet=True)
+
+
+def test_an_exported_policy_agrees(tmp_path):
+    pytest.importorskip("onnxruntime")
+    from pql.export import export_policy
+
+    train(tmp_path / "run", "algo=rainbow", "budget.env_steps=600")
+    out = export_policy(tmp_path / "run", tmp_path / "out")
+    live, obs = load_policy(tmp_path / "run"), torch.randn(50, 4)
+    for file in out.files.values():
+        assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
+
+
+def test_a_run_starts_from_another_ones_network(tmp_path):
+    train(tmp_path / "a", "algo=c51", "budget.env_steps=1000")
+    again = [*WORDS, "algo=c51", "budget.env_steps=1000"]
+    session = Session(compose([*again, f"run_dir={tmp_path / 'b'}", f"init_from={tmp_path / 'a'}"]), quiet=True)
+    old = load_policy(tmp_path / "a").state_dict()["policy"]
+    state = session.parts.learners["v"].state
+    assert all(torch.equal(state.q.state_dict()[k], old[k]) for k in old)
+    policy = f"init_from={tmp_path / 'a' / 'checkpoints' / 'last'}"
+    only = Session(compose([*again, f"run_dir={tmp_path / 'c'}", policy]), quiet=True)
+    target = only.parts.learners["v"].state.target.state_dict()
+    assert all(torch.equal(target[k], old[k]) for k in old)
+    for one in (session, only):
+        one.closing.close()
+    with pytest.raises(ConfigError, match=r"algo\.dqn\.dueling=true: expected false, as in init_from"):
+        train(tmp_path / "d", *again[-2:], "algo.dqn.dueling=true", f"init_from={tmp_path / 'a'}")
+
+
+def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, spec, config):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(4, 9)\n"
+        "    def forward(self, obs):\n"
+        "        return self.layer(obs['policy']).tanh()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    summary = train(tmp_path / "run", "algo=rainbow", "algo.critic.net=mine:Net", "budget.env_steps=600")
+    assert load_policy(summary.run_dir)(torch.zeros(2, 4)).shape == (2,)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["algo.dqn.epsilon.kind=boltzmann"], "kind=boltzmann: expected one of annealed, ladder, fixed"),
+        (["algo.dqn.epsilon.end=1.5"], "algo.dqn.epsilon.end=1.5: expected a number from 0 up to 1"),
+        (["algo.dqn.epsilon.start=0.01"], "algo.dqn.epsilon.start=0.01: expected at least algo.dqn.epsilon.end=0.05"),
+        (["algo.dqn.huber=0"], "algo.dqn.huber=0.0: expected a number above 0"),
+        (["algo.dqn.target_perod=5"], "(did you mean algo.dqn.target_period?)"),
+        (["algo.dqn.shared_grad=0.5"], "shared_grad=0.5: expected 1, or algo.dqn.dueling=true with it"),
+        (["algo=c51", "algo.dqn.priority.initial=actor"], "initial=actor: expected max with algo.critic.atoms"),
+        (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: the V-learner's network is the policy"),
+        (["algo.policy.lr=1e-3"], "algo=dqn does not read it: see algo.critic, of the one network"),
+        (["algo.explore.low=0.1"], "algo=dqn does not read it: see algo.dqn.epsilon"),
+        (["algo.critic.tau=0.1"], "algo=dqn does not read it: see algo.dqn.target_period"),
+        (["algo.p_per_v=0.5"], "algo.p_per_v=0.5: expected no such setting: algo=dqn does not read it"),
+        (["algo=pql", "algo.dqn.double=true"], "expected algo=dqn and its like with it; algo=pql does not read it"),
+        (["algo.warmup_steps=0"], "algo.warmup_steps=0: expected at least 1"),
+        (["batch=48"], "batch=48: expected a power of two from 32 on"),
+        (["algo=pql", "batch=512"], "batch=512: expected algo=dqn or c51 or eps_rainbow or rainbow with it, not pql"),
+        (["bacth=512"], "bacth=512: expected a known setting (did you mean batch?)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_is_named_with_what_is_allowed(words, message):
+    with pytest.raises(ConfigError) as caught:
+        compose(["device=cpu", "algo=dqn", "task=cartpole", *words])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("algo", FAMILY)
+@pytest.mark.parametrize("task", [("task=atari", "task.game=pong"), ("task=catch",)], ids=["atari", "catch"])
+def test_a_tasks_own_settings_are_the_same_at_every_scale(task, algo):
+    small, large = (compose(["device=cpu", f"scale={s}", *task, f"algo={algo}"]) for s in ("cpu", "gpu"))
+    unread = ("algo.policy.", "algo.p_per_v", "algo.smoothing", "algo.critic.tau")
+    pairs = zip(leaves(small), leaves(large), strict=True)
+    assert [k for (k, a), (_, b) in pairs if a != b and not k.startswith(unread)] == []
+    target_updates(small, counts(small))  # whole
+
+
+def test_actions_must_be_discrete_and_the_other_way_round():
+    with pytest.raises(ConfigError, match=r"task=pendulum: expected a task with discrete actions; this one has Box"):
+        build(config_of({"task": {"name": "pendulum"}}))
+    with pytest.raises(ConfigError, match=r"this one has Discrete\(n=2\): for that, algo=dqn, ppo"):
+        build(config_of({"family": "ddpg"}))
+
+
+def test_a_replay_too_small_for_the_warm_up_is_refused():
+    with pytest.raises(ConfigError, match=r"replay\.capacity=120: expected at least 152: 19 rows of 8 environments"):
+        build(config_of({"replay": {"capacity": 120}}))
+
+
+def test_the_optimisers_settings_arrive():
+    for kind, name in (("adam", "AdamW"), ("rmsprop", "RMSProp")):
+        change = {"critic": {"lr": 3e-4, "eps": 2e-3, "grad_clip": 7.0}, "dqn": {"optimizer": kind, "rms_decay": 0.9}}
+        optimizer = build(config_of(change)).learners["v"].state.optimizer
+        assert type(optimizer).__name__ == name
+        assert (optimizer.eps, optimizer.clip, round(float(optimizer.lr), 8)) == (2e-3, 7.0, 3e-4)
+        assert getattr(optimizer, "decay", 0.9) == 0.9
+
+
+def test_evaluations_of_a_saved_run_repeat_the_runs_own_epsilon(tmp_path):
+    train(tmp_path, "algo=dqn", "budget.env_steps=600", "eval.epsilon=0.25")
+    assert evaluate_saved(tmp_path, 2, 2, 0, "cpu")["epsilon"] == 0.25
+    assert evaluate_saved(tmp_path, 2, 2, 0, "cpu", epsilon=0.0)["epsilon"] == 0.0

@@ -1,0 +1,299 @@
+"""Atari: sampling, learning and both together, beside what bounds them and beside Stable-Baselines3.
+
+python tools/bench_atari.py [--cases sampling learning training memory] [--game pong] [--num-envs 64] [--threads N]
+                            [--device cpu] [--rounds 7] [--seconds 2] [--smoke] [--json PATH]
+
+The network is that of Mnih et al. 2015; frames are the console's, four to an action. In turn, in one process, on the
+same cores:
+
+sampling  ``serial`` and ``halves`` are the collector with one and with two groups of environments: acting, stepping and
+          writing to a replay. Their bound is what is left to do without it: ``raw stepping`` (ale_py's
+          AtariVectorEnv alone, random actions, as many threads) and ``bare forward`` (the network's convolutions and
+          matrix products, as many intra-op threads) after each other; on CUDA raw stepping alone, since the device
+          computes beside it. The goal is at least .9.
+learning  One DQN update on a batch drawn before, and with its drawing from a ring (``burst``), beside the bare
+          convolutions and matrix products of the update: the target network forward, the network forward and back.
+          Microseconds; the goal is a ratio of at most 1.25 (.8 of the speed).
+training  Frames/s of DQN, acting and learning, each row used eight times: 32 environments, batches of 32, 8 updates a
+          step. Beside Stable-Baselines3's DQN with the same network, optimiser, batch and number of updates: on the
+          same AtariVectorEnv (``vector``), and on the stack that its users run (``usual``: one environment in
+          gymnasium's and the library's wrappers, an update every four steps; needs opencv). The goal is 1.3.
+memory    Bytes of a replay of a million frames (those that an agent sees). The goal is at most 7.2 GB.
+"""
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from _bench import alternate, compare, measuring, report
+from bench_replay import intra_op, microseconds
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pql.build import Parts, build, seeds
+from pql.config import (
+    AlgoConfig,
+    Config,
+    CriticConfig,
+    DqnConfig,
+    EncoderConfig,
+    EpsilonConfig,
+    PlacementConfig,
+    ReplayConfig,
+    TaskConfig,
+    ThreadsConfig,
+)
+from pql.machine import available_cores
+from pql.replay import replay_bytes
+from pql.task import describe_env
+
+SKIP = 4  # frames to an action
+STEPS = 16  # of a sampling tick
+MILLION = 1_000_000
+FRAMES = 7.2e9  # bytes allowed for a million frames
+INTENSITY = 8  # times that each row is used
+PEER = 32  # environments, and batch size, beside Stable-Baselines3
+LIMIT = 27_000  # actions, of a game
+
+GROUPS = {"serial": 1, "halves": 2}
+
+Round = Callable[[], float]
+
+
+def make_config(args: Any, num_envs: int, batch: int, groups: int | None = None, capacity: int = 20_000) -> Config:
+    """DQN on a game, every row used ``INTENSITY`` times. Adam, as Stable-Baselines3 has it."""
+    algo = AlgoConfig(
+        name="dqn", family="dqn", schedule="lockstep", batch_size=batch, n_step=1, warmup_steps=32,
+        v_per_step=INTENSITY * num_envs / batch, normalize_obs=False, encoder=EncoderConfig("nature", features=0),
+        critic=CriticConfig(hidden=[512], activation="relu", lr=1e-4, weight_decay=0.0, grad_clip=10.0),
+        dqn=DqnConfig(target_period=num_envs * 1000, epsilon=EpsilonConfig("fixed", end=0.01)),
+    )  # fmt: skip
+    task = TaskConfig(name="atari", game=args.game, reward_clip=1.0, kwargs={"noop_max": 30})
+    threads = ThreadsConfig(args.threads, args.threads, args.threads, args.threads)
+    return Config(
+        task=task, algo=algo, replay=ReplayConfig(capacity=max(capacity, 64 * num_envs)), num_envs=num_envs,
+        device=args.device, placement=PlacementConfig(groups=groups, threads=threads),
+    )  # fmt: skip
+
+
+def ready(config: Config) -> Parts:
+    """A run whose first tick comes next."""
+    parts = build(config)
+    parts.prepare()
+    parts.collector.start(seeds(config.seed)["env"])
+    parts.collector.warm_up(config.algo.warmup_steps)
+    parts.begin()
+    return parts
+
+
+def per_second(fn: Callable[[], Any], amount: float, args: Any) -> Round:
+    """A round of about ``args.seconds``: times ``amount`` done a second, each ``fn`` doing so much."""
+    device = torch.device(args.device)
+    one = microseconds(fn, args.seconds, device)
+
+    def rate() -> float:
+        with intra_op(args.threads):
+            return amount / one() * 1e6
+
+    return rate
+
+
+# -- what bounds it ---------------------------------------------------------------------------------------------------
+
+
+class Products:
+    """The convolutions and matrix products of a network's forward and backward passes, and nothing else.
+
+    Shapes, strides and memory layouts are those seen in a forward pass of ``net`` itself; every layer reads what the
+    one before it has just written.
+    """
+
+    def __init__(self, net: nn.Module, obs: dict[str, Tensor]):
+        self.layers = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+        seen: list[Tensor] = []
+        hooks = [m.register_forward_pre_hook(lambda m, given: seen.append(given[0].detach())) for m in self.layers]
+        with torch.no_grad():
+            net(obs)
+        for hook in hooks:
+            hook.remove()
+        self.x = seen
+        self.weights = [m.weight.detach().clone() for m in self.layers]
+        self.grads = [torch.randn_like(self.product(i, x)) for i, x in enumerate(seen)]
+
+    def product(self, i: int, x: Tensor) -> Tensor:
+        layer, weight = self.layers[i], self.weights[i]
+        if isinstance(layer, nn.Linear):
+            return x @ weight.T
+        return F.conv2d(x, weight, None, layer.stride, layer.padding)
+
+    def forward(self) -> None:
+        x = self.x[0]
+        for i, like in enumerate(self.x):
+            x = self.product(i, x if x.shape == like.shape else x.flatten(1))
+
+    def backward(self) -> None:
+        """The gradient of every weight, and of every layer's input but the first's."""
+        for i in reversed(range(len(self.layers))):
+            layer, weight, x, grad = self.layers[i], self.weights[i], self.x[i], self.grads[i]
+            if isinstance(layer, nn.Linear):
+                grad.T @ x
+                grad @ weight
+            else:
+                wanted = [i > 0, True, False]
+                torch.ops.aten.convolution_backward(
+                    grad, x, weight, None, layer.stride, layer.padding, layer.dilation, False, [0, 0], 1, wanted
+                )
+
+
+def raw_stepping(args: Any) -> tuple[Any, Callable[[], Any]]:
+    """ale_py's vector environment, and a step of it with random actions."""
+    env, rng = raw_env(args, args.num_envs), np.random.default_rng(0)
+    env.reset(seed=0)
+    return env, lambda: env.step(rng.integers(env.single_action_space.n, size=args.num_envs))
+
+
+def raw_env(args: Any, num_envs: int) -> Any:
+    from ale_py.vector_env import AtariVectorEnv
+
+    return AtariVectorEnv(
+        args.game, num_envs, num_threads=args.threads, autoreset_mode="SameStep", reward_clipping=False,
+        use_fire_reset=False, noop_max=31, max_num_frames_per_episode=SKIP * LIMIT,
+    )  # fmt: skip
+
+
+# -- cases ------------------------------------------------------------------------------------------------------------
+
+
+def sampling(args: Any) -> list[dict[str, Any]]:
+    """The collector beside raw stepping and the bare forward pass."""
+    runs = {name: ready(make_config(args, args.num_envs, 32, g)) for name, g in GROUPS.items()}
+    env, step = raw_stepping(args)
+    collector, frames = runs["serial"].collector, SKIP * args.num_envs
+    bare = Products(collector.actor.policy, collector.obs)
+    with torch.no_grad():
+        fns = {
+            "raw": per_second(step, frames, args),
+            "forward": per_second(bare.forward, frames, args),
+            **{k: per_second(lambda c=p.collector: c.run(STEPS), STEPS * frames, args) for k, p in runs.items()},
+        }
+        rates = alternate(fns, args.rounds)
+    env.close()
+    close(*runs.values())
+    both = [1 / (1 / raw + 1 / forward) for raw, forward in zip(rates["raw"], rates["forward"], strict=True)]
+    bound = rates["raw"] if args.device.startswith("cuda") else both
+    case = f"sampling {args.game} n={args.num_envs}:"
+    return [
+        compare(f"{case} raw stepping", "frames/s", rates["raw"]),
+        compare(f"{case} bare forward", "frames/s", rates["forward"]),
+        compare(f"{case} serial / bound", "frames/s", rates["serial"], bound),
+        compare(f"{case} halves / bound", "frames/s", rates["halves"], bound),
+        compare(f"{case} halves / serial", "frames/s", rates["halves"], rates["serial"]),
+    ]
+
+
+def learning(args: Any) -> list[dict[str, Any]]:
+    """An update beside its bare convolutions and products."""
+    return [row for batch in args.batches for row in update_rows(args, batch)]
+
+
+def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
+    parts = ready(make_config(args, 8, batch))
+    for worker in parts.workers.values():  # so that private copies and cursors are filled
+        worker.run(1)
+    one, job = parts.learners["v"], parts.jobs["v"]
+    (drawn,) = one.draw(1, one.gen)
+    online, target = (Products(net, {k: v.clone() for k, v in drawn.obs.items()}) for net in one.state.nets)
+
+    def bare() -> None:
+        target.forward()
+        online.forward()
+        online.backward()
+
+    fns = {"update": lambda: one.update(one.state, one.inputs, drawn, one.gen), "bare": bare, "burst": job.graph}
+    device = torch.device(args.device)
+    with intra_op(args.threads):
+        times = alternate({k: microseconds(fn, args.seconds, device) for k, fn in fns.items()}, args.rounds)
+    times["burst"] = [t / job.size for t in times["burst"]]
+    close(parts)
+    return [
+        compare(f"learning: update B={batch} / convolutions and products", "us", times["update"], times["bare"]),
+        compare(f"learning: burst of {job.size} B={batch} / convolutions and products", "us", times["burst"],
+                times["bare"]),
+    ]  # fmt: skip
+
+
+def training(args: Any) -> list[dict[str, Any]]:
+    """Acting and learning, beside Stable-Baselines3."""
+    num_envs = 4 if args.smoke else PEER
+    runs = {name: ready(make_config(args, num_envs, num_envs, g)) for name, g in GROUPS.items()}
+    frames = SKIP * num_envs
+    fns = {k: per_second(p.schedule.tick, frames * p.counts.horizon, args) for k, p in runs.items()}
+    peers = sb3_rounds(args, num_envs)
+    rates = alternate({**fns, **peers}, args.rounds)
+    close(*runs.values())
+    case = f"training DQN on {args.game}:"
+    return [
+        compare(f"{case} halves / serial", "frames/s", rates["halves"], rates["serial"]),
+        *(compare(f"{case} serial / {name}", "frames/s", rates["serial"], rates[name]) for name in peers),
+    ]
+
+
+def memory(args: Any) -> list[dict[str, Any]]:
+    """A replay of a million rows."""
+    spec = describe_env(make_config(args, PEER, PEER), torch.device("cpu"))
+    assert spec is not None
+    need = replay_bytes(spec.obs, None, PEER, MILLION // PEER, 1, spec.max_episode_steps, torch.float32)
+    return [compare("memory: replay of 1M frames / 7.2 GB", "GB", [need / 1e9], [FRAMES / 1e9])]
+
+
+def sb3_rounds(args: Any, num_envs: int) -> dict[str, Round]:
+    """Stable-Baselines3 on both kinds of environment; without those that miss a package, each of which is named."""
+    if importlib.util.find_spec("stable_baselines3") is None:
+        print("training: without Stable-Baselines3, which is not installed (pip install 'pql[peers]')")
+        return {}
+    import _atari_peer as peer
+
+    rounds, warm_up = {}, 32 if args.smoke else 1024
+    with intra_op(args.threads):
+        fn = peer.learner(peer.AleVec(raw_env(args, num_envs)), num_envs, 1, INTENSITY, args.device, warm_up)
+        rounds["SB3 vector"] = per_second(fn, SKIP * peer.BLOCK * num_envs, args)
+        try:
+            usual = peer.usual_env(args.game)
+        except ImportError as error:
+            print(f"training: without Stable-Baselines3's usual stack ({error})")
+        else:
+            fn = peer.learner(usual, PEER, PEER // INTENSITY, 1, args.device, warm_up)
+            rounds["SB3 usual"] = per_second(fn, SKIP * peer.BLOCK, args)
+    return rounds
+
+
+def close(*runs: Parts) -> None:
+    for parts in runs:
+        parts.schedule.executor.close()
+        parts.env.close()
+
+
+CASES = {"sampling": sampling, "learning": learning, "training": training, "memory": memory}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--game", default="pong")
+    parser.add_argument("--num-envs", type=int, default=64, help="when sampling")
+    parser.add_argument("--batches", nargs="+", type=int, default=[32, 512], help="when learning")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="of the simulator, and intra-op")
+    parser.add_argument("--device", default="cpu")
+    measuring(parser, seconds=2.0)
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.num_envs, args.batches, args.rounds, args.seconds, args.threads = 4, [8], 1, 0.01, 1
+    print(f"threads: {args.threads}, of the simulator and intra-op")
+    report([row for case in args.cases for row in CASES[case](args)], args.json)
+
+
+if __name__ == "__main__":
+    main()
