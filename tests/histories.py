@@ -27,10 +27,10 @@ class Column:
     ``shown``: by number, the numbers of the ``depth`` frames that it shows, oldest first; 0 before the episode.
     """
 
-    def __init__(self, index: int, next_step: bool, depth: int = 1):
+    def __init__(self, index: int, next_step: bool, depth: int = 1, shown: dict[int, tuple[int, ...]] | None = None):
         self.next_step, self.filler_due, self.made = next_step, False, 100_000 * index
         self.depth = depth
-        self.shown: dict[int, tuple[int, ...]] = {}
+        self.shown = {} if shown is None else shown
         self.now = self.new(True)
 
     def new(self, begins: bool) -> int:
@@ -84,14 +84,15 @@ class Recorded:
     def __init__(self, num_envs, rows, horizon, limit, next_step=False, obs_only=False, depth=1):
         self.replay = Replay(specs(depth), 1, num_envs, rows, horizon, limit, CPU, obs_only=obs_only)
         self.depth = depth
-        self.sims = [Column(i, next_step, depth) for i in range(num_envs)]
+        self.seen: dict[int, tuple[int, ...]] = {}
+        self.sims = [Column(i, next_step, depth, self.seen) for i in range(num_envs)]
         self.events = [[] for _ in range(num_envs)]
         self.replay.begin(self.picture([s.now for s in self.sims]))
         self.cursor = Cursor(num_envs, CPU)
 
     def shown(self):
         """What every observation so far shows; None where nothing is stacked."""
-        return {k: v for s in self.sims for k, v in s.shown.items()} if self.depth > 1 else None
+        return self.seen if self.depth > 1 else None
 
     def picture(self, numbers):
         return picture(numbers, self.shown())
@@ -130,7 +131,6 @@ class Recorded:
     def check(self, batch: Batch, lost: int, n: int, gamma: float) -> Tally:
         """Hold every window of ``batch`` against the oracle. Returns how many there were of each kind."""
         kinds: Tally = Tally()
-        self.seen = self.shown()
         for k, cell in enumerate(batch.index.tolist()):
             row, i = divmod(cell, len(self.sims))
             head = int(self.cursor.head[i])
@@ -149,7 +149,7 @@ class Recorded:
         assert batch.mask[k].item() == float(want.mask)
         assert batch.weight[k].item() == 1.0
         start = events[row]
-        assert_shows(batch.obs, k, start.obs, self.seen)
+        assert_shows(batch.obs, k, start.obs, self.shown())
         assert batch.action[k].item() == start.action
         if not want.mask:
             return "lost" if want.lost else "dropped" if start.valid else "filler"
@@ -157,7 +157,7 @@ class Recorded:
         assert batch.discount[k].item() == pytest.approx(want.discount, rel=1e-6)
         if want.next_obs is None:
             return "terminated"
-        assert_shows(batch.next_obs, k, want.next_obs, self.seen)
+        assert_shows(batch.next_obs, k, want.next_obs, self.shown())
         return "final" if any(e.truncated and e.final == want.next_obs for e in events[row : row + n]) else "plain"
 
 
