@@ -1,5 +1,7 @@
 """Shared pieces of the suite: one intra-op thread, small runs from the dataclasses, trees compared bit for bit."""
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +16,13 @@ from pql.schedule import Executor, Trace
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def threads_left() -> Callable[[], list[str]]:
+    """Names of the library's threads that this test began and that are still alive."""
+    before = set(threading.enumerate())
+    return lambda: [t.name for t in threading.enumerate() if t.name.startswith("pql-") and t not in before]
 
 
 SMALL: dict[str, Any] = {

@@ -90,7 +90,10 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("num_env=3", "num_env=3: expected one of num_envs, episodes, seed, device, epsilon, out (did you"),
+        (
+            "num_env=3",
+            "num_env=3: expected one of num_envs, episodes, seed, device, epsilon, out (did you mean num_envs?)",
+        ),
         ("num_envs=0", "num_envs=0: expected a number from 1 up to 100000"),
         ("num_envs=1000000000000", "num_envs=1000000000000: expected a number from 1 up to 100000"),
         ("episodes=0", "episodes=0: expected a number from 1 up to 1000000"),

@@ -238,7 +238,7 @@ def test_grouped_simulators_conform(kwargs):
     env.close()
 
 
-def test_groups_draw_from_seeds_of_their_own():
+def test_groups_draw_from_seeds_of_their_own(threads_left):
     env = Grouped([Pendulum(4), Pendulum(4)])
     obs = env.reset(5)["policy"]
     assert len({tuple(row) for row in obs.tolist()}) == 8
@@ -246,7 +246,7 @@ def test_groups_draw_from_seeds_of_their_own():
     assert not torch.equal(env.reset(6)["policy"], obs)
     assert not torch.equal(env.reset(None)["policy"], obs)
     env.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("pql-group")]
+    assert not threads_left()
 
 
 def test_step_is_every_groups_step_in_order():

@@ -35,10 +35,6 @@ def run(config, count):
         parts.schedule.executor.close()
 
 
-def alive():
-    return [t.name for t in threading.enumerate() if t.name.startswith("pql-") and t.is_alive()]
-
-
 # -- one replica ----------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +183,7 @@ def test_between_ticks_all_have_the_statistics_of_all(monkeypatch):
 # -- freely ---------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_lost_or_counted_twice():
+def test_nothing_is_lost_or_counted_twice(threads_left):
     """Three replicas, whose ticks go to whoever is free; one is slow."""
     parts = start(replicas(3, {"task": {"name": "cartpole"}, "num_envs": 12}, order="free", each=4))
     slow = parts.replicas[1].workers["collector"]
@@ -214,7 +210,7 @@ def test_nothing_is_lost_or_counted_twice():
     assert told["train/return_mean"] == pytest.approx(total.item() / ended.item())
     assert told["policy/entropy"].item() == pytest.approx(entropy.item())
     assert parts.drain()["train/episodes"] == 0
-    assert not alive()
+    assert not threads_left()
 
 
 def test_a_replica_that_has_done_nothing_yet_does_not_hide_the_others():
@@ -314,7 +310,7 @@ def fail(count):
 
 @pytest.mark.parametrize("order", ["free", "turns"])
 @pytest.mark.fault
-def test_a_failing_replica_ends_the_run_with_its_name_and_traceback(order):
+def test_a_failing_replica_ends_the_run_with_its_name_and_traceback(order, threads_left):
     parts = start(replicas(3, {"num_envs": 12}, order=order, each=50))
     ticks(parts, 1)
     parts.replicas[1].workers["learner"].job = fail
@@ -328,13 +324,13 @@ def test_a_failing_replica_ends_the_run_with_its_name_and_traceback(order):
     assert isinstance(cause, ZeroDivisionError)
     assert any(entry.name == "fail" for entry in traceback.extract_tb(cause.__traceback__))
     parts.schedule.executor.close()
-    assert not alive()
+    assert not threads_left()
     assert max(one.collector.steps for one in parts.replicas) < 8 * (2 + 2 * 50)  # the rest was not handed out
 
 
 @pytest.mark.parametrize("order", ["free", "turns"])
 @pytest.mark.fault
-def test_a_hung_replica_is_named_with_all_stacks(order):
+def test_a_hung_replica_is_named_with_all_stacks(order, threads_left):
     """Though its tick of the run is long: the watchdog is for a replica's own tick."""
     change = {"num_envs": 12, "placement": {"watchdog_seconds": 2.0}}
     parts, release = start(replicas(3, change, order=order, each=20)), threading.Event()
@@ -346,4 +342,4 @@ def test_a_hung_replica_is_named_with_all_stacks(order):
     assert "release.wait(20)" in str(caught.value)
     release.set()
     parts.schedule.executor.close()
-    assert not alive()
+    assert not threads_left()

@@ -265,7 +265,7 @@ def test_exclusive_work_is_ordered_against_the_ticks_around_it():
 
 @pytest.mark.parametrize("name", ["collector", "v", "p"])
 @pytest.mark.fault
-def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name):
+def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name, threads_left):
     parts = start(small_config(), Threads(("collector", "v", "p")))
     parts.schedule.tick()
 
@@ -280,7 +280,7 @@ def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert any(entry.name == "fail" for entry in _frames(caught.value.__cause__.__traceback__))
     parts.schedule.executor.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("pql-") and t.is_alive()]
+    assert not threads_left()
 
 
 def _frames(tb):
@@ -290,7 +290,7 @@ def _frames(tb):
 
 
 @pytest.mark.fault
-def test_a_hung_worker_is_named_with_all_stacks():
+def test_a_hung_worker_is_named_with_all_stacks(threads_left):
     parts = start(small_config(), Threads(("collector", "v", "p"), watchdog=0.3))
     release = threading.Event()
     parts.workers["p"].job = lambda count: release.wait(20)
@@ -302,7 +302,7 @@ def test_a_hung_worker_is_named_with_all_stacks():
     assert "release.wait(20)" in str(caught.value)
     release.set()
     parts.schedule.executor.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("pql-") and t.is_alive()]
+    assert not threads_left()
 
 
 def sleeping(seconds, done, name, number):
