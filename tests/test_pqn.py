@@ -254,6 +254,8 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path):
     (("algo.pqn.epsilon.start=0",), "algo.pqn.epsilon.start=0.0: expected at least algo.pqn.epsilon.end="),
     (("algo.pqn.q_lambda=1.5",), "algo.pqn.q_lambda=1.5: expected a number from 0 up to 1"),
     (("algo.pqn.optimizer=rmsprop",), "algo.pqn.optimizer=rmsprop: expected one of radam, adam"),
+    (("replay.capacity=5000",), "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
+    (("algo.pqn.epsilon.exponent=3",), "exponent=3.0: expected algo.pqn.epsilon.kind=ladder with it"),
     (("replay.save=true",), "replay.save=true: expected false: for off-policy algorithms alone"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
