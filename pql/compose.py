@@ -198,7 +198,10 @@ def idle(config: Config) -> dict[str, str]:
     }
     for name, epsilon in (("dqn", dqn.epsilon), ("pqn", config.algo.pqn.epsilon)):
         for part, kinds in EPSILON_OF.items():
-            off[f"algo.{name}.epsilon.{part}"] = (f"algo.{name}.epsilon.kind={' or '.join(kinds)}", epsilon.kind in kinds)
+            off[f"algo.{name}.epsilon.{part}"] = (
+                f"algo.{name}.epsilon.kind={' or '.join(kinds)}",
+                epsilon.kind in kinds,
+            )
     return {name: wanted for name, (wanted, read) in off.items() if not read}
 
 
