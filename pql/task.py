@@ -29,7 +29,7 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
 def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
     """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores, one
     that takes ``groups`` forms them itself."""
-    named = {"id": config.task.id, "game": config.task.game}
+    named = {"id": config.task.id, "game": config.task.game, "model": config.task.model}
     given = {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
     taken = inspect.signature(find_factory(config.task.name)).parameters
     if "threads" in taken:
