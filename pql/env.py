@@ -113,7 +113,8 @@ class VecEnv(Protocol):
     (fields of [n, ...]); ``start(action)`` / ``result() -> Step``, the two halves of ``step``, for a simulator that
     works elsewhere (``Grouped`` then needs no thread for it);
     ``render(index=0, width=None, height=None)`` -> numpy uint8 [H, W, 3], a picture of one environment as
-    it stands (None: a size of its own), and ``viewer(index=0)``, a window with ``open``, ``show()`` and ``close()``, both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.
+    it stands (None: a size of its own), and ``viewer(index=0)``, a window with ``open``, ``show()`` and ``close()``,
+    both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.
     ``spec.info["dt"]``, the seconds of a step, sets a video's speed.
 
     Where ``spec.groups`` is above 1: ``send(action, ids)`` starts a step of one group and returns at once; ``ids`` [n]
