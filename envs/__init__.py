@@ -24,6 +24,8 @@ BUILTIN = {
     "pusher": "pql.envs.mujoco:pusher",
     "invertedpendulum": "pql.envs.mujoco:invertedpendulum",
     "inverteddoublependulum": "pql.envs.mujoco:inverteddoublependulum",
+    "ballbalance": "pql.envs.mujoco:ballbalance",
+    "ballbalance_pixels": "pql.envs.mujoco:ballbalance_pixels",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
 }

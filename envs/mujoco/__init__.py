@@ -11,6 +11,7 @@ import torch
 from pql.env import EnvSpec
 from pql.envs.mujoco import control, locomotion
 from pql.envs.mujoco.env import MujocoVec, describe
+from pql.envs.mujoco.isaac import ball
 from pql.envs.mujoco.task import Task
 from pql.errors import ConfigError
 
@@ -73,6 +74,8 @@ reacher = Maker(control.Reacher)
 pusher = Maker(control.Pusher)
 invertedpendulum = Maker(control.InvertedPendulum)
 inverteddoublependulum = Maker(control.InvertedDoublePendulum)
+ballbalance = Maker(ball.BallBalance)
+ballbalance_pixels = Maker(ball.BallBalancePixels)
 
 TASKS = {name: value for name, value in globals().items() if isinstance(value, Maker)}
 """Factory by task name."""
