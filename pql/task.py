@@ -28,9 +28,15 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
 
 def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
     """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores, one
-    that takes ``groups`` forms them itself."""
-    named = {"id": config.task.id, "game": config.task.game}
-    given = {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
+    that takes ``groups`` forms them itself.
+
+    Raises:
+        ConfigError: the id or the game is said twice.
+    """
+    named = {k: v for k, v in (("id", config.task.id), ("game", config.task.game)) if v is not None}
+    for name in named.keys() & config.task.kwargs:
+        raise ConfigError(f"task.kwargs.{name}", config.task.kwargs[name], f"task.{name}={named[name]} alone to say it")
+    given = {**named, **config.task.kwargs}
     taken = inspect.signature(find_factory(config.task.name)).parameters
     if "threads" in taken:
         given.setdefault("threads", thread_counts(config)["simulator"])

@@ -4,6 +4,8 @@ from collections import deque
 
 import pytest
 import torch
+from conftest import start
+from ppo_runs import config_of
 from runs import rows
 
 pytest.importorskip("ale_py")
@@ -275,6 +277,30 @@ def test_what_has_settings_for_atari_has_them_for_task_pong_too():
 def test_an_unknown_game_is_refused_as_it_was_written(tmp_path):
     with pytest.raises(ConfigError, match=r"^task\.game=pnog: expected .*did you mean pong\?"):
         Session(compose(["task=atari", "task.game=pnog", "algo=ppo", "device=cpu", f"run_dir={tmp_path}"]))
+
+
+def test_a_game_that_is_said_twice_is_refused():
+    with pytest.raises(ConfigError, match=r"task\.kwargs\.game=pong: expected task\.game=breakout alone to say it"):
+        build_env(compose(["task=atari", "task.game=breakout", "task.kwargs.game=pong", "device=cpu"]))
+
+
+def test_random_steps_draw_the_games_apart_as_the_seed_says():
+    """Without no-ops all consoles begin alike; the actions of the warm-up are each one's own."""
+
+    def begun(seed, steps):
+        kwargs = {"game": "pong", "noop_max": 0, "threads": 1}
+        encoder = {"kind": "nature", "channels": [2, 2, 2], "features": 4}
+        task = {"name": "atari", "reward_clip": 1.0, "kwargs": kwargs}
+        parts = start(config_of({"task": task, "num_envs": 4, "algo": {"warmup_steps": steps, "encoder": encoder}}
+                                | {"seed": seed}))  # fmt: skip
+        parts.env.close()
+        return parts.collector.obs["policy"]
+
+    alike, apart = begun(1, 0), begun(1, 40)
+    assert torch.equal(alike, alike[:1].expand_as(alike))
+    assert len({row.numpy().tobytes() for row in apart}) == 4
+    assert torch.equal(apart, begun(1, 40))
+    assert not torch.equal(apart, begun(2, 40))
 
 
 def test_threads_come_from_the_placement():
