@@ -174,6 +174,20 @@ def test_no_ops_are_drawn_up_to_the_largest_number(atari):
     assert frames(3) == {start, start + 1, start + 2, start + 3}
 
 
+def test_fire_is_pressed_at_the_start_only_where_it_is_asked_for():
+    """In Breakout the ball waits for it: until then nothing but the paddle moves."""
+
+    def moves(fire_reset):
+        env = make_env("atari", 1, game="breakout", noop_max=0, threads=1, fire_reset=fire_reset)
+        env.reset(0)
+        shown = torch.cat([env.step(torch.zeros(1, dtype=torch.int64)).obs["policy"][:, -1] for _ in range(20)])
+        env.close()
+        return not torch.equal(shown[10:], shown[9:-1])
+
+    assert moves(True)
+    assert not moves(False)
+
+
 @MODES
 def test_groups_change_no_bit_and_answer_in_turn(atari, autoreset):
     one, two = (atari(4, autoreset=autoreset, max_episode_steps=70, groups=g) for g in (1, 2))
