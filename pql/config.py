@@ -28,6 +28,7 @@ class TaskConfig:
     live: bool = False  # an object given from Python: it cannot be built again by name
     id: str | None = None  # for name=gymnasium: the gymnasium id
     game: str | None = None  # for name=atari: the game
+    model: str | None = None  # of a MuJoCo task: shipped | fast; null: what the task does best with
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the environment's factory
     reward_clip: float | None = None  # each reward is clipped to +- this before learning; null: as it is
     reward_scale: float = 1.0  # constant factor on rewards before learning, after clipping

@@ -30,7 +30,7 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
 
 def task_kwargs(config: Config) -> dict[str, Any]:
     """What the task itself gives its environment's factory."""
-    named = {"id": config.task.id, "game": config.task.game}
+    named = {"id": config.task.id, "game": config.task.game, "model": config.task.model}
     return {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
 
 
