@@ -59,6 +59,11 @@ SMOKE = {
         "n=8 graphs off: kernels per critic update",
         "catch DQN n=8 graphs off: kernels per critic update",
     ),
+    "bench_process": (
+        "round trip, 64 envs / bare",
+        "round trip, 64 envs / in this process",
+        "overlap: in another process",
+    ),
     "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
 EXTRA = {"gpu_check": ["--device", "cpu"]}
