@@ -18,6 +18,13 @@ BUILTIN = {
     "hopper": "pql.envs.mujoco:hopper",
     "walker2d": "pql.envs.mujoco:walker2d",
     "ant": "pql.envs.mujoco:ant",
+    "humanoid": "pql.envs.mujoco:humanoid",
+    "humanoidstandup": "pql.envs.mujoco:humanoidstandup",
+    "swimmer": "pql.envs.mujoco:swimmer",
+    "reacher": "pql.envs.mujoco:reacher",
+    "pusher": "pql.envs.mujoco:pusher",
+    "invertedpendulum": "pql.envs.mujoco:invertedpendulum",
+    "inverteddoublependulum": "pql.envs.mujoco:inverteddoublependulum",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
 }
