@@ -12,6 +12,7 @@ BUILTIN = {
     "cartpole": "pql.envs.classic:Cartpole",
     "cartpole_swingup": "pql.envs.classic:CartpoleSwingup",
     "ball_balance": "pql.envs.classic:BallBalance",
+    "tmaze": "pql.envs.tmaze:TMaze",
     "catch": "pql.envs.catch:Catch",
     "halfcheetah": "pql.envs.mujoco:halfcheetah",
     "hopper": "pql.envs.mujoco:hopper",

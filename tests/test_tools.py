@@ -51,6 +51,7 @@ SMOKE = {
         "halves: by turns / all at once",
     ),
     "bench_replay": ("sample B=", "sample_obs B=", "insert N=4 D=17 / copy_"),
+    "bench_memory": ("right turns: R2D2", "right turns: stored state"),
     "bench_learner": ("cpu: critic / matmuls", "cpu: policy burst of 1 / matmuls", "wide: critic / matmuls"),
     "gpu_check": (
         "concurrent / lockstep",
