@@ -22,6 +22,9 @@ asked for. Units and layouts are MuJoCo's."""
 MAX_STATE = 1e10
 """Largest coordinate that counts as a state: MuJoCo's own bound (``mjMAXVAL``) for calling one diverged."""
 
+DERIVING = ("body_mass", "body_inertia")
+"""Parameters from which MuJoCo derives other constants of the model."""
+
 _NO_STAGE = mujoco.mjtStage.mjSTAGE_NONE.value
 
 
@@ -91,6 +94,15 @@ class Engine(Protocol):
         rows may move on to the present state."""
         ...
 
+    def set_parameters(self, rows: Rows, values: Fields) -> None:
+        """Give ``rows`` other values of the model's fields named when the engine was made.
+
+        Args:
+            rows: the environments meant.
+            values: MjModel's field names -> [N, ...]; the rows of others are as they were.
+        """
+        ...
+
     def forward(self) -> None:
         """Compute the derived fields of the state as it is."""
         ...
@@ -130,12 +142,20 @@ class BatchEngine:
         num_envs: N.
         threads: threads that step, this one included; 0 for one per core.
         outputs: derived fields to keep current (each costs a copy per simulation and call).
+        parameters: the model's fields that get a value for each simulation.
     """
 
     device = torch.device("cpu")
     dtype = torch.float64
 
-    def __init__(self, model: mujoco.MjModel, num_envs: int, threads: int = 0, outputs: Sequence[str] = ()):
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        num_envs: int,
+        threads: int = 0,
+        outputs: Sequence[str] = (),
+        parameters: Sequence[str] = (),
+    ):
         self._batch: Batch | None = Batch(model, nsim=num_envs, nthread=threads)
         self._rows = torch.from_numpy(self._batch.state)
         self.fields = {name: _view(self._batch.bind(name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
@@ -143,6 +163,8 @@ class BatchEngine:
         start = mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_TIME)
         self._motion = self._rows[:, start : start + model.nq + model.nv]
         self._derived = bool(outputs)
+        self._parameters = {name: torch.from_numpy(self._batch.expand(name)) for name in parameters}
+        self._constants = not {*parameters}.isdisjoint(DERIVING)
         self._batch.reset(stage=_NO_STAGE)
         self._fresh = self._rows[:1].clone()
 
@@ -167,6 +189,13 @@ class BatchEngine:
         self._motion[rows.ids] = torch.cat((qpos, qvel), 1)
         if self._derived:  # a forward call changes no coordinate, velocity or warm start
             self._guarded(lambda: self.batch.forward(rows.ids.numpy()))
+
+    def set_parameters(self, rows: Rows, values: Fields) -> None:
+        assert isinstance(rows, Listed)
+        for name, value in values.items():
+            self._parameters[name][rows.ids] = value[rows.ids]
+        if self._constants:
+            self.batch.set_const(rows.ids.numpy())
 
     def forward(self) -> None:
         self._guarded(self.batch.forward)

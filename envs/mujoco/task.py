@@ -155,8 +155,8 @@ class Task:
         raise NotImplementedError
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
-        """The memory after a step, for all rows. New tensors: ``memory`` may still be read."""
-        return memory
+        """What of the memory is another after a step, for all rows. New tensors: ``memory`` may still be read."""
+        return {}
 
     def track(self, fields: Fields) -> Memory:
         """What the next ``judge`` compares with, as it stands now."""
