@@ -1,4 +1,4 @@
-"""The MuJoCo tasks: Gymnasium's suite on MuJoCo's C thread pool.
+"""The MuJoCo tasks: Gymnasium's suite, on MuJoCo's C thread pool or on MuJoCo Warp.
 
 env = halfcheetah(num_envs=128, device="cpu", threads=0, max_episode_steps=1000, model="fast")
 spec = halfcheetah.describe(num_envs=128, device="cpu")
@@ -29,6 +29,7 @@ class Maker:
         model: ``shipped``, ``fast``, or None for what the task does best with.
         randomize: keywords of ``randomize.Randomize``: masses, friction, gains, pushes, observation noise and delay.
         curriculum: ``{"kind": NAME, ...}``: how hard episodes are, see ``curriculum.py``.
+        engine: ``batch`` (MuJoCo's C threads), ``warp`` (MuJoCo Warp), or ``auto``: Warp on CUDA where it is installed.
         stagger: start the first episodes at random points of the time limit, so that not all end on the same step.
 
     Raises:
@@ -47,8 +48,9 @@ class Maker:
         randomize: Mapping[str, Any] | None = None,
         curriculum: Mapping[str, Any] | None = None,
         stagger: bool = False,
+        engine: str = "auto",
     ) -> MujocoVec:
-        options = _options(num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger)
+        options = _options(num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine)
         return MujocoVec(self.task, num_envs, torch.device(device), options)
 
     def describe(
@@ -61,9 +63,10 @@ class Maker:
         randomize: Mapping[str, Any] | None = None,
         curriculum: Mapping[str, Any] | None = None,
         stagger: bool = False,
+        engine: str = "auto",
     ) -> EnvSpec:
         """What ``self(...).spec`` would be; nothing is loaded or started."""
-        options = _options(num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger)
+        options = _options(num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine)
         return describe(self.task, num_envs, torch.device(device), options)
 
 
@@ -75,6 +78,7 @@ def _options(
     randomize: Mapping[str, Any] | None,
     curriculum: Mapping[str, Any] | None,
     stagger: bool,
+    engine: str,
 ) -> Options:
     """The keywords, checked."""
     for name, value, least in (
@@ -90,7 +94,7 @@ def _options(
         if settings is not None and not isinstance(settings, Mapping):
             raise ConfigError(name, settings, f"settings below it: {name}.key=value")
     wanted = Randomize.parse(randomize)
-    return Options(threads, max_episode_steps, model, wanted, make_curriculum(curriculum), stagger)
+    return Options(threads, max_episode_steps, model, wanted, make_curriculum(curriculum), stagger, engine)
 
 
 halfcheetah = Maker(locomotion.HalfCheetah)

@@ -111,6 +111,10 @@ class Engine(Protocol):
         """[N] bool; coordinates and velocities that are not finite, or of a norm beyond ``MAX_STATE``."""
         ...
 
+    def overflowed(self) -> Tensor | None:
+        """[N] bool; the latest step lost contacts, for want of room. None: an engine that always has room."""
+        ...
+
     def state(self) -> Tensor:
         """Copy of everything the next step depends on, one row a simulation."""
         ...
@@ -123,9 +127,8 @@ class Engine(Protocol):
         """
         ...
 
-    def data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
-        """Simulation ``index`` as MuJoCo's own object (``data``, or a new one), for pictures; its derived fields are
-        not computed."""
+    def data(self, index: int, data: mujoco.MjData) -> mujoco.MjData:
+        """Put simulation ``index`` into ``data``, for pictures; derived fields are not computed."""
         ...
 
     def close(self) -> None: ...
@@ -204,6 +207,9 @@ class BatchEngine:
         # NaN compares false, so it counts; the 2-norm is 10 times cheaper here than the largest magnitude
         return ~(torch.linalg.vector_norm(self._motion, dim=1) <= MAX_STATE)
 
+    def overflowed(self) -> None:
+        return None
+
     def state(self) -> Tensor:
         return self._rows.clone()
 
@@ -211,7 +217,7 @@ class BatchEngine:
         check_state(state, self._rows)
         self._rows.copy_(state)
 
-    def data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
+    def data(self, index: int, data: mujoco.MjData) -> mujoco.MjData:
         return self.batch.get_data(index, data)
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pql.env import Box, EnvSpec
 from pql.envs.mujoco.curriculum import Curriculum, Levels
-from pql.envs.mujoco.engine import BatchEngine, Engine, Rows
+from pql.envs.mujoco.engine import Engine, Rows
+from pql.envs.mujoco.engines import choose, make_engine
 from pql.envs.mujoco.randomize import Randomize, Randomizer
 from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_model
 from pql.types import Obs, Step
@@ -31,11 +32,13 @@ class Options:
     randomize: Randomize = field(default_factory=Randomize)
     curriculum: Curriculum | None = None
     stagger: bool = False
+    engine: str = "auto"
 
 
 def describe(task: type[Task], num_envs: int, device: torch.device, options: Options) -> EnvSpec:
     """The spec of a task, without loading its model."""
     level = ("level",) if options.curriculum else ()
+    warp = choose(options.engine, device) == "warp"
     return EnvSpec(
         name=task.name,
         num_envs=num_envs,
@@ -45,7 +48,8 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
         max_episode_steps=options.max_episode_steps or task.time_limit,
         autoreset="same_step",
         final_obs="on_done",
-        log=(*task.terms, *task.metrics, "diverged", *level),
+        log=(*task.terms, *task.metrics, "diverged", *(("overflow",) if warp else ()), *level),
+        deterministic=not (warp and device.type == "cuda"),
         info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, options.model)},
     )
 
@@ -90,7 +94,9 @@ class MujocoVec:
         self.spec = describe(task, num_envs, device, options)
         self.model = load_model(task, options.model)
         wanted = options.randomize
-        self.engine: Engine = BatchEngine(self.model, num_envs, options.threads, task.outputs, wanted.parameters)
+        self.engine: Engine = make_engine(
+            task, self.model, num_envs, device, options.engine, options.threads, wanted.parameters
+        )
         there, dtype = self.engine.device, self.engine.dtype
         robot = Robot(self.model, there, dtype)
         self.task = task(robot)
@@ -136,7 +142,7 @@ class MujocoVec:
         """Apply ``action`` [N, A] (clamped to [-1, 1]) for one env step. See ``VecEnv.step``."""
         task, engine = self.task, self.engine
         fields, memory = engine.fields, self._memory
-        unit = action.to(engine.device, engine.dtype).clamp_(-1.0, 1.0)
+        unit = action.to(engine.device, engine.dtype).clamp(-1.0, 1.0)
         if self._randomizer:
             self._randomizer.push(self._levels.level)
         engine.step(task.control(unit, fields, memory), task.frame_skip)
@@ -151,7 +157,9 @@ class MujocoVec:
         # [1 + K, N]: the reward is summed in the engine's precision, then everything is rounded once
         parts = [terms[name] for name in task.terms]
         logged = [metrics[name] for name in task.metrics]
-        rows = torch.stack((sum(parts[1:], parts[0]), *parts, *logged, diverged)).float()
+        lost = engine.overflowed()
+        counted = [diverged] if lost is None else [diverged, lost]
+        rows = torch.stack((sum(parts[1:], parts[0]), *parts, *logged, *counted)).float()
         if terminated is None:
             terminated = ~self._yes
 
@@ -159,7 +167,7 @@ class MujocoVec:
         bad = engine.rows(diverged)
         if bad.count:
             obs = {name: bad.put(value, bad.take(self._obs[name])) for name, value in obs.items()}
-            rows[:-1].masked_fill_(diverged, 0.0)
+            rows[: 1 + len(parts) + len(logged)].masked_fill_(diverged, 0.0)
             terminated = terminated & ~diverged
             final_ok = self._send(~diverged)
         truncated = ((self._steps >= self._limit) | diverged) & ~terminated
@@ -256,7 +264,7 @@ class MujocoVec:
 
     def _data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
         """Simulation ``index`` as MuJoCo's own object, its derived fields up to date."""
-        data = self.engine.data(index, data)
+        data = self.engine.data(index, data or mujoco.MjData(self.model))
         mujoco.mj_forward(self.model, data)
         return data
 
@@ -274,8 +282,8 @@ class MujocoVec:
         return {name: self._send(value) for name, value in obs.items()}
 
     def _send(self, value: Tensor) -> Tensor:
-        if self.spec.device == value.device:
-            return value
+        if self.spec.device.type == value.device.type:
+            return value.to(self.spec.device)
         if self.spec.device.type == "cuda":
             value = value.pin_memory()  # torch's host allocator keeps it until the copy is over
         return value.to(self.spec.device, non_blocking=True)

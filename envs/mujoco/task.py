@@ -107,6 +107,8 @@ class Task:
         model: which of ``MODELS`` is used unless asked for another.
         refused: why the shipped model cannot be used; empty: it can.
         integrator: of the fast model.
+        contacts: the most contacts and constraint rows of one simulation that C was seen to have, on any of the models,
+            for an engine with buffers of fixed size; None: to be measured when one starts.
     """
 
     name: ClassVar[str]
@@ -122,6 +124,7 @@ class Task:
     model: ClassVar[str] = "shipped"
     refused: ClassVar[str] = ""
     integrator: ClassVar[mujoco.mjtIntegrator] = mujoco.mjtIntegrator.mjINT_EULER
+    contacts: ClassVar[tuple[int, int] | None] = None
 
     def __init__(self, robot: Robot):
         self.robot = robot
