@@ -205,3 +205,33 @@ def test_the_engine_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TASKS["hopper"].describe(2, "cuda").deterministic is False
     assert TASKS["hopper"].describe(2, "cuda").log[-1] == "overflow"
     assert TASKS["hopper"].describe(2, "cpu").deterministic is True
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_steps_agree_with_c_and_wait_for_nothing() -> None:
+    n = 64
+    c, w = (
+        build("halfcheetah", n, "batch", max_episode_steps=20),
+        make_env("halfcheetah", n, "cuda", max_episode_steps=20),
+    )
+    assert isinstance(w, MujocoVec)
+    c.reset(seed=0), w.reset(seed=0)
+    actions = random_actions(c, 40)
+    follow(c, c)
+    qpos, qvel = (c.engine.fields[name].float().cuda() for name in ("qpos", "qvel"))
+    w.engine.reset(w.engine.rows(torch.ones(n, dtype=torch.bool, device="cuda")), qpos, qvel)
+    w._memory = {**w._memory, **w.task.track(w.engine.fields)}
+    a, b = c.step(actions[0]), w.step(actions[0].cuda())
+    torch.testing.assert_close(a.final_obs["policy"], b.final_obs["policy"].cpu(), rtol=1e-3, atol=1e-3)
+    there = actions.cuda()
+    for action in there:
+        step = w.step(action)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for action in there:
+            step = w.step(action)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step.obs["policy"].isfinite().all()
+    assert step.obs["policy"].device.type == "cuda"
