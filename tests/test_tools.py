@@ -51,7 +51,6 @@ SMOKE = {
         "halves: by turns / all at once",
     ),
     "bench_replay": ("sample B=", "sample_obs B=", "insert N=4 D=17 / copy_"),
-    "bench_memory": ("right turns: R2D2", "right turns: stored state"),
     "bench_learner": ("cpu: critic / matmuls", "cpu: policy burst of 1 / matmuls", "wide: critic / matmuls"),
     "gpu_check": (
         "concurrent / lockstep",
@@ -65,10 +64,11 @@ SMOKE = {
         "round trip, 64 envs / in this process",
         "overlap: in another process",
     ),
+    "bench_warp": ("warp halfcheetah (shipped) n=4 / bare", "warp halfcheetah (shipped) n=4: bytes"),
     "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
-EXTRA = {"gpu_check": ["--device", "cpu"]}
-NEEDS = {"bench_atari": "ale_py"}
+EXTRA = {"gpu_check": ["--device", "cpu"], "bench_warp": ["--device", "cpu"]}
+NEEDS = {"bench_atari": "ale_py", "bench_warp": "mujoco_warp"}
 
 
 @pytest.mark.parametrize("name", SMOKE)
