@@ -59,10 +59,16 @@ SMOKE = {
         "n=8 graphs off: kernels per critic update",
         "catch DQN n=8 graphs off: kernels per critic update",
     ),
+    "bench_process": (
+        "round trip, 64 envs / bare",
+        "round trip, 64 envs / in this process",
+        "overlap: in another process",
+    ),
+    "bench_warp": ("warp halfcheetah (shipped) n=4 / bare", "warp halfcheetah (shipped) n=4: bytes"),
     "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
-EXTRA = {"gpu_check": ["--device", "cpu"]}
-NEEDS = {"bench_atari": "ale_py"}
+EXTRA = {"gpu_check": ["--device", "cpu"], "bench_warp": ["--device", "cpu"]}
+NEEDS = {"bench_atari": "ale_py", "bench_warp": "mujoco_warp"}
 
 
 @pytest.mark.parametrize("name", SMOKE)
