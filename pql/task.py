@@ -42,9 +42,16 @@ def telling(config: Config, env: VecEnv) -> VecEnv:
 
 
 def task_kwargs(config: Config) -> dict[str, Any]:
-    """What the task itself gives its environment's factory."""
-    named = {"id": config.task.id, "game": config.task.game, "model": config.task.model}
-    return {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
+    """What the task itself gives its environment's factory.
+
+    Raises:
+        ConfigError: a keyword that is also said by a name of its own, ``task.game`` say.
+    """
+    task = config.task
+    named = {k: v for k, v in (("id", task.id), ("game", task.game), ("model", task.model)) if v is not None}
+    for name in named.keys() & task.kwargs:
+        raise ConfigError(f"task.kwargs.{name}", task.kwargs[name], f"task.{name}={named[name]} alone to say it")
+    return {**named, **task.kwargs}
 
 
 def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
