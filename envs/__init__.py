@@ -19,6 +19,12 @@ BUILTIN = {
     "ant": "pql.envs.mujoco:ant",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
+    "remote": "pql.envs.remote:Remote",
 }
 
-EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari"}
+EXTRA_OF = {
+    "pql.envs.mujoco": "mujoco",
+    "pql.envs.gymnasium": "gymnasium",
+    "pql.envs.atari": "atari",
+    "pql.envs.remote": "remote",
+}

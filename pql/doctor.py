@@ -15,6 +15,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mujoco": ("the MuJoCo tasks", ("mujoco", "gymnasium")),
     "gymnasium": ("task=gymnasium", ("gymnasium",)),
     "atari": ("the Atari games", ("ale-py", "gymnasium")),
+    "remote": ("task=remote and pql actor", ("grpcio",)),
     "tensorboard": ("logger=tensorboard", ("tensorboard",)),
     "wandb": ("logger=wandb", ("wandb",)),
     "report": ("pql report and compare", ("matplotlib", "scipy", "jinja2")),

@@ -239,6 +239,7 @@ class Session:
             "throughput/updates_per_s": (now["updates"] - last["updates"]) / span,
             **{k: (v - last[k]) / span for k, v in now.items() if k.startswith("busy/")},
             **log.memory(parts.env.spec.device),
+            **(parts.env.measures() if hasattr(parts.env, "measures") else {}),
         }
         with parts.schedule.executor.exclusive():
             return log.Pending(parts.drain(self.ranks.group), row)
