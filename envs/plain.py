@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import TYPE_CHECKING, Any, Dict, Mapping, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Mapping, NamedTuple
 
 if TYPE_CHECKING or (sys.version_info >= (3, 11) and importlib.util.find_spec("torch") is not None):
     from pql.env import Box as Box
@@ -27,7 +27,7 @@ else:
     class ObsSpec(NamedTuple):
         """One environment's observation group, without the N axis."""
 
-        shape: Tuple[int, ...]
+        shape: tuple[int, ...]
         dtype: str = "float32"
         stack: int = 1
 
@@ -35,8 +35,8 @@ else:
         """Actions [N, size] float32 in [-1, 1]; the simulator's own bounds for an exported policy."""
 
         size: int
-        low: Optional[Tuple[float, ...]] = None
-        high: Optional[Tuple[float, ...]] = None
+        low: tuple[float, ...] | None = None
+        high: tuple[float, ...] | None = None
 
     class Discrete(NamedTuple):
         """Actions [N] int64 in [0, n)."""
@@ -51,10 +51,10 @@ else:
         obs: Mapping[str, ObsSpec]
         action: Any
         device: Any = "cpu"
-        max_episode_steps: Optional[int] = None
+        max_episode_steps: int | None = None
         autoreset: str = "same_step"
         final_obs: str = "on_done"
-        log: Tuple[str, ...] = ()
+        log: tuple[str, ...] = ()
         single_instance: bool = False
         deterministic: bool = True
         groups: int = 1
@@ -64,12 +64,12 @@ else:
     class Step(NamedTuple):
         """What a step of all environments returns: see ``pql.types.Step``."""
 
-        obs: Dict[str, Any]
+        obs: dict[str, Any]
         reward: Any
         terminated: Any
         truncated: Any
         first: Any
-        final_obs: Dict[str, Any]
+        final_obs: dict[str, Any]
         final_ok: Any
         valid: Any
-        log: Dict[str, Any]
+        log: dict[str, Any]

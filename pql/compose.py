@@ -156,6 +156,9 @@ INSTEAD = {
     "pqn": {"batch_size": "algo.pqn.minibatches", "v_per_step": "algo.pqn.epochs", "n_step": "algo.pqn.q_lambda",
             "explore.": "algo.pqn.epsilon", "policy.": "algo.critic, of the one network"},
 }  # fmt: skip
+EPSILON_OF = {"start": ("annealed",), "end": ("annealed", "fixed"), "steps": ("annealed",), "base": ("ladder",),
+              "exponent": ("ladder",)}  # fmt: skip
+SWITCHES = ("algo.dqn.priority.alpha",)
 OWNED = {"algo.ppo.": ("ppo", "ppo or a2c"), "algo.dqn.": ("dqn", "dqn and its like"), "algo.pqn.": ("pqn", "pqn")}
 
 
@@ -166,10 +169,10 @@ def check_used(config: Config, names: Iterable[str]) -> None:
         ConfigError: names the first, and what does its job here.
     """
     family, algo = config.algo.family, config.algo.name
-    values = dict(leaves(config))
+    values, off = dict(leaves(config)), idle(config)
     for name in names:
-        if name in OF_A_REPLAY and config.algo.family == "ppo":
-            raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it")
+        if name in OF_A_REPLAY and family in ("ppo", "pqn"):
+            raise ConfigError(name, values[name], f"no such setting: algo={algo} does not read it")
         part = name.removeprefix("algo.")
         if name.startswith("algo.central.") and config.algo.schedule != "replicas":
             raise ConfigError(name, values[name], "algo.schedule=replicas with it (algo=a3c, algo=appo_replicas)")
@@ -180,6 +183,26 @@ def check_used(config: Config, names: Iterable[str]) -> None:
         if name.startswith("algo.") and hit:
             more = f": see {INSTEAD[family][hit]}" if hit in INSTEAD[family] else ""
             raise ConfigError(name, values[name], f"no such setting: algo={algo} does not read it{more}")
+        if wanted := next((v for k, v in off.items() if name.startswith(k) and name not in SWITCHES), None):
+            raise ConfigError(name, values[name], f"{wanted} with it; nothing else reads it")
+
+
+def idle(config: Config) -> dict[str, str]:
+    """Settings that another one switches off, by the beginning of their names, and what would have them read."""
+    dqn, critic = config.algo.dqn, config.algo.critic
+    off = {
+        "algo.dqn.priority.": ("algo.dqn.priority.alpha above 0", dqn.priority.alpha > 0),
+        "algo.dqn.rms_decay": ("algo.dqn.optimizer=rmsprop", dqn.optimizer == "rmsprop"),
+        "algo.dqn.huber": ("algo.critic.atoms=null: a categorical loss is the cross-entropy", critic.atoms is None),
+        **dict.fromkeys(("algo.critic.v_min", "algo.critic.v_max"), ("algo.critic.atoms", critic.atoms is not None)),
+    }
+    for name, epsilon in (("dqn", dqn.epsilon), ("pqn", config.algo.pqn.epsilon)):
+        for part, kinds in EPSILON_OF.items():
+            off[f"algo.{name}.epsilon.{part}"] = (
+                f"algo.{name}.epsilon.kind={' or '.join(kinds)}",
+                epsilon.kind in kinds,
+            )
+    return {name: wanted for name, (wanted, read) in off.items() if not read}
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")

@@ -14,14 +14,25 @@ from pql.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
+class ProcessConfig:
+    """A process of its own for the simulator."""
+
+    python: str | None = None  # the interpreter that it runs in, a path or a name on PATH; null: no such process
+    step_seconds: float = 20.0  # a step that takes longer is a hang
+    start_seconds: float = 600.0  # as long may starting take, and the first step
+
+
+@dataclass(frozen=True)
 class TaskConfig:
     name: str = "halfcheetah"  # the registered environment
     live: bool = False  # an object given from Python: it cannot be built again by name
     id: str | None = None  # for name=gymnasium: the gymnasium id
     game: str | None = None  # for name=atari: the game
+    model: str | None = None  # of a MuJoCo task: shipped | fast; null: what the task does best with
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the environment's factory
     reward_clip: float | None = None  # each reward is clipped to +- this before learning; null: as it is
     reward_scale: float = 1.0  # constant factor on rewards before learning, after clipping
+    process: ProcessConfig = field(default_factory=ProcessConfig)
 
     @property
     def title(self) -> str:

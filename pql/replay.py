@@ -246,7 +246,8 @@ class Replay:
         flags = self.flags.index_select(0, cell).int()
         usable = self._rule("valid", flags) & (head > 0)
         reward = clip(self.reward.index_select(0, cell), self.reward_clip)
-        last, tail, end, power = row, cell, flags, self.constants(1, gamma)[2]  # the window's last row: this one
+        last, tail, end = row, cell, flags  # the window's last row: this one
+        power = self.constants(n, gamma)[2][:1]
         if n > 1:
             reward, more, power = self._extend(reward, flags, place, column, head - 1 - row, n, gamma)
             last, place = row + more, self._wrap(place + more)

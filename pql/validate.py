@@ -37,6 +37,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "num_envs": (1, 1_000_000, True),
     "seed": (0, 2**62, True),
     "task.reward_clip": (0, 1e9, False),
+    "task.process.step_seconds": (0, 1e6, False),
+    "task.process.start_seconds": (0, 1e6, False),
     "algo.batch_size": (1, 2**24, True),
     "algo.n_step": (1, 100, True),
     "algo.gamma": (0, 1, True),
@@ -148,6 +150,8 @@ def check_range(setting: str, value: float | None, limits: tuple[float, float, b
 
 def _check_together(config: Config) -> None:
     algo, budget = config.algo, config.budget
+    if config.task.live and config.task.process.python is not None:
+        raise ConfigError("task.process.python", config.task.process.python, "null: a live environment is where it is")
     if algo.critic.v_min >= algo.critic.v_max:
         raise ConfigError("algo.critic.v_min", algo.critic.v_min, f"below algo.critic.v_max={algo.critic.v_max:g}")
     if algo.explore.kind in ("mixed", "redrawn") and algo.explore.low > algo.explore.high:

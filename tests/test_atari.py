@@ -10,7 +10,7 @@ pytest.importorskip("ale_py")
 
 from pql import train
 from pql.build import build_env
-from pql.compose import compose
+from pql.compose import compose, options
 from pql.conformance import check_env
 from pql.env import Discrete, ObsSpec, find_factory, make_env
 from pql.errors import ConfigError
@@ -261,6 +261,15 @@ def test_protocols_are_presets():
         compose(["task=pendulum", "atari=paper"])
     with pytest.raises(ConfigError, match=r"atari=stiky: expected one of nature, paper, sticky \(did you mean"):
         compose(["task=atari", "atari=stiky"])
+
+
+def test_what_has_settings_for_atari_has_them_for_task_pong_too():
+    tuned = options("tuned")
+    algos = [name.removesuffix("-atari") for name in tuned if name.endswith("-atari")]
+    assert {"dqn", "ppo", "a3c", "pqn", "rainbow"} <= {*algos}
+    assert [a for a in algos if f"{a}-pong" not in tuned] == []
+    pong, papers = (compose(["device=cpu", "algo=c51", *t]) for t in (["task=pong"], ["task=atari", "task.game=pong"]))
+    assert pong == papers
 
 
 def test_an_unknown_game_is_refused_as_it_was_written(tmp_path):

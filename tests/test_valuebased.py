@@ -309,6 +309,12 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
         (["algo.dqn.target_perod=5"], "(did you mean algo.dqn.target_period?)"),
         (["algo.dqn.shared_grad=0.5"], "shared_grad=0.5: expected 1, or algo.dqn.dueling=true with it"),
         (["algo=c51", "algo.dqn.priority.initial=actor"], "initial=actor: expected max with algo.critic.atoms"),
+        (["algo.dqn.priority.beta=0.5"], "priority.beta=0.5: expected algo.dqn.priority.alpha above 0 with it"),
+        (["algo.dqn.rms_decay=0.9"], "rms_decay=0.9: expected algo.dqn.optimizer=rmsprop with it"),
+        (["algo=c51", "algo.dqn.huber=2"], "huber=2.0: expected algo.critic.atoms=null: a categorical loss"),
+        (["algo.critic.v_max=50"], "algo.critic.v_max=50.0: expected algo.critic.atoms with it"),
+        (["algo=apex", "algo.dqn.epsilon.steps=50"], "steps=50: expected algo.dqn.epsilon.kind=annealed with it"),
+        (["algo.dqn.epsilon.base=0.5"], "base=0.5: expected algo.dqn.epsilon.kind=ladder with it"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: the V-learner's network is the policy"),
         (["algo.policy.lr=1e-3"], "algo=dqn does not read it: see algo.critic, of the one network"),
         (["algo.explore.low=0.1"], "algo=dqn does not read it: see algo.dqn.epsilon"),
@@ -335,6 +341,13 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale(task, algo):
     pairs = zip(leaves(small), leaves(large), strict=True)
     assert [k for (k, a), (_, b) in pairs if a != b and not k.startswith(unread)] == []
     target_updates(small, counts(small))  # whole
+
+
+def test_settings_that_another_one_switches_on_are_read():
+    words = ["algo.dqn.priority.alpha=0.6", "algo.dqn.priority.beta=0.5", "algo.critic.atoms=5", "algo.critic.v_max=3",
+             "algo.dqn.epsilon.kind=ladder", "algo.dqn.epsilon.base=0.3"]  # fmt: skip
+    config = compose(["device=cpu", "algo=dqn", "task=cartpole", *words]).algo
+    assert (config.dqn.priority.beta, config.critic.v_max, config.dqn.epsilon.base) == (0.5, 3, 0.3)
 
 
 def test_actions_must_be_discrete_and_the_other_way_round():
