@@ -130,6 +130,7 @@ class VecEnv(Protocol):
     whole group: rows of the others are fillers that repeat the observation they had. ``present() -> [N] bool``, on the
     CPU, says who answered the last ``reset``. An environment that was lost comes back by a filler row with ``first``.
     ``step`` waits for all that are there: the rows of others are fillers.
+    ``beside() -> VecEnv | None``, optional: environments for evaluations, where a second simulator cannot be built.
     ``measures() -> dict[str, float]``, optional: numbers of its own for every row of the log.
     """
 

@@ -24,7 +24,7 @@ import numpy as np
 
 VERSION = 1
 MAGIC = b"pqlr"
-HEADER = struct.Struct("<4sHBxQQI4x")
+HEADER = struct.Struct("<4sHBBQQII")
 HELLO, WELCOME, RESET, OBS, ACT, STEP, BYE = range(1, 8)
 SERVICE, METHOD = "pql.Remote", "Act"
 LARGEST = 64 << 20  # bytes of a message; a larger one is refused by the transport, before it is read
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 def pack(kind: int, run_id: int, seq: int, *parts: Any) -> bytes:
     """A message of contiguous arrays or bytes."""
     size = sum(memoryview(p).nbytes for p in parts)
-    return b"".join((HEADER.pack(MAGIC, VERSION, kind, run_id, seq, size), *parts))
+    return b"".join((HEADER.pack(MAGIC, VERSION, kind, 0, run_id, seq, size, 0), *parts))
 
 
 def pack_json(kind: int, run_id: int, seq: int, facts: Mapping[str, Any]) -> bytes:
@@ -77,8 +77,8 @@ def unpack(message: bytes) -> Frame:
     """
     if len(message) < HEADER.size:
         raise WireError(f"{len(message)} bytes are no frame")
-    magic, version, kind, run_id, seq, size = HEADER.unpack_from(message)
-    if magic != MAGIC:
+    magic, version, kind, zero, run_id, seq, size, more = HEADER.unpack_from(message)
+    if magic != MAGIC or zero or more:
         raise WireError("not a frame of pql's")
     if version != VERSION:
         raise WireError(f"schema version {version}, this side speaks {VERSION}: the same pql on both sides, please")
@@ -119,25 +119,9 @@ def read_json(body: memoryview) -> dict[str, Any]:
 # -- specifications ---------------------------------------------------------------------------------------------------
 
 
-def describe(spec: Any) -> dict[str, Any]:
-    """An environment's specification (``pql.env.EnvSpec``, or one like it without torch) as JSON."""
-    action = spec.action
-    bounds = {k: getattr(action, k, None) and list(getattr(action, k)) for k in ("low", "high")}
-    return {
-        "name": spec.name,
-        "num_envs": spec.num_envs,
-        "obs": {k: [list(s.shape), str(s.dtype).removeprefix("torch."), s.stack] for k, s in spec.obs.items()},
-        "action": {"n": action.n} if hasattr(action, "n") else {"size": action.size, **bounds},
-        "max_episode_steps": spec.max_episode_steps,
-        "autoreset": spec.autoreset,
-        "final_obs": spec.final_obs,
-        "log": list(spec.log),
-        "info": {k: v for k, v in spec.info.items() if isinstance(v, bool | int | float | str)},
-    }
-
-
 def check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """A specification that came over the wire: every field there, of the type and size it must have.
+    """A specification (as ``pql.envs.far.describe`` writes it) that came over the wire: every field there, of the type
+    and size it must have.
 
     Raises:
         WireError: names the field.

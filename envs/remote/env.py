@@ -9,6 +9,7 @@ Source: Espeholt et al. 2020 (SEED RL), section 3.
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pql.errors import ConfigError, RunError
 from pql.types import Obs, Step
 
 SPREAD = 4
+PATIENCE = 1.0  # seconds between looks at whether anybody is there
 TOKEN = "PQL_TOKEN"
 
 
@@ -66,9 +68,9 @@ class Remote:
         check(wait, timeout, eval_envs)
         self.timeout = float(timeout)
         self.hall = Hall(num_envs, 1, wait)
-        self._beside = Hall(eval_envs) if eval_envs else None
+        self._evaluation = Hall(eval_envs) if eval_envs else None
         files = {k: None if v is None else Path(v).expanduser() for k, v in (("cert", cert), ("key", key))}
-        self.server = Server(listen, self.hall, self._beside, read_token(token_file), **files)
+        self.server = Server(listen, self.hall, self._evaluation, read_token(token_file), **files)
         try:
             facts = self._first_actor()
             groups = choose_groups(num_envs, facts["num_envs"]) if groups is None else groups
@@ -80,8 +82,8 @@ class Remote:
             self.server.close("the run could not begin")
             raise
         self.board = Board(self.spec)
+        self._together = Together(self.hall, self.board, self.server, self.timeout)
         self._present = torch.zeros(num_envs, dtype=torch.bool)
-        self._lonely = False  # people have been told that nobody is there
 
     def _first_actor(self) -> dict[str, Any]:
         """Wait for somebody who says what the environments are."""
@@ -98,30 +100,22 @@ class Remote:
 
     def reset(self, seed: int | None = None) -> Obs:
         """Restart the environments of every actor, and of those that come later. Waits for those who are there."""
-        self.hall.reset(seed)
-        taken = self._everybody()
-        self._present.zero_()
-        for one in taken:
-            self._present[torch.from_numpy(one.slots)] = True
-        step = self.board.step(slice(0, self.spec.num_envs), taken)
-        return {k: v.clone() for k, v in step.obs.items()}
+        obs, self._present = self._together.reset(seed)
+        return obs
 
     def step(self, action: Tensor) -> Step:
         """A step of all who are there. Rows of slots without an actor are fillers."""
-        self.hall.act(np.arange(self.spec.num_envs), action.cpu().numpy())
-        step = self.board.step(slice(0, self.spec.num_envs), self._everybody())
-        obs, final = ({k: v.clone() for k, v in o.items()} for o in (step.obs, step.final_obs))
-        rest = {k: getattr(step, k).clone() for k in FIELDS}
-        return Step(obs=obs, final_obs=final, log={k: v.clone() for k, v in step.log.items()}, **rest)
+        return self._together.step(action)
 
     def close(self) -> None:
         self.server.close()
 
-    def _everybody(self) -> list[Taken]:
-        taken = self.hall.take_all(self.timeout)
-        if not taken:
-            self._check_alive()
-        return taken
+    def beside(self) -> "Beside | None":
+        """Environments for evaluations, where there are such slots: another simulator, on the same server."""
+        if self._evaluation is None:
+            return None
+        spec = replace(self.spec, num_envs=self._evaluation.size, groups=1, spread=1)
+        return Beside(self._evaluation, Board(spec), self.server, self.timeout)
 
     # -- as one that answers when it can ------------------------------------------------------------------------------
 
@@ -137,28 +131,81 @@ class Remote:
         """Whose answers have come, [k] int64, of one group, and that group's step. Waits for a bounded time."""
         taken, part = self.hall.take(group), self.hall.parts[group]
         if not taken:
-            self._check_alive()
+            self._together.check_alive()
             return torch.zeros(0, dtype=torch.int64), self.board.step(part, taken)
-        self._lonely = False
         return torch.from_numpy(np.concatenate([t.slots for t in taken])), self.board.step(part, taken)
-
-    def _check_alive(self) -> None:
-        """Say that nobody is there; after ``timeout`` seconds of that the run fails."""
-        if self.hall.live:
-            return
-        alone = time.monotonic() - self.hall.empty_since
-        if alone > self.timeout:
-            raise RunError(f"no actor at {self.server.address} for {self.timeout:g} s (task.kwargs.timeout)")
-        if not self._lonely:
-            self.server.tell(f"no actors: waiting at {self.server.address}, at most {self.timeout:g} s")
-            self._lonely = True
 
     def measures(self) -> dict[str, float]:
         """For the log: who is there."""
         return self.hall.measures()
 
 
-FIELDS = ("reward", "terminated", "truncated", "first", "final_ok", "valid")
+class Together:
+    """A hall's environments as ones that step at once: it waits for all who are there.
+
+    Args:
+        timeout: seconds without an actor after which it fails.
+    """
+
+    def __init__(self, hall: Hall, board: Board, server: Server, timeout: float):
+        self.hall, self.board, self.server, self.timeout = hall, board, server, timeout
+        self._told = -1.0  # of which emptiness people have been told
+
+    def reset(self, seed: int | None) -> tuple[Obs, Tensor]:
+        """First observations, and who is there: [N] bool, on the CPU."""
+        self.hall.reset(seed)
+        taken, present = self._everybody(), torch.zeros(self.hall.size, dtype=torch.bool)
+        for one in taken:
+            present[torch.from_numpy(one.slots)] = True
+        step = self.board.step(slice(0, self.hall.size), taken)
+        return {k: v.clone() for k, v in step.obs.items()}, present
+
+    def step(self, action: Tensor) -> Step:
+        self.hall.act(np.arange(self.hall.size), action.cpu().numpy())
+        step = self.board.step(slice(0, self.hall.size), self._everybody())
+
+        def copy(field: Any) -> Any:
+            return {k: v.clone() for k, v in field.items()} if isinstance(field, dict) else field.clone()
+
+        return Step(*map(copy, step))
+
+    def _everybody(self) -> list[Taken]:
+        while not (taken := self.hall.take_all(PATIENCE)):
+            self.check_alive()
+        return taken
+
+    def check_alive(self) -> None:
+        """Where nobody is there, say so; after ``timeout`` seconds of that, fail.
+
+        Raises:
+            RunError: nobody has been there for that long, or the hall was closed.
+        """
+        if self.hall.closed:
+            raise RunError("the server for remote actors was closed")
+        if self.hall.live:
+            return
+        since = self.hall.empty_since
+        if time.monotonic() - since > self.timeout:
+            raise RunError(f"no actor at {self.server.address} for {self.timeout:g} s (task.kwargs.timeout)")
+        if self._told != since:
+            self.server.tell(f"no actors: waiting at {self.server.address}, at most {self.timeout:g} s")
+            self._told = since
+
+
+class Beside:
+    """Environments for evaluations."""
+
+    def __init__(self, hall: Hall, board: Board, server: Server, timeout: float):
+        self.spec, self._together = board.spec, Together(hall, board, server, timeout)
+
+    def reset(self, seed: int | None = None) -> Obs:
+        return self._together.reset(seed)[0]
+
+    def step(self, action: Tensor) -> Step:
+        return self._together.step(action)
+
+    def close(self) -> None:
+        """Nothing: the server is the training environment's."""
 
 
 def check(wait: float | None, timeout: float, eval_envs: int) -> None:

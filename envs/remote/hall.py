@@ -85,6 +85,7 @@ class Hall:
         self.seed: int | None = None  # None: nobody has asked for observations yet
         self.admitted = 0  # actors so far
         self.empty_since = time.monotonic()
+        self.closed = False
         self.divide(groups)
 
     def divide(self, groups: int) -> None:
@@ -101,6 +102,8 @@ class Hall:
             FullError: there are not as many free ones.
         """
         with self.changed:
+            if self.closed:
+                raise FullError("the run is ending")
             free, count = np.flatnonzero(self.status == EMPTY), peer.layout.count
             if len(free) < count:
                 raise FullError(f"{count} environments, but {len(free)} of {self.size} slots are free")
@@ -193,7 +196,7 @@ class Hall:
         """
         part, start = self.parts[group], time.monotonic()
         with self.changed:
-            while True:
+            while not self.closed:
                 status = self.status[part]
                 ready, flying = bool((status == READY).any()), bool((status == FLYING).any())
                 limit, waited = self.wait if ready else self.patience, time.monotonic() - start
@@ -201,15 +204,16 @@ class Hall:
                 if over or (ready and not flying) or (not ready and (self.status >= READY).any()):
                     return self._collect(part)
                 self.changed.wait(None if limit is None else limit - waited)
+            return []
 
     def take_all(self, timeout: float) -> list[Taken]:
-        """Answers of everybody who is there, whatever the groups; nothing where nobody comes within ``timeout``."""
+        """Answers of everybody who is there, whatever the groups; nothing where they do not come within ``timeout``."""
         start = time.monotonic()
         with self.changed:
-            while (self.status == FLYING).any() or not (self.status == READY).any():
+            while not self.closed and ((self.status == FLYING).any() or not (self.status == READY).any()):
                 left = timeout - (time.monotonic() - start)
                 if left <= 0:
-                    break
+                    return []
                 self.changed.wait(left)
             return self._collect(slice(0, self.size))
 
@@ -228,9 +232,11 @@ class Hall:
     def end(self, why: str) -> None:
         """Tell every actor that it is over, and let nobody in any more."""
         with self.changed:
+            self.closed = True
             for peer in self.peers.values():
                 if not peer.gone:
                     peer.order_end(why)
+            self.changed.notify_all()
 
     def measures(self) -> dict[str, float]:
         """For the log: actors and their environments now, and actors admitted so far."""

@@ -99,8 +99,15 @@ class Server:
         for hall in self.halls.values():
             if hall is not None:
                 hall.end(why)
-        self._on_loop(self._server.stop(GRACE))
+        self._on_loop(self._stop())
         self._stop_loop()
+
+    async def _stop(self) -> None:
+        await self._server.stop(GRACE)
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

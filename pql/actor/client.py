@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 
 from pql import wire
+from pql.envs.far import describe
 from pql.errors import ConfigError, RunError
 from pql.wire import ACT, BYE, RESET, WELCOME, Frame, WireError, newest, read_json
 
@@ -70,7 +71,9 @@ class Actor:
     ):  # fmt: skip
         self.address, self.sim, self.role, self.token = address, sim, role, token
         self.patience, self.tell = patience, tell or say
-        self.facts = wire.describe(sim.spec)
+        self.facts = describe(sim.spec)
+        for group in self.facts["obs"].values():
+            group[1] = "float32" if group[1].startswith("float") else group[1]  # as everywhere in the library
         self.layout = wire.Layout(self.facts)
         self.stacks = {k: s.stack for k, s in sim.spec.obs.items()}
         self.credentials = None if ca is None else grpc.ssl_channel_credentials(read_file("--ca", ca))
@@ -157,7 +160,7 @@ class Actor:
         if code in FINAL:
             value = {"--task": self.facts["name"], "--connect": self.address}.get(FINAL[code])
             return ConfigError(FINAL[code], value, f"what the learner at {self.address} takes: {why}")
-        return EndedError(f"{code.name.lower().replace('_', ' ')}: {why}")
+        return EndedError(f"{code.name.lower().replace('_', ' ')}: {str(why).rpartition(': ')[2]}")
 
 
 def say(line: str) -> None:

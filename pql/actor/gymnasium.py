@@ -41,7 +41,7 @@ class GymnasiumSim:
 
     def __init__(
         self, num_envs: int, id: str = "Pendulum-v1", autoreset: str = "same_step", vectorization: str = "sync",
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None, device: Any = "cpu",
     ):  # fmt: skip
         for setting, value, allowed in (
             ("autoreset", autoreset, (*MODES,)),
