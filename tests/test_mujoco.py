@@ -468,7 +468,10 @@ def test_closed_environment_says_so() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_results_equal_cpu_results() -> None:
-    env, twin = build("hopper", 8, max_episode_steps=10), make_env("hopper", 8, "cuda", max_episode_steps=10)
+    env, twin = (
+        build("hopper", 8, max_episode_steps=10),
+        make_env("hopper", 8, "cuda", max_episode_steps=10, engine="batch"),
+    )
     assert torch.equal(twin.reset(seed=0)["policy"].cpu(), env.reset(seed=0)["policy"])
     for action in random_actions(env, 25):
         same(twin.step(action.cuda()), env.step(action))

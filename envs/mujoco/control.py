@@ -13,6 +13,7 @@ from pql.types import Obs
 
 class Reacher(GymTask):
     name = "reacher"
+    contacts = (0, 2)
     xml = "reacher.xml"
     frame_skip = 2
     dt = 0.02
@@ -52,6 +53,7 @@ class Reacher(GymTask):
 
 class Pusher(GymTask):
     name = "pusher"
+    contacts = (7, 7)
     xml = "pusher_v5.xml"
     frame_skip = 5
     dt = 0.05
@@ -96,6 +98,7 @@ class Pusher(GymTask):
 
 class InvertedPendulum(GymTask):
     name = "invertedpendulum"
+    contacts = (0, 2)
     xml = "inverted_pendulum.xml"
     frame_skip = 2
     dt = 0.04
@@ -116,6 +119,7 @@ class InvertedPendulum(GymTask):
 
 class InvertedDoublePendulum(GymTask):
     name = "inverteddoublependulum"
+    contacts = (0, 4)
     xml = "inverted_double_pendulum.xml"
     frame_skip = 5
     dt = 0.05

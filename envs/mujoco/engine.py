@@ -22,6 +22,9 @@ asked for. Units and layouts are MuJoCo's."""
 MAX_STATE = 1e10
 """Largest coordinate that counts as a state: MuJoCo's own bound (``mjMAXVAL``) for calling one diverged."""
 
+DERIVING = ("body_mass", "body_inertia")
+"""Parameters from which MuJoCo derives other constants of the model."""
+
 _NO_STAGE = mujoco.mjtStage.mjSTAGE_NONE.value
 
 
@@ -91,12 +94,25 @@ class Engine(Protocol):
         rows may move on to the present state."""
         ...
 
+    def set_parameters(self, rows: Rows, values: Fields) -> None:
+        """Give ``rows`` other values of the model's fields named when the engine was made.
+
+        Args:
+            rows: the environments meant.
+            values: MjModel's field names -> [N, ...]; the rows of others are as they were.
+        """
+        ...
+
     def forward(self) -> None:
         """Compute the derived fields of the state as it is."""
         ...
 
     def diverged(self) -> Tensor:
         """[N] bool; coordinates and velocities that are not finite, or of a norm beyond ``MAX_STATE``."""
+        ...
+
+    def overflowed(self) -> Tensor | None:
+        """[N] bool; the latest step lost contacts, for want of room. None: an engine that always has room."""
         ...
 
     def state(self) -> Tensor:
@@ -111,9 +127,8 @@ class Engine(Protocol):
         """
         ...
 
-    def data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
-        """Simulation ``index`` as MuJoCo's own object (``data``, or a new one), for pictures; its derived fields are
-        not computed."""
+    def data(self, index: int, data: mujoco.MjData) -> mujoco.MjData:
+        """Put simulation ``index`` into ``data``, for pictures; derived fields are not computed."""
         ...
 
     def close(self) -> None: ...
@@ -130,12 +145,20 @@ class BatchEngine:
         num_envs: N.
         threads: threads that step, this one included; 0 for one per core.
         outputs: derived fields to keep current (each costs a copy per simulation and call).
+        parameters: the model's fields that get a value for each simulation.
     """
 
     device = torch.device("cpu")
     dtype = torch.float64
 
-    def __init__(self, model: mujoco.MjModel, num_envs: int, threads: int = 0, outputs: Sequence[str] = ()):
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        num_envs: int,
+        threads: int = 0,
+        outputs: Sequence[str] = (),
+        parameters: Sequence[str] = (),
+    ):
         self._batch: Batch | None = Batch(model, nsim=num_envs, nthread=threads)
         self._rows = torch.from_numpy(self._batch.state)
         self.fields = {name: _view(self._batch.bind(name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
@@ -143,6 +166,8 @@ class BatchEngine:
         start = mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_TIME)
         self._motion = self._rows[:, start : start + model.nq + model.nv]
         self._derived = bool(outputs)
+        self._parameters = {name: torch.from_numpy(self._batch.expand(name)) for name in parameters}
+        self._constants = not {*parameters}.isdisjoint(DERIVING)
         self._batch.reset(stage=_NO_STAGE)
         self._fresh = self._rows[:1].clone()
 
@@ -168,12 +193,22 @@ class BatchEngine:
         if self._derived:  # a forward call changes no coordinate, velocity or warm start
             self._guarded(lambda: self.batch.forward(rows.ids.numpy()))
 
+    def set_parameters(self, rows: Rows, values: Fields) -> None:
+        assert isinstance(rows, Listed)
+        for name, value in values.items():
+            self._parameters[name][rows.ids] = value[rows.ids]
+        if self._constants:
+            self.batch.set_const(rows.ids.numpy())
+
     def forward(self) -> None:
         self._guarded(self.batch.forward)
 
     def diverged(self) -> Tensor:
         # NaN compares false, so it counts; the 2-norm is 10 times cheaper here than the largest magnitude
         return ~(torch.linalg.vector_norm(self._motion, dim=1) <= MAX_STATE)
+
+    def overflowed(self) -> None:
+        return None
 
     def state(self) -> Tensor:
         return self._rows.clone()
@@ -182,7 +217,7 @@ class BatchEngine:
         check_state(state, self._rows)
         self._rows.copy_(state)
 
-    def data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
+    def data(self, index: int, data: mujoco.MjData) -> mujoco.MjData:
         return self.batch.get_data(index, data)
 
     def close(self) -> None:

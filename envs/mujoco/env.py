@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import mujoco
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from pql.env import Box, EnvSpec
-from pql.envs.mujoco.engine import BatchEngine, Engine, Rows
+from pql.envs.mujoco.curriculum import Curriculum, Levels
+from pql.envs.mujoco.engine import Engine, Rows
+from pql.envs.mujoco.engines import choose, make_engine
+from pql.envs.mujoco.randomize import Randomize, Randomizer
 from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_model
 from pql.types import Obs, Step
 
@@ -18,21 +22,35 @@ if TYPE_CHECKING:
     from pql.envs.mujoco.render import Renderer, Viewer
 
 
-def describe(
-    task: type[Task], num_envs: int, device: torch.device, max_episode_steps: int | None, model: str | None
-) -> EnvSpec:
+@dataclass(frozen=True)
+class Options:
+    """What can be asked of any task; see ``pql.envs.mujoco.Maker``, which checks the values."""
+
+    threads: int = 0
+    max_episode_steps: int | None = None
+    model: str | None = None
+    randomize: Randomize = field(default_factory=Randomize)
+    curriculum: Curriculum | None = None
+    stagger: bool = False
+    engine: str = "auto"
+
+
+def describe(task: type[Task], num_envs: int, device: torch.device, options: Options) -> EnvSpec:
     """The spec of a task, without loading its model."""
+    level = ("level",) if options.curriculum else ()
+    warp = choose(options.engine, device) == "warp"
     return EnvSpec(
         name=task.name,
         num_envs=num_envs,
         obs=task.obs_spec(),
         action=Box.within(task.action_size, task.ctrl_limit),
         device=device,
-        max_episode_steps=max_episode_steps or task.time_limit,
+        max_episode_steps=options.max_episode_steps or task.time_limit,
         autoreset="same_step",
         final_obs="on_done",
-        log=(*task.terms, *task.metrics, "diverged"),
-        info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, model)},
+        log=(*task.terms, *task.metrics, "diverged", *(("overflow",) if warp else ()), *level),
+        deterministic=not (warp and device.type == "cuda"),
+        info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, options.model)},
     )
 
 
@@ -66,31 +84,32 @@ class MujocoVec:
         task: what to simulate.
         num_envs: N.
         device: where actions come from and results go. With physics on the CPU, a step waits for the action.
-        threads: physics threads; 0 for one per core. The results do not depend on it.
-        max_episode_steps: time limit in env steps; None: the task's.
-        model: ``shipped`` or ``fast``; None: the task's choice.
+        options: threads, model, time limit, randomisation, ...
 
     Raises:
-        ConfigError: a model that the task cannot use.
+        ConfigError: a model that the task cannot use, or a randomisation that it has no place for.
     """
 
-    def __init__(
-        self,
-        task: type[Task],
-        num_envs: int,
-        device: torch.device,
-        threads: int = 0,
-        max_episode_steps: int | None = None,
-        model: str | None = None,
-    ):
-        self.spec = describe(task, num_envs, device, max_episode_steps, model)
-        self.model = load_model(task, model)
-        self.engine: Engine = BatchEngine(self.model, num_envs, threads, task.outputs)
+    def __init__(self, task: type[Task], num_envs: int, device: torch.device, options: Options):
+        self.spec = describe(task, num_envs, device, options)
+        self.model = load_model(task, options.model)
+        wanted = options.randomize
+        self.engine: Engine = make_engine(
+            task, self.model, num_envs, device, options.engine, options.threads, wanted.parameters
+        )
         there, dtype = self.engine.device, self.engine.dtype
-        self.task = task(Robot(self.model, there, dtype))
+        robot = Robot(self.model, there, dtype)
+        self.task = task(robot)
         self._generator = torch.Generator(there)
         self._draw = Draw(self._generator, dtype)
         self._limit = self.spec.max_episode_steps or task.time_limit
+        self._stagger = options.stagger
+        self._levels = Levels(options.curriculum, num_envs, self._limit, there)
+        self._randomizer: Randomizer | None = None
+        if wanted != Randomize():
+            shape = self.spec.obs["policy"].shape
+            size = shape[0] if len(shape) == 1 else 0
+            self._randomizer = Randomizer(wanted, robot, self.engine, self._draw, task.dt, size)
         self._steps = torch.zeros(num_envs, dtype=torch.int64, device=there)
         self._memory: Memory = {}
         self._obs: Obs = {}  # as last returned, on the engine's device
@@ -103,7 +122,11 @@ class MujocoVec:
         """Restart all environments: observations by group, [N, ...]. See ``VecEnv.reset``."""
         if seed is not None:
             self._generator.manual_seed(seed)
+            self._levels.restart()
         self._restart(self.engine.rows(self._yes))
+        if self._stagger:
+            begun = self._draw.uniform(0.0, self._limit, self.spec.num_envs)
+            self._steps = begun.long().clamp_(max=self._limit - 1)
         return self._send_obs(self._obs)
 
     @_one_thread()
@@ -119,18 +142,24 @@ class MujocoVec:
         """Apply ``action`` [N, A] (clamped to [-1, 1]) for one env step. See ``VecEnv.step``."""
         task, engine = self.task, self.engine
         fields, memory = engine.fields, self._memory
-        unit = action.to(engine.device, engine.dtype).clamp_(-1.0, 1.0)
+        unit = action.to(engine.device, engine.dtype).clamp(-1.0, 1.0)
+        if self._randomizer:
+            self._randomizer.push(self._levels.level)
         engine.step(task.control(unit, fields, memory), task.frame_skip)
         self._steps += 1
 
         terms, terminated, metrics = task.judge(fields, memory)
-        self._memory = {**task.evolve(fields, memory, self._draw), **task.track(fields)}
-        obs = self._observe(self._memory)
+        self._memory = {**memory, **task.evolve(fields, memory, self._draw), **task.track(fields)}
+        obs = _rounded(task.observe(fields, self._memory))
+        if self._randomizer:
+            obs = self._randomizer.sense(obs, self._levels.level)
         diverged = engine.diverged()
         # [1 + K, N]: the reward is summed in the engine's precision, then everything is rounded once
         parts = [terms[name] for name in task.terms]
         logged = [metrics[name] for name in task.metrics]
-        rows = torch.stack((sum(parts[1:], parts[0]), *parts, *logged, diverged)).float()
+        lost = engine.overflowed()
+        counted = [diverged] if lost is None else [diverged, lost]
+        rows = torch.stack((sum(parts[1:], parts[0]), *parts, *logged, *counted)).float()
         if terminated is None:
             terminated = ~self._yes
 
@@ -138,10 +167,13 @@ class MujocoVec:
         bad = engine.rows(diverged)
         if bad.count:
             obs = {name: bad.put(value, bad.take(self._obs[name])) for name, value in obs.items()}
-            rows[:-1].masked_fill_(diverged, 0.0)
+            rows[: 1 + len(parts) + len(logged)].masked_fill_(diverged, 0.0)
             terminated = terminated & ~diverged
             final_ok = self._send(~diverged)
         truncated = ((self._steps >= self._limit) | diverged) & ~terminated
+        if self._levels.active:
+            level = self._levels.follow(rows[0], metrics.get("success"), terminated | truncated, self._steps)
+            rows = torch.cat((rows, level[None]))
         return self._finish(obs, rows, terminated, truncated, final_ok)
 
     def _finish(self, obs: Obs, rows: Tensor, terminated: Tensor, truncated: Tensor, final_ok: Tensor) -> Step:
@@ -168,16 +200,22 @@ class MujocoVec:
 
     def _restart(self, rows: Rows) -> None:
         """New episodes for ``rows``; the memory and the observations follow."""
+        self._levels.abandon(rows)
+        level = rows.take(self._levels.level)
+        if self._randomizer:
+            self._randomizer.begin(rows, level)
         start = self.task.start(rows.count, self._draw)
         self.engine.reset(rows, start.qpos, start.qvel)
         fields = {name: rows.take(field) for name, field in self.engine.fields.items()}
         memory = {**start.memory, **self.task.track(fields)}
+        if self._levels.active:
+            memory["level"] = level
+        obs = _rounded(self.task.observe(fields, memory))
+        if self._randomizer:
+            obs = self._randomizer.sense_first(rows, obs, level)
         self._memory = _put_all(rows, self._memory, memory)
-        self._obs = _put_all(rows, self._obs, _rounded(self.task.observe(fields, memory)))
+        self._obs = _put_all(rows, self._obs, obs)
         self._steps = rows.put(self._steps, rows.take(torch.zeros_like(self._steps)))
-
-    def _observe(self, memory: Memory) -> Obs:
-        return _rounded(self.task.observe(self.engine.fields, memory))
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything later steps depend on: continuing from it repeats them bit for bit."""
@@ -187,6 +225,8 @@ class MujocoVec:
             "steps": self._steps.clone(),
             "obs": {name: value.clone() for name, value in self._obs.items()},
             "generator": self._generator.get_state(),
+            **({"levels": self._levels.state_dict()} if self._levels.active else {}),
+            **({"randomizer": self._randomizer.state_dict()} if self._randomizer else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,6 +237,10 @@ class MujocoVec:
         self._steps.copy_(state["steps"])
         self._obs = {name: value.to(there, copy=True) for name, value in state["obs"].items()}
         self._generator.set_state(state["generator"].cpu())
+        if self._levels.active:
+            self._levels.load_state_dict(state["levels"])
+        if self._randomizer:
+            self._randomizer.load_state_dict(state["randomizer"], self.engine.rows(self._yes))
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         """Simulation ``index`` as it stands, by default 640 x 480 pixels: uint8 [H, W, 3]. The camera follows it.
@@ -220,7 +264,7 @@ class MujocoVec:
 
     def _data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
         """Simulation ``index`` as MuJoCo's own object, its derived fields up to date."""
-        data = self.engine.data(index, data)
+        data = self.engine.data(index, data or mujoco.MjData(self.model))
         mujoco.mj_forward(self.model, data)
         return data
 
@@ -238,8 +282,8 @@ class MujocoVec:
         return {name: self._send(value) for name, value in obs.items()}
 
     def _send(self, value: Tensor) -> Tensor:
-        if self.spec.device == value.device:
-            return value
+        if self.spec.device.type == value.device.type:
+            return value.to(self.spec.device)
         if self.spec.device.type == "cuda":
             value = value.pin_memory()  # torch's host allocator keeps it until the copy is over
         return value.to(self.spec.device, non_blocking=True)

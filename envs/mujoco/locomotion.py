@@ -33,6 +33,7 @@ class Runner(GymTask):
 
 class HalfCheetah(Runner):
     name = "halfcheetah"
+    contacts = (6, 24)
     xml = "half_cheetah.xml"
     frame_skip = 5
     dt = 0.05
@@ -78,6 +79,7 @@ class Planar(Runner):
 
 class Hopper(Planar):
     name = "hopper"
+    contacts = (5, 17)
     xml = "hopper.xml"
     obs_size = 11
     action_size = 3
@@ -90,6 +92,7 @@ class Hopper(Planar):
 
 class Walker2d(Planar):
     name = "walker2d"
+    contacts = (8, 35)
     xml = "walker2d_v5.xml"
     obs_size = 17
     action_size = 6
@@ -104,6 +107,7 @@ class Ant(Runner):
     pyramidal ones, engines that rotate a contact's tangents differently diverge."""
 
     name = "ant"
+    contacts = (5, 18)
     xml = "ant.xml"
     model = "fast"
     refused = NO_FORCES.format("its observation")
@@ -161,6 +165,7 @@ def _impact(fields: Fields) -> Tensor:
 
 class Humanoid(Runner):
     name = "humanoid"
+    contacts = (12, 37)
     xml = "humanoid.xml"
     model = "fast"
     refused = NO_FORCES.format("its observation")
@@ -204,6 +209,7 @@ class HumanoidStandup(GymTask):
     """``reward_alive`` is the constant that gymnasium adds without naming it."""
 
     name = "humanoidstandup"
+    contacts = (13, 37)
     xml = "humanoidstandup.xml"
     model = "fast"
     refused = NO_FORCES.format("its observation")
@@ -236,6 +242,7 @@ class HumanoidStandup(GymTask):
 
 class Swimmer(Runner):
     name = "swimmer"
+    contacts = (0, 2)
     xml = "swimmer.xml"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST  # drag is stiff at its time step
     frame_skip = 4

@@ -107,6 +107,8 @@ class Task:
         model: which of ``MODELS`` is used unless asked for another.
         refused: why the shipped model cannot be used; empty: it can.
         integrator: of the fast model.
+        contacts: the most contacts and constraint rows of one simulation that C was seen to have, on any of the models,
+            for an engine with buffers of fixed size; None: to be measured when one starts.
     """
 
     name: ClassVar[str]
@@ -122,6 +124,7 @@ class Task:
     model: ClassVar[str] = "shipped"
     refused: ClassVar[str] = ""
     integrator: ClassVar[mujoco.mjtIntegrator] = mujoco.mjtIntegrator.mjINT_EULER
+    contacts: ClassVar[tuple[int, int] | None] = None
 
     def __init__(self, robot: Robot):
         self.robot = robot
@@ -155,8 +158,8 @@ class Task:
         raise NotImplementedError
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
-        """The memory after a step, for all rows. New tensors: ``memory`` may still be read."""
-        return memory
+        """What of the memory is another after a step, for all rows. New tensors: ``memory`` may still be read."""
+        return {}
 
     def track(self, fields: Fields) -> Memory:
         """What the next ``judge`` compares with, as it stands now."""
