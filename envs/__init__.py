@@ -30,17 +30,7 @@ BUILTIN = {
     "ballbalance_pixels": "pql.envs.mujoco:ballbalance_pixels",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
-<<<<<<< HEAD
     "remote": "pql.envs.remote:Remote",
-}
-
-EXTRA_OF = {
-    "pql.envs.mujoco": "mujoco",
-    "pql.envs.gymnasium": "gymnasium",
-    "pql.envs.atari": "atari",
-    "pql.envs.remote": "remote",
-}
-=======
     "envpool": "pql.envs.envpool:EnvpoolVec",
     "isaacgym": "pql.envs.isaacgym:isaacgym",
     "isaaclab": "pql.envs.isaaclab:isaaclab",
@@ -50,6 +40,7 @@ EXTRA_OF = {
 }
 
 EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari",
+            "pql.envs.remote": "remote",
             "pql.envs.envpool": "bench"}  # fmt: skip
 
 # Simulators that have, as a rule, a Python of their own (``task.process.python``), and the package that they are there.
@@ -57,4 +48,3 @@ NEEDS = {
     "isaacgym": "isaacgymenvs", "isaaclab": "isaaclab_tasks", "mjlab": "mjlab", "playground": "mujoco_playground",
     "maniskill": "mani_skill",
 }  # fmt: skip
->>>>>>> main

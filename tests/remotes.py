@@ -69,7 +69,9 @@ class Film:
         self.at[over] = 0
         shown[over, :-1], shown[over, -1] = 0, 10
         self.shown = shown
-        return Step({"policy": shown.copy()}, action.astype(np.float32), no, over, over, {"policy": final}, ~no, ~no, {})
+        return Step(
+            {"policy": shown.copy()}, action.astype(np.float32), no, over, over, {"policy": final}, ~no, ~no, {}
+        )
 
     def close(self):
         pass

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import small_config
 from late import cells
-from remotes import Film, Late, Raw, acting, quiet, remote, wait_until
+from remotes import Late, Raw, acting, quiet, remote, wait_until
 
 from pql import wire
 from pql.actor.client import Actor
@@ -70,8 +70,10 @@ def test_a_step_arrives_as_it_was(name):
 
 def test_pixel_actors_send_the_newest_frames_alone():
     """32 frames of 84 x 84 are 226 kB: no stack, no final observation where nothing ended."""
-    facts = {"name": "pong", "num_envs": 32, "obs": {"policy": [[4, 84, 84], "uint8", 4]}, "action": {"n": 6},
-             "max_episode_steps": 100, "autoreset": "same_step", "final_obs": "always", "log": [], "info": {}}  # fmt: skip
+    facts = {
+        "name": "pong", "num_envs": 32, "obs": {"policy": [[4, 84, 84], "uint8", 4]}, "action": {"n": 6}, "log": [],
+        "max_episode_steps": 100, "autoreset": "same_step", "final_obs": "always", "info": {},
+    }  # fmt: skip
     layout = wire.Layout(wire.check_facts(facts))
     obs = {"policy": np.zeros((32, 84, 84), np.uint8)}
     assert len(layout.pack_obs(1, 1, obs)) == 32 * 84 * 84 + 32
@@ -229,7 +231,7 @@ def test_evaluation_has_slots_of_its_own(address):
 
 
 def test_the_run_waits_for_its_first_actor_and_gives_up(address, capsys):
-    with pytest.raises(RunError, match="no actor connected .* within 0.1 s"):
+    with pytest.raises(RunError, match=r"no actor connected .* within 0.1 s"):
         Remote(4, listen=address, timeout=0.1)
     assert f"pql actor --connect {address} --task" in capsys.readouterr().err
     with acting(address, make_sim("counter", 2, {}), patience=0.1):
@@ -293,7 +295,7 @@ def test_garbage_ends_its_own_stream_alone(address):
 
 def test_beyond_this_machine_it_takes_a_token_and_tls(tmp_path):
     assert check_safe("127.0.0.1:5555", None, None, None) is None
-    with pytest.raises(ConfigError, match="token_file=null.*0.0.0.0:5555 can be reached from other machines"):
+    with pytest.raises(ConfigError, match=r"token_file=null.*0.0.0.0:5555 can be reached from other machines"):
         check_safe("0.0.0.0:5555", None, None, None)
     with pytest.raises(ConfigError, match="cert=null"):
         check_safe("0.0.0.0:5555", "secret", None, None)
