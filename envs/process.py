@@ -37,7 +37,6 @@ from pql.errors import ConfigError, RunError
 from pql.types import Obs, Step
 
 GRACE = 5.0  # seconds for a simulator to close, and for a signal to be answered
-POLITE = 0.5  # seconds for the stacks of a process that hangs
 
 
 class Far:
@@ -141,10 +140,13 @@ class Far:
     def _hung(self, seconds: float) -> RunError:
         """No answer: where it hangs. It is killed."""
         os.killpg(self.process.pid, signal.SIGUSR1)  # the group: a script may have started the interpreter
-        time.sleep(POLITE)
-        stacks = self._stacks()
+        stacks, before, deadline = "", "", time.monotonic() + GRACE
+        while time.monotonic() < deadline and not (stacks and stacks == before):  # until all of it is there
+            time.sleep(0.2)
+            stacks, before = self._stacks(), stacks
         self.kill()
-        return RunError(f"{stacks}\n{self} has not answered for {seconds:g} s (task.process.step_seconds)")
+        how = f"{self} has not answered for {seconds:g} s (task.process.step_seconds)"
+        return RunError(f"{stacks}\n{how}" if stacks else how)
 
     def _stacks(self) -> str:
         """What its fault handler has written."""
