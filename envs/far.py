@@ -368,14 +368,14 @@ class Server:
         target = self.arrays[name]
         if value.shape != target.shape:  # it would be broadcast without a word
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {target.shape}")
-        if hasattr(value, "detach"):
+        if self.speaks_torch:
             self.tensors[name].copy_(value)
         else:
             target[...] = value
 
     def put_rows(self, name: str, value: Any, rows: Any) -> None:
         """Copy some rows, one after the other, to the beginning of an array."""
-        if hasattr(value, "detach"):
+        if self.speaks_torch:
             at = sys.modules["torch"].from_numpy(rows).to(value.device)
             self.tensors[name][: len(rows)].copy_(value[at])
         else:

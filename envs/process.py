@@ -105,9 +105,11 @@ class Far:
         """
         if not self._poll.poll(seconds * 1000):
             raise self._hung(seconds)
-        kind = self._read(1)
+        kind = os.read(self.answers, 1)
         if kind == far.STEP:
             return None, b""
+        if not kind:
+            raise self._died()
         facts, blob = far.read_message(self._read)
         if kind == far.ANSWER:
             return facts, blob
@@ -204,6 +206,7 @@ class ProcessVec:
         threads: int | None = None,
     ):
         self._device, self._seconds, self._start_seconds = torch.device(device), step_seconds, start_seconds
+        self._on_host = self._device.type == "cpu"
         self._far = Far(python, threads)
         try:
             told, _ = self._far.ask(
@@ -257,7 +260,7 @@ class ProcessVec:
 
     def _take(self, shared: Tensor) -> Tensor:
         """A copy on this side's device, made before this returns."""
-        return shared.clone() if self._device.type == "cpu" else shared.to(self._device)
+        return shared.clone() if self._on_host else shared.to(self._device)
 
     def _final(self, obs: Obs) -> Obs:
         """``obs`` itself, or a copy of it with the rows that have another successor."""
