@@ -24,6 +24,7 @@ BUILTIN = {
     "pusher": "pql.envs.mujoco:pusher",
     "invertedpendulum": "pql.envs.mujoco:invertedpendulum",
     "inverteddoublependulum": "pql.envs.mujoco:inverteddoublependulum",
+    "isaac_ant": "pql.envs.mujoco:isaac_ant",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
 }

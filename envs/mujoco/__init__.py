@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pql.env import EnvSpec
-from pql.envs.mujoco import control, locomotion
+from pql.envs.mujoco import control, isaac, locomotion
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe
 from pql.envs.mujoco.randomize import Randomize
@@ -108,6 +108,7 @@ reacher = Maker(control.Reacher)
 pusher = Maker(control.Pusher)
 invertedpendulum = Maker(control.InvertedPendulum)
 inverteddoublependulum = Maker(control.InvertedDoublePendulum)
+isaac_ant = Maker(isaac.IsaacAnt)
 
 TASKS = {name: value for name, value in globals().items() if isinstance(value, Maker)}
 """Factory by task name."""
