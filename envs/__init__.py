@@ -25,6 +25,7 @@ BUILTIN = {
     "invertedpendulum": "pql.envs.mujoco:invertedpendulum",
     "inverteddoublependulum": "pql.envs.mujoco:inverteddoublependulum",
     "isaac_ant": "pql.envs.mujoco:isaac_ant",
+    "isaac_ball_balance": "pql.envs.mujoco:isaac_ball_balance",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pql.env import EnvSpec
-from pql.envs.mujoco import control, isaac, locomotion
+from pql.envs.mujoco import control, isaac, locomotion, table
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe
 from pql.envs.mujoco.randomize import Randomize
@@ -109,6 +109,7 @@ pusher = Maker(control.Pusher)
 invertedpendulum = Maker(control.InvertedPendulum)
 inverteddoublependulum = Maker(control.InvertedDoublePendulum)
 isaac_ant = Maker(isaac.IsaacAnt)
+isaac_ball_balance = Maker(table.IsaacBallBalance)
 
 TASKS = {name: value for name, value in globals().items() if isinstance(value, Maker)}
 """Factory by task name."""
