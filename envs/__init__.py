@@ -1,7 +1,8 @@
 """Simulators, one file or folder each. Nothing is imported until a task asks for it.
 
 ``BUILTIN`` maps a task's environment name to ``module:factory``; ``EXTRA_OF`` names the extra that installs what
-a module needs. A package of yours adds names through the entry-point group ``pql.envs`` and touches nothing here.
+a module needs, ``NEEDS`` what is installed by hand. A package of yours adds names through the entry-point group
+``pql.envs`` and touches nothing here.
 """
 
 BUILTIN = {
@@ -12,6 +13,7 @@ BUILTIN = {
     "cartpole": "pql.envs.classic:Cartpole",
     "cartpole_swingup": "pql.envs.classic:CartpoleSwingup",
     "ball_balance": "pql.envs.classic:BallBalance",
+    "tmaze": "pql.envs.tmaze:TMaze",
     "catch": "pql.envs.catch:Catch",
     "halfcheetah": "pql.envs.mujoco:halfcheetah",
     "hopper": "pql.envs.mujoco:hopper",
@@ -25,9 +27,23 @@ BUILTIN = {
     "invertedpendulum": "pql.envs.mujoco:invertedpendulum",
     "inverteddoublependulum": "pql.envs.mujoco:inverteddoublependulum",
     "isaac_ant": "pql.envs.mujoco:isaac_ant",
-    "isaac_ball_balance": "pql.envs.mujoco:isaac_ball_balance",
+    "ballbalance": "pql.envs.mujoco:ballbalance",
+    "ballbalance_pixels": "pql.envs.mujoco:ballbalance_pixels",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
+    "envpool": "pql.envs.envpool:EnvpoolVec",
+    "isaacgym": "pql.envs.isaacgym:isaacgym",
+    "isaaclab": "pql.envs.isaaclab:isaaclab",
+    "mjlab": "pql.envs.mjlab:mjlab",
+    "playground": "pql.envs.playground:PlaygroundVec",
+    "maniskill": "pql.envs.maniskill:maniskill",
 }
 
-EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari"}
+EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari",
+            "pql.envs.envpool": "bench"}  # fmt: skip
+
+# Simulators that have, as a rule, a Python of their own (``task.process.python``), and the package that they are there.
+NEEDS = {
+    "isaacgym": "isaacgymenvs", "isaaclab": "isaaclab_tasks", "mjlab": "mjlab", "playground": "mujoco_playground",
+    "maniskill": "mani_skill",
+}  # fmt: skip

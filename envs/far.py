@@ -135,7 +135,8 @@ def mount(folders: Mapping[str, str]) -> None:
 
 def find(name: str) -> Callable[..., Any]:
     """``module:attribute``, a name of the entry-point group ``pql.envs`` of this interpreter, or a built-in one."""
-    builtin = importlib.import_module("pql.envs").BUILTIN
+    here = importlib.import_module("pql.envs")
+    builtin, needed = here.BUILTIN, here.NEEDS.get(name)
     found: Any = importlib.metadata.entry_points()
     group = found.select(group="pql.envs") if sys.version_info >= (3, 10) else found.get("pql.envs", ())
     points = {point.name: point.value for point in group}
@@ -145,6 +146,8 @@ def find(name: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UnknownError("task", name, f"module:attribute, or one of {', '.join(known)}{hint}, in {sys.executable}")
+    if target == builtin.get(name) and needed and importlib.util.find_spec(needed) is None:
+        raise UnknownError("task", name, f"the package {needed!r}, which {sys.executable} does not have")
     module, _, attribute = target.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -244,7 +247,8 @@ class Server:
         self.env: Any = None
         self.arrays: dict[str, Any] = {}
         self.tensors: dict[str, Any] = {}  # the same memory, where torch is there
-        self.log: list[str] = []
+        self.groups: dict[str, str] = {}  # observation groups, and where they go
+        self.terms: dict[str, str] = {}  # and those of the log
         self.speaks_torch = False
 
     def read(self, count: int) -> bytes:
@@ -284,9 +288,10 @@ class Server:
     def do_build(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
         self.env = build(request)
         spec = describe(self.env.spec)
-        self.log = spec["log"]
         places, size = layout(spec)
         os.ftruncate(self.memory, size)
+        self.groups = {name: "obs." + name for name in spec["obs"]}
+        self.terms = {name: "log." + name for name in spec["log"]}
         self.map(places, size)
         return {"spec": spec, "places": places, "size": size, "has": [k for k in OPTIONAL if hasattr(self.env, k)]}, b""
 
@@ -297,6 +302,8 @@ class Server:
         for name, (dtype, shape, offset) in places.items():
             count = int(np.prod(shape, dtype=np.int64))
             self.arrays[name] = np.frombuffer(shared, np.dtype(dtype), count, offset).reshape(shape)
+        self.arrays.update(zip(FLAGS, self.arrays["flags"]))
+        self.arrays.update(zip(self.terms.values(), self.arrays["log"]))
 
     def do_reset(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
         self.show(self.env.reset(request["seed"]))
@@ -327,8 +334,8 @@ class Server:
         if self.speaks_torch and not self.tensors:
             torch = sys.modules["torch"]
             self.tensors = {k: torch.from_numpy(v) for k, v in self.arrays.items()}
-        for name, value in obs.items():
-            self.put("obs." + name, value)
+        for name, field in self.groups.items():
+            self.put(field, obs[name])
 
     def given(self, name: str) -> Any:
         """A copy of what the near side has written, as the simulator likes it."""
@@ -336,35 +343,43 @@ class Server:
             return self.arrays[name].copy()
         return self.tensors[name].to(self.env.spec.device, copy=True)
 
-    def put(self, name: str, value: Any, at: Any = ...) -> None:
-        """Copy an array or tensor of any device into (part of) the shared memory."""
-        target = self.arrays[name][at]
-        if tuple(value.shape) != target.shape:  # it would be broadcast without a word
+    def step(self) -> None:
+        """One step, its results copied out. Final observations cross only where they are not ``obs`` itself."""
+        step, put = self.env.step(self.given("action")), self.put
+        for name, field in self.groups.items():
+            put(field, step.obs[name])
+        put("reward", step.reward)
+        if self.speaks_torch:  # one copy from the device, not five
+            put("flags", sys.modules["torch"].stack([getattr(step, name).bool() for name in FLAGS]))
+        else:
+            for name in FLAGS:
+                put(name, getattr(step, name))
+        for name, field in self.terms.items():
+            put(field, step.log[name])
+        rows = (self.arrays["first"] | ~self.arrays["final_ok"]).nonzero()[0]
+        self.arrays["count"][0] = count = len(rows)
+        if count:
+            self.arrays["rows"][:count] = rows
+            for name in self.groups:
+                self.put_rows("final." + name, step.final_obs[name], rows)
+
+    def put(self, name: str, value: Any) -> None:
+        """Copy an array or tensor of any device into the shared memory."""
+        target = self.arrays[name]
+        if value.shape != target.shape:  # it would be broadcast without a word
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {target.shape}")
         if hasattr(value, "detach"):
-            self.tensors[name][at].copy_(value)
+            self.tensors[name].copy_(value)
         else:
             target[...] = value
 
-    def step(self) -> None:
-        """One step, its results copied out. Final observations cross only where they are not ``obs`` itself."""
-        step = self.env.step(self.given("action"))
-        for name, value in step.obs.items():
-            self.put("obs." + name, value)
-        self.put("reward", step.reward)
-        for i, name in enumerate(FLAGS):
-            self.put("flags", getattr(step, name), i)
-        for i, name in enumerate(self.log):
-            self.put("log", step.log[name], i)
-        flags = dict(zip(FLAGS, self.arrays["flags"]))
-        rows = (flags["first"] | ~flags["final_ok"]).nonzero()[0]
-        self.arrays["count"][0] = len(rows)
-        if not len(rows):
-            return
-        self.arrays["rows"][: len(rows)] = rows
-        for name, value in step.final_obs.items():
-            at = sys.modules["torch"].from_numpy(rows).to(value.device) if hasattr(value, "detach") else rows
-            self.put("final." + name, value[at], slice(0, len(rows)))
+    def put_rows(self, name: str, value: Any, rows: Any) -> None:
+        """Copy some rows, one after the other, to the beginning of an array."""
+        if hasattr(value, "detach"):
+            at = sys.modules["torch"].from_numpy(rows).to(value.device)
+            self.tensors[name][: len(rows)].copy_(value[at])
+        else:
+            self.arrays[name][: len(rows)] = value[rows]
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

@@ -92,8 +92,10 @@ class Far:
     def wake(self) -> None:
         """Ask for a step."""
         self._check_open()
-        with suppress(BrokenPipeError):
+        try:
             os.write(self.requests, far.STEP)
+        except BrokenPipeError:
+            return  # as above
 
     def wait(self, seconds: float) -> tuple[Any, bytes]:
         """The oldest answer due; for a step nothing.
@@ -210,8 +212,9 @@ class ProcessVec:
             self._far.kill()
             raise
         self.spec = read_spec(told["spec"], self._device)
-        self._memory = _Memory(self._far.memory, told["places"], told["size"])
-        self._log = self.spec.log
+        self._tensors = map_memory(self._far.memory, told["places"], told["size"])
+        self._action, self._count = self._tensors["action"], self._tensors["count"].numpy()
+        self._shared_obs = [(name, self._tensors[f"obs.{name}"]) for name in self.spec.obs]
         self._patience = start_seconds  # the first step may compile
         self._has = frozenset(told["has"])
 
@@ -231,36 +234,40 @@ class ProcessVec:
 
     def start(self, action: Tensor) -> None:
         """Hand over the actions and return at once; :meth:`result` waits for what follows."""
-        self._memory.tensors["action"].copy_(action)
+        self._action.copy_(action)
         self._far.wake()
 
     def result(self) -> Step:
         """Of the step that was started. Fields are new tensors."""
         self._far.wait(self._patience)
         self._patience = self._seconds
-        obs, take = self._obs(), self._memory.take
-        terminated, truncated, first, final_ok, valid = take("flags", self._device).unbind(0)
-        log = dict(zip(self._log, take("log", self._device).unbind(0), strict=True)) if self._log else {}
-        final = self._final(obs)
-        return Step(obs, take("reward", self._device), terminated, truncated, first, final, final_ok, valid, log)
+        obs, take = self._obs(), self._take
+        terminated, truncated, first, final_ok, valid = take(self._tensors["flags"]).unbind(0)
+        log = dict(zip(self.spec.log, take(self._tensors["log"]).unbind(0), strict=True)) if self.spec.log else {}
+        reward, final = take(self._tensors["reward"]), self._final(obs)
+        return Step(obs, reward, terminated, truncated, first, final, final_ok, valid, log)
 
     def close(self) -> None:
         self._far.close()
 
     def _obs(self) -> Obs:
-        return {name: self._memory.take(f"obs.{name}", self._device) for name in self.spec.obs}
+        return {name: self._take(shared) for name, shared in self._shared_obs}
+
+    def _take(self, shared: Tensor) -> Tensor:
+        """A copy on this side's device, made before this returns."""
+        return shared.clone() if self._device.type == "cpu" else shared.to(self._device)
 
     def _final(self, obs: Obs) -> Obs:
         """``obs`` itself, or a copy of it with the rows that have another successor."""
-        count = int(self._memory.arrays["count"][0])
+        count = int(self._count[0])
         if not count:
             return dict(obs)
-        rows = self._memory.tensors["rows"][:count].to(self._device)
-        seen = {name: self._memory.tensors[f"final.{name}"][:count] for name in obs}
-        return {name: value.index_copy(0, rows, seen[name].to(self._device)) for name, value in obs.items()}
+        rows = self._tensors["rows"][:count].to(self._device)
+        final = {name: self._tensors[f"final.{name}"][:count].to(self._device) for name in obs}
+        return {name: value.index_copy(0, rows, final[name]) for name, value in obs.items()}
 
     def _reset_where(self, mask: Tensor) -> Obs:
-        self._memory.tensors["mask"].copy_(mask)
+        self._tensors["mask"].copy_(mask)
         self._far.ask("reset_where", self._start_seconds)
         return self._obs()
 
@@ -276,20 +283,15 @@ class ProcessVec:
         return np.asarray(far.unpack(*picture, as_tensors=False), np.uint8)
 
 
-class _Memory:
-    """The shared arrays by name: as NumPy arrays, and as tensors of the same memory."""
-
-    def __init__(self, file: int, places: Mapping[str, Any], size: int):
-        shared = mmap.mmap(file, size)
-        self.arrays = {
-            name: np.frombuffer(shared, np.dtype(dtype), int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
-            for name, (dtype, shape, offset) in places.items()
-        }
-        self.tensors = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
-
-    def take(self, name: str, device: torch.device) -> Tensor:
-        """A copy on ``device``, made before this returns."""
-        return self.tensors[name].to(device, copy=True)
+def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Tensor]:
+    """The shared arrays (``far.layout``) by name."""
+    shared = mmap.mmap(file, size)
+    return {
+        name: torch.from_numpy(
+            np.frombuffer(shared, np.dtype(dtype), int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
+        )
+        for name, (dtype, shape, offset) in places.items()
+    }
 
 
 def read_spec(told: Mapping[str, Any], device: torch.device) -> EnvSpec:

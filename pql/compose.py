@@ -145,7 +145,8 @@ OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refuse
 NOT_DQN = ("p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.", "policy.", "critic.ensemble",
            "critic.tau")  # fmt: skip
 NOT_PQN = (*NOT_DQN, "batch_size", "n_step", "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
-UNREAD = {"ppo": NOT_PPO, "dqn": NOT_DQN, "pqn": NOT_PQN}
+NOT_R2D2 = (*NOT_DQN, "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
+UNREAD = {"ppo": NOT_PPO, "dqn": NOT_DQN, "r2d2": NOT_R2D2, "pqn": NOT_PQN}
 INSTEAD = {
     "ppo": {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
             "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
@@ -153,13 +154,16 @@ INSTEAD = {
             "critic.eps": "algo.policy.eps, of the one optimiser"},
     "dqn": {"explore.": "algo.dqn.epsilon", "policy.": "algo.critic, of the one network",
             "critic.tau": "algo.dqn.target_period"},
+    "r2d2": {"v_per_step": "algo.r2d2.replay_ratio", "explore.": "algo.dqn.epsilon",
+             "policy.": "algo.critic, of the one network", "critic.tau": "algo.dqn.target_period"},
     "pqn": {"batch_size": "algo.pqn.minibatches", "v_per_step": "algo.pqn.epochs", "n_step": "algo.pqn.q_lambda",
             "explore.": "algo.pqn.epsilon", "policy.": "algo.critic, of the one network"},
 }  # fmt: skip
 EPSILON_OF = {"start": ("annealed",), "end": ("annealed", "fixed"), "steps": ("annealed",), "base": ("ladder",),
               "exponent": ("ladder",)}  # fmt: skip
 SWITCHES = ("algo.dqn.priority.alpha",)
-OWNED = {"algo.ppo.": ("ppo", "ppo or a2c"), "algo.dqn.": ("dqn", "dqn and its like"), "algo.pqn.": ("pqn", "pqn")}
+OWNED = {"algo.ppo.": (("ppo",), "ppo or a2c"), "algo.dqn.": (("dqn", "r2d2"), "dqn and its like"),
+         "algo.r2d2.": (("r2d2",), "r2d2"), "algo.pqn.": (("pqn",), "pqn")}  # fmt: skip
 
 
 def check_used(config: Config, names: Iterable[str]) -> None:
@@ -176,8 +180,8 @@ def check_used(config: Config, names: Iterable[str]) -> None:
         part = name.removeprefix("algo.")
         if name.startswith("algo.central.") and config.algo.schedule != "replicas":
             raise ConfigError(name, values[name], "algo.schedule=replicas with it (algo=a3c, algo=appo_replicas)")
-        for prefix, (owner, who) in OWNED.items():
-            if name.startswith(prefix) and family != owner:
+        for prefix, (owners, who) in OWNED.items():
+            if name.startswith(prefix) and family not in owners:
                 raise ConfigError(name, values[name], f"algo={who} with it; algo={algo} does not read it")
         hit = next((k for k in UNREAD.get(family, ()) if part == k or (k.endswith(".") and part.startswith(k))), None)
         if name.startswith("algo.") and hit:

@@ -151,6 +151,21 @@ class DqnConfig:
 
 
 @dataclass(frozen=True)
+class R2d2Config:
+    """What ``algo.dqn`` does not say already: both belong to the family r2d2."""
+
+    lstm: int = 512  # units of the LSTM between what is observed and the layers of algo.critic.hidden
+    length: int = 80  # rows of a sequence that are trained on
+    burn_in: int = 40  # rows before those, which only bring the LSTM's state up to date
+    period: int = 40  # a sequence begins at every so many rows: their states alone are stored
+    replay_ratio: float = 1.0  # rows trained on per row collected (burn-in not counted); exact
+    eta: float = 0.9  # a sequence's priority: this times its largest TD error, plus the rest of 1 times the mean
+    rescale: float | None = 1e-3  # epsilon of h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x; null: values as they are
+    stored_state: bool = True  # sequences begin with the state that acted; false: with zeros
+    feedback: bool = True  # the network is also shown the last action and reward
+
+
+@dataclass(frozen=True)
 class PqnConfig:
     horizon: int = 32  # steps of every environment per tick: the rollout's rows
     epochs: int = 2  # passes over a rollout
@@ -174,7 +189,7 @@ class CentralConfig:
 @dataclass(frozen=True)
 class AlgoConfig:
     name: str = "pql"  # the preset's name
-    family: str = "ddpg"  # ddpg | sac | ppo | dqn | pqn: which update functions
+    family: str = "ddpg"  # ddpg | sac | ppo | dqn | r2d2 | pqn: which update functions
     schedule: str = "concurrent"  # concurrent | lockstep | replicas
     replicas: int = 1  # whole learners on shared parameters, with an equal part of the environments each
     batch_size: int = 8192
@@ -195,6 +210,7 @@ class AlgoConfig:
     sac: SacConfig = field(default_factory=SacConfig)
     ppo: PpoConfig = field(default_factory=PpoConfig)
     dqn: DqnConfig = field(default_factory=DqnConfig)
+    r2d2: R2d2Config = field(default_factory=R2d2Config)
     pqn: PqnConfig = field(default_factory=PqnConfig)
     central: CentralConfig = field(default_factory=CentralConfig)
 

@@ -5,6 +5,7 @@ none; names resolve lazily, from the table in ``pql.envs`` and from the entry-po
 """
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ def find_factory(name: str) -> EnvFactory:
     Raises:
         ConfigError: no such name, or its simulator is not installed (the message says what to install).
     """
-    from pql.envs import BUILTIN, EXTRA_OF
+    from pql.envs import BUILTIN, EXTRA_OF, NEEDS
 
     if name in _registered:
         return _registered[name]
@@ -173,6 +174,9 @@ def find_factory(name: str) -> EnvFactory:
         return _import(name)
     if name not in BUILTIN:
         raise ConfigError("task", name, f"one of {', '.join(env_names())}{nearest(name, env_names())}")
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        where = "a Python that has it (docs/simulators.md): task.process.python=PATH"
+        raise ConfigError("task", name, f"the package {NEEDS[name]!r}, or {where}")
     module, _, attribute = BUILTIN[name].partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

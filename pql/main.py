@@ -150,7 +150,9 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--env", metavar="NAME")
     doctor.add_argument("--num-envs", type=int, default=16)
     doctor.add_argument("--steps", type=int, help="default: a little over the time limit, so that episodes end")
-    doctor.add_argument("overrides", nargs="*", help="keywords for the environment: key=value")
+    doctor.add_argument(
+        "overrides", nargs="*", help="keywords for the environment: key=value; task.process.python=PATH"
+    )
     doctor.set_defaults(run=run_doctor)
     completion = sub.add_parser("completion", help='for the shell: eval "$(pql completion bash)"')
     completion.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"))
@@ -347,36 +349,16 @@ def run_doctor(args: argparse.Namespace) -> int:
     from pql.compose import parse_word
 
     if args.env:
-        return _check_simulator(args, dict(parse_word(o, ("device", "task.process.python")) for o in args.overrides))
+        from pql.visit import check
+
+        words = dict(parse_word(o, ("device", "task.process.python")) for o in args.overrides)
+        return check(args.env, args.num_envs, args.steps, words)
     if args.overrides:
         raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
     from pql.doctor import report
 
     print(report())
     return 0
-
-
-def _check_simulator(args: argparse.Namespace, kwargs: dict[str, Any]) -> int:
-    from pql.conformance import check_env
-    from pql.env import VecEnv, find_factory, make_env
-    from pql.validate import RANGES, STEPS, check_range
-
-    check_range("--num-envs", args.num_envs, RANGES["num_envs"])
-    check_range("--steps", args.steps, STEPS)
-    if (python := kwargs.pop("task.process.python", None)) is not None:
-        from pql.envs.process import ProcessVec
-
-        env: VecEnv = ProcessVec(args.env, args.num_envs, kwargs.pop("device", "cpu"), python, kwargs)
-        describe = None
-    else:
-        env = make_env(args.env, num_envs=args.num_envs, **kwargs)
-        describe = getattr(find_factory(args.env), "describe", None)
-    described = describe(num_envs=args.num_envs, device=env.spec.device, **kwargs) if describe else None
-    steps = args.steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
-    report = check_env(env, steps, described=described)
-    print(report)
-    env.close()
-    return 0 if report.ok else 1
 
 
 def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:

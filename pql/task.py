@@ -8,6 +8,7 @@ import torch
 from pql.config import Config
 from pql.env import EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.errors import ConfigError
+from pql.feedback import Feedback, feedback_spec
 from pql.grouped import Grouped, grouped_spec
 from pql.machine import thread_counts
 from pql.validate import resolve_device
@@ -24,14 +25,33 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
     if describe is None:
         return None
     if groups is None or "groups" in kwargs:
-        return describe(num_envs=config.num_envs, device=device, **kwargs)
-    return grouped_spec(describe(num_envs=config.num_envs // groups, device=device, **kwargs), groups)
+        spec = describe(num_envs=config.num_envs, device=device, **kwargs)
+    else:
+        spec = grouped_spec(describe(num_envs=config.num_envs // groups, device=device, **kwargs), groups)
+    return feedback_spec(spec) if tells(config) else spec
+
+
+def tells(config: Config) -> bool:
+    """Whether observations say what was done last: the algorithm wants it."""
+    return config.algo.family == "r2d2" and config.algo.r2d2.feedback
+
+
+def telling(config: Config, env: VecEnv) -> VecEnv:
+    """``env``, or where the algorithm wants it ``env`` with what was done last among its observations."""
+    return Feedback(env, config.task.reward_clip) if tells(config) else env
 
 
 def task_kwargs(config: Config) -> dict[str, Any]:
-    """What the task itself gives its environment's factory."""
-    named = {"id": config.task.id, "game": config.task.game, "model": config.task.model}
-    return {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
+    """What the task itself gives its environment's factory.
+
+    Raises:
+        ConfigError: a keyword that is also said by a name of its own, ``task.game`` say.
+    """
+    task = config.task
+    named = {k: v for k, v in (("id", task.id), ("game", task.game), ("model", task.model)) if v is not None}
+    for name in named.keys() & task.kwargs:
+        raise ConfigError(f"task.kwargs.{name}", task.kwargs[name], f"task.{name}={named[name]} alone to say it")
+    return {**named, **task.kwargs}
 
 
 def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
@@ -59,8 +79,8 @@ def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
         )  # fmt: skip
     kwargs = env_kwargs(config, groups)
     if groups is None or groups == 1 or "groups" in kwargs:
-        return make_env(name, count, device, **kwargs)
-    return Grouped.make(lambda: make_env(name, count // groups, device, **kwargs), groups)
+        return telling(config, make_env(name, count, device, **kwargs))
+    return telling(config, Grouped.make(lambda: make_env(name, count // groups, device, **kwargs), groups))
 
 
 def process_env(config: Config, num_envs: int, device: torch.device) -> VecEnv:

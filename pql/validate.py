@@ -9,7 +9,7 @@ from pql.config import Config, EpsilonConfig, leaves
 from pql.errors import ConfigError, nearest, show
 
 CHOICES = {
-    "algo.family": ("ddpg", "sac", "ppo", "dqn", "pqn"),
+    "algo.family": ("ddpg", "sac", "ppo", "dqn", "r2d2", "pqn"),
     "algo.schedule": ("concurrent", "lockstep", "replicas"),
     "algo.central.order": ("free", "turns"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
@@ -85,6 +85,13 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.dqn.priority.alpha": (0, 10, True),
     "algo.dqn.priority.beta": (0, 1, True),
     "algo.dqn.priority.beta_steps": (1, 10**15, True),
+    "algo.r2d2.lstm": (1, 100_000, True),
+    "algo.r2d2.length": (1, 100_000, True),
+    "algo.r2d2.burn_in": (0, 100_000, True),
+    "algo.r2d2.period": (1, 100_000, True),
+    "algo.r2d2.replay_ratio": (0, 1e6, False),
+    "algo.r2d2.eta": (0, 1, True),
+    "algo.r2d2.rescale": (0, 1, False),
     "algo.pqn.horizon": (1, 100_000, True),
     "algo.pqn.epochs": (1, 1000, True),
     "algo.pqn.minibatches": (1, 100_000, True),
@@ -168,6 +175,9 @@ def _check_together(config: Config) -> None:
         _check_ppo(config)
     if algo.family == "dqn":
         _check_dqn(config)
+    if algo.family == "r2d2":
+        _check_dqn(config)
+        _check_r2d2(config)
     if algo.family == "pqn":
         _check_pqn(config)
     off_policy = algo.family not in ("ppo", "pqn")
@@ -283,6 +293,21 @@ def _check_dqn(config: Config) -> None:
             "algo.dqn.priority.initial", "actor",
             "max with algo.critic.atoms: there priorities are divergences, which the values when acted do not give",
         )  # fmt: skip
+
+
+def _check_r2d2(config: Config) -> None:
+    algo, own, dqn = config.algo, config.algo.r2d2, config.algo.dqn
+    if own.period > own.length:
+        raise ConfigError("algo.r2d2.period", own.period, f"at most algo.r2d2.length={own.length}: no row is left out")
+    rows = own.burn_in + own.length + algo.n_step
+    if algo.warmup_steps < rows:
+        raise ConfigError("algo.warmup_steps", algo.warmup_steps, f"at least {rows}, the rows of a sequence")
+    for name, given, unset in (
+        ("algo.dqn.noisy", dqn.noisy, None), ("algo.critic.atoms", algo.critic.atoms, None),
+        ("algo.dqn.priority.initial", dqn.priority.initial, "max"),
+    ):  # fmt: skip
+        if given != unset:
+            raise ConfigError(name, given, f"{show(unset)} with algo={algo.name}")
 
 
 def resolve_device(name: str, setting: str = "device") -> str:

@@ -224,7 +224,7 @@ def test_listing(capsys):
     assert main(["list", "algos"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "a2c", "a3c", "apex", "appo_replicas", "c51", "ddpg", "dqn", "eps_rainbow", "ppo", "pql", "pql_d", "pql_sac",
-        "pqn", "rainbow", "sac", "td3",
+        "pqn", "r2d2", "rainbow", "sac", "td3",
     ]  # fmt: skip
 
 

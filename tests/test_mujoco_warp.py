@@ -25,7 +25,7 @@ from pql.envs.mujoco.warp import WarpEngine
 from pql.errors import PqlWarning
 
 SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
-PAPER = ("isaac_ant", "isaac_ball_balance")
+PAPER = ("isaac_ant", "ballbalance")
 ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER))]
 
 

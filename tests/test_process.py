@@ -143,6 +143,7 @@ def test_the_plain_records_are_the_librarys(python):
     """Where the library cannot be imported, records of the same names and defaults stand in."""
     script = (
         "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(json.loads(sys.argv[2]))\n"
+        "import pql.envs.isaacgym\n"  # its adapter runs in that Python, too
         "from pql.envs import plain\n"
         "print(json.dumps({n: [getattr(plain, n)._fields, {k: str(v) for k, v in getattr(plain, n)._field_defaults"
         ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'EnvSpec', 'Step')}))"

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from conftest import bits, differences, start
 from dqn_runs import EVERY_VARIANT, VARIANTS, config_of
 from runs import manifest, points, rows, words
 
+import pql
 from pql import checkpoint
 from pql.build import build
 from pql.compose import compose, options, resume_config
 from pql.config import leaves
 from pql.errors import ConfigError
-from pql.evaluate import evaluate_saved, run_episodes
+from pql.evaluate import evaluate_saved, random_actions, run_episodes
 from pql.main import main
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.schedule import Inline, Threads
@@ -65,6 +67,15 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
 
 
 # -- the tick ---------------------------------------------------------------------------------------------------------
+
+
+def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
+    delta, plain, kl = (
+        build(config_of(VARIANTS[v], {"dqn": {"huber": h}})).learners["v"].state.priorities
+        for v, h in (("prioritized", 0.7), ("prioritized", None), ("rainbow", 0.7))
+    )
+    assert (delta.clip, plain.clip, kl.clip) == (0.7, None, None)
+    assert kl.power(torch.tensor(5.0)).item() == pytest.approx(5**0.6, rel=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
@@ -182,7 +193,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo):
 
 
 def test_a_run_writes_what_every_run_writes(tmp_path):
-    summary = train(tmp_path, "algo=eps_rainbow", "budget.env_steps=2000", "eval.final=true", "eval.epsilon=0.05")
+    summary = train(tmp_path, "algo=eps_rainbow", "budget.env_steps=2000", "eval.final=true")
     log = [row for row in rows(tmp_path) if "updates/v" in row]
     assert log[-1]["updates/v"] == summary.updates_v == (summary.env_steps // 16 - 8) // 2
     assert (log[-1]["ratio/v_per_step"], log[-1]["updates/p"]) == (0.5, 0)
@@ -246,6 +257,22 @@ def test_an_evaluation_with_epsilon_is_random_to_that_extent_and_repeats():
     two = run_episodes(env, policy, seed=3, epsilon=0.4)
     assert one.returns == two.returns
     assert run_episodes(env, policy, seed=3).returns != one.returns
+
+
+def test_a_runs_own_evaluations_are_as_random_as_it_says(tmp_path, monkeypatch):
+    """Beside the training, and, of an environment that there is only one of, after it."""
+    shares = {}
+
+    def noted(env, epsilon, seed):
+        shares.setdefault(threading.current_thread().name, set()).add(epsilon)
+        return random_actions(env, epsilon, seed)
+
+    monkeypatch.setattr("pql.evaluate.random_actions", noted)
+    more = ["algo=dqn", "eval.final=true", "eval.epsilon=0.25", "budget.env_steps=1000"]
+    train(tmp_path / "a", *more)
+    words = [w for w in WORDS if not w.startswith(("task", "num_envs", "device"))]
+    pql.train(*words, *more, f"run_dir={tmp_path / 'b'}", env=pql.make_env("cartpole", 16), quiet=True)
+    assert shares == {"pql-evaluator": {0.25}, "MainThread": {0.25}}
 
 
 def test_random_actions_in_evaluations_are_for_discrete_ones(tmp_path):

@@ -186,7 +186,7 @@ def ticks_per_second(parts: Parts, seconds: float) -> Callable[[], float]:
     return one
 
 
-def host_ms(parts: Parts, repeats: int = 20) -> float:
+def host_ms(parts: Parts, repeats: int) -> float:
     """Milliseconds that the host needs to launch a tick (median)."""
     spent = []
     for _ in range(repeats):
@@ -257,7 +257,8 @@ def measure(case: str, config: Config, args: Any) -> list[dict[str, Any]]:
     rows.append(compare(f"{case}: updates", "updates/s", [t * sum(counts.updates.values()) for t in ticks]))
     for key, parts in runs.items():
         tick = [1e3 / r for r in rates[names[key]]]
-        rows.append(compare(f"{case} {names[key]}: host per tick / tick", "ms", [host_ms(parts)] * len(tick), tick))
+        host = host_ms(parts, 2 if args.smoke else 20)
+        rows.append(compare(f"{case} {names[key]}: host per tick / tick", "ms", [host] * len(tick), tick))
     for graphs in both if config.device != "cpu" else (False,):
         rows += launch_rows(f"{case} graphs {'on' if graphs else 'off'}", runs["concurrent", graphs])
     for parts in runs.values():

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from pql.env import EnvSpec
-from pql.envs.mujoco import control, isaac, locomotion, table
+from pql.envs.mujoco import control, locomotion
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe
+from pql.envs.mujoco.isaac import ant as isaac_ants
+from pql.envs.mujoco.isaac import ball
 from pql.envs.mujoco.randomize import Randomize
 from pql.envs.mujoco.task import Task
 from pql.errors import ConfigError
@@ -108,8 +110,9 @@ reacher = Maker(control.Reacher)
 pusher = Maker(control.Pusher)
 invertedpendulum = Maker(control.InvertedPendulum)
 inverteddoublependulum = Maker(control.InvertedDoublePendulum)
-isaac_ant = Maker(isaac.IsaacAnt)
-isaac_ball_balance = Maker(table.IsaacBallBalance)
+isaac_ant = Maker(isaac_ants.IsaacAnt)
+ballbalance = Maker(ball.BallBalance)
+ballbalance_pixels = Maker(ball.BallBalancePixels)
 
 TASKS = {name: value for name, value in globals().items() if isinstance(value, Maker)}
 """Factory by task name."""

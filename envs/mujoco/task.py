@@ -24,7 +24,8 @@ Where a task differs from the shipped ones:
     difficulty                 ``memory["level"]``, [N] in 0..1, is there wherever an environment has a curriculum.
     success                    a metric named ``success``, above 0 on the steps on which the task is solved.
 
-``isaac.py`` (sensors, a patched robot) and ``table.py`` (a robot of its own, a memory that actions move) are examples.
+``isaac/ant.py`` (a patched robot, sensors) and ``isaac/ball.py`` (a robot of its own, a memory that actions move,
+pictures) are examples.
 """
 
 import warnings
