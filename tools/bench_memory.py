@@ -5,7 +5,7 @@ python tools/bench_memory.py [--seeds 5] [--env-steps 60000] [--episodes 200] [-
 Every run is trained on the same number of env steps, and judged by the share of right turns in episodes of its own. A
 row's value is the mean over the seeds; the lowest and the highest stand in its name.
 
-R2D2 / DQN              the presets on ``task=tmaze``, DQN with the gamma of the other. The goals: at least .9, and at most .6
+R2D2 / DQN              the presets on ``task=tmaze``, DQN with R2D2's gamma. The goals: at least .9, and at most .6
                         (guessing gives .5).
 stored / zero state     sequences of 12 rows without burn-in, in which seldom both the sign and the turn are seen: from
                         zeros an agent learns from those alone, from stored states from all.
