@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := mujoco,gymnasium,atari,tensorboard,wandb,peers,report,sweep,export,video,dev
+EXTRAS := mujoco,gymnasium,atari,remote,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
 
 .PHONY: setup train test test-adapters check clean
 

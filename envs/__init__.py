@@ -30,6 +30,7 @@ BUILTIN = {
     "ballbalance_pixels": "pql.envs.mujoco:ballbalance_pixels",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
+    "remote": "pql.envs.remote:Remote",
     "envpool": "pql.envs.envpool:EnvpoolVec",
     "isaacgym": "pql.envs.isaacgym:isaacgym",
     "isaaclab": "pql.envs.isaaclab:isaaclab",
@@ -39,6 +40,7 @@ BUILTIN = {
 }
 
 EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari",
+            "pql.envs.remote": "remote",
             "pql.envs.envpool": "bench"}  # fmt: skip
 
 # Simulators that have, as a rule, a Python of their own (``task.process.python``), and the package that they are there.

@@ -82,6 +82,8 @@ class EnvSpec:
         deterministic: same seed and actions, same bits.
         groups: above 1: this many groups of environments can step apart, by ``send`` and ``recv``. Group g of G is the
             N / G environments from g N / G on.
+        spread: above 1: environments may answer late, so that one may make up to this many times the steps of an equal
+            share while others are missing. ``present`` and ``answers`` are there, too.
         stream: CUDA stream the simulator works on: ``current`` (PyTorch's), or ``default`` (the legacy default
             stream; the collector then bridges the two with events).
     """
@@ -98,6 +100,7 @@ class EnvSpec:
     single_instance: bool = False
     deterministic: bool = True
     groups: int = 1
+    spread: int = 1
     stream: Literal["current", "default"] = "current"
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -122,6 +125,14 @@ class VecEnv(Protocol):
     int64, on the CPU, are the group's environments in order; ``action`` [n, ...] is left alone until the answer.
     ``recv() -> (ids, Step)`` waits for the oldest group sent; its step's fields are [n, ...], and stay as they are
     until the same group is sent again. ``step`` is there as ever, while no answer is due.
+
+    Where ``spec.spread`` is above 1: ``send`` takes any environments of a group; ``answers(group) -> (ids, Step)``
+    waits for a bounded time and returns whose answers came ([k] int64, on the CPU; possibly none), with a step of the
+    whole group: rows of the others are fillers that repeat the observation they had. ``present() -> [N] bool``, on the
+    CPU, says who answered the last ``reset``. An environment that was lost comes back by a filler row with ``first``.
+    ``step`` waits for all that are there: the rows of others are fillers.
+    ``beside() -> VecEnv | None``, optional: environments for evaluations, where a second simulator cannot be built.
+    ``measures() -> dict[str, float]``, optional: numbers of its own for every row of the log.
     """
 
     @property

@@ -19,7 +19,7 @@ from runs import points, words
 from pql import checkpoint
 from pql.compose import compose, resume_config
 from pql.conformance import check_env
-from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
+from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
 from pql.envs import far
 from pql.envs.process import ProcessVec, _packages
 from pql.envs.toy import Counter
@@ -137,6 +137,23 @@ def test_a_tensor_simulator_gives_the_same_bits_in_another_process():
         assert differences(checkpoint.flatten(here.state_dict()), checkpoint.flatten(there.state_dict())) == []
     finally:
         there.close()
+
+
+def test_the_documentations_twenty_lines_conform(tmp_path, monkeypatch, walk):
+    text = (HERE.parent / "docs" / "simulators.md").read_text()
+    code = next(block for block in text.split("```") if "class Reach" in block).removeprefix("python\n")
+    assert len(code.splitlines()) <= 22
+    (tmp_path / "my_sim.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    report = check_env(walk(name="my_sim:Reach", limit=12), 30)
+    assert report.ok, report
+
+
+def test_a_simulator_that_is_not_there_says_which_package(walk):
+    with pytest.raises(ConfigError, match=r"task=isaacgym: expected the package 'isaacgymenvs', which .*python.* does"):
+        walk(name="isaacgym")
+    with pytest.raises(ConfigError, match=r"task=mjlab: expected the package 'mjlab', or a Python that has it"):
+        make_env("mjlab")
 
 
 def test_the_plain_records_are_the_librarys(python):
