@@ -38,6 +38,7 @@ class Counts:
     horizon: int
     updates: Mapping[str, int]  # by learner
     rounds: int
+    ahead: int = 0  # steps before the first tick: where the learner reads one rollout while the next is made
 
 
 def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
@@ -334,6 +335,14 @@ class _Ticks:
 
 class Concurrent(_Ticks):
     """All workers at once, each exactly one tick stale."""
+
+    def begin(self, ticks: int) -> None:
+        """As of any schedule; where a new run's learner needs rows for its first tick, the collector makes them now."""
+        super().begin(ticks)
+        if ticks == 0 and self.counts.ahead:
+            self.executor.run({"collector": partial(self.workers["collector"].run, self.counts.ahead, 0)})
+            with self.executor.exclusive():
+                super().begin(0)
 
     def tick(self) -> None:
         version, steps = self.ticks, self.counts.horizon
