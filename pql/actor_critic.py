@@ -254,7 +254,8 @@ class ActorCritic(nn.Module):
         if not isinstance(body, Body) or body.memory is None:
             params, value = self(now)
             with torch.no_grad():
-                return params, torch.cat((value, self.values(rest)))
+                later = self.values(rest)
+            return params, torch.cat((value, later))
         assert self.value.body is None
         with bfloat16(self.policy.amp, next(iter(obs.values()))):
             features, after, carry = body.unroll(now, carry, first)

@@ -93,7 +93,7 @@ class Inline:
         self.order = order
 
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
-        return {name: timed(partial(named, name, jobs[name])) for name in self.order or jobs}
+        return {name: timed(partial(named, name, jobs[name])) for name in self.order or jobs if name in jobs}
 
     def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
         """As that of ``Threads``: a job of each worker's in turn, until nothing is left."""
