@@ -113,6 +113,16 @@ def catch(canvas: Canvas, state: Sequence[float], size: int = 8) -> None:
     canvas.circle(ball, 0.5, BALL)
 
 
+def tmaze(canvas: Canvas, state: Sequence[float]) -> None:
+    """State: the sign and the cell; a metre is a cell. The sign is in the first one, the junction at the right."""
+    end = canvas.middle[0] * 2
+    canvas.box((end / 2, 0), end + 1, 1, PALE)
+    canvas.box((end, 0), 1, 3, PALE)
+    canvas.line((0, -0.3 * state[0]), (0, 0.3 * state[0]), 0.08, POLE)
+    canvas.circle((0, 0.3 * state[0]), 0.12, POLE)
+    canvas.circle((state[1], 0), 0.25, CART)
+
+
 def ball_balance(
     canvas: Canvas, state: Sequence[float], plate: float = 0.5, leg: float = 0.4, ball: float = 0.05
 ) -> None:

@@ -28,12 +28,13 @@ from pql.onpolicy import ROLLOUT
 from pql.optim import AdamW
 from pql.parts import Parts as Parts
 from pql.parts import Replica
+from pql.recurrent import RECURRENT
 from pql.replay import Cursor, Replay
 from pql.replicas import Replicas, names, shares
 from pql.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Threads, Trace, tick_counts
 from pql.slots import WeightSlot
 from pql.task import build_env as build_env
-from pql.task import check_groups, describe_env
+from pql.task import check_groups, describe_env, telling
 from pql.types import Batch, Obs, ObsBatch, split
 from pql.valuebased import VALUE
 from pql.valuerollout import VALUE_ROLLOUT
@@ -54,6 +55,7 @@ def build(
         ConfigError: something cannot work together, before any simulator starts where its spec can be had.
     """
     family = FAMILIES[config.algo.family]
+    env = None if env is None else telling(config, env)
     each = shares(config)
     devices = [worker_devices(share, family.learners) for share in each]
     set_precision(config.placement)
@@ -322,5 +324,6 @@ REPLAY = Family(
     ("v", "p"), lambda c: tick_counts(c.algo.v_per_step, c.algo.p_per_v), check_spec, wire_replay, make_action_policy
 )
 FAMILIES = {
-    "ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "impala": ROLLOUT, "dqn": VALUE, "pqn": VALUE_ROLLOUT,
+    "ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "impala": ROLLOUT, "dqn": VALUE, "r2d2": RECURRENT,
+    "pqn": VALUE_ROLLOUT,
 }  # fmt: skip

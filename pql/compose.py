@@ -145,7 +145,8 @@ OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refuse
 NOT_DQN = ("p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.", "policy.", "critic.ensemble",
            "critic.tau")  # fmt: skip
 NOT_PQN = (*NOT_DQN, "batch_size", "n_step", "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
-UNREAD = {"ppo": NOT_PPO, "impala": NOT_PPO, "dqn": NOT_DQN, "pqn": NOT_PQN}
+NOT_R2D2 = (*NOT_DQN, "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
+UNREAD = {"ppo": NOT_PPO, "impala": NOT_PPO, "dqn": NOT_DQN, "r2d2": NOT_R2D2, "pqn": NOT_PQN}
 INSTEAD = {
     "ppo": {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
             "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
@@ -155,11 +156,17 @@ INSTEAD = {
                "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.impala.entropy_coef"},
     "dqn": {"explore.": "algo.dqn.epsilon", "policy.": "algo.critic, of the one network",
             "critic.tau": "algo.dqn.target_period"},
+    "r2d2": {"v_per_step": "algo.r2d2.replay_ratio", "explore.": "algo.dqn.epsilon",
+             "policy.": "algo.critic, of the one network", "critic.tau": "algo.dqn.target_period"},
     "pqn": {"batch_size": "algo.pqn.minibatches", "v_per_step": "algo.pqn.epochs", "n_step": "algo.pqn.q_lambda",
             "explore.": "algo.pqn.epsilon", "policy.": "algo.critic, of the one network"},
 }  # fmt: skip
-OWNED = {"algo.ppo.": ("ppo", "ppo or a2c"), "algo.impala.": ("impala", "impala"),
-         "algo.dqn.": ("dqn", "dqn and its like"), "algo.pqn.": ("pqn", "pqn")}  # fmt: skip
+EPSILON_OF = {"start": ("annealed",), "end": ("annealed", "fixed"), "steps": ("annealed",), "base": ("ladder",),
+              "exponent": ("ladder",)}  # fmt: skip
+SWITCHES = ("algo.dqn.priority.alpha",)
+OWNED = {"algo.ppo.": (("ppo",), "ppo or a2c"), "algo.impala.": (("impala",), "impala"),
+         "algo.dqn.": (("dqn", "r2d2"), "dqn and its like"), "algo.r2d2.": (("r2d2",), "r2d2"),
+         "algo.pqn.": (("pqn",), "pqn")}  # fmt: skip
 
 
 def check_used(config: Config, names: Iterable[str]) -> None:
@@ -169,22 +176,42 @@ def check_used(config: Config, names: Iterable[str]) -> None:
         ConfigError: names the first, and what does its job here.
     """
     family, algo = config.algo.family, config.algo.name
-    values = dict(leaves(config))
+    values, off = dict(leaves(config)), idle(config)
     for name in names:
-        if name in OF_A_REPLAY and config.algo.family in ("ppo", "impala"):
-            raise ConfigError(name, values[name], f"no such setting: algo={config.algo.name} does not read it")
+        if name in OF_A_REPLAY and family in ("ppo", "impala", "pqn"):
+            raise ConfigError(name, values[name], f"no such setting: algo={algo} does not read it")
         part = name.removeprefix("algo.")
         if name.startswith("algo.central.") and config.algo.schedule != "replicas":
             raise ConfigError(name, values[name], "algo.schedule=replicas with it (algo=a3c, algo=appo_replicas)")
         if name.startswith("algo.vtrace.") and not corrected(config.algo):
             raise ConfigError(name, values[name], f"algo=impala or appo with it; algo={algo} does not read it")
-        for prefix, (owner, who) in OWNED.items():
-            if name.startswith(prefix) and family != owner:
+        for prefix, (owners, who) in OWNED.items():
+            if name.startswith(prefix) and family not in owners:
                 raise ConfigError(name, values[name], f"algo={who} with it; algo={algo} does not read it")
         hit = next((k for k in UNREAD.get(family, ()) if part == k or (k.endswith(".") and part.startswith(k))), None)
         if name.startswith("algo.") and hit:
             more = f": see {INSTEAD[family][hit]}" if hit in INSTEAD[family] else ""
             raise ConfigError(name, values[name], f"no such setting: algo={algo} does not read it{more}")
+        if wanted := next((v for k, v in off.items() if name.startswith(k) and name not in SWITCHES), None):
+            raise ConfigError(name, values[name], f"{wanted} with it; nothing else reads it")
+
+
+def idle(config: Config) -> dict[str, str]:
+    """Settings that another one switches off, by the beginning of their names, and what would have them read."""
+    dqn, critic = config.algo.dqn, config.algo.critic
+    off = {
+        "algo.dqn.priority.": ("algo.dqn.priority.alpha above 0", dqn.priority.alpha > 0),
+        "algo.dqn.rms_decay": ("algo.dqn.optimizer=rmsprop", dqn.optimizer == "rmsprop"),
+        "algo.dqn.huber": ("algo.critic.atoms=null: a categorical loss is the cross-entropy", critic.atoms is None),
+        **dict.fromkeys(("algo.critic.v_min", "algo.critic.v_max"), ("algo.critic.atoms", critic.atoms is not None)),
+    }
+    for name, epsilon in (("dqn", dqn.epsilon), ("pqn", config.algo.pqn.epsilon)):
+        for part, kinds in EPSILON_OF.items():
+            off[f"algo.{name}.epsilon.{part}"] = (
+                f"algo.{name}.epsilon.kind={' or '.join(kinds)}",
+                epsilon.kind in kinds,
+            )
+    return {name: wanted for name, (wanted, read) in off.items() if not read}
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")

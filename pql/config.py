@@ -14,14 +14,25 @@ from pql.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
+class ProcessConfig:
+    """A process of its own for the simulator."""
+
+    python: str | None = None  # the interpreter that it runs in, a path or a name on PATH; null: no such process
+    step_seconds: float = 20.0  # a step that takes longer is a hang
+    start_seconds: float = 600.0  # as long may starting take, and the first step
+
+
+@dataclass(frozen=True)
 class TaskConfig:
     name: str = "halfcheetah"  # the registered environment
     live: bool = False  # an object given from Python: it cannot be built again by name
     id: str | None = None  # for name=gymnasium: the gymnasium id
     game: str | None = None  # for name=atari: the game
+    model: str | None = None  # of a MuJoCo task: shipped | fast; null: what the task does best with
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the environment's factory
     reward_clip: float | None = None  # each reward is clipped to +- this before learning; null: as it is
     reward_scale: float = 1.0  # constant factor on rewards before learning, after clipping
+    process: ProcessConfig = field(default_factory=ProcessConfig)
 
     @property
     def title(self) -> str:
@@ -168,6 +179,21 @@ class DqnConfig:
 
 
 @dataclass(frozen=True)
+class R2d2Config:
+    """What ``algo.dqn`` does not say already: both belong to the family r2d2."""
+
+    lstm: int = 512  # units of the LSTM between what is observed and the layers of algo.critic.hidden
+    length: int = 80  # rows of a sequence that are trained on
+    burn_in: int = 40  # rows before those, which only bring the LSTM's state up to date
+    period: int = 40  # a sequence begins at every so many rows: their states alone are stored
+    replay_ratio: float = 1.0  # rows trained on per row collected (burn-in not counted); exact
+    eta: float = 0.9  # a sequence's priority: this times its largest TD error, plus the rest of 1 times the mean
+    rescale: float | None = 1e-3  # epsilon of h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x; null: values as they are
+    stored_state: bool = True  # sequences begin with the state that acted; false: with zeros
+    feedback: bool = True  # the network is also shown the last action and reward
+
+
+@dataclass(frozen=True)
 class PqnConfig:
     horizon: int = 32  # steps of every environment per tick: the rollout's rows
     epochs: int = 2  # passes over a rollout
@@ -191,7 +217,7 @@ class CentralConfig:
 @dataclass(frozen=True)
 class AlgoConfig:
     name: str = "pql"  # the preset's name
-    family: str = "ddpg"  # ddpg | sac | ppo | impala | dqn | pqn: which update functions
+    family: str = "ddpg"  # ddpg | sac | ppo | impala | dqn | r2d2 | pqn: which update functions
     schedule: str = "concurrent"  # concurrent | lockstep | replicas
     policy_lag: int = 0  # ticks by which what acts on rollouts is older than the schedule has it: for experiments
     replicas: int = 1  # whole learners on shared parameters, with an equal part of the environments each
@@ -215,6 +241,7 @@ class AlgoConfig:
     impala: ImpalaConfig = field(default_factory=ImpalaConfig)
     vtrace: VtraceConfig = field(default_factory=VtraceConfig)
     dqn: DqnConfig = field(default_factory=DqnConfig)
+    r2d2: R2d2Config = field(default_factory=R2d2Config)
     pqn: PqnConfig = field(default_factory=PqnConfig)
     central: CentralConfig = field(default_factory=CentralConfig)
 

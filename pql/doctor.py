@@ -13,6 +13,7 @@ CORE = ("pql", "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "rich
 # extra: (what it is for, its packages). One line each; pyproject.toml has the versions (a test compares the two).
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mujoco": ("the MuJoCo tasks", ("mujoco", "gymnasium")),
+    "warp": ("the MuJoCo tasks on CUDA", ("mujoco", "gymnasium", "mujoco-warp", "warp-lang")),
     "gymnasium": ("task=gymnasium", ("gymnasium",)),
     "atari": ("the Atari games", ("ale-py", "gymnasium")),
     "tensorboard": ("logger=tensorboard", ("tensorboard",)),

@@ -110,9 +110,11 @@ class VecEnv(Protocol):
     row that was due is then not); ``send(action, ids)`` / ``recv() -> (ids, Step)`` for simulators whose environments
     answer in groups: ``send`` hands a group's actions ([n, A] or [n], ``ids`` [n] int64, ascending) to the simulator
     and returns at once, ``recv`` waits for the group that was sent first and returns its ids and what followed there
-    (fields of [n, ...]); ``render(index=0, width=None, height=None)`` -> numpy uint8 [H, W, 3], a picture of one
-    environment as it stands (None: a size of its own), and ``viewer(index=0)``, a window with ``open``, ``show()`` and
-    ``close()``, both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.
+    (fields of [n, ...]); ``start(action)`` / ``result() -> Step``, the two halves of ``step``, for a simulator that
+    works elsewhere (``Grouped`` then needs no thread for it);
+    ``render(index=0, width=None, height=None)`` -> numpy uint8 [H, W, 3], a picture of one environment as
+    it stands (None: a size of its own), and ``viewer(index=0)``, a window with ``open``, ``show()`` and ``close()``,
+    both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.
     ``spec.info["dt"]``, the seconds of a step, sets a video's speed.
 
     Where ``spec.groups`` is above 1: ``send(action, ids)`` starts a step of one group and returns at once; ``ids`` [n]
@@ -155,7 +157,7 @@ def env_names() -> list[str]:
 
 
 def find_factory(name: str) -> EnvFactory:
-    """Resolve a task name.
+    """Resolve a task name, or ``module:attribute`` of what nobody has registered.
 
     Raises:
         ConfigError: no such name, or its simulator is not installed (the message says what to install).
@@ -167,6 +169,8 @@ def find_factory(name: str) -> EnvFactory:
     for entry in entry_points(group="pql.envs"):
         if entry.name == name:
             return entry.load()
+    if ":" in name:
+        return _import(name)
     if name not in BUILTIN:
         raise ConfigError("task", name, f"one of {', '.join(env_names())}{nearest(name, env_names())}")
     module, _, attribute = BUILTIN[name].partition(":")
@@ -179,6 +183,15 @@ def find_factory(name: str) -> EnvFactory:
         raise ConfigError(
             "task", name, f"the package {error.name!r}, which is not installed: pip install 'pql[{extra}]'"
         ) from error
+
+
+def _import(name: str) -> EnvFactory:
+    """``module:attribute``."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError("task", name, f"module:attribute that can be imported here ({error})") from error
 
 
 def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", **kwargs: Any) -> VecEnv:

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from pql.collect import action_buffer
 from pql.config import EpsilonConfig
 from pql.env import Discrete, EnvSpec
-from pql.qnets import QNetwork, redraw_noise
+from pql.qnets import QNetwork, RecurrentQNetwork, redraw_noise
 from pql.types import Acted, Memory, Obs
 
 TOLD = ("q", "value")
@@ -86,7 +86,10 @@ class EpsilonActor:
         policy = self.policy
         assert isinstance(policy, QNetwork)
         redraw_noise(policy, gen)
-        values = policy.values(obs)
+        self._choose(policy.values(obs), gen)
+
+    def _choose(self, values: Tensor, gen: Generator) -> None:
+        """Act on ``values`` [N, n]."""
         self.action.copy_(epsilon_greedy(values, self.epsilon(), gen))
         if self.told:
             self.told["q"].copy_(values.gather(-1, self.action.unsqueeze(-1)).squeeze(-1))
@@ -114,3 +117,46 @@ class EpsilonActor:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
+
+
+class RecurrentActor(EpsilonActor):
+    """The same with a recurrent network. Beside the action, ``carry`` [N, C] is what it remembered before it acted.
+
+    Nothing is remembered of a warm-up, in which it does not act: there the carry is zeros.
+    """
+
+    def __init__(self, policy: RecurrentQNetwork, epsilon: Epsilon, spec: EnvSpec, tells: bool = False):
+        super().__init__(policy, epsilon, spec, tells)
+        self.carry = torch.zeros(spec.num_envs, policy.carry_size, device=spec.device)
+        self.fresh = torch.ones(spec.num_envs, dtype=torch.bool, device=spec.device)
+        self.before, self.memory = self.carry.clone(), Memory(self.carry, self.fresh)
+
+    def act(self, obs: Obs, gen: Generator) -> None:
+        policy = self.policy
+        assert isinstance(policy, RecurrentQNetwork)
+        self.before.copy_(self.carry)
+        values, carry = policy.step(obs, self.carry)
+        self.carry.copy_(carry)
+        self._choose(values, gen)
+
+    def record(self, device: torch.device) -> Acted:
+        told = {**self.told, "carry": self.before}
+        return Acted(self.action.to(device), {k: v.to(device) for k, v in told.items()})
+
+    def observe(self, first: Tensor) -> None:
+        self.carry.mul_(~first.unsqueeze(1))
+        self.fresh.copy_(first)
+
+    def restart(self) -> None:
+        self.carry.zero_()
+        self.fresh.fill_(True)
+
+    def part(self, columns: slice) -> "RecurrentActor":
+        part = super().part(columns)
+        assert isinstance(part, RecurrentActor)
+        part.carry, part.fresh, part.before = self.carry[columns], self.fresh[columns], self.before[columns]
+        part.memory = Memory(part.carry, part.fresh)
+        return part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**super().state_dict(), "carry": self.carry, "fresh": self.fresh, "before": self.before}

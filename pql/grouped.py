@@ -35,7 +35,11 @@ class Grouped:
         self.envs = list(envs)
         self.spec = grouped_spec(envs[0].spec, len(envs))
         self.ids = list(torch.arange(self.spec.num_envs).chunk(len(envs)))
-        self._steppers = [Stepper(env.step, f"pql-group-{g}") for g, env in enumerate(envs)]
+        # One in another process steps there: it needs no thread to wait in.
+        self._steppers: list[Any] = [
+            env if hasattr(env, "start") and hasattr(env, "result") else Stepper(env.step, f"pql-group-{g}")
+            for g, env in enumerate(envs)
+        ]
         self._sent: deque[int] = deque()  # groups whose answer is due, oldest first
         if all(hasattr(env, "state_dict") for env in envs):
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict

@@ -347,7 +347,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     from pql.compose import parse_word
 
     if args.env:
-        return _check_simulator(args, dict(parse_word(o, ("device",)) for o in args.overrides))
+        return _check_simulator(args, dict(parse_word(o, ("device", "task.process.python")) for o in args.overrides))
     if args.overrides:
         raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
     from pql.doctor import report
@@ -358,13 +358,19 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def _check_simulator(args: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     from pql.conformance import check_env
-    from pql.env import find_factory, make_env
+    from pql.env import VecEnv, find_factory, make_env
     from pql.validate import RANGES, STEPS, check_range
 
     check_range("--num-envs", args.num_envs, RANGES["num_envs"])
     check_range("--steps", args.steps, STEPS)
-    env = make_env(args.env, num_envs=args.num_envs, **kwargs)
-    describe = getattr(find_factory(args.env), "describe", None)
+    if (python := kwargs.pop("task.process.python", None)) is not None:
+        from pql.envs.process import ProcessVec
+
+        env: VecEnv = ProcessVec(args.env, args.num_envs, kwargs.pop("device", "cpu"), python, kwargs)
+        describe = None
+    else:
+        env = make_env(args.env, num_envs=args.num_envs, **kwargs)
+        describe = getattr(find_factory(args.env), "describe", None)
     described = describe(num_envs=args.num_envs, device=env.spec.device, **kwargs) if describe else None
     steps = args.steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
     report = check_env(env, steps, described=described)

@@ -158,8 +158,9 @@ def splits(config: Config) -> Split:
     for worker, device in worker_devices(config, FAMILIES[config.algo.family].learners).items():
         if device.type == "cpu":
             out[setting_of(worker)] = known[worker]
-    takes = inspect.signature(find_factory(config.task.name)).parameters
-    if "threads" in takes and "threads" not in config.task.kwargs:
+    far = config.task.process.python is not None
+    takes = far or "threads" in inspect.signature(find_factory(config.task.name)).parameters
+    if takes and "threads" not in config.task.kwargs:
         out["simulator"] = known["simulator"]
     if not out:
         raise ConfigError("placement", config.task.name, "a worker or a simulator with threads on the CPU")

@@ -139,7 +139,8 @@ class Stage:
 def filmed_env(stored: Stored) -> VecEnv:
     """The task's environment, one of it, told to draw where its factory wants to be told."""
     task = stored.config.task
-    wanted = not task.live and "render_mode" in inspect.signature(find_factory(task.name)).parameters
+    near = not task.live and task.process.python is None
+    wanted = near and "render_mode" in inspect.signature(find_factory(task.name)).parameters
     return stored.make_env(1, **({"render_mode": "rgb_array"} if wanted else {}))
 
 

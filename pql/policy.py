@@ -195,7 +195,7 @@ SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.laye
                "algo.critic.obs", "algo.ppo.normalize_value")  # fmt: skip
 OTHERS = ("algo.policy.", "algo.ppo.", "algo.impala.")
 SAME_VALUES = (*(k for k in (*SAME_POLICY, *SAME_CRITIC) if not k.startswith(OTHERS)),
-               "algo.dqn.dueling", "algo.dqn.noisy")  # fmt: skip
+               "algo.dqn.dueling", "algo.dqn.noisy", "algo.r2d2.lstm", "algo.r2d2.feedback")  # fmt: skip
 """Where the policy is a network of values."""
 
 
@@ -217,7 +217,7 @@ def init_from(parts: Parts, source: Path) -> None:
             raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
     whole = manifest["kind"] == "resume"
     mine, theirs = dict(leaves(parts.config)), dict(leaves(from_dict(manifest["config"])))
-    same = SAME_VALUES if parts.config.algo.family == "dqn" else SAME_POLICY + (SAME_CRITIC if whole else ())
+    same = SAME_VALUES if parts.config.algo.family in ("dqn", "r2d2") else SAME_POLICY + (SAME_CRITIC if whole else ())
     for name in same:
         if mine[name] != theirs[name]:
             raise ConfigError(name, mine[name], f"{show(theirs[name])}, as in init_from={source}")

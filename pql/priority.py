@@ -89,19 +89,76 @@ class SumTree:
             tensor.copy_(state[name])
 
 
-class Prioritized:
-    """A ring drawn in proportion to priority ** alpha (Schaul et al. 2016, the proportional variant).
+class Ranked:
+    """What is drawn in proportion to priority ** alpha (Schaul et al. 2016, the proportional variant), by number.
+
+    Args:
+        size: how many there are.
+        alpha, beta: exponents; beta rises linearly to 1 within ``beta_steps`` env steps, or stays where that is None.
+        steps_per_tick: env steps, all environments together.
+        clip: largest priority that counts; None: any.
+    """
+
+    def __init__(
+        self, size: int, device: torch.device, alpha: float, beta: float, beta_steps: int | None, steps_per_tick: int,
+        clip: float | None = None,
+    ):  # fmt: skip
+        self.alpha, self.clip, self.first_beta = alpha, clip, beta
+        self.beta_per_tick = 0.0 if beta_steps is None else (1 - beta) * steps_per_tick / beta_steps
+        self.tree = SumTree(size, device)
+        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
+        self.beta = torch.tensor(beta, dtype=torch.float64, device=device)
+        self.largest = self.power(torch.ones((), device=device))  # leaf of one of which nothing is known
+
+    def power(self, priority: Tensor) -> Tensor:
+        """|priority|, clipped, as a leaf: float64."""
+        size = priority.abs().double()
+        return ((size if self.clip is None else size.clamp(max=self.clip)) + FLOOR) ** self.alpha
+
+    def count_tick(self) -> None:
+        """Move beta on."""
+        self.beta.copy_((self.first_beta + self.beta_per_tick * self.ticks).clamp(max=1))
+        self.ticks += 1
+
+    def draw(self, batch: int, gen: Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """One from each of ``batch`` equal parts of the whole mass: index [B], leaf [B], weight [B].
+
+        The weight is (probability / the batch's smallest) ** -beta: at most 1; and 0, as the leaf is, where nothing
+        is there to be drawn.
+        """
+        device = self.beta.device
+        place = torch.arange(batch, device=device)
+        u = torch.rand(batch, generator=gen, device=device, dtype=torch.float64)
+        index, leaf = self.tree.find((place + u) / batch * self.tree.total)
+        weight = torch.where(leaf > 0, (leaf.amin() / leaf) ** self.beta, 0.0).float()
+        return index, leaf, weight
+
+    def update(self, index: Tensor, priority: Tensor, mask: Tensor) -> None:
+        """Set the priorities [B] of what was drawn; where ``mask`` is 0 it never comes up again."""
+        leaf = torch.where(mask > 0, self.power(priority), 0.0)
+        self.largest.copy_(torch.maximum(self.largest, leaf.amax()))
+        self.tree.set(index, leaf)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ticks": self.ticks, "beta": self.beta, "largest": self.largest, "tree": self.tree.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, tensor in self.state_dict().items():
+            if name != "tree":
+                tensor.copy_(state[name])
+        self.tree.load_state_dict(state["tree"])
+
+
+class Prioritized(Ranked):
+    """A ring's rows as what is drawn.
 
     A row enters ``n`` steps after it was written, when its window is complete, at a tick's start; it leaves when the
     collector may overwrite it before the next one. Filler rows and windows that must not be used never enter.
 
     Args:
         n, gamma: of the windows.
-        alpha, beta: exponents; beta rises linearly to 1 within ``beta_steps`` env steps, or stays where that is None.
-        steps_per_tick: env steps, all environments together.
         from_actor: a new row's priority is its TD error by the values that its actor stored beside it (Horgan et al.
             2018), where it has them; else, and without, the largest so far.
-        clip: largest TD error that counts; None: any.
     """
 
     def __init__(
@@ -109,21 +166,11 @@ class Prioritized:
         steps_per_tick: int, from_actor: bool = False, clip: float | None = None,
     ):  # fmt: skip
         device = replay.device
-        self.replay, self.n, self.gamma, self.alpha, self.clip = replay, n, gamma, alpha, clip
-        self.from_actor, self.first_beta = from_actor, beta
-        self.beta_per_tick = 0.0 if beta_steps is None else (1 - beta) * steps_per_tick / beta_steps
-        self.tree = SumTree(replay.rows * replay.num_envs, device)
-        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
-        self.beta = torch.tensor(beta, dtype=torch.float64, device=device)
-        self.largest = self.power(torch.ones((), device=device))  # leaf of a row of which nothing is known
+        super().__init__(replay.rows * replay.num_envs, device, alpha, beta, beta_steps, steps_per_tick, clip)
+        self.replay, self.n, self.gamma, self.from_actor = replay, n, gamma, from_actor
         self.entered = torch.zeros(replay.num_envs, dtype=torch.int64, device=device)  # [N] rows that are through
         self.reach = replay.rows - replay.guard  # rows below the head that may be drawn
         self._steps = torch.arange(replay.horizon, device=device).unsqueeze(1)  # [horizon, 1]
-
-    def power(self, priority: Tensor) -> Tensor:
-        """|priority|, clipped, as a leaf: float64."""
-        size = priority.abs().double()
-        return ((size if self.clip is None else size.clamp(max=self.clip)) + FLOOR) ** self.alpha
 
     # -- who is in the tree -------------------------------------------------------------------------------------------
 
@@ -156,8 +203,7 @@ class Prioritized:
         cell, leaf = self._entries(cursor, self._steps, reward_scale)
         self.tree.set(torch.cat((leaving, cell)), torch.cat((torch.zeros_like(leaf), leaf)))
         self.entered.add_((cursor.head - self.n - self.entered).clamp(0, self.replay.horizon))
-        self.beta.copy_((self.first_beta + self.beta_per_tick * self.ticks).clamp(max=1))
-        self.ticks += 1
+        self.count_tick()
 
     def _cell(self, row: Tensor) -> Tensor:
         """Logical rows [K, N] -> cells."""
@@ -194,36 +240,17 @@ class Prioritized:
         ahead = torch.where(window.discount > 0, ahead, 0.0)
         return window.reward * reward_scale + ahead - q.index_select(0, window.cell)
 
-    # -- drawing and learning -----------------------------------------------------------------------------------------
+    # -- drawing ------------------------------------------------------------------------------------------------------
 
     def sample(self, cursor: Cursor, batch: int, gen: Generator) -> Batch:
-        """Draw ``batch`` windows, one from each of ``batch`` equal parts of the whole mass; all of them are used.
-
-        ``weight`` is (probability / the batch's smallest) ** -beta: at most 1.
-        """
+        """Draw ``batch`` windows; all of them are used. An empty tree gives rows of no weight."""
         replay = self.replay
-        place = torch.arange(batch, device=replay.device)
-        u = torch.rand(batch, generator=gen, device=replay.device, dtype=torch.float64)
-        cell, leaf = self.tree.find((place + u) / batch * self.tree.total)
+        cell, leaf, weight = self.draw(batch, gen)
         column = cell % replay.num_envs
         head = cursor.head.index_select(0, column)
         row = head - 1 - (head - 1 - cell // replay.num_envs) % replay.rows  # the newest row in this place
         out = replay.windows(cursor, row, column, head, self.n, self.gamma)
-        weight = torch.where(leaf > 0, (leaf.amin() / leaf) ** self.beta, 0.0).float()
-        return out._replace(mask=out.mask * (leaf > 0), weight=weight)  # an empty tree gives rows of no weight
-
-    def update(self, index: Tensor, priority: Tensor, mask: Tensor) -> None:
-        """Set the priorities [B] of drawn rows; those with ``mask`` 0 never come up again."""
-        leaf = torch.where(mask > 0, self.power(priority), 0.0)
-        self.largest.copy_(torch.maximum(self.largest, leaf.amax()))
-        self.tree.set(index, leaf)
+        return out._replace(mask=out.mask * (leaf > 0), weight=weight)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"ticks": self.ticks, "beta": self.beta, "largest": self.largest, "entered": self.entered}
-        return {**own, "tree": self.tree.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, tensor in self.state_dict().items():
-            if name != "tree":
-                tensor.copy_(state[name])
-        self.tree.load_state_dict(state["tree"])
+        return {**super().state_dict(), "entered": self.entered}

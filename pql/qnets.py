@@ -1,4 +1,5 @@
-"""Action values: obs -> Q(s, a) of every discrete action, plain or dueling, scalar or categorical, with noisy layers.
+"""Action values: obs -> Q(s, a) of every discrete action, plain or dueling, scalar or categorical, with noisy layers;
+or recurrent.
 
 Sources: Mnih et al. 2015 (DQN), Wang et al. 2016 (dueling), Bellemare et al. 2017 (C51), Fortunato et al. 2018 (noisy
 networks). This file knows nothing of losses or exploration schedules.
@@ -6,11 +7,13 @@ networks). This file knows nothing of losses or exploration schedules.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
+from pql.actor_critic import Lstm
 from pql.nets import Reads, mlp
 from pql.types import Obs
 
@@ -87,7 +90,11 @@ class QNetwork(Reads):
         self.value = build(size, own, 1 if atoms is None else atoms.shape[0]) if dueling else None
 
     def forward(self, obs: Obs) -> Tensor:
-        x = self.trunk(self.features(obs))
+        return self.head(self.features(obs))
+
+    def head(self, x: Tensor) -> Tensor:
+        """Features [..., F] -> as ``forward``."""
+        x = self.trunk(x)
         if self.value is not None and self.shared_grad != 1 and x.requires_grad:
             x.register_hook(lambda grad: grad * self.shared_grad)
         out = self.advantage(x).unflatten(-1, self.shape)
@@ -101,6 +108,59 @@ class QNetwork(Reads):
         out = self(obs)
         return out if self.atoms is None else out.softmax(-1) @ self.atoms
 
-    def mean_action(self, obs: Obs) -> Tensor:
+    def mean_action(self, obs: Obs, state: Obs | None = None) -> Any:
         """The greedy action, [B] int64; with noisy layers that nobody has drawn for, that of the means."""
         return self.values(obs).argmax(-1)
+
+
+class RecurrentQNetwork(QNetwork):
+    """Observations -> (encoder ->) LSTM -> values of all actions, [..., n], by the layers of a :class:`QNetwork`.
+
+    Its memory is a carry as in ``pql.actor_critic``: hidden and cell state side by side, zeros where an episode begins.
+
+    Args:
+        obs_size: of the observation group, or of the encoder's features.
+        lstm: units H.
+
+    Attributes:
+        carry_size: 2 H.
+    """
+
+    def __init__(
+        self, group: str, obs_size: int, lstm: int, actions: int, hidden: Sequence[int], activation: str,
+        layer_norm: bool, encoder: nn.Module | None = None, dueling: bool = False, shared_grad: float = 1.0,
+    ):  # fmt: skip
+        super().__init__(
+            group, lstm, actions, hidden, activation, layer_norm, encoder, dueling=dueling, shared_grad=shared_grad
+        )
+        self.memory, self.carry_size = Lstm(obs_size, lstm), 2 * lstm
+
+    def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
+        """One row: [N, D] and the carry before it -> values [N, n] and the carry after it."""
+        carry = self.memory.step(self.features(obs), carry)
+        return self.head(carry[..., : self.memory.hidden]), carry
+
+    def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [T, B, D] -> values [T, B, n], and the carry after each row, not yet zeroed, [T, B, 2 H].
+
+        Args:
+            carry: [B, 2 H] before row 0.
+            first: [T, B] bool; row t + 1 begins an episode.
+        """
+        after, _ = self.memory.unroll(self.features(obs), carry, first)
+        return self.head(after[..., : self.memory.hidden]), after
+
+    def remember(self, obs: Obs, carry: Tensor, first: Tensor) -> Tensor:
+        """The carry for row T, [B, 2 H]; as ``unroll``, without values."""
+        return self.memory.unroll(self.features(obs), carry, first)[1]
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of one environment's memory."""
+        return {"carry": (self.carry_size,)}
+
+    def mean_action(self, obs: Obs, state: Obs | None = None) -> Any:
+        """The greedy action, [N] int64, and the state after it."""
+        assert state is not None
+        values, carry = self.step(obs, state["carry"])
+        return values.argmax(-1), {"carry": carry}

@@ -42,7 +42,10 @@ PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")
 DIVIDED = ("num_envs", "algo.batch_size", "algo.dqn.target_period")  # must divide evenly
 FLOORED = ("replay.capacity", "algo.ppo.anneal_steps", "algo.impala.anneal_steps", "algo.dqn.epsilon.steps",
            "algo.dqn.priority.beta_steps", "algo.pqn.anneal_steps", "algo.pqn.epsilon.steps")  # fmt: skip
-READERS = {"algo.batch_size": ("ddpg", "sac", "dqn"), "algo.dqn.target_period": ("dqn",)}  # families; else all
+READERS = {
+    "algo.batch_size": ("ddpg", "sac", "dqn", "r2d2"),
+    "algo.dqn.target_period": ("dqn", "r2d2"),
+}  # families; else all
 
 _store: Any = None  # of this process; it joins once, whatever number of runs it makes
 _runs = itertools.count()

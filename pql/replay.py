@@ -196,7 +196,7 @@ class Replay:
         """Observations alone, for a policy update: [B, ...] each."""
         row, column, head = self.draw(cursor, batch, gen)
         cell = torch.add(column, row % self.rows, alpha=self.num_envs)
-        mask = self._rule("valid", self.flags.index_select(0, cell).int()) & (head > 0)
+        mask = self.rule("valid", self.flags.index_select(0, cell).int()) & (head > 0)
         return ObsBatch(
             self._gather(cell, self._stack(row, column)), mask.float(), torch.ones_like(mask, dtype=torch.float32)
         )
@@ -215,6 +215,13 @@ class Replay:
         action, mask = self.action.index_select(0, window.cell), window.mask.float()
         return Batch(obs, action, window.reward, window.discount, next_obs, mask, torch.ones_like(mask), window.cell)
 
+    def observations(self, row: Tensor, column: Tensor, successor: Tensor | None = None) -> Obs:
+        """What was acted on at logical ``row`` of ``column`` (both [B]), or the cells ``successor`` that follow."""
+        cell, stack = torch.add(column, row % self.rows, alpha=self.num_envs), self._stack(row, column)
+        if successor is not None:
+            cell, stack = successor, None if stack is None else torch.cat((stack[:, 1:], successor.unsqueeze(1)), 1)
+        return self._gather(cell, stack)
+
     def targets(self, cursor: Cursor, row: Tensor, column: Tensor, head: Tensor, n: int, gamma: float) -> Window:
         """Rewards, discounts and successors of the windows that start at logical ``row`` of ``column`` (both [B]).
 
@@ -225,22 +232,23 @@ class Replay:
         place = row % self.rows
         cell = torch.add(column, place, alpha=self.num_envs)
         flags = self.flags.index_select(0, cell).int()
-        usable = self._rule("valid", flags) & (head > 0)
+        usable = self.rule("valid", flags) & (head > 0)
         reward = clip(self.reward.index_select(0, cell), self.reward_clip)
-        last, tail, end, power = row, cell, flags, self.constants(1, gamma)[2]  # the window's last row: this one
+        last, tail, end = row, cell, flags  # the window's last row: this one
+        power = self.constants(n, gamma)[2][:1]
         if n > 1:
             reward, more, power = self._extend(reward, flags, place, column, head - 1 - row, n, gamma)
             last, place = row + more, self._wrap(place + more)
             tail = torch.add(column, place, alpha=self.num_envs)
             end = self.flags.index_select(0, tail).int()
-        cut, count = self._rule("cut", end), self.final.index_select(0, tail)
+        cut, count = self.rule("cut", end), self.final.index_select(0, tail)
         # The `horizon` oldest final observations may be overwritten while this is read; those before them are gone.
         gone = count < cursor.finals.index_select(0, column) - (self.finals - self.horizon)
-        lost = usable & ((gone & cut) | self._rule("final lost", end))
-        mask = usable & ~lost & self._rule("announced", end)
+        lost = usable & ((gone & cut) | self.rule("final lost", end))
+        mask = usable & ~lost & self.rule("announced", end)
         after = torch.where(cut, count % self.finals + self.rows, self._wrap(place + 1))
         successor = torch.add(column, after, alpha=self.num_envs)
-        return Window(cell, last, reward, power * self._rule("alive", end), mask, lost, cut, successor)
+        return Window(cell, last, reward, power * self.rule("alive", end), mask, lost, cut, successor)
 
     def _extend(
         self, reward: Tensor, flags: Tensor, place: Tensor, column: Tensor, ahead: Tensor, n: int, gamma: float
@@ -251,8 +259,8 @@ class Replay:
         later = self._wrap(place + torch.minimum(steps, ahead))
         cell = torch.add(column, later, alpha=self.num_envs).view(-1)
         rows = self.flags.index_select(0, cell).int()
-        goes_on = self._rule("goes on", torch.cat((flags, rows[: -flags.shape[0]]))).view_as(later)
-        alive = goes_on & inside & self._rule("valid", rows).view_as(later)  # step i follows step i - 1
+        goes_on = self.rule("goes on", torch.cat((flags, rows[: -flags.shape[0]]))).view_as(later)
+        alive = goes_on & inside & self.rule("valid", rows).view_as(later)  # step i follows step i - 1
         for i in range(1, n - 1):
             alive[i] &= alive[i - 1]
         more = alive.sum(0)
@@ -264,7 +272,7 @@ class Replay:
         """``row`` modulo the ring's rows, for a row less than one turn ahead."""
         return torch.where(row >= self.rows, row - self.rows, row)
 
-    def _rule(self, name: str, flags: Tensor) -> Tensor:
+    def rule(self, name: str, flags: Tensor) -> Tensor:
         """What a row's flags (int32) mean, by table: one kernel instead of a chain of bit tests."""
         return self._rules[name].index_select(0, flags)
 

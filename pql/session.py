@@ -387,7 +387,7 @@ def _build(config: Config, env: VecEnv | None) -> Parts:
     try:
         return build(config, env)
     except ConfigError as error:
-        named = {k: f"task.{k}" for k in ("id", "game") if getattr(config.task, k)}
+        named = {k: f"task.{k}" for k in ("id", "game", "model") if getattr(config.task, k)}
         given = {**{k: f"task.kwargs.{k}" for k in config.task.kwargs}, **named}
         if error.setting in given:  # as the user wrote it
             raise ConfigError(given[error.setting], error.value, error.allowed) from error

@@ -8,13 +8,16 @@ import torch
 from pql.config import Config
 from pql.env import EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.errors import ConfigError
+from pql.feedback import Feedback, feedback_spec
 from pql.grouped import Grouped, grouped_spec
 from pql.machine import thread_counts
 from pql.validate import resolve_device
 
 
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
-    """The environment's spec without starting it, where its factory can tell."""
+    """The environment's spec without starting it, where its factory can tell; one in another process cannot."""
+    if config.task.process.python is not None:
+        return None
     factory, groups = find_factory(config.task.name), config.placement.groups
     kwargs = env_kwargs(config, groups)
     check_keywords(factory, kwargs)
@@ -22,15 +25,39 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
     if describe is None:
         return None
     if groups is None or "groups" in kwargs:
-        return describe(num_envs=config.num_envs, device=device, **kwargs)
-    return grouped_spec(describe(num_envs=config.num_envs // groups, device=device, **kwargs), groups)
+        spec = describe(num_envs=config.num_envs, device=device, **kwargs)
+    else:
+        spec = grouped_spec(describe(num_envs=config.num_envs // groups, device=device, **kwargs), groups)
+    return feedback_spec(spec) if tells(config) else spec
+
+
+def tells(config: Config) -> bool:
+    """Whether observations say what was done last: the algorithm wants it."""
+    return config.algo.family == "r2d2" and config.algo.r2d2.feedback
+
+
+def telling(config: Config, env: VecEnv) -> VecEnv:
+    """``env``, or where the algorithm wants it ``env`` with what was done last among its observations."""
+    return Feedback(env, config.task.reward_clip) if tells(config) else env
+
+
+def task_kwargs(config: Config) -> dict[str, Any]:
+    """What the task itself gives its environment's factory.
+
+    Raises:
+        ConfigError: a keyword that is also said by a name of its own, ``task.game`` say.
+    """
+    task = config.task
+    named = {k: v for k, v in (("id", task.id), ("game", task.game), ("model", task.model)) if v is not None}
+    for name in named.keys() & task.kwargs:
+        raise ConfigError(f"task.kwargs.{name}", task.kwargs[name], f"task.{name}={named[name]} alone to say it")
+    return {**named, **task.kwargs}
 
 
 def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
     """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores, one
     that takes ``groups`` forms them itself."""
-    named = {"id": config.task.id, "game": config.task.game}
-    given = {**{k: v for k, v in named.items() if v is not None}, **config.task.kwargs}
+    given = task_kwargs(config)
     taken = inspect.signature(find_factory(config.task.name)).parameters
     if "threads" in taken:
         given.setdefault("threads", thread_counts(config)["simulator"])
@@ -44,11 +71,27 @@ def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
     if config.task.live:
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
     name, device = config.task.name, torch.device(config.placement.collector or resolve_device(config.device))
-    groups = config.placement.groups if num_envs is None else 1
-    kwargs, count = env_kwargs(config, groups), num_envs or config.num_envs
+    groups, count = config.placement.groups if num_envs is None else 1, num_envs or config.num_envs
+    if config.task.process.python is not None:
+        each = count // (groups or 1)
+        return process_env(config, count, device) if each == count else Grouped.make(
+            lambda: process_env(config, each, device), groups or 1
+        )  # fmt: skip
+    kwargs = env_kwargs(config, groups)
     if groups is None or groups == 1 or "groups" in kwargs:
-        return make_env(name, count, device, **kwargs)
-    return Grouped.make(lambda: make_env(name, count // groups, device, **kwargs), groups)
+        return telling(config, make_env(name, count, device, **kwargs))
+    return telling(config, Grouped.make(lambda: make_env(name, count // groups, device, **kwargs), groups))
+
+
+def process_env(config: Config, num_envs: int, device: torch.device) -> VecEnv:
+    """``num_envs`` of the task's environments, in a process and a Python of their own."""
+    from pql.envs.process import ProcessVec
+
+    process, threads = config.task.process, thread_counts(config)["simulator"]
+    return ProcessVec(
+        config.task.name, num_envs, device, process.python or "", task_kwargs(config), {"threads": threads},
+        process.step_seconds, process.start_seconds, threads,
+    )  # fmt: skip
 
 
 def check_groups(config: Config, spec: EnvSpec) -> None:

@@ -70,7 +70,7 @@ class Acted(NamedTuple):
     """An action, and numbers that the actor gives beside it for a replay to keep (say, the value that it expects)."""
 
     action: Tensor  # [n, A] float32, or [n] int64
-    extra: dict[str, Tensor]  # name -> [n] float32
+    extra: dict[str, Tensor]  # name -> [n] float32; of a recurrent policy also "carry", [n, C]: what it remembered
 
 
 class Memory(NamedTuple):

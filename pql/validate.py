@@ -9,7 +9,7 @@ from pql.config import AlgoConfig, Config, EpsilonConfig, leaves
 from pql.errors import ConfigError, nearest, show
 
 CHOICES = {
-    "algo.family": ("ddpg", "sac", "ppo", "impala", "dqn", "pqn"),
+    "algo.family": ("ddpg", "sac", "ppo", "impala", "dqn", "r2d2", "pqn"),
     "algo.schedule": ("concurrent", "lockstep", "replicas"),
     "algo.central.order": ("free", "turns"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
@@ -40,6 +40,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "num_envs": (1, 1_000_000, True),
     "seed": (0, 2**62, True),
     "task.reward_clip": (0, 1e9, False),
+    "task.process.step_seconds": (0, 1e6, False),
+    "task.process.start_seconds": (0, 1e6, False),
     "algo.batch_size": (1, 2**24, True),
     "algo.n_step": (1, 100, True),
     "algo.gamma": (0, 1, True),
@@ -89,6 +91,13 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.dqn.priority.alpha": (0, 10, True),
     "algo.dqn.priority.beta": (0, 1, True),
     "algo.dqn.priority.beta_steps": (1, 10**15, True),
+    "algo.r2d2.lstm": (1, 100_000, True),
+    "algo.r2d2.length": (1, 100_000, True),
+    "algo.r2d2.burn_in": (0, 100_000, True),
+    "algo.r2d2.period": (1, 100_000, True),
+    "algo.r2d2.replay_ratio": (0, 1e6, False),
+    "algo.r2d2.eta": (0, 1, True),
+    "algo.r2d2.rescale": (0, 1, False),
     "algo.pqn.horizon": (1, 100_000, True),
     "algo.pqn.epochs": (1, 1000, True),
     "algo.pqn.minibatches": (1, 100_000, True),
@@ -154,6 +163,8 @@ def check_range(setting: str, value: float | None, limits: tuple[float, float, b
 
 def _check_together(config: Config) -> None:
     algo, budget = config.algo, config.budget
+    if config.task.live and config.task.process.python is not None:
+        raise ConfigError("task.process.python", config.task.process.python, "null: a live environment is where it is")
     if algo.critic.v_min >= algo.critic.v_max:
         raise ConfigError("algo.critic.v_min", algo.critic.v_min, f"below algo.critic.v_max={algo.critic.v_max:g}")
     if algo.explore.kind in ("mixed", "redrawn") and algo.explore.low > algo.explore.high:
@@ -177,6 +188,9 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.policy_lag", algo.policy_lag, "0 but for PPO, A2C and IMPALA under one schedule")
     if algo.family == "dqn":
         _check_dqn(config)
+    if algo.family == "r2d2":
+        _check_dqn(config)
+        _check_r2d2(config)
     if algo.family == "pqn":
         _check_pqn(config)
     off_policy = algo.family not in ("ppo", "impala", "pqn")
@@ -314,6 +328,21 @@ def _check_dqn(config: Config) -> None:
             "algo.dqn.priority.initial", "actor",
             "max with algo.critic.atoms: there priorities are divergences, which the values when acted do not give",
         )  # fmt: skip
+
+
+def _check_r2d2(config: Config) -> None:
+    algo, own, dqn = config.algo, config.algo.r2d2, config.algo.dqn
+    if own.period > own.length:
+        raise ConfigError("algo.r2d2.period", own.period, f"at most algo.r2d2.length={own.length}: no row is left out")
+    rows = own.burn_in + own.length + algo.n_step
+    if algo.warmup_steps < rows:
+        raise ConfigError("algo.warmup_steps", algo.warmup_steps, f"at least {rows}, the rows of a sequence")
+    for name, given, unset in (
+        ("algo.dqn.noisy", dqn.noisy, None), ("algo.critic.atoms", algo.critic.atoms, None),
+        ("algo.dqn.priority.initial", dqn.priority.initial, "max"),
+    ):  # fmt: skip
+        if given != unset:
+            raise ConfigError(name, given, f"{show(unset)} with algo={algo.name}")
 
 
 def resolve_device(name: str, setting: str = "device") -> str:

@@ -1,7 +1,8 @@
 """Shared pieces of the suite: one intra-op thread, small runs from the dataclasses, trees compared bit for bit."""
 
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,16 @@ from pql.schedule import Executor, Trace
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What others leave in the system's folder (torchrun, Stable-Baselines3) goes into pytest's, which it clears."""
+    folder = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ class Pair:
     """``pair(f, x)`` calls ``f(x)`` in both and returns both results, by rank; what one raises is raised here."""
 
     def __init__(self, size: int = 2):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # imports what takes seconds once, for all pairs
+        context.set_forkserver_preload(["torch", "pql.session", "pql.algos.ppo"])
         port, self.pipes, self.processes = free_port(), [], []
         for rank in range(size):
             mine, theirs = context.Pipe()

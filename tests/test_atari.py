@@ -4,13 +4,15 @@ from collections import deque
 
 import pytest
 import torch
+from conftest import start
+from ppo_runs import config_of
 from runs import rows
 
 pytest.importorskip("ale_py")
 
 from pql import train
 from pql.build import build_env
-from pql.compose import compose
+from pql.compose import compose, options
 from pql.conformance import check_env
 from pql.env import Discrete, ObsSpec, find_factory, make_env
 from pql.errors import ConfigError
@@ -137,7 +139,7 @@ def test_a_lost_life_terminates_and_the_game_goes_on(atari, autoreset):
 
 
 def test_the_seed_decides(atari):
-    env, other = (atari(3, game="pong", noop_max=30, sticky=0.25) for _ in range(2))
+    env, other = (atari(2, game="pong", noop_max=30, sticky=0.25) for _ in range(2))
     first = history(env, 60, 1)
     assert same(first, history(other, 60, 1))
     assert same(first, history(env, 60, 1))
@@ -166,24 +168,38 @@ def test_no_ops_are_drawn_up_to_the_largest_number(atari):
     def frames(noop_max):
         vec = atari(4, noop_max=noop_max)._groups[0].vec
         vec.reset(seed=0)
-        return {int(i) for _ in range(15) for i in vec.reset()[1]["episode_frame_number"]}
+        return {int(i) for _ in range(8) for i in vec.reset()[1]["episode_frame_number"]}
 
     (start,) = frames(0)
     assert frames(3) == {start, start + 1, start + 2, start + 3}
 
 
+def test_fire_is_pressed_at_the_start_only_where_it_is_asked_for():
+    """In Breakout the ball waits for it: until then nothing but the paddle moves."""
+
+    def moves(fire_reset):
+        env = make_env("atari", 1, game="breakout", noop_max=0, threads=1, fire_reset=fire_reset)
+        env.reset(0)
+        shown = torch.cat([env.step(torch.zeros(1, dtype=torch.int64)).obs["policy"][:, -1] for _ in range(20)])
+        env.close()
+        return not torch.equal(shown[10:], shown[9:-1])
+
+    assert moves(True)
+    assert not moves(False)
+
+
 @MODES
 def test_groups_change_no_bit_and_answer_in_turn(atari, autoreset):
-    one, two, three = (atari(6, autoreset=autoreset, max_episode_steps=70, groups=g) for g in (1, 2, 3))
+    one, two = (atari(4, autoreset=autoreset, max_episode_steps=70, groups=g) for g in (1, 2))
     want = history(one, 90)
     assert same(want, history(two, 90))
-    three.reset(0)
-    ids = torch.arange(6).chunk(3)
+    two.reset(0)
+    ids = torch.arange(4).chunk(2)
     for t, action in enumerate(actions(one, 90)):
-        for i in (0, 1, 2):
-            three.send(action[ids[i]], ids[i])
-        for i in (0, 1, 2):
-            got, step = three.recv()
+        for i in (0, 1):
+            two.send(action[ids[i]], ids[i])
+        for i in (0, 1):
+            got, step = two.recv()
             assert torch.equal(got, ids[i])
             assert torch.equal(step.obs["policy"], want[1 + 4 * t][ids[i]])
             assert torch.equal(torch.stack(step[1:5]), want[3 + 4 * t][:, ids[i]])
@@ -263,9 +279,42 @@ def test_protocols_are_presets():
         compose(["task=atari", "atari=stiky"])
 
 
+def test_what_has_settings_for_atari_has_them_for_task_pong_too():
+    tuned = options("tuned")
+    algos = [name.removesuffix("-atari") for name in tuned if name.endswith("-atari")]
+    assert {"dqn", "ppo", "a3c", "pqn", "rainbow"} <= {*algos}
+    assert [a for a in algos if f"{a}-pong" not in tuned] == []
+    pong, papers = (compose(["device=cpu", "algo=c51", *t]) for t in (["task=pong"], ["task=atari", "task.game=pong"]))
+    assert pong == papers
+
+
 def test_an_unknown_game_is_refused_as_it_was_written(tmp_path):
     with pytest.raises(ConfigError, match=r"^task\.game=pnog: expected .*did you mean pong\?"):
         Session(compose(["task=atari", "task.game=pnog", "algo=ppo", "device=cpu", f"run_dir={tmp_path}"]))
+
+
+def test_a_game_that_is_said_twice_is_refused():
+    with pytest.raises(ConfigError, match=r"task\.kwargs\.game=pong: expected task\.game=breakout alone to say it"):
+        build_env(compose(["task=atari", "task.game=breakout", "task.kwargs.game=pong", "device=cpu"]))
+
+
+def test_random_steps_draw_the_games_apart_as_the_seed_says():
+    """Without no-ops all consoles begin alike; the actions of the warm-up are each one's own."""
+
+    def begun(seed, steps):
+        kwargs = {"game": "pong", "noop_max": 0, "threads": 1}
+        encoder = {"kind": "nature", "channels": [2, 2, 2], "features": 4}
+        task = {"name": "atari", "reward_clip": 1.0, "kwargs": kwargs}
+        parts = start(config_of({"task": task, "num_envs": 4, "algo": {"warmup_steps": steps, "encoder": encoder}}
+                                | {"seed": seed}))  # fmt: skip
+        parts.env.close()
+        return parts.collector.obs["policy"]
+
+    alike, apart = begun(1, 0), begun(1, 40)
+    assert torch.equal(alike, alike[:1].expand_as(alike))
+    assert len({row.numpy().tobytes() for row in apart}) == 4
+    assert torch.equal(apart, begun(1, 40))
+    assert not torch.equal(apart, begun(2, 40))
 
 
 def test_threads_come_from_the_placement():
@@ -280,7 +329,7 @@ def test_scores_of_whole_games_are_reported_where_lives_end_episodes_for_learnin
     run = train(
         "task=atari", "task.game=breakout", "algo=ppo", "scale=cpu", "device=cpu", "num_envs=2", "seed=1",
         "task.kwargs.max_episode_steps=64", "task.kwargs.threads=1", "algo.warmup_steps=2", "algo.ppo.horizon=16",
-        "algo.ppo.minibatches=1", "algo.ppo.epochs=1", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]",
+        "algo.ppo.minibatches=1", "algo.ppo.epochs=1", "algo.encoder.channels=[4,4,4]", "algo.encoder.features=16",
         "budget.seconds=null", "budget.env_steps=270", "eval.num_envs=2", "eval.every_seconds=null",
         "logger.every_seconds=1000", f"run_dir={tmp_path / 'run'}", quiet=True,
     )  # fmt: skip

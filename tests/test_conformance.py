@@ -24,6 +24,7 @@ SHIPPED = [
     ("cartpole_swingup", {"max_episode_steps": 60}),
     ("ball_balance", {"max_episode_steps": 60}),
     ("catch", {"max_episode_steps": 5}),
+    ("tmaze", {"length": 2}),
     ("gymnasium", {"id": "Pendulum-v1", "kwargs": {"max_episode_steps": 20}}),
     ("gymnasium", {"id": "Pendulum-v1", "kwargs": {"max_episode_steps": 20}, "autoreset": "same_step"}),
 ]

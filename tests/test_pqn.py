@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import bits, differences, merge, small_config, start
+from gates import score, train_until
 from histories import CPU, SPECS, Column, picture, stack
 from oracles import known_end, lambda_return
 from runs import points, rows
@@ -18,12 +19,11 @@ from pql.algos import pqn
 from pql.compose import compose, resume_config
 from pql.env import Discrete, EnvSpec
 from pql.errors import ConfigError
-from pql.evaluate import run_episodes
 from pql.main import main
 from pql.nets import Flat
 from pql.normalize import Normalizer
 from pql.optim import AdamW
-from pql.policy import fresh_policy, load_policy, snapshot
+from pql.policy import load_policy
 from pql.qnets import QNetwork
 from pql.rollout import Acted, Rollout, final_rows
 from pql.schedule import Inline
@@ -254,6 +254,8 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path):
     (("algo.pqn.epsilon.start=0",), "algo.pqn.epsilon.start=0.0: expected at least algo.pqn.epsilon.end="),
     (("algo.pqn.q_lambda=1.5",), "algo.pqn.q_lambda=1.5: expected a number from 0 up to 1"),
     (("algo.pqn.optimizer=rmsprop",), "algo.pqn.optimizer=rmsprop: expected one of radam, adam"),
+    (("replay.capacity=5000",), "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
+    (("algo.pqn.epsilon.exponent=3",), "exponent=3.0: expected algo.pqn.epsilon.kind=ladder with it"),
     (("replay.save=true",), "replay.save=true: expected false: for off-policy algorithms alone"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
@@ -268,13 +270,6 @@ def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
         start(config_of(), Inline())
 
 
-def score(parts, episodes):
-    env = type(parts.env)(episodes, "cpu")
-    policy = fresh_policy(parts.config, env.spec, env.spec.device)
-    policy.load_state_dict(snapshot(parts))
-    return run_episodes(env, policy, seed=7).mean
-
-
 @pytest.mark.parametrize(("task", "count", "before", "enough"), [
     ("catch", 90, -0.2, 0.9),  # of 1; chasing what the newest frame shows gives -0.5
     ("cartpole", 90, 100, 450),  # of 500
@@ -283,5 +278,4 @@ def test_the_presets_learn(task, count, before, enough):
     words = ("device=cpu", "algo=pqn", f"task={task}", "placement.matmul=exact")
     parts = start(compose([*words, "placement.threads.collector=1", "placement.threads.v=1"]), Inline())
     assert score(parts, 256) < before
-    ticks(parts, count)
-    assert score(parts, 256) > enough
+    assert train_until(parts, enough, count, lambda: score(parts, 256)) > enough

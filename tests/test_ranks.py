@@ -150,14 +150,15 @@ CASES = {
     "ppo": ("algo=ppo", "algo.ppo.horizon=4", "algo.ppo.minibatches=2", "algo.ppo.kl_stop=0.002"),
     "a2c": ("algo=a2c", "task=cartpole", "algo.ppo.horizon=4"),
     "rainbow": ("algo=rainbow", "task=cartpole", "algo.dqn.target_period=64"),
+    "apex": ("algo=apex", "task=cartpole", "algo.dqn.target_period=64"),
     "pqn": ("algo=pqn", "task=cartpole", "algo.pqn.horizon=4", "algo.pqn.minibatches=2", "algo.pqn.anneal_steps=1000"),
 }
 PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
 
 
 def settings(path: Path, case: str, *more: str) -> list[str]:
-    unread = {"ppo": ("algo.batch_size", "replay"), "a2c": ("algo.batch_size", "replay"), "rainbow": ("algo.policy",),
-              "pqn": ("algo.batch_size", "replay", "algo.policy")}  # fmt: skip
+    rollouts, values = ("algo.batch_size", "replay"), ("algo.policy",)
+    unread = {"ppo": rollouts, "a2c": rollouts, "rainbow": values, "apex": values, "pqn": rollouts + values}
     chosen = [w for w in words(path) if not w.startswith(unread.get(case, ("-",)))]
     patient = "placement.watchdog_seconds=200"  # other work on this machine is no failure
     return [*chosen, "task.kwargs.max_episode_steps=11", patient, *CASES[case], *more]

@@ -59,16 +59,25 @@ SMOKE = {
         "n=8 graphs off: kernels per critic update",
         "catch DQN n=8 graphs off: kernels per critic update",
     ),
+    "bench_process": (
+        "round trip, 64 envs / bare",
+        "round trip, 64 envs / in this process",
+        "overlap: in another process",
+    ),
+    "bench_warp": ("warp halfcheetah (shipped) n=4 / bare", "warp halfcheetah (shipped) n=4: bytes"),
+    "bench_lag": ("cartpole: vtrace, lag 8 / 0", "one_step", "none"),
     "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
-EXTRA = {"gpu_check": ["--device", "cpu"]}
-NEEDS = {"bench_atari": "ale_py"}
+EXTRA = {"gpu_check": ["--device", "cpu"], "bench_warp": ["--device", "cpu"]}
+NEEDS = {"bench_atari": "ale_py", "bench_warp": "mujoco_warp"}
 
 
 @pytest.mark.parametrize("name", SMOKE)
-def test_a_benchmark_runs_and_reports(name, tool, tmp_path, capsys):
+def test_a_benchmark_runs_and_reports(name, tool, tmp_path, capsys, monkeypatch):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
+    if name == "gpu_check":
+        monkeypatch.setattr(tool(name), "atari", lambda args: [])  # these are rows of bench_atari
     path = tmp_path / "rows.json"
     assert not tool(name).main(["--smoke", "--json", str(path), *EXTRA.get(name, [])])
     rows = json.loads(path.read_text())
@@ -128,6 +137,19 @@ def test_bare_convolutions_are_those_of_the_real_update(tool):
             fn()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+def test_the_gpu_check_asks_bench_atari_as_its_own_command_line_does(tool, monkeypatch, capsys):
+    module, bench, asked = tool("gpu_check"), tool("bench_atari"), []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    for case in ("sampling", "learning"):
+        monkeypatch.setattr(bench, case, lambda args, case=case: asked.append((case, vars(args))) or [])
+    monkeypatch.setitem(bench.CASES, "memory", lambda args: asked.append(("memory", vars(args))) or [])
+    bench.main(["--smoke", "--cases", "memory"])
+    (_, own), _ = asked.pop(), capsys.readouterr()
+    module.atari(bench.argparse.Namespace(smoke=True, device="cpu", rounds=own["rounds"], seconds=own["seconds"]))
+    assert [case for case, _ in asked] == ["sampling", "learning"]
+    assert all(args == {k: v for k, v in own.items() if k not in ("cases", "json")} for _, args in asked)
 
 
 def test_without_ale_py_the_gpu_check_goes_without_atari(tool, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from conftest import bits, differences, start
 from dqn_runs import EVERY_VARIANT, VARIANTS, config_of
 from runs import manifest, points, rows, words
 
+import pql
 from pql import checkpoint
 from pql.build import build
 from pql.compose import compose, options, resume_config
 from pql.config import leaves
 from pql.errors import ConfigError
-from pql.evaluate import evaluate_saved, run_episodes
+from pql.evaluate import evaluate_saved, random_actions, run_episodes
 from pql.main import main
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.schedule import Inline, Threads
@@ -65,6 +67,15 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
 
 
 # -- the tick ---------------------------------------------------------------------------------------------------------
+
+
+def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
+    delta, plain, kl = (
+        build(config_of(VARIANTS[v], {"dqn": {"huber": h}})).learners["v"].state.priorities
+        for v, h in (("prioritized", 0.7), ("prioritized", None), ("rainbow", 0.7))
+    )
+    assert (delta.clip, plain.clip, kl.clip) == (0.7, None, None)
+    assert kl.power(torch.tensor(5.0)).item() == pytest.approx(5**0.6, rel=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
@@ -182,7 +193,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo):
 
 
 def test_a_run_writes_what_every_run_writes(tmp_path):
-    summary = train(tmp_path, "algo=eps_rainbow", "budget.env_steps=2000", "eval.final=true", "eval.epsilon=0.05")
+    summary = train(tmp_path, "algo=eps_rainbow", "budget.env_steps=2000", "eval.final=true")
     log = [row for row in rows(tmp_path) if "updates/v" in row]
     assert log[-1]["updates/v"] == summary.updates_v == (summary.env_steps // 16 - 8) // 2
     assert (log[-1]["ratio/v_per_step"], log[-1]["updates/p"]) == (0.5, 0)
@@ -248,6 +259,22 @@ def test_an_evaluation_with_epsilon_is_random_to_that_extent_and_repeats():
     assert run_episodes(env, policy, seed=3).returns != one.returns
 
 
+def test_a_runs_own_evaluations_are_as_random_as_it_says(tmp_path, monkeypatch):
+    """Beside the training, and, of an environment that there is only one of, after it."""
+    shares = {}
+
+    def noted(env, epsilon, seed):
+        shares.setdefault(threading.current_thread().name, set()).add(epsilon)
+        return random_actions(env, epsilon, seed)
+
+    monkeypatch.setattr("pql.evaluate.random_actions", noted)
+    more = ["algo=dqn", "eval.final=true", "eval.epsilon=0.25", "budget.env_steps=1000"]
+    train(tmp_path / "a", *more)
+    words = [w for w in WORDS if not w.startswith(("task", "num_envs", "device"))]
+    pql.train(*words, *more, f"run_dir={tmp_path / 'b'}", env=pql.make_env("cartpole", 16), quiet=True)
+    assert shares == {"pql-evaluator": {0.25}, "MainThread": {0.25}}
+
+
 def test_random_actions_in_evaluations_are_for_discrete_ones(tmp_path):
     with pytest.raises(ConfigError, match=r"eval\.epsilon=0\.1: expected 0: the actions of pendulum are continuous"):
         Session(compose(words(tmp_path, "eval.epsilon=0.1")), quiet=True)
@@ -309,6 +336,12 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
         (["algo.dqn.target_perod=5"], "(did you mean algo.dqn.target_period?)"),
         (["algo.dqn.shared_grad=0.5"], "shared_grad=0.5: expected 1, or algo.dqn.dueling=true with it"),
         (["algo=c51", "algo.dqn.priority.initial=actor"], "initial=actor: expected max with algo.critic.atoms"),
+        (["algo.dqn.priority.beta=0.5"], "priority.beta=0.5: expected algo.dqn.priority.alpha above 0 with it"),
+        (["algo.dqn.rms_decay=0.9"], "rms_decay=0.9: expected algo.dqn.optimizer=rmsprop with it"),
+        (["algo=c51", "algo.dqn.huber=2"], "huber=2.0: expected algo.critic.atoms=null: a categorical loss"),
+        (["algo.critic.v_max=50"], "algo.critic.v_max=50.0: expected algo.critic.atoms with it"),
+        (["algo=apex", "algo.dqn.epsilon.steps=50"], "steps=50: expected algo.dqn.epsilon.kind=annealed with it"),
+        (["algo.dqn.epsilon.base=0.5"], "base=0.5: expected algo.dqn.epsilon.kind=ladder with it"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: the V-learner's network is the policy"),
         (["algo.policy.lr=1e-3"], "algo=dqn does not read it: see algo.critic, of the one network"),
         (["algo.explore.low=0.1"], "algo=dqn does not read it: see algo.dqn.epsilon"),
@@ -335,6 +368,13 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale(task, algo):
     pairs = zip(leaves(small), leaves(large), strict=True)
     assert [k for (k, a), (_, b) in pairs if a != b and not k.startswith(unread)] == []
     target_updates(small, counts(small))  # whole
+
+
+def test_settings_that_another_one_switches_on_are_read():
+    words = ["algo.dqn.priority.alpha=0.6", "algo.dqn.priority.beta=0.5", "algo.critic.atoms=5", "algo.critic.v_max=3",
+             "algo.dqn.epsilon.kind=ladder", "algo.dqn.epsilon.base=0.3"]  # fmt: skip
+    config = compose(["device=cpu", "algo=dqn", "task=cartpole", *words]).algo
+    assert (config.dqn.priority.beta, config.critic.v_max, config.dqn.epsilon.base) == (0.5, 3, 0.3)
 
 
 def test_actions_must_be_discrete_and_the_other_way_round():

@@ -68,10 +68,10 @@ def usual_env(game: str) -> VecEnv:
 
 
 def learner(
-    env: VecEnv, batch: int, train_freq: int, gradient_steps: int, device: str, warm_up: int
+    env: VecEnv, batch: int, train_freq: int, gradient_steps: int, device: str, warm_up: int, block: int
 ) -> Callable[[], Any]:
-    """``BLOCK`` steps of every environment and their updates, after ``warm_up`` env steps without updates."""
-    steps = BLOCK * env.num_envs
+    """``block`` steps of every environment and their updates, after ``warm_up`` env steps without updates."""
+    steps = block * env.num_envs
     model = DQN(
         "CnnPolicy", env, learning_rate=1e-4, batch_size=batch, buffer_size=BUFFER, learning_starts=warm_up,
         train_freq=train_freq, gradient_steps=gradient_steps, target_update_interval=1000, exploration_initial_eps=0.01,

@@ -257,17 +257,17 @@ def sb3_rounds(args: Any, num_envs: int) -> dict[str, Round]:
         return {}
     import _atari_peer as peer
 
-    rounds, warm_up = {}, 32 if args.smoke else 1024
+    rounds, warm_up, block = {}, 32 if args.smoke else 1024, 2 if args.smoke else peer.BLOCK
     with intra_op(args.threads):
-        fn = peer.learner(peer.AleVec(raw_env(args, num_envs)), num_envs, 1, INTENSITY, args.device, warm_up)
-        rounds["SB3 vector"] = per_second(fn, SKIP * peer.BLOCK * num_envs, args)
+        fn = peer.learner(peer.AleVec(raw_env(args, num_envs)), num_envs, 1, INTENSITY, args.device, warm_up, block)
+        rounds["SB3 vector"] = per_second(fn, SKIP * block * num_envs, args)
         try:
             usual = peer.usual_env(args.game)
         except ImportError as error:
             print(f"training: without Stable-Baselines3's usual stack ({error})")
         else:
-            fn = peer.learner(usual, PEER, PEER // INTENSITY, 1, args.device, warm_up)
-            rounds["SB3 usual"] = per_second(fn, SKIP * peer.BLOCK, args)
+            fn = peer.learner(usual, PEER, PEER // INTENSITY, 1, args.device, warm_up, block)
+            rounds["SB3 usual"] = per_second(fn, SKIP * block, args)
     return rounds
 
 

@@ -1,10 +1,11 @@
 """Env-steps per second of the MuJoCo environments, beside bare ``mujoco.batch``, Gymnasium and EnvPool.
 
-python tools/bench_envs.py [--num-envs 128 1024] [--threads 0] [--rounds 5] [--json PATH]
+python tools/bench_envs.py [--envs ant ...] [--models default] [--num-envs 64 512 4096] [--rounds 3] [--json PATH]
 
-All run random actions, in turn. Bare MuJoCo gets exactly the physics of our run: the same states and actions step by
-step, with only writing the controls and stepping inside its clock. The others follow random trajectories of their
-own. Ant's baselines use our edition of its model, except EnvPool, which has its own and is left out there.
+All run random actions, in turn. Every row names the model (``shipped`` or ``fast``), which decides the speed more than
+anything else. Bare MuJoCo gets exactly the physics of our run: the same states and actions step by step, with only
+writing the controls and stepping inside its clock. The others follow random trajectories of their own: gymnasium on the
+same model, EnvPool on the shipped one only, which is its own.
 """
 
 import argparse
@@ -22,11 +23,25 @@ from _bench import alternate, compare, report
 from mujoco.batch import Batch
 
 from pql.env import make_env
+from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.env import MujocoVec
-from pql.envs.mujoco.tasks import ANT, load_spec
+from pql.envs.mujoco.task import load_spec
 
-GYM_IDS = {"halfcheetah": "HalfCheetah-v5", "hopper": "Hopper-v5", "walker2d": "Walker2d-v5", "ant": "Ant-v5"}
-RECORDED = 40  # steps of the trajectory that ours and bare MuJoCo repeat
+GYM_IDS = {
+    "halfcheetah": "HalfCheetah-v5",
+    "hopper": "Hopper-v5",
+    "walker2d": "Walker2d-v5",
+    "ant": "Ant-v5",
+    "humanoid": "Humanoid-v5",
+    "humanoidstandup": "HumanoidStandup-v5",
+    "swimmer": "Swimmer-v5",
+    "reacher": "Reacher-v5",
+    "pusher": "Pusher-v5",
+    "invertedpendulum": "InvertedPendulum-v5",
+    "inverteddoublependulum": "InvertedDoublePendulum-v5",
+}
+RECORDED = 40  # steps of the trajectory that ours and bare MuJoCo repeat; fewer of very many environments
+FIRST = 40  # steps before it, which leave the start behind
 UNIT = "env-steps/s"
 
 Round = Callable[[], float]
@@ -35,11 +50,12 @@ Round = Callable[[], float]
 def ours_and_bare(env: MujocoVec, threads: int, seconds: float) -> tuple[Round, Round]:
     """Rounds of about ``seconds`` over one recorded trajectory."""
     n, skip = env.spec.num_envs, env.task.frame_skip
-    actions = torch.rand(RECORDED, n, env.task.action_size) * 2 - 1
+    actions = torch.rand(max(8, min(RECORDED, RECORDED * 512 // n)), n, env.task.action_size) * 2 - 1
     env.reset(0)
-    for action in actions:  # leave the start behind
-        env.step(action)
+    for _ in range(FIRST):
+        env.step(torch.rand(n, env.task.action_size) * 2 - 1)
     start, states = env.state_dict(), []
+    ctrls = [env.task.control(action.double(), {}, {}).numpy() for action in actions]
     began = time.perf_counter()
     for action in actions:
         states.append(env.state_dict()["physics"].numpy())
@@ -57,39 +73,39 @@ def ours_and_bare(env: MujocoVec, threads: int, seconds: float) -> tuple[Round, 
             for action in actions:
                 env.step(action)
             spent += time.perf_counter() - began
-        return repeats * RECORDED * n / spent
+        return repeats * len(actions) * n / spent
 
     def bare() -> float:
         spent = 0.0
         for _ in range(repeats):
-            for state, action in zip(states, actions.numpy(), strict=True):
+            for state, held in zip(states, ctrls, strict=True):
                 rows[...] = state
                 began = time.perf_counter()
-                ctrl[:] = action
+                ctrl[:] = held
                 batch.step(nstep=skip)
                 spent += time.perf_counter() - began
-        return repeats * RECORDED * n / spent
+        return repeats * len(actions) * n / spent
 
     return ours, bare
 
 
-def gymnasium_round(name: str, mode: str, seconds: float, stack: ExitStack) -> Round:
+def gymnasium_round(name: str, model: str, mode: str, seconds: float, stack: ExitStack) -> Round:
     """Gymnasium's 8 environments, in this process (``sync``) or in 8 (``async``)."""
     import gymnasium
 
     kwargs: dict[str, Any] = {}
-    if name == "ant":
-        spec = load_spec(ANT)
+    if model != "shipped":
+        spec = load_spec(TASKS[name].task, model)
         spec.compile()
-        path = Path("ant.xml").resolve()
+        path = Path(f"{name}.xml").resolve()
         path.write_text(spec.to_xml())
         kwargs["xml_file"] = str(path)
     envs = gymnasium.make_vec(GYM_IDS[name], num_envs=8, vectorization_mode=mode, **kwargs)
     stack.callback(envs.close)
     envs.reset(seed=0)
-    actions = (
-        np.random.default_rng(0).uniform(-1, 1, (RECORDED, *np.shape(envs.action_space.sample()))).astype(np.float32)
-    )
+    space: Any = envs.action_space
+    high = space.high
+    actions = np.random.default_rng(0).uniform(-high, high, (RECORDED, *high.shape)).astype(np.float32)
 
     def one() -> float:
         count, began = 0, time.perf_counter()
@@ -108,8 +124,8 @@ def envpool_round(name: str, num_envs: int, threads: int, seconds: float, stack:
     envs = envpool.make(GYM_IDS[name], env_type="gymnasium", num_envs=num_envs, num_threads=threads, seed=0)
     stack.callback(envs.close)
     envs.reset()
-    shape = (RECORDED, num_envs, *envs.action_space.shape)
-    actions = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float64)
+    shape, limit = (RECORDED, num_envs, *envs.action_space.shape), TASKS[name].task.ctrl_limit
+    actions = np.random.default_rng(0).uniform(-limit, limit, shape).astype(np.float64)
 
     def one() -> float:
         count, began = 0, time.perf_counter()
@@ -121,22 +137,30 @@ def envpool_round(name: str, num_envs: int, threads: int, seconds: float, stack:
     return one
 
 
-def bench(name: str, num_envs: int, args: argparse.Namespace, others: set[str]) -> list[dict[str, Any]]:
-    """The rows of one robot at one number of environments."""
-    env = make_env(name, num_envs, "cpu", threads=args.threads)
+def bench(name: str, model: str, num_envs: int, args: argparse.Namespace, others: set[str]) -> list[dict[str, Any]]:
+    """The rows of one robot on one model at one number of environments."""
+    env = make_env(name, num_envs, "cpu", threads=args.threads, model=model)
     assert isinstance(env, MujocoVec)
     ours, bare = ours_and_bare(env, args.threads, args.seconds)
     fns = {"ours": ours, "mujoco.batch": bare}
     with ExitStack() as stack:
         stack.callback(env.close)
         if num_envs == args.num_envs[0] and "gymnasium.envs.mujoco" in others:
-            for mode in ("sync", "async"):
-                fns[f"gymnasium {mode} n=8"] = gymnasium_round(name, mode, args.seconds, stack)
-        if "envpool" in others and name != "ant":
+            for mode in args.gymnasium:
+                fns[f"gymnasium {mode} n=8"] = gymnasium_round(name, model, mode, args.seconds, stack)
+        if "envpool" in others and model == "shipped":
             fns["envpool"] = envpool_round(name, num_envs, args.threads, args.seconds, stack)
         rates = alternate(fns, args.rounds)
     mine = rates.pop("ours")
-    return [compare(f"{name} n={num_envs} / {other}", UNIT, mine, rate) for other, rate in rates.items()]
+    return [compare(f"{name} ({model}) n={num_envs} / {other}", UNIT, mine, rate) for other, rate in rates.items()]
+
+
+def models_of(name: str, asked: str) -> list[str]:
+    """The models to run a task on: its default, or all it can use."""
+    task = TASKS[name].task
+    if asked == "default":
+        return [task.model]
+    return [model for model in ("shipped", "fast") if not (model == "shipped" and task.refused)]
 
 
 def importable(package: str) -> bool:
@@ -152,16 +176,19 @@ def importable(package: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--envs", nargs="+", default=list(GYM_IDS), choices=list(GYM_IDS))
-    parser.add_argument("--num-envs", nargs="+", type=int, default=[128, 1024])
+    parser.add_argument("--models", choices=("default", "all"), default="default")
+    parser.add_argument("--gymnasium", nargs="*", choices=("sync", "async"), default=["sync"])
+    parser.add_argument("--num-envs", nargs="+", type=int, default=[64, 512, 4096])
     parser.add_argument("--threads", type=int, default=0, help="physics threads, 0 for one per core")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one round")
     parser.add_argument("--json", metavar="PATH")
     args = parser.parse_args()
     others = {package for package in ("gymnasium.envs.mujoco", "envpool") if importable(package)}
     json_path = args.json and str(Path(args.json).resolve())
     with tempfile.TemporaryDirectory() as folder, chdir(folder):  # MuJoCo logs its warnings in the working directory
-        rows = [row for n in args.num_envs for name in args.envs for row in bench(name, n, args, others)]
+        cases = [(name, model) for name in args.envs for model in models_of(name, args.models)]
+        rows = [row for n in args.num_envs for name, model in cases for row in bench(name, model, n, args, others)]
     report(rows, json_path)
 
 

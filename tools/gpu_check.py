@@ -9,7 +9,8 @@ Needs torch >= 2.10, numpy, safetensors and pytest; nothing has to be installed 
 2. the tests marked ``gpu``, in a process of their own (a failure here means: believe no number below);
 3. PQL on ``cartpole_swingup`` with the paper's networks and batch, at 4,096 and 16,384 environments;
 4. DQN on ``catch``, frames and convolutions on the device, at 4,096 environments;
-5. Atari, where ale_py is installed: ``bench_atari.py``'s sampling and learning with the network on the device.
+5. Atari, where ale_py is installed: ``bench_atari.py``'s sampling and learning with the network on the device;
+6. MuJoCo Warp, where it is installed: ``bench_warp.py``, from 1,024 to 65,536 environments.
 
 The rows of parts 3 and 4, per number of environments n:
 
@@ -75,6 +76,7 @@ def use_checkout() -> None:
 use_checkout()
 
 import bench_atari  # noqa: E402
+import bench_warp  # noqa: E402
 from _bench import alternate, compare, report  # noqa: E402
 
 from pql.build import Parts, build, seeds  # noqa: E402
@@ -184,7 +186,7 @@ def ticks_per_second(parts: Parts, seconds: float) -> Callable[[], float]:
     return one
 
 
-def host_ms(parts: Parts, repeats: int = 20) -> float:
+def host_ms(parts: Parts, repeats: int) -> float:
     """Milliseconds that the host needs to launch a tick (median)."""
     spent = []
     for _ in range(repeats):
@@ -255,7 +257,8 @@ def measure(case: str, config: Config, args: Any) -> list[dict[str, Any]]:
     rows.append(compare(f"{case}: updates", "updates/s", [t * sum(counts.updates.values()) for t in ticks]))
     for key, parts in runs.items():
         tick = [1e3 / r for r in rates[names[key]]]
-        rows.append(compare(f"{case} {names[key]}: host per tick / tick", "ms", [host_ms(parts)] * len(tick), tick))
+        host = host_ms(parts, 2 if args.smoke else 20)
+        rows.append(compare(f"{case} {names[key]}: host per tick / tick", "ms", [host] * len(tick), tick))
     for graphs in both if config.device != "cpu" else (False,):
         rows += launch_rows(f"{case} graphs {'on' if graphs else 'off'}", runs["concurrent", graphs])
     for parts in runs.values():
@@ -276,6 +279,13 @@ def atari(args: Any) -> list[dict[str, Any]]:
         rounds=args.rounds, seconds=args.seconds, smoke=args.smoke,
     )  # fmt: skip
     return bench_atari.sampling(wanted) + bench_atari.learning(wanted)
+
+
+def warp(args: Any) -> list[dict[str, Any]]:
+    """MuJoCo's physics on the device; nothing, said in a line, where Warp is missing."""
+    sizes, envs = ([4], ["halfcheetah"]) if args.smoke else ([1024, 8192, 65536], ["halfcheetah", "ant", "humanoid"])
+    wanted = argparse.Namespace(device=args.device, envs=envs, num_envs=sizes, rounds=args.rounds, seconds=args.seconds)
+    return bench_warp.measure(wanted)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -309,6 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += measure(case, config, args)
         gc.collect()
     rows += atari(args)
+    rows += warp(args)
     report(rows, args.json)
     return 1 if status else 0
 

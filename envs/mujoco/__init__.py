@@ -1,56 +1,116 @@
-"""Locomotion on MuJoCo's C thread pool: ``halfcheetah``, ``hopper``, ``walker2d`` and ``ant``.
+"""The MuJoCo tasks: Gymnasium's suite, on MuJoCo's C thread pool or on MuJoCo Warp.
 
-env = halfcheetah(num_envs=128, device="cpu", threads=0, max_episode_steps=1000)
+env = halfcheetah(num_envs=128, device="cpu", threads=0, max_episode_steps=1000, model="fast")
 spec = halfcheetah.describe(num_envs=128, device="cpu")
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pql.env import EnvSpec
-from pql.envs.mujoco import tasks
-from pql.envs.mujoco.env import MujocoVec, describe
+from pql.envs.mujoco import control, locomotion
+from pql.envs.mujoco.curriculum import make_curriculum
+from pql.envs.mujoco.env import MujocoVec, Options, describe
+from pql.envs.mujoco.isaac import ball
+from pql.envs.mujoco.randomize import Randomize
+from pql.envs.mujoco.task import Task
 from pql.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Robot:
+class Maker:
     """Environment factory of one task: call it for the ``VecEnv``, or ``describe`` it for the spec alone.
 
-    Keywords: ``threads`` (physics threads, 0 for one per core) and ``max_episode_steps`` (time limit).
+    Keywords:
+        threads: physics threads, 0 for one per core; the results do not depend on it.
+        max_episode_steps: time limit; None: the task's.
+        model: ``shipped``, ``fast``, or None for what the task does best with.
+        randomize: keywords of ``randomize.Randomize``: masses, friction, gains, pushes, observation noise and delay.
+        curriculum: ``{"kind": NAME, ...}``: how hard episodes are, see ``curriculum.py``.
+        engine: ``batch`` (MuJoCo's C threads), ``warp`` (MuJoCo Warp), or ``auto``: Warp on CUDA where it is installed.
+        stagger: start the first episodes at random points of the time limit, so that not all end on the same step.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value out of range, or something that the task has no place for.
     """
 
-    task: tasks.Task
+    task: type[Task]
 
     def __call__(
-        self, num_envs: int = 64, device: str | torch.device = "cpu", threads: int = 0, max_episode_steps: int = 1000
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        threads: int = 0,
+        max_episode_steps: int | None = None,
+        model: str | None = None,
+        randomize: Mapping[str, Any] | None = None,
+        curriculum: Mapping[str, Any] | None = None,
+        stagger: bool = False,
+        engine: str = "auto",
     ) -> MujocoVec:
-        _check(num_envs, threads, max_episode_steps)
-        return MujocoVec(self.task, num_envs, torch.device(device), threads, max_episode_steps)
+        options = _options(num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine)
+        return MujocoVec(self.task, num_envs, torch.device(device), options)
 
     def describe(
-        self, num_envs: int = 64, device: str | torch.device = "cpu", threads: int = 0, max_episode_steps: int = 1000
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        threads: int = 0,
+        max_episode_steps: int | None = None,
+        model: str | None = None,
+        randomize: Mapping[str, Any] | None = None,
+        curriculum: Mapping[str, Any] | None = None,
+        stagger: bool = False,
+        engine: str = "auto",
     ) -> EnvSpec:
         """What ``self(...).spec`` would be; nothing is loaded or started."""
-        _check(num_envs, threads, max_episode_steps)
-        return describe(self.task, num_envs, torch.device(device), max_episode_steps)
+        options = _options(num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine)
+        return describe(self.task, num_envs, torch.device(device), options)
 
 
-def _check(num_envs: int, threads: int, max_episode_steps: int) -> None:
+def _options(
+    num_envs: int,
+    threads: int,
+    max_episode_steps: int | None,
+    model: str | None,
+    randomize: Mapping[str, Any] | None,
+    curriculum: Mapping[str, Any] | None,
+    stagger: bool,
+    engine: str,
+) -> Options:
+    """The keywords, checked."""
     for name, value, least in (
         ("num_envs", num_envs, 1),
         ("threads", threads, 0),
-        ("max_episode_steps", max_episode_steps, 1),
+        ("max_episode_steps", 1 if max_episode_steps is None else max_episode_steps, 1),
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(name, value, f"an integer >= {least}")
+    if not isinstance(stagger, bool):
+        raise ConfigError("stagger", stagger, "true or false")
+    for name, settings in (("randomize", randomize), ("curriculum", curriculum)):
+        if settings is not None and not isinstance(settings, Mapping):
+            raise ConfigError(name, settings, f"settings below it: {name}.key=value")
+    wanted = Randomize.parse(randomize)
+    return Options(threads, max_episode_steps, model, wanted, make_curriculum(curriculum), stagger, engine)
 
 
-halfcheetah = Robot(tasks.HALFCHEETAH)
-hopper = Robot(tasks.HOPPER)
-walker2d = Robot(tasks.WALKER2D)
-ant = Robot(tasks.ANT)
+halfcheetah = Maker(locomotion.HalfCheetah)
+hopper = Maker(locomotion.Hopper)
+walker2d = Maker(locomotion.Walker2d)
+ant = Maker(locomotion.Ant)
+humanoid = Maker(locomotion.Humanoid)
+humanoidstandup = Maker(locomotion.HumanoidStandup)
+swimmer = Maker(locomotion.Swimmer)
+reacher = Maker(control.Reacher)
+pusher = Maker(control.Pusher)
+invertedpendulum = Maker(control.InvertedPendulum)
+inverteddoublependulum = Maker(control.InvertedDoublePendulum)
+ballbalance = Maker(ball.BallBalance)
+ballbalance_pixels = Maker(ball.BallBalancePixels)
+
+TASKS = {name: value for name, value in globals().items() if isinstance(value, Maker)}
+"""Factory by task name."""

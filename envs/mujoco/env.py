@@ -1,36 +1,56 @@
-"""``MujocoVec``: a task on an engine, with episodes. The state lives on the CPU; results go to the asked device."""
+"""``MujocoVec``: a task on an engine, with episodes. Results go to the asked device, wherever the physics runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import mujoco
 import numpy as np
 import torch
 from torch import Tensor
 
-from pql.env import Box, EnvSpec, ObsSpec
-from pql.envs.mujoco.engine import BatchEngine, Engine
-from pql.envs.mujoco.tasks import Task, load_model, start_states
+from pql.env import Box, EnvSpec
+from pql.envs.mujoco.curriculum import Curriculum, Levels
+from pql.envs.mujoco.engine import Engine, Rows
+from pql.envs.mujoco.engines import choose, make_engine
+from pql.envs.mujoco.randomize import Randomize, Randomizer
+from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_model
 from pql.types import Obs, Step
 
 if TYPE_CHECKING:
     from pql.envs.mujoco.render import Renderer, Viewer
 
 
-def describe(task: Task, num_envs: int, device: torch.device, max_episode_steps: int) -> EnvSpec:
+@dataclass(frozen=True)
+class Options:
+    """What can be asked of any task; see ``pql.envs.mujoco.Maker``, which checks the values."""
+
+    threads: int = 0
+    max_episode_steps: int | None = None
+    model: str | None = None
+    randomize: Randomize = field(default_factory=Randomize)
+    curriculum: Curriculum | None = None
+    stagger: bool = False
+    engine: str = "auto"
+
+
+def describe(task: type[Task], num_envs: int, device: torch.device, options: Options) -> EnvSpec:
     """The spec of a task, without loading its model."""
+    level = ("level",) if options.curriculum else ()
+    warp = choose(options.engine, device) == "warp"
     return EnvSpec(
         name=task.name,
         num_envs=num_envs,
-        obs={"policy": ObsSpec((task.obs_size,))},
+        obs=task.obs_spec(),
         action=Box.within(task.action_size, task.ctrl_limit),
         device=device,
-        max_episode_steps=max_episode_steps,
+        max_episode_steps=options.max_episode_steps or task.time_limit,
         autoreset="same_step",
         final_obs="on_done",
-        log=(*task.terms, "distance", "diverged"),
-        info={"dt": task.dt, "frame_skip": task.frame_skip},
+        log=(*task.terms, *task.metrics, "diverged", *(("overflow",) if warp else ()), *level),
+        deterministic=not (warp and device.type == "cuda"),
+        info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, options.model)},
     )
 
 
@@ -52,10 +72,10 @@ def _one_thread() -> Iterator[None]:
 class MujocoVec:
     """N MuJoCo simulations as one ``VecEnv``.
 
-    Observations, rewards and terminations equal those of Gymnasium's ``-v5`` environment of the same model. Beyond
-    it: a simulation whose state diverges (not finite, or beyond 1e10) is restarted in the same step, its row is
+    Of Gymnasium's tasks, observations, rewards and terminations equal those of its ``-v5`` class on the same model.
+    Beyond it: a simulation whose state diverges (not finite, or beyond 1e10) is restarted in the same step, its row is
     ``truncated`` with ``final_ok=False`` and zero reward, and ``log["diverged"]`` counts it, so observations are always
-    finite. (An action that is not a number gives such a reward.) ``log["distance"]`` is the metres gained in the step.
+    finite. (An action that is not a number gives such a reward.)
 
     Every tensor of a ``Step`` is new, except ``valid`` and, where nothing diverged, ``final_ok``: these constants are
     shared between steps. Keep any for as long as you like, but write into none.
@@ -63,81 +83,107 @@ class MujocoVec:
     Args:
         task: what to simulate.
         num_envs: N.
-        device: where actions come from and results go. Physics stays on the CPU, so a step waits for the action.
-        threads: physics threads; 0 for one per core. The results do not depend on it.
-        max_episode_steps: time limit in env steps.
+        device: where actions come from and results go. With physics on the CPU, a step waits for the action.
+        options: threads, model, time limit, randomisation, ...
+
+    Raises:
+        ConfigError: a model that the task cannot use, or a randomisation that it has no place for.
     """
 
-    def __init__(self, task: Task, num_envs: int, device: torch.device, threads: int, max_episode_steps: int):
-        self.spec = describe(task, num_envs, device, max_episode_steps)
-        self.task = task
-        self.model = load_model(task)
-        self.engine: Engine = BatchEngine(self.model, num_envs, threads, task.outputs)
-        self._qpos0 = torch.from_numpy(self.model.qpos0.copy())
-        self._qvel0 = torch.zeros(self.model.nv, dtype=self._qpos0.dtype)
-        self._generator = torch.Generator()
-        self._limit = max_episode_steps
-        self._all = torch.arange(num_envs)
-        self._steps = torch.zeros(num_envs, dtype=torch.int64)
-        self._position = torch.zeros(num_envs, dtype=self._qpos0.dtype)  # before the step to come
-        self._obs = torch.zeros(num_envs, task.obs_size)  # as last returned
-        self._yes = torch.ones(num_envs, dtype=torch.bool)
+    def __init__(self, task: type[Task], num_envs: int, device: torch.device, options: Options):
+        self.spec = describe(task, num_envs, device, options)
+        self.model = load_model(task, options.model)
+        wanted = options.randomize
+        self.engine: Engine = make_engine(
+            task, self.model, num_envs, device, options.engine, options.threads, wanted.parameters
+        )
+        there, dtype = self.engine.device, self.engine.dtype
+        robot = Robot(self.model, there, dtype)
+        self.task = task(robot)
+        self._generator = torch.Generator(there)
+        self._draw = Draw(self._generator, dtype)
+        self._limit = self.spec.max_episode_steps or task.time_limit
+        self._stagger = options.stagger
+        self._levels = Levels(options.curriculum, num_envs, self._limit, there)
+        self._randomizer: Randomizer | None = None
+        if wanted != Randomize():
+            shape = self.spec.obs["policy"].shape
+            size = shape[0] if len(shape) == 1 else 0
+            self._randomizer = Randomizer(wanted, robot, self.engine, self._draw, task.dt, size)
+        self._steps = torch.zeros(num_envs, dtype=torch.int64, device=there)
+        self._memory: Memory = {}
+        self._obs: Obs = {}  # as last returned, on the engine's device
+        self._yes = torch.ones(num_envs, dtype=torch.bool, device=there)
         self._yes_there = self._yes.to(device)
         self._renderer: Renderer | None = None  # made by the first picture
 
     @_one_thread()
     def reset(self, seed: int | None = None) -> Obs:
-        """Restart all environments: ``{"policy": [N, D] float32}``. See ``VecEnv.reset``."""
+        """Restart all environments: observations by group, [N, ...]. See ``VecEnv.reset``."""
         if seed is not None:
             self._generator.manual_seed(seed)
-        self._obs = self._restart(self._all)
-        return {"policy": self._send(self._obs)}
+            self._levels.restart()
+        self._restart(self.engine.rows(self._yes))
+        if self._stagger:
+            begun = self._draw.uniform(0.0, self._limit, self.spec.num_envs)
+            self._steps = begun.long().clamp_(max=self._limit - 1)
+        return self._send_obs(self._obs)
 
     @_one_thread()
     def reset_where(self, mask: Tensor) -> Obs:
         """Restart the environments of ``mask`` ([N] bool) and return all current observations."""
-        ids = mask.cpu().nonzero().squeeze(1)
-        if len(ids):
-            self._obs = self._obs.index_copy(0, ids, self._restart(ids))
-        return {"policy": self._send(self._obs)}
+        rows = self.engine.rows(mask.to(self.engine.device))
+        if rows.count:
+            self._restart(rows)
+        return self._send_obs(self._obs)
 
     @_one_thread()
     def step(self, action: Tensor) -> Step:
         """Apply ``action`` [N, A] (clamped to [-1, 1]) for one env step. See ``VecEnv.step``."""
         task, engine = self.task, self.engine
-        engine.step(action.cpu(), task.frame_skip)
-        position = task.position(engine.fields)
-        distance = position - self._position
-        self._position.copy_(position)
+        fields, memory = engine.fields, self._memory
+        unit = action.to(engine.device, engine.dtype).clamp(-1.0, 1.0)
+        if self._randomizer:
+            self._randomizer.push(self._levels.level)
+        engine.step(task.control(unit, fields, memory), task.frame_skip)
         self._steps += 1
 
-        obs = task.observe(engine.fields).float()
-        healthy = None if task.healthy is None else task.healthy(engine.fields)
-        terms = task.reward(engine.fields, distance / task.dt, healthy)
-        terminated = ~(self._yes if healthy is None else healthy)
+        terms, terminated, metrics = task.judge(fields, memory)
+        self._memory = {**memory, **task.evolve(fields, memory, self._draw), **task.track(fields)}
+        obs = _rounded(task.observe(fields, self._memory))
+        if self._randomizer:
+            obs = self._randomizer.sense(obs, self._levels.level)
         diverged = engine.diverged()
         # [1 + K, N]: the reward is summed in the engine's precision, then everything is rounded once
         parts = [terms[name] for name in task.terms]
-        rows = torch.stack((sum(parts[1:], parts[0]), *parts, distance, diverged)).float()
+        logged = [metrics[name] for name in task.metrics]
+        lost = engine.overflowed()
+        counted = [diverged] if lost is None else [diverged, lost]
+        rows = torch.stack((sum(parts[1:], parts[0]), *parts, *logged, *counted)).float()
+        if terminated is None:
+            terminated = ~self._yes
 
         final_ok = self._yes_there
-        if diverged.any():
-            obs = torch.where(diverged[:, None], self._obs, obs)
-            rows[:-1, diverged] = 0.0
-            terminated &= ~diverged
+        bad = engine.rows(diverged)
+        if bad.count:
+            obs = {name: bad.put(value, bad.take(self._obs[name])) for name, value in obs.items()}
+            rows[: 1 + len(parts) + len(logged)].masked_fill_(diverged, 0.0)
+            terminated = terminated & ~diverged
             final_ok = self._send(~diverged)
         truncated = ((self._steps >= self._limit) | diverged) & ~terminated
+        if self._levels.active:
+            level = self._levels.follow(rows[0], metrics.get("success"), terminated | truncated, self._steps)
+            rows = torch.cat((rows, level[None]))
         return self._finish(obs, rows, terminated, truncated, final_ok)
 
-    def _finish(self, obs: Tensor, rows: Tensor, terminated: Tensor, truncated: Tensor, final_ok: Tensor) -> Step:
+    def _finish(self, obs: Obs, rows: Tensor, terminated: Tensor, truncated: Tensor, final_ok: Tensor) -> Step:
         done = terminated | truncated
-        ids = done.nonzero().squeeze(1)
-        final_obs = {"policy": self._send(obs)}
-        next_obs = final_obs
-        if len(ids):
-            obs = obs.index_copy(0, ids, self._restart(ids))
-            next_obs = {"policy": self._send(obs)}
         self._obs = obs
+        next_obs = final_obs = self._send_obs(obs)
+        ended = self.engine.rows(done)
+        if ended.count:
+            self._restart(ended)
+            next_obs = self._send_obs(self._obs)
         reward, *log = self._send(rows).unbind(0)
         terminated, truncated, first = self._send(torch.stack((terminated, truncated, done))).unbind(0)
         return Step(
@@ -152,23 +198,49 @@ class MujocoVec:
             log=dict(zip(self.spec.log, log, strict=True)),
         )
 
+    def _restart(self, rows: Rows) -> None:
+        """New episodes for ``rows``; the memory and the observations follow."""
+        self._levels.abandon(rows)
+        level = rows.take(self._levels.level)
+        if self._randomizer:
+            self._randomizer.begin(rows, level)
+        start = self.task.start(rows.count, self._draw)
+        self.engine.reset(rows, start.qpos, start.qvel)
+        fields = {name: rows.take(field) for name, field in self.engine.fields.items()}
+        memory = {**start.memory, **self.task.track(fields)}
+        if self._levels.active:
+            memory["level"] = level
+        obs = _rounded(self.task.observe(fields, memory))
+        if self._randomizer:
+            obs = self._randomizer.sense_first(rows, obs, level)
+        self._memory = _put_all(rows, self._memory, memory)
+        self._obs = _put_all(rows, self._obs, obs)
+        self._steps = rows.put(self._steps, rows.take(torch.zeros_like(self._steps)))
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything later steps depend on: continuing from it repeats them bit for bit."""
         return {
             "physics": self.engine.state(),
-            "position": self._position.clone(),
+            "memory": {name: value.clone() for name, value in self._memory.items()},
             "steps": self._steps.clone(),
-            "obs": self._obs.clone(),
+            "obs": {name: value.clone() for name, value in self._obs.items()},
             "generator": self._generator.get_state(),
+            **({"levels": self._levels.state_dict()} if self._levels.active else {}),
+            **({"randomizer": self._randomizer.state_dict()} if self._randomizer else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken (same task and N)."""
         self.engine.load_state(state["physics"])
-        self._position.copy_(state["position"])
+        there = self.engine.device
+        self._memory = {name: value.to(there, copy=True) for name, value in state["memory"].items()}
         self._steps.copy_(state["steps"])
-        self._obs = state["obs"].to("cpu", copy=True)
+        self._obs = {name: value.to(there, copy=True) for name, value in state["obs"].items()}
         self._generator.set_state(state["generator"].cpu())
+        if self._levels.active:
+            self._levels.load_state_dict(state["levels"])
+        if self._randomizer:
+            self._randomizer.load_state_dict(state["randomizer"], self.engine.rows(self._yes))
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         """Simulation ``index`` as it stands, by default 640 x 480 pixels: uint8 [H, W, 3]. The camera follows it.
@@ -192,7 +264,7 @@ class MujocoVec:
 
     def _data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
         """Simulation ``index`` as MuJoCo's own object, its derived fields up to date."""
-        data = cast(BatchEngine, self.engine).batch.get_data(index, data)
+        data = self.engine.data(index, data or mujoco.MjData(self.model))
         mujoco.mj_forward(self.model, data)
         return data
 
@@ -206,16 +278,22 @@ class MujocoVec:
         self._stop_rendering()
         self.engine.close()
 
-    def _restart(self, ids: Tensor) -> Tensor:
-        """New episodes for ``ids`` [K]: their first observations, [K, D] float32 on the CPU."""
-        qpos, qvel = start_states(self.task, self._qpos0, self._qvel0, len(ids), self._generator)
-        self.engine.reset(ids, qpos, qvel)
-        fields = {name: field[ids] for name, field in self.engine.fields.items()}
-        self._position[ids] = self.task.position(fields)
-        self._steps[ids] = 0
-        return self.task.observe(fields).float()
+    def _send_obs(self, obs: Obs) -> Obs:
+        return {name: self._send(value) for name, value in obs.items()}
 
     def _send(self, value: Tensor) -> Tensor:
+        if self.spec.device.type == value.device.type:
+            return value.to(self.spec.device)
         if self.spec.device.type == "cuda":
             value = value.pin_memory()  # torch's host allocator keeps it until the copy is over
         return value.to(self.spec.device, non_blocking=True)
+
+
+def _rounded(obs: Obs) -> Obs:
+    """Floats as float32; pictures of bytes as they are."""
+    return {name: value.float() if value.is_floating_point() else value for name, value in obs.items()}
+
+
+def _put_all(rows: Rows, values: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``rows.put`` by name. The first call has no values yet, and means all rows."""
+    return {name: rows.put(values.get(name, part), part) for name, part in new.items()}

@@ -14,7 +14,7 @@ from pql.algos.ddpg import loss_share
 from pql.dist import project
 from pql.nets import Flat
 from pql.optim import Optimizer, polyak
-from pql.priority import Prioritized
+from pql.priority import Ranked
 from pql.qnets import QNetwork, redraw_noise
 from pql.types import Batch, Metrics
 from pql.worker import State
@@ -50,7 +50,7 @@ class ValueState(State):
     target: Flat
     optimizer: Optimizer
     clock: Clock
-    priorities: Prioritized | None = None
+    priorities: Ranked | None = None
 
     @property
     def nets(self) -> tuple[QNetwork, QNetwork]:

@@ -175,7 +175,9 @@ def on_policy(settings: Mapping[str, Any]) -> bool:
 def configured(settings: Mapping[str, Any]) -> dict[str, float]:
     """The ratios that the settings ask for, by the name under which they are counted."""
     ratios = {k: settings.get(f"algo.{k}") for k in ("v_per_step", "p_per_v")}
-    if settings.get("algo.family") == "dqn":  # one network, which has no policy beside it
+    if settings.get("algo.family") == "r2d2":  # it has another ratio, of rows
+        del ratios["v_per_step"]
+    if settings.get("algo.family") in ("dqn", "r2d2"):  # one network, which has no policy beside it
         del ratios["p_per_v"]
     if on_policy(settings):
         group = settings["algo.family"]

@@ -1,0 +1,143 @@
+"""Curricula: how hard an environment's next episode is, from how the last ones went.
+
+A curriculum is a pure function over batched tensors, so it runs on either engine without waiting for a device. Its
+result, ``level`` [N] in 0..1, scales the randomisation and is the task's to read (``memory["level"]``).
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Rows
+from pql.errors import ConfigError, nearest
+
+
+class Progress(NamedTuple):
+    """What a curriculum sees, after each step, before ended episodes are replaced."""
+
+    ended: Tensor  # [N] bool; this step ended an episode: only there does the result count
+    steps: Tensor  # [N] int64; env steps of the episode so far
+    returns: Tensor  # [N]; its sum of rewards so far
+    success: Tensor  # [N] bool; the task reported ``success`` at some step of it
+    limit: int  # the time limit in env steps
+    total: Tensor  # 0-dim int64; env steps of all environments since the first reset
+
+
+Curriculum = Callable[[Tensor, Progress], Tensor]
+"""(level [N], progress) -> the next episodes' levels [N]; clamped to 0..1 by the caller."""
+
+
+def survive(up: float = 0.1, down: float = 0.1) -> Curriculum:
+    """Harder where an episode lasted to its time limit, easier where it ended before half of it."""
+
+    def next_level(level: Tensor, progress: Progress) -> Tensor:
+        lasted, short = progress.steps >= progress.limit, progress.steps * 2 < progress.limit
+        return level + up * lasted - down * short
+
+    return next_level
+
+
+def succeed(up: float = 0.1, down: float = 0.05) -> Curriculum:
+    """Harder where an episode was a success, easier where it was none."""
+
+    def next_level(level: Tensor, progress: Progress) -> Tensor:
+        return torch.where(progress.success, level + up, level - down)
+
+    return next_level
+
+
+def linear(steps: float = 1e7) -> Curriculum:
+    """From 0 to 1 over ``steps`` env steps of all environments, however the episodes go."""
+
+    def next_level(level: Tensor, progress: Progress) -> Tensor:
+        return torch.zeros_like(level) + progress.total / steps
+
+    return next_level
+
+
+KINDS: dict[str, Callable[..., Curriculum]] = {"survive": survive, "succeed": succeed, "linear": linear}
+
+
+def make_curriculum(settings: Mapping[str, Any] | None) -> Curriculum | None:
+    """``{"kind": NAME, **keywords}`` -> the curriculum; None for nothing. NAME is one of ``KINDS`` or
+    ``package.module:function``, where the function returns a :data:`Curriculum`.
+
+    Raises:
+        ConfigError: no such kind, or keywords that it does not take.
+    """
+    if not settings:
+        return None
+    keywords = {str(name): value for name, value in settings.items()}
+    kind = str(keywords.pop("kind", ""))
+    module, _, function = kind.partition(":")
+    if function:
+        try:
+            made = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError("curriculum.kind", kind, f"package.module:function ({error})") from error
+    elif kind in KINDS:
+        made = KINDS[kind]
+    else:
+        allowed = f"one of {', '.join(KINDS)}, or package.module:function{nearest(kind, KINDS)}"
+        raise ConfigError("curriculum.kind", kind or None, allowed)
+    try:
+        return made(**keywords)
+    except TypeError as error:
+        raise ConfigError("curriculum", keywords, f"keywords of {kind} ({error})") from error
+
+
+class Levels:
+    """Each environment's level, and the progress that it follows. Without a curriculum all are 1."""
+
+    def __init__(self, curriculum: Curriculum | None, num_envs: int, limit: int, device: torch.device):
+        self._curriculum, self._limit = curriculum, limit
+        self.active = curriculum is not None
+        self.level = torch.ones(num_envs, device=device)
+        self._returns = torch.zeros(num_envs, device=device)
+        self._success = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to the beginning: level 0, nothing counted."""
+        if self.active:
+            self.level = torch.zeros_like(self.level)
+            self._total = torch.zeros_like(self._total)
+
+    def abandon(self, rows: Rows) -> None:
+        """The episodes in ``rows`` begin anew: what they had gathered is dropped."""
+        if self.active:
+            self._returns = rows.put(self._returns, rows.take(torch.zeros_like(self._returns)))
+            self._success = rows.put(self._success, rows.take(torch.zeros_like(self._success)))
+
+    def follow(self, reward: Tensor, success: Tensor | None, ended: Tensor, steps: Tensor) -> Tensor:
+        """After a step: the levels of the episodes that it ended (0 elsewhere), for the log. ``level`` moves on there;
+        :meth:`abandon` is to follow."""
+        if self._curriculum is None:
+            return torch.zeros_like(self.level)
+        self._total += len(ended)
+        self._returns = self._returns + reward
+        if success is not None:
+            self._success = self._success | (success > 0)
+        log = self.level * ended
+        progress = Progress(ended, steps, self._returns, self._success, self._limit, self._total)
+        new = self._curriculum(self.level, progress).clamp(0.0, 1.0)
+        self.level = torch.where(ended, new, self.level)
+        return log
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            "level": self.level.clone(),
+            "returns": self._returns.clone(),
+            "success": self._success.clone(),
+            "total": self._total.clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        there = self.level.device
+        self.level, self._returns, self._success, self._total = (
+            state[name].to(there, copy=True) for name in ("level", "returns", "success", "total")
+        )

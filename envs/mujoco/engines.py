@@ -1,0 +1,52 @@
+"""Which engine runs a task: MuJoCo's C threads on a CPU, MuJoCo Warp on a CUDA device."""
+
+import importlib.util
+import warnings
+from collections.abc import Sequence
+
+import mujoco
+import torch
+
+from pql.envs.mujoco.engine import BatchEngine, Engine
+from pql.envs.mujoco.task import Task
+from pql.errors import ConfigError, PqlWarning, nearest
+
+ENGINES = ("auto", "batch", "warp")
+INSTALL = "pip install 'pql[warp]'"
+
+
+def choose(engine: str, device: torch.device) -> str:
+    """``batch`` or ``warp`` for an engine that was asked for; ``auto`` follows the device.
+
+    Raises:
+        ConfigError: no such engine, or Warp, which is not installed.
+    """
+    if engine not in ENGINES:
+        raise ConfigError("engine", engine, f"auto, batch or warp{nearest(str(engine), ENGINES)}")
+    there = importlib.util.find_spec("mujoco_warp") is not None
+    if engine == "warp" and not there:
+        raise ConfigError("engine", engine, f"batch; the package 'mujoco_warp' is not installed: {INSTALL}")
+    if engine == "auto":
+        return "warp" if device.type == "cuda" and there else "batch"
+    return engine
+
+
+def make_engine(
+    task: type[Task],
+    model: mujoco.MjModel,
+    num_envs: int,
+    device: torch.device,
+    engine: str,
+    threads: int,
+    parameters: Sequence[str],
+) -> Engine:
+    """The engine of ``num_envs`` simulations of ``model``."""
+    if choose(engine, device) == "warp":
+        from pql.envs.mujoco.warp import WarpEngine, measure
+
+        need = task.contacts or measure(model, task.frame_skip)
+        return WarpEngine(model, num_envs, device, task.outputs, parameters, need)
+    if device.type == "cuda" and engine == "auto":
+        message = "physics runs on the CPU: for MuJoCo on this GPU, "
+        warnings.warn(message + INSTALL, PqlWarning, stacklevel=2)
+    return BatchEngine(model, num_envs, threads, task.outputs, parameters)

@@ -1,0 +1,85 @@
+"""What several of the Isaac Gym tasks measure: rotations, joint positions within their range, wrenches on a link."""
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.task import Robot
+
+
+def rotation(quat: Tensor) -> Tensor:
+    """Unit quaternions (w, x, y, z) [..., 4] -> matrices from the body's frame to the world's [..., 3, 3]."""
+    w, x, y, z = quat.unbind(-1)
+    rows = (
+        1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y),
+        2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x),
+        2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y),
+    )  # fmt: skip
+    return torch.stack(rows, -1).unflatten(-1, (3, 3))
+
+
+def into(matrix: Tensor, vector: Tensor) -> Tensor:
+    """World vectors [..., 3] in the frame of ``matrix`` [..., 3, 3] (body to world): its transpose times them."""
+    return (matrix * vector.unsqueeze(-1)).sum(-2)
+
+
+def unscale(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Positions as a share of their range, [low, high] -> [-1, 1]."""
+    return (2 * q - low - high) / (high - low)
+
+
+class Wrench:
+    """The net wrench on a link, as Isaac Gym's force sensors report it: zero at rest, gravity included.
+
+    Force = mass x acceleration of the centre of mass, torque about it = I alpha + omega x I omega (Newton and Euler),
+    so neither contacts nor joints need be known. :meth:`sense` adds the sensors whose readings (``sensordata``) the
+    instance turns into wrenches in the link's frame.
+
+    Args:
+        robot: the compiled model.
+        links: names of the bodies given to ``sense``, K of them.
+    """
+
+    KINDS = ("framelinacc", "frameangacc", "frameangvel", "framequat")
+
+    def __init__(self, robot: Robot, links: tuple[str, ...]):
+        model = robot.model
+        ids = [model.body(name).id for name in links]
+        self.mass = robot.tensor(model.body_mass[ids])  # [K]
+        self.inertia = robot.tensor(model.body_inertia[ids])  # [K, 3] along the principal axes
+        self.gravity = robot.tensor(model.opt.gravity)
+        start = {kind: [model.sensor(f"{name} {kind}").adr[0] for name in links] for kind in self.KINDS}
+        width = {"framequat": 4}
+        self.columns = {
+            kind: torch.tensor(at, device=robot.device)[:, None] + torch.arange(width.get(kind, 3), device=robot.device)
+            for kind, at in start.items()
+        }
+        axes = torch.tensor(model.body_iquat[ids], device=robot.device, dtype=robot.dtype)
+        self.principal = rotation(axes)  # [K, 3, 3] principal axes -> link
+
+    @classmethod
+    def sense(cls, spec: mujoco.MjSpec, link: str) -> None:
+        """Add the sensors for ``link``; the centre of mass is where its acceleration is measured (``objtype`` body)."""
+        for kind in cls.KINDS:
+            spec.add_sensor(
+                name=f"{link} {kind}",
+                type=getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}"),
+                objtype=mujoco.mjtObj.mjOBJ_BODY,
+                objname=link,
+            )
+
+    def read(self, fields: Fields) -> tuple[Tensor, Tensor]:
+        """Force [N, K, 3] and torque about the centre of mass [N, K, 3], both in the link's frame."""
+        linear, angular, omega, quat = (fields["sensordata"][:, self.columns[kind]] for kind in self.KINDS)
+        axes = rotation(quat)  # of the principal axes, in the world
+        force = self.mass[:, None] * into(axes, linear + self.gravity)  # an accelerometer reads -gravity at rest
+        spin, turn = into(axes, omega), into(axes, angular)
+        torque = self.inertia * turn + torch.linalg.cross(spin, self.inertia * spin)
+        return tuple((self.principal * part.unsqueeze(-2)).sum(-1) for part in (force, torque))
+
+    @staticmethod
+    def about(force: Tensor, torque: Tensor, arm: Tensor) -> Tensor:
+        """The torque about a point that lies ``arm`` from the centre of mass (all in one frame)."""
+        lever, push = torch.broadcast_tensors(arm, force)
+        return torque - torch.linalg.cross(lever, push)

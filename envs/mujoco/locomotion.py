@@ -1,0 +1,261 @@
+"""The robots of Gymnasium's MuJoCo suite that walk, run, stand up or swim, with the definitions of its ``-v5`` classes.
+
+Fields keep the freshness that ``mj_step`` leaves: ``qpos`` and ``qvel`` are those after the step, derived fields those
+at the start of its last substep. Gymnasium's definitions read them so, and so do these.
+"""
+
+from typing import ClassVar
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.suite import GymTask, ctrl_cost, measure_contacts
+from pql.envs.mujoco.task import Memory, Robot, Verdict
+from pql.types import Obs
+
+NO_FORCES = "{} needs cfrc_ext, which batched stepping does not compute with the shipped RK4 integrator"
+
+
+class Runner(GymTask):
+    """Rewarded for its speed along x."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("distance",)  # metres gained
+
+    def track(self, fields: Fields) -> Memory:
+        return {"position": fields["qpos"][:, 0].clone()}
+
+    def gained(self, fields: Fields, memory: Memory) -> Tensor:
+        """Metres along x in this step, [N]."""
+        return self.track(fields)["position"] - memory["position"]
+
+
+class HalfCheetah(Runner):
+    name = "halfcheetah"
+    contacts = (6, 24)
+    xml = "half_cheetah.xml"
+    frame_skip = 5
+    dt = 0.05
+    obs_size = 17
+    action_size = 6
+    terms = ("reward_forward", "reward_ctrl")
+    noise = 0.1
+    normal_velocity = True
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        return {"policy": torch.cat((fields["qpos"][:, 1:], fields["qvel"]), 1)}
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        gained = self.gained(fields, memory)
+        terms = {"reward_forward": gained / self.dt, "reward_ctrl": ctrl_cost(fields, 0.1)}
+        return Verdict(terms, None, {"distance": gained})
+
+
+class Planar(Runner):
+    """Runs upright in a plane; the episode ends where it is not healthy."""
+
+    frame_skip = 4
+    dt = 0.008
+    terms = ("reward_forward", "reward_ctrl", "reward_survive")
+    noise = 5e-3
+
+    def healthy(self, fields: Fields) -> Tensor:
+        """[N] bool."""
+        raise NotImplementedError
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        return {"policy": torch.cat((fields["qpos"][:, 1:], fields["qvel"].clamp(-10.0, 10.0)), 1)}
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        gained, healthy = self.gained(fields, memory), self.healthy(fields)
+        terms = {
+            "reward_forward": gained / self.dt,
+            "reward_ctrl": ctrl_cost(fields, 1e-3),
+            "reward_survive": healthy.to(gained),
+        }
+        return Verdict(terms, ~healthy, {"distance": gained})
+
+
+class Hopper(Planar):
+    name = "hopper"
+    contacts = (5, 17)
+    xml = "hopper.xml"
+    obs_size = 11
+    action_size = 3
+
+    def healthy(self, fields: Fields) -> Tensor:
+        height, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
+        largest = torch.maximum(fields["qpos"][:, 2:].abs().amax(1), fields["qvel"].abs().amax(1))
+        return (largest < 100.0) & (height > 0.7) & (angle.abs() < 0.2)
+
+
+class Walker2d(Planar):
+    name = "walker2d"
+    contacts = (8, 35)
+    xml = "walker2d_v5.xml"
+    obs_size = 17
+    action_size = 6
+
+    def healthy(self, fields: Fields) -> Tensor:
+        height, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
+        return (height > 0.8) & (height < 2.0) & (angle.abs() < 1.0)
+
+
+class Ant(Runner):
+    """On Euler integration because of ``refused`` (it is also 4 times faster), and on elliptic friction cones: with
+    pyramidal ones, engines that rotate a contact's tangents differently diverge."""
+
+    name = "ant"
+    contacts = (5, 18)
+    xml = "ant.xml"
+    model = "fast"
+    refused = NO_FORCES.format("its observation")
+    frame_skip = 5
+    dt = 0.05
+    obs_size = 105
+    action_size = 8
+    terms = ("reward_forward", "reward_ctrl", "reward_contact", "reward_survive")
+    noise = 0.1
+    normal_velocity = True
+    outputs = ("xpos", "cfrc_ext")
+
+    @classmethod
+    def edit(cls, spec: mujoco.MjSpec) -> None:
+        measure_contacts(spec)
+
+    def track(self, fields: Fields) -> Memory:
+        # the torso's frame, one substep behind qpos, is what the reference definition differentiates
+        return {"position": fields["xpos"][:, 1, 0].clone()}
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        forces = fields["cfrc_ext"][:, 1:].flatten(1).clamp(-1.0, 1.0)  # [N, 13 * 6]; body 0 is the world
+        return {"policy": torch.cat((fields["qpos"][:, 2:], fields["qvel"], forces), 1)}
+
+    def healthy(self, fields: Fields) -> Tensor:
+        height = fields["qpos"][:, 2]
+        # one element that is not finite makes the sum so, and a sum is cheaper than testing each
+        finite = (fields["qpos"].sum(1) + fields["qvel"].sum(1)).isfinite()
+        return finite & (height >= 0.2) & (height <= 1.0)
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        gained, healthy = self.gained(fields, memory), self.healthy(fields)
+        forces = fields["cfrc_ext"].flatten(1).clamp(-1.0, 1.0)
+        terms = {
+            "reward_forward": gained / self.dt,
+            "reward_ctrl": ctrl_cost(fields, 0.5),
+            "reward_contact": forces.square_().sum(1).mul_(-5e-4),
+            "reward_survive": healthy.to(gained),
+        }
+        return Verdict(terms, ~healthy, {"distance": gained})
+
+
+def _body_observe(fields: Fields) -> Obs:
+    """What both humanoids see: [N, 348]."""
+    parts = [fields["qpos"][:, 2:], fields["qvel"]]
+    parts += [fields["cinert"][:, 1:].flatten(1), fields["cvel"][:, 1:].flatten(1)]
+    parts += [fields["qfrc_actuator"][:, 6:], fields["cfrc_ext"][:, 1:].flatten(1)]
+    return {"policy": torch.cat(parts, 1)}
+
+
+def _impact(fields: Fields) -> Tensor:
+    """-5e-7 * |cfrc_ext|^2, at least -10: [N]."""
+    return fields["cfrc_ext"].flatten(1).square().sum(1).mul_(-5e-7).clamp_(min=-10.0)
+
+
+class Humanoid(Runner):
+    name = "humanoid"
+    contacts = (12, 37)
+    xml = "humanoid.xml"
+    model = "fast"
+    refused = NO_FORCES.format("its observation")
+    frame_skip = 5
+    dt = 0.015
+    obs_size = 348
+    action_size = 17
+    ctrl_limit = 0.4
+    terms = ("reward_survive", "reward_forward", "reward_ctrl", "reward_contact")
+    noise = 0.01
+    outputs = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+
+    def __init__(self, robot: Robot):
+        super().__init__(robot)
+        mass = robot.tensor(robot.model.body_mass)
+        self._share = mass / mass.sum()  # of the model as loaded, also where masses are randomised
+
+    @classmethod
+    def edit(cls, spec: mujoco.MjSpec) -> None:
+        measure_contacts(spec)
+
+    def track(self, fields: Fields) -> Memory:
+        return {"position": fields["xipos"][:, :, 0] @ self._share}  # of the centre of mass
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        return _body_observe(fields)
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        gained, height = self.gained(fields, memory), fields["qpos"][:, 2]
+        healthy = (height > 1.0) & (height < 2.0)
+        terms = {
+            "reward_survive": healthy.to(gained) * 5.0,
+            "reward_forward": gained * (1.25 / self.dt),
+            "reward_ctrl": ctrl_cost(fields, 0.1),
+            "reward_contact": _impact(fields),
+        }
+        return Verdict(terms, ~healthy, {"distance": gained})
+
+
+class HumanoidStandup(GymTask):
+    """``reward_alive`` is the constant that gymnasium adds without naming it."""
+
+    name = "humanoidstandup"
+    contacts = (13, 37)
+    xml = "humanoidstandup.xml"
+    model = "fast"
+    refused = NO_FORCES.format("its observation")
+    frame_skip = 5
+    dt = 0.015
+    obs_size = 348
+    action_size = 17
+    ctrl_limit = 0.4
+    terms = ("reward_linup", "reward_quadctrl", "reward_impact", "reward_alive")
+    noise = 0.01
+    outputs = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+
+    @classmethod
+    def edit(cls, spec: mujoco.MjSpec) -> None:
+        measure_contacts(spec)
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        return _body_observe(fields)
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        height = fields["qpos"][:, 2]
+        terms = {
+            "reward_linup": height / self.robot.model.opt.timestep,
+            "reward_quadctrl": ctrl_cost(fields, 0.1),
+            "reward_impact": _impact(fields),
+            "reward_alive": torch.ones_like(height),
+        }
+        return Verdict(terms)
+
+
+class Swimmer(Runner):
+    name = "swimmer"
+    contacts = (0, 2)
+    xml = "swimmer.xml"
+    integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST  # drag is stiff at its time step
+    frame_skip = 4
+    dt = 0.04
+    obs_size = 8
+    action_size = 2
+    terms = ("reward_forward", "reward_ctrl")
+    noise = 0.1
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        return {"policy": torch.cat((fields["qpos"][:, 2:], fields["qvel"]), 1)}
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        gained = self.gained(fields, memory)
+        terms = {"reward_forward": gained / self.dt, "reward_ctrl": ctrl_cost(fields, 1e-4)}
+        return Verdict(terms, None, {"distance": gained})

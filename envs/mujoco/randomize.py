@@ -1,0 +1,219 @@
+"""Domain randomisation: other masses, friction and gains in each episode, pushes, noisy and late observations.
+
+Everything is drawn from the environment's own generator, for any number of rows, without a value read on the host, so
+it works alike on both engines, repeats with the seed and resumes. Where there is a curriculum, an episode's ``level``
+(0..1) scales all of it: at 0 the model is the nominal one, at 1 the ranges are those that were asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Engine, Rows
+from pql.envs.mujoco.task import Draw, Robot
+from pql.errors import ConfigError, nearest
+from pql.types import Obs
+
+FACTORS = {
+    "mass": ("body_mass", "body_inertia"),
+    "friction": ("geom_friction",),
+    "gain": ("actuator_gainprm", "actuator_biasprm"),
+}
+"""Settings that are factors on fields of the model, which then hold a value for each simulation."""
+
+
+@dataclass(frozen=True)
+class Randomize:
+    """What is randomised; the defaults are nothing.
+
+    Attributes:
+        mass: factor on each body's mass and inertia, one a body and episode.
+        friction: factor on all friction coefficients, one an episode.
+        gain: factor on each actuator's force (of a servo, stiffness and damping alike), one an actuator and episode.
+        push: m/s; now and then each horizontal velocity of the base changes by up to this.
+        push_interval: mean seconds between pushes.
+        obs_noise: standard deviation of what is added to the ``policy`` observations.
+        obs_delay: env steps by which the ``policy`` observations are late, one an episode; until the first one has
+            arrived late, it is seen as it is.
+    """
+
+    mass: tuple[float, float] = (1.0, 1.0)
+    friction: tuple[float, float] = (1.0, 1.0)
+    gain: tuple[float, float] = (1.0, 1.0)
+    push: float = 0.0
+    push_interval: float = 5.0
+    obs_noise: float = 0.0
+    obs_delay: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any] | None) -> "Randomize":
+        """From keywords as a configuration has them.
+
+        Raises:
+            ConfigError: an unknown name, or a value out of range.
+        """
+        known = [f.name for f in fields(cls)]
+        given: dict[str, Any] = {}
+        for name, value in (settings or {}).items():
+            if name not in known:
+                raise ConfigError(f"randomize.{name}", value, f"one of {', '.join(known)}{nearest(name, known)}")
+            given[name] = _range(name, value) if name in (*FACTORS, "obs_delay") else _size(name, value)
+        return cls(**given)
+
+    @property
+    def factors(self) -> dict[str, tuple[float, float]]:
+        """The ranges of those in ``FACTORS`` that are asked for."""
+        return {name: getattr(self, name) for name in FACTORS if getattr(self, name) != (1.0, 1.0)}
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Fields of the model that need a value for each simulation."""
+        return tuple(field for name in self.factors for field in FACTORS[name])
+
+
+def _size(name: str, value: Any) -> float:
+    least = "above 0" if name == "push_interval" else "at least 0"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or value < 0 or (name == "push_interval" and value == 0):
+        raise ConfigError(f"randomize.{name}", value, f"a number, {least}")
+    return float(value)
+
+
+def _range(name: str, value: Any) -> tuple[Any, Any]:
+    kind, least, what = (int, 0, "whole numbers, 0 <= low") if name == "obs_delay" else (float, 1e-3, "0.001 <= low")
+    good = isinstance(value, list | tuple) and len(value) == 2 and not any(isinstance(v, bool) for v in value)
+    good = good and all(isinstance(v, int | float) and v == kind(v) for v in value) and least <= value[0] <= value[1]
+    if not good:
+        raise ConfigError(f"randomize.{name}", value, f"[low, high], {what} <= high")
+    return kind(value[0]), kind(value[1])
+
+
+class Randomizer:
+    """Carries out a :class:`Randomize` on an engine.
+
+    Args:
+        settings: what to randomise; its ``parameters`` are the engine's.
+        robot: the nominal model.
+        engine: whose simulations these are.
+        draw: the environment's random numbers.
+        dt: seconds of an env step.
+        obs_size: of the ``policy`` observations; 0 where they are no vectors.
+
+    Raises:
+        ConfigError: something that this model or task has no place for.
+    """
+
+    def __init__(self, settings: Randomize, robot: Robot, engine: Engine, draw: Draw, dt: float, obs_size: int):
+        self.settings, self._engine, self._draw = settings, engine, draw
+        self._nominal = {name: robot.tensor(getattr(robot.model, name)) for name in settings.parameters}
+        self._chance = min(1.0, dt / settings.push_interval)
+        self._dofs = base_dofs(robot.model) if settings.push else []
+        model, n = robot.model, len(engine.fields["qpos"])
+        check(settings, model, bool(self._dofs), obs_size > 0)
+        widths = {"mass": model.nbody, "friction": 1, "gain": model.nu}
+        ones = {name: torch.ones(n, widths[name], device=robot.device, dtype=robot.dtype) for name in settings.factors}
+        self.factors = ones  # of the episodes at hand, for a critic that may know them
+        high = settings.obs_delay[1]
+        self._delay = torch.zeros(n, dtype=torch.int64, device=robot.device)
+        self._past = torch.zeros(n, high + 1, obs_size if high else 0, device=robot.device)
+        self._now = 0  # where in ``_past`` the newest observation is
+        self._every = torch.arange(n, device=robot.device)
+
+    def begin(self, rows: Rows, level: Tensor) -> None:
+        """Draw for the episodes that begin in ``rows``, at ``level`` [K]; before their states are set."""
+        for name, (low, high) in self.settings.factors.items():
+            width = self.factors[name].shape[1]
+            drawn = 1.0 + level[:, None] * (self._draw.uniform(low, high, rows.count, width) - 1.0)
+            self.factors[name] = rows.put(self.factors[name], drawn)
+        if self.settings.factors:
+            self._apply(rows)
+        low, high = self.settings.obs_delay
+        if high:
+            drawn = self._draw.uniform(low, high + 1, rows.count).floor_().clamp_(max=high)
+            self._delay = rows.put(self._delay, (level * drawn).round().long())
+
+    def _apply(self, rows: Rows) -> None:
+        """The factors become the engine's parameters."""
+        new = {}
+        for name, factor in self.factors.items():
+            for field in FACTORS[name]:
+                nominal = self._nominal[field]
+                new[field] = nominal * factor.view(*factor.shape, *(1,) * (nominal.ndim - 1))
+        self._engine.set_parameters(rows, new)
+
+    def push(self, level: Tensor) -> None:
+        """Perhaps push; before a step of physics."""
+        if not self._dofs:
+            return
+        n, velocity = len(level), self._engine.fields["qvel"]
+        hit = self._draw.uniform(0.0, 1.0, n) < self._chance
+        size = self.settings.push * level * hit
+        for dof in self._dofs:
+            velocity[:, dof] += size * self._draw.uniform(-1.0, 1.0, n)
+
+    def sense(self, obs: Obs, level: Tensor) -> Obs:
+        """What is seen of the observations after a step."""
+        seen = obs["policy"]
+        if self.settings.obs_delay[1]:
+            self._now = (self._now + 1) % self._past.shape[1]
+            self._past[:, self._now] = seen
+            seen = self._past[self._every, (self._now - self._delay) % self._past.shape[1]]
+        return {**obs, "policy": self._noisy(seen, level)}
+
+    def sense_first(self, rows: Rows, obs: Obs, level: Tensor) -> Obs:
+        """What is seen of an episode's first observations ([K, ...])."""
+        seen = obs["policy"]
+        if self.settings.obs_delay[1]:
+            self._past = rows.put(self._past, seen[:, None].expand(-1, self._past.shape[1], -1))
+        return {**obs, "policy": self._noisy(seen, level)}
+
+    def _noisy(self, seen: Tensor, level: Tensor) -> Tensor:
+        if not self.settings.obs_noise:
+            return seen
+        noise = self._draw.normal(self.settings.obs_noise, *seen.shape)
+        return seen + (level[:, None] * noise).to(seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "factors": {name: value.clone() for name, value in self.factors.items()},
+            "delay": self._delay.clone(),
+            "past": self._past.clone(),
+            "now": self._now,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], everyone: Rows) -> None:
+        there = self._past.device
+        self.factors = {name: value.to(there, copy=True) for name, value in state["factors"].items()}
+        self._delay, self._past = (state[k].to(there, copy=True) for k in ("delay", "past"))
+        self._now = int(state["now"])
+        if self.settings.factors:
+            self._apply(everyone)
+
+
+def check(settings: Randomize, model: mujoco.MjModel, has_base: bool, has_vector: bool) -> None:
+    """``ConfigError`` for what a model or a task has no place for."""
+    if settings.push and not has_base:
+        raise ConfigError("randomize.push", settings.push, "0: this robot's base does not move along the ground")
+    if (settings.obs_noise or settings.obs_delay[1]) and not has_vector:
+        raise ConfigError("randomize.obs_noise", settings.obs_noise, "0: this task's observations are no vectors")
+    affine = (mujoco.mjtGain.mjGAIN_FIXED.value, mujoco.mjtGain.mjGAIN_AFFINE.value)
+    if "gain" in settings.factors and not all(kind in affine for kind in model.actuator_gaintype):
+        raise ConfigError("randomize.gain", list(settings.gain), "[1, 1]: this robot has actuators such as muscles")
+
+
+def base_dofs(model: mujoco.MjModel) -> list[int]:
+    """Degrees of freedom along which the robot's first body moves over the ground."""
+    found = []
+    for joint in range(model.njnt):
+        if model.jnt_bodyid[joint] != 1:
+            continue
+        kind, first = model.jnt_type[joint], int(model.jnt_dofadr[joint])
+        if kind == mujoco.mjtJoint.mjJNT_FREE:
+            found += [first, first + 1]
+        elif kind == mujoco.mjtJoint.mjJNT_SLIDE and abs(model.jnt_axis[joint][2]) < 0.5:
+            found.append(first)
+    return found

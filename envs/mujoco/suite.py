@@ -1,0 +1,64 @@
+"""What the tasks of Gymnasium's MuJoCo suite share: where its models are, how its episodes begin, its measures."""
+
+import importlib.util
+from pathlib import Path
+from typing import ClassVar
+
+import mujoco
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.task import Draw, Start, Task
+
+
+def assets() -> Path:
+    """Gymnasium's models. Raises ``ModuleNotFoundError`` where it is not installed."""
+    # find_spec does not run the package: importing gymnasium takes longer than building the environment
+    found = importlib.util.find_spec("gymnasium")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium")
+    return Path(found.origin).parent / "envs" / "mujoco" / "assets"
+
+
+ASSETS = assets()  # now: without gymnasium its tasks are not there at all
+
+
+class GymTask(Task):
+    """A ``-v5`` environment of Gymnasium, with its default arguments, on its model.
+
+    Attributes:
+        xml: model file of the installed gymnasium package.
+        noise: scale of the start state's perturbation. Coordinates are uniform in +-noise around the model's
+            default; velocities likewise, or normal with this standard deviation where ``normal_velocity``.
+    """
+
+    xml: ClassVar[str]
+    noise: ClassVar[float]
+    normal_velocity: ClassVar[bool] = False
+
+    @classmethod
+    def source(cls) -> mujoco.MjSpec:
+        return mujoco.MjSpec.from_file(str(ASSETS / cls.xml))
+
+    def start(self, count: int, draw: Draw) -> Start:
+        robot, noise = self.robot, self.noise
+        qpos = robot.qpos0 + draw.uniform(-noise, noise, count, len(robot.qpos0))
+        shape = (count, len(robot.qvel0))
+        qvel = draw.normal(noise, *shape) if self.normal_velocity else draw.uniform(-noise, noise, *shape)
+        return Start(qpos, robot.qvel0 + qvel)
+
+
+def measure_contacts(spec: mujoco.MjSpec) -> None:
+    """Make ``cfrc_ext`` computable: contact forces are computed only for models with a sensor that needs them."""
+    spec.body("torso").add_site(name="torso_imu")
+    spec.add_sensor(
+        name="torso_accel",
+        type=mujoco.mjtSensor.mjSENS_ACCELEROMETER,
+        objtype=mujoco.mjtObj.mjOBJ_SITE,
+        objname="torso_imu",
+    )
+
+
+def ctrl_cost(fields: Fields, weight: float) -> Tensor:
+    """-weight * |ctrl|^2: [N]."""
+    return fields["ctrl"].square().sum(1).mul_(-weight)

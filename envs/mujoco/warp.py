@@ -1,0 +1,252 @@
+"""``WarpEngine``: MuJoCo Warp behind the ``Engine`` protocol. The state lives on the GPU, as tensors that torch shares.
+
+Nothing here waits for the device. Stepping, resetting and the forward pass are captured once, as CUDA graphs, and
+launched on PyTorch's current stream. Resets are masked: they work on all simulations and change those meant.
+
+Warp holds contacts and constraints in buffers of fixed size (C allocates as it goes): 1.5 times the most that C was
+seen to need. Where that is too little, contacts are lost; :meth:`WarpEngine.overflowed` says in which simulations, and
+the first time, and each time that their number has doubled, a warning says what to change.
+
+On the CPU, Warp runs on one thread: good for tests, and for nothing else.
+"""
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mujoco
+import numpy as np
+import torch
+import warp as wp
+from torch import Tensor
+
+from pql.envs.mujoco.engine import DERIVING, MAX_STATE, Fields, Masked, Rows, check_state
+from pql.errors import ConfigError, PqlWarning
+
+wp.config.log_level = wp.LOG_WARNING  # before the import that starts it: a line for each of 90 kernels otherwise
+import mujoco_warp as mjw  # noqa: E402
+
+STATE = ("time", "qpos", "qvel", "act", "qacc_warmstart")
+"""What the next step depends on, beside the controls."""
+
+LOST = int(mjw.OverflowType.ALL & ~(mjw.OverflowType.ITERATIONS | mjw.OverflowType.LS_ITERATIONS))
+"""Overflows that lose something; a solver at its iteration limit does not."""
+
+MARGIN = 1.5
+
+LEAST = 128
+"""Contacts in the pool of all simulations, which also holds the pairs that turn out not to touch."""
+
+_AUTORESET = int(mujoco.mjtDisableBit.mjDSBL_AUTORESET.value)
+
+
+class WarpEngine:
+    """N simulations in float32 on a CUDA device (or the CPU, in tests).
+
+    Args:
+        model: compiled model.
+        num_envs: N.
+        device: where.
+        outputs: derived fields to offer.
+        parameters: the model's fields that get a value for each simulation. The regularisers that MuJoCo derives from
+            masses (``*_invweight0``) stay the nominal ones here: to compute them takes longer than a step.
+        need: the most contacts and constraint rows of one simulation that C was seen to have; see :func:`measure`.
+
+    Raises:
+        ConfigError: the model has something that Warp cannot simulate.
+    """
+
+    dtype = torch.float32
+
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        num_envs: int,
+        device: torch.device,
+        outputs: Sequence[str] = (),
+        parameters: Sequence[str] = (),
+        need: tuple[int, int] = (0, 0),
+    ):
+        wp.init()
+        model = copy.copy(model)
+        model.opt.disableflags &= ~_AUTORESET  # Warp does not know it, and restarts nothing by itself
+        self.device, self._count = torch.device(device), num_envs
+        contacts, constraints = (max(8, math.ceil(MARGIN * most)) for most in need)
+        self._constants = not {*parameters}.isdisjoint(DERIVING)
+        own = [*parameters, *(["body_subtreemass"] if self._constants else [])]
+        with wp.ScopedDevice(wp.device_from_torch(self.device)):
+            try:
+                self._model = mjw.put_model(model, batch_sizes=dict.fromkeys(own, num_envs))
+            except NotImplementedError as error:
+                raise ConfigError("model", "", f"a model that MuJoCo Warp can simulate ({error})") from error
+            self._model.opt.warn_overflow = 0  # it would print from the device; counted here instead
+            self._model.opt.run_rne_postconstraint = "cfrc_ext" in outputs
+            self._data = mjw.make_data(
+                model, num_envs, nconmax=contacts, njmax=constraints, naconmax=max(LEAST, contacts * num_envs)
+            )
+        self.fields = {name: wp.to_torch(getattr(self._data, name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
+        self._parameters = {name: wp.to_torch(getattr(self._model, name)) for name in parameters}
+        state = [wp.to_torch(getattr(self._data, name)) for name in STATE]
+        self._state = [part[:, None] if part.ndim == 1 else part for part in state]
+        self._derived = bool(outputs)
+        self._mask = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
+        self._graphs: dict[Any, Any] = {}
+        self._watch = Overflows(wp.to_torch(self._data.overflow), contacts, constraints)
+
+    def rows(self, mask: Tensor) -> Masked:
+        return Masked(mask)
+
+    def step(self, ctrl: Tensor, substeps: int) -> None:
+        def steps() -> None:
+            for _ in range(substeps):
+                mjw.step(self._model, self._data)
+
+        self.fields["ctrl"].copy_(ctrl)
+        self._run(substeps, steps)
+        self._watch.look()
+
+    def overflowed(self) -> Tensor:
+        """[N] bool; the latest step lost contacts or constraints there."""
+        return self._watch.lost
+
+    def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
+        assert isinstance(rows, Masked)
+        self._mask.copy_(rows.mask)
+        self._run("reset", lambda: mjw.reset_data(self._model, self._data, reset=wp.from_torch(self._mask)))
+        for name, new in (("qpos", qpos), ("qvel", qvel)):
+            self.fields[name].copy_(rows.put(self.fields[name], new))
+        if self._derived:
+            self.forward()
+
+    def set_parameters(self, rows: Rows, values: Fields) -> None:
+        for name, value in values.items():
+            self._parameters[name].copy_(rows.put(self._parameters[name], value))
+        if self._constants:
+            fixed = mjw.SetConstGroup.FIXED
+            self._run("constants", lambda: mjw.set_const(self._model, self._data, fixed, restore=False))
+
+    def forward(self) -> None:
+        self._run("forward", lambda: mjw.forward(self._model, self._data))
+
+    def diverged(self) -> Tensor:
+        square = self.fields["qpos"].square().sum(1) + self.fields["qvel"].square().sum(1)
+        return ~(square <= MAX_STATE**2)  # NaN compares false, so it counts
+
+    def state(self) -> Tensor:
+        return torch.cat(self._state, 1)
+
+    def load_state(self, state: Tensor) -> None:
+        check_state(state, torch.empty(self._count, sum(part.shape[1] for part in self._state), device="meta"))
+        for part, saved in zip(self._state, state.split([part.shape[1] for part in self._state], 1), strict=True):
+            part.copy_(saved)
+
+    def data(self, index: int, data: mujoco.MjData) -> mujoco.MjData:
+        for name in ("qpos", "qvel", "ctrl"):
+            getattr(data, name)[:] = self.fields[name][index].cpu().numpy()
+        return data
+
+    def bytes_per_env(self) -> int:
+        """Memory of the simulations' arrays, and of the model's that have a value for each, over N."""
+        arrays = [*_arrays(self._data), *(getattr(self._model, name) for name in self._parameters)]
+        return sum(array.capacity for array in arrays) // self._count
+
+    def close(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a graph may still run on the arrays
+        self._graphs.clear()
+
+    def _run(self, key: Any, launch: Callable[[], None]) -> None:
+        """``launch``, as a graph that the first call captures."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(launch)
+        if self.device.type == "cuda":
+            wp.capture_launch(graph, stream=wp.stream_from_torch(torch.cuda.current_stream(self.device)))
+        else:
+            wp.capture_launch(graph)
+
+    def _capture(self, launch: Callable[[], None]) -> Any:
+        """Compile, warm up and capture; the simulations' state is as before."""
+        saved, ctrl = self.state(), self.fields["ctrl"].clone()
+        device = wp.device_from_torch(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with wp.ScopedDevice(device):
+            launch()
+            wp.synchronize_device(device)
+            with wp.ScopedCapture(device=device) as capture:
+                launch()
+            wp.synchronize_device(device)
+        self.load_state(saved)
+        self.fields["ctrl"].copy_(ctrl)
+        return capture.graph
+
+
+class Overflows:
+    """Watches the bits that Warp sets in ``flags`` [N], and warns without waiting for the device."""
+
+    EVERY = 64  # steps between two looks at the count
+
+    def __init__(self, flags: Tensor, contacts: int, constraints: int):
+        self._flags, self._sizes = flags, (contacts, constraints)
+        self.lost = torch.zeros(len(flags), dtype=torch.bool, device=flags.device)
+        self._total = torch.zeros((), dtype=torch.int64, device=flags.device)
+        self._cuda = flags.device.type == "cuda"
+        self._seen = torch.zeros((), dtype=torch.int64, pin_memory=self._cuda)  # the total, some steps ago
+        self._copied = torch.cuda.Event() if self._cuda else None
+        self._steps, self._warned = 0, 0
+
+    def look(self) -> None:
+        """After a step."""
+        self.lost = (self._flags & LOST) != 0
+        self._total += self.lost.sum()
+        self._flags.zero_()
+        self._steps += 1
+        if self._steps % self.EVERY == 1:
+            self._warn()
+            self._seen.copy_(self._total, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+            else:
+                self._warn()
+
+    def _warn(self) -> None:
+        if self._copied is not None and not self._copied.query():
+            return
+        count = int(self._seen)
+        if count > 2 * self._warned:
+            self._warned = count
+            sizes = "{} contacts and {} constraint rows a simulation".format(*self._sizes)
+            message = f"MuJoCo Warp's buffers of {sizes} have overflowed {count} times: contacts were lost"
+            warnings.warn(f"{message}. Give the task larger `contacts`.", PqlWarning, stacklevel=2)
+
+
+def measure(model: mujoco.MjModel, frame_skip: int, steps: int = 2000, seed: int = 0) -> tuple[int, int]:
+    """The most contacts and constraint rows that one simulation in C has in ``steps`` env steps of random controls,
+    restarted every 200 near the default pose."""
+    rng, data = np.random.default_rng(seed), mujoco.MjData(model)
+    low, high = model.actuator_ctrlrange.T
+    contacts = constraints = 0
+    for step in range(steps):
+        if step % 200 == 0:
+            mujoco.mj_resetData(model, data)
+            data.qvel[:] = rng.normal(0.0, 0.5, model.nv)
+        data.ctrl[:] = rng.uniform(low, high)
+        mujoco.mj_step(model, data, frame_skip)
+        contacts, constraints = max(contacts, data.ncon), max(constraints, data.nefc)
+    return contacts, constraints
+
+
+def _arrays(holder: Any) -> list[Any]:
+    """All Warp arrays of a dataclass, and of those within it."""
+    found = []
+    for field in dataclasses.fields(holder):
+        value = getattr(holder, field.name)
+        if isinstance(value, wp.array):
+            found.append(value)
+        elif dataclasses.is_dataclass(value):
+            found += _arrays(value)
+    return found

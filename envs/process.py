@@ -1,0 +1,336 @@
+"""Any simulator in a process of its own, and in the Python it needs: ``task.process.python=/opt/isaac/bin/python``.
+
+Observations and actions cross through memory that both sides map, and each side wakes the other through a pipe. The far
+side is ``far.py``. It runs on Python 3.8 with NumPy alone, and can build whatever that interpreter can: a task of this
+library, an entry point of a package installed there, or ``module:attribute``.
+
+While a simulator steps over there, this process waits in the kernel: one that holds its interpreter's lock, or blocks,
+no longer holds up learners. What goes wrong there becomes an error here: an exception with its traceback, a crash with
+the Python stack at which it happened, a hang with the stacks of all threads. The process ends with the one that started
+it, however that ends.
+"""
+
+import json
+import mmap
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.envs import far
+from pql.errors import ConfigError, RunError
+from pql.types import Obs, Step
+
+GRACE = 5.0  # seconds for a simulator to close, and for a signal to be answered
+POLITE = 0.5  # seconds for the stacks of a process that hangs
+
+
+class Far:
+    """The process: starting it, asking it, noticing its end.
+
+    Args:
+        python: the interpreter, a path or a name on PATH; a script that starts one will do.
+        threads: what its numerical libraries may use (``OMP_NUM_THREADS``, unless that is set); None: all cores.
+    Raises:
+        ConfigError: ``python`` cannot be run.
+    """
+
+    def __init__(self, python: str, threads: int | None = None):
+        found = shutil.which(os.path.expanduser(python))
+        if found is None:
+            raise ConfigError("task.process.python", python, "a Python interpreter: a program that can be run")
+        self.python = found
+        self.memory, self.crash = _anonymous("pql-memory"), _anonymous("pql-crash")
+        requests, self.requests = os.pipe()
+        self.answers, answers = os.pipe()
+        theirs = {"requests": requests, "answers": answers, "memory": self.memory, "crash": self.crash}
+        told = {
+            **theirs, "parent": os.getpid(), "packages": _packages(),
+            "lives_with_thread": threading.current_thread() is threading.main_thread(),
+        }  # fmt: skip
+        environment = {**os.environ} if threads is None else {"OMP_NUM_THREADS": str(threads), **os.environ}
+        files = [self.requests, self.answers, self.memory, self.crash]
+        try:
+            self.process = subprocess.Popen(
+                [found, "-u", far.__file__, json.dumps(told)], stdin=subprocess.DEVNULL, stdout=2,
+                pass_fds=list(theirs.values()), start_new_session=True, env=environment,
+            )  # fmt: skip
+        except OSError as error:
+            _close_files(files)
+            raise ConfigError("task.process.python", python, f"a Python interpreter ({error.strerror})") from error
+        finally:
+            _close_files([requests, answers])
+        self._end = weakref.finalize(self, _finish, self.process, files)
+        self._poll = select.poll()
+        self._poll.register(self.answers, select.POLLIN)
+
+    def __str__(self) -> str:
+        return f"the simulator's process {self.process.pid} ({self.python})"
+
+    def ask(self, do: str, seconds: float, blob: bytes = b"", **request: Any) -> tuple[Any, bytes]:
+        """Send a message and wait for the answer. Raises as :meth:`wait`."""
+        self._check_open()
+        with suppress(BrokenPipeError):  # it has ended; what it said before that is still to be read
+            far.send_message(self.requests, far.CALL, {"do": do, **request}, blob)
+        return self.wait(seconds)
+
+    def wake(self) -> None:
+        """Ask for a step."""
+        self._check_open()
+        try:
+            os.write(self.requests, far.STEP)
+        except BrokenPipeError:
+            return  # as above
+
+    def wait(self, seconds: float) -> tuple[Any, bytes]:
+        """The oldest answer due; for a step nothing.
+
+        Raises:
+            ConfigError: a setting that the simulator refused; the process goes on.
+            RunError: an exception there, a crash, or no answer within ``seconds``; the process is then gone.
+        """
+        if not self._poll.poll(seconds * 1000):
+            raise self._hung(seconds)
+        kind = self._read(1)
+        if kind == far.STEP:
+            return None, b""
+        facts, blob = far.read_message(self._read)
+        if kind == far.ANSWER:
+            return facts, blob
+        if "config" in facts:
+            raise ConfigError(*facts["config"])
+        self.kill()
+        raise RunError(f"{self} failed\n{facts['traceback'].rstrip()}")
+
+    def _read(self, count: int) -> bytes:
+        parts = []
+        while count:
+            part = os.read(self.answers, min(count, 1 << 20))
+            if not part:
+                raise self._died()
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _died(self) -> RunError:
+        """It has closed its pipe: what it left behind, and how it ended."""
+        try:
+            status = self.process.wait(GRACE)
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        except subprocess.TimeoutExpired:
+            how = "stopped answering"
+        left = self._stacks()
+        self.kill()
+        return RunError(f"{left}\n{self} {how}" if left else f"{self} {how}; it may have said why above")
+
+    def _hung(self, seconds: float) -> RunError:
+        """No answer: where it hangs. It is killed."""
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(POLITE)
+        stacks = self._stacks()
+        self.kill()
+        return RunError(f"{stacks}\n{self} has not answered for {seconds:g} s (task.process.step_seconds)")
+
+    def _stacks(self) -> str:
+        """What its fault handler has written."""
+        return os.pread(self.crash, 1 << 16, 0).decode(errors="replace").rstrip()
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise RunError(f"{self} is closed")
+
+    def kill(self) -> None:
+        """End it, and whatever it has started. As often as one likes."""
+        self._end()
+
+    def close(self) -> None:
+        """Let the simulator close, then end the process."""
+        if self._end.alive:
+            with suppress(RunError, ConfigError, subprocess.TimeoutExpired):  # it is killed in any case
+                self.ask("close", GRACE)
+                self.process.wait(GRACE)
+        self.kill()
+
+
+class ProcessVec:
+    """``num_envs`` environments of a simulator in a process of its own.
+
+    It is a ``VecEnv`` with the simulator's own specification, but for ``device`` (what is asked for here, whatever the
+    simulator computes on), ``groups`` (1) and ``single_instance`` (False: each has its process). ``reset_where``,
+    ``render``, ``state_dict`` and ``load_state_dict`` are there where the simulator has them.
+
+    Args:
+        name: a task's environment, an entry point of the group ``pql.envs`` over there, or ``module:attribute``.
+        num_envs: N.
+        device: where the tensors go on this side; the simulator is asked for it, too.
+        python: its interpreter; default: this one.
+        kwargs: for the simulator's factory.
+        offered: keywords that it gets if it takes them.
+        step_seconds: a step that takes longer is a hang; the first one, and all else, may take ``start_seconds``.
+        threads: of the process's numerical libraries.
+
+    Raises:
+        ConfigError: no such interpreter or simulator, or a keyword or value that it refuses.
+        RunError: it failed to start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        python: str = sys.executable,
+        kwargs: Mapping[str, Any] | None = None,
+        offered: Mapping[str, Any] | None = None,
+        step_seconds: float = 20.0,
+        start_seconds: float = 600.0,
+        threads: int | None = None,
+    ):
+        self._device, self._seconds, self._start_seconds = torch.device(device), step_seconds, start_seconds
+        self._far = Far(python, threads)
+        try:
+            told, _ = self._far.ask(
+                "build", start_seconds, name=name, num_envs=num_envs, device=str(device), kwargs=dict(kwargs or {}),
+                offered=dict(offered or {}),
+            )  # fmt: skip
+        except BaseException:
+            self._far.kill()
+            raise
+        self.spec = read_spec(told["spec"], self._device)
+        self._tensors = map_memory(self._far.memory, told["places"], told["size"])
+        self._action, self._count = self._tensors["action"], self._tensors["count"].numpy()
+        self._shared_obs = [(name, self._tensors[f"obs.{name}"]) for name in self.spec.obs]
+        self._patience = start_seconds  # the first step may compile
+        self._has = frozenset(told["has"])
+
+    def __getattr__(self, name: str) -> Any:
+        """``reset_where`` and the like, where the simulator has them."""
+        if name in vars(self).get("_has", ()):
+            return getattr(self, "_" + name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def reset(self, seed: int | None = None) -> Obs:
+        self._far.ask("reset", self._start_seconds, seed=seed)
+        return self._obs()
+
+    def step(self, action: Tensor) -> Step:
+        self.start(action)
+        return self.result()
+
+    def start(self, action: Tensor) -> None:
+        """Hand over the actions and return at once; :meth:`result` waits for what follows."""
+        self._action.copy_(action)
+        self._far.wake()
+
+    def result(self) -> Step:
+        """Of the step that was started. Fields are new tensors."""
+        self._far.wait(self._patience)
+        self._patience = self._seconds
+        obs, take = self._obs(), self._take
+        terminated, truncated, first, final_ok, valid = take(self._tensors["flags"]).unbind(0)
+        log = dict(zip(self.spec.log, take(self._tensors["log"]).unbind(0), strict=True)) if self.spec.log else {}
+        reward, final = take(self._tensors["reward"]), self._final(obs)
+        return Step(obs, reward, terminated, truncated, first, final, final_ok, valid, log)
+
+    def close(self) -> None:
+        self._far.close()
+
+    def _obs(self) -> Obs:
+        return {name: self._take(shared) for name, shared in self._shared_obs}
+
+    def _take(self, shared: Tensor) -> Tensor:
+        """A copy on this side's device, made before this returns."""
+        return shared.clone() if self._device.type == "cpu" else shared.to(self._device)
+
+    def _final(self, obs: Obs) -> Obs:
+        """``obs`` itself, or a copy of it with the rows that have another successor."""
+        count = int(self._count[0])
+        if not count:
+            return dict(obs)
+        rows = self._tensors["rows"][:count].to(self._device)
+        final = {name: self._tensors[f"final.{name}"][:count].to(self._device) for name in obs}
+        return {name: value.index_copy(0, rows, final[name]) for name, value in obs.items()}
+
+    def _reset_where(self, mask: Tensor) -> Obs:
+        self._tensors["mask"].copy_(mask)
+        self._far.ask("reset_where", self._start_seconds)
+        return self._obs()
+
+    def _state_dict(self) -> Any:
+        return far.unpack(*self._far.ask("state_dict", self._start_seconds), as_tensors=True)
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        tree, blob = far.pack(state)
+        self._far.ask("load_state_dict", self._start_seconds, blob, state=tree)
+
+    def _render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
+        picture = self._far.ask("render", self._start_seconds, index=index, width=width, height=height)
+        return np.asarray(far.unpack(*picture, as_tensors=False), np.uint8)
+
+
+def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Tensor]:
+    """The shared arrays (``far.layout``) by name."""
+    shared = mmap.mmap(file, size)
+    return {
+        name: torch.from_numpy(
+            np.frombuffer(shared, np.dtype(dtype), int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
+        )
+        for name, (dtype, shape, offset) in places.items()
+    }
+
+
+def read_spec(told: Mapping[str, Any], device: torch.device) -> EnvSpec:
+    """``far.describe``'s JSON as a specification."""
+    kind, bounds = told["action"], [told["action"].get(k) for k in ("low", "high")]
+    action: Box | Discrete
+    if "n" in kind:
+        action = Discrete(kind["n"])
+    else:
+        action = Box(kind["size"], *(None if values is None else tuple(values) for values in bounds))
+    fixed = {k: told[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
+    obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in told["obs"].items()}
+    return EnvSpec(**fixed, obs=obs, action=action, device=device, log=tuple(told["log"]), info=dict(told["info"]))
+
+
+def _packages() -> dict[str, str]:
+    """Folders of this library's packages, wherever they are installed."""
+    import pql
+    from pql import cfg, envs
+
+    return {module.__name__: str(Path(cast(str, module.__file__)).parent) for module in (pql, envs, cfg)}
+
+
+def _anonymous(name: str) -> int:
+    """An open file without a name, in memory where that can be had: nothing of it is left, whoever is killed."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _close_files(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _finish(process: "subprocess.Popen[bytes]", files: list[int]) -> None:
+    """Kill the process and all it has started, and close this side's files."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _close_files(files)

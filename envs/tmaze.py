@@ -1,0 +1,80 @@
+"""The T-maze: a task that cannot be played without a memory, on any device. The gate for recurrent agents."""
+
+import torch
+from torch import Tensor
+
+from pql.env import EnvSpec
+from pql.envs import draw
+from pql.envs.classic import TorchEnv, Transition, positive
+from pql.envs.draw import Drawn
+
+
+class TMaze(Drawn, TorchEnv):
+    """A sign in the first cell says which way to turn at the far end of a corridor, where it cannot be seen any more.
+
+    obs [N, 2]: the sign (1 up, -1 down; 0 beyond the first cell), and 1 at the junction. action [N] int64: 0 forward,
+    1 up, 2 down. Forward is the one way through the corridor, up and down those out of the junction; elsewhere an
+    action changes nothing. reward: 1 for the turn that the sign told, else 0; turning terminates.
+
+    The best return is 1; without a memory it is .5, by guessing.
+
+    A simplification of the T-maze in Bakker 2001 (Reinforcement Learning with Long Short-Term Memory).
+
+    Args:
+        length: steps from the first cell to the junction.
+        max_episode_steps: None: four times the shortest way.
+        num_envs, device, stagger: as everywhere.
+    """
+
+    name, obs_size, action_size, discrete, state_size = "tmaze", 2, 3, True, 2
+    terms = ("success",)  # 1 where the turn is right
+    dt = 0.1
+    paint = staticmethod(draw.tmaze)
+
+    def __init__(
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        max_episode_steps: int | None = None,
+        stagger: bool = False,
+        length: int = 10,
+    ):
+        self.length = positive("length", length)
+        limit = default_limit(length) if max_episode_steps is None else max_episode_steps
+        super().__init__(num_envs, device, limit, stagger)
+        self.view = ((-1.0, -2.0), (length + 1.0, 2.0))
+
+    @classmethod
+    def describe(
+        cls,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        max_episode_steps: int | None = None,
+        stagger: bool = False,
+        length: int = 10,
+    ) -> EnvSpec:
+        """The ``EnvSpec`` that the same arguments would build."""
+        limit = default_limit(positive("length", length)) if max_episode_steps is None else max_episode_steps
+        return super().describe(num_envs, device, limit, stagger)
+
+    def draw(self) -> Tensor:
+        """sign (1 or -1), cell."""
+        sign = torch.where(self.uniform(1) < 0, -1.0, 1.0)
+        return torch.cat((sign, torch.zeros_like(sign)), 1)
+
+    def observe(self, state: Tensor) -> Tensor:
+        sign, cell = state.unbind(1)
+        return torch.stack((torch.where(cell == 0, sign, 0.0), (cell == self.length).float()), 1)
+
+    def advance(self, state: Tensor, action: Tensor) -> Transition:
+        sign, cell = state.unbind(1)
+        turned = (cell == self.length) & (action > 0)
+        right = turned & ((action == 1) == (sign > 0))
+        moved = torch.where(action == 0, cell + 1, cell).clamp(max=self.length)
+        reward = right.float()
+        return Transition(torch.stack((sign, moved), 1), reward, turned, {"success": reward})
+
+
+def default_limit(length: int) -> int:
+    """Steps of an episode, where nobody says."""
+    return 4 * (length + 1)

@@ -1,0 +1,109 @@
+"""Simulators for tests of ``pql.envs.process``: NumPy alone, in any Python from 3.8 on."""
+
+import os
+import sys
+import time
+
+import numpy as np
+
+from pql.envs.plain import Box, Discrete, EnvSpec, ObsSpec, Step
+
+
+class Walk:
+    """A point that is pushed about in the plane; noise, two observation groups, an end and a time limit.
+
+    Args:
+        fault: what the step numbered ``at`` does instead: raise, abort, hang, or exit.
+    """
+
+    def __init__(self, num_envs, device="cpu", limit=7, discrete=False, fault=None, at=3, threads=0):
+        if limit < 1:
+            raise WrongSettingError("limit", limit, "at least 1")
+        action = Discrete(4) if discrete else Box(2, (-2.0, -2.0), (2.0, 2.0))
+        obs = {"policy": ObsSpec((2,)), "critic": ObsSpec((3,), "float64"), "image": ObsSpec((2, 2), "uint8")}
+        info = {"python": ".".join(map(str, sys.version_info[:2])), "threads": threads, "torch": "torch" in sys.modules}
+        self.spec = EnvSpec(
+            "walk", num_envs, obs, action, "cpu", max_episode_steps=limit, log=("push", "success"),
+            single_instance=True, info=info,
+        )  # fmt: skip
+        self.random, self.limit, self.fault, self.at, self.count = np.random.RandomState(0), limit, fault, at, 0
+        self.x = np.zeros((num_envs, 2))
+        self.t = np.zeros(num_envs, np.int64)
+
+    def observe(self):
+        image = np.clip(self.x * 20 + 128, 0, 255).astype(np.uint8)
+        return {
+            "policy": self.x.astype(np.float32), "critic": np.concatenate((self.x, self.t[:, None]), 1),
+            "image": np.stack((image, image[:, ::-1]), 1),
+        }  # fmt: skip
+
+    def start(self, mask):
+        self.x = np.where(mask[:, None], self.random.uniform(-1, 1, self.x.shape), self.x)
+        self.t = np.where(mask, 0, self.t)
+
+    def reset(self, seed=None):
+        if seed is not None:
+            self.random.seed(seed % 2**32)
+        self.start(np.ones(len(self.t), bool))
+        return self.observe()
+
+    def reset_where(self, mask):
+        self.start(mask)
+        return self.observe()
+
+    def step(self, action):
+        self.count += 1
+        if self.fault and self.count == self.at:
+            self.fail()
+        push = np.eye(4)[action][:, :2] if action.ndim == 1 else np.clip(action, -1, 1)
+        self.x = self.x + 0.2 * push + self.random.normal(0, 0.05, self.x.shape)
+        self.t = self.t + 1
+        far = (self.x**2).sum(1) > 1.5
+        late = (self.t >= self.limit) & ~far
+        final, reward = self.observe(), -(self.x**2).sum(1)
+        self.start(far | late)
+        yes = np.ones(len(far), bool)
+        log = {"success": late, "push": np.abs(push).sum(1)}
+        return Step(self.observe(), reward, far, late, far | late, final, yes, yes, log)
+
+    def fail(self):
+        if self.fault == "raise":
+            raise ZeroDivisionError("the simulator fell over")
+        if self.fault == "abort":
+            os.abort()
+        if self.fault == "exit":
+            os._exit(3)
+        time.sleep(600)
+
+    def state_dict(self):
+        _, keys, position, has, cached = self.random.get_state()
+        return {"x": self.x, "t": self.t, "keys": keys.astype(np.int64), "numbers": [position, has], "cached": cached}
+
+    def load_state_dict(self, state):
+        numbers = state["numbers"]
+        keys = np.asarray(state["keys"]).astype(np.uint32)
+        self.random.set_state(("MT19937", keys, int(numbers[0]), int(numbers[1]), float(state["cached"])))
+        self.x, self.t = state["x"], state["t"]
+
+    def render(self, index=0, width=None, height=None):
+        return np.full((height or 4, width or 6, 3), index, np.uint8)
+
+    def close(self):
+        if self.fault == "at close":
+            raise ValueError("not now")
+
+
+class WrongSettingError(Exception):
+    def __init__(self, setting, value, allowed):
+        super().__init__(setting, value, allowed)
+        self.setting, self.value, self.allowed = setting, value, allowed
+
+
+def broken(num_envs, device):
+    raise KeyError("no licence")
+
+
+class Misshapen(Walk):
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(reward=step.reward[:, None])

@@ -1,0 +1,84 @@
+"""What was done last, as an observation: what it says in every row, for whatever kind of environment."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pql.conformance import check_env
+from pql.env import Discrete, make_env
+from pql.envs.classic import Cartpole
+from pql.envs.toy import Counter
+from pql.errors import ConfigError
+from pql.feedback import Feedback, feedback_spec
+from pql.grouped import Grouped
+
+
+class Choices(Counter):
+    """The counter with four discrete actions, which do nothing either."""
+
+    @classmethod
+    def describe(cls, *args, **kwargs):
+        return replace(super().describe(*args, **kwargs), action=Discrete(4))
+
+
+MODES = [
+    {},
+    {"autoreset": "next_step", "restart_every": 4, "stagger": True},
+    {"final_obs": "never", "restart_every": 4},
+    {"autoreset": "next_step", "final_obs": "never"},
+]
+
+
+@pytest.mark.parametrize("kwargs", MODES)
+def test_it_keeps_the_contract(kwargs):
+    env = Feedback(Choices(6, "cpu", **kwargs))
+    report = check_env(env, 60, described=feedback_spec(Choices.describe(6, "cpu", **kwargs)))
+    assert report.ok, report
+
+
+def test_groups_that_step_apart_are_told_the_same():
+    env = Feedback(Grouped([Cartpole(3, "cpu", max_episode_steps=9) for _ in range(2)]))
+    report = check_env(env, 40)
+    assert report.ok, report
+    assert {r.name: r.ok for r in report.results}["groups"] is True
+    env.close()
+
+
+@pytest.mark.parametrize("clip", [None, 2.0])
+@pytest.mark.parametrize("kwargs", MODES)
+def test_it_says_what_was_done_last_and_what_that_paid(kwargs, clip):
+    env, gen = Feedback(Choices(5, "cpu", **kwargs), clip), torch.Generator().manual_seed(0)
+    assert not env.reset(0)["last"].any()
+    for _ in range(40):
+        action = torch.randint(4, (5,), generator=gen)
+        step = env.step(action)
+        for i in range(5):
+            paid = float(step.reward[i]) if clip is None else max(-clip, min(clip, float(step.reward[i])))
+            told = [float(a == action[i]) for a in range(4)] + [paid]
+            assert step.obs["last"][i].tolist() == ([0.0] * 5 if step.first[i] else told)
+            assert step.final_obs["last"][i].tolist() == (told if step.valid[i] else [0.0] * 5)
+
+
+def test_single_environments_are_restarted_with_nothing_done():
+    env = Feedback(Choices(3, "cpu"))
+    env.reset(0)
+    step = env.step(torch.tensor([1, 2, 3]))
+    obs = env.reset_where(torch.tensor([False, True, False]))
+    assert obs["last"][1].tolist() == [0.0] * 5
+    assert torch.equal(obs["last"][::2], step.obs["last"][::2])
+
+
+def test_it_offers_what_its_environment_offers():
+    plain, drawn = Feedback(Choices(2, "cpu")), Feedback(make_env("tmaze", 2))
+    assert hasattr(drawn, "render")
+    assert not hasattr(plain, "render")
+    assert not hasattr(plain, "send")
+    assert hasattr(plain, "state_dict")
+
+
+def test_continuous_actions_and_a_group_of_its_name_are_refused():
+    with pytest.raises(ConfigError, match="a task with discrete actions"):
+        Feedback(Counter(2, "cpu"))
+    with pytest.raises(ConfigError, match="without an observation group 'last'"):
+        Feedback(Feedback(Choices(2, "cpu")))

@@ -1,0 +1,69 @@
+"""What only a CUDA device can show of R2D2: captured bursts on sequences, two streams, no waiting."""
+
+import gc
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import differences
+from r2d2_runs import config_of
+from test_gpu import Ordered, run, settle
+
+from pql.build import build, seeds
+from pql.schedule import Inline
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    """PyTorch reuses its 32 streams: graphs captured on them must be gone before others are."""
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+def gpu_config(*changes, **settings):
+    sizes = {"num_envs": 64, "replay": {"capacity": 64 * 60}, "placement": {"executor": "auto"},
+             "budget": {"env_steps": 100_000}}  # fmt: skip
+    own = {"batch_size": 32, "dqn": {"target_period": 256}}
+    return replace(config_of(own, sizes, *changes), device="cuda", **settings)
+
+
+def test_a_captured_run_equals_an_eager_one():
+    captured, eager = (run(gpu_config(cuda_graphs=g), ticks=20) for g in ("on", "off"))
+    assert differences(captured, eager) == []
+
+
+def test_warm_up_and_capture_leave_no_trace():
+    parts = build(gpu_config(cuda_graphs="on"))
+    before = settle(parts)
+    parts.prepare()
+    assert differences(before, settle(parts)) == []
+    assert all(job.graph.graph is not None for job in parts.jobs.values())
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_tick_never_waits_for_the_device(graphs):
+    parts = build(gpu_config(cuda_graphs=graphs))
+    parts.prepare()
+    parts.collector.start(seeds(parts.config.seed)["env"])
+    parts.collector.warm_up(parts.config.algo.warmup_steps)
+    parts.begin()
+    parts.schedule.tick()  # what is made on first use is made here
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            parts.schedule.tick()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+def test_every_order_on_two_streams_gives_the_same_bits():
+    config = gpu_config({"schedule": "concurrent"})
+    reference = run(config, 20, Inline())
+    for order in itertools.permutations(("collector", "v")):
+        assert differences(reference, run(config, 20, Ordered(config, order))) == [], order

@@ -1,0 +1,249 @@
+"""The tasks of the PQL paper: sizes, every reward term by hand, sensors against forces that are known, pictures."""
+
+import math
+
+import mujoco
+import pytest
+import torch
+
+pytest.importorskip("mujoco.batch")
+pytest.importorskip("gymnasium")
+
+import pql
+from pql.conformance import check_env
+from pql.envs.mujoco.isaac import raster
+from pql.envs.mujoco.isaac.ball import BALL, LEG, LEGS, TRAY
+from pql.envs.mujoco.isaac.measure import Wrench, into, rotation
+from pql.envs.mujoco.task import Robot
+
+DOUBLE = torch.float64
+
+
+# -- measures ---------------------------------------------------------------------------------------------------------
+
+
+def test_rotations_are_mujocos():
+    quat = torch.nn.functional.normalize(torch.randn(5, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(0)))
+    for one, matrix in zip(quat, rotation(quat), strict=True):
+        flat = torch.zeros(9, dtype=DOUBLE).numpy()
+        mujoco.mju_quat2Mat(flat, one.numpy())
+        assert torch.allclose(matrix.flatten(), torch.from_numpy(flat), atol=1e-12)
+    vector = torch.tensor([1.0, -2.0, 3.0], dtype=DOUBLE)
+    assert torch.allclose(into(rotation(quat), vector), rotation(quat).mT @ vector)
+
+
+FLYING = """
+<mujoco><option timestep="0.001" gravity="0 0 -9.81"/><worldbody><body name="plank"><freejoint/>
+  <geom type="box" size=".1 .2 .05" pos=".1 0 .02" euler="20 30 40" mass="2"/>
+  <geom type="sphere" size=".05" pos="-.2 .1 0" mass=".5"/>
+</body></worldbody></mujoco>"""
+
+
+def test_a_wrench_is_the_sum_of_the_forces_that_act():
+    spec = mujoco.MjSpec.from_string(FLYING)
+    Wrench.sense(spec, "plank")
+    model = spec.compile()
+    data = mujoco.MjData(model)
+    data.qpos[3:7] = torch.nn.functional.normalize(torch.tensor([0.8, 0.3, -0.4, 0.2], dtype=DOUBLE), dim=0).numpy()
+    data.qvel[3:] = (3.0, -2.0, 4.0)  # it turns, so I omega turns with it
+    force, torque = (torch.tensor(v, dtype=DOUBLE) for v in ((1.0, -3.0, 2.0), (0.2, 0.1, -0.3)))
+    data.xfrc_applied[1] = torch.cat((force, torque)).numpy()  # at the centre of mass, in the world
+    mujoco.mj_forward(model, data)
+    wrench = Wrench(Robot(model, torch.device("cpu"), DOUBLE), ("plank",))
+    felt, turning = wrench.read({"sensordata": torch.tensor(data.sensordata)[None]})
+    turn = torch.tensor(data.xmat[1]).view(3, 3)
+    whole = force + torch.tensor([0.0, 0.0, -9.81 * 2.5], dtype=DOUBLE)
+    assert torch.allclose(felt[0, 0], turn.T @ whole, atol=1e-9)
+    assert torch.allclose(turning[0, 0], turn.T @ torque, atol=1e-9)
+    arm = torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE)  # a force acts about a point by lever and turning
+    expected = turning - torch.linalg.cross(arm.view(1, 1, 3), felt)
+    assert torch.equal(Wrench.about(felt, turning, arm), expected)
+
+
+# -- Ball Balance -----------------------------------------------------------------------------------------------------
+
+
+def ball_env(count, place, velocity=(0.0, 0.0, 0.0)):
+    """Every ball at ``place``, moving at ``velocity``."""
+    env = pql.make_env("ballbalance", num_envs=count)
+    env.reset(0)
+    qpos, qvel = env.task.robot.qpos0.repeat(count, 1), env.task.robot.qvel0.repeat(count, 1)
+    qpos[:, env.task._ball_qpos] = torch.tensor(place, dtype=DOUBLE)
+    qvel[:, env.task._ball_qvel] = torch.tensor(velocity, dtype=DOUBLE)
+    env.engine.reset(env.engine.rows(torch.ones(count, dtype=torch.bool)), qpos, qvel)
+    return env
+
+
+@pytest.mark.parametrize(
+    ("place", "velocity", "reward", "over"),
+    [
+        ((0.0, 0.0, 0.7), (0.0, 0.0, 0.0), 1.0, False),
+        ((0.3, 0.0, 0.3), (0.0, -1.0, 0.0), 1 / 1.5 / 2, False),
+        ((0.0, 0.0, 0.1), (0.0, 3.0, 4.0), 1 / 1.6 / 6, True),
+    ],
+)
+def test_ball_balance_pays_for_a_ball_at_rest_in_its_place(place, velocity, reward, over):
+    env = ball_env(1, place, velocity)
+    verdict = env.task.judge(env.engine.fields, {})
+    assert verdict.terms["balance"].item() == pytest.approx(reward, rel=1e-9)
+    assert verdict.terminated.item() is over
+
+
+def test_ball_balance_observes_24_numbers_of_which_sensors_rest_at_zero():
+    env = ball_env(3, (3.0, 0.0, 9.0))  # for a second, it falls beside the tray
+    assert env.spec.obs["policy"].shape == (24,)
+    assert env.spec.action.size == 3
+    for _ in range(100):
+        obs = env.step(torch.zeros(3, 3)).obs["policy"]
+    assert obs[:, :6].abs().max() < 1e-3  # knees
+    assert obs[:, 12:].abs().max() < 1e-3  # twentieths of N and N m
+    fallen = torch.tensor([3.0, 0.0, 9.0 - 9.81 / 2, 0.0, 0.0, -5.0])  # all within +-5
+    assert torch.allclose(obs[:, 6:12], fallen, atol=0.02)
+
+
+def test_targets_of_the_knees_add_up_within_their_range():
+    env = pql.make_env("ballbalance", num_envs=1)
+    env.reset(0)
+    action, seen = torch.tensor([[1.0, -1.0, 0.5]]), []
+    for _ in range(9):
+        env.step(action)
+        seen.append(env.engine.fields["ctrl"][0].tolist())
+    for step, target in enumerate(seen, 1):
+        expected = [min(0.2 * step, math.pi / 2), max(-0.2 * step, -math.radians(70)), 0.1 * step]
+        assert target == pytest.approx(expected, abs=1e-9)
+    env.reset(0)
+    env.step(torch.zeros(1, 3))
+    assert env.engine.fields["ctrl"].abs().max() == 0  # an episode begins with targets at 0
+
+
+def test_balls_fall_towards_the_trays_axis():
+    env = pql.make_env("ballbalance", num_envs=4000)
+    obs = env.reset(0)["policy"]
+    place, velocity = obs[:, 6:9], env.engine.fields["qvel"][:, env.task._ball_qvel].float()
+    distance = place[:, :2].norm(dim=1)
+    assert (distance.min() < 0.005, distance.max() > 0.495, distance.max() <= 0.5) == (True, True, True)
+    assert place[:, 2].aminmax() == (pytest.approx(1.0, abs=0.005), pytest.approx(2.0, abs=0.005))
+    assert velocity[:, 2].eq(-5.0).all()
+    inward = (velocity[:, :2] * place[:, :2]).sum(1) / distance
+    assert torch.allclose(inward.abs(), velocity[:, :2].norm(dim=1), atol=1e-5)  # along the radius
+    assert (inward <= 0).all()
+    # uniform: E[D] = .2505, E[speed] = E[(D - .001) / .499] * 2.5 = 1.25, and no direction is preferred
+    assert distance.mean().item() == pytest.approx(0.2505, abs=0.008)
+    assert inward.mean().item() == pytest.approx(-1.25, abs=0.08)
+    assert place[:, :2].mean(0).abs().max() < 0.015
+
+
+SPOKES = torch.tensor([[math.cos(a), math.sin(a)] for a in LEGS])
+
+
+def tilt(obs):
+    """A hand-written policy: the tray rises on the side where the ball is, or is going."""
+    wanted = (0.3 * obs[:, 6:8] + 0.15 * obs[:, 9:11]) @ SPOKES.T
+    return (wanted - obs[:, :3]) / 0.2
+
+
+def play(env, policy, steps=250):
+    """Mean reward of the first episode in each environment, cut off after ``steps``."""
+    obs, total = env.reset(0)["policy"], torch.zeros(env.spec.num_envs)
+    alive = torch.ones_like(total, dtype=torch.bool)
+    for _ in range(steps):
+        step = env.step(policy(obs).clamp(-1, 1))
+        total, alive, obs = total + step.reward * alive, alive & ~step.first, step.obs["policy"]
+    return total.mean().item()
+
+
+def test_tilting_against_the_ball_beats_chance():
+    env, generator = pql.make_env("ballbalance", num_envs=24), torch.Generator().manual_seed(0)
+    chance = play(env, lambda obs: torch.rand(24, 3, generator=generator) * 2 - 1)
+    assert chance < 25
+    assert play(env, tilt) > 80
+
+
+@pytest.mark.parametrize("name", ["ballbalance", "ballbalance_pixels"])
+def test_ball_balance_conforms(name):
+    env = pql.make_env(name, num_envs=3, max_episode_steps=20)
+    report = check_env(env, 50)
+    assert report.ok, report
+
+
+# -- its pictures -----------------------------------------------------------------------------------------------------
+
+FLAT = torch.tensor([0.0, 0.0, 1.0])
+FAR = torch.full((1, 6, 2, 3), 9.0)  # legs that nobody sees
+
+
+def picture(ball, tray=(0.0, 0.0, 0.5), normal=FLAT, legs=FAR):
+    camera = raster.Camera(torch.device("cpu"), BALL, TRAY, LEG)
+    return camera.picture(torch.tensor([ball]), torch.tensor([tray]), normal[None], legs)[0]
+
+
+def places(mask):
+    """Of the pixels in ``mask``: how many, and the mean of their coordinates in the view, in metres."""
+    rows, columns = mask.nonzero().double().unbind(1)
+    pixel = raster.WIDTH / raster.SIZE
+    return len(rows), (columns.mean().item() - 41.5) * pixel, raster.MIDDLE - (rows.mean().item() - 41.5) * pixel
+
+
+def seen(x, y, z):
+    """Where the view shows a point: sideways, and upwards."""
+    return y, z * math.cos(raster.ELEVATION) - x * math.sin(raster.ELEVATION)
+
+
+def test_a_picture_shows_ball_tray_and_shadow_where_they_are():
+    pixel = raster.WIDTH / raster.SIZE
+    image = picture((0.2, -0.15, 0.8))
+    assert (image.shape, image.dtype) == ((84, 84), torch.uint8)
+    count, x, y = places(image == 255)
+    assert (x, y) == pytest.approx(seen(0.2, -0.15, 0.8), abs=pixel / 4)
+    assert count == pytest.approx(math.pi * BALL**2 / pixel**2, rel=0.25)  # soft edges are not quite white
+    count, x, y = places(image == 90)
+    assert (x, y) == pytest.approx(seen(0.2, -0.15, 0.5), abs=pixel / 2)
+    assert count == pytest.approx(math.pi * BALL**2 * math.sin(raster.ELEVATION) / pixel**2, rel=0.4)
+    count, x, y = places(picture((9.0, 9.0, 9.0)) == 160)
+    assert (x, y) == pytest.approx(seen(0.0, 0.0, 0.5), abs=pixel / 4)
+    assert count == pytest.approx(
+        math.pi * TRAY**2 * math.sin(raster.ELEVATION) / pixel**2, rel=0.08
+    )  # less soft edges
+
+
+def test_a_ball_below_the_tray_is_behind_it():
+    empty, under = picture((9.0, 9.0, 9.0)), picture((0.0, 0.0, 0.35))
+    assert torch.equal(empty, under)
+    half_out = picture((0.5, 0.0, 0.2)) == 255  # in front of the legs, beyond the tray's edge
+    assert half_out.any()
+
+
+def test_a_tilted_tray_is_seen_from_its_side():
+    # its normal at right angles to the line of sight: nothing but a line is left of it
+    along = torch.tensor([math.sin(raster.ELEVATION), 0.0, -math.cos(raster.ELEVATION)])
+    assert (picture((9.0, 9.0, 9.0), normal=along) == 160).sum() < 150
+    facing = torch.tensor([math.cos(raster.ELEVATION), 0.0, math.sin(raster.ELEVATION)])
+    count, _, _ = places(picture((9.0, 9.0, 9.0), normal=facing) == 160)
+    assert count == pytest.approx(math.pi * TRAY**2 / (raster.WIDTH / raster.SIZE) ** 2, rel=0.04)
+
+
+def test_legs_are_drawn_from_end_to_end():
+    legs = FAR.clone()
+    legs[0, 2] = torch.tensor([[0.0, -0.4, 0.2], [0.0, 0.4, 0.2]])
+    image = picture((9.0, 9.0, 9.0), tray=(0.0, 0.0, -9.0), legs=legs)
+    lit = image > 70  # more than half of a pixel
+    height = seen(0, 0, 0.2)[1]
+    count, x, y = places(lit)
+    assert (x, y) == pytest.approx((0.0, height), abs=raster.WIDTH / raster.SIZE / 2)
+    assert count == pytest.approx((0.8 * 2 * LEG + math.pi * LEG**2) / (raster.WIDTH / raster.SIZE) ** 2, rel=0.25)
+
+
+def test_frames_follow_the_physics_and_scenes_do_not_mix():
+    env = pql.make_env("ballbalance_pixels", num_envs=3)
+    obs = env.reset(0)["policy"]
+    assert (obs.shape, obs.dtype) == ((3, 4, 84, 84), torch.uint8)
+    assert obs[:, :3].eq(0).all()  # no frame before the episode
+    for _ in range(12):
+        last = obs
+        obs = env.step(torch.zeros(3, 3)).obs["policy"]
+        assert torch.equal(obs[:, :3], last[:, 1:])
+    fields = env.engine.fields
+    for i in range(3):
+        ball = fields["xpos"][i, env.task._ball].tolist()
+        _, x, y = places(obs[i, 3] == 255)
+        assert (x, y) == pytest.approx(seen(*ball), abs=0.01)

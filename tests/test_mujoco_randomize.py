@@ -1,0 +1,281 @@
+"""Domain randomisation, curricula and staggered starts of the MuJoCo tasks, in numbers."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+# ruff: noqa: E402
+mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
+
+from pql.conformance import check_env
+from pql.env import make_env
+from pql.envs.mujoco.curriculum import Levels, linear, make_curriculum, succeed, survive
+from pql.envs.mujoco.engine import BatchEngine, Listed
+from pql.envs.mujoco.env import MujocoVec
+from pql.envs.mujoco.randomize import base_dofs
+from pql.errors import ConfigError
+
+ALL = {
+    "mass": [0.7, 1.4],
+    "friction": [0.5, 1.5],
+    "gain": [0.8, 1.2],
+    "push": 0.5,
+    "push_interval": 0.2,
+    "obs_noise": 0.01,
+    "obs_delay": [0, 3],
+}
+
+
+@pytest.fixture(autouse=True)
+def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its warnings to a file in the working directory
+
+
+def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
+    env = make_env(name, num_envs, "cpu", **{"threads": 1, **kwargs})
+    assert isinstance(env, MujocoVec)
+    return env
+
+
+def engine_of(env: MujocoVec) -> BatchEngine:
+    assert isinstance(env.engine, BatchEngine)
+    return env.engine
+
+
+def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.rand(steps, env.spec.num_envs, env.task.action_size, generator=gen) * 2 - 1
+
+
+def test_factors_are_uniform_in_their_ranges_and_reach_the_model() -> None:
+    n = 300
+    env = build("walker2d", n, randomize={k: ALL[k] for k in ("mass", "friction", "gain")})
+    env.reset(seed=0)
+    batch, model = engine_of(env).batch, env.model
+    mass = torch.from_numpy(batch.expand("body_mass"))[:, 1:] / torch.from_numpy(model.body_mass)[1:]
+    inertia = torch.from_numpy(batch.expand("body_inertia"))[:, 1:] / torch.from_numpy(model.body_inertia)[1:]
+    friction = torch.from_numpy(batch.expand("geom_friction")) / torch.from_numpy(model.geom_friction)
+    gain = torch.from_numpy(batch.expand("actuator_gainprm"))[:, :, 0] / torch.from_numpy(model.actuator_gainprm)[:, 0]
+    torch.testing.assert_close(inertia, mass[:, :, None].expand_as(inertia))
+    torch.testing.assert_close(friction, friction[:, :1, :1].expand_as(friction))  # one factor for all geoms
+    for values, (low, high) in ((mass, (0.7, 1.4)), (friction[:, 0, :1], (0.5, 1.5)), (gain, (0.8, 1.2))):
+        assert low <= values.min() < low + 0.02 * (high - low)
+        assert high - 0.02 * (high - low) < values.max() <= high
+        spread = (high - low) / 12**0.5
+        assert (values.mean(0) - (low + high) / 2).abs().max() < 5 * spread / n**0.5
+        torch.testing.assert_close(values.std(0), torch.full_like(values[0], spread), rtol=0.15, atol=0)
+    assert np.corrcoef(mass.T)[0, 1:].max() < 0.25  # bodies are drawn apart
+    subtree = batch.expanded("body_subtreemass")  # derived constants follow
+    assert subtree is not None
+    np.testing.assert_allclose(subtree[:, 0], batch.expand("body_mass").sum(1))
+
+
+def test_a_randomised_simulation_is_that_of_a_model_with_these_values() -> None:
+    env = build("hopper", 3, randomize={k: ALL[k] for k in ("mass", "friction", "gain")})
+    env.reset(seed=1)
+    factors = env._randomizer.factors  # type: ignore[union-attr]
+    model, by_hand = engine_of(env).batch.get_model(0), copy.copy(env.model)
+    by_hand.body_mass[:] = env.model.body_mass * factors["mass"][0].numpy()
+    by_hand.body_inertia[:] = env.model.body_inertia * factors["mass"][0].numpy()[:, None]
+    by_hand.geom_friction[:] = env.model.geom_friction * float(factors["friction"][0])
+    by_hand.actuator_gainprm[:] = env.model.actuator_gainprm * factors["gain"][0].numpy()[:, None]
+    data = mujoco.MjData(by_hand)
+    mujoco.mj_setConst(by_hand, data)
+    np.testing.assert_array_equal(model.body_invweight0, by_hand.body_invweight0)
+    data.qpos[:], data.qvel[:] = (env.engine.fields[name][0].numpy() for name in ("qpos", "qvel"))
+    for action in random_actions(env, 10):
+        env.step(action)
+        data.ctrl[:] = action[0].numpy()
+        mujoco.mj_step(by_hand, data, 4)
+        np.testing.assert_array_equal(env.engine.fields["qpos"][0].numpy(), data.qpos)
+
+
+def test_each_episode_draws_anew_and_only_its_own_row() -> None:
+    env = build("hopper", 4, randomize={"mass": [0.5, 2.0]})
+    env.reset(seed=0)
+    before = engine_of(env).batch.expand("body_mass").copy()
+    env.reset_where(torch.tensor([False, True, False, False]))
+    changed = (engine_of(env).batch.expand("body_mass") != before).any(1)
+    assert changed.tolist() == [False, True, False, False]
+
+
+def test_pushes_come_as_often_and_as_strong_as_asked() -> None:
+    n, steps = 500, 40
+    still = build("halfcheetah", n, max_episode_steps=1000)
+    pushed = build("halfcheetah", n, max_episode_steps=1000, randomize={"push": 2.0, "push_interval": 0.5})
+    jumps = []
+    pushed.reset(seed=0)
+    for _ in range(steps):
+        before = pushed.engine.fields["qvel"].clone()
+        pushed._randomizer.push(torch.ones(n))  # type: ignore[union-attr]
+        jumps.append(pushed.engine.fields["qvel"] - before)
+    jump = torch.stack(jumps)
+    assert (jump[:, :, 1:] == 0).all()  # along the ground only
+    hit = jump[:, :, 0] != 0
+    assert hit.float().mean() == pytest.approx(still.task.dt / 0.5, rel=0.1)
+    size = jump[:, :, 0][hit]
+    assert 1.95 < size.abs().max() <= 2.0
+    assert size.mean().abs() < 0.15
+    assert size.std() == pytest.approx(4 / 12**0.5, rel=0.1)
+
+
+def test_base_dofs() -> None:
+    found = {
+        name: base_dofs(build(name, 1).model) for name in ("ant", "hopper", "swimmer", "invertedpendulum", "reacher")
+    }
+    assert found == {"ant": [0, 1], "hopper": [0], "swimmer": [0, 1], "invertedpendulum": [0], "reacher": []}
+
+
+def test_noise_has_its_standard_deviation_and_leaves_the_rest_alone() -> None:
+    plain, noisy = build("halfcheetah", 200), build("halfcheetah", 200, randomize={"obs_noise": 0.05})
+    action = random_actions(plain, 1)[0]
+    gaps = [noisy.reset(seed=3)["policy"] - plain.reset(seed=3)["policy"]]
+    a, b = plain.step(action), noisy.step(action)
+    gaps += [b.obs["policy"] - a.obs["policy"]]
+    assert torch.equal(a.reward, b.reward)
+    for gap in gaps:
+        assert gap.std() == pytest.approx(0.05, rel=0.05)
+        assert gap.mean().abs() < 0.005
+
+
+def test_a_delay_shows_old_observations_and_never_another_episodes() -> None:
+    n, limit = 60, 7
+    plain = build("halfcheetah", n, max_episode_steps=limit)
+    late = build("halfcheetah", n, max_episode_steps=limit, randomize={"obs_delay": [1, 3]})
+    late.reset(seed=0)
+    plain.reset(seed=0)
+    for t, action in enumerate(random_actions(plain, 2 * limit)):
+        if t % limit == 0:  # the two draw differently: put them into the same state
+            plain.engine.load_state(late.engine.state())
+            seen = [plain.task.observe(plain.engine.fields, {})["policy"].float()]
+            delay = late._randomizer._delay.clone()  # type: ignore[union-attr]
+            assert sorted({*delay.tolist()}) == [1, 2, 3]
+        step, true = late.step(action), plain.step(action)
+        seen.append(true.final_obs["policy"])
+        expected = torch.stack([seen[max(0, t % limit + 1 - int(d))][i] for i, d in enumerate(delay)])
+        assert torch.equal(step.final_obs["policy"], expected)
+
+
+def test_randomised_runs_repeat_with_the_seed_and_resume() -> None:
+    def build_all(threads: int = 1) -> MujocoVec:
+        curriculum = {"kind": "survive"}
+        return build(
+            "hopper", 5, threads=threads, max_episode_steps=12, randomize=ALL, curriculum=curriculum, stagger=True
+        )
+
+    env, twin = build_all(), build_all(2)
+    actions = random_actions(env, 60)
+    assert torch.equal(env.reset(seed=4)["policy"], twin.reset(seed=4)["policy"])
+    for action in actions[:30]:
+        a, b = env.step(action), twin.step(action)
+        assert torch.equal(a.obs["policy"], b.obs["policy"])
+        assert torch.equal(a.log["level"], b.log["level"])
+    saved = env.state_dict()
+    later = [env.step(action) for action in actions[30:]]
+    assert torch.stack([step.log["level"] for step in later]).max() > 0
+    other = build_all()
+    other.load_state_dict(saved)
+    for action, step in zip(actions[30:], later, strict=True):
+        again = other.step(action)
+        assert torch.equal(again.obs["policy"], step.obs["policy"])
+        assert torch.equal(again.reward, step.reward)
+
+
+def test_the_contract_holds_with_everything_on() -> None:
+    env = build("hopper", 4, max_episode_steps=30, randomize=ALL, curriculum={"kind": "linear", "steps": 200})
+    report = check_env(env, steps=80)
+    assert report.ok, str(report)
+
+
+def test_stagger_spreads_the_first_ends_only() -> None:
+    env = build("halfcheetah", 200, max_episode_steps=10, stagger=True)
+    env.reset(seed=0)
+    ends = torch.stack([env.step(action).truncated for action in random_actions(env, 20)])
+    assert ends[:10].sum(0).tolist() == [1] * 200
+    assert ends[:10].sum(1).min() >= 8
+    assert torch.equal(ends[:10], ends[10:])  # whole episodes follow
+
+
+def test_at_level_zero_nothing_is_randomised() -> None:
+    env = build("hopper", 6, randomize=ALL, curriculum={"kind": "linear", "steps": 1e12})
+    plain = build("hopper", 6)
+    env.reset(seed=0), plain.reset(seed=0)
+    np.testing.assert_array_equal(engine_of(env).batch.expand("body_mass"), np.tile(env.model.body_mass, (6, 1)))
+    plain.engine.load_state(env.engine.state())
+    for action in random_actions(env, 5):
+        assert torch.equal(env.step(action).obs["policy"], plain.step(action).obs["policy"])
+
+
+def test_curricula_move_levels_as_they_say() -> None:
+    ended = torch.tensor([True, True, True, False])
+    steps, reward = torch.tensor([100, 60, 20, 70]), torch.zeros(4)
+    levels = Levels(survive(0.2, 0.1), 4, 100, torch.device("cpu"))
+    levels.level = torch.tensor([0.5, 0.5, 0.05, 0.5])
+    assert levels.follow(reward, None, ended, steps).tolist() == pytest.approx([0.5, 0.5, 0.05, 0.0])
+    assert levels.level.tolist() == pytest.approx([0.7, 0.5, 0.0, 0.5])
+
+    levels = Levels(linear(16), 4, 100, torch.device("cpu"))
+    levels.follow(reward, None, ended, steps)
+    assert levels.level.tolist() == [0.25, 0.25, 0.25, 0.0]
+
+    levels = Levels(succeed(0.2, 0.1), 4, 100, torch.device("cpu"))
+    levels.follow(reward, torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool), steps)
+    levels.follow(reward, torch.zeros(4), ended, steps)  # a success earlier in the episode counts
+    assert levels.level.tolist() == pytest.approx([0.0, 0.2, 0.0, 0.0])
+
+
+def test_a_curriculum_of_ones_own_sees_returns() -> None:
+    def by_return(level: Tensor, progress: Any) -> Tensor:
+        return (progress.returns > 2.5).float()
+
+    levels = Levels(by_return, 2, 10, torch.device("cpu"))
+    no, yes = torch.tensor([False, False]), torch.tensor([True, True])
+    levels.follow(torch.tensor([1.0, 2.0]), None, no, torch.tensor([1, 1]))
+    levels.follow(torch.tensor([1.0, 1.0]), None, yes, torch.tensor([2, 2]))
+    assert levels.level.tolist() == [0.0, 1.0]
+    levels.abandon(Listed(yes))  # as new episodes begin
+    levels.follow(torch.tensor([1.0, 1.0]), None, yes, torch.tensor([1, 1]))
+    assert levels.level.tolist() == [0.0, 0.0]
+    levels.level = torch.ones(2)
+    levels.restart()
+    assert levels.level.tolist() == [0.0, 0.0]
+    assert make_curriculum({"kind": "pql.envs.mujoco.curriculum:linear", "steps": 5}) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "named"),
+    [
+        ("hopper", {"randomize": {"masss": [1, 2]}}, "randomize.masss=.*did you mean mass"),
+        ("hopper", {"randomize": {"mass": [2, 1]}}, r"randomize.mass=\[2, 1\]: expected \[low, high\]"),
+        ("hopper", {"randomize": {"mass": 2}}, r"randomize.mass=2: expected \[low, high\]"),
+        ("hopper", {"randomize": {"obs_delay": [0, 1.5]}}, "randomize.obs_delay=.*whole numbers"),
+        ("hopper", {"randomize": {"push": -1}}, "randomize.push=-1: expected a number, at least 0"),
+        ("hopper", {"randomize": {"push_interval": 0}}, "randomize.push_interval=0: expected a number, above 0"),
+        ("reacher", {"randomize": {"push": 1}}, "randomize.push=1.0: expected 0: this robot's base"),
+        ("hopper", {"randomize": 3}, "randomize=3: expected settings below it"),
+        ("hopper", {"curriculum": {"kind": "linar"}}, "curriculum.kind=linar: .*did you mean linear"),
+        ("hopper", {"curriculum": {"steps": 3}}, "curriculum.kind=null: expected one of survive"),
+        ("hopper", {"curriculum": {"kind": "linear", "step": 3}}, "curriculum=.*keywords of linear"),
+        ("hopper", {"stagger": 1}, "stagger=1: expected true or false"),
+    ],
+)
+def test_bad_settings_are_named(name: str, kwargs: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make_env(name, 2, **kwargs)
+
+
+def test_randomisation_is_reached_from_the_command_line() -> None:
+    from pql.compose import compose
+    from pql.task import build_env
+
+    words = ["task.kwargs.randomize.mass=[0.8,1.2]", "task.kwargs.curriculum.kind=linear", "task.kwargs.stagger=true"]
+    env = build_env(compose(["device=cpu", "task=hopper", "num_envs=2", *words]))
+    assert isinstance(env, MujocoVec)
+    assert env._randomizer is not None
+    assert env._randomizer.settings.mass == (0.8, 1.2)
+    assert env.spec.log[-1] == "level"

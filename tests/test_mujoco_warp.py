@@ -1,0 +1,237 @@
+"""The Warp engine against C, on the CPU: same states, same controls, same numbers within float32 and chaos.
+
+Compiling Warp's kernels takes half a minute of a core for each kind of model, the first time (they are kept in
+``WARP_CACHE_PATH``), so one robot is in the suite and the others are marked slow.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+# ruff: noqa: E402
+mujoco = pytest.importorskip("mujoco")  # first: the imports below need them
+pytest.importorskip("mujoco_warp")
+
+from pql.conformance import check_env
+from pql.env import make_env
+from pql.envs.mujoco import TASKS
+from pql.envs.mujoco.engine import Masked
+from pql.envs.mujoco.env import MujocoVec
+from pql.envs.mujoco.warp import WarpEngine, measure
+from pql.errors import PqlWarning
+
+SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
+ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+@pytest.fixture(autouse=True)
+def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def build(name: str, num_envs: int, engine: str = "warp", **kwargs: Any) -> MujocoVec:
+    env = make_env(name, num_envs, "cpu", engine=engine, threads=1, **kwargs)
+    assert isinstance(env, MujocoVec)
+    return env
+
+
+def warp_of(env: MujocoVec) -> WarpEngine:
+    assert isinstance(env.engine, WarpEngine)
+    return env.engine
+
+
+def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.rand(steps, env.spec.num_envs, env.task.action_size, generator=gen) * 2 - 1
+
+
+def follow(env: MujocoVec, other: MujocoVec) -> None:
+    """Put the simulations of ``env`` into the state of ``other``."""
+    n = env.spec.num_envs
+    qpos, qvel = (other.engine.fields[name].to(env.engine.dtype) for name in ("qpos", "qvel"))
+    env.engine.reset(env.engine.rows(torch.ones(n, dtype=torch.bool)), qpos.clone(), qvel.clone())
+    env._memory = {**env._memory, **env.task.track(env.engine.fields)}
+
+
+@pytest.mark.parametrize("name", ROBOTS)
+def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str) -> None:
+    """Each step from C's own state, and 3 steps without putting it right again."""
+    n, steps = 16, 12
+    c, w, free = (build(name, n, engine, max_episode_steps=1000) for engine in ("batch", "warp", "warp"))
+    for env in (c, w, free):
+        env.reset(seed=0)
+    follow(c, c)  # away from C's memory of its last solution, which Warp has not
+    follow(free, c)
+    for t, action in enumerate(random_actions(c, steps)):
+        follow(c, c)
+        follow(w, c)
+        a, b = c.step(action), w.step(action)
+        drifted = free.step(action) if t < 3 else None
+        for theirs, size in ((b, 1e-4), (drifted, 1e-3)):
+            if theirs is None:
+                continue
+            scale = a.final_obs["policy"].abs().amax(0).clamp(min=1.0)
+            gap = ((theirs.final_obs["policy"] - a.final_obs["policy"]).abs() / scale).amax(1)
+            assert gap.median() < size / 10
+            assert (gap > size).float().mean() <= 0.1, gap  # where a contact begins a substep earlier
+            apart = (theirs.reward - a.reward).abs() / a.reward.abs().clamp(min=1.0)
+            assert (apart > size).float().mean() <= 0.1, apart
+            assert torch.equal(theirs.terminated, a.terminated)
+            assert not theirs.log["overflow"].any()
+
+
+@pytest.mark.parametrize("name", ROBOTS)
+def test_random_episodes_have_the_same_statistics(name: str) -> None:
+    n, limit = 64, 40
+    lengths, returns = [], []
+    for engine in ("batch", "warp"):
+        env = build(name, n, engine, max_episode_steps=limit)
+        env.reset(seed=1 if engine == "warp" else 2)
+        alive, total, length = torch.ones(n, dtype=torch.bool), torch.zeros(n), torch.zeros(n)
+        for action in random_actions(env, limit, seed=3 if engine == "warp" else 4):
+            step = env.step(action)
+            total += step.reward * alive
+            length += alive
+            alive &= ~step.first
+        lengths.append(length)
+        returns.append(total)
+    for (a, b), least in ((lengths, 0.0), (returns, 1e-3)):
+        gen = torch.Generator().manual_seed(0)
+        picks = torch.randint(n, (1000, 2, n), generator=gen)
+        error = (a[picks[:, 0]].mean(1) - b[picks[:, 1]].mean(1)).std()  # bootstrap
+        assert (a.mean() - b.mean()).abs() <= 4 * error + least
+
+
+def test_fields_are_shared_not_copied() -> None:
+    engine = warp_of(build("halfcheetah", 2))
+    for name, field in engine.fields.items():
+        assert field.data_ptr() == getattr(engine._data, name).ptr
+        assert field.dtype == torch.float32
+
+
+def test_a_masked_reset_changes_only_its_rows() -> None:
+    env = build("halfcheetah", 5)
+    env.reset(seed=0)
+    for action in random_actions(env, 3):
+        before = env.step(action).obs["policy"]
+    state = env.engine.state()
+    mask = torch.tensor([False, True, False, False, True])
+    after = env.reset_where(mask)["policy"]
+    assert torch.equal(after[~mask], before[~mask])
+    assert torch.equal(env.engine.state()[~mask], state[~mask])
+    assert (after[mask] != before[mask]).any(1).all()
+    assert env.state_dict()["steps"].tolist() == [3, 0, 3, 3, 0]
+    assert env.engine.state()[mask][:, 0].tolist() == [0.0, 0.0]  # time
+
+
+def test_resume_repeats_every_bit() -> None:
+    env, other = (build("halfcheetah", 4, max_episode_steps=7) for _ in range(2))
+    actions = random_actions(env, 20)
+    env.reset(seed=5)
+    for action in actions[:10]:
+        env.step(action)
+    saved = env.state_dict()
+    later = [env.step(action) for action in actions[10:]]
+    other.load_state_dict(saved)
+    for action, step in zip(actions[10:], later, strict=True):
+        again = other.step(action)
+        assert torch.equal(again.obs["policy"], step.obs["policy"])
+        assert torch.equal(again.reward, step.reward)
+
+
+def test_the_contract_holds() -> None:
+    report = check_env(build("halfcheetah", 4, max_episode_steps=12), steps=30)
+    assert report.ok, str(report)
+
+
+def test_randomised_parameters_mean_the_same_on_both_engines() -> None:
+    wanted = {"mass": [0.5, 2.0], "friction": [0.5, 1.5], "gain": [0.7, 1.3]}
+    c, w = (build("halfcheetah", 6, engine, randomize=wanted) for engine in ("batch", "warp"))
+    c.reset(seed=0), w.reset(seed=0)
+    c._randomizer.load_state_dict(  # type: ignore[union-attr]
+        {**c.state_dict()["randomizer"], "factors": {k: v.double() for k, v in w._randomizer.factors.items()}},  # type: ignore[union-attr]
+        c.engine.rows(torch.ones(6, dtype=torch.bool)),
+    )
+    follow(c, c), follow(w, c)
+    action = random_actions(c, 1)[0]
+    a, b = c.step(action), w.step(action)
+    # not closer: Warp keeps the nominal model's regularisers
+    torch.testing.assert_close(a.final_obs["policy"], b.final_obs["policy"], rtol=5e-3, atol=5e-3)
+    plain = build("halfcheetah", 6)
+    plain.reset(seed=0), follow(plain, c)
+    assert (plain.step(action).final_obs["policy"] - b.final_obs["policy"]).abs().amax(1).min() > 0.05
+
+
+def test_an_overflow_is_counted_and_warned_about() -> None:
+    env = build("halfcheetah", 3)
+    small = WarpEngine(env.model, 3, torch.device("cpu"), need=(1, 1))  # room for 8 rows; lying down takes 16
+    qpos = env.task.robot.qpos0.repeat(3, 1)
+    qpos[1:, 1], qpos[1:, 2] = -0.6, 0.0  # pressed into the ground
+    everyone = torch.ones(3, dtype=torch.bool)
+    small.reset(Masked(everyone), qpos, torch.zeros(3, env.model.nv))
+    with pytest.warns(PqlWarning, match="8 contacts and 8 constraint rows.*contacts were lost"):
+        small.step(torch.zeros(3, env.model.nu), 1)
+    assert small.overflowed().tolist() == [False, True, True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            small.step(torch.zeros(3, env.model.nu), 1)  # once is enough
+
+
+@pytest.mark.parametrize("name", ["halfcheetah", "ant", "pusher"])
+def test_capacities_cover_what_c_needs(name: str) -> None:
+    env = build(name, 1, "batch")
+    contacts, constraints = measure(env.model, env.task.frame_skip, 400, seed=7)
+    assert env.task.contacts is not None
+    assert contacts <= env.task.contacts[0]
+    assert constraints <= env.task.contacts[1]
+
+
+def test_memory_per_environment() -> None:
+    """Almost all of it belongs to simulations, so it hardly depends on their number."""
+    few, many = (warp_of(build("halfcheetah", n)).bytes_per_env() for n in (256, 1024))
+    assert 8_000 < many <= few < 20_000
+
+
+def test_the_engine_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pql.envs.mujoco.engines import choose
+
+    assert choose("auto", torch.device("cpu")) == "batch"
+    assert choose("auto", torch.device("cuda:1")) == "warp"
+    assert TASKS["hopper"].describe(2, "cuda").deterministic is False
+    assert TASKS["hopper"].describe(2, "cuda").log[-1] == "overflow"
+    assert TASKS["hopper"].describe(2, "cpu").deterministic is True
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_steps_agree_with_c_and_wait_for_nothing() -> None:
+    n = 64
+    c, w = (
+        build("halfcheetah", n, "batch", max_episode_steps=20),
+        make_env("halfcheetah", n, "cuda", max_episode_steps=20),
+    )
+    assert isinstance(w, MujocoVec)
+    c.reset(seed=0), w.reset(seed=0)
+    actions = random_actions(c, 40)
+    follow(c, c)
+    qpos, qvel = (c.engine.fields[name].float().cuda() for name in ("qpos", "qvel"))
+    w.engine.reset(w.engine.rows(torch.ones(n, dtype=torch.bool, device="cuda")), qpos, qvel)
+    w._memory = {**w._memory, **w.task.track(w.engine.fields)}
+    a, b = c.step(actions[0]), w.step(actions[0].cuda())
+    torch.testing.assert_close(a.final_obs["policy"], b.final_obs["policy"].cpu(), rtol=1e-3, atol=1e-3)
+    there = actions.cuda()
+    for action in there:
+        step = w.step(action)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for action in there:
+            step = w.step(action)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step.obs["policy"].isfinite().all()
+    assert step.obs["policy"].device.type == "cuda"

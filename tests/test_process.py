@@ -1,0 +1,398 @@
+"""Simulators in a process and a Python of their own: the contract, runs, and everything that can go wrong."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import differences, small_config
+from far_python import far_python
+from runs import points, words
+
+from pql import checkpoint
+from pql.compose import compose, resume_config
+from pql.conformance import check_env
+from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
+from pql.envs import far
+from pql.envs.process import ProcessVec, _packages
+from pql.envs.toy import Counter
+from pql.errors import ConfigError, RunError
+from pql.grouped import Grouped
+from pql.main import main
+from pql.session import Session
+from pql.task import build_env
+from pql.types import Step
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Another interpreter, which has NumPy alone."""
+    return str(far_python(tmp_path_factory.mktemp("far") / "venv"))
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+@pytest.fixture
+def walk(python):
+    """Makes the simulator of ``far_sims``, and closes it after the test."""
+    made = []
+
+    def make(num_envs=6, name="far_sims:Walk", seconds=20.0, **kwargs):
+        made.append(ProcessVec(name, num_envs, python=python, kwargs=kwargs, step_seconds=seconds, start_seconds=60.0))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def gone(pid, within=5.0):
+    """Whether a process has ended (or ends ``within`` seconds)."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":  # ended; its parent has not asked yet
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# -- the contract -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_a_simulator_in_another_python_conforms(walk, discrete):
+    env = walk(discrete=discrete)
+    report = check_env(env, 40)
+    assert report.ok, report
+    untested = {r.name for r in report.results if r.ok is None}
+    assert untested == {"filler_flags", "groups", "describe", "stack"} | ({"action_range"} if discrete else set())
+    assert isinstance(env, VecEnv)
+    assert env.spec.info["python"] in ("3.8", ".".join(map(str, sys.version_info[:2])))
+    assert env.spec.info["torch"] is False
+    assert env.spec.action == (Discrete(4) if discrete else Box.within(2, 2.0))
+    assert {k: (s.shape, s.dtype) for k, s in env.spec.obs.items()} == {
+        "policy": ((2,), torch.float32),
+        "critic": ((3,), torch.float64),
+        "image": ((2, 2), torch.uint8),
+    }
+    assert not env.spec.single_instance  # each has a process
+
+
+def test_the_values_are_the_simulators_own(walk):
+    """Every row's image and critic say what the point was, so rows cannot have been mixed up on the way."""
+    env = walk(limit=3)
+    obs, ends = env.reset(1), 0
+    for _ in range(20):
+        step = env.step(torch.zeros(6, 2))
+        for seen in (step.obs, step.final_obs):
+            image = (seen["critic"][:, :2] * 20 + 128).clamp(0, 255).to(torch.uint8)
+            assert torch.equal(seen["image"], torch.stack((image, image.flip(1)), 1))
+            torch.testing.assert_close(seen["policy"], seen["critic"][:, :2].float())
+        torch.testing.assert_close(step.reward, -step.final_obs["critic"][:, :2].square().sum(1).float())
+        assert torch.equal(step.final_obs["critic"][:, 2], obs["critic"][:, 2] + 1)
+        assert torch.equal(step.obs["critic"][:, 2] == 0, step.first)
+        assert torch.equal(step.log["success"], step.truncated.float())
+        obs, ends = step.obs, ends + int(step.first.sum())
+    assert ends > 30
+
+
+def test_optional_methods_cross_too(walk):
+    env = walk()
+    env.reset(0)
+    mask = torch.tensor([True, False, True, False, False, False])
+    env.step(torch.zeros(6, 2))
+    assert env.reset_where(mask)["critic"][:, 2].tolist() == [0, 1, 0, 1, 1, 1]
+    assert env.render(2, width=3).tolist() == [[[2] * 3] * 3] * 4
+
+
+def test_a_tensor_simulator_gives_the_same_bits_in_another_process():
+    """This interpreter again, another process: tensors, next-step autoreset, lost final observations, the state."""
+    kwargs = {"autoreset": "next_step", "final_obs": "never", "restart_every": 4, "stagger": True}
+    here, there = Counter(5, **kwargs), ProcessVec("counter", 5, kwargs=kwargs)
+    try:
+        assert there.spec == here.spec
+        report = check_env(there, 40)
+        assert report.ok, report
+        for action in torch.zeros(30, 5, 2):
+            ours, theirs = here.step(action), there.step(action)
+            for one, other in zip(ours, theirs, strict=True):
+                pairs = [(one[k], other[k]) for k in one] if isinstance(one, dict) else [(one, other)]
+                assert all(torch.equal(a, b) for a, b in pairs)
+        assert differences(checkpoint.flatten(here.state_dict()), checkpoint.flatten(there.state_dict())) == []
+    finally:
+        there.close()
+
+
+def test_the_plain_records_are_the_librarys(python):
+    """Where the library cannot be imported, records of the same names and defaults stand in."""
+    script = (
+        "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(json.loads(sys.argv[2]))\n"
+        "from pql.envs import plain\n"
+        "print(json.dumps({n: [getattr(plain, n)._fields, {k: str(v) for k, v in getattr(plain, n)._field_defaults"
+        ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'EnvSpec', 'Step')}))"
+    )
+    asked = [python, "-c", script, str(Path(far.__file__).parent), json.dumps(_packages())]
+    found = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True, timeout=60).stdout)
+    assert found.pop("Step")[0] == list(Step._fields)
+    for record in (ObsSpec, Box, Discrete, EnvSpec):
+        fields = dataclasses.fields(record)
+        names, defaults = found.pop(record.__name__)
+        assert names == [f.name for f in fields]
+        for f in fields:
+            if f.default is not dataclasses.MISSING and f.name != "dtype":
+                assert defaults[f.name] == str(f.default)
+    assert found == {}
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def task(python, *more):
+    return ("task=env", "task.name=far_sims:Walk", f"task.process.python={python}", *more)
+
+
+def walk_words(folder, python, *more):
+    return [w for w in words(folder, *task(python, *more)) if w != "task=pendulum"]
+
+
+@pytest.mark.fault
+def test_a_run_in_another_python_resumes_bit_for_bit_and_is_evaluated(tmp_path, python, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, steps, more in ((whole, 640, ()), (parts, 320, ("eval.final=true",))):
+        Session(compose(walk_words(folder, python, f"budget.env_steps={steps}", *more)), quiet=True).train()
+    Session(resume_config(parts, ["budget.env_steps=640", "eval.final=false"]), resume=True, quiet=True).train()
+    a, b = (checkpoint.load(points(folder)[-1])[0] for folder in (whole, parts))
+    assert "collector/env/keys" in a
+    assert differences(a, b) == []
+    assert main(["eval", str(parts), "episodes=3"]) == 0
+    assert "3 episodes" in capsys.readouterr().out
+
+
+def test_groups_of_processes_conform_and_step_by_turns(python):
+    config = small_config(
+        num_envs=8, placement={"groups": 2},
+        task={"name": "far_sims:Walk", "process": {"python": python}, "kwargs": {"limit": 5}},
+    )  # fmt: skip
+    env = build_env(config)
+    try:
+        assert isinstance(env, Grouped)
+        assert all(stepper is one for stepper, one in zip(env._steppers, env.envs, strict=True))  # no thread waits
+        assert len({one._far.process.pid for one in env.envs}) == 2
+        report = check_env(env, 30)
+        assert report.ok, report
+        assert next(r for r in report.results if r.name == "groups").ok
+    finally:
+        env.close()
+
+
+def test_the_doctor_visits(python, capsys):
+    assert (
+        main(["doctor", "--env", "far_sims:Walk", "--num-envs", "4", f"task.process.python={python}", "limit=5"]) == 0
+    )
+    assert "walk: conforms" in capsys.readouterr().out
+    assert main(["doctor", "--env", "far_sims:Walk", f"task.process.python={python}", "limt=5"]) == 2
+    assert "limt=5: expected one of the keywords limit, discrete, fault, at, threads" in capsys.readouterr().err
+
+
+PACKAGE = {
+    "pyproject.toml": """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "drift-sim"
+version = "0.1"
+[project.entry-points."pql.envs"]
+drift = "drift_sim:Drift"
+[tool.setuptools]
+py-modules = ["drift_sim"]
+""",
+    "drift_sim.py": """
+import torch, pql
+
+class Drift:
+    def __init__(self, num_envs, device, limit=20):
+        self.spec = pql.EnvSpec("drift", num_envs, {"policy": pql.ObsSpec((2,))}, pql.Box(2), torch.device(device),
+                                max_episode_steps=limit)
+        self.x = torch.zeros(num_envs, 2)
+        self.t = torch.zeros(num_envs, dtype=torch.int64)
+
+    def reset(self, seed=None):
+        self.x, self.t = torch.ones_like(self.x), torch.zeros_like(self.t)
+        return {"policy": self.x}
+
+    def step(self, action):
+        final, self.t = self.x + 0.1 * action.clamp(-1, 1), self.t + 1
+        over, no = self.t >= self.spec.max_episode_steps, torch.zeros_like(self.t, dtype=torch.bool)
+        self.x, self.t = torch.where(over[:, None], 1.0, final), self.t * ~over
+        return pql.Step({"policy": self.x}, -final.norm(dim=1), no, over, over, {"policy": final}, ~no, ~no, {})
+
+    def close(self):
+        pass
+""",
+}
+
+
+def test_a_package_of_somebody_elses_trains_here_and_in_a_process(tmp_path, monkeypatch, capsys):
+    """Installed from a folder, registered by its entry point: nothing here knows of it. The policies are the same,
+    bit for bit."""
+    for name, text in PACKAGE.items():
+        (tmp_path / "source" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "source" / name).write_text(text)
+    site = tmp_path / "site"
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", site]
+    subprocess.run([sys.executable, "-m", "pip", *install, tmp_path / "source"], check=True, timeout=120)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    common = ["task=env", "task.name=drift", "task.kwargs.limit=10", "eval.final=true"]
+    for folder, more in (("here", []), ("there", [f"task.process.python={sys.executable}"])):
+        assert main(["train", *(w for w in words(tmp_path / folder, *common, *more) if w != "task=pendulum")]) == 0
+    capsys.readouterr()
+    a, b = (checkpoint.load(tmp_path / folder / "checkpoints" / "last")[0] for folder in ("here", "there"))
+    assert differences(a, b) == []
+    assert main(["list", "tasks"]) == 0
+    assert "task=env task.name=drift\n" in capsys.readouterr().out
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("fault", "last", "within"),
+    [
+        ("raise", r"ZeroDivisionError: the simulator fell over$", "in fail"),
+        ("abort", r"was ended by SIGABRT$", "in fail"),
+        ("exit", r"ended with status 3; it may have said why above$", ""),
+        ("hang", r"has not answered for 0.5 s \(task.process.step_seconds\)$", "in fail"),
+    ],
+)
+def test_a_fault_there_is_an_error_here(walk, fault, last, within):
+    """At once, with the place in the simulator's code, the cause in the last line, and no process left."""
+    env = walk(fault=fault, at=3, seconds=0.5)
+    env.reset(0)
+    for _ in range(2):
+        env.step(torch.zeros(6, 2))
+    start = time.monotonic()
+    with pytest.raises(RunError, match=last) as caught:
+        env.step(torch.zeros(6, 2))
+    assert time.monotonic() - start < 10
+    assert within in str(caught.value)
+    assert gone(env._far.process.pid)
+    with pytest.raises(RunError, match="is closed"):
+        env.reset(0)
+
+
+@pytest.mark.fault
+def test_a_run_ends_with_the_simulators_traceback(tmp_path, python, capsys):
+    made = walk_words(tmp_path / "run", python, "task.kwargs.fault=raise", "task.kwargs.at=15")
+    assert main(["train", *made]) == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1] == "ZeroDivisionError: the simulator fell over"
+    assert any("far_sims.py" in line for line in said)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_parent_leaves_no_child(python, busy):
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        os.close(read)
+        env = ProcessVec("far_sims:Walk", 4, python=python, kwargs={"fault": "hang" if busy else None, "at": 1})
+        os.write(write, str(env._far.process.pid).encode())
+        if busy:
+            env.step(torch.zeros(4, 2))
+        time.sleep(600)
+    os.close(write)
+    child = int(os.read(read, 20))
+    os.close(read)
+    time.sleep(0.2)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert gone(child)
+
+
+def test_closing_ends_the_process_whatever_the_simulator_says(walk):
+    for env in (walk(), walk(fault="at close")):
+        env.close()
+        env.close()
+        assert gone(env._far.process.pid)
+
+
+def test_one_that_nobody_holds_is_ended(python):
+    env = ProcessVec("far_sims:Walk", 2, python=python)
+    pid = env._far.process.pid
+    del env
+    assert gone(pid)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("wlak", {}, r"task=wlak: expected module:attribute, or one of .*ant.* in .*python"),
+        ("counterr", {}, r"did you mean counter\?"),
+        ("far_sims:Wlak", {}, r"task=far_sims:Wlak: expected what .* can import"),
+        ("nowhere:Walk", {}, r"task=nowhere:Walk: expected what .* can import: No module named 'nowhere'"),
+        ("far_sims:Walk", {"limt": 3}, r"limt=3: expected one of the keywords limit, discrete"),
+        ("far_sims:Walk", {"limit": 0}, r"limit=0: expected at least 1"),
+        ("pendulum", {}, r"task=pendulum: expected packages that .* has: No module named 'torch'"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_by_name(walk, name, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        walk(name=name, **kwargs)
+
+
+def test_other_failures_to_start(walk, monkeypatch):
+    with pytest.raises(RunError, match=r"in broken\n(.*\n)+KeyError: 'no licence'$"):
+        walk(name="far_sims:broken")
+    with pytest.raises(ConfigError, match=r"task\.process\.python=/no/python: expected a Python interpreter"):
+        ProcessVec("far_sims:Walk", python="/no/python")
+    with pytest.raises(RunError, match="ended with status 0; it may have said why above"):
+        ProcessVec("far_sims:Walk", python="/bin/true")
+    env = walk(name="far_sims:Misshapen")
+    env.reset(0)
+    with pytest.raises(RunError, match=r"ValueError: reward has shape \(6, 1\), expected \(6,\)$"):
+        env.step(torch.zeros(6, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["task.process.step_seconds=0"], r"task\.process\.step_seconds=0.*a number above 0"),
+        (["task.live=true", "task.process.python=python"], r"task\.process\.python=python: expected null"),
+    ],
+)
+def test_settings_that_cannot_be(change, message):
+    with pytest.raises(ConfigError, match=message):
+        compose(["task=env", "task.name=walk", *change])
+
+
+def test_trees_of_arrays_and_numbers_survive():
+    tree = {"a": [torch.arange(3), 2.5, None, True], "b": {"c": torch.zeros(2, 0), "d": "x", "e": torch.tensor(7)}}
+    for as_tensors in (True, False):
+        found = far.unpack(*far.pack(tree), as_tensors)
+        assert found["a"][0].tolist() == [0, 1, 2]
+        assert found["a"][1:] == tree["a"][1:]
+        assert found["b"]["c"].shape == (2, 0)
+        assert found["b"]["d"] == "x"
+        assert (found["b"]["e"].shape, int(found["b"]["e"])) == ((), 7)
+    with pytest.raises(TypeError, match="a Random cannot be saved"):
+        far.pack({"gen": random.Random()})

@@ -1,0 +1,394 @@
+"""R2D2's formulas against the papers', the states that it stores, runs as a whole, and a maze that needs a memory."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import bits, differences, start
+from gates import train_until
+from oracles import huber, q_target
+from r2d2_runs import config_of
+from runs import points, rows
+
+from pql import checkpoint
+from pql.algos import r2d2
+from pql.build import build
+from pql.compose import compose, resume_config
+from pql.errors import ConfigError
+from pql.evaluate import run_episodes
+from pql.nets import Flat
+from pql.policy import fresh_policy, load_policy, snapshot
+from pql.qnets import RecurrentQNetwork
+from pql.recurrent import counts
+from pql.schedule import Inline, Threads
+from pql.session import Session
+from pql.task import build_env
+
+
+def run(config, executor=None, ticks=12):
+    parts = start(config, executor or Inline())
+    try:
+        for _ in range(ticks):
+            parts.schedule.tick()
+    finally:
+        parts.schedule.executor.close()
+    return parts
+
+
+# -- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_rescaling_of_values_and_its_inverse():
+    x = torch.tensor([3.0, 100.0, 1000.0, -3.0, 0.0])
+    want = [1.003, 9.149876, 31.638584, -1.003, 0.0]
+    assert r2d2.rescale(x, 1e-3).tolist() == pytest.approx(want, rel=1e-6)
+    assert r2d2.restore(torch.tensor(want), 1e-3).tolist() == pytest.approx(x.tolist(), rel=1e-5, abs=1e-6)
+    many = torch.linspace(-100, 100, 2001)
+    assert (r2d2.restore(r2d2.rescale(many, 1e-3), 1e-3) - many).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("epsilon", [None, 1e-3, 0.01])
+def test_targets_are_discounted_in_units_of_the_reward(epsilon):
+    gen = torch.Generator().manual_seed(0)
+    reward, discount, ahead = (torch.rand(5, 3, generator=gen) * 4 - 2 for _ in range(3))
+
+    def h(x):
+        return x if epsilon is None else math.copysign(math.sqrt(abs(x) + 1) - 1, x) + epsilon * x
+
+    got = r2d2.targets(reward, discount, ahead, epsilon)
+    for t, b in itertools.product(range(5), range(3)):
+        low, high = -1e4, 1e4  # h is increasing: its inverse by bisection
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if h(middle) < ahead[t, b] else (low, middle)
+        assert got[t, b].item() == pytest.approx(h(float(reward[t, b]) + float(discount[t, b]) * low), abs=1e-5)
+
+
+@torch.no_grad()
+def steps_of(net, batch, b, burn_in):
+    """Values in every row and final observation of one sequence, one row after the other, as the actor sees them."""
+    rows, state = batch.first.shape[0], {"carry": batch.carry[b : b + 1]}
+    values, left = [], []
+    for t in range(rows):
+        q, carry = net.step({k: v[t, b : b + 1] for k, v in batch.obs.items()}, state["carry"])
+        values.append(q[0].tolist())
+        left.append(carry)
+        state["carry"] = torch.zeros_like(carry) if batch.first[t, b] else carry
+    finals = []
+    for k in range(batch.final_row.shape[0]):
+        before = left[burn_in + int(batch.final_row[k, b])]
+        q = net.step({g: v[rows + k, b : b + 1] for g, v in batch.obs.items()}, before)[0]
+        finals.append(q[0].tolist())
+    return values[burn_in:] + finals
+
+
+@pytest.mark.parametrize("change", [{}, {"dqn": {"double": False, "huber": 0.1}, "r2d2": {"rescale": None}}])
+def test_an_update_follows_the_formulas_row_by_row(change):
+    config = config_of({"r2d2": {"burn_in": 5}}, change)
+    parts = run(config, ticks=9)
+    learner = parts.learners["v"]
+    state, settings = learner.state, learner.inputs
+    (batch,) = learner.draw(1, torch.Generator().manual_seed(1))
+    net, target = state.nets
+    losses, weights, priorities, cuts = 0.0, 0.0, [], 0
+    for b in range(len(batch.index)):
+        ours, theirs = (steps_of(n, batch, b, settings.burn_in) for n in (net, target))
+        errors = []
+        for t in range(batch.mask.shape[0]):
+            if not batch.mask[t, b]:
+                continue
+            after, q = int(batch.successor[t, b]), ours[t][int(batch.action[t, b])]
+            cuts += after >= len(batch.first) - settings.burn_in
+            best = ours[after] if settings.double else None
+            ahead = q_target(0.0, 1.0, theirs[after], best)
+            wide = [torch.tensor([float(v)]) for v in (batch.reward[t, b], batch.discount[t, b], ahead)]
+            error = float(r2d2.targets(*wide, settings.rescale)) - q
+            losses += huber(error, settings.huber) * float(batch.weight[b])
+            weights += 1
+            errors.append(abs(error))
+        priorities.append(0.9 * max(errors) + 0.1 * sum(errors) / len(errors))
+    assert cuts > 0  # time limits: values of true final observations
+    seen = {}
+    state.priorities.update = lambda index, priority, mask: seen.update(index=index, priority=priority, mask=mask)
+    metrics = r2d2.update(state, settings, batch, learner.gen)
+    assert metrics["loss/critic"].item() == pytest.approx(losses / weights, rel=1e-4)
+    assert seen["priority"].tolist() == pytest.approx(priorities, rel=1e-4, abs=1e-6)
+    assert torch.equal(seen["index"], batch.index)
+    assert seen["mask"].tolist() == [1] * len(batch.index)
+
+
+def test_no_gradient_flows_through_burn_in_or_final_observations():
+    config = config_of()
+    parts = run(config, ticks=9)
+    (batch,) = parts.learners["v"].draw(1, torch.Generator().manual_seed(1))
+    leaves = {k: v.clone().requires_grad_() for k, v in batch.obs.items()}
+    net = parts.learners["v"].state.nets[0]
+    r2d2.values(net, batch._replace(obs=leaves), 3).sum().backward()
+    grad, size = leaves["policy"].grad.abs().sum((1, 2)), len(batch.first)
+    assert grad[:3].tolist() == [0, 0, 0]
+    assert grad[3:size].min() > 0
+    assert not grad[size:].any()
+
+
+# -- the stored states ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_stored_states_are_those_of_the_whole_history_with_the_same_weights(groups):
+    """The policy never changes here, so its states can be computed anew from the first row that it acted in."""
+    parts = start(config_of({"placement": {"groups": groups}}), Inline())
+    collector, warm = parts.collector, 16
+    norm = copy.deepcopy(collector.normalizer)  # with the statistics that this run acts by
+    collector.run(40)
+    states, ring = collector.stores
+    net, n = collector.actor.policy, ring.num_envs
+    carry, compared = torch.zeros(n, net.carry_size), 0
+    for row in range(warm, 56):
+        place = row * n + torch.arange(n)
+        if row % 4 == 0:
+            torch.testing.assert_close(states.at(torch.full((n,), row), torch.arange(n)), carry, rtol=0, atol=1e-6)
+            compared += int((carry != 0).any(1).sum())
+        obs = norm({k: v[place] for k, v in ring.obs.items()})
+        with torch.no_grad():
+            carry = net.step(obs, carry)[1] * ring.rule("same episode", ring.flags[place].int()).unsqueeze(1)
+    assert compared > 40  # and not all of them are an episode's first
+    assert not states.at(torch.zeros(n, dtype=torch.int64), torch.arange(n)).any()  # nobody remembers a warm-up
+
+
+def test_the_learner_sees_the_values_that_the_actor_saw():
+    """With the weights that acted, a sequence that begins with its stored state gives the actor's own actions."""
+    fixed = {"dqn": {"epsilon": {"kind": "fixed", "end": 0.0}}, "r2d2": {"burn_in": 0}}
+    parts = start(config_of(fixed), Inline())
+    parts.collector.run(43)
+    learner = parts.learners["v"]
+    cursor = parts.cursors["v"]
+    for mine, live in zip(cursor.tensors(), parts.collector.replays[0].live.tensors(), strict=True):
+        mine.copy_(live)
+    ranked = learner.state.priorities
+    ranked.open(cursor)
+    begun = [int(s) for s in ranked.entered if s >= 16]
+    assert len(begun) > 20
+    batch = ranked.sample(cursor, 200, torch.Generator().manual_seed(0))
+    acted = ranked.entered[batch.index] >= 16
+    values = r2d2.values(parts.collector.actor.policy, batch, 0)[: batch.mask.shape[0]]
+    top = values.topk(2, -1).values
+    clear = (top[..., 0] - top[..., 1] > 1e-5) & acted
+    assert clear.sum() > 200
+    assert torch.equal(values.argmax(-1)[clear], batch.action[clear])
+
+
+def test_without_stored_states_sequences_begin_with_zeros_and_learn_otherwise():
+    one, two = (run(config_of({"r2d2": {"stored_state": stored}})) for stored in (True, False))
+    assert "learners/v/state/q/memory.cell.weight_ih" in differences(bits(one), bits(two))
+    (batch,) = two.learners["v"].draw(1, torch.Generator().manual_seed(1))
+    assert not batch.carry.any()
+
+
+# -- the tick ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
+@pytest.mark.parametrize(("ratio", "horizon", "updates"), [(2, 3, 1), (1, 6, 1), (0.75, 8, 1), (12, 1, 2), (10, 3, 5)])
+def test_the_replay_ratio_is_exact(schedule, ratio, horizon, updates):
+    period = 8 * horizon  # 8 environments
+    config = config_of({"schedule": schedule, "r2d2": {"replay_ratio": ratio}, "dqn": {"target_period": period}})
+    parts = start(config, Inline())
+    begun = parts.env_steps
+    for tick in range(1, 4):
+        parts.schedule.tick()
+        assert parts.updates() == {"v": tick * updates, "p": 0}
+        assert parts.updates()["v"] * 6 * 8 == ratio * (parts.env_steps - begun)
+        assert parts.env_steps - begun == tick * horizon * 8
+
+
+def test_ratios_that_no_tick_meets_are_refused_with_one_that_does():
+    with pytest.raises(ConfigError, match=r"replay_ratio=0\.00123: expected .* such as 0\.00585") as caught:
+        build(config_of({"r2d2": {"replay_ratio": 0.00123}}))
+    near = float(caught.value.allowed.split()[-1])
+    counts(config_of({"r2d2": {"replay_ratio": 0.005859375}}))
+    assert near == pytest.approx(0.005859375, rel=1e-4)
+
+
+# -- determinism ------------------------------------------------------------------------------------------------------
+
+
+def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads():
+    config = config_of({"schedule": "concurrent"})
+    reference = bits(run(config, Inline(("collector", "v"))))
+    for order in itertools.permutations(("collector", "v")):
+        assert differences(reference, bits(run(config, Inline(order)))) == [], order
+    assert differences(reference, bits(run(config, Threads(("collector", "v"))))) == []
+    assert {"learners/v/state/priorities/entered", "collector/replay/0/carry"} <= {*reference}
+    assert differences(reference, bits(run(config_of({"schedule": "concurrent"}, {"seed": 4, "task": {}}))))
+
+
+def test_alternating_groups_give_the_bits_of_one_after_the_other():
+    turns, serial = (bits(run(config_of({"placement": {"groups": 2, "overlap": o}}))) for o in (True, False))
+    assert differences(turns, serial) == []
+
+
+WORDS = (
+    "task=tmaze", "task.kwargs.length=3", "algo=r2d2", "scale=cpu", "device=cpu", "num_envs=8", "replay.capacity=960",
+    "algo.batch_size=6", "algo.n_step=2", "algo.warmup_steps=16", "algo.critic.hidden=[16]", "algo.r2d2.lstm=8",
+    "algo.r2d2.burn_in=3", "algo.r2d2.length=8", "algo.r2d2.period=4", "algo.r2d2.replay_ratio=2",
+    "algo.dqn.target_period=24", "eval.num_envs=4", "eval.every_seconds=null", "eval.final=false",
+    "checkpoint.every_seconds=null", "logger.every_seconds=0.02", "placement.threads.collector=1",
+)  # fmt: skip
+
+
+def train(run_dir, *more):
+    overrides = [*WORDS, f"run_dir={run_dir}", *more]
+    return Session(compose(overrides), quiet=True, overrides=overrides).train()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, schedule):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    words, (half, full) = (f"algo.schedule={schedule}",), (f"budget.env_steps={8 * (16 + 3 * n)}" for n in (20, 40))
+    train(whole, full, *words)
+    train(parts, half, *words)
+    Session(resume_config(parts, [full]), resume=True, quiet=True, overrides=[full]).train()
+    (a, facts_a), (b, facts_b) = (checkpoint.load(points(p)[-1]) for p in (whole, parts))
+    assert differences(a, b) == []
+    assert facts_a["sha256"] == facts_b["sha256"]
+    assert any(k.endswith("carry") for k in a)
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_logs_evaluates_and_gives_a_policy_with_a_memory(tmp_path):
+    summary = train(tmp_path, "budget.env_steps=1000", "eval.final=true")
+    assert 0 <= summary.success <= 1
+    names = {k for row in rows(tmp_path) for k in row}
+    assert {"loss/critic", "value/q", "replay/used", "replay/beta", "explore/epsilon", "replay/bootstrap_lost"} <= names
+    config = compose([*WORDS, f"run_dir={tmp_path}"])
+    for source in (tmp_path, points(tmp_path)[-1]):  # a policy checkpoint and a resume point
+        policy = load_policy(source)
+        assert policy.groups == ("policy", "last")
+        assert policy.state_shapes == {"carry": (16,)}
+        env = build_env(config, 5)
+        obs, actions = env.reset(1), []
+        for _ in range(6):
+            actions.append(policy(obs))
+            step = env.step(actions[-1])
+            obs = step.obs
+            policy.reset(step.first)
+        state, obs = policy.initial_state(5), env.reset(1)
+        for action in actions:
+            again, state = policy.act(obs, state)
+            assert torch.equal(action, again)
+            step = env.step(action)
+            obs, state = step.obs, {k: v * ~step.first.unsqueeze(1) for k, v in state.items()}
+
+
+def test_an_exported_policy_agrees(tmp_path):
+    pytest.importorskip("onnxruntime")
+    from pql.export import export_policy
+
+    train(tmp_path / "run", "budget.env_steps=600")
+    out = export_policy(tmp_path / "run", tmp_path / "out")
+    live = load_policy(tmp_path / "run")
+    obs = {"policy": torch.randn(50, 2), "last": torch.randn(50, 4)}
+    for file in out.files.values():
+        stored = load_policy(file)
+        one, two = (p.act(obs, p.initial_state(50)) for p in (stored, live))
+        assert (one[0] == two[0]).float().mean() > 0.95
+        torch.testing.assert_close(one[1]["carry"], two[1]["carry"], rtol=0, atol=1e-5)
+
+
+def test_a_live_environment_is_told_what_was_done_last(tmp_path):
+    import pql
+
+    env = pql.make_env("tmaze", num_envs=8, length=3)
+    summary = pql.train(*WORDS[2:], f"run_dir={tmp_path}", "budget.env_steps=400", env=env, quiet=True)
+    assert load_policy(summary.run_dir).groups == ("policy", "last")
+
+
+def test_a_network_that_sees_observations_alone():
+    parts = run(config_of({"r2d2": {"feedback": False}}), ticks=2)
+    assert {*parts.env.spec.obs} == {"policy"}
+    assert parts.collector.actor.policy.groups == ("policy",)
+
+
+def test_a_run_starts_from_another_ones_network(tmp_path):
+    train(tmp_path / "a", "budget.env_steps=600")
+    words = [*WORDS, "budget.env_steps=600", f"init_from={tmp_path / 'a'}"]
+    session = Session(compose([*words, f"run_dir={tmp_path / 'b'}"]), quiet=True)
+    old = load_policy(tmp_path / "a").state_dict()["policy"]
+    assert all(torch.equal(v, old[k]) for k, v in session.parts.learners["v"].state.q.state_dict().items())
+    session.closing.close()
+    with pytest.raises(ConfigError, match=r"algo\.r2d2\.lstm=4: expected 8, as in init_from"):
+        Session(compose([*words, "algo.r2d2.lstm=4", f"run_dir={tmp_path / 'c'}"]), quiet=True)
+
+
+# -- networks and settings --------------------------------------------------------------------------------------------
+
+
+def test_a_recurrent_network_unrolls_as_it_steps():
+    torch.manual_seed(0)
+    net = RecurrentQNetwork("policy", 3, 5, 4, [7, 6], "relu", False, dueling=True)
+    Flat(net)
+    x, first = torch.randn(6, 2, 3), torch.rand(6, 2) < 0.3
+    carry = state = torch.randn(2, 10)
+    q, after = net.unroll({"policy": x}, carry, first)
+    for t in range(6):
+        one, state = net.step({"policy": x[t]}, state)
+        torch.testing.assert_close(one, q[t])
+        torch.testing.assert_close(state, after[t])
+        state = state * ~first[t].unsqueeze(1)
+    torch.testing.assert_close(net.remember({"policy": x}, carry, first), state)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["algo.v_per_step=2"], "algo=r2d2 does not read it: see algo.r2d2.replay_ratio"),
+        (["algo.r2d2.overlap=40"], "a known setting"),
+        (["algo.r2d2.period=9"], "algo.r2d2.period=9: expected at most algo.r2d2.length=8"),
+        (["algo.warmup_steps=12"], "algo.warmup_steps=12: expected at least 13, the rows of a sequence"),
+        (["algo.r2d2.eta=1.5"], "algo.r2d2.eta=1.5: expected a number from 0 up to 1"),
+        (["algo.dqn.noisy=0.5"], "algo.dqn.noisy=0.5: expected null with algo=r2d2"),
+        (["algo=dqn", "algo.r2d2.lstm=4"], "algo=r2d2 with it; algo=dqn does not read it"),
+        (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null"),
+        (["algo.schedule=replicas"], "concurrent or lockstep: algo=r2d2 learns from a replay"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(words, message):
+    with pytest.raises(ConfigError) as caught:
+        compose([*WORDS, *words])
+    assert message in str(caught.value)
+
+
+def test_a_replay_too_small_for_a_sequence_is_refused_and_the_smallest_is_not():
+    longer = {"r2d2": {"burn_in": 5}}
+    with pytest.raises(ConfigError, match=r"replay\.capacity=191: expected at least 192: 24 rows of 8"):
+        build(config_of(longer, {"replay": {"capacity": 191}}))
+    parts = start(config_of(longer, {"replay": {"capacity": 192}}), Inline())
+    ranked = parts.learners["v"].state.priorities
+    for _ in range(20):
+        parts.schedule.tick()
+        assert (ranked.tree.levels[0][:48].view(6, 8) > 0).any(0).all()  # a sequence of each environment
+
+
+def test_continuous_actions_are_refused():
+    with pytest.raises(ConfigError, match="a task with discrete actions"):
+        build(compose(["task=pendulum", *WORDS[2:]]))
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def success(parts, episodes=100):
+    env = build_env(parts.config, episodes)
+    policy = fresh_policy(parts.config, env.spec, env.spec.device)
+    policy.load_state_dict(snapshot(parts))
+    return run_episodes(env, policy, seed=7).success
+
+
+def test_the_sign_at_the_entrance_is_remembered_to_the_end_of_the_maze():
+    parts = start(compose(["device=cpu", "task=tmaze", "task.kwargs.length=5", "algo=r2d2", "seed=1"]), Inline())
+    assert train_until(parts, 0.9, 300, lambda: success(parts), every=25) > 0.9  # without a memory .5

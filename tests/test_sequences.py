@@ -1,0 +1,248 @@
+"""Sequences against brute force over everything that was ever written: rows, states, targets, who may be drawn."""
+
+import random
+
+import pytest
+import torch
+from histories import SCENARIOS, Fate, Recorded, assert_shows, stack
+from oracles import n_step
+
+from pql.sequences import RankedSequences, Sequences, States, finals_within, mixed
+from pql.types import Acted
+
+GAMMA = 0.9
+
+
+class Remembering(Recorded):
+    """A ring beside which states are kept. Every row's state is a number of its own: its column and its row."""
+
+    def __init__(self, num_envs, periods, horizon, limit, shape, next_step=False, depth=1):
+        self.burn, self.length, self.n, self.period = shape
+        super().__init__(num_envs, periods * self.period, horizon, limit, next_step, depth=depth)
+        self.states = States(self.replay, 2, self.period)
+        self.sequences = Sequences(self.replay, self.states, self.burn, self.length, self.n, GAMMA, limit)
+
+    def insert(self, kinds, columns=None):
+        columns = list(range(len(self.sims))) if columns is None else columns
+        new = [self.sims[i].event(k, len(self.events[i]) % 64 / 8) for i, k in zip(columns, kinds, strict=True)]
+        carry = torch.tensor([[i, len(self.events[i])] for i in columns]).float()
+        for i, event in zip(columns, new, strict=True):
+            self.events[i].append(event)
+        action, step = stack(new, self.shown())
+        for store in (self.states, self.replay):
+            store.insert(Acted(action, {"carry": carry}), step, torch.tensor(columns))
+
+    def allowed(self):
+        """(first row, column) of every sequence that may be drawn, by the rules in words."""
+        size = self.burn + self.length + self.n
+        return {
+            (row, i)
+            for i, events in enumerate(self.events)
+            for row in range(0, len(events), self.period)
+            if row + size <= len(events) and row >= self.oldest(len(events))
+        }
+
+    def offered(self):
+        start, usable = self.sequences.starts(self.cursor)
+        pairs = zip(start.tolist(), self.sequences.column(torch.arange(len(start))).tolist(), strict=True)
+        return [pair for pair, ok in zip(pairs, usable.tolist(), strict=True) if ok]
+
+    def read(self, pairs):
+        start, column = torch.tensor(pairs).unbind(1)
+        return self.sequences.read(self.cursor, start, column)
+
+    def check_sequence(self, seq, b, start, i, tally):
+        events, size = self.events[i], self.burn + self.length + self.n
+        assert seq.carry[b].tolist() == [i, start]
+        for t in range(size):
+            self.shows({k: v[t] for k, v in seq.obs.items()}, b, events[start + t].obs)
+            assert bool(seq.first[t, b]) == events[start + t].first
+        for t in range(self.length):
+            self.check_row(seq, b, events, start + self.burn + t, t, tally)
+
+    def check_row(self, seq, b, events, row, t, tally):
+        kept = self.replay.finals - self.replay.horizon
+        want = n_step(events, row, self.n, GAMMA, kept)
+        assert seq.action[t, b] == events[row].action
+        if want.mask and not seq.mask[t, b]:  # more time limits than there is room for
+            ends = [e.truncated and e.valid for e in events[row - t : row + self.n]]
+            assert sum(ends) > self.sequences.finals
+            tally["full"] += 1
+            return
+        assert bool(seq.mask[t, b]) == want.mask
+        if not want.mask:
+            tally["lost" if want.lost else "dropped"] += 1
+            return
+        assert seq.reward[t, b].item() == pytest.approx(want.reward, rel=1e-6, abs=1e-5)
+        assert seq.discount[t, b].item() == pytest.approx(want.discount, rel=1e-6)
+        if want.next_obs is None:
+            tally["terminated"] += 1
+            return
+        after = int(seq.successor[t, b])
+        self.shows({k: v[self.burn + after] for k, v in seq.obs.items()}, b, want.next_obs)
+        place = after - (self.length + self.n)
+        tally["final" if place >= 0 else "plain"] += 1
+        if place >= 0:  # it is seen with what its own row left in memory
+            last = row - t + int(seq.final_row[place, b])
+            assert events[last].final == want.next_obs
+            assert events[last].truncated
+
+    def shows(self, obs, b, number):
+        assert_shows(obs, b, number, self.shown())
+
+
+def history(scenario, seed, next_step, unequal, depth=1):
+    rates, _ = SCENARIOS[scenario]
+    rng = random.Random(seed)
+    period = rng.randint(1, 4)
+    shape = (rng.randint(0, 5), rng.randint(period, 6), rng.randint(1, 4), period)
+    horizon = rng.randint(1, 4)
+    size = sum(shape[:3])
+    periods = -(-(size + horizon + depth + period) // period) + rng.randint(0, 5)
+    ring = Remembering(rng.randint(1, 3), periods, horizon, rates.get("limit"), shape, next_step, depth)
+    fate = Fate(rng, rates, len(ring.sims))
+    for _ in range(3 * ring.replay.rows // horizon):
+        for _ in range(horizon):
+            columns = [i for i in range(len(ring.sims)) if not unequal or rng.random() < (i + 1) / len(ring.sims)]
+            if columns:
+                ring.insert(fate.kinds(ring.sims, columns), columns)
+        ring.seal()
+        yield ring, fate, rng
+
+
+@pytest.mark.parametrize(("next_step", "unequal", "depth"), [(False, False, 1), (True, True, 1), (False, True, 3)])
+@pytest.mark.parametrize("scenario", ["truncations", "lost", "restarts", "lives", "cuts", "stalls", "everything"])
+def test_every_sequence_is_what_was_written(scenario, next_step, unequal, depth):
+    tally = dict.fromkeys(("plain", "final", "terminated", "dropped", "lost", "full"), 0)
+    for seed in range(2):
+        for ring, _, rng in history(scenario, 10 * seed + 1, next_step, unequal, depth):
+            pairs = ring.offered()
+            assert {*pairs} == ring.allowed()
+            assert len({*pairs}) == len(pairs)
+            if not pairs or rng.random() < 0.7:
+                continue
+            some = rng.sample(pairs, min(3, len(pairs)))
+            before, dropped = int(ring.cursor.lost), tally["lost"] + tally["full"]
+            seq = ring.read(some)
+            for b, (start, i) in enumerate(some):
+                ring.check_sequence(seq, b, start, i, tally)
+            assert int(ring.cursor.lost) - before == tally["lost"] + tally["full"] - dropped
+    assert tally["plain"] > 20
+    if scenario in ("truncations", "everything"):
+        assert min(tally["final"], tally["terminated"]) > 5
+
+
+def test_a_writer_that_runs_ahead_changes_nothing_that_may_be_read():
+    for ring, fate, _ in history("truncations", 5, False, False):
+        pairs = ring.offered()
+        if not pairs:
+            continue
+        before = ring.read(pairs)
+        for _ in range(ring.replay.horizon):
+            ring.insert(fate.kinds(ring.sims, list(range(len(ring.sims)))))
+        after = ring.read(pairs)
+        for name in ("first", "carry", "action", "reward", "discount", "successor", "mask", "final_row"):
+            assert torch.equal(getattr(before, name), getattr(after, name)), name
+        used = before.obs["policy"][: ring.sequences.size]
+        assert torch.equal(used, after.obs["policy"][: ring.sequences.size])
+        ring.seal()
+
+
+def test_without_stored_states_a_sequence_begins_with_zeros():
+    ring = Remembering(2, 6, 1, None, (1, 4, 1, 4))
+    for _ in range(12):
+        ring.insert(["step", "step"])
+    ring.seal()
+    assert ring.read([(4, 1)]).carry.tolist() == [[1.0, 4.0]]
+    ring.sequences.stored = False
+    assert ring.read([(4, 1)]).carry.tolist() == [[0.0, 0.0]]
+
+
+def test_only_states_of_aligned_rows_are_kept():
+    ring = Remembering(2, 3, 1, None, (1, 4, 1, 4))
+    for _ in range(18):
+        ring.insert(["step", "step"])
+    kept = ring.states.state_dict()["carry"].view(3, 2, 2)
+    assert kept[..., 1].tolist() == [[12.0, 12.0], [16.0, 16.0], [8.0, 8.0]]  # rows, by place
+    assert kept[..., 0].tolist() == [[0.0, 1.0]] * 3
+
+
+# -- priorities -------------------------------------------------------------------------------------------------------
+
+
+def ranked_of(ring, **settings):
+    settings = {"alpha": 0.9, "beta": 0.6, "beta_steps": None, "steps_per_tick": 1, **settings}
+    return RankedSequences(ring.sequences, **settings)
+
+
+def leaves(ranked):
+    """(first row, column) -> leaf, of all that may be drawn."""
+    level, count = ranked.tree.levels[0][: ranked.sequences.count], ranked.sequences.ring.num_envs
+    return {(int(ranked.entered[k]), int(k) % count): float(level[k]) for k in level.nonzero()[:, 0]}
+
+
+def test_a_priority_belongs_to_its_sequence_until_the_collector_needs_its_rows():
+    truth, ranked, new = {}, None, 0
+    for ring, _, rng in history("truncations", 3, False, True):
+        ranked = ranked or ranked_of(ring)
+        ranked.open(ring.cursor)
+        allowed = ring.allowed()
+        largest = float(ranked.largest)
+        new += len(allowed - {*truth})
+        truth = {pair: truth.get(pair, largest) for pair in allowed}
+        assert leaves(ranked) == pytest.approx(truth)
+        if not truth:
+            continue
+        (start, i), error = rng.choice(sorted(truth)), rng.random() * 3
+        index = start // ring.period % ring.states.slots * len(ring.sims) + i
+        ranked.update(torch.tensor([index]), torch.tensor([error]), torch.ones(1))
+        truth[start, i] = (error + 1e-6) ** 0.9
+    assert new > 20
+
+
+def test_draws_are_in_proportion_and_weights_are_those_of_schaul():
+    ring = Remembering(2, 8, 1, None, (1, 4, 1, 4))
+    for _ in range(20):
+        ring.insert(["step", "step"])
+    ring.seal()
+    ranked = ranked_of(ring, alpha=1.0)
+    ranked.open(ring.cursor)
+    pairs = sorted(leaves(ranked))
+    assert pairs == [(r, i) for r in (0, 4, 8, 12) for i in (0, 1)]
+    errors = torch.tensor([1.0, 2, 3, 4, 1, 2, 3, 4])
+    ranked.update(torch.arange(8), errors, torch.ones(8))
+    seq = ranked.sample(ring.cursor, 2000, torch.Generator().manual_seed(0))
+    shares = seq.index.bincount(minlength=8) / 2000
+    assert torch.allclose(shares, errors / 20, atol=2e-3)  # stratified: far closer than independent draws
+    assert torch.allclose(seq.weight, (1 / errors[seq.index]) ** 0.6, atol=1e-4)
+    assert torch.equal(seq.carry[:, 1], (seq.index // 2 * 4).float())
+    ranked.update(torch.tensor([0]), torch.tensor([9.0]), torch.zeros(1))  # nothing in it counts
+    assert (0, 0) not in leaves(ranked)
+    ranked.open(ring.cursor)
+    assert (0, 0) not in leaves(ranked)
+
+
+def test_an_empty_array_gives_sequences_of_no_weight():
+    ring = Remembering(1, 8, 1, None, (1, 4, 1, 4))
+    ranked = ranked_of(ring)
+    ranked.open(ring.cursor)
+    seq = ranked.sample(ring.cursor, 3, torch.Generator().manual_seed(0))
+    assert not seq.mask.any()
+    assert not seq.weight.any()
+
+
+def test_a_priority_mixes_the_largest_and_the_mean_error_of_the_rows_that_count():
+    error, mask = torch.tensor([[1.0, -4.0], [-2.0, 9.0], [3.0, 1.0]]), torch.tensor([[1.0, 1], [1, 0], [1, 1]])
+    assert mixed(error, mask, 0.9).tolist() == pytest.approx([0.9 * 3 + 0.1 * 2, 0.9 * 4 + 0.1 * 2.5])
+    assert mixed(error, torch.zeros_like(mask), 0.9).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("rows", "limit", "room"), [(10, None, 1), (10, 3, 5), (10, 1, 10), (84, 27_000, 2)])
+def test_room_for_final_observations(rows, limit, room):
+    assert finals_within(rows, limit) == room
+
+
+def test_the_ring_must_hold_whole_periods():
+    ring = Recorded(1, 10, 1, None)
+    with pytest.raises(AssertionError):
+        States(ring.replay, 2, 4)

@@ -1,0 +1,36 @@
+"""A simulator that does nothing, for ``bench_process.py``: NumPy alone, in any Python from 3.8 on."""
+
+import ctypes
+
+import numpy as np
+
+from pql.envs.plain import Box, EnvSpec, ObsSpec, Step
+
+OBS, ACTIONS = 60, 8  # Ant's, as Isaac Gym has it
+
+
+class Echo:
+    """Rows of Ant's size that never change and never end.
+
+    Args:
+        hold: seconds in which each step waits with its interpreter's lock held, as one does that calls a library which
+            does not give it up.
+    """
+
+    def __init__(self, num_envs, device="cpu", hold=0.0):
+        self.spec = EnvSpec("echo", num_envs, {"policy": ObsSpec((OBS,))}, Box(ACTIONS), "cpu")
+        obs = {"policy": np.random.RandomState(0).rand(num_envs, OBS).astype(np.float32)}
+        no, yes = np.zeros(num_envs, bool), np.ones(num_envs, bool)
+        self.answer = Step(obs, np.zeros(num_envs, np.float32), no, no, no, obs, yes, yes, {})
+        self.hold = hold
+
+    def reset(self, seed=None):
+        return self.answer.obs
+
+    def step(self, action):
+        if self.hold:
+            ctypes.PyDLL(None).usleep(int(self.hold * 1e6))
+        return self.answer
+
+    def close(self):
+        pass

@@ -1,0 +1,86 @@
+"""Memory: what R2D2 makes of the T-maze, beside DQN, which has none, and beside itself without stored states.
+
+python tools/bench_memory.py [--seeds 5] [--env-steps 60000] [--episodes 200] [--smoke] [--json PATH]
+
+Every run is trained on the same number of env steps, and judged by the share of right turns in episodes of its own. A
+row's value is the mean over the seeds; the lowest and the highest stand in its name.
+
+R2D2 / DQN              the presets on ``task=tmaze``. The goals: at least .9, and at most .6 (guessing gives .5).
+stored / zero state     sequences of 12 rows without burn-in, in which seldom both the sign and the turn are seen: from
+                        zeros an agent learns from those alone, from stored states from all.
+"""
+
+import argparse
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from _bench import machine, report
+
+from pql.build import build, build_env
+from pql.compose import compose
+from pql.config import Config
+from pql.evaluate import run_episodes
+from pql.policy import fresh_policy, snapshot
+
+SHORT = ("algo.r2d2.burn_in=0", "algo.r2d2.length=12", "algo.r2d2.period=6", "algo.r2d2.replay_ratio=3")
+VARIANTS = {
+    "R2D2": ("algo=r2d2",),
+    "DQN": ("algo=dqn",),
+    "stored state": ("algo=r2d2", *SHORT),
+    "zero state": ("algo=r2d2", *SHORT, "algo.r2d2.stored_state=false"),
+}
+PAIRS = (("R2D2", "DQN"), ("stored state", "zero state"))
+
+
+def success(config: Config, episodes: int) -> float:
+    """Train for the config's budget of env steps; the share of right turns then."""
+    parts = build(config)
+    try:
+        parts.prepare()
+        parts.start()
+        parts.warm_up(config.algo.warmup_steps)
+        parts.begin()
+        while parts.env_steps < (config.budget.env_steps or 0):
+            parts.schedule.tick()
+        env = build_env(config, episodes)
+        policy = fresh_policy(config, env.spec, env.spec.device)
+        policy.load_state_dict(snapshot(parts))
+        return run_episodes(env, policy, seed=config.seed + 1000).success or 0.0
+    finally:
+        parts.schedule.executor.close()
+        parts.close_envs()
+
+
+def row(name: str, other: str, shares: dict[str, list[float]]) -> dict[str, Any]:
+    mine, theirs = shares[name], shares[other]
+    spread = " beside ".join(f"{k} ({min(v):.2f} to {max(v):.2f})" for k, v in ((name, mine), (other, theirs)))
+    some = any(mine) and any(theirs)
+    return {
+        "name": f"right turns: {spread}", "value": fmean(mine), "unit": "share",
+        "baseline": fmean(theirs) if some else None, "ratio": fmean(mine) / fmean(theirs) if some else None,
+        "runs": len(mine), "machine": machine(),
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--env-steps", type=int, default=60_000)
+    parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
+    parser.add_argument("--json", metavar="PATH")
+    args = parser.parse_args(argv)
+    seeds, steps = (1, 1_600) if args.smoke else (args.seeds, args.env_steps)
+    words = ("task=tmaze", "scale=cpu", f"device={args.device}", f"budget.env_steps={steps}")
+    shares: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for seed in range(1, seeds + 1):
+        for name, own in VARIANTS.items():
+            shares[name].append(success(compose([*words, *own, f"seed={seed}"]), args.episodes))
+            print(f"seed {seed}: {name} {shares[name][-1]:.3f}", flush=True)
+    report([row(*pair, shares) for pair in PAIRS], args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What a simulator in a process of its own costs, and what it gains.
+
+python tools/bench_process.py [--python PATH] [--num-envs 64 256 1024 4096 16384] [--rounds 7] [--seconds 0.3]
+                              [--smoke] [--json PATH]
+
+round trip   One step of a simulator that does nothing, with rows of Isaac Gym's Ant (60 observations, 8 actions,
+             float32): actions into shared memory, a byte through a pipe, results out of it into new tensors, a byte
+             back. Beside it the same simulator in this process, its results copied into new tensors, and the bare
+             round trip: a fork that copies the same bytes between fixed arrays, and two pipes, which is the least
+             that such a step can cost. That took 12 us with 64 environments, 57 us with 4,096 and 313 us with 16,384
+             on an idle machine; the goal is at most twice that, and stands in the row's name. On a busy machine the
+             ratio to the bare trip of the same minute is the number to look at.
+overlap      Ticks per second under ``concurrent`` with a simulator that waits 1.2 times as long as the learners need
+             for a tick, and holds its interpreter's lock meanwhile. In this process the learners wait with it; in
+             another they work: at best 2.2 / 1.2 = 1.83.
+
+``--python`` is the far side's interpreter (default: this one).
+"""
+
+import argparse
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _bench import alternate, compare, measuring, report
+from _echo import ACTIONS, OBS, Echo
+from torch import Tensor
+
+from pql.build import build
+from pql.config import AlgoConfig, Config, CriticConfig, PlacementConfig, PolicyConfig, ReplayConfig, ThreadsConfig
+from pql.env import VecEnv
+from pql.envs import far
+from pql.envs.process import ProcessVec, read_spec
+from pql.machine import keep_freed_memory
+from pql.types import Obs, Step
+
+GOALS = {64: 24, 4096: 114, 16384: 626}  # us: twice the prototype's
+WAIT = 1.2
+
+Round = Callable[[], float]
+
+
+class Here:
+    """A NumPy simulator in this process: what it returns, copied into new tensors."""
+
+    def __init__(self, env: Any):
+        self.env, self.spec = env, read_spec(far.describe(env.spec), torch.device("cpu"))
+
+    def reset(self, seed: int | None = None) -> Obs:
+        return {k: torch.tensor(v) for k, v in self.env.reset(seed).items()}
+
+    def step(self, action: Tensor) -> Step:
+        step = self.env.step(action.numpy().copy())
+        obs = {k: torch.tensor(v) for k, v in step.obs.items()}
+        flags = [torch.tensor(getattr(step, k)) for k in far.FLAGS]
+        terminated, truncated, first, final_ok, valid = flags
+        return Step(obs, torch.tensor(step.reward), terminated, truncated, first, dict(obs), final_ok, valid, {})
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class Bare:
+    """A fork, shared memory and two pipes: actions in, a byte there, rows in, a byte back, rows out."""
+
+    def __init__(self, num_envs: int):
+        sizes = (num_envs * ACTIONS, num_envs * OBS, num_envs * 9 // 4)  # float32; a reward and five flags
+        shared = [np.frombuffer(mmap.mmap(-1, 4 * size), np.float32) for size in sizes]
+        mine = [np.zeros(size, np.float32) for size in sizes]
+        theirs, self._wake = os.pipe()
+        self._woken, answer = os.pipe()
+        if (child := os.fork()) == 0:
+            while os.read(theirs, 1) == b"s":
+                np.copyto(mine[0], shared[0])
+                np.copyto(shared[1], mine[1])
+                np.copyto(shared[2], mine[2])
+                os.write(answer, b"s")
+            os._exit(0)
+        self._shared, self._mine, self._child, self._files = shared, mine, child, (theirs, answer)
+
+    def step(self) -> None:
+        np.copyto(self._shared[0], self._mine[0])
+        os.write(self._wake, b"s")
+        os.read(self._woken, 1)
+        np.copyto(self._mine[1], self._shared[1])
+        np.copyto(self._mine[2], self._shared[2])
+
+    def close(self) -> None:
+        os.write(self._wake, b"q")
+        os.waitpid(self._child, 0)
+        for file in (self._wake, self._woken, *self._files):
+            os.close(file)
+
+
+def microseconds(step: Callable[[], Any], seconds: float) -> float:
+    """Of a step, over about ``seconds``."""
+    count, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < seconds:
+        for _ in range(10):
+            step()
+        count += 10
+    return 1e6 * spent / count
+
+
+def round_trips(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for n in args.num_envs:
+        with ExitStack() as opened:
+            bare, here, there = Bare(n), Here(Echo(n)), ProcessVec("_echo:Echo", n, python=args.python)
+            opened.callback(bare.close)
+            opened.callback(there.close)
+            for env in (here, there):
+                env.reset(0)
+            action = torch.zeros(n, ACTIONS)
+            steps: dict[str, Callable[[], Any]] = {
+                "bare": bare.step,
+                "here": partial(here.step, action),
+                "there": partial(there.step, action),
+            }
+            times = alternate({k: partial(microseconds, step, args.seconds) for k, step in steps.items()}, args.rounds)
+        goal = f" (goal: at most {GOALS[n]})" if n in GOALS else ""
+        rows.append(compare(f"round trip, {n} envs / bare{goal}", "us", times["there"], times["bare"]))
+        rows.append(compare(f"round trip, {n} envs / in this process", "us", times["there"], times["here"]))
+    return rows
+
+
+def learning(envs: int) -> Config:
+    """A run whose learners keep one thread each busy for some milliseconds a tick."""
+    net: dict[str, Any] = {"hidden": [64, 64]}
+    algo = AlgoConfig(batch_size=256, n_step=1, v_per_step=4, p_per_v=0.5, warmup_steps=8,
+                      critic=CriticConfig(**net), policy=PolicyConfig(**net))  # fmt: skip
+    threads = ThreadsConfig(collector=1, v=1, p=1, simulator=1)
+    return Config(algo=algo, num_envs=envs, device="cpu", replay=ReplayConfig(capacity=100 * envs),
+                  placement=PlacementConfig(executor="threads", threads=threads))  # fmt: skip
+
+
+def ticks_per_second(env: VecEnv, seconds: float, stack: ExitStack) -> Round:
+    """Rounds of a run on ``env``."""
+    config = learning(env.spec.num_envs)
+    parts = build(config, env)
+    stack.callback(parts.schedule.executor.close)
+    parts.prepare()
+    parts.start()
+    parts.warm_up(config.algo.warmup_steps)
+    parts.begin()
+
+    def one() -> float:
+        count, began = 0, time.perf_counter()
+        while (spent := time.perf_counter() - began) < seconds:
+            parts.schedule.tick()
+            count += 1
+        return count / spent
+
+    return one
+
+
+def overlap(args: argparse.Namespace) -> list[dict[str, Any]]:
+    n = args.num_envs[0]
+    with ExitStack() as opened:
+        free = ticks_per_second(Here(Echo(n)), args.seconds, opened)
+        free()
+        hold = WAIT / free()
+        there = ProcessVec("_echo:Echo", n, python=args.python, kwargs={"hold": hold})
+        opened.callback(there.close)
+        beside = {k: ticks_per_second(e, args.seconds, opened) for k, e in (
+            ("here", Here(Echo(n, hold=hold))), ("there", there))}  # fmt: skip
+        rates = alternate(beside, args.rounds)
+    return [compare("overlap: in another process / in this one", "ticks/s", rates["there"], rates["here"])]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--num-envs", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
+    measuring(parser, 0.3)
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.num_envs, args.rounds, args.seconds = args.num_envs[:1], 1, 0.01
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as every run does
+    tools, before = str(Path(__file__).parent), os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (tools, before)))  # the far side finds _echo there
+    try:
+        with torch.no_grad():
+            report(round_trips(args) + overlap(args), args.json)
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+if __name__ == "__main__":
+    main()
