@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := mujoco,gymnasium,atari,tensorboard,wandb,peers,report,sweep,export,video,dev
+EXTRAS := mujoco,gymnasium,atari,remote,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
 
-.PHONY: setup train test check clean
+.PHONY: setup train test test-adapters check clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,21 @@ train: setup
 
 test: setup
 	$(BIN)/pytest $(ARGS)
+
+# Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (mjlab
+# 2.3 GB, Playground 1.5 GB; minutes to install, and to compile): make test-adapters ADAPTERS=playground
+ADAPTERS ?= playground mjlab
+playground_WANTS := playground==0.2.0
+mjlab_WANTS := mjlab==1.6.0
+
+test-adapters: setup $(ADAPTERS:%=.adapters/%/.installed)
+	$(BIN)/pytest -m slow tests/test_adapters.py --timeout 1800 $(ARGS)
+
+.adapters/%/.installed:
+	$(PYTHON) -m venv .adapters/$*
+	.adapters/$*/bin/pip install --quiet 'torch==2.13.0+cpu' numpy $($*_WANTS) || \
+		.adapters/$*/bin/pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0+cpu' numpy $($*_WANTS)
+	touch $@
 
 check: setup
 	$(BIN)/ruff check .

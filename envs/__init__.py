@@ -1,7 +1,8 @@
 """Simulators, one file or folder each. Nothing is imported until a task asks for it.
 
 ``BUILTIN`` maps a task's environment name to ``module:factory``; ``EXTRA_OF`` names the extra that installs what
-a module needs. A package of yours adds names through the entry-point group ``pql.envs`` and touches nothing here.
+a module needs, ``NEEDS`` what is installed by hand. A package of yours adds names through the entry-point group
+``pql.envs`` and touches nothing here.
 """
 
 BUILTIN = {
@@ -29,6 +30,21 @@ BUILTIN = {
     "ballbalance_pixels": "pql.envs.mujoco:ballbalance_pixels",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
+    "remote": "pql.envs.remote:Remote",
+    "envpool": "pql.envs.envpool:EnvpoolVec",
+    "isaacgym": "pql.envs.isaacgym:isaacgym",
+    "isaaclab": "pql.envs.isaaclab:isaaclab",
+    "mjlab": "pql.envs.mjlab:mjlab",
+    "playground": "pql.envs.playground:PlaygroundVec",
+    "maniskill": "pql.envs.maniskill:maniskill",
 }
 
-EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari"}
+EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari",
+            "pql.envs.remote": "remote",
+            "pql.envs.envpool": "bench"}  # fmt: skip
+
+# Simulators that have, as a rule, a Python of their own (``task.process.python``), and the package that they are there.
+NEEDS = {
+    "isaacgym": "isaacgymenvs", "isaaclab": "isaaclab_tasks", "mjlab": "mjlab", "playground": "mujoco_playground",
+    "maniskill": "mani_skill",
+}  # fmt: skip

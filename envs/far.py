@@ -135,7 +135,8 @@ def mount(folders: Mapping[str, str]) -> None:
 
 def find(name: str) -> Callable[..., Any]:
     """``module:attribute``, a name of the entry-point group ``pql.envs`` of this interpreter, or a built-in one."""
-    builtin = importlib.import_module("pql.envs").BUILTIN
+    here = importlib.import_module("pql.envs")
+    builtin, needed = here.BUILTIN, here.NEEDS.get(name)
     found: Any = importlib.metadata.entry_points()
     group = found.select(group="pql.envs") if sys.version_info >= (3, 10) else found.get("pql.envs", ())
     points = {point.name: point.value for point in group}
@@ -145,6 +146,8 @@ def find(name: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UnknownError("task", name, f"module:attribute, or one of {', '.join(known)}{hint}, in {sys.executable}")
+    if target == builtin.get(name) and needed and importlib.util.find_spec(needed) is None:
+        raise UnknownError("task", name, f"the package {needed!r}, which {sys.executable} does not have")
     module, _, attribute = target.partition(":")
     try:
         factory: Any = importlib.import_module(module)

@@ -21,8 +21,16 @@ if TYPE_CHECKING or (sys.version_info >= (3, 11) and importlib.util.find_spec("t
     from pql.env import Discrete as Discrete
     from pql.env import EnvSpec as EnvSpec
     from pql.env import ObsSpec as ObsSpec
+    from pql.errors import ConfigError as ConfigError
     from pql.types import Step as Step
 else:
+
+    class ConfigError(Exception):
+        """A setting that cannot work: which, its value, and what is allowed. The near side raises its own from it."""
+
+        def __init__(self, setting: str, value: Any, allowed: str):
+            super().__init__(f"{setting}={value}: expected {allowed}")
+            self.setting, self.value, self.allowed = setting, value, allowed
 
     class ObsSpec(NamedTuple):
         """One environment's observation group, without the N axis."""

@@ -129,9 +129,9 @@ def _assemble(
     }  # fmt: skip
     schedule: Schedule
     if kind == "concurrent":
-        schedule = Concurrent(workers, counts, executor or make_executor(config.placement, devices))
+        schedule = Concurrent(workers, counts, executor or make_executor(config.placement, devices), collector.owes)
     else:
-        schedule = Lockstep(workers, counts, executor or Inline())
+        schedule = Lockstep(workers, counts, executor or Inline(), collector.owes)
     cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
     return Replica(
         config, env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy

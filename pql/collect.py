@@ -19,6 +19,7 @@ from pql.explore import Exploration
 from pql.lane import Lane
 from pql.normalize import Normalizer
 from pql.parallel import ALONE, Group
+from pql.ragged import Ragged
 from pql.replay import Replay
 from pql.types import Memory, Obs, Step
 
@@ -40,7 +41,10 @@ class Store(Protocol):
         ...
 
     def insert(self, acted: Any, step: Step, columns: Tensor | None = None) -> None:
-        """Append a row to ``columns`` ([n] int64; default: all): what ``Actor.record`` gave, and what followed."""
+        """Append a row to ``columns`` ([n] int64; default: all): what ``Actor.record`` gave, and what followed.
+
+        A store whose columns may advance apart (``ragged``) is told with a fourth argument who has answered, [n] bool.
+        """
         ...
 
     def restart(self, obs: Obs) -> None:
@@ -215,11 +219,14 @@ class Collector:
         self.obs = {
             k: torch.zeros(spec.num_envs, *s.shape, dtype=s.dtype, device=self.device) for k, s in spec.obs.items()
         }
-        self.steps = 0  # env steps of each environment, warm-up included
+        self.steps: float = 0  # env steps of each environment (their mean), warm-up included
         self.overlap = True
-        size = spec.num_envs // spec.groups
-        ranges = [slice(g * size, (g + 1) * size) for g in range(spec.groups)] if spec.groups > 1 else [None]
+        self.late = spec.spread > 1 and all(getattr(s, "ragged", False) for s in stores)
+        groups = 1 if spec.spread > 1 and not self.late else spec.groups  # there a step waits for everybody
+        size = spec.num_envs // groups
+        ranges = [slice(g * size, (g + 1) * size) for g in range(groups)] if groups > 1 or self.late else [None]
         self.lanes = [Lane(self, columns, capture) for columns in ranges]
+        self.ragged = Ragged(self) if self.late else None
 
     @property
     def replays(self) -> list[Replay]:
@@ -237,8 +244,12 @@ class Collector:
         self._keep(obs)
         for store in self.stores:
             store.begin({k: v.to(store.device) for k, v in obs.items()})
-        self.normalizer.observe(obs)
+        self.normalizer.observe(obs, None if self.ragged is None else self.ragged.start().to(self.device))
         self.normalizer.freeze()
+
+    def owes(self) -> bool:
+        """The last tick ended before all its transitions had come: no updates until they have."""
+        return self.ragged is not None and self.ragged.owes()
 
     @torch.no_grad()
     def run(self, steps: int) -> None:
@@ -250,14 +261,19 @@ class Collector:
     @torch.no_grad()
     def warm_up(self, steps: int) -> None:
         """``steps`` steps with actions uniform in [-1, 1], or among all discrete ones."""
-        self._step(steps, Lane.wander)
+        self._step(steps, Lane.wander, patient=True)
 
-    def _step(self, steps: int, choose: Callable[[Lane], None]) -> None:
+    def _step(self, steps: int, choose: Callable[[Lane], None], patient: bool = False) -> None:
         """All lanes by turns, until none is under way; then freeze the statistics for the next tick.
 
         Lanes choose and record in the same order with overlap and without, so what they share (the generator, sums of
         statistics) goes through the same values.
         """
+        if self.ragged is not None:
+            self.ragged.step(steps, choose, patient)
+            self.steps = self.ragged.transitions / self.env.spec.num_envs
+            self.normalizer.freeze()
+            return
         lanes, turns = self.lanes, steps * len(self.lanes)
         behind = len(lanes) - 1 if self.overlap else 0  # turns between a step's start and its end
         for turn in range(turns + behind):
@@ -274,6 +290,18 @@ class Collector:
             v.copy_(obs[k])
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Steps of each environment; where they may answer late, transitions instead."""
+        return {"steps": int(self.steps)} if self.ragged is None else self.ragged.counters()
+
+    def load_counters(self, counters: Mapping[str, float]) -> None:
+        """The reverse of :meth:`counters`."""
+        if self.ragged is None:
+            self.steps = int(counters["steps"])
+            return
+        self.ragged.load_counters(counters)
+        self.steps = self.ragged.transitions / self.env.spec.num_envs
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on, the simulator included where it offers ``state_dict``."""

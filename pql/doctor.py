@@ -16,6 +16,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "warp": ("the MuJoCo tasks on CUDA", ("mujoco", "gymnasium", "mujoco-warp", "warp-lang")),
     "gymnasium": ("task=gymnasium", ("gymnasium",)),
     "atari": ("the Atari games", ("ale-py", "gymnasium")),
+    "remote": ("task=remote and pql actor", ("grpcio",)),
     "tensorboard": ("logger=tensorboard", ("tensorboard",)),
     "wandb": ("logger=wandb", ("wandb",)),
     "report": ("pql report and compare", ("matplotlib", "scipy", "jinja2")),

@@ -5,6 +5,7 @@ none; names resolve lazily, from the table in ``pql.envs`` and from the entry-po
 """
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class EnvSpec:
         deterministic: same seed and actions, same bits.
         groups: above 1: this many groups of environments can step apart, by ``send`` and ``recv``. Group g of G is the
             N / G environments from g N / G on.
+        spread: above 1: environments may answer late, so that one may make up to this many times the steps of an equal
+            share while others are missing. ``present`` and ``answers`` are there, too.
         stream: CUDA stream the simulator works on: ``current`` (PyTorch's), or ``default`` (the legacy default
             stream; the collector then bridges the two with events).
     """
@@ -97,6 +100,7 @@ class EnvSpec:
     single_instance: bool = False
     deterministic: bool = True
     groups: int = 1
+    spread: int = 1
     stream: Literal["current", "default"] = "current"
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -121,6 +125,14 @@ class VecEnv(Protocol):
     int64, on the CPU, are the group's environments in order; ``action`` [n, ...] is left alone until the answer.
     ``recv() -> (ids, Step)`` waits for the oldest group sent; its step's fields are [n, ...], and stay as they are
     until the same group is sent again. ``step`` is there as ever, while no answer is due.
+
+    Where ``spec.spread`` is above 1: ``send`` takes any environments of a group; ``answers(group) -> (ids, Step)``
+    waits for a bounded time and returns whose answers came ([k] int64, on the CPU; possibly none), with a step of the
+    whole group: rows of the others are fillers that repeat the observation they had. ``present() -> [N] bool``, on the
+    CPU, says who answered the last ``reset``. An environment that was lost comes back by a filler row with ``first``.
+    ``step`` waits for all that are there: the rows of others are fillers.
+    ``beside() -> VecEnv | None``, optional: environments for evaluations, where a second simulator cannot be built.
+    ``measures() -> dict[str, float]``, optional: numbers of its own for every row of the log.
     """
 
     @property
@@ -162,7 +174,7 @@ def find_factory(name: str) -> EnvFactory:
     Raises:
         ConfigError: no such name, or its simulator is not installed (the message says what to install).
     """
-    from pql.envs import BUILTIN, EXTRA_OF
+    from pql.envs import BUILTIN, EXTRA_OF, NEEDS
 
     if name in _registered:
         return _registered[name]
@@ -173,6 +185,9 @@ def find_factory(name: str) -> EnvFactory:
         return _import(name)
     if name not in BUILTIN:
         raise ConfigError("task", name, f"one of {', '.join(env_names())}{nearest(name, env_names())}")
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        where = "a Python that has it (docs/simulators.md): task.process.python=PATH"
+        raise ConfigError("task", name, f"the package {NEEDS[name]!r}, or {where}")
     module, _, attribute = BUILTIN[name].partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

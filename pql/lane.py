@@ -17,6 +17,7 @@ from torch import Tensor
 from pql.env import Discrete
 from pql.graph import Graph
 from pql.normalize import ALL
+from pql.ragged import only
 from pql.types import Step
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class Lane:
             self.obs = {k: v[columns] for k, v in whole.obs.items()}
             self.columns, self.ids = columns, torch.arange(whole.env.spec.num_envs)[columns]
             self.places = [self.ids.to(store.device) for store in self.stores]
+        # Where answers come late: whom the next act, or record, is for.
+        self.mask = torch.zeros(len(self.obs["policy"]), dtype=torch.bool, device=self.device) if whole.late else None
         self.bridged = self.env.spec.stream == "default" and self.device.type == "cuda"
         self.now: Step | None = None
         self._act = Graph(self._act_body, self.device, [self.gen], _ActState(self), capture)
@@ -71,10 +74,11 @@ class Lane:
     def wander(self) -> None:
         """Actions uniform in [-1, 1], or among all discrete ones."""
         action, kind = self.actor.action, self.env.spec.action
-        if isinstance(kind, Discrete):
-            action.random_(kind.n, generator=self.gen)
-        else:
-            action.copy_(torch.rand(action.shape, generator=self.gen, device=self.device).mul_(2).sub_(1))
+        with only(self.actor, self.mask):
+            if isinstance(kind, Discrete):
+                action.random_(kind.n, generator=self.gen)
+            else:
+                action.copy_(torch.rand(action.shape, generator=self.gen, device=self.device).mul_(2).sub_(1))
 
     def send(self) -> None:
         """Start the simulator's step where it can be waited for later."""
@@ -86,6 +90,10 @@ class Lane:
         """Wait for the step, and write what was done and what followed."""
         with self._simulator():
             step = self.env.step(self.actor.action) if self.ids is None else self.env.recv()[1]  # type: ignore[attr-defined]
+        self.record(step)
+
+    def record(self, step: Step) -> None:
+        """Write what was done and what followed."""
         if self.bridged:
             for tensor in named(step).values():
                 tensor.record_stream(torch.cuda.current_stream(self.device))
@@ -101,20 +109,24 @@ class Lane:
             v.copy_(obs[k])
 
     def _act_body(self) -> None:
-        self.actor.act(self.normalizer(self.obs), self.gen)
+        with only(self.actor, self.mask):
+            self.actor.act(self.normalizer(self.obs), self.gen)
 
     def _record_body(self) -> None:
         step = self.now
         assert step is not None
         for store, places in zip(self.stores, self.places, strict=True):
-            store.insert(self.actor.record(store.device), step_to(step, store.device), places)
+            late = () if self.mask is None else (self.mask.to(store.device, non_blocking=True),)
+            store.insert(self.actor.record(store.device), step_to(step, store.device), places, *late)
         over = step.terminated | step.truncated
         # Next-step autoreset shows the final observation here: where the simulator lost it, this is no real frame.
         lost = over & ~step.final_ok & ~step.first if self.env.spec.final_obs == "never" else None
-        self.normalizer.observe(step.obs, None if lost is None else ~lost)
+        fresh = self.mask if lost is None else ~lost if self.mask is None else self.mask & ~lost
+        self.normalizer.observe(step.obs, fresh)
         self.normalizer.observe_reward(step.reward, over | step.first, step.valid, self.columns)
         self.episodes.update(step)
-        self.actor.observe(step.first)
+        with only(self.actor, self.mask):
+            self.actor.observe(step.first)
         self.keep(step.obs)
 
     def _load(self, step: Step) -> None:

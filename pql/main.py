@@ -24,6 +24,7 @@ COMMANDS: dict[str, dict[str, type]] = {
     "report": {"x": str, "out": str, "thresholds": list},
     "sweep": {},
     "bench": {"seconds": int, "rounds": int},
+    "actor": {},
     "list": {},
     "doctor": {},
     "completion": {},
@@ -143,6 +144,18 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("what", choices=("placement",))
     bench.add_argument("overrides", nargs="*", help="as for train; seconds=2 rounds=3")
     bench.set_defaults(run=run_bench)
+    actor = sub.add_parser(
+        "actor", help="environments for a learner elsewhere: pql actor --connect HOST:PORT --task ant"
+    )
+    actor.add_argument("--connect", metavar="HOST:PORT", required=True, help="where pql train task=remote listens")
+    actor.add_argument("--task", metavar="NAME", required=True)
+    actor.add_argument("--num-envs", type=int, default=32)
+    actor.add_argument("--role", choices=("train", "eval"), default="train", help="eval: for evaluations alone")
+    actor.add_argument("--token-file", metavar="FILE", help="holds what the learner asks for (or: PQL_TOKEN)")
+    actor.add_argument("--ca", metavar="FILE", help="certificate that the learner's is signed by: use TLS")
+    actor.add_argument("--patience", type=float, metavar="SECONDS", help="give up without a learner (default: never)")
+    actor.add_argument("overrides", nargs="*", help="keywords for the simulator: key=value")
+    actor.set_defaults(run=run_actor)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
     listing.add_argument("what", choices=("tasks", "algos", "games"))
     listing.set_defaults(run=run_list)
@@ -150,7 +163,9 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--env", metavar="NAME")
     doctor.add_argument("--num-envs", type=int, default=16)
     doctor.add_argument("--steps", type=int, help="default: a little over the time limit, so that episodes end")
-    doctor.add_argument("overrides", nargs="*", help="keywords for the environment: key=value")
+    doctor.add_argument(
+        "overrides", nargs="*", help="keywords for the environment: key=value; task.process.python=PATH"
+    )
     doctor.set_defaults(run=run_doctor)
     completion = sub.add_parser("completion", help='for the shell: eval "$(pql completion bash)"')
     completion.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"))
@@ -311,6 +326,12 @@ def run_bench(args: argparse.Namespace) -> int:
     return placement.main([w for w in args.overrides if w not in own], **asked)
 
 
+def run_actor(args: argparse.Namespace) -> int:
+    from pql.actor.command import run
+
+    return run(args)
+
+
 def run_list(args: argparse.Namespace) -> int:
     from pql.compose import options
     from pql.env import env_names, find_factory
@@ -347,36 +368,16 @@ def run_doctor(args: argparse.Namespace) -> int:
     from pql.compose import parse_word
 
     if args.env:
-        return _check_simulator(args, dict(parse_word(o, ("device", "task.process.python")) for o in args.overrides))
+        from pql.visit import check
+
+        words = dict(parse_word(o, ("device", "task.process.python")) for o in args.overrides)
+        return check(args.env, args.num_envs, args.steps, words)
     if args.overrides:
         raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
     from pql.doctor import report
 
     print(report())
     return 0
-
-
-def _check_simulator(args: argparse.Namespace, kwargs: dict[str, Any]) -> int:
-    from pql.conformance import check_env
-    from pql.env import VecEnv, find_factory, make_env
-    from pql.validate import RANGES, STEPS, check_range
-
-    check_range("--num-envs", args.num_envs, RANGES["num_envs"])
-    check_range("--steps", args.steps, STEPS)
-    if (python := kwargs.pop("task.process.python", None)) is not None:
-        from pql.envs.process import ProcessVec
-
-        env: VecEnv = ProcessVec(args.env, args.num_envs, kwargs.pop("device", "cpu"), python, kwargs)
-        describe = None
-    else:
-        env = make_env(args.env, num_envs=args.num_envs, **kwargs)
-        describe = getattr(find_factory(args.env), "describe", None)
-    described = describe(num_envs=args.num_envs, device=env.spec.device, **kwargs) if describe else None
-    steps = args.steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
-    report = check_env(env, steps, described=described)
-    print(report)
-    env.close()
-    return 0 if report.ok else 1
 
 
 def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:

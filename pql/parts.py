@@ -55,10 +55,10 @@ class Replica:
 
     def counters(self) -> dict[str, int]:
         """Steps of each of its environments, and updates by learner."""
-        return {"steps": self.collector.steps, **{k: job.updates for k, job in self.jobs.items()}}
+        return {**self.collector.counters(), **{k: job.updates for k, job in self.jobs.items()}}
 
     def load_counters(self, counters: dict[str, float]) -> None:
-        self.collector.steps = int(counters["steps"])
+        self.collector.load_counters(counters)
         for k, job in self.jobs.items():
             job.updates = int(counters[k])
 
@@ -180,7 +180,7 @@ class Parts:
     @property
     def env_steps(self) -> int:
         """Transitions so far, all environments together, warm-up included."""
-        return sum(one.collector.steps * one.env.spec.num_envs for one in self.replicas)
+        return sum(round(one.collector.steps * one.env.spec.num_envs) for one in self.replicas)
 
     def updates(self) -> dict[str, int]:
         """Updates so far of the critic ("v") and of the policy ("p"); one learner's may be both."""

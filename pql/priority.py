@@ -89,6 +89,16 @@ class SumTree:
             tensor.copy_(state[name])
 
 
+def valued_when_acted(replay: Replay, window: Window) -> tuple[Tensor, Tensor]:
+    """Q(s, a) and max_a Q(s', a) of windows, [B] each, as the actor stored them; NaN where that is not known, and 0 for
+    a successor that does not count."""
+    q, value = (replay.extra[k] for k in ("q", "value"))
+    # After a cut the next row acted on another episode's observation: nobody valued the final one.
+    after = value.index_select(0, torch.where(window.cut, window.cell, window.successor))
+    ahead = torch.where(window.cut, torch.nan, after)
+    return q.index_select(0, window.cell), torch.where(window.discount > 0, ahead, 0.0)
+
+
 class Ranked:
     """What is drawn in proportion to priority ** alpha (Schaul et al. 2016, the proportional variant), by number.
 
@@ -233,12 +243,8 @@ class Prioritized(Ranked):
 
     def _error_when_acted(self, window: Window, reward_scale: Tensor) -> Tensor:
         """n-step TD errors by the values that the actor stored; NaN where one of them is not known."""
-        q, value = (self.replay.extra[k] for k in ("q", "value"))
-        # After a cut the next row acted on another episode's observation: nobody valued the final one.
-        after = value.index_select(0, torch.where(window.cut, window.cell, window.successor))
-        ahead = torch.where(window.cut, torch.nan, window.discount * after)
-        ahead = torch.where(window.discount > 0, ahead, 0.0)
-        return window.reward * reward_scale + ahead - q.index_select(0, window.cell)
+        q, ahead = valued_when_acted(self.replay, window)
+        return window.reward * reward_scale + window.discount * ahead - q
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 

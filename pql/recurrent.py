@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import cast
 
 import torch
@@ -29,7 +30,7 @@ from pql.qnets import RecurrentQNetwork
 from pql.replay import Cursor
 from pql.schedule import Counts
 from pql.sequences import RankedSequences, Sequence, Sequences, States
-from pql.valuebased import acting, check_acting, make_optimizer, target_updates
+from pql.valuebased import acting, check_acting, make_optimizer, target_updates, told
 from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
 from pql.worker import Learner
 
@@ -72,7 +73,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     check_acting(config, spec)
     target_updates(config, counts)
     states = ("state",) * -(-2 * own.lstm // own.period)  # numbers a row that its share of a stored state takes
-    rows = ring_rows(config, spec, counts, device, states) // own.period * own.period
+    rows = ring_rows(config, spec, counts, device, (*told(config), *states)) // own.period * own.period
     guard = counts.horizon + deepest(spec.obs.values())
     least = max(sequence_rows(config) + own.period - 1, config.algo.warmup_steps) + guard
     least = -(-least // own.period) * own.period
@@ -104,10 +105,10 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
     net = make_network(config, spec, seed["init"])
     norm = make_normalizer(config, spec, devices["collector"])
-    ring = make_ring(config, spec, rows, counts, devices["v"])
+    ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
     states = States(ring, net.carry_size, algo.r2d2.period)
     epsilon = Epsilon(algo.dqn.epsilon, spec.num_envs, spec.device)
-    actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec)
+    actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(told(config)))
     collector = Collector(env, actor, norm, [states, ring], gens["collector"], capture)  # in this order: see States
     sequences = make_sequences(config, spec, states)
     value = value_role(config, net, norm, sequences, counts, gens["v"])
@@ -138,8 +139,9 @@ def value_role(
     device, wanted = ring.device, config.algo.dqn.priority
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = RankedSequences(
-        sequences, wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, algo.dqn.huber
-    )
+        sequences, wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, algo.dqn.huber,
+        own.eta, partial(r2d2.targets, epsilon=own.rescale) if told(config) else None,
+    )  # fmt: skip
     state = dqn.ValueState(flat, target, make_optimizer(config, flat), dqn.Clock(device), ranked)
     settings = r2d2.Settings(
         own.burn_in, algo.dqn.double, algo.dqn.huber, own.rescale, own.eta, target_updates(config, counts)
@@ -147,7 +149,7 @@ def value_role(
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
 
     def draw(count: int, gen: Generator) -> Iterator[Sequence]:
-        ranked.open(cursor)
+        ranked.open(cursor, private.reward_scale)
         for _ in range(count):
             batch = ranked.sample(cursor, algo.batch_size, gen)
             yield batch._replace(obs=private(batch.obs), reward=batch.reward * private.reward_scale)

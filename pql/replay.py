@@ -83,6 +83,7 @@ class Replay:
         obs_only: keep observations alone (for a policy learner on a device of its own).
         extra: names of float32 numbers that the actor gives beside each action.
         reward_clip: each reward (stored raw) is clipped to +- this when it is read; None: it is not.
+        ragged: columns' lengths may differ for good, so rows are drawn evenly from all of them together.
 
     Attributes:
         guard: oldest rows of a full ring that are never drawn.
@@ -101,9 +102,10 @@ class Replay:
         obs_only: bool = False,
         extra: Sequence[str] = (),
         reward_clip: float | None = None,
+        ragged: bool = False,
     ):
         self.rows, self.num_envs, self.horizon, self.device = rows, num_envs, horizon, device
-        self.obs_only, self.reward_clip = obs_only, reward_clip
+        self.obs_only, self.reward_clip, self.ragged = obs_only, reward_clip, ragged
         self.finals = 0 if obs_only else final_rows(rows, horizon, max_episode_steps)  # K
         cells, blank = rows * num_envs, (rows + self.finals) * num_envs
         self.obs = {
@@ -146,13 +148,16 @@ class Replay:
         self.flags.index_copy_(0, last, self.flags.index_select(0, last) | NEXT_FIRST)
         self.begin(obs)
 
-    def insert(self, acted: Tensor | Acted, step: Step, columns: Tensor | None = None) -> None:
+    def insert(
+        self, acted: Tensor | Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None
+    ) -> None:
         """Append one row to ``columns`` (default: all): the action taken there and what followed.
 
         Args:
             acted: the action, [n, A] or [n] int64, as acted; with the extra numbers where the ring keeps some.
             step: fields of shape [n, ...].
             columns: [n] int64, distinct.
+            arrived: [n] bool; False: no answer has come yet, so there is no row. None: all have.
         """
         columns = self.columns if columns is None else columns
         head = self.live.head[columns]
@@ -170,7 +175,8 @@ class Replay:
             self._write_obs((self.rows + count % self.finals) * self.num_envs + columns, step.final_obs)
             self.live.finals.index_copy_(0, columns, count + (step.truncated & step.valid))
         self._write_obs((head + 1) % self.rows * self.num_envs + columns, step.obs)
-        self.live.head.index_copy_(0, columns, head + 1)
+        # Where no answer has come, what was written lies at and above the head: unread, and to be written again.
+        self.live.head.index_copy_(0, columns, head + (1 if arrived is None else arrived))
 
     def _write_obs(self, index: Tensor, obs: Obs) -> None:
         for name, store in self.obs.items():
@@ -183,6 +189,8 @@ class Replay:
 
         Row and column are drawn apart and in integers: a float32 uniform has 24 bits, too few for large rings.
         """
+        if self.ragged:
+            return self._draw_evenly(cursor, batch, gen)
         column = torch.randint(self.num_envs, (batch,), generator=gen, device=self.device)
         shift = 62 - self.rows.bit_length()  # random bits that, times a row count, stay within int64
         bits = torch.randint(1 << shift, (batch,), generator=gen, device=self.device)
@@ -191,6 +199,17 @@ class Replay:
         # A multiplication and a shift scale the random bits to [0, length); an integer division costs many times that.
         age = (bits * length) >> shift
         return head - 1 - age, column, head  # an empty column gives row -1: a cell that nobody is writing, masked
+
+    def _draw_evenly(self, cursor: Cursor, batch: int, gen: Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw among all rows of all columns, however long each is."""
+        length = cursor.head.clamp(max=self.rows - self.guard)
+        ends = length.cumsum(0)
+        # The remainder favours some rows by less than rows / 2^62.
+        place = torch.randint(1 << 62, (batch,), generator=gen, device=self.device) % ends[-1].clamp(min=1)
+        column = torch.searchsorted(ends, place, right=True).clamp(max=self.num_envs - 1)
+        age = place - (ends - length).index_select(0, column)
+        head = cursor.head.index_select(0, column)
+        return head - 1 - age, column, head
 
     def sample_obs(self, cursor: Cursor, batch: int, gen: Generator) -> ObsBatch:
         """Observations alone, for a policy update: [B, ...] each."""

@@ -318,8 +318,15 @@ class _Ticks:
 
     reproducible = True
 
-    def __init__(self, workers: Mapping[str, Worker], counts: Counts, executor: Executor):
+    def __init__(
+        self,
+        workers: Mapping[str, Worker],
+        counts: Counts,
+        executor: Executor,
+        owes: Callable[[], bool] = lambda: False,
+    ):
         self.workers, self.counts, self.executor = workers, counts, executor
+        self.owes = owes  # the collector's last tick ended short: learners rest until it has made up for it
         self.ticks = 0
         self.lag = 0  # ticks by which the newest rows' policy trails the policy that stands beside them
 
@@ -345,8 +352,9 @@ class Concurrent(_Ticks):
                 super().begin(0)
 
     def tick(self) -> None:
-        version, steps = self.ticks, self.counts.horizon
-        jobs = {name: partial(w.run, steps if name == "collector" else 1, version) for name, w in self.workers.items()}
+        version, counts = self.ticks, {"collector": self.counts.horizon}
+        bursts = 0 if self.owes() else 1
+        jobs = {name: partial(w.run, counts.get(name, bursts), version) for name, w in self.workers.items()}
         account(self.workers, self.executor.run(jobs))
         self.lag = policy_lag(self.workers)
         self.ticks += 1
@@ -359,9 +367,10 @@ class Lockstep(_Ticks):
         workers = self.workers
         account(workers, self.executor.run({"collector": partial(workers["collector"].run, self.counts.horizon)}))
         self.lag = policy_lag(workers)
-        for _ in range(self.counts.rounds):
+        rounds, bursts = (1, 0) if self.owes() else (self.counts.rounds, 1)
+        for _ in range(rounds):
             for name in (n for n in workers if n != "collector"):
-                account(workers, self.executor.run({name: partial(workers[name].run, 1)}))
+                account(workers, self.executor.run({name: partial(workers[name].run, bursts)}))
         self.ticks += 1
 
 

@@ -15,14 +15,17 @@ nothing of networks or losses.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from pql.priority import Ranked
+from pql.priority import Ranked, valued_when_acted
 from pql.replay import Cursor, Replay
 from pql.types import Acted, Memory, Obs, Step
+
+Target = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Sequence(NamedTuple):
@@ -111,6 +114,7 @@ class Sequences:
         self.finals = finals_within(length + n - 1, limit)
         device = ring.device
         self._steps = torch.arange(self.size, device=device).unsqueeze(1)  # [S, 1]
+        self.trained = self._steps[:length]  # [L, 1]
         self._places = torch.arange(self.finals, device=device).view(-1, 1, 1)  # [K, 1, 1]
         self._first_places = torch.arange(states.slots, device=device).unsqueeze(1) * states.period  # [P, 1]
 
@@ -130,8 +134,9 @@ class Sequences:
     def read(self, cursor: Cursor, start: Tensor, column: Tensor) -> Sequence:
         """The sequences that begin at logical rows ``start`` of ``column`` (both [B]); raw observations and rewards."""
         ring, burn, trained = self.ring, self.burn_in, self.length
-        rows = start + self._steps  # [S, B]
-        columns, heads = (v.expand_as(rows) for v in (column, cursor.head.index_select(0, column)))
+        heads = cursor.head.index_select(0, column).expand(self.size, -1)
+        rows = torch.minimum(start + self._steps, heads - 1)  # [S, B]; where nothing may be read yet, some written row
+        columns = column.expand_as(rows)
         cells = rows % ring.rows * ring.num_envs + columns
         flags = ring.flags.index_select(0, cells.flatten()).int().view_as(rows)
         part = slice(burn, burn + trained)
@@ -171,8 +176,13 @@ class Sequences:
 class RankedSequences(Ranked):
     """Sequences drawn in proportion to priority ** alpha, from an array [P, N].
 
-    Each enters when its last row is sealed, with the largest priority so far, and leaves when the collector may
-    overwrite its first row; both at a tick's start.
+    Each enters when its last row is sealed and leaves when the collector may overwrite its first row; both at a tick's
+    start.
+
+    Args:
+        eta: see :func:`mixed`.
+        target: (rewards, discounts, values beyond) -> targets, in the units of the values: a new sequence's priority is
+            that of its TD errors by the values that its actor stored, where it has any. None, and else: the largest.
 
     Attributes:
         entered: [P * N] int64; the first row of the sequence whose priority each leaf is, -1 where there is none.
@@ -180,22 +190,43 @@ class RankedSequences(Ranked):
 
     def __init__(
         self, sequences: Sequences, alpha: float, beta: float, beta_steps: int | None, steps_per_tick: int,
-        clip: float | None = None,
+        clip: float | None = None, eta: float = 0.9, target: Target | None = None,
     ):  # fmt: skip
-        device = sequences.ring.device
+        device, states = sequences.ring.device, sequences.states
         super().__init__(sequences.count, device, alpha, beta, beta_steps, steps_per_tick, clip)
-        self.sequences = sequences
+        self.sequences, self.eta, self.target = sequences, eta, target
         self.entered = torch.full((sequences.count,), -1, dtype=torch.int64, device=device)
         self._all = torch.arange(sequences.count, device=device)
+        self._newest = torch.arange(-(-sequences.ring.horizon // states.period), device=device).unsqueeze(1)  # [M, 1]
 
-    def open(self, cursor: Cursor) -> None:
-        """A tick begins."""
+    def open(self, cursor: Cursor, reward_scale: Tensor) -> None:
+        """A tick begins.
+
+        Args:
+            reward_scale: 0-dim; what learners multiply rewards by.
+        """
         start, usable = self.sequences.starts(cursor)
-        old = self.tree.levels[0][: self.sequences.count]
-        leaf = torch.where(start == self.entered, old, self.largest)
+        old, new = self.tree.levels[0][: self.sequences.count], self.largest.repeat(self.sequences.count)
+        if self.target is not None:
+            new.index_copy_(0, *self._when_acted(cursor, reward_scale, self.target))
+        leaf = torch.where(start == self.entered, old, new)
         self.tree.set(self._all, torch.where(usable, leaf, 0.0))
         self.entered.copy_(torch.where(usable, start, -1))
         self.count_tick()
+
+    def _when_acted(self, cursor: Cursor, reward_scale: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        """Places and leaves [M N] of as many sequences as a tick may complete in each column: the newest."""
+        seq, ring, states = self.sequences, self.sequences.ring, self.sequences.states
+        number = (cursor.head - seq.size) // states.period - self._newest  # [M, N]; negative: there is none
+        rows = (number * states.period + seq.burn_in).clamp(min=0) + seq.trained.unsqueeze(2)  # [L, M, N]
+        column, head = (v.expand_as(rows).flatten() for v in (ring.columns, cursor.head))
+        window = ring.targets(cursor, torch.minimum(rows.flatten(), head - 1), column, head, seq.n, seq.gamma)
+        q, ahead = valued_when_acted(ring, window)
+        error = (target(window.reward * reward_scale, window.discount, ahead) - q).view(seq.length, -1)
+        known = window.mask.view_as(error) & ~error.isnan()
+        leaf = self.power(mixed(error.nan_to_num(), known.float(), self.eta))
+        place = number % states.slots * ring.num_envs + ring.columns
+        return place.flatten(), torch.where(known.any(0), leaf, self.largest)
 
     def sample(self, cursor: Cursor, batch: int, gen: Generator) -> Sequence:
         """Draw ``batch`` sequences; those of an empty array have neither weight nor rows that count."""

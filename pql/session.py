@@ -239,6 +239,7 @@ class Session:
             "throughput/updates_per_s": (now["updates"] - last["updates"]) / span,
             **{k: (v - last[k]) / span for k, v in now.items() if k.startswith("busy/")},
             **log.memory(parts.env.spec.device),
+            **(parts.env.measures() if hasattr(parts.env, "measures") else {}),
         }
         with parts.schedule.executor.exclusive():
             return log.Pending(parts.drain(self.ranks.group), row)
@@ -254,7 +255,11 @@ class Session:
 
     def _evaluates_beside(self) -> bool:
         """Whether a second simulator can be had. Where not, the final evaluation borrows the one there is."""
-        return self.given_env is None and not self.parts.env.spec.single_instance
+        return self.given_env is None and (not self.parts.env.spec.single_instance or self._env_beside() is not None)
+
+    def _env_beside(self) -> VecEnv | None:
+        """Environments for evaluations that the training's simulator has itself."""
+        return self.parts.env.beside() if hasattr(self.parts.env, "beside") else None
 
     def _check_env(self) -> None:
         budget, spec = self.config.budget, self.parts.env.spec
@@ -271,7 +276,7 @@ class Session:
         wanted = self.config.eval.every_seconds is not None or self.config.eval.final
         if not (wanted and self._evaluates_beside() and self.ranks.first):
             return None
-        env = build_env(self.ranks.share, self.config.eval.num_envs)
+        env = self._env_beside() or build_env(self.ranks.share, self.config.eval.num_envs)
         policy = fresh_policy(self.config, self.parts.env.spec, env.spec.device)
         return Evaluator(env, policy, seeds(self.config.seed)["eval"], self.config.eval.epsilon)
 

@@ -337,12 +337,9 @@ def _check_r2d2(config: Config) -> None:
     rows = own.burn_in + own.length + algo.n_step
     if algo.warmup_steps < rows:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, f"at least {rows}, the rows of a sequence")
-    for name, given, unset in (
-        ("algo.dqn.noisy", dqn.noisy, None), ("algo.critic.atoms", algo.critic.atoms, None),
-        ("algo.dqn.priority.initial", dqn.priority.initial, "max"),
-    ):  # fmt: skip
-        if given != unset:
-            raise ConfigError(name, given, f"{show(unset)} with algo={algo.name}")
+    for name, given in (("algo.dqn.noisy", dqn.noisy), ("algo.critic.atoms", algo.critic.atoms)):
+        if given is not None:
+            raise ConfigError(name, given, f"null with algo={algo.name}")
 
 
 def resolve_device(name: str, setting: str = "device") -> str:

@@ -137,9 +137,10 @@ def value_role(config: Config, net: QNetwork, norm: Normalizer, ring: Replay, co
         for _ in range(count):
             yield normalize(ranked.sample(cursor, algo.batch_size, gen))
 
-    learner = Learner(
-        "v", state, dqn.update, draw, settings, gen, begin=partial(ranked.begin, cursor) if ranked else None
-    )
+    begin = rest = None
+    if ranked is not None:
+        begin, rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, private.reward_scale)
+    learner = Learner("v", state, dqn.update, draw, settings, gen, begin=begin, rest=rest)
     pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
 

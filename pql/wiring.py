@@ -111,10 +111,15 @@ def ring_rows(
     """
     replay = config.replay
     rows = preflight(
-        spec.obs, action_size(spec), spec.num_envs, replay.capacity, counts.horizon, spec.max_episode_steps,
-        getattr(torch, replay.dtype), available_bytes(device), extra,
+        spec.obs, action_size(spec), spec.num_envs, replay.capacity, counts.horizon * spec.spread,
+        spec.max_episode_steps, getattr(torch, replay.dtype), available_bytes(device), extra,
     )  # fmt: skip
-    least = max(config.algo.n_step, config.algo.warmup_steps) + counts.horizon + deepest(spec.obs.values()) + 1
+    least = (
+        max(config.algo.n_step, config.algo.warmup_steps)
+        + counts.horizon * spec.spread
+        + deepest(spec.obs.values())
+        + 1
+    )
     if rows < least:
         raise ConfigError(
             "replay.capacity", replay.capacity,
@@ -129,8 +134,8 @@ def make_ring(
 ) -> Replay:  # fmt: skip
     """An empty replay on ``device``."""
     return Replay(
-        spec.obs, action_size(spec), spec.num_envs, rows, counts.horizon, spec.max_episode_steps, device,
-        getattr(torch, config.replay.dtype), obs_only, extra, config.task.reward_clip,
+        spec.obs, action_size(spec), spec.num_envs, rows, counts.horizon * spec.spread, spec.max_episode_steps,
+        device, getattr(torch, config.replay.dtype), obs_only, extra, config.task.reward_clip, spec.spread > 1,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class Learner:
     gen: Generator
     trains: tuple[str, ...] = ()  # which counts an update adds to: "v" (value), "p" (policy); default: its name
     begin: Callable[[], None] | None = None  # called once before a new run's first tick; it may wait for the device
+    rest: Callable[[], None] | None = None  # called in place of updates, in a tick that has none
     clock: Tensor | None = None  # 0-dim, in ``state``: ticks so far, where schedules of its own run by them
 
 
@@ -107,6 +108,8 @@ class LearnerJob:
             self.metrics.add(one.update(one.state, one.inputs, batch, one.gen))
 
     def __call__(self, bursts: int) -> None:
+        if bursts == 0 and self.learner.rest is not None:
+            self.learner.rest()
         for _ in range(bursts):
             with self.group.turn():
                 self.graph()

@@ -20,6 +20,15 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _one_core() -> Iterator[None]:
+    """What a run takes its default threads from: with networks this small a second one only gets in the way, and where
+    other programs share the cores it costs ten times what it brings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pql.machine.available_cores", lambda: 1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What others leave in the system's folder (torchrun, Stable-Baselines3) goes into pytest's, which it clears."""
     folder = tmp_path_factory.mktemp("temporary")

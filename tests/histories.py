@@ -130,35 +130,58 @@ class Recorded:
 
     def check(self, batch: Batch, lost: int, n: int, gamma: float) -> Tally:
         """Hold every window of ``batch`` against the oracle. Returns how many there were of each kind."""
-        kinds: Tally = Tally()
+        kinds, starts, nexts = Tally(), Shown(self), Shown(self)
+        mask, reward, discount = (x.tolist() for x in (batch.mask, batch.reward, batch.discount))
+        action, kept = batch.action[:, 0].tolist(), self.replay.finals - self.replay.horizon
+        assert batch.weight.eq(1).all()
         for k, cell in enumerate(batch.index.tolist()):
             row, i = divmod(cell, len(self.sims))
             head = int(self.cursor.head[i])
             if head == 0:
-                assert batch.mask[k] == 0
+                assert mask[k] == 0
                 continue
             row = head - 1 - (head - 1 - row) % self.replay.rows  # the newest row in this place below the head
             assert row >= self.oldest(head)
-            kinds[self.check_window(batch, k, self.events[i][:head], row, n, gamma)] += 1
+            events = self.events[i][:head]
+            want, start = n_step(events, row, n, gamma, kept), events[row]
+            assert mask[k] == float(want.mask)
+            assert action[k] == start.action
+            starts.add(k, start.obs)
+            if want.mask:
+                assert reward[k] == pytest.approx(want.reward, rel=1e-6, abs=1e-5)
+                assert discount[k] == pytest.approx(want.discount, rel=1e-6)
+                if want.next_obs is not None:
+                    nexts.add(k, want.next_obs)
+            kinds[kind(want, events[row : row + n])] += 1
+        starts.check(batch.obs)
+        nexts.check(batch.next_obs)
         assert lost == kinds["lost"]
         return kinds
 
-    def check_window(self, batch, k, events, row, n, gamma) -> str:
-        kept = self.replay.finals - self.replay.horizon
-        want = n_step(events, row, n, gamma, kept)
-        assert batch.mask[k].item() == float(want.mask)
-        assert batch.weight[k].item() == 1.0
-        start = events[row]
-        assert_shows(batch.obs, k, start.obs, self.shown())
-        assert batch.action[k].item() == start.action
-        if not want.mask:
-            return "lost" if want.lost else "dropped" if start.valid else "filler"
-        assert batch.reward[k].item() == pytest.approx(want.reward, rel=1e-6, abs=1e-5)
-        assert batch.discount[k].item() == pytest.approx(want.discount, rel=1e-6)
-        if want.next_obs is None:
-            return "terminated"
-        assert_shows(batch.next_obs, k, want.next_obs, self.shown())
-        return "final" if any(e.truncated and e.final == want.next_obs for e in events[row : row + n]) else "plain"
+
+def kind(want, events) -> str:
+    """Of a window that begins with the first of ``events``, of which the oracle says what is ``want``-ed."""
+    if not want.mask:
+        return "lost" if want.lost else "dropped" if events[0].valid else "filler"
+    if want.next_obs is None:
+        return "terminated"
+    return "final" if any(e.truncated and e.final == want.next_obs for e in events) else "plain"
+
+
+class Shown:
+    """Observations by their place in a batch and their number, to be held against it all at once."""
+
+    def __init__(self, ring: Recorded):
+        self.ring, self.places, self.numbers = ring, list[int](), list[int]()
+
+    def add(self, place: int, number: int) -> None:
+        self.places.append(place)
+        self.numbers.append(number)
+
+    def check(self, obs) -> None:
+        if self.places:
+            for name, value in self.ring.picture(self.numbers).items():
+                assert torch.equal(obs[name][self.places], value), name
 
 
 def assert_shows(obs, k, number, shown=None):

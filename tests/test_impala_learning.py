@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import start
-from impala_runs import config_of, ticks
+from impala_runs import ticks
 from test_ppo_learning import score
 
 from pql.compose import compose
@@ -26,11 +26,3 @@ def test_a_cart_pole_is_balanced_with_the_preset():
     assert score(parts) < 100
     ticks(parts, 300)
     assert score(parts) > 450  # of 500
-
-
-def test_a_cue_is_recalled_with_a_memory():
-    algo = {"policy": {"hidden": [32], "lr": 3e-3, "eps": 1e-5, "grad_clip": 0.5}, "gamma": 0.99,
-            "impala": {"lstm": 16, "horizon": 12, "reduce": "mean", "optimizer": "adam"}}  # fmt: skip
-    parts = start(config_of({"task": {"name": "recall", "kwargs": {}}, "num_envs": 64, "algo": algo}), Inline())
-    ticks(parts, 120)
-    assert score(parts) > 0.9

@@ -19,7 +19,7 @@ from runs import points, words
 from pql import checkpoint
 from pql.compose import compose, resume_config
 from pql.conformance import check_env
-from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
+from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
 from pql.envs import far
 from pql.envs.process import ProcessVec, _packages
 from pql.envs.toy import Counter
@@ -139,10 +139,28 @@ def test_a_tensor_simulator_gives_the_same_bits_in_another_process():
         there.close()
 
 
+def test_the_documentations_twenty_lines_conform(tmp_path, monkeypatch, walk):
+    text = (HERE.parent / "docs" / "simulators.md").read_text()
+    code = next(block for block in text.split("```") if "class Reach" in block).removeprefix("python\n")
+    assert len(code.splitlines()) <= 22
+    (tmp_path / "my_sim.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    report = check_env(walk(name="my_sim:Reach", limit=12), 30)
+    assert report.ok, report
+
+
+def test_a_simulator_that_is_not_there_says_which_package(walk):
+    with pytest.raises(ConfigError, match=r"task=isaacgym: expected the package 'isaacgymenvs', which .*python.* does"):
+        walk(name="isaacgym")
+    with pytest.raises(ConfigError, match=r"task=mjlab: expected the package 'mjlab', or a Python that has it"):
+        make_env("mjlab")
+
+
 def test_the_plain_records_are_the_librarys(python):
     """Where the library cannot be imported, records of the same names and defaults stand in."""
     script = (
         "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(json.loads(sys.argv[2]))\n"
+        "import pql.envs.isaacgym\n"  # its adapter runs in that Python, too
         "from pql.envs import plain\n"
         "print(json.dumps({n: [getattr(plain, n)._fields, {k: str(v) for k, v in getattr(plain, n)._field_defaults"
         ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'EnvSpec', 'Step')}))"

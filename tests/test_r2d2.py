@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,15 +17,19 @@ from pql import checkpoint
 from pql.algos import r2d2
 from pql.build import build
 from pql.compose import compose, resume_config
+from pql.config import leaves
 from pql.errors import ConfigError
 from pql.evaluate import run_episodes
 from pql.nets import Flat
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.qnets import RecurrentQNetwork
+from pql.ranks import share_of
 from pql.recurrent import counts
 from pql.schedule import Inline, Threads
 from pql.session import Session
 from pql.task import build_env
+from pql.valuebased import target_updates
+from pql.world import World
 
 
 def run(config, executor=None, ticks=12):
@@ -167,7 +172,7 @@ def test_the_learner_sees_the_values_that_the_actor_saw():
     for mine, live in zip(cursor.tensors(), parts.collector.replays[0].live.tensors(), strict=True):
         mine.copy_(live)
     ranked = learner.state.priorities
-    ranked.open(cursor)
+    ranked.open(cursor, torch.ones(()))
     begun = [int(s) for s in ranked.entered if s >= 16]
     assert len(begun) > 20
     batch = ranked.sample(cursor, 200, torch.Generator().manual_seed(0))
@@ -215,13 +220,13 @@ def test_ratios_that_no_tick_meets_are_refused_with_one_that_does():
 
 
 def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads():
-    config = config_of({"schedule": "concurrent"})
+    config = config_of({"schedule": "concurrent", "dqn": {"priority": {"initial": "actor"}}})
     reference = bits(run(config, Inline(("collector", "v"))))
     for order in itertools.permutations(("collector", "v")):
         assert differences(reference, bits(run(config, Inline(order)))) == [], order
     assert differences(reference, bits(run(config, Threads(("collector", "v"))))) == []
     assert {"learners/v/state/priorities/entered", "collector/replay/0/carry"} <= {*reference}
-    assert differences(reference, bits(run(config_of({"schedule": "concurrent"}, {"seed": 4, "task": {}}))))
+    assert differences(reference, bits(run(replace(config, seed=4))))
 
 
 def test_alternating_groups_give_the_bits_of_one_after_the_other():
@@ -341,6 +346,17 @@ def test_a_recurrent_network_unrolls_as_it_steps():
         torch.testing.assert_close(state, after[t])
         state = state * ~first[t].unsqueeze(1)
     torch.testing.assert_close(net.remember({"policy": x}, carry, first), state)
+
+
+@pytest.mark.parametrize("task", [("task=atari", "task.game=pong"), ("task=pong",), ("task=tmaze",)])
+def test_a_tasks_own_settings_are_the_same_at_every_scale_and_make_whole_ticks(task):
+    small, large = (compose(["device=cpu", f"scale={s}", *task, "algo=r2d2"]) for s in ("cpu", "gpu"))
+    unread = ("algo.policy.", "algo.p_per_v", "algo.v_per_step", "algo.smoothing", "algo.critic.tau")
+    pairs = zip(leaves(small), leaves(large), strict=True)
+    assert [k for (k, a), (_, b) in pairs if a != b and not k.startswith(unread)] == []
+    target_updates(small, counts(small))  # whole
+    shared = share_of(small, World(0, 2, 0, 2))
+    assert counts(shared) == counts(small)  # of two processes, each takes half of everything
 
 
 @pytest.mark.parametrize(

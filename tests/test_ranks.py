@@ -142,6 +142,7 @@ def ended(session: Session, summary) -> dict:
             "obs": parts.collector.obs["policy"].clone(), "num_envs": parts.env.spec.num_envs}  # fmt: skip
 
 
+SHORT = ("algo.r2d2.length=4", "algo.r2d2.burn_in=1", "algo.r2d2.period=4", "algo.r2d2.lstm=8")
 CASES = {
     "pql": ("algo=pql", "algo.normalize_reward=true"),
     "pql_d": ("algo=pql_d",),
@@ -151,6 +152,7 @@ CASES = {
     "a2c": ("algo=a2c", "task=cartpole", "algo.ppo.horizon=4"),
     "rainbow": ("algo=rainbow", "task=cartpole", "algo.dqn.target_period=64"),
     "apex": ("algo=apex", "task=cartpole", "algo.dqn.target_period=64"),
+    "r2d2": ("algo=r2d2", "task=cartpole", "algo.dqn.target_period=128", *SHORT),
     "pqn": ("algo=pqn", "task=cartpole", "algo.pqn.horizon=4", "algo.pqn.minibatches=2", "algo.pqn.anneal_steps=1000"),
 }
 PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
@@ -158,7 +160,8 @@ PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
 
 def settings(path: Path, case: str, *more: str) -> list[str]:
     rollouts, values = ("algo.batch_size", "replay"), ("algo.policy",)
-    unread = {"ppo": rollouts, "a2c": rollouts, "rainbow": values, "apex": values, "pqn": rollouts + values}
+    unread = {**dict.fromkeys(("ppo", "a2c"), rollouts), **dict.fromkeys(("rainbow", "apex", "r2d2"), values)}
+    unread["pqn"] = rollouts + values
     chosen = [w for w in words(path) if not w.startswith(unread.get(case, ("-",)))]
     patient = "placement.watchdog_seconds=200"  # other work on this machine is no failure
     return [*chosen, "task.kwargs.max_episode_steps=11", patient, *CASES[case], *more]

@@ -302,7 +302,7 @@ def fail(count):
 @pytest.mark.parametrize("order", ["free", "turns"])
 @pytest.mark.fault
 def test_a_failing_replica_ends_the_run_with_its_name_and_traceback(order, threads_left):
-    parts = start(replicas(3, {"num_envs": 12}, order=order, each=50))
+    parts = start(replicas(3, {"num_envs": 12}, order=order, each=12))
     ticks(parts, 1)
     parts.replicas[1].workers["learner"].job = fail
     begun = time.monotonic()
@@ -316,7 +316,7 @@ def test_a_failing_replica_ends_the_run_with_its_name_and_traceback(order, threa
     assert any(entry.name == "fail" for entry in traceback.extract_tb(cause.__traceback__))
     parts.schedule.executor.close()
     assert not threads_left()
-    assert max(one.collector.steps for one in parts.replicas) < 8 * (2 + 2 * 50)  # the rest was not handed out
+    assert max(one.collector.steps for one in parts.replicas) < 8 * (2 + 2 * 12)  # the rest was not handed out
 
 
 @pytest.mark.parametrize("order", ["free", "turns"])

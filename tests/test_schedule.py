@@ -13,7 +13,7 @@ from pql.errors import ConfigError, RunError
 from pql.schedule import Inline, Streams, Threads, Trace, tick_counts
 
 ORDERS = list(itertools.permutations(("collector", "v", "p")))
-TICKS = 200
+TICKS = 120
 ALGOS = {
     "pql": {},
     "pql_d": {"critic": {"hidden": [16], "atoms": 11, "v_min": -50.0, "v_max": 0.0}},

@@ -1,5 +1,6 @@
 """Sequences against brute force over everything that was ever written: rows, states, targets, who may be drawn."""
 
+import math
 import random
 
 import pytest
@@ -19,6 +20,8 @@ class Remembering(Recorded):
     def __init__(self, num_envs, periods, horizon, limit, shape, next_step=False, depth=1):
         self.burn, self.length, self.n, self.period = shape
         super().__init__(num_envs, periods * self.period, horizon, limit, next_step, depth=depth)
+        self.replay.extra = {k: torch.zeros(self.replay.flags.shape) for k in ("q", "value")}
+        self.told: dict[tuple[int, int], tuple[float, float]] = {}  # (row, column) -> q and value when acted
         self.states = States(self.replay, 2, self.period)
         self.sequences = Sequences(self.replay, self.states, self.burn, self.length, self.n, GAMMA, limit)
 
@@ -26,11 +29,15 @@ class Remembering(Recorded):
         columns = list(range(len(self.sims))) if columns is None else columns
         new = [self.sims[i].event(k, len(self.events[i]) % 64 / 8) for i, k in zip(columns, kinds, strict=True)]
         carry = torch.tensor([[i, len(self.events[i])] for i in columns]).float()
+        q = torch.tensor([(37 * len(self.events[i]) + 11 * i) % 23 / 8 for i in columns])
+        if len(self.events[0]) < 6:  # as in a warm-up: nobody valued anything
+            q.fill_(torch.nan)
+        self.told |= {(len(self.events[i]), i): (v, 3 - v) for i, v in zip(columns, q.tolist(), strict=True)}
         for i, event in zip(columns, new, strict=True):
             self.events[i].append(event)
         action, step = stack(new, self.shown())
         for store in (self.states, self.replay):
-            store.insert(Acted(action, {"carry": carry}), step, torch.tensor(columns))
+            store.insert(Acted(action, {"carry": carry, "q": q, "value": 3 - q}), step, torch.tensor(columns))
 
     def allowed(self):
         """(first row, column) of every sequence that may be drawn, by the rules in words."""
@@ -185,7 +192,7 @@ def test_a_priority_belongs_to_its_sequence_until_the_collector_needs_its_rows()
     truth, ranked, new = {}, None, 0
     for ring, _, rng in history("truncations", 3, False, True):
         ranked = ranked or ranked_of(ring)
-        ranked.open(ring.cursor)
+        ranked.open(ring.cursor, torch.ones(()))
         allowed = ring.allowed()
         largest = float(ranked.largest)
         new += len(allowed - {*truth})
@@ -200,13 +207,51 @@ def test_a_priority_belongs_to_its_sequence_until_the_collector_needs_its_rows()
     assert new > 20
 
 
+def error_when_acted(ring, i, row, scale):
+    """A row's TD error by the values that its actor stored; None where they do not give one."""
+    events = ring.events[i]
+    want = n_step(events, row, ring.n, GAMMA, ring.replay.finals - ring.replay.horizon)
+    q, ahead = ring.told[row, i][0], 0.0
+    if not want.mask:
+        return None
+    if want.next_obs is not None:
+        m = round(math.log(want.discount, GAMMA))
+        if events[row + m - 1].truncated:
+            return None  # nobody valued the final observation
+        ahead = ring.told[row + m, i][1]
+    error = math.tanh(scale * want.reward + want.discount * ahead) - q
+    return None if math.isnan(error) else abs(error)
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_a_new_sequence_begins_with_its_errors_when_acted(unequal):
+    ranked, seen, known, unknown = None, set(), 0, 0
+    for seed in (2, 4):
+        for ring, _, _ in history("everything", seed, False, unequal):
+            if ranked is None or ranked.sequences.ring is not ring.replay:
+                ranked = ranked_of(ring, target=lambda r, d, v: (r + d * v).tanh())
+                seen = set()
+            ranked.open(ring.cursor, torch.tensor(0.5))
+            found, largest = leaves(ranked), float(ranked.largest)
+            for start, i in {*found} - seen:
+                first = start + ring.burn
+                errors = [error_when_acted(ring, i, row, 0.5) for row in range(first, first + ring.length)]
+                errors = [e for e in errors if e is not None]
+                mix = 0.9 * max(errors) + 0.1 * sum(errors) / len(errors) if errors else None
+                assert found[start, i] == pytest.approx(largest if mix is None else (mix + 1e-6) ** 0.9, abs=1e-5)
+                known, unknown = known + bool(errors), unknown + (not errors)
+            seen |= {*found}
+    assert known > 20
+    assert unknown > 0
+
+
 def test_draws_are_in_proportion_and_weights_are_those_of_schaul():
     ring = Remembering(2, 8, 1, None, (1, 4, 1, 4))
     for _ in range(20):
         ring.insert(["step", "step"])
     ring.seal()
     ranked = ranked_of(ring, alpha=1.0)
-    ranked.open(ring.cursor)
+    ranked.open(ring.cursor, torch.ones(()))
     pairs = sorted(leaves(ranked))
     assert pairs == [(r, i) for r in (0, 4, 8, 12) for i in (0, 1)]
     errors = torch.tensor([1.0, 2, 3, 4, 1, 2, 3, 4])
@@ -218,14 +263,14 @@ def test_draws_are_in_proportion_and_weights_are_those_of_schaul():
     assert torch.equal(seq.carry[:, 1], (seq.index // 2 * 4).float())
     ranked.update(torch.tensor([0]), torch.tensor([9.0]), torch.zeros(1))  # nothing in it counts
     assert (0, 0) not in leaves(ranked)
-    ranked.open(ring.cursor)
+    ranked.open(ring.cursor, torch.ones(()))
     assert (0, 0) not in leaves(ranked)
 
 
 def test_an_empty_array_gives_sequences_of_no_weight():
-    ring = Remembering(1, 8, 1, None, (1, 4, 1, 4))
-    ranked = ranked_of(ring)
-    ranked.open(ring.cursor)
+    ring = Remembering(1, 8, 1, 3, (1, 4, 3, 4))
+    ranked = ranked_of(ring, target=lambda r, d, v: r + d * v)
+    ranked.open(ring.cursor, torch.ones(()))
     seq = ranked.sample(ring.cursor, 3, torch.Generator().manual_seed(0))
     assert not seq.mask.any()
     assert not seq.weight.any()

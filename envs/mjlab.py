@@ -1,0 +1,90 @@
+"""mjlab's tasks (1.6): ``task=mjlab task.kwargs.task=Mjlab-Velocity-Flat-Unitree-Go1``.
+
+It wants a MuJoCo of its own, so it runs in an environment of its own: ``task.process.python``. Its managers are those
+of Isaac Lab (``isaaclab.py``), with a group ``actor`` that is called ``policy`` here.
+
+It is asked not to reset by itself (``auto_reset=False``): so a step shows the final observation, and the environments
+that have ended are reset after it. That reset computes all observations anew, with new noise; only those of the
+environments that were reset are taken.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pql.env import EnvSpec
+from pql.envs.isaaclab import Actions, Log, change, copies, ends, group_specs, merge, randomize_lengths
+from pql.errors import ConfigError, nearest
+from pql.types import Obs, Step
+
+
+def mjlab(
+    num_envs: int = 1024,
+    device: str | torch.device = "cuda:0",
+    task: str = "Mjlab-Velocity-Flat-Unitree-Go1",
+    action_bound: float = 1.0,
+    settings: Mapping[str, Any] | None = None,
+    random_lengths: bool = False,
+) -> "MjlabVec":
+    """A registered task of mjlab.
+
+    Args:
+        num_envs: N.
+        device: of the simulator and the tensors.
+        task: its id.
+        action_bound: what an action of 1 is there; its action space has no bounds.
+        settings: attributes of its configuration, by dotted name: ``{"episode_length_s": 10.0}``.
+        random_lengths: first episodes begin at random places, so that their limits do not come all at once.
+    Raises:
+        ConfigError: no such task, or a setting that its configuration does not have.
+    """
+    import mjlab.tasks  # noqa: F401  registers the tasks
+    from mjlab.envs import ManagerBasedRlEnv
+    from mjlab.tasks.registry import list_tasks, load_env_cfg
+
+    if task not in (known := list_tasks()):
+        raise ConfigError("task", task, f"one of {', '.join(known)}{nearest(task, known)}")
+    config = load_env_cfg(task)
+    change(config, {"scene.num_envs": num_envs, "seed": 0, "auto_reset": False, **(settings or {})})
+    return MjlabVec(ManagerBasedRlEnv(config, device=str(device)), task, action_bound, random_lengths)
+
+
+class MjlabVec:
+    """A ``ManagerBasedRlEnv`` that does not reset by itself, with the contract of ``pql.env.VecEnv``."""
+
+    def __init__(self, env: Any, name: str, action_bound: float = 1.0, random_lengths: bool = False):
+        self.env, self.random_lengths = env, random_lengths
+        self.finite = bool(getattr(env.cfg, "is_finite_horizon", False))
+        self.actions = Actions(env.single_action_space, action_bound)
+        obs, extras = env.reset()
+        self.log = Log(extras)
+        self.spec = EnvSpec(
+            name, env.num_envs, group_specs(obs), self.actions.spec, torch.device(env.device),
+            max_episode_steps=int(env.max_episode_length), final_obs="always", log=self.log.terms,
+            deterministic=False, stream="default", info={"dt": float(env.step_dt)},
+        )  # fmt: skip
+
+    def reset(self, seed: int | None = None) -> Obs:
+        """All environments. ``seed`` seeds torch's global generator, and others."""
+        obs, extras = self.env.reset(seed=None if seed is None else seed % 2**31)
+        self.log.seen(extras)
+        if self.random_lengths:
+            randomize_lengths(self.env, self.spec)
+        return copies(obs)
+
+    def step(self, action: Tensor) -> Step:
+        obs, reward, terminated, time_outs, extras = self.env.step(self.actions(action))
+        terminated, truncated = ends(terminated, time_outs, self.finite)
+        reward, over, final = reward.float().clone(), terminated | truncated, copies(obs)
+        seen = dict(final)
+        ids = over.nonzero().flatten()  # waits for the device, as the simulator's own reset would
+        if len(ids):
+            new, extras = self.env.reset(env_ids=ids)
+            seen = merge(over, new, final)
+        yes = torch.ones_like(over)
+        return Step(seen, reward, terminated, truncated, over, final, yes, yes.clone(), self.log.rows(extras, over))
+
+    def close(self) -> None:
+        self.env.close()

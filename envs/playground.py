@@ -1,0 +1,127 @@
+"""MuJoCo Playground's environments (0.2), JAX to torch by DLPack: ``task=playground task.kwargs.env=CartpoleSwingup``.
+
+JAX and MuJoCo have versions of their own there, so it runs best in an environment of its own: ``task.process.python``.
+
+Its own stack of wrappers resets in the same step and overwrites the final observation. Here a wrapper between its time
+limit and its reset keeps it (``KeepObs``), so it is always there. Environment i begins anew in its own first state each
+time, unless ``full_reset`` draws new ones.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pql.env import Box, EnvSpec, ObsSpec
+from pql.errors import ConfigError, nearest
+from pql.types import Obs, Step
+
+GROUPS = {"state": "policy", "privileged_state": "critic"}
+KEPT = "pql_obs"
+
+
+class PlaygroundVec:
+    """``num_envs`` environments of one of Playground's tasks.
+
+    Args:
+        num_envs: N.
+        device: of the tensors; JAX computes on the same kind.
+        env: its name in Playground's registry.
+        settings: overrides of its configuration, by name; ``{"impl": "jax"}`` where there is no GPU.
+        episode_length: time limit in steps; None: the task's own.
+        full_reset: every episode begins in a new state.
+    Raises:
+        ConfigError: no such environment, or a number out of range.
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 1024,
+        device: str | torch.device = "cuda:0",
+        env: str = "CartpoleSwingup",
+        settings: Mapping[str, Any] | None = None,
+        episode_length: int | None = None,
+        full_reset: bool = False,
+    ):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU's memory
+        import jax
+
+        wrapped, limit, dt = load(env, settings or {}, episode_length, full_reset)
+        self.jax, self.device = jax, torch.device(device)
+        self._reset, self._step = jax.jit(wrapped.reset), jax.jit(wrapped.step)
+        self._key: Any = jax.random.PRNGKey(0)
+        self._state: Any = None
+        self._n = num_envs
+        obs = self.reset(0)
+        self.spec = EnvSpec(
+            env, num_envs, {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
+            Box(int(wrapped.action_size)), self.device, max_episode_steps=limit, final_obs="always",
+            deterministic=self.device.type == "cpu", info={"dt": dt},
+        )  # fmt: skip
+
+        for _ in range(2):  # compiles here: once for what a reset gives, once for what a step gives
+            self.step(torch.zeros(num_envs, self.spec.action.size))  # type: ignore[union-attr]
+
+    def reset(self, seed: int | None = None) -> Obs:
+        if seed is not None:
+            self._key = self.jax.random.PRNGKey(seed % 2**31)
+        self._key, now = self.jax.random.split(self._key)
+        self._state = self._reset(self.jax.random.split(now, self._n))
+        return self._groups(self._state.obs)
+
+    def step(self, action: Tensor) -> Step:
+        # A clone: JAX may still be reading when the caller writes its next action.
+        given = self.jax.dlpack.from_dlpack(action.clamp(-1, 1).clone().contiguous())
+        self._state = state = self._step(self._state, given)
+        over = self._tensor(state.done) != 0
+        truncated = (self._tensor(state.info["truncation"]) != 0) & over  # not set where the task has ended as well
+        yes = torch.ones_like(over)
+        return Step(self._groups(state.obs), self._tensor(state.reward).float(), over & ~truncated, truncated, over,
+                    self._groups(state.info[KEPT]), yes, yes.clone(), {})  # fmt: skip
+
+    def close(self) -> None:
+        self._state = None
+
+    def _tensor(self, array: Any) -> Tensor:
+        """A copy: a view would share memory that JAX gives to others."""
+        return torch.from_dlpack(array).to(self.device, copy=True)
+
+    def _groups(self, obs: Any) -> Obs:
+        if not isinstance(obs, Mapping):
+            return {"policy": self._tensor(obs)}
+        return {GROUPS.get(str(name), str(name)): self._tensor(value) for name, value in obs.items()}
+
+
+def load(
+    name: str, settings: Mapping[str, Any], episode_length: int | None, full_reset: bool
+) -> tuple[Any, int, float]:
+    """Playground's environment inside brax's wrappers, with the final observation kept; time limit, seconds a step."""
+    from brax.envs.wrappers import training
+    from mujoco_playground import registry, wrapper
+
+    if name not in (known := list(registry.ALL_ENVS)):
+        raise ConfigError("env", name, f"one of {', '.join(known)}{nearest(name, known)}")
+    config = registry.get_default_config(name)
+    limit = int(config.episode_length if episode_length is None else episode_length)
+    if limit < 1:
+        raise ConfigError("episode_length", limit, "at least 1")
+    bare = registry.load(name, config_overrides=dict(settings))
+
+    class KeepObs(wrapper.Wrapper):
+        """Copies each observation to where the reset outside does not replace it."""
+
+        def reset(self, rng: Any) -> Any:
+            state = self.env.reset(rng)
+            state.info[KEPT] = state.obs
+            return state
+
+        def step(self, state: Any, action: Any) -> Any:
+            after = self.env.step(state, action)
+            after.info[KEPT] = after.obs
+            return after
+
+    inner = training.EpisodeWrapper(training.VmapWrapper(bare), limit, 1)
+    wrapped = wrapper.BraxAutoResetWrapper(KeepObs(inner), **({"full_reset": True} if full_reset else {}))
+    return wrapped, limit, float(bare.dt)

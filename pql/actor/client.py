@@ -1,0 +1,179 @@
+"""An actor: it steps its environments as it is told over one stream, and comes back when the stream breaks.
+
+The learner holds everything else: policy, exploration, memory of recurrent networks, episodes in hand. So an actor that
+is lost loses one step of each environment, and a new one can take its place.
+"""
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import grpc
+import numpy as np
+
+from pql import wire
+from pql.envs.far import describe
+from pql.errors import ConfigError, RunError
+from pql.wire import ACT, BYE, RESET, WELCOME, Frame, WireError, newest, read_json
+
+OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", wire.LARGEST),
+    ("grpc.max_send_message_length", wire.LARGEST),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds between attempts
+FINAL = {  # answers that another attempt would not change: what to look at
+    grpc.StatusCode.UNAUTHENTICATED: "--token-file",
+    grpc.StatusCode.INVALID_ARGUMENT: "--task",
+    grpc.StatusCode.UNIMPLEMENTED: "--connect",
+}
+
+
+class Simulator(Protocol):
+    """K environments: as ``pql.env.VecEnv``, with NumPy arrays on the host."""
+
+    @property
+    def spec(self) -> Any: ...
+    def reset(self, seed: int | None = None) -> dict[str, np.ndarray]: ...
+    def step(self, action: np.ndarray) -> Any: ...
+    def close(self) -> None: ...
+
+
+class EndedError(Exception):
+    """The stream ended, and another may be tried: why."""
+
+
+class Actor:
+    """Steps ``sim`` for the learner at ``address`` until that says that it is over.
+
+    Args:
+        role: ``train``, or ``eval``: its episodes are for evaluations alone.
+        token: what the learner asks for; None: nothing.
+        ca: file (PEM) with the certificate that the learner's must be signed by; None: no TLS.
+        patience: seconds without a learner after which it gives up; None: never.
+        tell: takes lines for people.
+    """
+
+    def __init__(
+        self, address: str, sim: Simulator, role: str = "train", token: str | None = None, ca: Path | None = None,
+        patience: float | None = None, tell: Callable[[str], None] | None = None,
+    ):  # fmt: skip
+        self.address, self.sim, self.role, self.token = address, sim, role, token
+        self.patience, self.tell = patience, tell or say
+        self.facts = describe(sim.spec)
+        for group in self.facts["obs"].values():
+            group[1] = "float32" if group[1].startswith("float") else group[1]  # as everywhere in the library
+        self.layout = wire.Layout(self.facts)
+        self.stacks = {k: s.stack for k, s in sim.spec.obs.items()}
+        self.credentials = None if ca is None else grpc.ssl_channel_credentials(read_file("--ca", ca))
+        if token is not None and ca is None and not address.startswith(("127.", "localhost:", "[::1]:", "unix:")):
+            raise ConfigError("--ca", None, "a file: a token is not sent to another machine without TLS")
+        self.steps = 0  # of every environment
+
+    def run(self) -> None:
+        """Connect, and connect again, until the learner says that the run is over.
+
+        Raises:
+            ConfigError: the learner refuses this actor for good.
+            RunError: no learner within ``patience`` seconds.
+        """
+        attempt, alone_since = 0, time.monotonic()
+        while True:
+            before = self.steps
+            try:
+                why = self._connect()
+                self.tell(f"done: {why}")
+                return
+            except EndedError as error:
+                reason = str(error)
+            now = time.monotonic()
+            if self.steps > before:
+                attempt, alone_since = 0, now
+            if self.patience is not None and now - alone_since > self.patience:
+                raise RunError(f"no learner at {self.address} for {self.patience:g} s: {reason}")
+            # Jittered: a hundred actors that lost the same learner do not come back in the same moment.
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2**attempt) * random.uniform(0.5, 1.0)
+            attempt += 1
+            self.tell(f"{reason}; next attempt at {self.address} in {delay:.1f} s")
+            time.sleep(delay)
+
+    def _connect(self) -> str:
+        """One stream, from its beginning to its end. Returns why the learner has ended it."""
+        outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        with self._channel() as channel:
+            show = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+            stream = channel.stream_stream(f"/{wire.SERVICE}/{wire.METHOD}")(iter(outbox.get, None), metadata=show)
+            try:
+                return self._serve(stream, outbox)
+            except grpc.RpcError as error:
+                raise self._ended(error) from error
+            finally:
+                outbox.put(None)
+                stream.cancel()
+
+    def _channel(self) -> grpc.Channel:
+        if self.credentials is None:
+            return grpc.insecure_channel(self.address, options=OPTIONS)
+        return grpc.secure_channel(self.address, self.credentials, options=OPTIONS)
+
+    def _serve(self, stream: Iterable[bytes], outbox: "SimpleQueue[bytes | None]") -> str:
+        """Do what the learner says."""
+        run_id = int.from_bytes(os.urandom(8), "little")  # a new one each time: nothing of before goes on
+        outbox.put(wire.pack_json(wire.HELLO, run_id, 0, {"spec": self.facts, "role": self.role}))
+        for message in stream:
+            frame = wire.unpack(message)
+            if frame.run_id != run_id:
+                raise WireError("an answer to another actor")
+            if frame.kind == BYE:
+                return str(read_json(frame.body).get("reason"))
+            if frame.kind == WELCOME:
+                self.tell(f"connected to {self.address} as actor {read_json(frame.body).get('actor')}")
+            else:
+                outbox.put(self._obey(frame))
+        raise EndedError("the learner has closed the stream")
+
+    def _obey(self, frame: Frame) -> bytes:
+        if frame.kind == RESET:
+            obs = self.sim.reset(int.from_bytes(frame.body, "little"))
+            return self.layout.pack_obs(frame.run_id, frame.seq, newest(obs, self.stacks))
+        if frame.kind != ACT:
+            raise WireError(f"an order of kind {frame.kind}")
+        step = self.sim.step(self.layout.read_action(frame.body))
+        self.steps += 1
+        obs, final = newest(step.obs, self.stacks), newest(step.final_obs, self.stacks)
+        return self.layout.pack_step(frame.run_id, frame.seq, step._replace(obs=obs, final_obs=final))
+
+    def _ended(self, error: Any) -> Exception:
+        """What a broken stream means: try again, or not."""
+        code, why = error.code(), error.details()
+        if code in FINAL:
+            value = {"--task": self.facts["name"], "--connect": self.address}.get(FINAL[code])
+            return ConfigError(FINAL[code], value, f"what the learner at {self.address} takes: {why}")
+        return EndedError(f"{code.name.lower().replace('_', ' ')}: {str(why).rpartition(': ')[2]}")
+
+
+def say(line: str) -> None:
+    print(f"pql actor: {line}", file=sys.stderr, flush=True)
+
+
+def read_file(setting: str, path: Path) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(setting, path, f"a file that can be read ({error.strerror})") from error

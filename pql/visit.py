@@ -1,0 +1,129 @@
+"""``pql doctor --env``: the contract's rules on one environment, how its episodes end, its speed, its numbers."""
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pql.conformance import Checker, check_env
+from pql.env import VecEnv, find_factory, make_env
+from pql.text import table
+from pql.types import Step
+from pql.validate import RANGES, STEPS, check_range
+
+SPEED_SECONDS = 1.0  # at least so long is stepped to measure the rate
+MEANING = {
+    "same_step": "same step: the row that ends an episode shows the next one's first observation",
+    "next_step": "next step: a filler row follows the end of an episode, and is not learned from",
+}
+
+
+def check(name: str, num_envs: int, steps: int | None, words: dict[str, Any]) -> int:
+    """``pql doctor --env``: print what the contract's rules and a visit find. Returns the exit status.
+
+    Args:
+        steps: of the main run; None: a little over the time limit.
+        words: keywords for the environment; ``task.process.python`` puts it into a process of that interpreter.
+    """
+    check_range("--num-envs", num_envs, RANGES["num_envs"])
+    check_range("--steps", steps, STEPS)
+    kwargs, described = dict(words), None
+    if (python := kwargs.pop("task.process.python", None)) is not None:
+        from pql.envs.process import ProcessVec
+
+        env: VecEnv = ProcessVec(name, num_envs, kwargs.pop("device", "cpu"), python, kwargs)
+    else:
+        env = make_env(name, num_envs=num_envs, **kwargs)
+        if describe := getattr(find_factory(name), "describe", None):
+            described = describe(num_envs=num_envs, **{**kwargs, "device": env.spec.device})
+    try:
+        steps = steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
+        report = check_env(env, steps, described=described)
+        print(report)
+        if not {"protocol", "shapes"} & {*report.failed}:
+            print("\n" + table(visit(env, steps)))
+    finally:
+        env.close()
+    return 0 if report.ok else 1
+
+
+class Range:
+    """Smallest and largest finite number, and how many were not finite."""
+
+    def __init__(self) -> None:
+        self.low, self.high, self.bad = float("inf"), float("-inf"), 0
+
+    def add(self, values: Tensor) -> None:
+        known = values[values.isfinite()] if values.is_floating_point() else values
+        self.bad += values.numel() - known.numel()
+        if known.numel():
+            self.low, self.high = min(self.low, float(known.min())), max(self.high, float(known.max()))
+
+    def __str__(self) -> str:
+        found = f"{self.low:.4g} to {self.high:.4g}" if self.low <= self.high else "nothing finite"
+        return found + (f"; {self.bad:,} NaN or infinite" if self.bad else "")
+
+
+@torch.no_grad()
+def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
+    """Step ``env`` with random actions -> rows of (what, what was found). Reads values back at every step."""
+    checker, spec = Checker(env, seed), env.spec
+    ranges = {f"obs {k}": Range() for k in spec.obs} | {"reward": Range()}
+    counts = dict.fromkeys(("rows", "terminated", "truncated", "lost", "fillers"), 0)
+    for name, value in env.reset(seed).items():
+        ranges[f"obs {name}"].add(value)
+    for action in checker.actions(steps):
+        step = env.step(action)
+        tally(step, ranges, counts)
+    return [
+        ["autoreset", MEANING[spec.autoreset]],
+        ["episode ends", f"{counts['terminated']:,} terminated, {counts['truncated']:,} truncated in "
+                         f"{counts['rows']:,} rows; {counts['fillers']:,} filler rows beside these"],
+        ["final observations", f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
+                               + (", from which nothing is bootstrapped" if counts["lost"] else "")],
+        ["time limit", f"{spec.max_episode_steps or 'none'}"],
+        ["host syncs a step", syncs(env, checker)],
+        ["env-steps/s", f"{speed(env, checker):,.0f} with {spec.num_envs} environments on {spec.device}"],
+        *([name, str(found)] for name, found in ranges.items()),
+    ]  # fmt: skip
+
+
+def tally(step: Step, ranges: dict[str, Range], counts: dict[str, int]) -> None:
+    """Add one step's numbers."""
+    for name, value in step.obs.items():
+        ranges[f"obs {name}"].add(value)
+    ranges["reward"].add(step.reward[step.valid])
+    for name, flags in (
+        ("rows", step.valid), ("terminated", step.terminated), ("truncated", step.truncated),
+        ("lost", step.truncated & ~step.final_ok), ("fillers", ~step.valid),
+    ):  # fmt: skip
+        counts[name] += int(flags.sum())
+
+
+def syncs(env: VecEnv, checker: Checker) -> str:
+    """How often a step makes the host wait for a GPU; as torch counts it, which does not see the simulator's own."""
+    if env.spec.device.type != "cuda":
+        return f"none to count: its tensors are on {env.spec.device}"
+    (action,) = checker.actions(1)
+    before: Any = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            env.step(action)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return str(sum("synchroniz" in str(w.message) for w in seen))
+
+
+def speed(env: VecEnv, checker: Checker) -> float:
+    """Env-steps per second."""
+    actions, count, began = list(checker.actions(8)), 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < SPEED_SECONDS:
+        for action in actions:
+            step = env.step(action)
+        float(step.reward[0])  # waits for a GPU
+        count += len(actions)
+    return count * env.spec.num_envs / spent

@@ -1,0 +1,146 @@
+"""A learner's side and actors in one process, for tests of what they say to each other."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+
+from pql import wire
+from pql.actor.client import Actor
+from pql.envs.far import describe
+from pql.envs.plain import Discrete, EnvSpec, ObsSpec, Step
+from pql.envs.remote import Remote
+
+
+def quiet(line):
+    """Nobody has to hear of it."""
+
+
+def wait_until(true, seconds=20.0):
+    """Until ``true()``; how long it took."""
+    start = time.monotonic()
+    while not true():
+        assert time.monotonic() - start < seconds, "it did not come to pass"
+        time.sleep(0.005)
+    return time.monotonic() - start
+
+
+class Late:
+    """A simulator of which each step takes ``delay`` with probability ``share``."""
+
+    def __init__(self, sim, share, delay, seed=0):
+        self.sim, self.spec, self.share, self.delay = sim, sim.spec, share, delay
+        self.random = np.random.RandomState(seed)
+
+    def reset(self, seed=None):
+        return self.sim.reset(seed)
+
+    def step(self, action):
+        if self.random.rand() < self.share:
+            time.sleep(self.delay)
+        return self.sim.step(action)
+
+    def close(self):
+        self.sim.close()
+
+
+class Film:
+    """Stacks of three 2 x 2 frames whose pixels count the rows of an episode; it ends after ``length`` rows."""
+
+    def __init__(self, num_envs, device="cpu", length=4):
+        obs = {"policy": ObsSpec((3, 2, 2), "uint8", 3)}
+        self.spec = EnvSpec("film", num_envs, obs, Discrete(2), device, max_episode_steps=length, final_obs="always")
+        self.length, self.shown = length, np.zeros((num_envs, 3, 2, 2), np.uint8)
+
+    def reset(self, seed=None):
+        self.at = np.arange(len(self.shown)) % self.length  # so that they end apart
+        self.shown[:] = 0
+        self.shown[:, -1] = 10 + self.at[:, None, None]
+        return {"policy": self.shown.copy()}
+
+    def step(self, action):
+        self.at += 1
+        shown = np.concatenate((self.shown[:, 1:], (10 + self.at).astype(np.uint8)[:, None, None, None].repeat(2, 2)
+                                .repeat(2, 3)), 1)  # fmt: skip
+        over, no = self.at >= self.length, np.zeros(len(self.at), bool)
+        final = shown.copy()
+        self.at[over] = 0
+        shown[over, :-1], shown[over, -1] = 0, 10
+        self.shown = shown
+        return Step(
+            {"policy": shown.copy()}, action.astype(np.float32), no, over, over, {"policy": final}, ~no, ~no, {}
+        )
+
+    def close(self):
+        pass
+
+
+@contextmanager
+def acting(address, *sims, **more):
+    """A thread for each simulator's actor. Yields what each of them raised, by number, once it has ended."""
+    ended = {}
+
+    def act(i, sim):
+        try:
+            Actor(address, sim, tell=quiet, **more).run()
+            ended[i] = None
+        except Exception as error:
+            ended[i] = error
+
+    threads = [threading.Thread(target=act, args=(i, sim), daemon=True) for i, sim in enumerate(sims)]
+    for thread in threads:
+        thread.start()
+    yield ended
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def remote(address, sims, num_envs, join=True, **kwargs):
+    """A ``Remote`` with actors of ``sims``; all of them have joined."""
+    with acting(address, *sims) as ended:
+        env = Remote(num_envs, listen=address, **kwargs)
+        env.ended = ended
+        try:
+            wait_until(lambda: env.hall.live == len(sims))
+            yield env
+        finally:
+            env.close()
+
+
+class Raw:
+    """An actor that says what it is told to: one stream's frames by hand."""
+
+    def __init__(self, address, credentials=None, token=None):
+        from queue import SimpleQueue
+
+        self.outbox = SimpleQueue()
+        self.channel = grpc.insecure_channel(address)
+        call = self.channel.stream_stream(f"/{wire.SERVICE}/{wire.METHOD}")
+        self.stream = call(iter(self.outbox.get, None))
+
+    def say(self, message):
+        self.outbox.put(message)
+
+    def hear(self):
+        return wire.unpack(next(self.stream))
+
+    def hello(self, sim, run_id=1, **more):
+        self.say(wire.pack_json(wire.HELLO, run_id, 0, {"spec": describe(sim.spec), "role": "train"} | more))
+
+    def refusal(self):
+        """(status, why) that the stream ends with."""
+        try:
+            for _ in self.stream:
+                pass
+        except grpc.RpcError as error:
+            return error.code(), error.details()
+        raise AssertionError("the stream ended without a word")
+
+    def close(self):
+        self.outbox.put(None)
+        self.stream.cancel()
+        self.channel.close()

@@ -1,0 +1,161 @@
+"""The adapters for Isaac Lab and mjlab against stand-ins for their environments. Isaac Lab itself was not run;
+mjlab is, in an environment of its own, by ``make test-adapters``."""
+
+import sys
+import types
+
+import fake_isaaclab
+import gymnasium
+import pytest
+import torch
+from fake_isaaclab import Config, FakeLabEnv, FakeMjlabEnv
+
+from pql.conformance import check_env
+from pql.envs import isaaclab
+from pql.envs.isaaclab import IsaacLabVec
+from pql.envs.mjlab import MjlabVec
+from pql.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(fake_isaaclab, "ALIVE", [])
+    monkeypatch.setattr(fake_isaaclab, "LAUNCHED", [True])
+
+
+def lab(**settings):
+    return IsaacLabVec(FakeLabEnv(Config(**settings)), "Fake")
+
+
+def mj(**settings):
+    return MjlabVec(FakeMjlabEnv(Config(auto_reset=False, **settings)), "Fake")
+
+
+KINDS = {
+    "lost": lambda **more: lab(**more),
+    "computed": lambda **more: lab(compute_final_obs=True, **more),
+    "mjlab": lambda **more: mj(**more),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("both", [False, True])
+def test_they_conform(kind, both):
+    env = KINDS[kind](both=both)
+    report = check_env(env, 30)
+    assert report.ok, report
+    lost = {"final_obs_kept"} if kind == "lost" else set()
+    untested = {r.name for r in report.results if r.ok is None}
+    assert untested == {"filler_flags", "stack", "determinism", "state_dict", "groups", "describe"} | lost
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_what_really_happened(kind):
+    env = KINDS[kind]()
+    obs, ended = env.reset(0), [0, 0]
+    for _ in range(25):
+        step = env.step(torch.zeros(4, 3))
+        for i in range(4):
+            before, after = obs["policy"][i], step.final_obs["policy"][i]
+            assert step.reward[i] == 10 * before[0] + before[1] + 1
+            assert bool(step.final_ok[i]) == (kind != "lost" or not step.first[i])
+            if step.final_ok[i]:
+                assert after.tolist() == [before[0], before[1] + 1]
+            if step.first[i]:
+                assert step.obs["policy"][i].tolist() == [before[0] + 1, 0]
+                assert bool(step.terminated[i]) == (i == 1)
+                assert before[1] + 1 == (3 if i == 1 else 5)
+                ended[i == 1] += 1
+            elif kind != "computed":
+                assert torch.equal(step.obs["critic"][i], step.final_obs["critic"][i])
+        obs = step.obs
+    assert ended == [15, 8]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_log_counts_once_for_each_environment_that_was_reset(kind):
+    env = KINDS[kind]()
+    env.reset(0)
+    assert env.spec.log == ("Episode_Reward/walk", "Curriculum/level")
+    for t in range(1, 9):
+        step = env.step(torch.zeros(4, 3))
+        expected = {3: [0, 3, 0, 0], 5: [5, 0, 5, 5], 6: [0, 3, 0, 0]}.get(t, [0] * 4)
+        assert step.log["Episode_Reward/walk"].tolist() == expected
+        assert step.log["Curriculum/level"].tolist() == [2.0 * (x > 0) for x in expected]
+
+
+def test_both_flags_are_a_termination_and_a_finite_problem_has_no_time_limit():
+    for finite, truncated in ((False, [True, False, True, True]), (True, [False] * 4)):
+        fake_isaaclab.ALIVE.clear()
+        env = lab(both=True, is_finite_horizon=finite)
+        env.reset(0)
+        for _ in range(5):
+            step = env.step(torch.zeros(4, 3))
+        assert step.truncated.tolist() == truncated
+        assert step.terminated.tolist() == ([False, True, False, False] if not finite else [True] * 4)
+
+
+def test_actions_reach_the_bound_or_the_spaces_own():
+    env = IsaacLabVec(FakeLabEnv(Config()), "Fake", action_bound=3.0)
+    env.step(torch.tensor([[0.5, -5.0, 1.0]] * 4))
+    assert env.env.actions[-1].tolist() == [[1.5, -3.0, 3.0]] * 4
+    assert env.spec.action.bounds == ((-3.0,) * 3, (3.0,) * 3)
+    space = gymnasium.spaces.Box(torch.tensor([0.0, -2.0]).numpy(), torch.tensor([1.0, 4.0]).numpy())
+    assert isaaclab.Actions(space, 1.0)(torch.tensor([[0.0, 1.0]])).tolist() == [[0.5, 4.0]]
+    with pytest.raises(ConfigError, match=r"action_bound=0: expected a number above 0"):
+        isaaclab.Actions(space, 0)
+
+
+def test_a_history_would_lack_its_newest_frame():
+    config = Config(compute_final_obs=True)
+    config.observations.critic.history_length = 3
+    with pytest.raises(ConfigError, match=r"final_obs=true: expected false: critic keeps a history"):
+        IsaacLabVec(FakeLabEnv(config), "Fake")
+
+
+def test_groups_must_be_flat_and_one_is_the_policys():
+    with pytest.raises(ConfigError, match="observations=policy: expected a group whose terms are concatenated"):
+        isaaclab.group_specs({"policy": {"joint": torch.zeros(2, 3)}})
+    with pytest.raises(ConfigError, match=r"observations=critic: expected a group policy"):
+        isaaclab.group_specs({"critic": torch.zeros(2, 3)})
+
+
+def test_first_episodes_of_random_length():
+    env = IsaacLabVec(FakeLabEnv(Config(num_envs=64, length=40, falls=())), "Fake", random_lengths=True)
+    buffer = env.env.episode_length_buf
+    env.reset(0)
+    assert env.env.episode_length_buf is buffer
+    assert buffer.unique().numel() > 15
+    assert buffer.max() < 40
+
+
+def test_the_application_starts_first_and_the_configuration_is_the_tasks(monkeypatch):
+    """In the order that Isaac Lab asks for: launcher, tasks, configuration, environment; closed in reverse."""
+    order = []
+    monkeypatch.setattr(fake_isaaclab, "LAUNCHED", [])
+
+    class AppLauncher:
+        def __init__(self, launcher_args=None, **kwargs):
+            order.append(kwargs)
+            fake_isaaclab.LAUNCHED.append(True)
+            self.app = types.SimpleNamespace(close=lambda: order.append("app closed"))
+
+    def parse_env_cfg(task, device, num_envs):
+        order.append((task, device, num_envs))
+        return Config(num_envs=num_envs)
+
+    modules = {"isaaclab": {}, "isaaclab.app": {"AppLauncher": AppLauncher}, "isaaclab_tasks": {},
+               "isaaclab_tasks.utils": {"parse_env_cfg": parse_env_cfg}}  # fmt: skip
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(gymnasium, "make", lambda task, cfg: types.SimpleNamespace(unwrapped=FakeLabEnv(cfg)))
+    env = isaaclab.isaaclab(3, "cpu", "Isaac-Fake-v0", final_obs=True, settings={"episode_length_s": 7.0})
+    assert order == [{"headless": True, "device": "cpu", "enable_cameras": False}, ("Isaac-Fake-v0", "cpu", 3)]
+    assert env.spec.final_obs == "on_done"
+    assert env.env.cfg.episode_length_s == 7.0
+    env.close()
+    assert order[2:] == ["app closed"]
+    with pytest.raises(ConfigError, match=r"scene\.num_env=3: expected an attribute of the configuration, Config"):
+        isaaclab.isaaclab(3, "cpu", settings={"scene.num_env": 3})

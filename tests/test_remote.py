@@ -1,0 +1,365 @@
+"""Remote actors: what travels, what the learner's side makes of it, and who is let in."""
+
+import os
+import subprocess
+import threading
+import time
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from conftest import small_config
+from late import cells
+from remotes import Late, Raw, acting, quiet, remote, wait_until
+
+from pql import wire
+from pql.actor.client import Actor
+from pql.actor.sims import make_sim
+from pql.build import build
+from pql.env import make_env
+from pql.envs.far import describe
+from pql.envs.remote import Remote
+from pql.envs.remote.server import check_safe
+from pql.errors import ConfigError, RunError
+from pql.schedule import Inline
+
+COUNTER = {"restart_every": 4, "stagger": True}
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/s"
+
+
+# -- what travels -----------------------------------------------------------------------------------------------------
+
+
+def frames_of(sim, steps=9):
+    """A simulator's packed messages, and what was packed."""
+    layout = wire.Layout(wire.check_facts(describe(sim.spec)))
+    stacks = {k: s.stack for k, s in sim.spec.obs.items()}
+    first = wire.newest(sim.reset(1), stacks)
+    yield layout, layout.pack_obs(7, 1, first), first
+    for seq in range(2, steps):
+        step = sim.step(np.zeros(layout.action_shape, layout.action_type))
+        step = step._replace(obs=wire.newest(step.obs, stacks), final_obs=wire.newest(step.final_obs, stacks))
+        yield layout, layout.pack_step(7, seq, step), step
+
+
+@pytest.mark.parametrize("name", ["counter", "remotes:Film"])
+def test_a_step_arrives_as_it_was(name):
+    packed = list(frames_of(make_sim(name, 5, COUNTER if name == "counter" else {})))
+    layout, message, first = packed[0]
+    assert wire.HEADER.size == 32
+    for k, v in layout.read_obs(wire.unpack(message).body).obs.items():
+        assert np.array_equal(v, first[k])
+    ends = 0
+    for layout, message, step in packed[1:]:
+        rows = layout.read_step(wire.expect(wire.unpack(message), wire.STEP, 7, wire.unpack(message).seq).body)
+        assert np.array_equal(rows.reward, step.reward)
+        for i, flag in enumerate(wire.FLAGS):
+            assert np.array_equal(rows.flags >> i & 1, getattr(step, flag)), flag
+        assert np.array_equal(rows.log, np.array(list(step.log.values())).reshape(rows.log.shape))
+        for k in step.obs:
+            assert np.array_equal(rows.obs[k], step.obs[k])
+            assert np.array_equal(rows.final_obs[k], step.final_obs[k][rows.ended])
+        ends += len(rows.ended)
+    assert ends > 0
+
+
+def test_pixel_actors_send_the_newest_frames_alone():
+    """32 frames of 84 x 84 are 226 kB: no stack, no final observation where nothing ended."""
+    facts = {
+        "name": "pong", "num_envs": 32, "obs": {"policy": [[4, 84, 84], "uint8", 4]}, "action": {"n": 6}, "log": [],
+        "max_episode_steps": 100, "autoreset": "same_step", "final_obs": "always", "info": {},
+    }  # fmt: skip
+    layout = wire.Layout(wire.check_facts(facts))
+    obs = {"policy": np.zeros((32, 84, 84), np.uint8)}
+    assert len(layout.pack_obs(1, 1, obs)) == 32 * 84 * 84 + 32
+
+
+def test_frames_that_are_wrong_are_refused_in_words():
+    (layout, _, _), (_, message, _) = list(frames_of(make_sim("counter", 5, {}), 3))
+    body = wire.unpack(message).body
+    for broken, why in (
+        (message[:20], "no frame"), (b"grpc" + message[4:], "not a frame"), (message[:-1], "the header says"),
+        (message[:4] + b"\x09\x00" + message[6:], "version 9"),
+    ):  # fmt: skip
+        with pytest.raises(wire.WireError, match=why):
+            wire.unpack(broken)
+    with pytest.raises(wire.WireError, match="cut short"):
+        layout.read_step(body[:-3])
+    with pytest.raises(wire.WireError, match="too many"):
+        layout.read_step(bytes(body) + b"x")
+    with pytest.raises(wire.WireError, match="expected frame 4 of run 7, number 3"):
+        wire.expect(wire.unpack(message), wire.OBS, 7, 3)
+    with pytest.raises(wire.WireError, match="at most"):
+        wire.Layout(describe(make_sim("counter", 5, {}).spec) | {"num_envs": 10**7})
+
+
+# -- what the learner's side makes of it ------------------------------------------------------------------------------
+
+
+def test_remote_environments_do_what_local_ones_do(address):
+    """The same rows as in this process, stacks, final observations and log terms included."""
+    for name, kwargs in (("counter", {"restart_every": 3}), ("remotes:Film", {})):
+        local = make_sim(name, 3, kwargs)
+        with remote(address, [make_sim(name, 3, kwargs) for _ in range(2)], 6) as env:
+            assert env.spec.num_envs == 6
+            assert env.spec.groups == 2
+            shown = local.reset(0)
+            mine = env.reset(0)
+            for _ in range(11):
+                for k in shown:
+                    assert np.array_equal(mine[k], np.concatenate([shown[k]] * 2)), k
+                action = np.zeros((3, 2), np.float32) if name == "counter" else np.zeros(3, np.int64)
+                theirs, step = local.step(action), env.step(torch.from_numpy(np.concatenate([action] * 2)))
+                for field in ("reward", "terminated", "truncated", "first", "final_ok", "valid"):
+                    assert np.array_equal(getattr(step, field), np.tile(getattr(theirs, field), 2)), field
+                over = theirs.first & theirs.final_ok
+                for k, v in theirs.final_obs.items():
+                    assert np.array_equal(step.final_obs[k][:3][over], v[over])
+                for k, v in theirs.log.items():
+                    assert np.array_equal(step.log[k], np.tile(v, 2))
+                shown, mine = theirs.obs, step.obs
+
+
+def test_targets_do_not_show_that_an_actor_was_late(address):
+    """One of two actors is late with one answer in ten: the rows of both are those that the simulator makes."""
+    sims = [make_sim("counter", 4, COUNTER), Late(make_sim("counter", 4, COUNTER), 0.1, 0.05)]
+    algo = {"v_per_step": 0.25, "p_per_v": 1, "normalize_obs": False}
+    with remote(address, sims, 8, wait=0.002) as env:
+        parts = build(small_config(algo=algo), env=env, executor=Inline())
+        parts.start()
+        parts.warm_up(16)
+        parts.begin()
+        for _ in range(10):
+            parts.schedule.tick()
+        ring = parts.collector.replays[0]
+    local = build(small_config(algo=algo, num_envs=4, task={"name": "counter", "kwargs": COUNTER}), executor=Inline())
+    local.start()
+    local.warm_up(80)
+    theirs = local.collector.replays[0]
+    assert ring.live.head.unique().numel() == 2  # by actor
+    assert int(ring.live.head.sum()) == parts.env_steps >= 56 * 8
+    rows = int(ring.live.head.min()) - 3
+    assert rows > 20
+    mine = ring.windows(ring.live, *cells(ring, rows), 3, 0.9)
+    row, column, head = cells(theirs, rows)
+    other = theirs.windows(theirs.live, row, column, head, 3, 0.9)
+    for name in ("reward", "discount", "mask"):
+        one, two = getattr(mine, name).view(rows, 2, 4), getattr(other, name).view(rows, 1, 4)
+        assert torch.equal(one, two.expand_as(one)), name
+
+
+def test_a_new_actor_takes_the_slots_of_one_that_is_gone(address):
+    """Its first row is a filler that begins an episode; the run has gone on meanwhile."""
+    with remote(address, [make_sim("counter", 4, {})], 8, groups=2) as env:
+        raw, sim = Raw(address), make_sim("counter", 4, {})
+        raw.hello(sim, run_id=5)
+        raw.hear()
+        wait_until(lambda: env.hall.live == 2)
+        answer = threading.Thread(target=answer_resets, args=(raw, sim, 5))
+        answer.start()
+        obs = env.reset(0)
+        answer.join()
+        assert env.present().all()
+        slots = env.hall.peers[1].slots
+        env.send(torch.zeros(8, 2), torch.arange(8))
+        raw.hear()
+        raw.close()  # with an action in hand
+        took = wait_until(lambda: env.hall.live == 1)
+        with acting(address, make_sim("counter", 4, {})):
+            took += wait_until(lambda: env.hall.live == 2)
+            assert took < 2.0
+            group = int(slots[0]) // 4
+            ids, step = env.answers(group)
+            while not len(ids):
+                ids, step = env.answers(group)
+            assert ids.tolist() == slots.tolist()
+            assert step.first.all()
+            assert not step.valid.any()
+            assert not (step.terminated | step.truncated).any()
+            assert torch.equal(step.obs["policy"], obs["policy"][slots])
+            env.close()
+
+
+def answer_resets(raw, sim, run_id):
+    order = raw.hear()
+    assert order.kind == wire.RESET
+    layout = wire.Layout(describe(sim.spec))
+    raw.say(layout.pack_obs(run_id, order.seq, sim.reset(0)))
+
+
+def test_late_actors_are_admitted_and_the_run_does_not_wait_for_them(address):
+    with remote(address, [make_sim("counter", 2, {})], 6) as env:
+        assert env.spec.groups == 2
+        parts = build(small_config(num_envs=6, algo={"v_per_step": 0.25, "p_per_v": 1}), env=env, executor=Inline())
+        parts.start()
+        assert env.present().tolist() == [True, True, False, False, False, False]
+        parts.warm_up(8)
+        parts.begin()
+        parts.schedule.tick()
+        heads = parts.collector.replays[0].live.head
+        assert int(heads[:2].sum()) >= 8 * 6
+        assert int(heads[2:].sum()) == 0
+        with acting(address, make_sim("counter", 2, {})):
+            wait_until(lambda: env.hall.live == 2)
+            for _ in range(4):
+                parts.schedule.tick()
+            assert int(heads[3:5].min()) > 4  # in the other half, where all its environments find room
+            assert env.measures() == {"remote/actors": 2, "remote/envs": 4, "remote/admitted": 2}
+            env.close()
+
+
+def test_evaluation_has_slots_of_its_own(address):
+    with remote(address, [make_sim("counter", 2, {})], 2, eval_envs=3) as env:
+        beside = env.beside()
+        assert beside.spec.num_envs == 3
+        with acting(address, make_sim("counter", 3, {}), role="eval"):
+            obs = beside.reset(3)
+            assert obs["policy"].tolist() == [[0, 0]] * 3
+            assert beside.step(torch.zeros(3, 2)).obs["policy"][1].tolist() == [0, 1]
+            assert env.hall.live == 1
+            env.close()
+    with remote(address, [make_sim("counter", 2, {})], 2) as env:
+        assert env.beside() is None
+        with acting(address, make_sim("counter", 3, {}), role="eval") as ended:
+            wait_until(lambda: ended)
+            assert "eval_envs" in str(ended[0])
+
+
+def test_the_run_waits_for_its_first_actor_and_gives_up(address, capsys):
+    with pytest.raises(RunError, match=r"no actor connected .* within 0.1 s"):
+        Remote(4, listen=address, timeout=0.1)
+    assert f"pql actor --connect {address} --task" in capsys.readouterr().err
+    with acting(address, make_sim("counter", 2, {}), patience=0.1):
+        env = Remote(2, listen=address, timeout=0.3)
+        env.reset(0)
+        env.hall.leave(env.hall.peers[0])
+        with pytest.raises(RunError, match="no actor at"):
+            env.step(torch.zeros(2, 2))
+        env.close()
+
+
+# -- who is let in ----------------------------------------------------------------------------------------------------
+
+
+def test_other_environments_are_refused_by_name(address):
+    with remote(address, [make_sim("counter", 2, {})], 8), acting(address, make_sim("pendulum", 2, {})) as ended:
+        wait_until(lambda: ended)
+    assert isinstance(ended[0], ConfigError)
+    assert "--task=pendulum" in str(ended[0])
+    assert "obs of these environments" in str(ended[0])
+
+
+def test_more_environments_than_slots_wait_for_room(address):
+    with remote(address, [make_sim("counter", 4, {})], 5):
+        raw = Raw(address)
+        raw.hello(make_sim("counter", 2, {}))
+        assert raw.refusal() == (grpc.StatusCode.RESOURCE_EXHAUSTED, "2 environments, but 1 of 5 slots are free")
+        raw.close()
+
+
+@pytest.mark.fault
+def test_garbage_ends_its_own_stream_alone(address):
+    """Row 24, short: random bytes, frames cut or changed at random, in place of a HELLO and of an answer."""
+    rng, sim = np.random.RandomState(3), make_sim("counter", 2, {})
+    layout = wire.Layout(describe(sim.spec))
+    count = int(os.environ.get("PQL_FUZZ", 60))
+    with remote(address, [make_sim("counter", 2, {})], 64) as env:
+        env.reset(0)
+        start = env.hall.peers[0]
+        for i in range(count):
+            raw = Raw(address)
+            good = wire.pack_json(wire.HELLO, 1, 0, {"spec": describe(sim.spec), "role": "train"})
+            if i % 2:
+                raw.say(good)
+                raw.hear()
+                order = raw.hear()
+                good = layout.pack_obs(1, order.seq, sim.reset(0))
+            bad = bytearray(rng.bytes(rng.randint(0, 200)) if i % 3 == 0 else good)
+            if i % 3 == 1:
+                bad = bad[: rng.randint(len(bad))]
+            elif i % 3 == 2:
+                places = [p for p in range(32) if not 8 <= p < 16]  # the header; a HELLO may name any run
+                bad[rng.choice(places)] ^= 1 << rng.randint(8)
+            raw.say(bytes(bad))
+            assert raw.refusal()[0] == grpc.StatusCode.INVALID_ARGUMENT
+            raw.close()
+        assert env.hall.peers[0] is start
+        wait_until(lambda: env.hall.live == 1)
+        assert env.step(torch.zeros(64, 2)).valid[:2].all()
+
+
+def test_beyond_this_machine_it_takes_a_token_and_tls(tmp_path):
+    assert check_safe("127.0.0.1:5555", None, None, None) is None
+    with pytest.raises(ConfigError, match=r"token_file=null.*0.0.0.0:5555 can be reached from other machines"):
+        check_safe("0.0.0.0:5555", None, None, None)
+    with pytest.raises(ConfigError, match="cert=null"):
+        check_safe("0.0.0.0:5555", "secret", None, None)
+    with pytest.raises(ConfigError, match="both cert and key"):
+        check_safe("0.0.0.0:5555", "secret", tmp_path / "c", None)
+    with pytest.raises(ConfigError, match="--ca"):
+        Actor("far.away:5555", make_sim("counter", 2, {}), token="secret")
+
+
+@pytest.mark.fault
+def test_a_token_and_tls(tmp_path):
+    files = {k: str(tmp_path / f"{k}.pem") for k in ("cert", "key")}
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    words += f" -addext subjectAltName=DNS:localhost -keyout {files['key']} -out {files['cert']}"
+    made = subprocess.run(words.split(), capture_output=True)
+    if made.returncode:
+        pytest.skip("openssl cannot make a certificate here")
+    (tmp_path / "token").write_text("secret\n")
+    ready = {}
+
+    def serve():
+        ready["env"] = Remote(4, listen="localhost:0", token_file=str(tmp_path / "token"), **files)
+
+    # The address is known only once the server is up, which the first actor lets the constructor return from.
+    import pql.envs.remote.env as module
+
+    tell = []
+    plain, module.Server = module.Server, lambda *a, **k: tell.append(plain(*a, **k, tell=quiet)) or tell[0]
+    try:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        wait_until(lambda: tell)
+    finally:
+        module.Server = plain
+    address, sim = tell[0].address, make_sim("counter", 2, {})
+    with pytest.raises(ConfigError, match=r"--token-file.*a wrong token, or none"):
+        Actor(address, sim, token="guess", ca=tmp_path / "cert.pem", tell=quiet).run()
+    with pytest.raises(RunError, match="no learner"):
+        Actor(address, sim, token="secret", patience=0.2, tell=quiet).run()  # no TLS
+    from pql.actor.client import read_file
+
+    assert read_file("--ca", tmp_path / "cert.pem")
+    with acting(address, sim, token="secret", ca=tmp_path / "cert.pem") as ended:
+        thread.join(10)
+        assert ready["env"].reset(0)["policy"].shape == (4, 2)
+        ready["env"].close()
+    assert ended == {0: None}
+
+
+def test_make_env_names_what_is_wrong():
+    for kwargs, why in (({"wait": -1}, "wait=-1"), ({"timeout": 0}, "timeout=0"), ({"eval_envs": 1.5}, "eval_envs=1.5"),
+                        ({"listen": "unix:/no/such/folder/s"}, "listen=")):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            make_env("remote", 4, **kwargs)
+
+
+def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
+    """A slow simulator holds nobody up: the other half goes on."""
+    slow = Late(make_sim("counter", 2, {}), 1.0, 0.2)
+    with remote(address, [make_sim("counter", 2, {}), slow], 4, wait=0.0) as env:
+        parts = build(small_config(num_envs=4, algo={"v_per_step": 0.25, "p_per_v": 1}), env=env, executor=Inline())
+        parts.start()
+        start = time.monotonic()
+        parts.warm_up(10)
+        heads = parts.collector.replays[0].live.head.tolist()
+        assert sum(heads) >= 40
+        assert max(heads) > 3 * min(heads) or time.monotonic() - start > 1.5

@@ -1,0 +1,63 @@
+"""What ``pql doctor --env`` tells beside the contract's rules, on an environment whose every row is known."""
+
+import pytest
+import torch
+
+from pql.env import register
+from pql.envs.toy import FILLER_REWARD, Counter
+from pql.main import main
+from pql.visit import Range, visit
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr("pql.visit.SPEED_SECONDS", 0.01)
+    monkeypatch.setattr("pql.env._registered", {})
+
+
+class Flawed(Counter):
+    """One NaN a row."""
+
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(reward=step.reward.index_fill(0, torch.tensor([1]), torch.nan))
+
+
+def told(env, steps):
+    return dict(visit(env, steps))
+
+
+def test_ends_and_lost_observations_are_counted():
+    """Episodes of Counter without terminations have exactly 6 rows: in 20 steps three of each, with a filler between
+    two where the next step resets."""
+    same = told(Counter(4, episode_length=6, terminate_every=0, final_obs="never"), 20)
+    assert same["autoreset"].startswith("same step")
+    assert same["episode ends"] == "0 terminated, 12 truncated in 80 rows; 0 filler rows beside these"
+    assert same["final observations"] == "never; lost at 12 time limits, from which nothing is bootstrapped"
+    after = told(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
+    assert after["autoreset"].startswith("next step")
+    assert after["episode ends"] == "0 terminated, 12 truncated in 72 rows; 8 filler rows beside these"
+    assert after["final observations"].endswith("; lost at 0 time limits")
+    assert (after["time limit"], after["host syncs a step"]) == ("6", "none to count: its tensors are on cpu")
+
+
+def test_ranges_are_of_what_counts_and_nan_is_told():
+    rows = told(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
+    assert rows["obs policy"] == "0 to 6"
+    low = float(rows["reward"].split()[0])
+    assert low == 0 > FILLER_REWARD  # a filler row's reward is nobody's
+    assert told(Flawed(4), 20)["reward"].endswith("; 20 NaN or infinite")
+    nothing = Range()
+    nothing.add(torch.tensor([torch.inf]))
+    assert str(nothing) == "nothing finite; 1 NaN or infinite"
+
+
+def test_the_doctor_prints_both(capsys):
+    register("flawed", Flawed)
+    assert main(["doctor", "--env", "flawed", "--num-envs", "4"]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL finite" in said
+    assert "NaN or infinite" in said
+    assert main(["doctor", "--env", "counter", "--num-envs", "4"]) == 0
+    rate = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("env-steps/s"))
+    assert float(rate.split()[1].replace(",", "")) > 0
