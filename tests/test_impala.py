@@ -261,12 +261,13 @@ WORDS = (
     "checkpoint.every_seconds=null", "logger.every_seconds=0.02", "placement.threads.collector=1",
     "placement.threads.v=1",
 )  # fmt: skip
+IMPALA = ("algo=impala", "algo.impala.horizon=4", "algo.impala.anneal_steps=3000")
+LSTM = ("algo.impala.lstm=8", "algo.impala.shared=true")
 CASES = {
-    "impala": ("algo=impala", "algo.impala.horizon=4"),
-    "lstm, filler rows": ("algo=impala", "algo.impala.horizon=4", "task=counter", "task.kwargs.max_episode_steps=null",
-                          "algo.impala.lstm=8", "algo.normalize_reward=true", "algo.impala.minibatches=2"),
-    "late weights": ("algo=impala", "algo.impala.horizon=4", "algo.policy_lag=3"),
-    "lockstep": ("algo=impala", "algo.impala.horizon=4", "algo.schedule=lockstep"),
+    "impala": IMPALA,
+    "lstm, filler rows": (*IMPALA, *LSTM, "task=counter", "algo.impala.minibatches=2"),
+    "late weights": (*IMPALA, "algo.policy_lag=3"),
+    "lockstep": (*IMPALA, "algo.schedule=lockstep"),
     "appo": ("algo=appo", "algo.ppo.horizon=4", "algo.ppo.epochs=1", "algo.ppo.minibatches=1"),
 }  # fmt: skip
 
@@ -301,7 +302,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
 
 
 def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, capsys):
-    words = [*WORDS, *CASES["impala"], f"run_dir={tmp_path}", "budget.env_steps=1000", "algo.impala.lstm=4"]
+    words = [*WORDS, *CASES["impala"], f"run_dir={tmp_path}", "budget.env_steps=1000", *LSTM]
     assert main(["train", *words]) == 0
     assert main(["eval", str(tmp_path), "num_envs=4"]) == 0
     action = load_policy(tmp_path)(torch.randn(3, 4))
@@ -311,7 +312,7 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
     capsys.readouterr()
     again = [w for w in again if "lstm" not in w]
     assert main(["train", *again, f"run_dir={tmp_path / 'y'}", f"init_from={tmp_path}"]) == 2
-    assert "algo.impala.lstm=null: expected 4, as in init_from=" in capsys.readouterr().err
+    assert "algo.impala.lstm=null: expected 8, as in init_from=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "message"), [
