@@ -140,7 +140,7 @@ class Far:
 
     def _hung(self, seconds: float) -> RunError:
         """No answer: where it hangs. It is killed."""
-        self.process.send_signal(signal.SIGUSR1)
+        os.killpg(self.process.pid, signal.SIGUSR1)  # the group: a script may have started the interpreter
         time.sleep(POLITE)
         stacks = self._stacks()
         self.kill()
