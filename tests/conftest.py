@@ -3,6 +3,7 @@
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from pql.build import Parts, build
 from pql.checkpoint import flatten
 from pql.config import Config, from_dict
 from pql.schedule import Executor, Trace
+from pql.validate import validate
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +66,9 @@ SMALL: dict[str, Any] = {
 }
 
 
+GROUPS = {field.name for field in fields(Config)}
+
+
 def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for k, v in change.items():
@@ -74,6 +79,19 @@ def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 def small_config(**changes: Any) -> Config:
     """A run of seconds: ``small_config(algo={"n_step": 1})``."""
     return from_dict(merge(SMALL, changes))
+
+
+def configured(base: dict[str, Any], *changes: dict[str, Any]) -> Config:
+    """A small run of ``base`` and then ``changes``, each of ``algo`` alone or of everything where it names a group."""
+    for change in changes:
+        base = merge(base, change if {*change} & GROUPS else {"algo": change})
+    return validate(small_config(**base))
+
+
+def ticks(parts: Parts, count: int) -> Parts:
+    for _ in range(count):
+        parts.schedule.tick()
+    return parts
 
 
 def start(config: Config, executor: Executor | None = None, trace: Trace | None = None) -> Parts:

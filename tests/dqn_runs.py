@@ -1,9 +1,9 @@
 """Small value-based runs, in every variant, for the tests."""
 
-import pytest
-from conftest import merge, small_config
+from functools import partial
 
-from pql.validate import validate
+import pytest
+from conftest import configured
 
 BASE = {
     "task": {"name": "cartpole", "kwargs": {"max_episode_steps": 11, "stagger": True}},
@@ -32,10 +32,4 @@ VARIANTS = {
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
-def config_of(*changes):
-    """``changes`` of ``algo`` alone, or of everything where they name other groups."""
-    tree = BASE
-    for change in changes:
-        groups = change if {*change} & {"task", "num_envs", "replay", "placement", "eval", "algo"} else {"algo": change}
-        tree = merge(tree, groups)
-    return validate(small_config(**tree))
+config_of = partial(configured, BASE)

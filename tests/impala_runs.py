@@ -1,9 +1,9 @@
 """Small runs of IMPALA and APPO, in every variant, for the tests."""
 
-import pytest
-from conftest import merge, small_config
+from functools import partial
 
-from pql.validate import validate
+import pytest
+from conftest import configured, merge
 
 BASE = {
     "task": {"name": "cartpole", "kwargs": {"max_episode_steps": 11, "stagger": True}},
@@ -35,14 +35,4 @@ VARIANTS = {
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
-def config_of(*changes):
-    tree = BASE
-    for change in changes:
-        tree = merge(tree, change)
-    return validate(small_config(**tree))
-
-
-def ticks(parts, count):
-    for _ in range(count):
-        parts.schedule.tick()
-    return parts
+config_of = partial(configured, BASE)

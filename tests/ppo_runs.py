@@ -1,9 +1,9 @@
 """Small on-policy runs, in every variant, for the tests."""
 
-import pytest
-from conftest import merge, small_config
+from functools import partial
 
-from pql.validate import validate
+import pytest
+from conftest import configured
 
 BASE = {
     "replay": {"capacity": 4096},
@@ -41,14 +41,4 @@ VARIANTS = {
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
-def config_of(*changes):
-    tree = BASE
-    for change in changes:
-        tree = merge(tree, change)
-    return validate(small_config(**tree))
-
-
-def ticks(parts, count):
-    for _ in range(count):
-        parts.schedule.tick()
-    return parts
+config_of = partial(configured, BASE)

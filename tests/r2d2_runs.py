@@ -1,9 +1,8 @@
 """Small R2D2 runs for the tests."""
 
-from conftest import merge, small_config
+from functools import partial
 
-from pql.config import Config
-from pql.validate import validate
+from conftest import configured
 
 BASE = {
     "task": {"name": "tmaze", "kwargs": {"length": 3, "max_episode_steps": 9, "stagger": True}},
@@ -25,10 +24,4 @@ BASE = {
 }  # fmt: skip
 
 
-def config_of(*changes: dict) -> Config:
-    """Each of ``changes`` is of ``algo`` alone, or of everything where it names other groups."""
-    tree = BASE
-    for change in changes:
-        groups = change if {*change} & {"task", "num_envs", "replay", "placement", "eval", "algo"} else {"algo": change}
-        tree = merge(tree, groups)
-    return validate(small_config(**tree))
+config_of = partial(configured, BASE)

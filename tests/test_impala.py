@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import bits, differences, start
-from impala_runs import APPO, EVERY_VARIANT, VARIANTS, config_of, ticks
+from conftest import bits, differences, start, ticks
+from impala_runs import APPO, EVERY_VARIANT, VARIANTS, config_of
 from runs import points, rows
 from test_schedule import RecordingStreams, check_order
 from torch import Generator

@@ -1,8 +1,7 @@
 """What IMPALA and APPO learn beside their collector, and what V-trace is for."""
 
 import pytest
-from conftest import start
-from impala_runs import ticks
+from conftest import start, ticks
 from test_ppo_learning import score
 
 from pql.compose import compose

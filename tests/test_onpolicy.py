@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from conftest import bits, differences, start
-from ppo_runs import VARIANTS, config_of, ticks
+from conftest import bits, differences, start, ticks
+from ppo_runs import VARIANTS, config_of
 from runs import manifest, points, rows
 
 import pql

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import bits, differences, small_config, start
-from ppo_runs import EVERY_VARIANT, VARIANTS, config_of, ticks
+from conftest import bits, differences, small_config, start, ticks
+from ppo_runs import EVERY_VARIANT, VARIANTS, config_of
 from torch import Generator
 
 from pql.algos import ppo

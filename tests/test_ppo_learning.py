@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import merge, start
+from conftest import merge, start, ticks
 from gates import score, train_until
-from ppo_runs import VARIANTS, config_of, ticks
+from ppo_runs import VARIANTS, config_of
 
 from pql.algos import ppo
 from pql.build import build

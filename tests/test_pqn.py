@@ -2,11 +2,12 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import bits, differences, merge, small_config, start
+from conftest import bits, configured, differences, start, ticks
 from gates import score, train_until
 from histories import CPU, SPECS, Column, picture, stack
 from oracles import known_end, lambda_return
@@ -28,7 +29,6 @@ from pql.qnets import QNetwork
 from pql.rollout import Acted, Rollout, final_rows
 from pql.schedule import Inline
 from pql.session import Session
-from pql.validate import validate
 
 SETTINGS = pqn.Settings(epochs=2, minibatches=4, gamma=0.9, q_lambda=0.65, lr=0.1, anneal_steps=None,
                         steps_per_tick=8, amp=False)  # fmt: skip
@@ -51,17 +51,7 @@ VARIANTS = {
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
-def config_of(*changes):
-    tree = BASE
-    for change in changes:
-        tree = merge(tree, change)
-    return validate(small_config(**tree))
-
-
-def ticks(parts, count):
-    for _ in range(count):
-        parts.schedule.tick()
-    return parts
+config_of = partial(configured, BASE)
 
 
 # -- returns ----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import bits, differences, merge, start
+from conftest import bits, differences, merge, start, ticks
 from gates import score, train_until
-from ppo_runs import VARIANTS, config_of, ticks
+from ppo_runs import VARIANTS, config_of
 
 from pql.algos import ppo
 from pql.compose import compose
