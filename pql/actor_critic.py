@@ -152,6 +152,12 @@ class StochasticPolicy(nn.Module):
             features, carry = self.body.step(obs, carry)
             return self.params(features), carry
 
+    def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> Tensor:
+        """With memory: rows [T, N, D] and the carry before row 0 -> parameters [T, N, P]; ``first`` as in a rollout."""
+        assert isinstance(self.body, Body)
+        with bfloat16(self.amp, next(iter(obs.values()))):
+            return self.params(self.body.unroll(obs, carry, first)[0])
+
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of one environment's memory, zeros where an episode begins; empty without memory."""
@@ -222,9 +228,6 @@ class ActorCritic(nn.Module):
     def unroll_values(self, obs: Obs, carry: Tensor, first: Tensor, final_row: Tensor) -> tuple[Tensor, Tensor]:
         """With memory: the values of a whole segment.
 
-        Row T goes on from what is left after row T - 1; a final observation from the memory that its row left, before
-        the reset.
-
         Args:
             obs: [T + 1 + K, N, D]: rows, row T, final observations.
             carry: [N, 2 H] of the value, before row 0.
@@ -233,14 +236,53 @@ class ActorCritic(nn.Module):
         Returns:
             values [T + 1 + K, N]; the carry for row T [N, 2 H].
         """
-        body, rows = self.value_body, first.shape[0]
+        body, (now, rest) = self.value_body, cut(obs, first.shape[0])
         assert isinstance(body, Body)
         with bfloat16(self.policy.amp, next(iter(obs.values()))):
-            features, after, carry = body.unroll({k: v[:rows] for k, v in obs.items()}, carry, first)
-            index = final_row.unsqueeze(-1).expand(-1, -1, body.carry_size)
-            left = torch.cat((carry.unsqueeze(0), after.gather(0, index)))  # [1 + K, N, 2 H]
-            tail = body.step({k: v[rows:].flatten(0, 1) for k, v in obs.items()}, left.flatten(0, 1))[0]
-            return self.value(torch.cat((features, tail.view(*left.shape[:2], -1)))), carry
+            features, after, carry = body.unroll(now, carry, first)
+            return self.value(torch.cat((features, tail(body, rest, after, carry, final_row)))), carry
+
+    def evaluate(self, obs: Obs, carry: Tensor, first: Tensor, final_row: Tensor) -> tuple[Tensor, Tensor]:
+        """A whole segment in one pass: parameters [T, N, P] and values [T + 1 + K, N], with gradients for its T rows
+        alone. With memory the trunk is shared.
+
+        Args:
+            obs, first, final_row: as in :meth:`unroll_values`.
+            carry: [N, 2 H] before row 0, or [N, 0] without memory.
+        """
+        body, (now, rest) = self.policy.body, cut(obs, first.shape[0])
+        if not isinstance(body, Body) or body.memory is None:
+            params, value = self(now)
+            with torch.no_grad():
+                later = self.values(rest)
+            return params, torch.cat((value, later))
+        assert self.value.body is None
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
+            features, after, carry = body.unroll(now, carry, first)
+            with torch.no_grad():
+                beyond = tail(body, rest, after, carry, final_row)
+            return self.policy.params(features), self.value(torch.cat((features, beyond)))
+
+
+def cut(obs: Obs, rows: int) -> tuple[Obs, Obs]:
+    """The first ``rows`` of every group, and the rest."""
+    return {k: v[:rows] for k, v in obs.items()}, {k: v[rows:] for k, v in obs.items()}
+
+
+def tail(body: Body, obs: Obs, after: Tensor, carry: Tensor, final_row: Tensor) -> Tensor:
+    """Features of what follows the rows of a segment, [1 + K, N, F].
+
+    Row T goes on from what is left after row T - 1; a final observation from the memory that its row left, before the
+    reset.
+
+    Args:
+        obs: [1 + K, N, D]: row T, final observations.
+        after: [T, N, 2 H] carries after each row; carry: [N, 2 H] for row T; final_row: [K, N] int64.
+    """
+    index = final_row.unsqueeze(-1).expand(-1, -1, body.carry_size)
+    left = torch.cat((carry.unsqueeze(0), after.gather(0, index)))  # [1 + K, N, 2 H]
+    features = body.step({k: v.flatten(0, 1) for k, v in obs.items()}, left.flatten(0, 1))[0]
+    return features.view(*left.shape[:2], -1)
 
 
 def bfloat16(on: bool, like: Tensor) -> torch.autocast:

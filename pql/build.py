@@ -111,7 +111,9 @@ def _assemble(
     """Slots, jobs, workers and their schedule around a family's wiring."""
     collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
     collector.overlap = config.placement.overlap
-    slots = {name: WeightSlot(name, source) for role in roles.values() for name, source in role.owns.items()}
+    owned = {name: source for role in roles.values() for name, source in role.owns.items()}
+    lag = {"policy": config.algo.policy_lag}
+    slots = {name: WeightSlot(name, source, lag.get(name, 0)) for name, source in owned.items()}
     rounds = 1 if kind == "concurrent" else counts.rounds
     capture = config.cuda_graphs != "off" and kind != "replicas"  # a push takes locks, which no graph can
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
@@ -321,4 +323,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 REPLAY = Family(
     ("v", "p"), lambda c: tick_counts(c.algo.v_per_step, c.algo.p_per_v), check_spec, wire_replay, make_action_policy
 )
-FAMILIES = {"ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "dqn": VALUE, "r2d2": RECURRENT, "pqn": VALUE_ROLLOUT}
+FAMILIES = {
+    "ddpg": REPLAY, "sac": REPLAY, "ppo": ROLLOUT, "impala": ROLLOUT, "dqn": VALUE, "r2d2": RECURRENT,
+    "pqn": VALUE_ROLLOUT,
+}  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest
 from pql.large_batch import large_batch
-from pql.validate import resolve_device, validate
+from pql.validate import corrected, resolve_device, validate
 
 BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
@@ -146,12 +146,14 @@ NOT_DQN = ("p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.", "policy
            "critic.tau")  # fmt: skip
 NOT_PQN = (*NOT_DQN, "batch_size", "n_step", "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
 NOT_R2D2 = (*NOT_DQN, "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
-UNREAD = {"ppo": NOT_PPO, "dqn": NOT_DQN, "r2d2": NOT_R2D2, "pqn": NOT_PQN}
+UNREAD = {"ppo": NOT_PPO, "impala": NOT_PPO, "dqn": NOT_DQN, "r2d2": NOT_R2D2, "pqn": NOT_PQN}
 INSTEAD = {
     "ppo": {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
             "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
             "critic.grad_clip": "algo.policy.grad_clip, of the one optimiser",
             "critic.eps": "algo.policy.eps, of the one optimiser"},
+    "impala": {"batch_size": "algo.impala.minibatches", "n_step": "algo.impala.trace_lambda",
+               "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.impala.entropy_coef"},
     "dqn": {"explore.": "algo.dqn.epsilon", "policy.": "algo.critic, of the one network",
             "critic.tau": "algo.dqn.target_period"},
     "r2d2": {"v_per_step": "algo.r2d2.replay_ratio", "explore.": "algo.dqn.epsilon",
@@ -162,8 +164,9 @@ INSTEAD = {
 EPSILON_OF = {"start": ("annealed",), "end": ("annealed", "fixed"), "steps": ("annealed",), "base": ("ladder",),
               "exponent": ("ladder",)}  # fmt: skip
 SWITCHES = ("algo.dqn.priority.alpha",)
-OWNED = {"algo.ppo.": (("ppo",), "ppo or a2c"), "algo.dqn.": (("dqn", "r2d2"), "dqn and its like"),
-         "algo.r2d2.": (("r2d2",), "r2d2"), "algo.pqn.": (("pqn",), "pqn")}  # fmt: skip
+OWNED = {"algo.ppo.": (("ppo",), "ppo or a2c"), "algo.impala.": (("impala",), "impala"),
+         "algo.dqn.": (("dqn", "r2d2"), "dqn and its like"), "algo.r2d2.": (("r2d2",), "r2d2"),
+         "algo.pqn.": (("pqn",), "pqn")}  # fmt: skip
 
 
 def check_used(config: Config, names: Iterable[str]) -> None:
@@ -175,11 +178,13 @@ def check_used(config: Config, names: Iterable[str]) -> None:
     family, algo = config.algo.family, config.algo.name
     values, off = dict(leaves(config)), idle(config)
     for name in names:
-        if name in OF_A_REPLAY and family in ("ppo", "pqn"):
+        if name in OF_A_REPLAY and family in ("ppo", "impala", "pqn"):
             raise ConfigError(name, values[name], f"no such setting: algo={algo} does not read it")
         part = name.removeprefix("algo.")
         if name.startswith("algo.central.") and config.algo.schedule != "replicas":
             raise ConfigError(name, values[name], "algo.schedule=replicas with it (algo=a3c, algo=appo_replicas)")
+        if name.startswith("algo.vtrace.") and not corrected(config.algo):
+            raise ConfigError(name, values[name], f"algo=impala or appo with it; algo={algo} does not read it")
         for prefix, (owners, who) in OWNED.items():
             if name.startswith(prefix) and family not in owners:
                 raise ConfigError(name, values[name], f"algo={who} with it; algo={algo} does not read it")

@@ -94,28 +94,56 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True)
-class PpoConfig:
+class RolloutConfig:
+    """What policy and value that learn from rollouts have in common."""
+
     horizon: int = 16  # steps of every environment per tick: the rollout's rows
+    entropy_coef: float = 0.0
+    squash: bool = False  # tanh of a Gaussian; false: the Gaussian clamped to [-1, 1]. Continuous actions only
+    init_std: float = 1.0  # of that Gaussian, at first
+    shared: bool = False  # the critic takes the policy's last hidden layer
+    lstm: int | None = None  # units of an LSTM before the hidden layers; null: no memory
+    optimizer: str = "adam"  # adam | rmsprop | rmsprop_tf (eps under the root, as TensorFlow has it)
+    anneal_steps: int | None = None  # env steps (warm-up not counted) over which the learning rate falls to 0
+    amp: bool = False  # networks in bfloat16 (autocast), acting included
+
+
+@dataclass(frozen=True)
+class PpoConfig(RolloutConfig):
     epochs: int = 4  # passes over a rollout
     minibatches: int = 2  # equal parts of a rollout (of its environments, where recurrent), one update each
     gae_lambda: float = 0.95
     clip: float | None = 0.2  # of the probability ratio; null: the plain policy gradient
     value_clip: float | None = None  # largest change of a value within a tick, in units of normalised values
     value_coef: float = 1.0  # times the mean squared error of values
-    entropy_coef: float = 0.0
     normalize_advantage: bool = True  # over the whole rollout
     normalize_value: bool = True  # the critic predicts returns less their running mean, over their running deviation
-    squash: bool = False  # tanh of a Gaussian; false: the Gaussian clamped to [-1, 1]. Continuous actions only
-    init_std: float = 1.0  # of that Gaussian, at first
-    shared: bool = False  # the critic takes the policy's last hidden layer
-    lstm: int | None = None  # units of an LSTM before the hidden layers; null: no memory
-    optimizer: str = "adam"  # adam | rmsprop
-    lr_schedule: str = "adaptive"  # adaptive: by the KL | fixed | linear: to 0
+    vtrace: bool = False  # returns and advantages by V-trace (algo.vtrace), for rollouts of an older policy
+    lr_schedule: str = "adaptive"  # adaptive: by the KL | fixed | linear: to 0 over anneal_steps
     kl_target: float = 0.01  # adaptive: the mean KL that the learning rate is steered to
     kl_stop: float | None = None  # a tick's remaining updates change nothing once the KL is above this
-    anneal_steps: int | None = None  # linear: env steps (warm-up not counted) over which the learning rate falls to 0
     anneal_clip: bool = False  # linear: the clip range falls with it
-    amp: bool = False  # networks in bfloat16 (autocast), acting included
+
+
+@dataclass(frozen=True)
+class VtraceConfig:
+    rho_bar: float = 1.0  # largest importance weight of a temporal difference: whose values are learned
+    c_bar: float = 1.0  # largest of a trace: how far differences are carried back
+    pg_rho_bar: float = 1.0  # largest in the policy gradient
+
+
+@dataclass(frozen=True)
+class ImpalaConfig(RolloutConfig):
+    horizon: int = 20
+    minibatches: int = 1  # equal parts of the environments, one update each
+    trace_lambda: float = 1.0  # of V-trace: 1: rewards up to the rollout's end; 0: one-step targets
+    correction: str = "vtrace"  # vtrace | one_step: of the policy gradient alone | none: as if on-policy
+    reduce: str = "sum"  # sum | mean: of losses over a minibatch's rows. Learning rates do not carry over
+    value_coef: float = 0.5  # times half the squared error of values
+    entropy_coef: float = 0.01
+    kl_coef: float = 0.0  # times KL(policy that acted || policy)
+    shared: bool = True
+    optimizer: str = "rmsprop_tf"
 
 
 @dataclass(frozen=True)
@@ -189,8 +217,9 @@ class CentralConfig:
 @dataclass(frozen=True)
 class AlgoConfig:
     name: str = "pql"  # the preset's name
-    family: str = "ddpg"  # ddpg | sac | ppo | dqn | r2d2 | pqn: which update functions
+    family: str = "ddpg"  # ddpg | sac | ppo | impala | dqn | r2d2 | pqn: which update functions
     schedule: str = "concurrent"  # concurrent | lockstep | replicas
+    policy_lag: int = 0  # ticks by which what acts on rollouts is older than the schedule has it: for experiments
     replicas: int = 1  # whole learners on shared parameters, with an equal part of the environments each
     batch_size: int = 8192
     n_step: int = 3
@@ -209,6 +238,8 @@ class AlgoConfig:
     explore: ExploreConfig = field(default_factory=ExploreConfig)
     sac: SacConfig = field(default_factory=SacConfig)
     ppo: PpoConfig = field(default_factory=PpoConfig)
+    impala: ImpalaConfig = field(default_factory=ImpalaConfig)
+    vtrace: VtraceConfig = field(default_factory=VtraceConfig)
     dqn: DqnConfig = field(default_factory=DqnConfig)
     r2d2: R2d2Config = field(default_factory=R2d2Config)
     pqn: PqnConfig = field(default_factory=PqnConfig)

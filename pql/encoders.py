@@ -306,7 +306,7 @@ def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module) -> No
     action = torch.zeros(2, spec.action.size if isinstance(spec.action, Box) else 1)
     atoms, outputs, wanted = config.algo.critic.atoms, list[Any](), list[tuple[str, list[Any]]]()
     try:
-        if config.algo.family in ("ppo", "dqn", "r2d2", "pqn"):  # whose own heads come after it
+        if config.algo.family in ("ppo", "impala", "dqn", "r2d2", "pqn"):  # whose own heads come after it
             outputs, wanted = [network(obs)], [("forward(obs)", [2, "F"])]
         elif which == "critic":
             outputs, wanted = [network(obs, action)], [("forward(obs, action)", ["E", 2] + ([atoms] if atoms else []))]

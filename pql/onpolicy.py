@@ -1,24 +1,25 @@
-"""On-policy wiring: a collector that fills a rollout, and one learner that trains policy and value on it."""
+"""On-policy wiring, IMPALA's too: a collector that fills a rollout, and one learner of policy and value."""
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor
 
 from pql.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
-from pql.algos import ppo
+from pql.algos import impala, ppo
+from pql.algos.vtrace import Weights
 from pql.collect import Collector, action_buffer
-from pql.config import Config
+from pql.config import Config, RolloutConfig
 from pql.dist import ActionDist, Categorical, DiagGaussian
 from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.machine import available_bytes
 from pql.nets import Flat
-from pql.optim import AdamW, Optimizer, RMSProp
-from pql.rollout import Acted, Rollout, rollout_bytes
+from pql.optim import AdamW, Optimizer, RMSProp, RMSPropTF
+from pql.rollout import Acted, Rollout, View, rollout_bytes
 from pql.schedule import Counts
 from pql.types import Memory, Obs
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer, seeds
@@ -32,7 +33,10 @@ class StochasticActor:
         device = spec.device
         self.policy = policy
         self.action = action_buffer(spec)
-        self.acted = Acted(action_buffer(spec), torch.zeros(spec.num_envs, policy.dist.params_size, device=device))
+        n, size = spec.num_envs, policy.dist.params_size
+        self.version = torch.zeros((), dtype=torch.int64, device=device)  # of the weights, which it is pulled with
+        versions = torch.zeros(n, dtype=torch.int64, device=device)  # by environment: some act rarely
+        self.acted = Acted(action_buffer(spec), torch.zeros(n, size, device=device), versions)
         size = policy.body.carry_size
         self.memory = None
         if size:
@@ -49,6 +53,7 @@ class StochasticActor:
         raw = dist.sample(params, gen)
         self.acted.raw.copy_(raw)
         self.acted.params.copy_(params)
+        self.acted.version.copy_(self.version)
         self.action.copy_(dist.action(raw))
 
     def record(self, device: torch.device) -> Acted:
@@ -78,10 +83,16 @@ class StochasticActor:
             tensor.copy_(state[name])
 
 
+def rollout_of(config: Config) -> RolloutConfig:
+    """The settings of the algorithm at hand that all on rollouts have."""
+    return config.algo.impala if config.algo.family == "impala" else config.algo.ppo
+
+
 def counts(config: Config) -> Counts:
-    """A tick is one rollout and every update on it."""
-    p = config.algo.ppo
-    return Counts(p.horizon, {"learner": p.epochs * p.minibatches}, 1)
+    """A tick is one rollout and every update on it; beside a collector at work, on the rollout before."""
+    ppo, horizon = config.algo.ppo, rollout_of(config).horizon
+    updates = config.algo.impala.minibatches if config.algo.family == "impala" else ppo.epochs * ppo.minibatches
+    return Counts(horizon, {"learner": updates}, 1, horizon if config.algo.schedule == "concurrent" else 0)
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
@@ -92,19 +103,22 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
             a rollout that does not fit into memory.
     """
     check_obs(config, spec)
-    p = config.algo.ppo
+    p, group = rollout_of(config), f"algo.{config.algo.family}"
     if isinstance(spec.action, Discrete) and p.squash:
-        raise ConfigError("algo.ppo.squash", True, f"false: the actions of {spec.name} are discrete")
+        raise ConfigError(f"{group}.squash", True, f"false: the actions of {spec.name} are discrete")
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
-        raise ConfigError("algo.ppo.shared", True, f"false: in {spec.name} the critic has observations of its own")
-    check_room("algo.ppo.horizon", p.horizon, spec, make_dist(config, spec).params_size, device)
+        raise ConfigError(f"{group}.shared", True, f"false: in {spec.name} the critic has observations of its own")
+    size = make_dist(config, spec).params_size
+    check_room(f"{group}.horizon", p.horizon, spec, size, device, 2 if counts.ahead else 1)
     return p.horizon
 
 
-def check_room(setting: str, horizon: int, spec: EnvSpec, params_size: int, device: torch.device) -> None:
+def check_room(
+    setting: str, horizon: int, spec: EnvSpec, params_size: int, device: torch.device, halves: int = 1
+) -> None:  # fmt: skip
     """Raises ``ConfigError`` for ``setting`` where a rollout of ``horizon`` rows does not fit into memory."""
-    # The segment, its normalised copy, and as much again for a minibatch and its activations.
-    need, free = 3 * rollout_bytes(spec, horizon, params_size), available_bytes(device)
+    # The segment (or two), its normalised copy, and as much again for a minibatch and its activations.
+    need, free = (2 + halves) * rollout_bytes(spec, horizon, params_size), available_bytes(device)
     if need > free:
         raise ConfigError(
             setting, horizon,
@@ -119,31 +133,46 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     net = make_network(config, spec, seed["init"])
     actor = StochasticActor(copy.deepcopy(net.policy).to(spec.device), spec)
     norm = make_normalizer(config, spec, devices["collector"])
-    rollout = Rollout(spec, norm, rows, net.policy.dist.params_size, home, net.policy.body.carry_size)
+    halves, carry_size = 2 if counts.ahead else 1, net.policy.body.carry_size
+    rollout = Rollout(spec, norm, rows, net.policy.dist.params_size, home, carry_size, halves)
     gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
     collector = Collector(env, actor, norm, [rollout], gens["collector"], capture)
     flat = Flat(net.to(home), trained=True)
-    state = ppo.make_state(flat, make_optimizer(config, flat), config.algo.ppo.normalize_value, spec.num_envs)
-    settings = make_settings(config, spec)
+    view = View(norm, home)  # the learner's own
+    learner = make_learner(config, spec, flat, rollout, view if counts.ahead else None, gens["learner"])
+    now = cast(ppo.PpoState, learner.state).progress
+    size = sum(p.numel() for p in net.policy.parameters())  # the policy's parameters come first
+    full, seen = ({"rollout": v.tensors()} if counts.ahead else {} for v in (rollout.sealed, view))
+    roles = {
+        "learner": Role(pulls=seen, owns={"policy": [flat.data[:size], now.ticks]}, learner=learner),
+        "collector": Role(pulls={"policy": [Flat(actor.policy).data, actor.version]}, owns=full),
+    }
+    return Wiring(collector, roles, net.policy, {"rollout/bootstrap_lost": now.lost})
+
+
+def make_learner(
+    config: Config, spec: EnvSpec, flat: Flat, rollout: Rollout, view: View | None, gen: Generator
+) -> Learner:
+    """One learner of policy and value. ``view``: of the rollout, where the collector fills one half beside it."""
+    optimizer = make_optimizer(config, flat)
+    module: Any = impala if config.algo.family == "impala" else ppo
+    settings: Any = make_impala_settings(config, spec) if module is impala else make_settings(config, spec)
+    normalize = module is ppo and config.algo.ppo.normalize_value
+    state = ppo.make_state(flat, optimizer, normalize, spec.num_envs)
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
-        return ppo.draw(state, settings, rollout.segment(), gen)
+        return module.draw(state, settings, rollout.segment(view), gen)
 
-    gen, clock = gens["learner"], state.progress.ticks
-    learner = Learner("learner", state, ppo.update, draw, settings, gen, trains=("v", "p"), clock=clock)
-    size = sum(p.numel() for p in net.policy.parameters())  # the policy's parameters come first
-    roles = {
-        "learner": Role(pulls={}, owns={"policy": [flat.data[:size]]}, learner=learner),
-        "collector": Role(pulls={"policy": [Flat(actor.policy).data]}, owns={}),
-    }
-    return Wiring(collector, roles, net.policy, {"rollout/bootstrap_lost": state.progress.lost})
+    return Learner(
+        "learner", state, module.update, draw, settings, gen, trains=("v", "p"), clock=state.progress.ticks
+    )  # fmt: skip
 
 
 def make_dist(config: Config, spec: EnvSpec) -> ActionDist:
     """Gaussian for continuous actions, categorical for discrete ones."""
     if isinstance(spec.action, Discrete):
         return Categorical(spec.action.n)
-    return DiagGaussian(spec.action.size, config.algo.ppo.squash)
+    return DiagGaussian(spec.action.size, rollout_of(config).squash)
 
 
 def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
@@ -153,12 +182,12 @@ def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
         return OwnBody(custom_network(config, spec, which), spec.obs)
     encoder, group = make_encoder(config, spec, which), groups_of(config, spec, which)[0]
     size = spec.obs[group].shape[0] if encoder is None else encoder.size
-    return Body(group, size, net.hidden, net.activation, net.layer_norm, config.algo.ppo.lstm, encoder)
+    return Body(group, size, net.hidden, net.activation, net.layer_norm, rollout_of(config).lstm, encoder)
 
 
 def make_policy(config: Config, spec: EnvSpec) -> StochasticPolicy:
     """The policy network alone, freshly initialised."""
-    p = config.algo.ppo
+    p = rollout_of(config)
     return StochasticPolicy(make_body(config, spec, "policy"), make_dist(config, spec), p.init_std, p.amp)
 
 
@@ -167,15 +196,16 @@ def make_network(config: Config, spec: EnvSpec, seed: int) -> ActorCritic:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = make_policy(config, spec)
-        body = None if config.algo.ppo.shared else make_body(config, spec, "critic")
+        body = None if rollout_of(config).shared else make_body(config, spec, "critic")
         return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 
 
 def make_optimizer(config: Config, flat: Flat) -> Optimizer:
     """One for both networks; the policy's settings."""
-    net = config.algo.policy
-    if config.algo.ppo.optimizer == "rmsprop":
-        return RMSProp(flat, net.lr, net.grad_clip, eps=net.eps)
+    net, name = config.algo.policy, rollout_of(config).optimizer
+    if name != "adam":
+        kind = RMSProp if name == "rmsprop" else RMSPropTF
+        return kind(flat, net.lr, net.grad_clip, eps=net.eps)
     return AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
 
 
@@ -187,7 +217,22 @@ def make_settings(config: Config, spec: EnvSpec) -> ppo.Settings:
         normalize_advantage=p.normalize_advantage, lr=algo.policy.lr,
         kl_target=p.kl_target if p.lr_schedule == "adaptive" else None, kl_stop=p.kl_stop,
         anneal_steps=p.anneal_steps, anneal_clip=p.anneal_clip, steps_per_tick=p.horizon * spec.num_envs,
+        vtrace=make_weights(config) if p.vtrace else None,
     )  # fmt: skip
+
+
+def make_impala_settings(config: Config, spec: EnvSpec) -> impala.Settings:
+    algo, p = config.algo, config.algo.impala
+    return impala.Settings(
+        minibatches=p.minibatches, gamma=algo.gamma, trace_lambda=p.trace_lambda, weights=make_weights(config),
+        correction=p.correction, summed=p.reduce == "sum", value_coef=p.value_coef, entropy_coef=p.entropy_coef,
+        kl_coef=p.kl_coef, lr=algo.policy.lr, anneal_steps=p.anneal_steps, steps_per_tick=p.horizon * spec.num_envs,
+    )  # fmt: skip
+
+
+def make_weights(config: Config) -> Weights:
+    v = config.algo.vtrace
+    return Weights(v.rho_bar, v.c_bar, v.pg_rho_bar)
 
 
 ROLLOUT = Family(("learner",), counts, check_spec, wire, make_policy)

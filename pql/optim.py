@@ -151,10 +151,28 @@ class RMSProp(Optimizer):
         go: float | Tensor = 1.0 if skip is None else 1 - skip
         square = state["square"]
         square.lerp_(grad.square(), (1 - self.decay) * go)
-        data.addcdiv_(grad, square.sqrt().add_(self.eps).div_(-state["lr"] * go))  # in few passes: it counts
+        data.addcdiv_(grad, self.root(square).div_(-state["lr"] * go))  # in few passes: it counts
+
+    def root(self, square: Tensor) -> Tensor:
+        """What the gradient is divided by, [C]."""
+        return square.sqrt().add_(self.eps)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"lr": self.lr, "square": self.square}
+
+
+class RMSPropTF(RMSProp):
+    """As TensorFlow has it, and the papers that used it: data -= lr grad / sqrt(square + eps), ``square`` 1 at first.
+
+    Where gradients are small, an ``eps`` under the root holds steps down much more than the same beside it.
+    """
+
+    def __init__(self, flat: Flat, lr: float, clip: float | None = None, decay: float = 0.99, eps: float | None = None):
+        super().__init__(flat, lr, clip, decay, eps)
+        self.square.fill_(1.0)
+
+    def root(self, square: Tensor) -> Tensor:
+        return square.add(self.eps).sqrt_()
 
 
 def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:

@@ -91,6 +91,8 @@ class Policy(Acting):
     @torch.no_grad()
     def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
         known = obs if isinstance(obs, dict) else {"policy": obs}
+        if missing := [k for k in self.groups if k not in known]:
+            raise ValueError(f"this policy reads the observation groups {self.groups}: {missing} not among those given")
         inputs = self.norm({k: known[k] for k in self.groups})
         if self.state_shapes:
             return self.net.mean_action(inputs, state)  # type: ignore[operator]
@@ -189,11 +191,12 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
 SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
                "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.kind",
                "algo.encoder.channels", "algo.encoder.features", "algo.encoder.layer_norm",
-               "algo.ppo.squash", "algo.ppo.lstm", "algo.ppo.shared")  # fmt: skip
+               *(f"algo.{f}.{k}" for f in ("ppo", "impala") for k in ("squash", "lstm", "shared")))  # fmt: skip
 SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
                "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
                "algo.critic.obs", "algo.ppo.normalize_value")  # fmt: skip
-SAME_VALUES = (*(k for k in (*SAME_POLICY, *SAME_CRITIC) if not k.startswith(("algo.policy.", "algo.ppo."))),
+OTHERS = ("algo.policy.", "algo.ppo.", "algo.impala.")
+SAME_VALUES = (*(k for k in (*SAME_POLICY, *SAME_CRITIC) if not k.startswith(OTHERS)),
                "algo.dqn.dueling", "algo.dqn.noisy", "algo.r2d2.lstm", "algo.r2d2.feedback")  # fmt: skip
 """Where the policy is a network of values."""
 

@@ -40,8 +40,8 @@ PATIENT = timedelta(minutes=30)  # for what happens outside of ticks: simulators
 LAST_WORDS = 3.0  # seconds that a failing rank waits for what others have to say
 PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")
 DIVIDED = ("num_envs", "algo.batch_size", "algo.dqn.target_period")  # must divide evenly
-FLOORED = ("replay.capacity", "algo.ppo.anneal_steps", "algo.dqn.epsilon.steps", "algo.dqn.priority.beta_steps",
-           "algo.pqn.anneal_steps", "algo.pqn.epsilon.steps")  # fmt: skip
+FLOORED = ("replay.capacity", "algo.ppo.anneal_steps", "algo.impala.anneal_steps", "algo.dqn.epsilon.steps",
+           "algo.dqn.priority.beta_steps", "algo.pqn.anneal_steps", "algo.pqn.epsilon.steps")  # fmt: skip
 READERS = {
     "algo.batch_size": ("ddpg", "sac", "dqn", "r2d2"),
     "algo.dqn.target_period": ("dqn", "r2d2"),

@@ -10,8 +10,9 @@ segment anew. ::
       finals    |  o o           K true final observations of truncated rows, in order, and one row to waste
 
 All observations live in one tensor, so the values of rows, of row T and of finals are one pass. The collector writes
-it during its part of a tick; a learner reads it after. A schedule that lets both work at once gives each a segment of
-its own and swaps them between ticks.
+it during its part of a tick; a learner reads it after. Where a schedule lets both work at once there are two halves:
+the collector fills one while the learner reads the other, and they swap between ticks. Which one is full, and the
+statistics that it was made with, the learner pulls as it would weights (:class:`View`).
 
 This file knows nothing of networks or losses.
 """
@@ -34,6 +35,7 @@ class Acted(NamedTuple):
 
     raw: Tensor  # [N, A] before clamping or squashing, or [N] int64
     params: Tensor  # [N, P] of its distribution
+    version: Tensor  # [N] int64 of the weights that it acted with, counted in the learner's ticks
 
 
 class Segment(NamedTuple):
@@ -56,10 +58,23 @@ class Segment(NamedTuple):
     carry: Tensor  # [N, C] the policy's memory before row 0
     fresh: Tensor  # [N] bool; row 0 begins an episode (with memory)
     final_row: Tensor  # [K + 1, N] int64; the row that each final observation followed
+    version: Tensor  # [T, N] int64; of the weights that acted
+
+
+class View:
+    """Which half of a rollout was filled last, and the statistics that it was made with."""
+
+    def __init__(self, norm: Normalizer, device: torch.device):
+        self.half = torch.zeros((), dtype=torch.int64, device=device)
+        self.norm = norm.copy_to(device)
+
+    def tensors(self) -> list[Tensor]:
+        """In a fixed order: what the collector publishes, and a reader pulls."""
+        return [self.half, *self.norm.frozen()]
 
 
 class Rollout:
-    """Storage for one segment, and the collector's way to write it (a store, as the replay is).
+    """Storage for one segment, or two, and the collector's way to write it (a store, as the replay is).
 
     Args:
         spec: of the environment.
@@ -67,29 +82,34 @@ class Rollout:
         horizon: T.
         params_size: P.
         carry_size: C, of the policy's memory; 0 without.
+        halves: 2 where one is read while the other is filled.
+
+    Attributes:
+        sealed: of the half filled last (between ticks) or being filled.
     """
 
     def __init__(
-        self, spec: EnvSpec, norm: Normalizer, horizon: int, params_size: int, device: torch.device, carry_size: int = 0
-    ):
+        self, spec: EnvSpec, norm: Normalizer, horizon: int, params_size: int, device: torch.device,
+        carry_size: int = 0, halves: int = 1,
+    ):  # fmt: skip
         n = spec.num_envs
-        self.horizon, self.num_envs, self.device = horizon, n, device
+        self.horizon, self.num_envs, self.device, self.halves = horizon, n, device, halves
         self.finals = final_rows(horizon, spec.max_episode_steps)  # K
-        rows = horizon + 1 + self.finals + 1
-        self.obs = {k: torch.zeros(rows * n, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
-        discrete = isinstance(spec.action, Discrete)
-        self.action = (
-            torch.zeros(horizon, n, dtype=torch.int64, device=device)
-            if discrete else torch.zeros(horizon, n, spec.action.size, device=device)  # type: ignore[union-attr]
-        )  # fmt: skip
-        self.params = torch.zeros(horizon, n, params_size, device=device)
-        self.reward = torch.zeros(horizon, n, device=device)
-        self.flags = torch.zeros(5, horizon, n, dtype=torch.bool, device=device)
-        self.final = torch.zeros(horizon, n, dtype=torch.int64, device=device)  # finals in the column so far
-        self.final_row = torch.zeros((self.finals + 1) * n, dtype=torch.int64, device=device)
-        self.carry = torch.zeros(n, carry_size, device=device)
-        self.fresh = torch.ones(n, dtype=torch.bool, device=device)
-        self.norm = norm.copy_to(device)
+        self.rows = horizon + 1 + self.finals + 1
+        count = halves * self.rows * n
+        self.obs = {k: torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
+        size = () if isinstance(spec.action, Discrete) else (spec.action.size,)
+        kind, steps = torch.float32 if size else torch.int64, halves * horizon
+        self.action = torch.zeros(steps, n, *size, dtype=kind, device=device)
+        self.params = torch.zeros(steps, n, params_size, device=device)
+        self.reward = torch.zeros(steps, n, device=device)
+        self.flags = torch.zeros(steps, n, 5, dtype=torch.bool, device=device)
+        self.final = torch.zeros(steps, n, dtype=torch.int64, device=device)  # finals in the column so far
+        self.version = torch.zeros(steps, n, dtype=torch.int64, device=device)
+        self.final_row = torch.zeros(halves * (self.finals + 1) * n, dtype=torch.int64, device=device)
+        self.carry = torch.zeros(halves * n, carry_size, device=device)
+        self.fresh = torch.ones(halves * n, dtype=torch.bool, device=device)
+        self.sealed = View(norm, device)
         self._source = norm.frozen()
         self.row = torch.zeros(n, dtype=torch.int64, device=device)  # columns advance alone, as in the replay
         self.count = torch.zeros(n, dtype=torch.int64, device=device)
@@ -102,15 +122,17 @@ class Rollout:
         """Nothing to keep: the tick's ``open`` brings the observation."""
 
     def restart(self, obs: Obs) -> None:
-        """Nothing to cut: no segment outlives its tick."""
+        """Nothing to cut: a segment ends with its tick."""
 
     def open(self, obs: Obs, memory: Memory | None) -> None:
         """A tick begins: from ``obs`` [N, ...] and the policy's memory, with the statistics in use now."""
+        half = self.sealed.half
+        half.add_(1).remainder_(self.halves)
         for k, store in self.obs.items():
-            store[: self.num_envs].copy_(obs[k])
+            put(store, self.columns + half * (self.rows * self.num_envs), obs[k])
         if memory is not None:
-            self.carry.copy_(memory.carry)
-            self.fresh.copy_(memory.fresh)
+            self.carry.index_copy_(0, self.columns + half * self.num_envs, memory.carry.to(self.device))
+            self.fresh.index_copy_(0, self.columns + half * self.num_envs, memory.fresh.to(self.device))
         torch._foreach_copy_(self.norm.frozen(), self._source)
         self.row.zero_()
         self.count.zero_()
@@ -118,21 +140,20 @@ class Rollout:
     def insert(self, acted: Acted, step: Step, columns: Tensor | None = None) -> None:
         """Append one row to ``columns`` [n] (default: all); steps beyond the horizon overwrite from row 0."""
         columns = self.columns if columns is None else columns
-        row, count = self.row[columns], self.count[columns]
-        here = row * self.num_envs + columns
-        self.action.flatten(0, 1).index_copy_(0, here, acted.raw)
-        self.params.flatten(0, 1).index_copy_(0, here, acted.params)
-        self.reward.flatten().index_copy_(0, here, step.reward)
-        flags = torch.stack((step.terminated, step.truncated, step.first, step.valid, step.final_ok))
-        self.flags.flatten(1).index_copy_(1, here, flags)
-        self.final.flatten().index_copy_(0, here, count)
+        row, count, n, half = self.row[columns], self.count[columns], self.num_envs, self.sealed.half
+        here = (row + half * self.horizon) * n + columns
+        flags = torch.stack((step.terminated, step.truncated, step.first, step.valid, step.final_ok), -1)
+        rows = [(self.action, acted.raw), (self.params, acted.params), (self.reward, step.reward), (self.flags, flags),
+                (self.final, count), (self.version, acted.version)]  # fmt: skip
+        for store, new in rows:
+            store.flatten(0, 1).index_copy_(0, here, new)
         # Written whether or not this row was cut off: the place counts only once the counter has passed it. Where
         # more rows were cut off than there are places, the last one takes what is wasted.
-        place = count.clamp(max=self.finals) * self.num_envs + columns
-        self.final_row.index_copy_(0, place, row)
+        place = count.clamp(max=self.finals)
+        self.final_row.index_copy_(0, (place + half * (self.finals + 1)) * n + columns, row)
         for k, store in self.obs.items():
-            put(store, here + self.num_envs, step.obs[k])
-            put(store, place + (self.horizon + 1) * self.num_envs, step.final_obs[k])
+            put(store, (row + 1 + half * self.rows) * n + columns, step.obs[k])
+            put(store, (place + self.horizon + 1 + half * self.rows) * n + columns, step.final_obs[k])
         self.count.index_copy_(0, columns, count + (step.truncated & step.valid))
         self.row.index_copy_(0, columns, (row + 1).remainder(self.horizon))
 
@@ -142,29 +163,55 @@ class Rollout:
 
     # -- the learner's side ---------------------------------------------------------------------------------------
 
-    def segment(self) -> Segment:
-        """The rows of the tick that has just ended: normalised, rewards clipped and scaled, episode ends settled."""
-        terminated, truncated, first, valid, final_ok = self.flags.unbind()
-        cut = truncated & ~terminated
-        lost = cut & valid & (~final_ok | (self.final >= self.finals))
+    def segment(self, view: View | None = None) -> Segment:
+        """The rows of the tick that has just ended: normalised, rewards clipped and scaled, episode ends settled.
+
+        Args:
+            view: a reader's own; None: the collector's, between ticks.
+        """
+        view = self.sealed if view is None else view
+        norm, parts = view.norm, {k: self._half(t, view) for k, t in self._storage().items()}
+        terminated, truncated, first, valid, final_ok = parts["flags"].unbind(-1)
+        final, cut = parts["final"], truncated & ~terminated
+        lost = cut & valid & (~final_ok | (final >= self.finals))
         unknown = lost | (first & ~terminated & ~truncated)
-        successor = torch.where(cut, self.final.clamp(max=self.finals) + self.horizon + 1, self._here + 1)
-        rows = {k: v.view(-1, self.num_envs, *v.shape[1:]) for k, v in self.obs.items()}
-        reward = clip(self.reward, self.norm.reward_clip) * self.norm.reward_scale
+        successor = torch.where(cut, final.clamp(max=self.finals) + self.horizon + 1, self._here + 1)
+        rows = {k: parts[f"obs/{k}"].unflatten(0, (-1, self.num_envs)) for k in self.obs}
+        reward = clip(parts["reward"], norm.reward_clip) * norm.reward_scale
         return Segment(
-            self.norm(rows), self.action, self.params, reward, (~terminated).float(),
+            norm(rows), parts["action"], parts["params"], reward, (~terminated).float(),
             (~(terminated | truncated | first)).float(), successor, first, (valid & ~unknown).float(), lost.sum(),
-            self.carry, self.fresh, self.final_row.view(-1, self.num_envs),
+            parts["carry"], parts["fresh"], parts["final_row"].view(-1, self.num_envs), parts["version"],
         )  # fmt: skip
+
+    @property
+    def norm(self) -> Normalizer:
+        """The statistics of the segment filled last."""
+        return self.sealed.norm
+
+    def _storage(self) -> dict[str, Tensor]:
+        """All that is written, the halves one after the other along the first axis."""
+        names = ("action", "params", "reward", "flags", "final", "version", "final_row", "carry", "fresh")
+        return {**{f"obs/{k}": v for k, v in self.obs.items()}, **{k: getattr(self, k) for k in names}}
+
+    def _half(self, store: Tensor, view: View) -> Tensor:
+        """The half of ``store`` that ``view`` is of; a copy where there are two, at an address that does not move."""
+        if self.halves == 1:
+            return store
+        return store.unflatten(0, (2, -1)).index_select(0, view.half.view(1)).squeeze(0)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Nothing: between ticks, what the next segment depends on is all with the collector."""
-        return {}
+        """With two halves, the segment that is still to be read. With one, nothing: between ticks, what the next
+        segment depends on is all with the collector."""
+        if self.halves == 1:
+            return {}
+        return {**self._storage(), **{f"sealed/{i}": t for i, t in enumerate(self.sealed.tensors())}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        for k, t in self.state_dict().items():
+            t.copy_(state[k])
 
 
 def final_rows(horizon: int, max_episode_steps: int | None) -> int:
@@ -177,7 +224,7 @@ def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
     obs = sum(math.prod(s.shape) * s.dtype.itemsize for s in spec.obs.values())
     action = 8 if isinstance(spec.action, Discrete) else 4 * spec.action.size
     finals = final_rows(horizon, spec.max_episode_steps) + 1
-    return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 17))
+    return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 25))
 
 
 def by_parts(function: Callable[[Obs], Tensor], obs: Obs, count: int) -> Tensor:

@@ -38,6 +38,7 @@ class Counts:
     horizon: int
     updates: Mapping[str, int]  # by learner
     rounds: int
+    ahead: int = 0  # steps before the first tick: where the learner reads one rollout while the next is made
 
 
 def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
@@ -92,7 +93,7 @@ class Inline:
         self.order = order
 
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
-        return {name: timed(partial(named, name, jobs[name])) for name in self.order or jobs}
+        return {name: timed(partial(named, name, jobs[name])) for name in self.order or jobs if name in jobs}
 
     def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
         """As that of ``Threads``: a job of each worker's in turn, until nothing is left."""
@@ -341,6 +342,14 @@ class _Ticks:
 
 class Concurrent(_Ticks):
     """All workers at once, each exactly one tick stale."""
+
+    def begin(self, ticks: int) -> None:
+        """As of any schedule; where a new run's learner needs rows for its first tick, the collector makes them now."""
+        super().begin(ticks)
+        if ticks == 0 and self.counts.ahead:
+            self.executor.run({"collector": partial(self.workers["collector"].run, self.counts.ahead, 0)})
+            with self.executor.exclusive():
+                super().begin(0)
 
     def tick(self) -> None:
         version, counts = self.ticks, {"collector": self.counts.horizon}

@@ -231,8 +231,8 @@ class Session:
             "steps/env": now["env_steps"],
             "updates/v": updates["v"],
             "updates/p": updates["p"],
-            # Over the whole run, counted from the end of the warm-up: exactly the configured ones.
-            "ratio/v_per_step": updates["v"] / (parts.steps - self.config.algo.warmup_steps),
+            # Over the whole run, counted from the first tick: exactly the configured ones.
+            "ratio/v_per_step": updates["v"] / (parts.steps - self.config.algo.warmup_steps - parts.counts.ahead),
             "ratio/p_per_v": updates["p"] / updates["v"],
             **parts.schedule.measures(),
             "throughput/env_steps_per_s": (now["env_steps"] - last["env_steps"]) / span,

@@ -5,7 +5,7 @@ at the start of theirs. Two buffers alternate, so that publishing version v + 1 
 still being pulled: with one join of all workers between ticks nothing else needs an order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,33 +17,47 @@ class WeightSlot:
     Args:
         name: as traces and errors call it.
         source: the owner's tensors, copied by every ``publish``.
+        lag: readers get what was published so many versions before the one they ask for (the first, until there is one
+            as old): for experiments with old weights.
     """
 
-    def __init__(self, name: str, source: Sequence[Tensor]):
-        self.name = name
+    def __init__(self, name: str, source: Sequence[Tensor], lag: int = 0):
+        self.name, self.lag = name, lag
         self.source = [t.detach() for t in source]
-        self.buffers = [[t.clone() for t in self.source] for _ in range(2)]
+        self.buffers = [[t.clone() for t in self.source] for _ in range(2 + lag)]
         self.version = 0  # how often published
 
     @torch.no_grad()
     def publish(self) -> int:
         """Copy the owner's tensors into the buffer that nobody reads. Returns the new version."""
-        torch._foreach_copy_(self.buffers[(self.version + 1) % 2], self.source)
+        torch._foreach_copy_(self.buffers[(self.version + 1) % len(self.buffers)], self.source)
         self.version += 1
         return self.version
 
     @torch.no_grad()
-    def pull(self, target: Sequence[Tensor], version: int) -> None:
-        """Copy ``version`` into ``target``, in place and across devices.
+    def pull(self, target: Sequence[Tensor], version: int) -> int:
+        """Copy ``version``, or what is ``lag`` older, into ``target``, in place and across devices. Returns which.
 
         Raises:
             AssertionError: that version is not here (yet, or any more): the schedule broke its promise.
         """
         assert version in (self.version, self.version - 1), f"slot {self.name}: {version} of {self.version}"
-        for t, s in zip(target, self.buffers[version % 2], strict=True):
+        version = max(version - self.lag, 0)
+        for t, s in zip(target, self.buffers[version % len(self.buffers)], strict=True):
             t.copy_(s, non_blocking=True)
+        return version
 
     def reload(self, version: int) -> None:
         """After a checkpoint changed the owner's tensors: make them ``version``."""
         self.version = version - 1
         self.publish()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Old versions that are still to be read. None without a lag: then the owner's tensors are all there is."""
+        pairs = ((f"{i}.{j}", t) for i, buffer in enumerate(self.buffers) for j, t in enumerate(buffer))
+        return dict(pairs) if self.lag else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore in place, before :meth:`reload`."""
+        for k, t in self.state_dict().items():
+            t.copy_(state[k])

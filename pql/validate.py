@@ -5,11 +5,11 @@ This file imports nothing but the standard library (and torch, to look for a dev
 
 import math
 
-from pql.config import Config, EpsilonConfig, leaves
+from pql.config import AlgoConfig, Config, EpsilonConfig, leaves
 from pql.errors import ConfigError, nearest, show
 
 CHOICES = {
-    "algo.family": ("ddpg", "sac", "ppo", "dqn", "r2d2", "pqn"),
+    "algo.family": ("ddpg", "sac", "ppo", "impala", "dqn", "r2d2", "pqn"),
     "algo.schedule": ("concurrent", "lockstep", "replicas"),
     "algo.central.order": ("free", "turns"),
     "algo.critic.activation": ("relu", "elu", "silu", "tanh"),
@@ -17,7 +17,10 @@ CHOICES = {
     "algo.encoder.kind": ("small", "nature", "resnet"),
     "algo.policy.reduce": ("min", "mean", "first"),
     "algo.explore.kind": ("mixed", "fixed", "redrawn", "none"),
-    "algo.ppo.optimizer": ("adam", "rmsprop"),
+    "algo.ppo.optimizer": ("adam", "rmsprop", "rmsprop_tf"),
+    "algo.impala.optimizer": ("adam", "rmsprop", "rmsprop_tf"),
+    "algo.impala.correction": ("vtrace", "one_step", "none"),
+    "algo.impala.reduce": ("sum", "mean"),
     "algo.ppo.lr_schedule": ("adaptive", "fixed", "linear"),
     "algo.dqn.optimizer": ("adam", "rmsprop"),
     "algo.dqn.epsilon.kind": ("annealed", "ladder", "fixed"),
@@ -61,19 +64,22 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.replicas": (1, 1024, True),
     "algo.central.ticks": (1, 100_000, True),
     "algo.central.chunk": (1, 2**40, True),
-    "algo.ppo.horizon": (1, 100_000, True),
+    **{f"algo.{family}.{k}": r for family in ("ppo", "impala") for k, r in {
+        "horizon": (1, 100_000, True), "minibatches": (1, 100_000, True), "value_coef": (0, 1e6, True),
+        "entropy_coef": (0, 1e6, True), "init_std": (0, 100, False), "lstm": (1, 100_000, True),
+        "anneal_steps": (1, 10**15, True)}.items()},
     "algo.ppo.epochs": (1, 1000, True),
-    "algo.ppo.minibatches": (1, 100_000, True),
     "algo.ppo.gae_lambda": (0, 1, True),
     "algo.ppo.clip": (0, 10, False),
     "algo.ppo.value_clip": (0, 1e6, False),
-    "algo.ppo.value_coef": (0, 1e6, True),
-    "algo.ppo.entropy_coef": (0, 1e6, True),
-    "algo.ppo.init_std": (0, 100, False),
-    "algo.ppo.lstm": (1, 100_000, True),
     "algo.ppo.kl_target": (0, 100, False),
     "algo.ppo.kl_stop": (0, 100, False),
-    "algo.ppo.anneal_steps": (1, 10**15, True),
+    "algo.impala.trace_lambda": (0, 1, True),
+    "algo.impala.kl_coef": (0, 1e6, True),
+    "algo.vtrace.rho_bar": (0, 1e6, False),
+    "algo.vtrace.c_bar": (0, 1e6, True),
+    "algo.vtrace.pg_rho_bar": (0, 1e6, False),
+    "algo.policy_lag": (0, 1000, True),
     "algo.dqn.shared_grad": (0, 1, False),
     "algo.dqn.noisy": (0, 10, False),
     "algo.dqn.huber": (0, 1e6, False),
@@ -173,6 +179,13 @@ def _check_together(config: Config) -> None:
         raise ConfigError("algo.policy.target", True, "false: SAC forms its targets with the policy itself")
     if algo.family == "ppo":
         _check_ppo(config)
+    if algo.family == "impala":
+        _check_impala(config)
+    if algo.vtrace.c_bar > algo.vtrace.rho_bar:
+        limit = f"at most algo.vtrace.rho_bar={algo.vtrace.rho_bar:g}"
+        raise ConfigError("algo.vtrace.c_bar", algo.vtrace.c_bar, limit)
+    if algo.policy_lag and (algo.family not in ("ppo", "impala") or algo.schedule == "replicas"):
+        raise ConfigError("algo.policy_lag", algo.policy_lag, "0 but for PPO, A2C and IMPALA under one schedule")
     if algo.family == "dqn":
         _check_dqn(config)
     if algo.family == "r2d2":
@@ -180,7 +193,7 @@ def _check_together(config: Config) -> None:
         _check_r2d2(config)
     if algo.family == "pqn":
         _check_pqn(config)
-    off_policy = algo.family not in ("ppo", "pqn")
+    off_policy = algo.family not in ("ppo", "impala", "pqn")
     if off_policy and algo.warmup_steps < 1:
         raise ConfigError("algo.warmup_steps", algo.warmup_steps, "at least 1: updates need something to sample")
     groups, envs = config.placement.groups or 1, f"num_envs={config.num_envs}"
@@ -204,8 +217,9 @@ def _check_replicas(config: Config) -> None:
                 raise ConfigError(name, given, f"{show(unset)} with algo.schedule={algo.schedule}")
         return
     if algo.family != "ppo":
-        why = "lockstep: PPO and A2C alone have replicas"
-        why = why if algo.family == "pqn" else f"concurrent or lockstep: algo={algo.name} learns from a replay"
+        other = "lockstep" if algo.family == "pqn" else "concurrent or lockstep"
+        data = algo.family in ("pqn", "impala")
+        why = f"{other}: " + ("PPO and A2C alone have replicas" if data else f"algo={algo.name} learns from a replay")
         raise ConfigError("algo.schedule", "replicas", why)
     if config.num_envs % count:
         near = max(1, config.num_envs // count) * count
@@ -241,6 +255,19 @@ def _check_ppo(config: Config) -> None:
         raise ConfigError("algo.critic.atoms", algo.critic.atoms, "null: PPO's critic is a scalar")
 
 
+def _check_impala(config: Config) -> None:
+    algo, impala = config.algo, config.algo.impala
+    _check_rollout(config, impala.horizon, impala.minibatches, whole=True)
+    if impala.lstm is not None and not impala.shared:
+        raise ConfigError("algo.impala.shared", False, "true with algo.impala.lstm: policy and value share a memory")
+    if impala.lstm is not None and algo.policy.net:
+        raise ConfigError("algo.impala.lstm", impala.lstm, "null: a network from elsewhere (algo.policy.net) has none")
+    if impala.shared and algo.critic.net:
+        raise ConfigError("algo.critic.net", algo.critic.net, "null: algo.impala.shared takes the policy's layers")
+    if algo.critic.atoms is not None:
+        raise ConfigError("algo.critic.atoms", algo.critic.atoms, "null: IMPALA's critic is a scalar")
+
+
 def _check_pqn(config: Config) -> None:
     _check_rollout(config, config.algo.pqn.horizon, config.algo.pqn.minibatches, whole=False)
     _check_epsilon(config.algo.pqn.epsilon, "algo.pqn.epsilon")
@@ -256,9 +283,12 @@ def _check_rollout(config: Config, horizon: int, minibatches: int, whole: bool) 
     ):  # fmt: skip
         if given != unset:
             raise ConfigError(name, given, f"{show(unset)}: for off-policy algorithms alone, not algo={algo.name}")
-    if algo.schedule == "concurrent":
+    if algo.schedule == "concurrent" and not corrected(algo):
         allowed = "lockstep or replicas" if algo.family == "ppo" else "lockstep"
-        raise ConfigError("algo.schedule", algo.schedule, f"{allowed}: {algo.name} learns from what its policy did")
+        more = " (algo.ppo.vtrace=true: from what an older one did)" if algo.family == "ppo" else ""
+        raise ConfigError(
+            "algo.schedule", algo.schedule, f"{allowed}: {algo.name} learns from what its policy did{more}"
+        )
     if config.placement.p_learner is not None:
         raise ConfigError(
             "placement.p_learner", config.placement.p_learner,
@@ -272,6 +302,11 @@ def _check_rollout(config: Config, horizon: int, minibatches: int, whole: bool) 
         parts = [d for d in range(1, min(size, 1000) + 1) if size % d == 0]
         near = min(parts, key=lambda d: abs(d - minibatches))
         raise ConfigError(f"{group}.minibatches", minibatches, f"a divisor of {unit}, such as {near}")
+
+
+def corrected(algo: AlgoConfig) -> bool:
+    """Whether rollouts are corrected for the policy that acted."""
+    return algo.family == "impala" or (algo.family == "ppo" and algo.ppo.vtrace)
 
 
 def _check_epsilon(epsilon: EpsilonConfig, group: str) -> None:

@@ -37,7 +37,7 @@ class GreedyActor:
         self.policy, self.epsilon, self.amp = policy, epsilon, amp
         self.action = action_buffer(spec)
         values = torch.zeros(spec.num_envs, cast(Discrete, spec.action).n, device=spec.device)
-        self.acted = Acted(self.action, values)
+        self.acted = Acted(self.action, values, torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device))
 
     def act(self, obs: Obs, gen: Generator) -> None:
         values = pqn.values(cast(QNetwork, self.policy), obs, self.amp)
@@ -56,7 +56,7 @@ class GreedyActor:
     def part(self, columns: slice) -> "GreedyActor":
         part = copy.copy(self)
         part.action, part.epsilon = self.action[columns], self.epsilon.part(columns)
-        part.acted = Acted(part.action, self.acted.params[columns])
+        part.acted = Acted(part.action, *(t[columns] for t in self.acted[1:]))
         return part
 
     def state_dict(self) -> dict[str, Tensor]:

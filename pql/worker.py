@@ -171,8 +171,7 @@ class Worker:
 
     def _run(self, count: int, version: int | None) -> None:
         for slot, target in self.pulls:
-            self.pulled[slot.name] = slot.version if version is None else version
-            slot.pull(target, self.pulled[slot.name])
+            self.pulled[slot.name] = slot.pull(target, slot.version if version is None else version)
             if self.trace:
                 self.trace("pull", self.name, slot.name, self.pulled[slot.name])
         self.job(count)

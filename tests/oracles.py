@@ -245,3 +245,32 @@ def noisy_linear(
 def epsilon_ladder(count: int) -> list[float]:
     """Horgan et al. 2018, section 4.1: .4^(1 + 7 i / (N - 1))."""
     return [0.4 ** (1 + 7 * i / (count - 1)) for i in range(count)]
+
+
+def vtrace(
+    events: Sequence[Event], ratios: Sequence[float], start: int, value: Callable[[int], float], gamma: float,
+    lam: float, kept: int, rho_bar: float, c_bar: float,
+) -> tuple[float, float] | None:  # fmt: skip
+    """Espeholt et al. 2018, Eq. 1, as the sum it is, and r_s + gamma v_{s+1} - V(x_s); else as :func:`lambda_return`.
+
+    v_s = V(x_s) + sum_t gamma^(t-s) (prod_{s<=i<t} c_i) rho_t delta_t, to the trajectory's end.
+    """
+    if not known_end(events, start, kept):
+        return None
+    target = value(events[start].obs)
+    for t in range(start, len(events)):
+        if not known_end(events, t, kept):
+            break
+        e = events[t]
+        beyond = 0.0 if e.terminated else value(e.final if e.truncated else e.after)
+        traces = math.prod(lam * min(c_bar, ratios[i]) for i in range(start, t))
+        delta = e.reward + gamma * beyond - value(e.obs)
+        target += gamma ** (t - start) * traces * min(rho_bar, ratios[t]) * delta
+        if e.terminated or e.truncated or e.first:
+            break
+    e, following = events[start], None
+    if not (e.terminated or e.truncated or e.first) and start + 1 < len(events):
+        following = vtrace(events, ratios, start + 1, value, gamma, lam, kept, rho_bar, c_bar)
+    beyond = 0.0 if e.terminated else value(e.final if e.truncated else e.after)
+    later = beyond if following is None else following[0]
+    return target, e.reward + gamma * later - value(e.obs)

@@ -223,8 +223,8 @@ def test_listing(capsys):
     assert [line for line in tasks.splitlines() if len(line.split()) < 3 and not line.startswith("task=env ")] == []
     assert main(["list", "algos"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "a2c", "a3c", "apex", "appo_replicas", "c51", "ddpg", "dqn", "eps_rainbow", "ppo", "pql", "pql_d", "pql_sac",
-        "pqn", "r2d2", "rainbow", "sac", "td3",
+        "a2c", "a3c", "apex", "appo", "appo_replicas", "c51", "ddpg", "dqn", "eps_rainbow", "impala", "ppo", "pql",
+        "pql_d", "pql_sac", "pqn", "r2d2", "rainbow", "sac", "td3",
     ]  # fmt: skip
 
 

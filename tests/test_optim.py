@@ -10,7 +10,7 @@ from torch import nn
 
 from pql.build import build
 from pql.nets import Flat, mlp
-from pql.optim import AdamW, RAdam, RMSProp, polyak
+from pql.optim import AdamW, RAdam, RMSProp, RMSPropTF, polyak
 
 
 def net(seed=0):
@@ -106,6 +106,18 @@ def test_rmsprop_equals_torch(clip):
         nn.utils.clip_grad_norm_(theirs.parameters(), clip if clip is not None else float("inf"))
         other.step()
         torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=2e-6)
+
+
+def test_tensorflows_rmsprop_has_eps_under_the_root_and_begins_with_one():
+    """By hand: squares .99 + .01 g^2 and so on, steps lr g / sqrt(square + .01)."""
+    flat = Flat(net(), trained=True)
+    optimizer, before, square, moved = RMSPropTF(flat, 1e-2, eps=0.01), flat.data.detach().clone(), 1.0, 0.0
+    for g in (0.5, -2.0, 0.1):
+        flat.data.grad.fill_(g)
+        optimizer.step()
+        square = 0.99 * square + 0.01 * g * g
+        moved += 1e-2 * g / (square + 0.01) ** 0.5
+    torch.testing.assert_close(before - flat.data, torch.full_like(before, moved), rtol=0, atol=1e-6)
 
 
 def test_radam_may_begin_with_a_skipped_step():

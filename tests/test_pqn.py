@@ -99,7 +99,7 @@ def test_returns_are_the_papers_mixture(next_step, limit, lam):
             for column, event in zip(events, new, strict=True):
                 column.append(event)
             q = torch.tensor([q_of(e.obs) for e in new])
-            rollout.insert(Acted(q.argmax(-1), q), stack(new)[1])
+            rollout.insert(Acted(q.argmax(-1), q, torch.zeros(n).long()), stack(new)[1])
         segment = rollout.segment()
         target = pqn.returns(state, replace(SETTINGS, q_lambda=lam), segment)
         for i, column in enumerate(events):

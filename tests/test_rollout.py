@@ -32,7 +32,7 @@ def record(rollout, sims, rows, rng, kinds=KINDS):
         for column, event in zip(events, new, strict=True):
             column.append(event)
         action, step = stack(new)
-        rollout.insert(Acted(action, torch.cat((action, -action), 1)), step)
+        rollout.insert(Acted(action, torch.cat((action, -action), 1), torch.arange(len(sims)) + 100 * t), step)
     return events
 
 
@@ -82,6 +82,7 @@ def test_advantages_and_returns_are_the_definitions(next_step, limit, lam):
                 assert segment.action[t, i].item() == pytest.approx(e.action)
                 assert segment.params[t, i].tolist() == pytest.approx([e.action, -e.action])
                 assert bool(segment.first[t, i]) == e.first
+                assert segment.version[t, i] == 100 * t + i
         assert int(segment.lost) == lost
         assert segment.obs["policy"][horizon, :, 0].tolist() == [s.now for s in sims]
     assert min(seen.values()) > 20, seen
@@ -150,7 +151,8 @@ def test_places_for_final_observations(horizon, limit, places):
 def test_bytes_are_those_allocated(action):
     spec = EnvSpec("x", 5, SPECS, action, CPU, max_episode_steps=7)
     rollout = Rollout(spec, Normalizer(SPECS, 5, CPU), 16, 6, CPU)
-    stored = [*rollout.obs.values(), rollout.action, rollout.params, rollout.reward, rollout.flags, rollout.final]
+    stored = [*rollout.obs.values(), rollout.action, rollout.params, rollout.reward, rollout.flags, rollout.final,
+              rollout.version]  # fmt: skip
     size = sum(t.numel() * t.itemsize for t in (*stored, rollout.final_row))
     assert rollout_bytes(spec, 16, 6) == pytest.approx(size, rel=0.05)
 

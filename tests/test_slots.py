@@ -101,3 +101,20 @@ def test_tensors_with_gradients_are_copied_as_values():
     slot.pull(mine, 1)
     assert holds(mine, 3)
     assert not mine[0].requires_grad
+
+
+def test_a_late_slot_gives_what_was_published_so_long_before_and_keeps_it_over_a_resume():
+    owner = [torch.zeros(3)]
+    slot, mine = WeightSlot("policy", owner, lag=3), [torch.full((3,), -1.0)]
+    for version in range(1, 9):
+        write(owner, version)
+        slot.publish()
+        for asked in (version, version - 1):
+            assert slot.pull(mine, asked) == max(asked - 3, 0)
+            assert holds(mine, max(asked - 3, 0))
+    again = WeightSlot("policy", owner, lag=3)
+    again.load_state_dict({k: t.clone() for k, t in slot.state_dict().items()})
+    again.reload(8)
+    assert again.pull(mine, 8) == 5
+    assert holds(mine, 5)
+    assert WeightSlot("policy", owner).state_dict() == {}

@@ -65,6 +65,7 @@ SMOKE = {
         "overlap: in another process",
     ),
     "bench_warp": ("warp halfcheetah (shipped) n=4 / bare", "warp halfcheetah (shipped) n=4: bytes"),
+    "bench_lag": ("cartpole: vtrace, lag 8 / 0", "one_step", "none"),
     "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
 EXTRA = {"gpu_check": ["--device", "cpu"], "bench_warp": ["--device", "cpu"]}

@@ -3,16 +3,21 @@
 Sources: Schulman et al. 2017 (PPO), 2016 (GAE); Mnih et al. 2016 (A2C); the value's normalisation by running statistics
 of the returns, without PopArt's correction of the last layer, follows rl_games; the learning rate that keeps the KL
 near a target follows rsl_rl. Advantages are normalised once, over the whole segment.
+
+With V-trace (APPO), rollouts may be an older policy's. The clip is then around the policy with which the tick begins,
+and the weights that lead from the policy that acted to that one are V-trace's: the decoupled objective of Hilton et al.
+2022.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.actor_critic import ActorCritic
+from pql.actor_critic import ActorCritic, cut
+from pql.algos.vtrace import Weights, vtrace
 from pql.nets import Flat
 from pql.normalize import EPSILON, Moments, pack, pooled
 from pql.optim import Optimizer, annealed
@@ -45,6 +50,7 @@ class Settings:
     anneal_steps: int | None  # env steps over which the learning rate falls to 0
     anneal_clip: bool
     steps_per_tick: int  # T * N
+    vtrace: Weights | None = None  # returns and advantages by V-trace; None: the policy that acted is the present one
 
     @property
     def steers(self) -> bool:
@@ -97,6 +103,16 @@ def make_state(flat: Flat, optimizer: Optimizer, normalize_value: bool, num_envs
     return PpoState(net.policy, net.value, optimizer, moments, Progress(device, num_envs, carry_size))
 
 
+class Lag(NamedTuple):
+    """Ticks by which the weights that acted trail the learner's, over the rows that count; 0-dim."""
+
+    mean: Tensor
+    largest: Tensor
+
+    def measures(self) -> Metrics:
+        return {"lag/rows_mean": self.mean, "lag/rows_max": self.largest}
+
+
 class Minibatch(NamedTuple):
     """Rows [B] of a segment; with memory, [T, B]: all rows of B environments.
 
@@ -105,7 +121,7 @@ class Minibatch(NamedTuple):
 
     obs: Obs  # [B, ...] normalised
     action: Tensor  # [B, A] raw, or [B]
-    params: Tensor  # [B, P] of the distribution that acted
+    params: Tensor  # [B, P] of the distribution before the tick's first update: that acted, without V-trace
     log_prob: Tensor  # [B] under it
     advantage: Tensor  # [B]
     target: Tensor  # [B] lambda-return
@@ -113,6 +129,7 @@ class Minibatch(NamedTuple):
     mask: Tensor  # [B] 0 or 1
     explained: Tensor  # 0-dim; share of the returns' variance that the values explained, over the segment
     fresh: bool  # the tick's first: nothing has moved yet
+    lag: Lag | None = None  # of the segment, with V-trace
     first: Tensor | None = None  # [T, B] bool; the next row begins an episode (with memory)
     carry: Tensor | None = None  # [1, B, C] the policy's memory before row 0
     value_carry: Tensor | None = None  # [1, B, C] the value's
@@ -124,24 +141,36 @@ def draw(state: PpoState, settings: Settings, segment: Segment, gen: Generator) 
     With memory the order is one of environments, whose rows stay together.
     """
     begin_tick(state, settings, segment)
+    lag = None if settings.vtrace is None else rows_lag(state, segment.version, segment.mask)
     memory = state.net.policy.body.carry_size > 0
     start = {"carry": segment.carry.unsqueeze(0), "value_carry": value_carry(state, segment).unsqueeze(0)}
     rows, explained = prepare(state, settings, segment)
     columns = {**rows, "first": segment.first, **start} if memory else {k: v.flatten(0, 1) for k, v in rows.items()}
     dim = 1 if memory else 0
     for i, part in enumerate(minibatches(columns, settings.epochs, settings.minibatches, dim, gen)):
-        yield assemble(part, explained, fresh=i == 0)
+        obs, rest = grouped(part)
+        yield Minibatch(obs=obs, explained=explained, fresh=i == 0, lag=lag, **rest)
 
 
-def assemble(part: dict[str, Tensor], explained: Tensor, fresh: bool) -> Minibatch:
-    """Named columns -> a minibatch; observation groups are the columns ``obs/<group>``."""
+def grouped(part: dict[str, Tensor]) -> tuple[Obs, dict[str, Any]]:
+    """Named columns -> observation groups, which are the columns ``obs/<group>``, and the others."""
     obs = {k.removeprefix("obs/"): v for k, v in part.items() if k.startswith("obs/")}
-    rest: dict[str, Any] = {k: v for k, v in part.items() if not k.startswith("obs/")}
-    return Minibatch(obs=obs, explained=explained, fresh=fresh, **rest)
+    return obs, {k: v for k, v in part.items() if not k.startswith("obs/")}
+
+
+class Annealing(Protocol):
+    """What the learning rate runs by."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def anneal_steps(self) -> int | None: ...
+    @property
+    def steps_per_tick(self) -> int: ...
 
 
 @torch.no_grad()
-def begin_tick(state: PpoState, settings: Settings, segment: Segment) -> None:
+def begin_tick(state: PpoState, settings: Annealing, segment: Segment) -> None:
     """Count the tick, open the KL gate, and set the annealed learning rate."""
     now = state.progress
     now.go.fill_(1.0)
@@ -152,6 +181,12 @@ def begin_tick(state: PpoState, settings: Settings, segment: Segment) -> None:
     now.ticks += 1
 
 
+def rows_lag(state: PpoState, version: Tensor, mask: Tensor) -> Lag:
+    """How old the weights were that acted in rows [...] of the tick that has begun."""
+    lag = (state.progress.ticks - 1 - version) * mask
+    return Lag(lag.sum() / mask.sum().clamp(min=1), lag.max())
+
+
 @torch.no_grad()
 def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict[str, Tensor], Tensor]:
     """Columns [T, N, ...] of the segment's rows for :class:`Minibatch`, and the explained variance.
@@ -159,17 +194,16 @@ def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict
     Values are predicted in normalised units and mapped back with the statistics of the ticks before; targets are mapped
     with those that include this tick's returns.
     """
-    net, mask = state.net, segment.mask
-    rows = mask.shape[0]
+    mask, rows = segment.mask, segment.mask.shape[0]
     values = segment_values(state, segment, settings.minibatches)  # [T + 1 + K + 1, N]
     scale, shift = value_scale(state.returns)
     values = values * scale + shift
     value, discount = values[:rows], settings.gamma * segment.alive
     next_value = values.gather(0, segment.successor)
-    advantage = gae(segment.reward, discount, value, next_value, segment.goes_on, mask, settings.gae_lambda)
-    target = advantage + value
+    ends = (discount, value, next_value, segment.goes_on, mask)
+    params, log_prob, target, advantage, weight = estimate(state, settings, segment, ends)
     mean, var = masked_moments(target, mask)
-    explained = 1 - masked_moments(advantage, mask)[1] / (var + EPSILON)  # advantage = target - value
+    explained = 1 - masked_moments(target - value, mask)[1] / (var + EPSILON)
     if state.returns is not None:
         state.returns.update(target.flatten(), mask.flatten() > 0, state.group)
         scale, shift = value_scale(state.returns)
@@ -177,11 +211,12 @@ def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict
     if settings.normalize_advantage:
         mean, var = masked_moments(advantage, mask, state.group)
         advantage = (advantage - mean) * (var + EPSILON).rsqrt()
+    if weight is not None:
+        advantage = advantage * weight
     columns = {
         **{f"obs/{k}": v[:rows] for k, v in segment.obs.items()},
-        "action": segment.action, "params": segment.params,
-        "log_prob": net.policy.dist.log_prob(segment.params, segment.action),
-        "advantage": advantage, "target": target, "value": value, "mask": mask,
+        "action": segment.action, "params": params, "log_prob": log_prob, "advantage": advantage, "target": target,
+        "value": value, "mask": mask,
     }  # fmt: skip
     return columns, explained
 
@@ -205,6 +240,35 @@ def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
     if net.value.body is not None:
         state.progress.carry.copy_(carry)
     return values
+
+
+def estimate(
+    state: PpoState, settings: Settings, segment: Segment, ends: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """What the tick's updates go by, over all rows.
+
+    Args:
+        ends: [T, N] each: discount, value, the successor's value, whether the next row is it, mask.
+    Returns:
+        the distribution's parameters before the first update [T, N, P]; [T, N]: the log-probability under it; returns;
+        advantages; and weights of these, None where all are 1.
+    """
+    dist, value, lam = state.net.policy.dist, ends[1], settings.gae_lambda
+    acted = dist.log_prob(segment.params, segment.action)
+    if settings.vtrace is None:
+        advantage = gae(segment.reward, *ends, lam)
+        return segment.params, acted, advantage + value, advantage, None
+    params = present(state, segment, settings.minibatches)
+    log_prob = dist.log_prob(params, segment.action)
+    return params, log_prob, *vtrace(log_prob - acted, segment.reward, *ends, settings.vtrace, lam, pg_lam=lam)
+
+
+def present(state: PpoState, segment: Segment, parts: int) -> Tensor:
+    """Parameters of the present policy for the segment's rows, [T, N, P]; without memory, in ``parts``."""
+    policy, rows = state.net.policy, cut(segment.obs, segment.mask.shape[0])[0]
+    if not policy.body.carry_size:
+        return by_parts(policy, rows, parts)
+    return policy.unroll(rows, segment.carry, segment.first)
 
 
 def evaluate(net: ActorCritic, batch: Minibatch) -> tuple[Tensor, Tensor]:
@@ -259,7 +323,7 @@ def update(state: PpoState, inputs: Settings, batch: Minibatch, gen: Generator) 
         "loss/policy": policy_loss.detach(), "loss/critic": critic_loss.detach(), "grad_norm/policy": norm,
         "policy/entropy": entropy.detach(), "policy/kl": kl, "policy/clip_fraction": clipped,
         "policy/lr": state.optimizer.lr, "policy/updates_kept": state.progress.go,
-        "value/explained_variance": batch.explained,
+        "value/explained_variance": batch.explained, **(batch.lag.measures() if batch.lag else {}),
     }  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
 
 def on_policy(settings: Mapping[str, Any]) -> bool:
     """Whether one learner trained policy and value together."""
-    return settings.get("algo.family") == "ppo"
+    return settings.get("algo.family") in ("ppo", "impala")
 
 
 def configured(settings: Mapping[str, Any]) -> dict[str, float]:
@@ -180,7 +180,9 @@ def configured(settings: Mapping[str, Any]) -> dict[str, float]:
     if settings.get("algo.family") in ("dqn", "r2d2"):  # one network, which has no policy beside it
         del ratios["p_per_v"]
     if on_policy(settings):
-        epochs, parts, horizon = (settings.get(f"algo.ppo.{k}") for k in ("epochs", "minibatches", "horizon"))
+        group = settings["algo.family"]
+        parts, horizon = (settings.get(f"algo.{group}.{k}") for k in ("minibatches", "horizon"))
+        epochs = settings.get("algo.ppo.epochs") if group == "ppo" else 1
         ratios = {"v_per_step": epochs * parts / horizon, "p_per_v": 1.0} if epochs and parts and horizon else {}
     return {f"ratio/{k}": v for k, v in ratios.items() if v is not None}
 

@@ -1,0 +1,119 @@
+"""IMPALA: an actor-critic that learns from what a slightly older policy did, corrected by V-trace.
+
+Source: Espeholt et al. 2018; losses averaged instead of summed, and a penalty on the KL, as in Espeholt et al. 2020
+(SEED RL). Unlike in PPO every row is used once, and targets are those of the network that the update is about to
+change: one pass gives values, targets and gradients. The policy may change within a rollout, as each row has the
+distribution that acted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from pql.algos.ppo import PpoState, begin_tick, grouped, masked_moments, rows_lag
+from pql.algos.ppo import make_state as make_state
+from pql.algos.vtrace import Corrected, Weights, vtrace
+from pql.normalize import EPSILON
+from pql.rollout import Segment, minibatches
+from pql.types import Metrics, Obs
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What does not change in a run; see ``config.ImpalaConfig``."""
+
+    minibatches: int
+    gamma: float
+    trace_lambda: float
+    weights: Weights
+    correction: str  # vtrace | one_step | none
+    summed: bool  # losses are summed over rows, not averaged
+    value_coef: float
+    entropy_coef: float
+    kl_coef: float
+    lr: float
+    anneal_steps: int | None  # env steps over which the learning rate falls to 0
+    steps_per_tick: int  # T * N
+
+
+class Unroll(NamedTuple):
+    """All rows of B environments: as :class:`~pql.rollout.Segment`, with B of its columns."""
+
+    obs: Obs  # [T + 1 + K + 1, B, ...]
+    action: Tensor
+    params: Tensor
+    reward: Tensor
+    alive: Tensor
+    goes_on: Tensor
+    successor: Tensor
+    first: Tensor
+    mask: Tensor
+    carry: Tensor  # [1, B, C]
+    final_row: Tensor
+    version: Tensor
+
+
+def draw(state: PpoState, settings: Settings, segment: Segment, gen: Generator) -> Iterator[Unroll]:
+    """A tick's minibatches: every environment's rows, in order, in one of them."""
+    begin_tick(state, settings, segment)
+    named = segment._asdict()
+    columns = {k: named[k] for k in Unroll._fields if k not in ("obs", "carry")}
+    columns |= {"carry": segment.carry.unsqueeze(0), **{f"obs/{k}": v for k, v in segment.obs.items()}}
+    parts = [columns] if settings.minibatches == 1 else minibatches(columns, 1, settings.minibatches, 1, gen)
+    for part in parts:
+        obs, rest = grouped(part)
+        yield Unroll(obs=obs, **rest)
+
+
+def update(state: PpoState, inputs: Settings, batch: Unroll, gen: Generator) -> Metrics:
+    """One step on policy, value, entropy and KL. Mutates ``state`` only.
+
+    With E the sum or the mean over rows, the loss is -E[weight A log pi] + value_coef E[(v - V)^2] / 2
+    - entropy_coef E[H] + kl_coef E[KL(mu || pi)].
+    """
+    dist, mask = state.net.policy.dist, batch.mask
+    params, values = state.net.evaluate(batch.obs, batch.carry[0], batch.first, batch.final_row)
+    log_prob, value = dist.log_prob(params, batch.action), values[: mask.shape[0]]
+    log_ratio = (log_prob - dist.log_prob(batch.params, batch.action)).detach()
+    target, advantage, weight = correct(inputs, batch, log_ratio, values.detach())
+    rows = state.group.sum_(mask.sum()).clamp(min=1)  # of all processes
+    share = mask / mask.sum().clamp(min=1)
+    policy_loss = -(share * weight * advantage * log_prob).sum()
+    critic_loss = 0.5 * (share * (target - value).square()).sum()
+    entropy = (share * dist.entropy(params, gen)).sum()
+    kl = (share * dist.kl(batch.params, params)).sum()
+    loss = policy_loss + inputs.value_coef * critic_loss - inputs.entropy_coef * entropy + inputs.kl_coef * kl
+    state.optimizer.zero_grad()
+    (loss * rows if inputs.summed else loss).backward()
+    with torch.no_grad():
+        norm = state.optimizer.step(mask=mask)
+        explained = 1 - masked_moments(target - value, mask)[1] / (masked_moments(target, mask)[1] + EPSILON)
+        lag = rows_lag(state, batch.version, mask)
+    return {
+        "loss/policy": policy_loss.detach(), "loss/critic": critic_loss.detach(), "grad_norm/policy": norm,
+        "policy/entropy": entropy.detach(), "policy/kl": kl.detach(), "policy/lr": state.optimizer.lr,
+        "vtrace/weight": (share * weight).sum(), "value/explained_variance": explained, **lag.measures(),
+    }  # fmt: skip
+
+
+def correct(settings: Settings, batch: Unroll, log_ratio: Tensor, values: Tensor) -> Corrected:
+    """Targets, advantages and weights by V-trace, or by what it is compared with (section 5.2.2 of the paper).
+
+    ``one_step`` weighs the policy gradient alone, ``none`` takes the policy that acted for the present one (A2C's).
+
+    Args:
+        log_ratio: [T, B]. values: [T + 1 + K + 1, B].
+    """
+    rows = batch.mask.shape[0]
+    plain = torch.zeros_like(log_ratio)
+    traced = log_ratio if settings.correction == "vtrace" else plain
+    out = vtrace(
+        traced, batch.reward, settings.gamma * batch.alive, values[:rows], values.gather(0, batch.successor),
+        batch.goes_on, batch.mask, settings.weights, settings.trace_lambda,
+    )  # fmt: skip
+    if settings.correction == "one_step":
+        return out._replace(weight=log_ratio.exp().clamp(max=settings.weights.pg_rho_bar))
+    return out
