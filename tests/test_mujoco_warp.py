@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need them
@@ -21,6 +22,7 @@ from pql.env import make_env
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.engine import Masked
 from pql.envs.mujoco.env import MujocoVec
+from pql.envs.mujoco.randomize import base_dofs
 from pql.envs.mujoco.warp import WarpEngine
 from pql.errors import PqlWarning
 
@@ -182,6 +184,32 @@ def test_an_overflow_is_counted_and_warned_about() -> None:
         warnings.simplefilter("error")
         for _ in range(3):
             small.step(torch.zeros(3, env.model.nu), 1)  # once is enough
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses what would wait for a device: reading a value, shapes that depend on values."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.NAMES:
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ROBOTS)
+def test_a_step_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pql.envs.mujoco.warp.Overflows._warn", lambda self: None)  # which asks before it reads
+    wanted: dict[str, Any] = {"friction": [0.5, 1.5], "obs_noise": 0.01, "obs_delay": [0, 2]}
+    if base_dofs(build(name, 1, "batch").model):
+        wanted["push"] = 0.5
+    env = build(name, 4, max_episode_steps=3, randomize=wanted, curriculum={"kind": "survive"})
+    env.reset(seed=0)
+    actions = random_actions(env, 5)
+    env.step(actions[0])  # captures
+    with NoHostReads():
+        ended = [env.step(action).first for action in actions[1:].unbind(0)]
+    assert torch.stack(ended).any()
 
 
 def test_memory_per_environment() -> None:

@@ -72,7 +72,9 @@ class WarpEngine:
         wp.init()
         model = copy.copy(model)
         model.opt.disableflags &= ~_AUTORESET  # Warp does not know it, and restarts nothing by itself
-        self.device, self._count = torch.device(device), num_envs
+        if device.type == "cuda" and device.index is None:  # Warp wants its number
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device, self._count = device, num_envs
         contacts, constraints = (max(8, math.ceil(MARGIN * most)) for most in need)
         self._constants = not {*parameters}.isdisjoint(DERIVING)
         own = [*parameters, *(["body_subtreemass"] if self._constants else [])]

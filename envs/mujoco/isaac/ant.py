@@ -51,6 +51,7 @@ class IsaacAnt(Task):
         low, high = robot.tensor(model.jnt_range[1:]).unbind(1)
         self.low, self.high = low, high
         self.rest = torch.zeros_like(low).clamp(low, high)  # ankles: the limit nearest to 0
+        self._target = robot.tensor([TARGET, 0.0])
         self._wrench = Wrench(robot, FEET)
         self._arm = robot.tensor(model.body_ipos[[robot.body(name) for name in FEET]])  # from ankle to centre of mass
 
@@ -113,9 +114,10 @@ class IsaacAnt(Task):
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         action, place, before = fields["ctrl"], fields["qpos"][:, :2], memory["place"]
         up, ahead = self._direction(fields)
-        target = self.robot.tensor([TARGET, 0.0])
-        nearer = ((before - place) * (before + place - 2 * target)).sum(1)  # difference of the squared distances
-        both = torch.linalg.vector_norm(target - before, dim=1) + torch.linalg.vector_norm(target - place, dim=1)
+        nearer = ((before - place) * (before + place - 2 * self._target)).sum(1)  # difference of the squared distances
+        both = torch.linalg.vector_norm(self._target - before, dim=1) + torch.linalg.vector_norm(
+            self._target - place, dim=1
+        )
         fallen = fields["qpos"][:, 2] < 0.31
         terms = {
             "progress": nearer / both / self.dt,
