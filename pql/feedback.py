@@ -45,11 +45,13 @@ class Feedback:
         if hasattr(env, "reset_where"):
             self.reset_where = self._reset_where
         if hasattr(env, "send"):
-            self.send, self.recv = self._send, self._recv
+            self.send, self.recv, self.answers = self._send, self._recv, self._answers
+        if hasattr(env, "beside"):
+            self.beside = self._beside
 
     def __getattr__(self, name: str) -> Any:
         """What an environment may offer besides, pictures say."""
-        if name in ("env", "state_dict", "load_state_dict", "reset_where", "send", "recv"):
+        if name in ("env", "state_dict", "load_state_dict", "reset_where", "send", "recv", "answers", "beside"):
             raise AttributeError(name)
         return getattr(self.env, name)
 
@@ -93,6 +95,24 @@ class Feedback:
         step, here = self._tell(step, self._sent[ids])
         self._last[ids] = here
         return ids, step
+
+    def _answers(self, group: int) -> tuple[Tensor, Step]:
+        """Of environments that answer when they can: whose answers have come, and the step of their whole group."""
+        ids, step = self.env.answers(group)  # type: ignore[attr-defined]
+        size = self.spec.num_envs // self.spec.groups
+        part = slice(group * size, (group + 1) * size)
+        step, here = self._tell(step, self._sent[part])
+        came = torch.zeros(self.spec.num_envs, dtype=torch.bool)
+        came[ids] = True
+        fresh = came[part].to(here.device).unsqueeze(1)
+        self._last[part] = torch.where(fresh, here, self._last[part])
+        # The late ones act on what they acted on: nothing may change for them.
+        return ids, step._replace(obs={**step.obs, GROUP: self._last[part].clone()})
+
+    def _beside(self) -> VecEnv | None:
+        """Its environments for evaluations, which are told the same."""
+        env = self.env.beside()  # type: ignore[attr-defined]
+        return None if env is None else Feedback(env, self.clip)
 
     def _state_dict(self) -> dict[str, Any]:
         return {"env": self.env.state_dict(), "last": self._last.clone()}  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ class States:
     def __init__(self, ring: Replay, size: int, period: int):
         assert ring.rows % period == 0, (ring.rows, period)
         self.ring, self.period, self.device = ring, period, ring.device
-        self.slots = ring.rows // period  # P
+        self.slots, self.ragged = ring.rows // period, ring.ragged  # P
         # One slot more, which takes what is not kept: every row writes, so that nothing branches.
         self.carry = torch.zeros((self.slots + 1) * ring.num_envs, size, device=self.device)
 
@@ -71,12 +71,20 @@ class States:
     def restart(self, obs: Obs) -> None:
         """Nothing: the policy begins with an empty memory, which the next aligned row stores."""
 
-    def insert(self, acted: Acted, step: Step, columns: Tensor | None = None) -> None:
-        """Keep ``acted.extra["carry"]`` [n, C] where the row is aligned."""
+    def insert(
+        self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Keep ``acted.extra["carry"]`` [n, C] where the row is aligned and there is one.
+
+        Args:
+            arrived: [n] bool; False: no answer has come yet, so there is no row. None: all have.
+        """
         ring = self.ring
         columns = ring.columns if columns is None else columns
         row = ring.live.head[columns]
-        slot = torch.where(row % self.period == 0, row // self.period % self.slots, self.slots)
+        kept = row % self.period == 0
+        kept = kept if arrived is None else kept & arrived
+        slot = torch.where(kept, row // self.period % self.slots, self.slots)
         self.carry.index_copy_(0, slot * ring.num_envs + columns, acted.extra["carry"])
 
     def positions(self) -> list[Tensor]:

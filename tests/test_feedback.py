@@ -12,6 +12,7 @@ from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.feedback import Feedback, feedback_spec
 from pql.grouped import Grouped
+from pql.types import Step
 
 
 class Choices(Counter):
@@ -82,3 +83,36 @@ def test_continuous_actions_and_a_group_of_its_name_are_refused():
         Feedback(Counter(2, "cpu"))
     with pytest.raises(ConfigError, match="without an observation group 'last'"):
         Feedback(Feedback(Choices(2, "cpu")))
+
+
+class Late(Choices):
+    """Two groups of two; only the first of a group has answered. Evaluations have environments of their own."""
+
+    def send(self, action, ids):
+        self.sent = action
+
+    def recv(self):
+        raise AssertionError
+
+    def answers(self, group):
+        part = slice(2 * group, 2 * group + 2)
+        step = super().step(torch.zeros(4, dtype=torch.int64))
+        return torch.tensor([2 * group]), Step(*(
+            {k: v[part] for k, v in f.items()} if isinstance(f, dict) else f[part] for f in step
+        ))  # fmt: skip
+
+    def beside(self):
+        return Choices(3, "cpu")
+
+
+def test_who_is_late_is_told_nothing_new():
+    late = Late(4, "cpu")
+    late.spec = replace(late.spec, groups=2)
+    env = Feedback(late)
+    env.reset(0)
+    env.send(torch.tensor([3, 1]), torch.tensor([2, 3]))
+    ids, step = env.answers(1)
+    assert ids.tolist() == [2]
+    assert step.obs["last"][0].tolist() == [0.0, 0.0, 0.0, 1.0, step.reward[0].item()]
+    assert not step.obs["last"][1].any()
+    assert {*env.beside().reset(0)} == {"policy", "last"}

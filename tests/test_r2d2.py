@@ -427,3 +427,29 @@ def success(parts, episodes=100):
 def test_the_sign_at_the_entrance_is_remembered_to_the_end_of_the_maze():
     parts = start(compose(["device=cpu", "task=tmaze", "task.kwargs.length=5", "algo=r2d2", "seed=1"]), Inline())
     assert train_until(parts, 0.9, 300, lambda: success(parts), every=25) > 0.9  # without a memory .5
+
+
+def test_it_runs_on_remote_actors_that_come_late(tmp_path):
+    pytest.importorskip("grpc")
+    from remotes import acting, remote, wait_until
+
+    from pql.actor.sims import make_sim
+
+    address = f"unix:{tmp_path}/socket"
+    with remote(address, [make_sim("tmaze", 4, {"length": 3})], 8) as env:
+        parts = build(config_of({"replay": {"capacity": 8 * 120}}), env=env, executor=Inline())
+        parts.start()
+        parts.warm_up(16)
+        parts.begin()
+        parts.schedule.tick()
+        heads = parts.collector.replays[0].live.head
+        assert int(heads[4:].sum()) == 0
+        with acting(address, make_sim("tmaze", 4, {"length": 3})):
+            wait_until(lambda: env.hall.live == 2)
+            for _ in range(12):
+                parts.schedule.tick()
+            assert int(heads[4:].min()) > 4
+            assert heads.unique().numel() > 1
+            (batch,) = parts.learners["v"].draw(1, torch.Generator().manual_seed(0))
+            assert batch.mask.any()
+            env.close()
