@@ -26,6 +26,7 @@ BUILTIN = {
     "pusher": "pql.envs.mujoco:pusher",
     "invertedpendulum": "pql.envs.mujoco:invertedpendulum",
     "inverteddoublependulum": "pql.envs.mujoco:inverteddoublependulum",
+    "isaac_ant": "pql.envs.mujoco:isaac_ant",
     "ballbalance": "pql.envs.mujoco:ballbalance",
     "ballbalance_pixels": "pql.envs.mujoco:ballbalance_pixels",
     "atari": "pql.envs.atari:AtariVec",

@@ -368,14 +368,14 @@ class Server:
         target = self.arrays[name]
         if value.shape != target.shape:  # it would be broadcast without a word
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {target.shape}")
-        if hasattr(value, "detach"):
+        if self.speaks_torch:
             self.tensors[name].copy_(value)
         else:
             target[...] = value
 
     def put_rows(self, name: str, value: Any, rows: Any) -> None:
         """Copy some rows, one after the other, to the beginning of an array."""
-        if hasattr(value, "detach"):
+        if self.speaks_torch:
             at = sys.modules["torch"].from_numpy(rows).to(value.device)
             self.tensors[name][: len(rows)].copy_(value[at])
         else:
@@ -408,7 +408,8 @@ def main() -> NoReturn:
     faulthandler.enable(told["crash"], all_threads=True)
     faulthandler.register(signal.SIGUSR1, told["crash"], all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the near side's to handle
-    if told["lives_with_thread"] and sys.platform == "linux":
+    direct = told["lives_with_thread"] and os.getppid() == told["parent"]  # not by way of a script
+    if direct and sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # where a simulator holds the interpreter's lock for ever
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=watch, args=(told["requests"], told["parent"]), daemon=True).start()

@@ -66,6 +66,7 @@ else:
         single_instance: bool = False
         deterministic: bool = True
         groups: int = 1
+        spread: int = 1
         stream: str = "current"
         info: Mapping[str, Any] = {}
 

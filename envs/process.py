@@ -37,7 +37,6 @@ from pql.errors import ConfigError, RunError
 from pql.types import Obs, Step
 
 GRACE = 5.0  # seconds for a simulator to close, and for a signal to be answered
-POLITE = 0.5  # seconds for the stacks of a process that hangs
 
 
 class Far:
@@ -106,9 +105,11 @@ class Far:
         """
         if not self._poll.poll(seconds * 1000):
             raise self._hung(seconds)
-        kind = self._read(1)
+        kind = os.read(self.answers, 1)
         if kind == far.STEP:
             return None, b""
+        if not kind:
+            raise self._died()
         facts, blob = far.read_message(self._read)
         if kind == far.ANSWER:
             return facts, blob
@@ -140,11 +141,14 @@ class Far:
 
     def _hung(self, seconds: float) -> RunError:
         """No answer: where it hangs. It is killed."""
-        self.process.send_signal(signal.SIGUSR1)
-        time.sleep(POLITE)
-        stacks = self._stacks()
+        os.killpg(self.process.pid, signal.SIGUSR1)  # the group: a script may have started the interpreter
+        stacks, before, deadline = "", "", time.monotonic() + GRACE
+        while time.monotonic() < deadline and not (stacks and stacks == before):  # until all of it is there
+            time.sleep(0.2)
+            stacks, before = self._stacks(), stacks
         self.kill()
-        return RunError(f"{stacks}\n{self} has not answered for {seconds:g} s (task.process.step_seconds)")
+        how = f"{self} has not answered for {seconds:g} s (task.process.step_seconds)"
+        return RunError(f"{stacks}\n{how}" if stacks else how)
 
     def _stacks(self) -> str:
         """What its fault handler has written."""
@@ -202,6 +206,7 @@ class ProcessVec:
         threads: int | None = None,
     ):
         self._device, self._seconds, self._start_seconds = torch.device(device), step_seconds, start_seconds
+        self._on_host = self._device.type == "cpu"
         self._far = Far(python, threads)
         try:
             told, _ = self._far.ask(
@@ -255,7 +260,7 @@ class ProcessVec:
 
     def _take(self, shared: Tensor) -> Tensor:
         """A copy on this side's device, made before this returns."""
-        return shared.clone() if self._device.type == "cpu" else shared.to(self._device)
+        return shared.clone() if self._on_host else shared.to(self._device)
 
     def _final(self, obs: Obs) -> Obs:
         """``obs`` itself, or a copy of it with the rows that have another successor."""

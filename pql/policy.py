@@ -91,6 +91,8 @@ class Policy(Acting):
     @torch.no_grad()
     def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
         known = obs if isinstance(obs, dict) else {"policy": obs}
+        if missing := [k for k in self.groups if k not in known]:
+            raise ValueError(f"this policy reads the observation groups {self.groups}: {missing} not among those given")
         inputs = self.norm({k: known[k] for k in self.groups})
         if self.state_shapes:
             return self.net.mean_action(inputs, state)  # type: ignore[operator]

@@ -1,6 +1,7 @@
 """A config's task becomes a simulator: its factory, the keywords it is given, the groups its environments step in."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,17 +71,16 @@ def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
     """The task's environment. ``num_envs`` overrides the config's, in one group (evaluation)."""
     if config.task.live:
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
-    name, device = config.task.name, torch.device(config.placement.collector or resolve_device(config.device))
+    device = torch.device(config.placement.collector or resolve_device(config.device))
     groups, count = config.placement.groups if num_envs is None else 1, num_envs or config.num_envs
     if config.task.process.python is not None:
-        each = count // (groups or 1)
-        return process_env(config, count, device) if each == count else Grouped.make(
-            lambda: process_env(config, each, device), groups or 1
-        )  # fmt: skip
-    kwargs = env_kwargs(config, groups)
-    if groups is None or groups == 1 or "groups" in kwargs:
-        return telling(config, make_env(name, count, device, **kwargs))
-    return telling(config, Grouped.make(lambda: make_env(name, count // groups, device, **kwargs), groups))
+        make, forms = partial(process_env, config, device=device), False
+    else:
+        kwargs = env_kwargs(config, groups)
+        make, forms = partial(make_env, config.task.name, device=device, **kwargs), "groups" in kwargs
+    if groups is None or groups == 1 or forms:
+        return telling(config, make(num_envs=count))
+    return telling(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
 
 
 def process_env(config: Config, num_envs: int, device: torch.device) -> VecEnv:

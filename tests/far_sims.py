@@ -21,7 +21,12 @@ class Walk:
             raise WrongSettingError("limit", limit, "at least 1")
         action = Discrete(4) if discrete else Box(2, (-2.0, -2.0), (2.0, 2.0))
         obs = {"policy": ObsSpec((2,)), "critic": ObsSpec((3,), "float64"), "image": ObsSpec((2, 2), "uint8")}
-        info = {"python": ".".join(map(str, sys.version_info[:2])), "threads": threads, "torch": "torch" in sys.modules}
+        info = {
+            "python": ".".join(map(str, sys.version_info[:2])),
+            "threads": threads,
+            "pid": os.getpid(),
+            "torch": "torch" in sys.modules,
+        }
         self.spec = EnvSpec(
             "walk", num_envs, obs, action, "cpu", max_episode_steps=limit, log=("push", "success"),
             single_instance=True, info=info,

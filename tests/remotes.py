@@ -10,7 +10,6 @@ import numpy as np
 from pql import wire
 from pql.actor.client import Actor
 from pql.envs.far import describe
-from pql.envs.plain import Discrete, EnvSpec, ObsSpec, Step
 from pql.envs.remote import Remote
 
 
@@ -44,37 +43,6 @@ class Late:
 
     def close(self):
         self.sim.close()
-
-
-class Film:
-    """Stacks of three 2 x 2 frames whose pixels count the rows of an episode; it ends after ``length`` rows."""
-
-    def __init__(self, num_envs, device="cpu", length=4):
-        obs = {"policy": ObsSpec((3, 2, 2), "uint8", 3)}
-        self.spec = EnvSpec("film", num_envs, obs, Discrete(2), device, max_episode_steps=length, final_obs="always")
-        self.length, self.shown = length, np.zeros((num_envs, 3, 2, 2), np.uint8)
-
-    def reset(self, seed=None):
-        self.at = np.arange(len(self.shown)) % self.length  # so that they end apart
-        self.shown[:] = 0
-        self.shown[:, -1] = 10 + self.at[:, None, None]
-        return {"policy": self.shown.copy()}
-
-    def step(self, action):
-        self.at += 1
-        shown = np.concatenate((self.shown[:, 1:], (10 + self.at).astype(np.uint8)[:, None, None, None].repeat(2, 2)
-                                .repeat(2, 3)), 1)  # fmt: skip
-        over, no = self.at >= self.length, np.zeros(len(self.at), bool)
-        final = shown.copy()
-        self.at[over] = 0
-        shown[over, :-1], shown[over, -1] = 0, 10
-        self.shown = shown
-        return Step(
-            {"policy": shown.copy()}, action.astype(np.float32), no, over, over, {"policy": final}, ~no, ~no, {}
-        )
-
-    def close(self):
-        pass
 
 
 @contextmanager

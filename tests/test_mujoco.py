@@ -23,6 +23,7 @@ from mujoco.batch import SimulationError
 import pql.envs.mujoco as robots
 from pql.env import find_factory, make_env
 from pql.envs.mujoco.engine import BatchEngine
+from pql.envs.mujoco.engines import measure
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.locomotion import Ant, Planar, Walker2d
 from pql.envs.mujoco.suite import GymTask
@@ -485,3 +486,12 @@ def test_the_model_is_a_setting_of_the_task() -> None:
         env = build_env(compose(["device=cpu", "task=hopper", "num_envs=2", *words]))
         assert env.spec.info["model"] == model
         env.close()
+
+
+@pytest.mark.parametrize("name", ["halfcheetah", "ant", "pusher", "isaac_ant"])
+def test_capacities_cover_what_c_needs(name: str) -> None:
+    env = build(name, 1)
+    contacts, constraints = measure(env.model, env.task.frame_skip, 400, seed=7)
+    assert env.task.contacts is not None
+    assert contacts <= env.task.contacts[0]
+    assert constraints <= env.task.contacts[1]

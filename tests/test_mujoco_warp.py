@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need them
@@ -21,11 +22,14 @@ from pql.env import make_env
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.engine import Masked
 from pql.envs.mujoco.env import MujocoVec
-from pql.envs.mujoco.warp import WarpEngine, measure
+from pql.envs.mujoco.randomize import base_dofs
+from pql.envs.mujoco.warp import WarpEngine
 from pql.errors import PqlWarning
 
 SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
-ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+STIFF = {"ballbalance": 3000.0}  # pinned feet on stiff servos, seen by force sensors: float32 shows
+PAPER = ("isaac_ant", "ballbalance")
+ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER))]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +64,7 @@ def follow(env: MujocoVec, other: MujocoVec) -> None:
 @pytest.mark.parametrize("name", ROBOTS)
 def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str) -> None:
     """Each step from C's own state, and 3 steps without putting it right again."""
-    n, steps = 16, 12
+    n, steps, stiff = 16, 12, STIFF.get(name, 1.0)
     c, w, free = (build(name, n, engine, max_episode_steps=1000) for engine in ("batch", "warp", "warp"))
     for env in (c, w, free):
         env.reset(seed=0)
@@ -71,17 +75,17 @@ def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str) -> None:
         follow(w, c)
         a, b = c.step(action), w.step(action)
         drifted = free.step(action) if t < 3 else None
-        for theirs, size in ((b, 1e-4), (drifted, 1e-3)):
+        for theirs, size in ((b, 1e-4 * stiff), (drifted, 1e-3 * stiff)):
             if theirs is None:
                 continue
             scale = a.final_obs["policy"].abs().amax(0).clamp(min=1.0)
             gap = ((theirs.final_obs["policy"] - a.final_obs["policy"]).abs() / scale).amax(1)
             assert gap.median() < size / 10
             assert (gap > size).float().mean() <= 0.1, gap  # where a contact begins a substep earlier
-            apart = (theirs.reward - a.reward).abs() / a.reward.abs().clamp(min=1.0)
-            assert (apart > size).float().mean() <= 0.1, apart
             assert torch.equal(theirs.terminated, a.terminated)
             assert not theirs.log["overflow"].any()
+        apart = (b.reward - a.reward).abs() / a.reward.abs().clamp(min=1.0)
+        assert (apart > 1e-4 * stiff).float().mean() <= 0.1, apart
 
 
 @pytest.mark.parametrize("name", ROBOTS)
@@ -182,13 +186,30 @@ def test_an_overflow_is_counted_and_warned_about() -> None:
             small.step(torch.zeros(3, env.model.nu), 1)  # once is enough
 
 
-@pytest.mark.parametrize("name", ["halfcheetah", "ant", "pusher"])
-def test_capacities_cover_what_c_needs(name: str) -> None:
-    env = build(name, 1, "batch")
-    contacts, constraints = measure(env.model, env.task.frame_skip, 400, seed=7)
-    assert env.task.contacts is not None
-    assert contacts <= env.task.contacts[0]
-    assert constraints <= env.task.contacts[1]
+class NoHostReads(TorchDispatchMode):
+    """Refuses what would wait for a device: reading a value, shapes that depend on values."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.NAMES:
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ROBOTS)
+def test_a_step_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pql.envs.mujoco.warp.Overflows._warn", lambda self: None)  # which asks before it reads
+    wanted: dict[str, Any] = {"friction": [0.5, 1.5], "obs_noise": 0.01, "obs_delay": [0, 2]}
+    if base_dofs(build(name, 1, "batch").model):
+        wanted["push"] = 0.5
+    env = build(name, 4, max_episode_steps=3, randomize=wanted, curriculum={"kind": "survive"})
+    env.reset(seed=0)
+    actions = random_actions(env, 5)
+    env.step(actions[0])  # captures
+    with NoHostReads():
+        ended = [env.step(action).first for action in actions[1:].unbind(0)]
+    assert torch.stack(ended).any()
 
 
 def test_memory_per_environment() -> None:

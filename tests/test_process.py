@@ -318,6 +318,21 @@ def test_a_fault_there_is_an_error_here(walk, fault, last, within):
 
 
 @pytest.mark.fault
+def test_a_script_may_start_the_interpreter(tmp_path, python):
+    """As Isaac Sim's python.sh does: what hangs is then a child of the child, and ends as well."""
+    script = tmp_path / "python.sh"
+    script.write_text(f'#!/bin/sh\n{python} "$@"\nexit $?\n')
+    script.chmod(0o755)
+    env = ProcessVec("far_sims:Walk", 2, python=str(script), kwargs={"fault": "hang", "at": 1}, start_seconds=10.0)
+    pid = env.spec.info["pid"]
+    assert pid != env._far.process.pid
+    env._patience = 0.5  # else the first step has as long as starting
+    with pytest.raises(RunError, match=r"in fail\n(.*\n)*.*has not answered for 0.5 s"):
+        env.step(torch.zeros(2, 2))
+    assert gone(pid)
+
+
+@pytest.mark.fault
 def test_a_run_ends_with_the_simulators_traceback(tmp_path, python, capsys):
     made = walk_words(tmp_path / "run", python, "task.kwargs.fault=raise", "task.kwargs.at=15")
     assert main(["train", *made]) == 1

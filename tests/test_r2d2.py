@@ -290,6 +290,25 @@ def test_a_run_logs_evaluates_and_gives_a_policy_with_a_memory(tmp_path):
             obs, state = step.obs, {k: v * ~step.first.unsqueeze(1) for k, v in state.items()}
 
 
+def test_a_policy_says_what_it_was_not_shown():
+    parts = run(config_of(), ticks=1)
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
+    with pytest.raises(ValueError, match=r"reads .*'policy', 'last'.* \['last'\] not among those given"):
+        policy(torch.zeros(3, 2))
+
+
+def test_recorded_rows_can_be_drawn_without_states(tmp_path):
+    train(tmp_path / "a", "budget.env_steps=600", "replay.save=true")
+    file = f"replay.prefill={tmp_path / 'a' / 'replay.safetensors'}"
+    words = [*WORDS, "budget.env_steps=600", file, f"run_dir={tmp_path / 'b'}"]
+    session = Session(compose(words), quiet=True)
+    assert session.parts.collector.replays[0].live.head.min() > 16 + 40
+    session.parts.schedule.tick()
+    ranked = session.parts.learners["v"].state.priorities
+    assert (ranked.tree.levels[0] > 0).sum() > 8 * 10
+    session.train()
+
+
 def test_an_exported_policy_agrees(tmp_path):
     pytest.importorskip("onnxruntime")
     from pql.export import export_policy

@@ -47,7 +47,7 @@ def frames_of(sim, steps=9):
         yield layout, layout.pack_step(7, seq, step), step
 
 
-@pytest.mark.parametrize("name", ["counter", "remotes:Film"])
+@pytest.mark.parametrize("name", ["counter", "film:Film"])
 def test_a_step_arrives_as_it_was(name):
     packed = list(frames_of(make_sim(name, 5, COUNTER if name == "counter" else {})))
     layout, message, first = packed[0]
@@ -103,7 +103,7 @@ def test_frames_that_are_wrong_are_refused_in_words():
 
 def test_remote_environments_do_what_local_ones_do(address):
     """The same rows as in this process, stacks, final observations and log terms included."""
-    for name, kwargs in (("counter", {"restart_every": 3}), ("remotes:Film", {})):
+    for name, kwargs in (("counter", {"restart_every": 3}), ("film:Film", {})):
         local = make_sim(name, 3, kwargs)
         with remote(address, [make_sim(name, 3, kwargs) for _ in range(2)], 6) as env:
             assert env.spec.num_envs == 6

@@ -5,7 +5,8 @@ python tools/bench_memory.py [--seeds 5] [--env-steps 60000] [--episodes 200] [-
 Every run is trained on the same number of env steps, and judged by the share of right turns in episodes of its own. A
 row's value is the mean over the seeds; the lowest and the highest stand in its name.
 
-R2D2 / DQN              the presets on ``task=tmaze``. The goals: at least .9, and at most .6 (guessing gives .5).
+R2D2 / DQN              the presets on ``task=tmaze``, DQN with R2D2's gamma. The goals: at least .9, and at most .6
+                        (guessing gives .5).
 stored / zero state     sequences of 12 rows without burn-in, in which seldom both the sign and the turn are seen: from
                         zeros an agent learns from those alone, from stored states from all.
 """
@@ -26,7 +27,7 @@ from pql.policy import fresh_policy, snapshot
 SHORT = ("algo.r2d2.burn_in=0", "algo.r2d2.length=12", "algo.r2d2.period=6", "algo.r2d2.replay_ratio=3")
 VARIANTS = {
     "R2D2": ("algo=r2d2",),
-    "DQN": ("algo=dqn",),
+    "DQN": ("algo=dqn", "algo.gamma=0.9"),
     "stored state": ("algo=r2d2", *SHORT),
     "zero state": ("algo=r2d2", *SHORT, "algo.r2d2.stored_state=false"),
 }

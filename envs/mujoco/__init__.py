@@ -14,6 +14,7 @@ from pql.env import EnvSpec
 from pql.envs.mujoco import control, locomotion
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe
+from pql.envs.mujoco.isaac import ant as isaac_ants
 from pql.envs.mujoco.isaac import ball
 from pql.envs.mujoco.randomize import Randomize
 from pql.envs.mujoco.task import Task
@@ -109,6 +110,7 @@ reacher = Maker(control.Reacher)
 pusher = Maker(control.Pusher)
 invertedpendulum = Maker(control.InvertedPendulum)
 inverteddoublependulum = Maker(control.InvertedDoublePendulum)
+isaac_ant = Maker(isaac_ants.IsaacAnt)
 ballbalance = Maker(ball.BallBalance)
 ballbalance_pixels = Maker(ball.BallBalancePixels)
 

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 
 import mujoco
+import numpy as np
 import torch
 
 from pql.envs.mujoco.engine import BatchEngine, Engine
@@ -42,7 +43,7 @@ def make_engine(
 ) -> Engine:
     """The engine of ``num_envs`` simulations of ``model``."""
     if choose(engine, device) == "warp":
-        from pql.envs.mujoco.warp import WarpEngine, measure
+        from pql.envs.mujoco.warp import WarpEngine
 
         need = task.contacts or measure(model, task.frame_skip)
         return WarpEngine(model, num_envs, device, task.outputs, parameters, need)
@@ -50,3 +51,19 @@ def make_engine(
         message = "physics runs on the CPU: for MuJoCo on this GPU, "
         warnings.warn(message + INSTALL, PqlWarning, stacklevel=2)
     return BatchEngine(model, num_envs, threads, task.outputs, parameters)
+
+
+def measure(model: mujoco.MjModel, frame_skip: int, steps: int = 2000, seed: int = 0) -> tuple[int, int]:
+    """The most contacts and constraint rows that one simulation in C has in ``steps`` env steps of random controls,
+    restarted every 200 near the default pose."""
+    rng, data = np.random.default_rng(seed), mujoco.MjData(model)
+    low, high = model.actuator_ctrlrange.T
+    contacts = constraints = 0
+    for step in range(steps):
+        if step % 200 == 0:
+            mujoco.mj_resetData(model, data)
+            data.qvel[:] = rng.normal(0.0, 0.5, model.nv)
+        data.ctrl[:] = rng.uniform(low, high)
+        mujoco.mj_step(model, data, frame_skip)
+        contacts, constraints = max(contacts, data.ncon), max(constraints, data.nefc)
+    return contacts, constraints

@@ -23,12 +23,16 @@ class Runner(GymTask):
 
     metrics: ClassVar[tuple[str, ...]] = ("distance",)  # metres gained
 
+    def position(self, fields: Fields) -> Tensor:
+        """[N] metres along x."""
+        return fields["qpos"][:, 0]
+
     def track(self, fields: Fields) -> Memory:
-        return {"position": fields["qpos"][:, 0].clone()}
+        return {"position": self.position(fields).clone()}
 
     def gained(self, fields: Fields, memory: Memory) -> Tensor:
         """Metres along x in this step, [N]."""
-        return self.track(fields)["position"] - memory["position"]
+        return self.position(fields) - memory["position"]
 
 
 class HalfCheetah(Runner):
@@ -124,9 +128,9 @@ class Ant(Runner):
     def edit(cls, spec: mujoco.MjSpec) -> None:
         measure_contacts(spec)
 
-    def track(self, fields: Fields) -> Memory:
+    def position(self, fields: Fields) -> Tensor:
         # the torso's frame, one substep behind qpos, is what the reference definition differentiates
-        return {"position": fields["xpos"][:, 1, 0].clone()}
+        return fields["xpos"][:, 1, 0]
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         forces = fields["cfrc_ext"][:, 1:].flatten(1).clamp(-1.0, 1.0)  # [N, 13 * 6]; body 0 is the world
@@ -187,8 +191,8 @@ class Humanoid(Runner):
     def edit(cls, spec: mujoco.MjSpec) -> None:
         measure_contacts(spec)
 
-    def track(self, fields: Fields) -> Memory:
-        return {"position": fields["xipos"][:, :, 0] @ self._share}  # of the centre of mass
+    def position(self, fields: Fields) -> Tensor:
+        return fields["xipos"][:, :, 0] @ self._share  # of the centre of mass
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         return _body_observe(fields)

@@ -22,6 +22,10 @@ Where a task differs from the shipped ones:
     names and constants        read them from the model once, in ``__init__``: ``self.robot.body("torso")``,
                                ``self.robot.tensor(model.jnt_range)``.
     difficulty                 ``memory["level"]``, [N] in 0..1, is there wherever an environment has a curriculum.
+    success                    a metric named ``success``, above 0 on the steps on which the task is solved.
+
+``isaac/ant.py`` (a patched robot, sensors) and ``isaac/ball.py`` (a robot of its own, a memory that actions move,
+pictures) are examples.
 """
 
 import warnings

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mujoco
-import numpy as np
 import torch
 import warp as wp
 from torch import Tensor
@@ -53,7 +52,7 @@ class WarpEngine:
         outputs: derived fields to offer.
         parameters: the model's fields that get a value for each simulation. The regularisers that MuJoCo derives from
             masses (``*_invweight0``) stay the nominal ones here: to compute them takes longer than a step.
-        need: the most contacts and constraint rows of one simulation that C was seen to have; see :func:`measure`.
+        need: the most contacts and constraint rows of one simulation that C was seen to have; see ``engines.measure``.
 
     Raises:
         ConfigError: the model has something that Warp cannot simulate.
@@ -73,7 +72,9 @@ class WarpEngine:
         wp.init()
         model = copy.copy(model)
         model.opt.disableflags &= ~_AUTORESET  # Warp does not know it, and restarts nothing by itself
-        self.device, self._count = torch.device(device), num_envs
+        if device.type == "cuda" and device.index is None:  # Warp wants its number
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device, self._count = device, num_envs
         contacts, constraints = (max(8, math.ceil(MARGIN * most)) for most in need)
         self._constants = not {*parameters}.isdisjoint(DERIVING)
         own = [*parameters, *(["body_subtreemass"] if self._constants else [])]
@@ -222,22 +223,6 @@ class Overflows:
             sizes = "{} contacts and {} constraint rows a simulation".format(*self._sizes)
             message = f"MuJoCo Warp's buffers of {sizes} have overflowed {count} times: contacts were lost"
             warnings.warn(f"{message}. Give the task larger `contacts`.", PqlWarning, stacklevel=2)
-
-
-def measure(model: mujoco.MjModel, frame_skip: int, steps: int = 2000, seed: int = 0) -> tuple[int, int]:
-    """The most contacts and constraint rows that one simulation in C has in ``steps`` env steps of random controls,
-    restarted every 200 near the default pose."""
-    rng, data = np.random.default_rng(seed), mujoco.MjData(model)
-    low, high = model.actuator_ctrlrange.T
-    contacts = constraints = 0
-    for step in range(steps):
-        if step % 200 == 0:
-            mujoco.mj_resetData(model, data)
-            data.qvel[:] = rng.normal(0.0, 0.5, model.nv)
-        data.ctrl[:] = rng.uniform(low, high)
-        mujoco.mj_step(model, data, frame_skip)
-        contacts, constraints = max(contacts, data.ncon), max(constraints, data.nefc)
-    return contacts, constraints
 
 
 def _arrays(holder: Any) -> list[Any]:

@@ -7,6 +7,7 @@ dark pictures, and text stays text.
 
 import io
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -178,7 +179,7 @@ def panel(title: str, unit: str) -> tuple[Figure, Axes]:
     """An empty picture: horizontal rules, few ticks."""
     fig = Figure(figsize=SIZE, layout="constrained")
     ax = fig.add_subplot()
-    ax.set_title(clip(title, 58))
+    ax.set_title("\n".join(textwrap.wrap(title, 46)))  # what fits beside the names at the curves' ends
     ax.set_xlabel(unit)
     ax.grid(axis="y")
     ax.margins(x=0.02, y=0.08)

@@ -24,6 +24,14 @@ def into(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix * vector.unsqueeze(-1)).sum(-2)
 
 
+def roll_yaw(quat: Tensor) -> tuple[Tensor, Tensor]:
+    """The angles about x and z of unit quaternions [N, 4], first and last of roll, pitch, yaw: (-pi, pi], each [N]."""
+    w, x, y, z = quat.unbind(-1)
+    roll = torch.atan2(2 * (w * x + y * z), 1 - 2 * (x * x + y * y))
+    yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
+    return roll, yaw
+
+
 def unscale(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Positions as a share of their range, [low, high] -> [-1, 1]."""
     return (2 * q - low - high) / (high - low)

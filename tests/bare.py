@@ -1,0 +1,46 @@
+"""``pql`` where NumPy, grpcio and a simulator are all there is: no torch, no Hydra, nothing installed of this library.
+
+A folder of links to the packages, and a Python without its own site-packages, stand for such a machine.
+"""
+
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+START = """
+import importlib.util, sys
+def mount(name, folder):
+    spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+sys.path[:0] = [{lib!r}, {tests!r}]
+mount("pql", {root!r} + "/pql")
+mount("pql.envs", {root!r} + "/envs")
+missing = [name for name in ("torch", "hydra", "omegaconf", "rich") if importlib.util.find_spec(name) is None]
+assert len(missing) == 4, missing
+from pql.main import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+SIMULATORS = {"gymnasium": ("gymnasium", "farama_notifications", "cloudpickle"), "atari": ("ale_py",)}
+
+
+def command(folder: Path, *simulators: str) -> list[str]:
+    """What runs ``pql`` there; words follow. ``folder``: for the links."""
+    lib = folder / "lib"
+    lib.mkdir(exist_ok=True)
+    for name in ("numpy", "grpc", "typing_extensions", *(p for s in simulators for p in SIMULATORS[s])):
+        spec = importlib.util.find_spec(name)
+        origin = Path(spec.origin)
+        found = [origin.parent if spec.submodule_search_locations else origin]
+        found += found[0].parent.glob(f"{name}.libs")
+        found += found[0].parent.glob(f"{name}-*.dist-info")
+        for path in found:
+            if not (lib / path.name).exists():
+                (lib / path.name).symlink_to(path)
+    start = folder / "start.py"
+    start.write_text(START.format(lib=str(lib), root=str(ROOT), tests=str(ROOT / "tests")))
+    return [sys.executable, "-I", "-S", str(start)]

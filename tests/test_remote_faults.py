@@ -1,0 +1,120 @@
+"""Rows 21 to 23 of the fault matrix: actors that are killed or stopped, and a learner that goes and comes back."""
+
+import signal
+import subprocess
+import time
+
+import bare
+import pytest
+from remotes import remote, wait_until
+
+from pql.actor.sims import make_sim
+from pql.envs.remote import Remote
+
+pytestmark = pytest.mark.fault
+
+
+@pytest.fixture
+def actor(tmp_path):
+    """Starts ``pql actor`` with two environments in a process without torch; at the end none is left."""
+    command, started = bare.command(tmp_path), []
+
+    def start(task="film:Film", *words):
+        address = f"unix:{tmp_path}/s"
+        words = ["actor", "--connect", address, "--task", task, "--num-envs", "2", *words]
+        started.append(subprocess.Popen([*command, *words], stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def film():
+    return make_sim("film:Film", 2, {})
+
+
+def test_a_killed_actor_s_slots_are_free_within_two_seconds(actor, tmp_path):
+    """Row 21: another actor then has them, and begins an episode there."""
+    with remote(f"unix:{tmp_path}/s", [film()], 4) as env:
+        process = actor()
+        wait_until(lambda: env.hall.live == 2)
+        env.reset(0)
+        slots = env.hall.peers[1].slots
+        process.kill()
+        assert wait_until(lambda: env.hall.live == 1) < 2.0
+        before = time.monotonic()
+        actor()
+        wait_until(lambda: env.hall.live == 2)
+        assert (env.hall.peers[2].slots == slots).all()
+        assert time.monotonic() - before < 20  # its start, on a busy machine
+        (taken,) = env.hall.take_all(10)[-1:]
+        assert taken.rows.flags is None  # first observations: rows that begin an episode
+
+
+def test_a_stopped_actor_is_noticed_within_fifteen_seconds_and_comes_back(actor, tmp_path):
+    """Row 22: it takes no CPU while this waits."""
+    with remote(f"unix:{tmp_path}/s", [film()], 4) as env:
+        process = actor()
+        wait_until(lambda: env.hall.live == 2)
+        process.send_signal(signal.SIGSTOP)
+        assert wait_until(lambda: env.hall.live == 1, 25) < 16.0
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: env.hall.admitted == 3)
+    assert process.wait(10) == 0
+    assert "connected" in process.stderr.read()
+
+
+def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path):
+    """Row 23: with a new run, from the beginning of an episode."""
+    address, process = f"unix:{tmp_path}/s", actor()
+    env = Remote(2, listen=address)
+    first = env.reset(0)
+    run = env.hall.peers[0].run_id
+    env.step(first["policy"][:, 0, 0, 0].long() * 0)
+    env.server._on_loop(env.server._server.stop(None))  # nobody says goodbye
+    env.server._stop_loop()
+    again = Remote(2, listen=address)
+    obs = again.reset(0)
+    assert again.hall.peers[0].run_id != run
+    assert (obs["policy"] == first["policy"]).all()
+    again.close()
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(("name", "words"), [("gymnasium", ["id=CartPole-v1"]), ("atari", ["game=breakout"])])
+def test_an_actor_needs_no_torch(name, words, tmp_path):
+    pytest.importorskip({"gymnasium": "gymnasium", "atari": "ale_py"}[name])
+    address = f"unix:{tmp_path}/s"
+    command = bare.command(tmp_path, "gymnasium", name)
+    words = ["actor", "--connect", address, "--task", name, "--num-envs", "2", *words]
+    process = subprocess.Popen([*command, *words], stderr=subprocess.PIPE, text=True)
+    try:
+        env = Remote(2, listen=address, timeout=60)
+        obs = env.reset(0)
+        for _ in range(3):
+            step = env.step(obs["policy"].flatten(1)[:, 0].long() * 0)
+        assert step.valid.all()
+        env.close()
+        assert process.wait(20) == 0, process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--task", "pendulum"], "--task=pendulum"),
+        (["--task", "gymnasiun"], "did you mean gymnasium"),
+        (["--task", "film:Film", "lenght=3"], "lenght=3: expected one of the keywords length"),
+        (["--task", "film:Film", "--connect", "nowhere"], "--connect=nowhere: expected HOST:PORT"),
+    ],
+)
+def test_wrong_words_are_one_line(words, why, tmp_path):
+    command = [*bare.command(tmp_path), "actor", "--connect", "127.0.0.1:1", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert done.stderr.count("\n") == 1
