@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import start
 from ppo_runs import config_of
-from runs import rows
+from run_files import rows
 
 pytest.importorskip("ale_py")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import points
+from run_files import points
 
 from pql import checkpoint
 from pql.checkpoint import CorruptCheckpointError, flatten, load, newest, recover, rotate, save, set_aside, unflatten

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import manifest, points, rows, words
+from run_files import manifest, points, rows, words
 
 from pql import checkpoint
 from pql.envs.toy import Counter

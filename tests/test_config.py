@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from runs import words
+from run_files import words
 
 from pql.compose import GROUPS, compose, hint_of, options, parse_word, resume_config
 from pql.config import Config, from_dict, leaves, to_dict

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import small_config, start
-from runs import words
+from run_files import words
 from torch import nn
 
 import pql

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import points, rows, words
+from run_files import points, rows, words
 
 from pql.checkpoint import load
 from pql.compose import compose

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import words
+from run_files import words
 from safetensors.torch import load_file
 from torch import nn
 

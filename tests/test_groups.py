@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import bits, differences, merge, small_config, start
 from ppo_runs import config_of
-from runs import points, words
+from run_files import points, words
 
 from pql import checkpoint
 from pql.build import build

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import bits, differences, start, ticks
 from impala_runs import APPO, EVERY_VARIANT, VARIANTS, config_of
-from runs import points, rows
+from run_files import points, rows
 from test_schedule import RecordingStreams, check_order
 from torch import Generator
 

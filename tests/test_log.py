@@ -15,7 +15,7 @@ import warnings
 import pytest
 import torch
 from rich.console import Console as RichConsole
-from runs import points, rows, words
+from run_files import points, rows, words
 
 from pql import log, wandb_feed
 from pql.compose import compose, resume_config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from runs import WORDS, points, rows
+from run_files import WORDS, points, rows
 
 from pql import jobs, multirun, rundir
 from pql.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import bits, differences, start, ticks
 from ppo_runs import VARIANTS, config_of
-from runs import manifest, points, rows
+from run_files import manifest, points, rows
 
 import pql
 from pql import checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import words
+from run_files import words
 
 import pql
 from pql.compose import compose

@@ -11,7 +11,7 @@ from conftest import bits, configured, differences, start, ticks
 from gates import score, train_until
 from histories import CPU, SPECS, Column, picture, stack
 from oracles import known_end, lambda_return
-from runs import points, rows
+from run_files import points, rows
 from test_rollout import KINDS
 from torch import Generator, nn
 

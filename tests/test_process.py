@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import differences, small_config
 from far_python import far_python
-from runs import points, words
+from run_files import points, words
 
 from pql import checkpoint
 from pql.compose import compose, resume_config

@@ -11,7 +11,7 @@ from conftest import bits, differences, start
 from gates import train_until
 from oracles import huber, q_target
 from r2d2_runs import config_of
-from runs import points, rows
+from run_files import points, rows
 
 from pql import checkpoint
 from pql.algos import r2d2

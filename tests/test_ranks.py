@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import differences, small_config
 from pairs import Pair, free_port, pair, place
-from runs import manifest, points, rows, words
+from run_files import manifest, points, rows, words
 
 import pql
 from pql import checkpoint

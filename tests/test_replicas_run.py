@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import differences
-from runs import manifest, points, rows
+from run_files import manifest, points, rows
 from test_onpolicy import WORDS, resume, run
 
 import pql

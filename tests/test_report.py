@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import write_run
+from run_files import write_run
 
 from pql.errors import ConfigError
 

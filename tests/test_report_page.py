@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from runs import words, write_run
+from run_files import words, write_run
 
 from pql.main import main
 

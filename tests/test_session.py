@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import differences
-from runs import manifest, points, rows, words
+from run_files import manifest, points, rows, words
 
 import pql
 from pql import checkpoint

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import WORDS
+from run_files import WORDS
 
 optuna = pytest.importorskip("optuna")
 

@@ -11,7 +11,7 @@ from conftest import small_config
 from histories import CPU, SPECS, Recorded, assert_same, picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import words
+from run_files import words
 from safetensors.torch import load_file, save_file
 
 from pql.build import build, seeds

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import bits, differences, start
 from dqn_runs import EVERY_VARIANT, VARIANTS, config_of
-from runs import manifest, points, rows, words
+from run_files import manifest, points, rows, words
 
 import pql
 from pql import checkpoint
