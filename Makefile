@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/pql train task=halfcheetah algo=pql budget.seconds=240 $(ARGS)
 
+# Two processes: most tests need one core.
 test: setup
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (mjlab
 # 2.3 GB, Playground 1.5 GB; minutes to install, and to compile): make test-adapters ADAPTERS=playground
