@@ -25,7 +25,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "video": ("pql play", ("imageio", "imageio-ffmpeg", "pillow")),
     "peers": ("pql.wrap for rsl_rl and Stable-Baselines3", ("rsl-rl-lib", "stable-baselines3", "gymnasium")),
     "bench": ("comparisons with other simulators", ("envpool",)),
-    "dev": ("the test suite", ("pytest", "pytest-timeout", "hypothesis", "scipy", "ruff", "mypy")),
+    "dev": ("the test suite", ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy", "ruff", "mypy")),
 }
 
 

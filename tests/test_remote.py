@@ -144,7 +144,7 @@ def test_targets_do_not_show_that_an_actor_was_late(address):
     assert ring.live.head.unique().numel() == 2  # by actor
     assert int(ring.live.head.sum()) == parts.env_steps >= 56 * 8
     rows = int(ring.live.head.min()) - 3
-    assert rows > 20
+    assert rows > 8  # of the late one; how many is a question of the clock
     mine = ring.windows(ring.live, *cells(ring, rows), 3, 0.9)
     row, column, head = cells(theirs, rows)
     other = theirs.windows(theirs.live, row, column, head, 3, 0.9)
