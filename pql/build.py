@@ -22,7 +22,7 @@ from pql.machine import (
     thread_counts,
     worker_devices,
 )  # fmt: skip
-from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy
+from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy, seeded
 from pql.normalize import Normalizer
 from pql.onpolicy import ROLLOUT
 from pql.optim import AdamW
@@ -243,9 +243,7 @@ def make_atoms(config: Config, device: torch.device) -> Tensor | None:
 
 def make_networks(config: Config, spec: EnvSpec, seed: int) -> tuple[nn.Module, Critic]:
     """Policy and critic on the CPU, initialised from ``seed`` alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make_policy(config, spec), make_critic(config, spec)
+    return seeded(lambda: (make_policy(config, spec), make_critic(config, spec)), seed)
 
 
 def make_policy(config: Config, spec: EnvSpec) -> nn.Module:

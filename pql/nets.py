@@ -5,12 +5,15 @@ Networks take observation groups and know which one they read. This file knows n
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pql.types import Obs
+
+T = TypeVar("T")
 
 # In place where the gradient needs the output only: the layer before does not keep it.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -189,3 +192,10 @@ class Flat:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy in place: the views, and captured graphs, stay valid."""
         self.module.load_state_dict(state)
+
+
+def seeded(make: Callable[[], T], seed: int) -> T:
+    """What ``make`` builds on the CPU, initialised from ``seed`` alone; torch's own generator does not notice."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.machine import available_bytes
-from pql.nets import Flat
+from pql.nets import Flat, seeded
 from pql.optim import AdamW, Optimizer, RMSProp, RMSPropTF
 from pql.rollout import Acted, Rollout, View, rollout_bytes
 from pql.schedule import Counts
@@ -130,7 +131,7 @@ def check_room(
 def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:
     """The rollout, its collector and its learner."""
     spec, seed, home = env.spec, seeds(config.seed), devices["learner"]
-    net = make_network(config, spec, seed["init"])
+    net = seeded(partial(make_network, config, spec), seed["init"])
     actor = StochasticActor(copy.deepcopy(net.policy).to(spec.device), spec)
     norm = make_normalizer(config, spec, devices["collector"])
     halves, carry_size = 2 if counts.ahead else 1, net.policy.body.carry_size
@@ -191,13 +192,11 @@ def make_policy(config: Config, spec: EnvSpec) -> StochasticPolicy:
     return StochasticPolicy(make_body(config, spec, "policy"), make_dist(config, spec), p.init_std, p.amp)
 
 
-def make_network(config: Config, spec: EnvSpec, seed: int) -> ActorCritic:
-    """Policy and value on the CPU, initialised from ``seed`` alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        policy = make_policy(config, spec)
-        body = None if rollout_of(config).shared else make_body(config, spec, "critic")
-        return ActorCritic(policy, StateValue(body, (body or policy.body).size))
+def make_network(config: Config, spec: EnvSpec) -> ActorCritic:
+    """Policy and value, freshly initialised."""
+    policy = make_policy(config, spec)
+    body = None if rollout_of(config).shared else make_body(config, spec, "critic")
+    return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 
 
 def make_optimizer(config: Config, flat: Flat) -> Optimizer:

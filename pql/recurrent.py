@@ -12,25 +12,23 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import Generator, nn
+from torch import Generator
 
-from pql.actor_critic import OwnBody
 from pql.algos import dqn, r2d2
 from pql.collect import Collector
 from pql.config import Config
-from pql.encoders import custom_network, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.epsilon import Epsilon, RecurrentActor
 from pql.errors import ConfigError
 from pql.feedback import GROUP
 from pql.frames import deepest
-from pql.nets import Flat
+from pql.nets import Flat, seeded
 from pql.normalize import Normalizer
 from pql.qnets import RecurrentQNetwork
 from pql.replay import Cursor
 from pql.schedule import Counts
 from pql.sequences import RankedSequences, Sequence, Sequences, States
-from pql.valuebased import acting, check_acting, make_optimizer, target_updates, told
+from pql.valuebased import acting, check_acting, make_features, make_optimizer, target_updates, told
 from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
 from pql.worker import Learner
 
@@ -103,7 +101,7 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     """The ring and the states beside it, their collector and the V-learner."""
     spec, seed, algo = env.spec, seeds(config.seed), config.algo
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
-    net = make_network(config, spec, seed["init"])
+    net = seeded(partial(make_q_network, config, spec), seed["init"])
     norm = make_normalizer(config, spec, devices["collector"])
     ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
     states = States(ring, net.carry_size, algo.r2d2.period)
@@ -163,24 +161,12 @@ def make_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
     """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
     config, own = showing(config), config.algo.dqn
     net = config.algo.critic
-    encoder: nn.Module | None
-    if net.net is not None:
-        encoder = OwnBody(custom_network(config, spec, "critic"), spec.obs)
-    else:
-        encoder = make_encoder(config, spec, "critic")
     group = (net.obs or ["policy"])[0]
-    size = spec.obs[group].shape[0] if encoder is None else cast(int, encoder.size)
+    encoder, size = make_features(config, spec, group)
     return RecurrentQNetwork(
         group, size, config.algo.r2d2.lstm, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm,
         encoder, own.dueling, own.shared_grad,
     )  # fmt: skip
-
-
-def make_network(config: Config, spec: EnvSpec, seed: int) -> RecurrentQNetwork:
-    """The network on the CPU, initialised from ``seed`` alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make_q_network(config, spec)
 
 
 RECURRENT = Family(("v",), counts, check_spec, wire, make_q_network)

@@ -30,6 +30,21 @@ from pql.normalize import Normalizer, clip
 from pql.types import Memory, Obs, Step
 
 
+class Progress:
+    """Where a run on rollouts stands; 0-dim tensors on the device."""
+
+    def __init__(self, device: torch.device):
+        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
+        self.lost = torch.zeros((), dtype=torch.int64, device=device)  # time limits without a final observation
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
 class Acted(NamedTuple):
     """What a policy did in one row: more than the simulator sees."""
 

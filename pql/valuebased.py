@@ -23,7 +23,7 @@ from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.epsilon import TOLD, Epsilon, EpsilonActor
 from pql.errors import ConfigError
-from pql.nets import Flat
+from pql.nets import Flat, seeded
 from pql.normalize import Normalizer
 from pql.optim import AdamW, Optimizer, RMSProp
 from pql.priority import Prioritized
@@ -94,7 +94,7 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     """The replay, its collector and the V-learner."""
     spec, seed, algo = env.spec, seeds(config.seed), config.algo
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
-    net = make_network(config, spec, seed["init"])
+    net = seeded(partial(make_q_network, config, spec), seed["init"])
     norm = make_normalizer(config, spec, devices["collector"])
     ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
     epsilon = Epsilon(algo.dqn.epsilon, spec.num_envs, spec.device)
@@ -186,28 +186,26 @@ def acting(config: Config) -> Config:
     return replace(config, algo=replace(config.algo, critic=replace(critic, obs=critic.obs or ["policy"])))
 
 
+def make_features(config: Config, spec: EnvSpec, group: str) -> tuple[nn.Module | None, int]:
+    """What a network of action values sees observations through, and the size of what comes out. None: nothing, it
+    sees the vectors of ``group`` themselves."""
+    if config.algo.critic.net is not None:
+        own = OwnBody(custom_network(config, spec, "critic"), spec.obs)
+        return own, own.size
+    encoder = make_encoder(config, spec, "critic")
+    return encoder, spec.obs[group].shape[0] if encoder is None else encoder.size
+
+
 def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
     """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
     config, own = acting(config), config.algo.dqn
     net, group = config.algo.critic, groups_of(config, spec, "critic")[0]
-    encoder: nn.Module | None
-    if net.net is not None:
-        encoder = OwnBody(custom_network(config, spec, "critic"), spec.obs)
-    else:
-        encoder = make_encoder(config, spec, "critic")
-    size = spec.obs[group].shape[0] if encoder is None else cast(int, encoder.size)
+    encoder, size = make_features(config, spec, group)
     atoms = None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms)
     return QNetwork(
         group, size, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm, encoder, atoms,
         own.dueling, own.noisy, own.shared_grad,
     )  # fmt: skip
-
-
-def make_network(config: Config, spec: EnvSpec, seed: int) -> QNetwork:
-    """The network on the CPU, initialised from ``seed`` alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make_q_network(config, spec)
 
 
 VALUE = Family(("v",), counts, check_spec, wire, make_q_network)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,14 +13,14 @@ from pql.collect import Collector, action_buffer
 from pql.config import Config
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.epsilon import Epsilon, epsilon_greedy
-from pql.nets import Flat
+from pql.nets import Flat, seeded
 from pql.onpolicy import check_room
 from pql.optim import AdamW, Optimizer, RAdam
 from pql.qnets import QNetwork
-from pql.rollout import Acted, Rollout
+from pql.rollout import Acted, Progress, Rollout
 from pql.schedule import Counts
 from pql.types import Memory, Obs
-from pql.valuebased import check_acting, make_network, make_q_network
+from pql.valuebased import check_acting, make_q_network
 from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, seeds
 from pql.worker import Learner
 
@@ -88,7 +89,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:
     """The rollout, its collector and its learner."""
     spec, seed, home, p = env.spec, seeds(config.seed), devices["learner"], config.algo.pqn
-    net = make_network(config, spec, seed["init"])
+    net = seeded(partial(make_q_network, config, spec), seed["init"])
     epsilon = Epsilon(p.epsilon, spec.num_envs, spec.device)
     actor = GreedyActor(copy.deepcopy(net).to(spec.device), epsilon, spec, p.amp)
     norm = make_normalizer(config, spec, devices["collector"])
@@ -96,7 +97,7 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
     collector = Collector(env, actor, norm, [rollout], gens["collector"], capture)
     flat = Flat(net.to(home), trained=True)
-    state = pqn.PqnState(flat, make_optimizer(config, flat), pqn.Progress(home))
+    state = pqn.PqnState(flat, make_optimizer(config, flat), Progress(home))
     settings = make_settings(config, spec)
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:

@@ -26,7 +26,7 @@ from pql.normalize import Normalizer
 from pql.optim import AdamW
 from pql.policy import load_policy
 from pql.qnets import QNetwork
-from pql.rollout import Acted, Rollout, final_rows
+from pql.rollout import Acted, Progress, Rollout, final_rows
 from pql.schedule import Inline
 from pql.session import Session
 
@@ -139,7 +139,7 @@ def test_stored_values_are_those_of_the_network_that_learns(variant):
 def linear_state(lr=0.1):
     net = QNetwork("policy", 2, 3, (), "relu", False)
     flat = Flat(net, trained=True)
-    return pqn.PqnState(flat, AdamW(flat, lr), pqn.Progress(CPU))
+    return pqn.PqnState(flat, AdamW(flat, lr), Progress(CPU))
 
 
 def test_an_update_by_hand():

@@ -23,7 +23,7 @@ from pql.normalize import EPSILON, Moments, pack, pooled
 from pql.optim import Optimizer, annealed
 from pql.parallel import ALONE, Group
 from pql.returns import gae
-from pql.rollout import Segment, by_parts, minibatches
+from pql.rollout import Progress, Segment, by_parts, minibatches
 from pql.types import Metrics, Obs
 from pql.worker import State
 
@@ -58,22 +58,14 @@ class Settings:
         return self.kl_target is not None or self.kl_stop is not None
 
 
-class Progress:
+class PpoProgress(Progress):
     """Where the run, and the tick, stand; 0-dim tensors on the device."""
 
     def __init__(self, device: torch.device, num_envs: int, carry_size: int):
-        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
+        super().__init__(device)
         self.fraction = torch.ones((), device=device)  # of the learning rate (and clip) that annealing leaves
         self.go = torch.ones((), device=device)  # 0 once this tick's policy has gone further than ``kl_stop``
-        self.lost = torch.zeros((), dtype=torch.int64, device=device)  # time limits without a final observation
         self.carry = torch.zeros(num_envs, carry_size, device=device)  # [N, C] the value's memory, where it has its own
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
 
 
 @dataclass
@@ -84,7 +76,7 @@ class PpoState(State):
     value: nn.Module
     optimizer: Optimizer
     returns: Moments | None  # statistics of the returns; None: values are not normalised
-    progress: Progress
+    progress: PpoProgress
     group: Group = ALONE  # of processes that train the same weights, each on a rollout of its own
 
     def connect(self, group: Group) -> None:
@@ -100,7 +92,7 @@ def make_state(flat: Flat, optimizer: Optimizer, normalize_value: bool, num_envs
     net, device = cast(ActorCritic, flat.module), flat.data.device
     moments = Moments((), device) if normalize_value else None
     carry_size = net.value.body.carry_size if net.value.body else 0
-    return PpoState(net.policy, net.value, optimizer, moments, Progress(device, num_envs, carry_size))
+    return PpoState(net.policy, net.value, optimizer, moments, PpoProgress(device, num_envs, carry_size))
 
 
 class Lag(NamedTuple):

@@ -16,7 +16,7 @@ from pql.nets import Flat
 from pql.optim import Optimizer, annealed
 from pql.qnets import QNetwork
 from pql.returns import lambda_returns
-from pql.rollout import Segment, by_parts, minibatches
+from pql.rollout import Progress, Segment, by_parts, minibatches
 from pql.types import Metrics, Obs
 from pql.worker import State
 
@@ -33,21 +33,6 @@ class Settings:
     anneal_steps: int | None  # env steps over which the learning rate falls to 0
     steps_per_tick: int  # T * N
     amp: bool
-
-
-class Progress:
-    """Where the run stands; 0-dim tensors on the device."""
-
-    def __init__(self, device: torch.device):
-        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
-        self.lost = torch.zeros((), dtype=torch.int64, device=device)  # time limits without a final observation
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
 
 
 @dataclass
