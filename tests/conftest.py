@@ -3,7 +3,9 @@
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +43,12 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory of the test's own: MuJoCo writes its warnings to a file there."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def threads_left() -> Callable[[], list[str]]:
     """Names of the library's threads that this test began and that are still alive."""
     before = set(threading.enumerate())
@@ -64,6 +72,18 @@ SMALL: dict[str, Any] = {
         "policy": {"hidden": [16, 16]},
     },
 }
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """Inside, whatever makes the host wait for a CUDA device is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
 
 
 GROUPS = {field.name for field in fields(Config)}
@@ -92,6 +112,14 @@ def ticks(parts: Parts, count: int) -> Parts:
     for _ in range(count):
         parts.schedule.tick()
     return parts
+
+
+def go_on(parts: Parts, count: int) -> Parts:
+    """The last ``count`` ticks of a run: then its threads end."""
+    try:
+        return ticks(parts, count)
+    finally:
+        parts.schedule.executor.close()
 
 
 def start(config: Config, executor: Executor | None = None, trace: Trace | None = None) -> Parts:

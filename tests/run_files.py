@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pql.compose import compose, resume_config
+from pql.rundir import Summary
+from pql.session import Session
+
 WORDS = (
     "task=pendulum", "scale=cpu", "device=cpu", "num_envs=16", "replay.capacity=4096", "algo.batch_size=32",
     "algo.warmup_steps=8", "algo.critic.hidden=[16]", "algo.policy.hidden=[16]", "budget.seconds=null",
@@ -16,6 +20,16 @@ WORDS = (
 def words(run_dir: Path, *more: str) -> list[str]:
     """A run of a fraction of a second in ``run_dir``; ``more`` wins over the defaults."""
     return [*WORDS, f"run_dir={run_dir}", *more]
+
+
+def run(*overrides: str, **options: Any) -> Summary:
+    """A whole run."""
+    return Session(compose(overrides), quiet=True, overrides=overrides, **options).train()
+
+
+def resume(run_dir: Path, *overrides: str) -> Summary:
+    """The run in ``run_dir``, from its newest resume point on."""
+    return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

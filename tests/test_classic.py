@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import never_waiting
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pql.env import Box, Discrete
@@ -395,12 +396,9 @@ def test_cuda_step_is_free_of_syncs_and_can_be_captured(task):
     for e in (env, twin):
         e.reset(0)
         e.step(actions[0])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         twin.step(actions[0])
         env.step(actions[0])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     held, graph = actions[0].clone(), torch.cuda.CUDAGraph()
     state = env.state_dict()
     graph.register_generator_state(env.generator)

@@ -13,7 +13,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first 
 
 import pytest
 import torch
-from conftest import bits, differences, merge, small_config, start
+from conftest import bits, differences, merge, never_waiting, small_config, start
 from torch import Generator
 
 from pql.build import build, build_env, seeds
@@ -315,14 +315,9 @@ def test_three_graphs_replayed_together_equal_three_replayed_one_after_another()
 def test_a_tick_never_waits_for_the_device(algo, graphs):
     parts = start(gpu_config(algo=algo, cuda_graphs=graphs))
     parts.schedule.tick()  # what is made on first use is made here
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for _ in range(4):
             parts.schedule.tick()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("algo", ["pql", "pql_sac"])
@@ -418,13 +413,9 @@ def test_the_rsl_rl_wrapper_never_waits_for_the_device():
     action = torch.zeros(64, 1, device=DEVICE)
     env.episode_length_buf = torch.arange(64, device=DEVICE) % 5
     env.step(action)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for _ in range(12):
             obs, reward, done, extras = env.step(action)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert obs["policy"].device.type == reward.device.type == extras["time_outs"].device.type == "cuda"
     assert done.dtype == torch.bool
 

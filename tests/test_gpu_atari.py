@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import never_waiting
 from torch import Generator
 
 from pql.envs.catch import Catch
@@ -30,11 +31,8 @@ def test_the_ring_stacks_the_same_frames_without_waiting():
     want = rings[0].windows(rings[0].live, row, column, rings[0].live.head[column], 3, 0.9)
     here = row.cuda(), column.cuda(), rings[1].live.head[column.cuda()]
     rings[1].constants(3, 0.9)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         got = rings[1].windows(rings[1].live, *here, 3, 0.9)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert want.mask.sum() > 400
     for name in ("action", "reward", "discount", "mask", "index"):
         assert torch.equal(getattr(want, name), getattr(got, name).cpu()), name
@@ -46,12 +44,9 @@ def test_the_ring_stacks_the_same_frames_without_waiting():
 def test_catch_is_the_same_game_and_never_waits():
     env = Catch(4096, "cuda")
     env.reset(0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for _ in range(7):
             step = env.step(env.optimal_action())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert step.reward.min() == 1
 
 

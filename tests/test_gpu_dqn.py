@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import differences
+from conftest import differences, never_waiting
 from dqn_runs import VARIANTS, config_of
 from test_gpu import Ordered, learners, run, settle
 
@@ -59,14 +59,9 @@ def test_a_tick_never_waits_for_the_device(case, graphs):
     parts.collector.warm_up(parts.config.algo.warmup_steps)
     parts.begin()
     parts.schedule.tick()  # what is made on first use is made here
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for _ in range(4):
             parts.schedule.tick()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("variant", ["prioritized", "rainbow", "ape-x"])

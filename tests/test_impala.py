@@ -6,22 +6,22 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import run_files
 import torch
 from conftest import bits, differences, start, ticks
 from impala_runs import APPO, EVERY_VARIANT, VARIANTS, config_of
-from run_files import points, rows
+from run_files import points, resume, rows
 from test_schedule import RecordingStreams, check_order
 from torch import Generator
 
 from pql import checkpoint
 from pql.algos import impala, ppo
 from pql.algos.vtrace import Weights
-from pql.compose import compose, resume_config
+from pql.compose import compose
 from pql.errors import ConfigError
 from pql.main import main
 from pql.policy import load_policy
 from pql.schedule import Inline, Threads, Trace
-from pql.session import Session
 
 ORDERS = list(itertools.permutations(("collector", "learner")))
 
@@ -276,7 +276,7 @@ def run(run_dir, *more):
     words = [*WORDS, f"run_dir={run_dir}", *more]
     if "task=counter" in more:
         words = [w for w in words if "max_episode_steps" not in w] + ["task.kwargs.autoreset=next_step"]
-    return Session(compose(words), quiet=True, overrides=words).train()
+    return run_files.run(*words)
 
 
 @pytest.mark.fault
@@ -286,8 +286,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
     steps = [16 * (8 + ahead + 4 * n) for n in (5, 10)]
     whole = run(tmp_path / "whole", *case, f"budget.env_steps={steps[1]}")
     run(tmp_path / "parts", *case, f"budget.env_steps={steps[0]}")
-    more = (f"budget.env_steps={steps[1]}",)
-    Session(resume_config(tmp_path / "parts", more), resume=True, quiet=True, overrides=more).train()
+    resume(tmp_path / "parts", f"budget.env_steps={steps[1]}")
     one, two = (checkpoint.load(points(tmp_path / k)[-1])[0] for k in ("whole", "parts"))
     assert differences(one, two) == []
     assert one["learners/learner/state/progress/ticks"] == 10

@@ -2,12 +2,11 @@
 
 import math
 
-import mujoco
 import pytest
 import torch
 
-pytest.importorskip("mujoco.batch")
-pytest.importorskip("gymnasium")
+# ruff: noqa: E402
+mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 import pql
 from pql.conformance import check_env

@@ -1,8 +1,6 @@
 """The paper's Ant: sizes, each reward term by hand, forces on the feet against momentum, a scripted policy."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,22 +10,13 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from mujoco_runs import build
+
 from pql.conformance import check_env
-from pql.env import make_env
-from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.ant import FEET, JOINTS, IsaacAnt
 from pql.envs.mujoco.isaac.measure import roll_yaw
 
-
-@pytest.fixture(autouse=True)
-def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # MuJoCo writes its warnings to a file in the working directory
-
-
-def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
-    env = make_env(name, num_envs, "cpu", **{"threads": 1, **kwargs})
-    assert isinstance(env, MujocoVec)
-    return env
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def quat(axis: tuple[float, float, float], degrees: float) -> Tensor:

@@ -8,7 +8,6 @@ import importlib
 import sys
 import threading
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 from mujoco.batch import SimulationError
+from mujoco_runs import build, random_actions
 
 import pql.envs.mujoco as robots
 from pql.env import find_factory, make_env
@@ -65,15 +65,7 @@ UNNAMED = {"reward_alive"}  # terms that gymnasium adds to the reward but not to
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(autouse=True)
-def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # MuJoCo writes its warnings to a file in the working directory
-
-
-def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
-    env = make_env(name, num_envs, "cpu", **{"threads": 1, **kwargs})
-    assert isinstance(env, MujocoVec)
-    return env
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def reference(name: str, model: str | None = None) -> Any:
@@ -97,12 +89,6 @@ def begin(ref: Any, env: MujocoVec, i: int) -> np.ndarray:
     fields = env.engine.fields
     ref.set_state(fields["qpos"][i].numpy(), fields["qvel"][i].numpy())
     return ref._get_obs()
-
-
-def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:
-    """[steps, N, A] float32 in [-1, 1]."""
-    gen = torch.Generator().manual_seed(seed)
-    return torch.rand(steps, env.spec.num_envs, env.task.action_size, generator=gen) * 2 - 1
 
 
 def near(ours: Tensor, theirs: Any) -> None:

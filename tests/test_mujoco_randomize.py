@@ -1,7 +1,6 @@
 """Domain randomisation, curricula and staggered starts of the MuJoCo tasks, in numbers."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,8 @@ from torch import Tensor
 
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
+
+from mujoco_runs import build, random_actions
 
 from pql.conformance import check_env
 from pql.env import make_env
@@ -31,25 +32,12 @@ ALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # MuJoCo writes its warnings to a file in the working directory
-
-
-def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
-    env = make_env(name, num_envs, "cpu", **{"threads": 1, **kwargs})
-    assert isinstance(env, MujocoVec)
-    return env
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def engine_of(env: MujocoVec) -> BatchEngine:
     assert isinstance(env.engine, BatchEngine)
     return env.engine
-
-
-def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:
-    gen = torch.Generator().manual_seed(seed)
-    return torch.rand(steps, env.spec.num_envs, env.task.action_size, generator=gen) * 2 - 1
 
 
 def test_factors_are_uniform_in_their_ranges_and_reach_the_model() -> None:

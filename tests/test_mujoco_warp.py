@@ -5,17 +5,19 @@ Compiling Warp's kernels takes half a minute of a core for each kind of model, t
 """
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need them
 pytest.importorskip("mujoco_warp")
+
+import mujoco_runs
+from conftest import never_waiting
+from mujoco_runs import random_actions
 
 from pql.conformance import check_env
 from pql.env import make_env
@@ -32,25 +34,16 @@ PAPER = ("isaac_ant", "ballbalance")
 ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER))]
 
 
-@pytest.fixture(autouse=True)
-def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def build(name: str, num_envs: int, engine: str = "warp", **kwargs: Any) -> MujocoVec:
-    env = make_env(name, num_envs, "cpu", engine=engine, threads=1, **kwargs)
-    assert isinstance(env, MujocoVec)
-    return env
+    return mujoco_runs.build(name, num_envs, engine=engine, **kwargs)
 
 
 def warp_of(env: MujocoVec) -> WarpEngine:
     assert isinstance(env.engine, WarpEngine)
     return env.engine
-
-
-def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:
-    gen = torch.Generator().manual_seed(seed)
-    return torch.rand(steps, env.spec.num_envs, env.task.action_size, generator=gen) * 2 - 1
 
 
 def follow(env: MujocoVec, other: MujocoVec) -> None:
@@ -248,11 +241,8 @@ def test_on_a_gpu_steps_agree_with_c_and_wait_for_nothing() -> None:
     there = actions.cuda()
     for action in there:
         step = w.step(action)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for action in there:
             step = w.step(action)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert step.obs["policy"].isfinite().all()
     assert step.obs["policy"].device.type == "cuda"

@@ -7,12 +7,12 @@ import pytest
 import torch
 from conftest import bits, differences, start, ticks
 from ppo_runs import VARIANTS, config_of
-from run_files import manifest, points, rows
+from run_files import manifest, points, resume, rows, run
 
 import pql
 from pql import checkpoint
 from pql.build import build
-from pql.compose import compose, options, resume_config
+from pql.compose import compose, options
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.evaluate import run_episodes
@@ -31,14 +31,6 @@ WORDS = (
 
 def words(run_dir, *more):
     return [*WORDS, f"run_dir={run_dir}", *more]
-
-
-def run(*overrides):
-    return Session(compose(overrides), quiet=True, overrides=overrides).train()
-
-
-def resume(run_dir, *overrides):
-    return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
 
 
 CASES = {

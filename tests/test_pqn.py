@@ -6,18 +6,19 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import run_files
 import torch
 from conftest import bits, configured, differences, start, ticks
 from gates import score, train_until
 from histories import CPU, SPECS, Column, picture, stack
 from oracles import known_end, lambda_return
-from run_files import points, rows
+from run_files import points, resume, rows
 from test_rollout import KINDS
 from torch import Generator, nn
 
 from pql import checkpoint
 from pql.algos import pqn
-from pql.compose import compose, resume_config
+from pql.compose import compose
 from pql.env import Discrete, EnvSpec
 from pql.errors import ConfigError
 from pql.main import main
@@ -28,7 +29,6 @@ from pql.policy import load_policy
 from pql.qnets import QNetwork
 from pql.rollout import Acted, Progress, Rollout, final_rows
 from pql.schedule import Inline
-from pql.session import Session
 
 SETTINGS = pqn.Settings(epochs=2, minibatches=4, gamma=0.9, q_lambda=0.65, lr=0.1, anneal_steps=None,
                         steps_per_tick=8, amp=False)  # fmt: skip
@@ -211,8 +211,7 @@ WORDS = (
 
 
 def run(run_dir, *more):
-    words = [*WORDS, f"run_dir={run_dir}", *more]
-    return Session(compose(words), quiet=True, overrides=words).train()
+    return run_files.run(*WORDS, f"run_dir={run_dir}", *more)
 
 
 @pytest.mark.fault
@@ -220,8 +219,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path):
     steps = [16 * (8 + 4 * n) for n in (5, 10)]
     run(tmp_path / "whole", f"budget.env_steps={steps[1]}")
     run(tmp_path / "parts", f"budget.env_steps={steps[0]}")
-    more = (f"budget.env_steps={steps[1]}",)
-    Session(resume_config(tmp_path / "parts", more), resume=True, quiet=True, overrides=more).train()
+    resume(tmp_path / "parts", f"budget.env_steps={steps[1]}")
     one, two = (checkpoint.load(points(tmp_path / k)[-1])[0] for k in ("whole", "parts"))
     assert differences(one, two) == []
     assert "learners/learner/state/progress/ticks" in one

@@ -6,17 +6,18 @@ import math
 from dataclasses import replace
 
 import pytest
+import run_files
 import torch
-from conftest import bits, differences, start
+from conftest import bits, differences, go_on, start
 from gates import train_until
 from oracles import huber, q_target
 from r2d2_runs import config_of
-from run_files import points, rows
+from run_files import points, resume, rows
 
 from pql import checkpoint
 from pql.algos import r2d2
 from pql.build import build
-from pql.compose import compose, resume_config
+from pql.compose import compose
 from pql.config import leaves
 from pql.errors import ConfigError
 from pql.evaluate import run_episodes
@@ -33,13 +34,7 @@ from pql.world import World
 
 
 def run(config, executor=None, ticks=12):
-    parts = start(config, executor or Inline())
-    try:
-        for _ in range(ticks):
-            parts.schedule.tick()
-    finally:
-        parts.schedule.executor.close()
-    return parts
+    return go_on(start(config, executor or Inline()), ticks)
 
 
 # -- formulas ---------------------------------------------------------------------------------------------------------
@@ -244,8 +239,7 @@ WORDS = (
 
 
 def train(run_dir, *more):
-    overrides = [*WORDS, f"run_dir={run_dir}", *more]
-    return Session(compose(overrides), quiet=True, overrides=overrides).train()
+    return run_files.run(*WORDS, f"run_dir={run_dir}", *more)
 
 
 @pytest.mark.fault
@@ -255,7 +249,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, schedule)
     words, (half, full) = (f"algo.schedule={schedule}",), (f"budget.env_steps={8 * (16 + 3 * n)}" for n in (20, 40))
     train(whole, full, *words)
     train(parts, half, *words)
-    Session(resume_config(parts, [full]), resume=True, quiet=True, overrides=[full]).train()
+    resume(parts, full)
     (a, facts_a), (b, facts_b) = (checkpoint.load(points(p)[-1]) for p in (whole, parts))
     assert differences(a, b) == []
     assert facts_a["sha256"] == facts_b["sha256"]

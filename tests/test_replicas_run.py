@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 from conftest import differences
-from run_files import manifest, points, rows
-from test_onpolicy import WORDS, resume, run
+from run_files import manifest, points, resume, rows, run
+from test_onpolicy import WORDS
 
 import pql
 from pql import checkpoint

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import bits, differences, small_config, start
+from conftest import bits, differences, go_on, small_config, start
 
 from pql.errors import ConfigError, RunError
 from pql.schedule import Inline, Streams, Threads, Trace, tick_counts
@@ -25,15 +25,6 @@ ALGOS = {
 
 def run(config, executor, ticks=TICKS):
     return go_on(start(config, executor), ticks)
-
-
-def go_on(parts, ticks):
-    try:
-        for _ in range(ticks):
-            parts.schedule.tick()
-    finally:
-        parts.schedule.executor.close()
-    return parts
 
 
 @pytest.mark.parametrize("algo", ALGOS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import differences
-from run_files import manifest, points, rows, words
+from run_files import manifest, points, resume, rows, run, words
 
 import pql
 from pql import checkpoint
@@ -23,14 +23,6 @@ from pql.evaluate import Evaluation, Report
 from pql.interrupt import Interrupt
 from pql.policy import load_policy
 from pql.session import Session
-
-
-def run(*overrides: str, **options) -> pql.Summary:
-    return Session(compose(overrides), quiet=True, overrides=overrides, **options).train()
-
-
-def resume(run_dir: Path, *overrides: str) -> pql.Summary:
-    return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
 
 
 def opened(*overrides: str, **options) -> Session:

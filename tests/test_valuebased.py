@@ -5,15 +5,16 @@ import json
 import threading
 
 import pytest
+import run_files
 import torch
-from conftest import bits, differences, start
+from conftest import bits, differences, go_on, start
 from dqn_runs import EVERY_VARIANT, VARIANTS, config_of
-from run_files import manifest, points, rows, words
+from run_files import manifest, points, resume, rows, words
 
 import pql
 from pql import checkpoint
 from pql.build import build
-from pql.compose import compose, options, resume_config
+from pql.compose import compose, options
 from pql.config import leaves
 from pql.errors import ConfigError
 from pql.evaluate import evaluate_saved, random_actions, run_episodes
@@ -27,13 +28,7 @@ TICKS = 60
 
 
 def run(config, executor=None, ticks=TICKS):
-    parts = start(config, executor or Inline())
-    try:
-        for _ in range(ticks):
-            parts.schedule.tick()
-    finally:
-        parts.schedule.executor.close()
-    return parts
+    return go_on(start(config, executor or Inline()), ticks)
 
 
 # -- determinism ------------------------------------------------------------------------------------------------------
@@ -157,12 +152,7 @@ FAMILY = [a for a in options("algo") if compose(["device=cpu", "scale=cpu", f"al
 
 
 def train(run_dir, *overrides):
-    overrides = [*WORDS, f"run_dir={run_dir}", *overrides]
-    return Session(compose(overrides), quiet=True, overrides=overrides).train()
-
-
-def resume(run_dir, *overrides):
-    return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
+    return run_files.run(*WORDS, f"run_dir={run_dir}", *overrides)
 
 
 def test_recorded_rows_are_in_the_tree_before_the_first_tick(tmp_path):
