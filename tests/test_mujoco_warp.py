@@ -30,8 +30,9 @@ from pql.errors import PqlWarning
 
 SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
 STIFF = {"ballbalance": 3000.0}  # pinned feet on stiff servos, seen by force sensors: float32 shows
-PAPER = ("isaac_ant", "ballbalance")
-ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER))]
+PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
+LEGGED = ("anymal", "go1_velocity", "g1_velocity")
+ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER, *LEGGED))]
 
 
 pytestmark = pytest.mark.usefixtures("scratch")

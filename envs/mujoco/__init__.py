@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from pql.env import EnvSpec
-from pql.envs.mujoco import control, locomotion
+from pql.envs.mujoco import control, locomotion, unitree
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe
 from pql.envs.mujoco.isaac import ant as isaac_ants
+from pql.envs.mujoco.isaac import anymal as anymals
 from pql.envs.mujoco.isaac import ball
+from pql.envs.mujoco.isaac import humanoid as isaac_humanoids
 from pql.envs.mujoco.randomize import Randomize
 from pql.envs.mujoco.task import Task
 from pql.errors import ConfigError
@@ -111,8 +113,12 @@ pusher = Maker(control.Pusher)
 invertedpendulum = Maker(control.InvertedPendulum)
 inverteddoublependulum = Maker(control.InvertedDoublePendulum)
 isaac_ant = Maker(isaac_ants.IsaacAnt)
+isaac_humanoid = Maker(isaac_humanoids.IsaacHumanoid)
+anymal = Maker(anymals.Anymal)
 ballbalance = Maker(ball.BallBalance)
 ballbalance_pixels = Maker(ball.BallBalancePixels)
+go1_velocity = Maker(unitree.Go1)
+g1_velocity = Maker(unitree.G1)
 
 TASKS = {name: value for name, value in globals().items() if isinstance(value, Maker)}
 """Factory by task name."""
