@@ -12,6 +12,7 @@ import asyncio
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ OWN = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a connection for each
 
 
 def main(role: str, *words: str) -> int:
-    {"trip": trip, "crowd": crowd, "echo": echo}[role](*words)
+    roles: dict[str, Callable[..., None]] = {"trip": trip, "crowd": crowd, "echo": echo}
+    roles[role](*words)
     return 0
 
 

@@ -11,7 +11,6 @@ from pql.env import EnvSpec
 from pql.envs.remote.hall import Taken
 from pql.frames import kept_shape
 from pql.types import Obs, Step
-from pql.wire import Rows
 
 NAMES = ("terminated", "truncated", "first", "valid", "final_ok")  # as ``pql.wire.FLAGS``
 FIRST, VALID, FINAL_OK = 2, 3, 4
@@ -90,7 +89,7 @@ class Part:
             elif spec.stack > 1:
                 self.shown[k][at, :-1] = self.shown[k][at, 1:]  # the right side is a copy
 
-    def _gather(self, flags: Any, numbers: Any, rows: Rows, places: np.ndarray, slots: np.ndarray) -> None:
+    def _gather(self, flags: Any, numbers: Any, rows: Any, places: np.ndarray, slots: np.ndarray) -> None:
         """One actor's rows to their places."""
         to, every = run_of(slots), len(places) == len(rows.obs["policy"])
         for k, values in rows.obs.items():
