@@ -19,6 +19,22 @@ def rotation(quat: Tensor) -> Tensor:
     return torch.stack(rows, -1).unflatten(-1, (3, 3))
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Hamilton's product of quaternions (w, x, y, z) [..., 4]: the rotation ``right``, then ``left``."""
+    a, b, c, d = left.unbind(-1)
+    w, x, y, z = right.unbind(-1)
+    parts = (
+        a * w - b * x - c * y - d * z, a * x + b * w + c * z - d * y,
+        a * y - b * z + c * w + d * x, a * z + b * y - c * x + d * w,
+    )  # fmt: skip
+    return torch.stack(parts, -1)
+
+
+def conjugate(quat: Tensor) -> Tensor:
+    """The inverse of unit quaternions (w, x, y, z) [..., 4]."""
+    return torch.cat((quat[..., :1], -quat[..., 1:]), -1)
+
+
 def into(matrix: Tensor, vector: Tensor) -> Tensor:
     """World vectors [..., 3] in the frame of ``matrix`` [..., 3, 3] (body to world): its transpose times them."""
     return (matrix * vector.unsqueeze(-1)).sum(-2)
