@@ -29,6 +29,8 @@ BUILTIN = {
     "isaac_ant": "pql.envs.mujoco:isaac_ant",
     "ballbalance": "pql.envs.mujoco:ballbalance",
     "ballbalance_pixels": "pql.envs.mujoco:ballbalance_pixels",
+    "franka_cube_stack": "pql.envs.mujoco:franka_cube_stack",
+    "franka_cube_stack_torque": "pql.envs.mujoco:franka_cube_stack_torque",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
     "remote": "pql.envs.remote:Remote",
@@ -44,8 +46,9 @@ EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql
             "pql.envs.remote": "remote",
             "pql.envs.envpool": "bench"}  # fmt: skip
 
-# Simulators that have, as a rule, a Python of their own (``task.process.python``), and the package that they are there.
+# Simulators that have, as a rule, a Python of their own (``task.process.python``), and the package that they are there;
+# of those that ``make robots`` installs for their files alone, also one of the packages they cannot run without.
 NEEDS = {
-    "isaacgym": "isaacgymenvs", "isaaclab": "isaaclab_tasks", "mjlab": "mjlab", "playground": "mujoco_playground",
-    "maniskill": "mani_skill",
+    "isaacgym": ("isaacgymenvs",), "isaaclab": ("isaaclab_tasks",), "mjlab": ("mjlab", "tyro"),
+    "playground": ("mujoco_playground",), "maniskill": ("mani_skill", "sapien"),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from pql.envs.mujoco import control, locomotion
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe
 from pql.envs.mujoco.isaac import ant as isaac_ants
-from pql.envs.mujoco.isaac import ball
+from pql.envs.mujoco.isaac import ball, franka
 from pql.envs.mujoco.randomize import Randomize
 from pql.envs.mujoco.task import Task
 from pql.errors import ConfigError
@@ -113,6 +113,8 @@ inverteddoublependulum = Maker(control.InvertedDoublePendulum)
 isaac_ant = Maker(isaac_ants.IsaacAnt)
 ballbalance = Maker(ball.BallBalance)
 ballbalance_pixels = Maker(ball.BallBalancePixels)
+franka_cube_stack = Maker(franka.FrankaCubeStack)
+franka_cube_stack_torque = Maker(franka.FrankaCubeStackTorque)
 
 TASKS = {name: value for name, value in globals().items() if isinstance(value, Maker)}
 """Factory by task name."""

@@ -115,8 +115,12 @@ def for_the_eye(model: mujoco.MjModel, width: int = 640, height: int = 480) -> m
 
 
 def follow(model: mujoco.MjModel) -> mujoco.MjvCamera:
-    """A camera that keeps body 1, the robot's first, in the middle."""
+    """A camera that keeps body 1, the robot's first, in the middle. Of one that is fixed to the world, it shows what the
+    model says: ``statistic`` (center, extent) and ``visual/global`` (azimuth, elevation)."""
     camera = mujoco.MjvCamera()
+    if model.body_weldid[1] == 0:
+        mujoco.mjv_defaultFreeCamera(model, camera)
+        return camera
     camera.type = mujoco.mjtCamera.mjCAMERA_TRACKING.value
     camera.trackbodyid = 1
     camera.azimuth, camera.elevation, camera.distance = 90.0, -12.0, 4.0
@@ -145,6 +149,7 @@ class Viewer:
         with self._window.lock():
             camera = follow(model)
             self._window.cam.type, self._window.cam.trackbodyid = camera.type, camera.trackbodyid
+            self._window.cam.lookat[:] = camera.lookat
             self._window.cam.azimuth, self._window.cam.elevation = camera.azimuth, camera.elevation
             self._window.cam.distance = camera.distance
 
