@@ -24,11 +24,12 @@ def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:
     return torch.rand(steps, env.spec.num_envs, env.task.action_size, generator=gen) * 2 - 1
 
 
-def needs(robot: str) -> pytest.MarkDecorator:
+def needs(*robots: str) -> pytest.MarkDecorator:
     """Skips a test where a robot's model is not installed, with the command that installs it as the reason."""
     missing = ""
-    try:
-        model_file(robot)
-    except ConfigError as error:
-        missing = str(error)
+    for robot in robots:
+        try:
+            model_file(robot)
+        except ConfigError as error:
+            missing = str(error)
     return pytest.mark.skipif(bool(missing), reason=missing)

@@ -16,7 +16,7 @@ from mujoco_runs import build, needs
 from pql.conformance import check_env
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.franka import EFFORT, HOME, FrankaCubeStack
-from pql.envs.mujoco.isaac.measure import multiply, rotation
+from pql.envs.mujoco.isaac.measure import product, rotation
 
 pytestmark = [needs("panda"), pytest.mark.usefixtures("scratch")]
 
@@ -66,10 +66,10 @@ def test_the_arms_kinematics_and_inertia_are_mujocos(seed: int) -> None:
 
 def test_quaternions_multiply_as_rotations_do() -> None:
     a, b = torch.nn.functional.normalize(torch.randn(2, 5, 4, dtype=DOUBLE), dim=-1)
-    torch.testing.assert_close(rotation(multiply(a, b)), rotation(a) @ rotation(b))
+    torch.testing.assert_close(rotation(product(a, b)), rotation(a) @ rotation(b))
     expected = np.zeros(4)
     mujoco.mju_mulQuat(expected, a[0].numpy(), b[0].numpy())
-    np.testing.assert_allclose(multiply(a, b)[0], expected, atol=1e-12)
+    np.testing.assert_allclose(product(a, b)[0], expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", [3, 4])
@@ -238,16 +238,19 @@ def test_each_term_of_the_reward_on_three_states() -> None:
     assert not over
 
 
-def test_it_is_not_stacked_while_it_is_held() -> None:
+@pytest.mark.parametrize(
+    ("away", "aside", "higher", "stacked"),
+    [(0.041, 0.0, 0.0, True), (0.039, 0.0, 0.0, False), (0.041, 0.019, 0.019, True), (0.041, 0.021, 0.0, False),
+     (0.041, 0.0, 0.021, False)],
+)  # fmt: skip
+def test_stacked_is_placed_well_and_let_go(
+    away: float, aside: float, higher: float, stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, task = stack(1)
-    grip = task.grip(task.arm.pose(torch.tensor([HOME], dtype=DOUBLE)))[0]
-    qpos = torch.tensor([0.0, 0.0, 1.12 - grip[2]], dtype=DOUBLE)
-    for distance, expected in ((0.0, 0.0), (0.039, 0.0)):
-        small = grip + torch.tensor([distance, 0.0, 0.0], dtype=DOUBLE)
-        lift = 1.12 - float(small[2])  # were the table higher
-        assert abs(lift) > 0.02 or qpos[2].abs() <= 0.02
-        terms, _, _ = judged(task, small, small - torch.tensor([0.0, 0.0, 0.06], dtype=DOUBLE), 0.025)
-        assert terms["stack"] == expected
+    small = torch.tensor([0.1, 0.0, 1.025 + 0.095 + higher], dtype=DOUBLE)
+    monkeypatch.setattr(task, "grip", lambda pose: (small + torch.tensor([0.0, 0.0, away]))[None])
+    terms, over, success = judged(task, small, torch.tensor([0.1 - aside, 0.0, 1.06], dtype=DOUBLE), 0.04)
+    assert (terms["stack"], over, success) == (16.0 * stacked, stacked, float(stacked))
 
 
 # -- solving it -------------------------------------------------------------------------------------------------------
@@ -281,11 +284,11 @@ def stacker(obs: Tensor) -> Tensor:
     x, y, z, w = obs[:, :4].unbind(1)
     yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
     still = torch.zeros_like(yaw)
-    wanted = multiply(
+    wanted = product(
         torch.stack(((yaw / 2).cos(), still, still, (yaw / 2).sin()), 1), unit(*DOWN).expand(len(obs), 4)
     )
     held_turn = obs[:, 13:17].roll(1, 1) * torch.tensor([1.0, -1.0, -1.0, -1.0])
-    error = multiply(wanted, held_turn)
+    error = product(wanted, held_turn)
     turn = 2 * error[:, 1:] * error[:, :1].sign()
     return torch.cat(((goal - grip) / 0.1, turn / 0.5, torch.where(shut, -1.0, 1.0)[:, None]), 1).clamp(-1, 1)
 

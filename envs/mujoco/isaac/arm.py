@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pql.envs.mujoco.isaac.measure import multiply, right, rotation
+from pql.envs.mujoco.isaac.measure import product, right, rotation
 from pql.envs.mujoco.task import Robot
 
 
@@ -64,7 +64,7 @@ class Arm:
     def pose(self, q: Tensor) -> Pose:
         """Of joint positions [N, J]."""
         half, still = q / 2, torch.zeros_like(q)
-        turns = multiply(self._quat[:-1], torch.stack((half.cos(), still, still, half.sin()), -1))
+        turns = product(self._quat[:-1], torch.stack((half.cos(), still, still, half.sin()), -1))
         steps = right(torch.cat((turns, self._quat[-1:].expand(len(q), 1, 4)), 1))  # [N, F, 4, 4]
         chain = [turns[:, 0, :, None]]
         for link in range(1, self.count + 1):

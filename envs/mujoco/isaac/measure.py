@@ -26,7 +26,7 @@ def right(quat: Tensor) -> Tensor:
     return torch.stack(rows, -1).unflatten(-1, (4, 4))
 
 
-def multiply(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """Quaternions (w, x, y, z) [..., 4]: the rotation ``b``, then ``a``."""
     return (right(b) @ a.unsqueeze(-1)).squeeze(-1)
 
