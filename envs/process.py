@@ -211,7 +211,7 @@ class ProcessVec:
         self._device, self._seconds, self._start_seconds = torch.device(device), step_seconds, start_seconds
         self._on_host = self._device.type == "cpu"
         self._far = Far(python, threads)
-        wanted = {
+        wanted: dict[str, Any] = {
             "name": name, "num_envs": num_envs, "device": str(device), "kwargs": dict(kwargs or {}),
             "offered": dict(offered or {}),
         }  # fmt: skip

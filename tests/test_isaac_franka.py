@@ -21,7 +21,7 @@ from pql.envs.mujoco.isaac.measure import product, rotation
 pytestmark = [needs("panda"), pytest.mark.usefixtures("scratch")]
 
 DOUBLE = torch.float64
-DOWN = (0.0, 1.0, 0.0, 0.0)  # of the hand, as w, x, y, z
+DOWN = torch.tensor([0.0, 1.0, 0.0, 0.0])  # of the hand, as w, x, y, z
 
 
 def stack(num_envs: int, name: str = "franka_cube_stack") -> tuple[MujocoVec, FrankaCubeStack]:
@@ -140,8 +140,8 @@ def test_starts_are_drawn_as_there() -> None:
     low, high = torch.from_numpy(env.model.jnt_range[:7]).unbind(1)
     assert ((qpos[:, :7] >= low) & (qpos[:, :7] <= high)).all()
     small, large = qpos[:, 9:12], qpos[:, 16:19]
-    assert torch.equal(small[:, 2], torch.full((4000,), 1.05, dtype=DOUBLE))
-    assert torch.equal(large[:, 2], torch.full((4000,), 1.06, dtype=DOUBLE))
+    assert small[:, 2].sub(1.05).abs().max() < 1e-9
+    assert large[:, 2].sub(1.06).abs().max() < 1e-9
     for place in (small, large):
         assert 0.249 < place[:, :2].abs().max() <= 0.25
     assert large[:, :2].std(0).tolist() == pytest.approx([0.5 / math.sqrt(12)] * 2, rel=0.05)  # uniform, alone
@@ -166,11 +166,12 @@ def test_the_arm_is_weightless_and_the_cubes_are_not() -> None:
     assert moved[:, 7:9].sub(0.005).abs().max() < 1e-3  # opened
     assert moved[:, 9:].abs().max() < 1e-3  # on the table
     lifted = before.clone()
-    lifted[:, 11] += 0.2
+    lifted[:, 9:12] = torch.tensor([0.5, 0.5, 1.5])  # out of the arm's way
     env.engine.reset(env.engine.rows(torch.ones(3, dtype=torch.bool)), lifted, torch.zeros(3, env.model.nv).double())
     for _ in range(6):
         env.step(open_hand)
-    assert env.engine.fields["qpos"][:, 11].sub(lifted[:, 11]).tolist() == pytest.approx([-0.5 * 9.81 * 0.01] * 3, rel=0.03)
+    fallen = env.engine.fields["qpos"][:, 11] - lifted[:, 11]
+    assert fallen.tolist() == pytest.approx([-0.5 * 9.81 * 0.1**2] * 3, rel=0.03)
 
 
 def test_observations() -> None:
@@ -188,7 +189,7 @@ def test_observations() -> None:
     np.testing.assert_allclose(obs, expected, atol=1e-6)
     qpos[0, 16] = 9.0
     assert task.observe(fields, {})["policy"][0, 7] == 5.0
-    torque_env, torque_task = stack(1, "franka_cube_stack_torque")
+    _, torque_task = stack(1, "franka_cube_stack_torque")
     seen = torque_task.observe(fields, {})["policy"][0]
     np.testing.assert_allclose(seen[17:], data.qpos[:9])
 
@@ -215,7 +216,9 @@ def test_each_term_of_the_reward_on_three_states() -> None:
     terms, over, success = judged(task, small, floor, 0.03)
     below = float(grip[2]) - 1.05
     mean = (below + 2 * math.hypot(below, 0.0315)) / 3
-    assert terms == pytest.approx({"reach": 0.1 * (1 - math.tanh(10 * mean)), "lift": 0, "align": 0, "stack": 0}, abs=1e-6)
+    assert terms == pytest.approx(
+        {"reach": 0.1 * (1 - math.tanh(10 * mean)), "lift": 0, "align": 0, "stack": 0}, abs=1e-6
+    )
     assert (over, success) == (False, 0.0)
 
     # held in the air between the fingers, 12 cm above a cube that is 5 cm to the side
@@ -256,41 +259,33 @@ def test_stacked_is_placed_well_and_let_go(
 # -- solving it -------------------------------------------------------------------------------------------------------
 
 
-def unit(*values: float) -> Tensor:
-    return torch.tensor(values)
-
-
 def stacker(obs: Tensor) -> Tensor:
     """Above the small cube, down, grip, up, over the large one, down, let go, up: by what is seen alone."""
     small, large, grip = obs[:, 4:7], obs[:, 4:7] + obs[:, 7:10], obs[:, 10:13]
     fingers = obs[:, 17:].sum(1)
     gap = small - grip
     beside, over = gap[:, :2].norm(dim=1), obs[:, 7:9].norm(dim=1)
-    within = gap.norm(dim=1) < 0.015
+    within = gap.norm(dim=1) < 0.018
     on_top = (over < 0.012) & ((small[:, 2] - large[:, 2] - 0.06).abs() < 0.006)
-    held = within & (fingers < 0.056) & (fingers > 0.04)
+    held = (gap.norm(dim=1) < 0.035) & (fingers < 0.056)
 
-    up = unit(0.0, 0.0, 1.0)
-    fetch = torch.where((beside < 0.012)[:, None], small, small + 0.1 * up)
-    high = large[:, 2:] + 0.14
-    carry = torch.where((over < 0.015)[:, None], large + 0.06 * up, torch.cat((large[:, :2], high), 1))
-    rise = torch.cat((grip[:, :2], high), 1)  # straight up first
-    low = (small[:, 2] < large[:, 2] + 0.1) & (over > 0.015)
-    carry = torch.where(low[:, None], rise, carry)
-    leave = torch.cat((grip[:, :2], high + 0.06), 1)
-    goal = torch.where(on_top[:, None], leave, torch.where(held[:, None], carry, fetch))
+    up = torch.tensor([0.0, 0.0, 1.0])
+    fetch = torch.where((beside < 0.012)[:, None], gap, gap + 0.1 * up)
+    place = large + 0.06 * up - small  # by which way it is carried
+    carry = torch.where((over < 0.01)[:, None], place, place + 0.05 * up)
+    low = (place[:, 2] > -0.02) & (over > 0.02)
+    carry = torch.where(low[:, None], (place + 0.06 * up) * up, carry)  # straight up first
+    way = torch.where(on_top[:, None], 0.1 * up, torch.where(held[:, None], carry, fetch))
     shut = (within | held) & ~on_top
 
     x, y, z, w = obs[:, :4].unbind(1)
     yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
     still = torch.zeros_like(yaw)
-    wanted = product(
-        torch.stack(((yaw / 2).cos(), still, still, (yaw / 2).sin()), 1), unit(*DOWN).expand(len(obs), 4)
-    )
+    wanted = product(torch.stack(((yaw / 2).cos(), still, still, (yaw / 2).sin()), 1), DOWN.expand(len(obs), 4))
     held_turn = obs[:, 13:17].roll(1, 1) * torch.tensor([1.0, -1.0, -1.0, -1.0])
     error = product(wanted, held_turn)
     turn = 2 * error[:, 1:] * error[:, :1].sign()
-    return torch.cat(((goal - grip) / 0.1, turn / 0.5, torch.where(shut, -1.0, 1.0)[:, None]), 1).clamp(-1, 1)
+    return torch.cat((way / 0.1, turn / 0.5, torch.where(shut, -1.0, 1.0)[:, None]), 1).clamp(-1, 1)
 
 
 def play(name: str, policy, num_envs: int, steps: int = 299) -> tuple[float, float, float]:
@@ -309,14 +304,13 @@ def play(name: str, policy, num_envs: int, steps: int = 299) -> tuple[float, flo
 
 def test_a_scripted_policy_grasps_lifts_and_stacks() -> None:
     generator = torch.Generator().manual_seed(0)
-    n = 8
-    chance = play("franka_cube_stack", lambda obs: torch.rand(n, 7, generator=generator) * 2 - 1, n)
-    scripted = play("franka_cube_stack", stacker, n)
+    chance = play("franka_cube_stack", lambda obs: torch.rand(8, 7, generator=generator) * 2 - 1, 8)
+    scripted = play("franka_cube_stack", stacker, 16)
     print(f"return, lifted, stacked: scripted {scripted}, random {chance}")
     assert chance[0] < 15
-    assert scripted[0] > chance[0] + 60
-    assert scripted[1] == 1.0
-    assert scripted[2] >= 0.75
+    assert scripted[0] > chance[0] + 100
+    assert scripted[1] >= 0.9
+    assert scripted[2] >= 0.7
 
 
 @pytest.mark.parametrize("name", ["franka_cube_stack", "franka_cube_stack_torque"])

@@ -151,7 +151,9 @@ def test_the_documentations_twenty_lines_conform(tmp_path, monkeypatch, walk):
 
 
 def test_a_simulator_that_is_not_there_says_which_package(walk):
-    with pytest.raises(ConfigError, match=r"task=isaacgym: expected the whole package 'isaacgymenvs', which .*python.* does"):
+    with pytest.raises(
+        ConfigError, match=r"task=isaacgym: expected the whole package 'isaacgymenvs', which .*python.* does"
+    ):
         walk(name="isaacgym")
     with pytest.raises(ConfigError, match=r"task=mjlab: expected the whole package 'mjlab', or a Python that has it"):
         make_env("mjlab")

@@ -5,8 +5,8 @@ python tools/bench_envs.py [--envs ant ...] [--models default] [--num-envs 64 51
 All run random actions, in turn. Every row names the model (``shipped`` or ``fast``), which decides the speed more than
 anything else. Bare MuJoCo gets exactly the physics of our run: the same states and actions step by step, with only
 writing the controls and stepping inside its clock. The others follow random trajectories of their own: gymnasium on the
-same model, EnvPool on the shipped one only, which is its own. Without names, Gymnasium's tasks; others, such as those of
-the PQL paper, stand beside bare MuJoCo alone.
+same model, EnvPool on the shipped one only, which is its own. Unless named, only Gymnasium's tasks run; the PQL paper's
+stand beside bare MuJoCo alone.
 """
 
 import argparse

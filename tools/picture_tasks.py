@@ -1,4 +1,4 @@
-"""Pictures of the MuJoCo tasks, as they are in docs/tasks: one environment of each after a few steps at rest.
+"""Pictures of the MuJoCo tasks, as they are in docs/tasks: one environment of each after a few random actions.
 
 python tools/picture_tasks.py [NAME ...] [--out docs/tasks] [--steps 12]
 
@@ -24,13 +24,13 @@ ENLARGED = 4  # of frames of 84 x 84 pixels
 
 
 def picture(name: str, steps: int) -> np.ndarray:
-    """Of one environment after ``steps`` actions of 0: uint8 [H, W, 3], or [H, W] in grey."""
+    """Of one environment after ``steps`` random actions: uint8 [H, W, 3], or [H, W] in grey."""
     env = make_env(name, 1, "cpu", threads=1)
     assert isinstance(env, MujocoVec)
     try:
-        obs = env.reset(seed=1)
+        obs, generator = env.reset(seed=1), torch.Generator().manual_seed(1)
         for _ in range(steps):
-            obs = env.step(torch.zeros(1, env.task.action_size)).obs
+            obs = env.step(torch.rand(1, env.task.action_size, generator=generator) * 2 - 1).obs
         frames = obs["policy"][0]
         if frames.dtype == torch.uint8:
             return frames[-1].numpy().repeat(ENLARGED, 0).repeat(ENLARGED, 1)

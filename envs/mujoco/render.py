@@ -16,6 +16,7 @@ import mujoco
 import mujoco.viewer
 import numpy as np
 
+from pql.envs.mujoco.randomize import base_dofs
 from pql.errors import ConfigError
 
 PACKAGES = {"egl": "libegl1 libgl1-mesa-dri", "osmesa": "libosmesa6"}
@@ -115,10 +116,10 @@ def for_the_eye(model: mujoco.MjModel, width: int = 640, height: int = 480) -> m
 
 
 def follow(model: mujoco.MjModel) -> mujoco.MjvCamera:
-    """A camera that keeps body 1, the robot's first, in the middle. Of one that is fixed to the world, it shows what the
+    """A camera that keeps body 1, the robot's first, in the middle. Where that stays in its place, it shows what the
     model says: ``statistic`` (center, extent) and ``visual/global`` (azimuth, elevation)."""
     camera = mujoco.MjvCamera()
-    if model.body_weldid[1] == 0:
+    if not base_dofs(model):
         mujoco.mjv_defaultFreeCamera(model, camera)
         return camera
     camera.type = mujoco.mjtCamera.mjCAMERA_TRACKING.value

@@ -1,8 +1,9 @@
 """Franka cube stacking, as the PQL paper had it: an arm puts a small cube on a larger one and lets go.
 
-The task of Isaac Gym's environments (Makoviychuk et al. 2021). Differences from it: MuJoCo's contacts; the robot has
-its real masses (there, those of its meshes at the density of water), and its fingers the inertia of their drive, 0.1 kg;
-no joint has a velocity limit; torques are computed from the state that is acted on; the large cube begins on the table
+The task of Isaac Gym's environments (Makoviychuk et al. 2021). Differences from it: MuJoCo's contacts, with a plain pad
+on each fingertip; the robot has its real masses (there, those of its meshes at the density of water), and its fingers
+the inertia of their drive, 0.1 kg; a joint's speed is not cut off at its limit, but a drag by the cube of speed takes
+all of its torque there; torques are computed from the state that is acted on; the large cube begins on the table
 (there, 1 cm inside it); of 16 places drawn for the small cube the first that is free is taken (there, of 100); an
 episode restarts in the step that ends it, with its final observation returned, and has 299 steps.
 """
@@ -23,6 +24,7 @@ from pql.types import Obs
 HINGES = tuple(f"joint{i}" for i in range(1, 8))
 FINGERS = ("finger_joint1", "finger_joint2")
 EFFORT = (87.0,) * 4 + (12.0,) * 3  # N m
+SPEED = (2.175,) * 4 + (2.61,) * 3  # rad/s
 HOME = (0.0, 0.1963, 0.0, -2.618, 0.0, 2.9416, 0.7854)
 TOP = 1.025  # height of the table's top, metres
 SMALL, LARGE = 0.05, 0.07  # edges of the cubes A and B
@@ -49,8 +51,8 @@ def _drive(spec: mujoco.MjSpec) -> None:
     for element in (*spec.actuators, *spec.equalities, *spec.tendons, *spec.keys):
         spec.delete(element)
     fixed, affine, joint = mujoco.mjtGain.mjGAIN_FIXED, mujoco.mjtBias.mjBIAS_AFFINE, mujoco.mjtTrn.mjTRN_JOINT
-    for name, effort in zip(HINGES, EFFORT, strict=True):
-        spec.joint(name).armature, spec.joint(name).damping = 0.0, [0.0, 0.0, 0.0]
+    for name, effort, speed in zip(HINGES, EFFORT, SPEED, strict=True):
+        spec.joint(name).armature, spec.joint(name).damping = 0.0, [0.0, 0.0, effort / speed**3]
         spec.add_actuator(name=name, target=name, trntype=joint, ctrlrange=[-effort, effort], ctrllimited=True)
     for name in FINGERS:
         spec.joint(name).armature, spec.joint(name).damping = 0.1, [0.0, 0.0, 0.0]
@@ -72,6 +74,7 @@ class FrankaCubeStack(Task):
     """
 
     name = "franka_cube_stack"
+    contacts = (18, 54)
     obs_size = 19
     action_size = 7
     frame_skip = 8
@@ -108,12 +111,15 @@ class FrankaCubeStack(Task):
         for body in spec.bodies[1:]:
             body.gravcomp = 1.0
         _drive(spec)
+        for geom in [g for g in spec.geoms if g.type == mujoco.mjtGeom.mjGEOM_BOX and max(g.size) < 0.005]:
+            spec.delete(geom)  # four pins on each fingertip, of which a cube touches every corner: its pad will do
         _furnish(spec)
         for geom in spec.geoms:  # fingers press with up to 200 N: contacts that give less than a millimetre
             geom.friction = [1.0, 0.005, 0.0001]
             geom.solref, geom.solimp = [0.005, 1.0], [0.99, 0.999, 0.001, 0.5, 2.0]
-        spec.stat.center, spec.stat.extent = [-0.1, 0.0, 1.25], 0.9
-        spec.visual.global_.azimuth, spec.visual.global_.elevation = 140.0, -20.0
+        spec.stat.center, spec.stat.extent = [-0.1, 0.0, 1.35], 1.0
+        spec.visual.global_.azimuth, spec.visual.global_.elevation = 140.0, -15.0
+        spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
 
     def start(self, count: int, draw: Draw) -> Start:
         """The arm near ``HOME``; cubes anywhere within half a metre, turned by up to 45 degrees, and not too near."""
@@ -139,7 +145,7 @@ class FrankaCubeStack(Task):
         return pose.place[:, -1] + pose.frame[:, -1] @ self._ahead
 
     def control(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
-        fingers = torch.where(action[:, -1:] >= 0, OPEN, 0.0).to(action).expand(-1, 2)
+        fingers = OPEN * (action[:, -1:] >= 0).to(action).expand(-1, 2)
         torque = self.torque(action[:, :-1], fields)
         return torch.cat((torque.clamp(-self._effort, self._effort), fingers), 1)
 
