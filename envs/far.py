@@ -136,7 +136,7 @@ def mount(folders: Mapping[str, str]) -> None:
 def find(name: str) -> Callable[..., Any]:
     """``module:attribute``, a name of the entry-point group ``pql.envs`` of this interpreter, or a built-in one."""
     here = importlib.import_module("pql.envs")
-    builtin, needed = here.BUILTIN, here.NEEDS.get(name)
+    builtin, needed = here.BUILTIN, here.NEEDS.get(name, ())
     found: Any = importlib.metadata.entry_points()
     group = found.select(group="pql.envs") if sys.version_info >= (3, 10) else found.get("pql.envs", ())
     points = {point.name: point.value for point in group}
@@ -146,8 +146,8 @@ def find(name: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UnknownError("task", name, f"module:attribute, or one of {', '.join(known)}{hint}, in {sys.executable}")
-    if target == builtin.get(name) and needed and importlib.util.find_spec(needed) is None:
-        raise UnknownError("task", name, f"the package {needed!r}, which {sys.executable} does not have")
+    if target == builtin.get(name) and not all(importlib.util.find_spec(package) for package in needed):
+        raise UnknownError("task", name, f"the whole package {needed[0]!r}, which {sys.executable} does not have")
     module, _, attribute = target.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -162,7 +162,17 @@ def find(name: str) -> Callable[..., Any]:
 
 def build(request: Mapping[str, Any]) -> Any:
     """The environment; keywords that it does not take are refused, those merely offered are left out."""
-    factory, kwargs = find(request["name"]), dict(request["kwargs"])
+    return call(find(request["name"]), request)
+
+
+def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Its specification, before it is built; None where its factory cannot tell."""
+    teller = getattr(find(request["name"]), "describe", None)
+    return None if teller is None else describe(call(teller, request))
+
+
+def call(factory: Any, request: Mapping[str, Any]) -> Any:
+    kwargs = dict(request["kwargs"])
     taken = inspect.signature(factory).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         known = [k for k in taken if k not in ("num_envs", "device")]
@@ -284,6 +294,9 @@ class Server:
             wrong: Any = error
             facts["config"] = [wrong.setting, str(wrong.value), wrong.allowed]
         send_message(self.answers, ERROR, facts)
+
+    def do_foresee(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
+        return {"spec": foresee(request)}, b""
 
     def do_build(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
         self.env = build(request)

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -187,6 +187,8 @@ class ProcessVec:
         offered: keywords that it gets if it takes them.
         step_seconds: a step that takes longer is a hang; the first one, and all else, may take ``start_seconds``.
         threads: of the process's numerical libraries.
+        approve: is shown the specification before the simulator is built, where its factory can tell it by then; what
+            it raises ends the process.
 
     Raises:
         ConfigError: no such interpreter or simulator, or a keyword or value that it refuses.
@@ -204,15 +206,21 @@ class ProcessVec:
         step_seconds: float = 20.0,
         start_seconds: float = 600.0,
         threads: int | None = None,
+        approve: Callable[[EnvSpec], object] | None = None,
     ):
         self._device, self._seconds, self._start_seconds = torch.device(device), step_seconds, start_seconds
         self._on_host = self._device.type == "cpu"
         self._far = Far(python, threads)
+        wanted: dict[str, Any] = {
+            "name": name, "num_envs": num_envs, "device": str(device), "kwargs": dict(kwargs or {}),
+            "offered": dict(offered or {}),
+        }  # fmt: skip
         try:
-            told, _ = self._far.ask(
-                "build", start_seconds, name=name, num_envs=num_envs, device=str(device), kwargs=dict(kwargs or {}),
-                offered=dict(offered or {}),
-            )  # fmt: skip
+            if approve is not None:
+                foreseen = self._far.ask("foresee", start_seconds, **wanted)[0]["spec"]
+                if foreseen is not None:
+                    approve(read_spec(foreseen, self._device))
+            told, _ = self._far.ask("build", start_seconds, **wanted)
         except BaseException:
             self._far.kill()
             raise

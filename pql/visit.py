@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pql.conformance import Checker, check_env
-from pql.env import VecEnv, find_factory, make_env
+from pql.env import EnvSpec, VecEnv, find_factory, make_env
 from pql.text import table
 from pql.types import Step
 from pql.validate import RANGES, STEPS, check_range
@@ -33,7 +33,10 @@ def check(name: str, num_envs: int, steps: int | None, words: dict[str, Any]) ->
     if (python := kwargs.pop("task.process.python", None)) is not None:
         from pql.envs.process import ProcessVec
 
-        env: VecEnv = ProcessVec(name, num_envs, kwargs.pop("device", "cpu"), python, kwargs)
+        foreseen: list[EnvSpec] = []
+        device = kwargs.pop("device", "cpu")
+        env: VecEnv = ProcessVec(name, num_envs, device, python, kwargs, approve=foreseen.append)
+        described = foreseen[0] if foreseen else None
     else:
         env = make_env(name, num_envs=num_envs, **kwargs)
         if describe := getattr(find_factory(name), "describe", None):

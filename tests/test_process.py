@@ -17,6 +17,7 @@ from far_python import far_python
 from run_files import points, words
 
 from pql import checkpoint
+from pql.build import build
 from pql.compose import compose, resume_config
 from pql.conformance import check_env
 from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
@@ -150,9 +151,11 @@ def test_the_documentations_twenty_lines_conform(tmp_path, monkeypatch, walk):
 
 
 def test_a_simulator_that_is_not_there_says_which_package(walk):
-    with pytest.raises(ConfigError, match=r"task=isaacgym: expected the package 'isaacgymenvs', which .*python.* does"):
+    with pytest.raises(
+        ConfigError, match=r"task=isaacgym: expected the whole package 'isaacgymenvs', which .*python.* does"
+    ):
         walk(name="isaacgym")
-    with pytest.raises(ConfigError, match=r"task=mjlab: expected the package 'mjlab', or a Python that has it"):
+    with pytest.raises(ConfigError, match=r"task=mjlab: expected the whole package 'mjlab', or a Python that has it"):
         make_env("mjlab")
 
 
@@ -217,6 +220,17 @@ def test_groups_of_processes_conform_and_step_by_turns(python):
         assert next(r for r in report.results if r.name == "groups").ok
     finally:
         env.close()
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_memory_is_checked_before_a_simulator_there_is_built(python, groups):
+    task = {"name": "far_sims:Foreseen", "process": {"python": python}}
+    for capacity, error, message in (
+        (10**12, ConfigError, "replay.capacity=1000000000000: expected"), (4096, RunError, "building was begun"),
+    ):  # fmt: skip
+        config = small_config(num_envs=8, task=task, placement={"groups": groups}, replay={"capacity": capacity})
+        with pytest.raises(error, match=message):
+            build(config)
 
 
 def test_the_doctor_visits(python, capsys):
