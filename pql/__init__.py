@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 # Before the first CUDA call: cuBLAS picks its workspaces when it starts, and only these give the same bits each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Before torch is loaded: GNU's OpenMP lets idle threads spin for milliseconds after every operation, on cores that a
+# simulator's threads then wait for. A tenth of a millisecond bridges one operation to the next as well.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from pql import wrap as wrap

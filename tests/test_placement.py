@@ -1,5 +1,9 @@
 """``pql bench placement``: the search on machines made up, and a real one in a hurry."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from pql import placement
@@ -123,3 +127,14 @@ def test_mistakes_are_one_line(capsys, monkeypatch):
     monkeypatch.setattr(placement, "worker_devices", lambda config, learners: {})
     with pytest.raises(ConfigError, match="expected a worker or a simulator with threads on the CPU"):
         placement.splits(compose(["task=pendulum", "device=cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)],
+)
+def test_idle_threads_of_torch_leave_the_cores_to_the_simulator(given: dict[str, str], found: str | None) -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import os, sys, pql; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], env=kept | given, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == [str(found), "False"]

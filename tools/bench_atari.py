@@ -3,6 +3,8 @@
 python tools/bench_atari.py [--cases sampling learning training memory] [--game pong] [--num-envs 64] [--threads N]
                             [--device cpu] [--rounds 7] [--seconds 2] [--smoke] [--json PATH]
 
+Set GOMP_SPINCOUNT=10000, as ``pql`` does for its own processes; here torch is loaded first.
+
 The network is that of Mnih et al. 2015; frames are the console's, four to an action. In turn, in one process, on the
 same cores:
 
