@@ -238,7 +238,7 @@ def test_evaluation_has_slots_of_its_own(address):
 def test_the_run_waits_for_its_first_actor_and_gives_up(address, capsys):
     with pytest.raises(RunError, match=r"no actor connected .* within 0.1 s"):
         Remote(4, listen=address, timeout=0.1)
-    assert f"pql actor --connect {address} --task" in capsys.readouterr().err
+    assert f"pql actor --connect {address} --num-envs K --task NAME" in capsys.readouterr().err
     with acting(address, make_sim("counter", 2, {}), patience=0.1):
         env = Remote(2, listen=address, timeout=0.3)
         env.reset(0)
