@@ -17,7 +17,7 @@ pytest.importorskip("mujoco_warp")
 
 import mujoco_runs
 from conftest import never_waiting
-from mujoco_runs import random_actions
+from mujoco_runs import needs, random_actions
 
 from pql.conformance import check_env
 from pql.env import make_env
@@ -31,7 +31,11 @@ from pql.errors import PqlWarning
 SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
 STIFF = {"ballbalance": 3000.0}  # pinned feet on stiff servos, seen by force sensors: float32 shows
 PAPER = ("isaac_ant", "ballbalance")
-ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER))]
+FOUND = [
+    pytest.param(name, marks=[pytest.mark.slow, needs("panda")])
+    for name in ("franka_cube_stack", "franka_cube_stack_torque")
+]
+ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER)), *FOUND]
 
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -158,7 +162,7 @@ def test_randomised_parameters_mean_the_same_on_both_engines() -> None:
     a, b = c.step(action), w.step(action)
     torch.testing.assert_close(a.final_obs["policy"], b.final_obs["policy"], rtol=1e-3, atol=1e-3)
     for name in ("dof_invweight0", "body_invweight0"):
-        theirs = torch.from_numpy(c.engine.batch.expanded(name)).float()  # type: ignore[attr-defined]
+        theirs = torch.tensor(c.engine.batch.expanded(name)).float()  # type: ignore[attr-defined]
         torch.testing.assert_close(warp_of(w)._parameters[name], theirs, rtol=1e-4, atol=0)
     plain = build("halfcheetah", 6)
     plain.reset(seed=0), follow(plain, c)

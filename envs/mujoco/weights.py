@@ -34,6 +34,8 @@ class InverseWeights:
         parts = np.concatenate((_gram(jacobian[:, 0]).sum(1, keepdims=True), _gram(principal)), 1)  # [nbody, 4, nv, nv]
         full = np.zeros((nv, nv))
         mujoco.mj_fullM(model, data, full)
+        alone = model.dof_simplenum > 0  # MuJoCo leaves the armature of such out, here alone
+        full[alone, alone] -= model.dof_armature[alone]
         nominal = np.concatenate((model.body_mass[:, None], model.body_inertia), 1)
         rest = full - np.tensordot(nominal, parts)
         axes = np.einsum("di,ei,ej->dij", _alike(model), np.eye(nv), np.eye(nv))
