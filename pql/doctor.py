@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gymnasium": ("task=gymnasium", ("gymnasium",)),
     "atari": ("the Atari games", ("ale-py", "gymnasium")),
     "remote": ("task=remote and pql actor", ("grpcio",)),
+    "cluster": ("pql fleet", ("ray", "grpcio")),
     "tensorboard": ("logger=tensorboard", ("tensorboard",)),
     "wandb": ("logger=wandb", ("wandb",)),
     "report": ("pql report and compare", ("matplotlib", "scipy", "jinja2")),

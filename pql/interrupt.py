@@ -15,10 +15,13 @@ class Interrupt:
     """While it is entered, the first Ctrl-C or SIGTERM sets ``asked``; a second Ctrl-C leaves the process with 130.
 
     Entering it again inside itself, or on any thread but the main one, does nothing.
+
+    Args:
+        message: written when the first comes.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, message: bytes = MESSAGE) -> None:
+        self.asked, self._message = False, message
         self._before: dict[int, Any] = {}
         self._depth = 0
 
@@ -42,4 +45,4 @@ class Interrupt:
                 os.write(1, SHOW_CURSOR)
             os._exit(130)
         self.asked = True
-        os.write(2, MESSAGE)
+        os.write(2, self._message)

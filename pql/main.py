@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pql.actor import command as actor_command
 from pql.errors import ConfigError, PqlError, PqlWarning, nearest
+from pql.fleet import command as fleet_command
 from pql.world import world
 
 # Every command, with the settings of its own and their types: key=value words that are none of a run's.
@@ -25,6 +27,7 @@ COMMANDS: dict[str, dict[str, type]] = {
     "sweep": {},
     "bench": {"seconds": int, "rounds": int},
     "actor": {},
+    "fleet": {},
     "list": {},
     "doctor": {},
     "completion": {},
@@ -147,15 +150,11 @@ def parser() -> argparse.ArgumentParser:
     actor = sub.add_parser(
         "actor", help="environments for a learner elsewhere: pql actor --connect HOST:PORT --task ant"
     )
-    actor.add_argument("--connect", metavar="HOST:PORT", required=True, help="where pql train task=remote listens")
-    actor.add_argument("--task", metavar="NAME", required=True)
-    actor.add_argument("--num-envs", type=int, default=32)
-    actor.add_argument("--role", choices=("train", "eval"), default="train", help="eval: for evaluations alone")
-    actor.add_argument("--token-file", metavar="FILE", help="holds what the learner asks for (or: PQL_TOKEN)")
-    actor.add_argument("--ca", metavar="FILE", help="certificate that the learner's is signed by: use TLS")
-    actor.add_argument("--patience", type=float, metavar="SECONDS", help="give up without a learner (default: never)")
-    actor.add_argument("overrides", nargs="*", help="keywords for the simulator: key=value")
-    actor.set_defaults(run=run_actor)
+    actor_command.add_options(actor)
+    fleet = sub.add_parser(
+        "fleet", help="actors on a Ray cluster: pql fleet --connect HOST:PORT --task ant --actors 16"
+    )
+    fleet_command.add_options(fleet)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
     listing.add_argument("what", choices=("tasks", "algos", "games"))
     listing.set_defaults(run=run_list)
@@ -324,12 +323,6 @@ def run_bench(args: argparse.Namespace) -> int:
     for key, limits in (("seconds", (1, 3600, True)), ("rounds", (1, 1000, True))):
         check_range(key, asked[key], limits)
     return placement.main([w for w in args.overrides if w not in own], **asked)
-
-
-def run_actor(args: argparse.Namespace) -> int:
-    from pql.actor.command import run
-
-    return run(args)
 
 
 def run_list(args: argparse.Namespace) -> int:

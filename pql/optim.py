@@ -42,7 +42,9 @@ class Optimizer:
         self.group.mean_(self.flat.sent, mask)
         norm = torch.linalg.vector_norm(grad)
         if self.clip is not None:
-            grad.mul_((self.clip / (norm + 1e-6)).clamp_(max=1.0))
+            scale = (self.clip / (norm + 1e-6)).clamp_(max=1.0)
+            if scale.is_cuda or not scale >= 1:  # a host may look: it saves a pass over all gradients
+                grad.mul_(scale)
         self.apply(grad, skip)
         return norm
 

@@ -16,6 +16,7 @@ This file imports the standard library and NumPy alone: it is both sides'.
 """
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ LARGEST = 64 << 20  # bytes of a message; a larger one is refused by the transpo
 LARGEST_JSON = 64 << 10
 FLAGS = ("terminated", "truncated", "first", "valid", "final_ok")  # bits of a row's flags, lowest first
 TYPES = ("float32", "uint8")  # of observations
+LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")  # how addresses begin that this machine alone reaches
 
 Arrays = dict[str, np.ndarray]
 
@@ -190,7 +192,7 @@ class Layout:
         size = facts["action"].get("size")
         self.action_shape: tuple[int, ...] = (self.count,) if size is None else (self.count, size)
         self.action_type = np.dtype("<i8" if size is None else "<f4")
-        self.row_bytes = sum(int(np.prod(s, dtype=np.int64)) * d.itemsize for s, d in self.obs.values())
+        self.row_bytes = sum(math.prod(s) * d.itemsize for s, d in self.obs.values())
         largest = HEADER.size + self.count * (2 * self.row_bytes + 9 + 4 * self.terms) + 4
         if largest > LARGEST:
             fit = int(self.count * LARGEST / largest)
@@ -272,7 +274,7 @@ class Reader:
         self.body, self.at = body, 0
 
     def array(self, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-        kind, count = np.dtype(dtype), int(np.prod(shape, dtype=np.int64))
+        kind, count = np.dtype(dtype), math.prod(shape)
         if self.at + count * kind.itemsize > len(self.body):
             raise WireError(f"a body of {len(self.body)} bytes is cut short")
         out = np.frombuffer(self.body, kind, count, self.at).reshape(shape)

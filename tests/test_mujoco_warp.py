@@ -17,7 +17,7 @@ pytest.importorskip("mujoco_warp")
 
 import mujoco_runs
 from conftest import never_waiting
-from mujoco_runs import needs, random_actions
+from mujoco_runs import ROBOT_OF, random_actions, task
 
 from pql.conformance import check_env
 from pql.env import make_env
@@ -30,12 +30,8 @@ from pql.errors import PqlWarning
 
 SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
 STIFF = {"ballbalance": 3000.0}  # pinned feet on stiff servos, seen by force sensors: float32 shows
-PAPER = ("isaac_ant", "ballbalance")
-FOUND = [
-    pytest.param(name, marks=[pytest.mark.slow, needs("panda")])
-    for name in ("franka_cube_stack", "franka_cube_stack_torque")
-]
-ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER)), *FOUND]
+PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
+ROBOTS = ["halfcheetah", *(task(name, pytest.mark.slow) for name in (*SLOW, *PAPER, *ROBOT_OF))]
 
 
 pytestmark = pytest.mark.usefixtures("scratch")

@@ -83,6 +83,7 @@ def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
             {"algo": {"family": "dqn", "schedule": "lockstep", "dqn": {"target_period": 1001}}, "num_envs": 8},
             "algo.dqn.target_period=1001: expected a multiple of 2, the processes that share it",
         ),
+        ({"task": {"name": "remote"}}, "task.name=remote: expected a simulator in each process: actors come to one"),
         (
             {"algo": {"family": "ppo", "schedule": "lockstep", "ppo": {"horizon": 2, "minibatches": 16}}},
             "algo.ppo.minibatches=16: expected a divisor of num_envs=4 x algo.ppo.horizon=2 rows, such as 8 "
@@ -391,6 +392,24 @@ def test_torchrun_trains_one_run(tmp_path):
     assert rows(tmp_path)[-1]["steps/env"] == 320
     env = json.loads((tmp_path / "env.json").read_text())
     assert env["processes"] == 2
+
+
+@pytest.mark.slow
+def test_two_agents_as_of_two_machines_train_one_run(tmp_path):
+    """What docs/parallel.md says for several machines, on one: each agent starts a process, and they meet over TCP."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "x"]
+    command += ["-m", "pql.main"]
+
+    def both(*words: str) -> list[int]:
+        agents = [subprocess.Popen([*command, *words]) for _ in range(2)]
+        return [agent.wait(250) for agent in agents]
+
+    assert both("train", *settings(tmp_path, "pql", "eval.final=true")) == [0, 0]
+    assert json.loads((tmp_path / "env.json").read_text())["processes"] == 2
+    assert json.loads((tmp_path / "summary.json").read_text())["env_steps"] == 320
+    assert both("resume", str(tmp_path), "budget.env_steps=480") == [0, 0]
+    assert json.loads((tmp_path / "summary.json").read_text())["env_steps"] == 480
 
 
 def commands(*lines: list[str]) -> list[tuple[int, str]]:

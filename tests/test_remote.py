@@ -330,15 +330,12 @@ def test_a_token_and_tls(tmp_path):
         wait_until(lambda: tell)
     finally:
         module.Server = plain
-    address, sim = tell[0].address, make_sim("counter", 2, {})
+    address, sim, cert = tell[0].address, make_sim("counter", 2, {}), (tmp_path / "cert.pem").read_bytes()
     with pytest.raises(ConfigError, match=r"--token-file.*a wrong token, or none"):
-        Actor(address, sim, token="guess", ca=tmp_path / "cert.pem", tell=quiet).run()
+        Actor(address, sim, token="guess", ca=cert, tell=quiet).run()
     with pytest.raises(RunError, match="no learner"):
         Actor(address, sim, token="secret", patience=0.2, tell=quiet).run()  # no TLS
-    from pql.actor.client import read_file
-
-    assert read_file("--ca", tmp_path / "cert.pem")
-    with acting(address, sim, token="secret", ca=tmp_path / "cert.pem") as ended:
+    with acting(address, sim, token="secret", ca=cert) as ended:
         thread.join(10)
         assert ready["env"].reset(0)["policy"].shape == (4, 2)
         ready["env"].close()

@@ -14,6 +14,7 @@ from pql.types import Obs, Step
 
 NAMES = ("terminated", "truncated", "first", "valid", "final_ok")  # as ``pql.wire.FLAGS``
 FIRST, VALID, FINAL_OK = 2, 3, 4
+SHIFTS = np.arange(len(NAMES), dtype=np.uint8)[:, None]
 
 
 class Board:
@@ -40,7 +41,7 @@ class Board:
 
 
 class Part:
-    """Some neighbouring slots: host buffers (pinned for CUDA) that actors' rows are gathered in."""
+    """Some neighbouring slots: where actors' rows are gathered (for CUDA in pinned memory) and what they then show."""
 
     def __init__(self, spec: EnvSpec, shown: Obs):
         self.spec, self.shown, self.n = spec, shown, len(shown["policy"])
@@ -51,9 +52,12 @@ class Part:
 
         self.flags = buffer(5, self.n, dtype=torch.bool)
         self.numbers = buffer(1 + len(spec.log), self.n, dtype=torch.float32)  # rewards, then log terms
-        self.frames = {k: buffer(self.n, *kept_shape(s), dtype=s.dtype) for k, s in spec.obs.items()}
-        self.finals = {k: torch.zeros_like(v, pin_memory=pin) for k, v in self.frames.items()}
-        self.host: dict[str, Any] = {k: v.numpy() for k, v in self.frames.items()}
+        self.newest = {k: v[:, -1] if spec.obs[k].stack > 1 else v for k, v in shown.items()}
+        # On the CPU frames go straight to where they are shown.
+        frames = {k: buffer(self.n, *kept_shape(s), dtype=s.dtype) for k, s in spec.obs.items()} if pin else self.newest
+        self.frames = frames
+        self.finals = {k: buffer(*v.shape, dtype=v.dtype) for k, v in frames.items()}
+        self.host: dict[str, Any] = {k: v.numpy() for k, v in frames.items()}
         self.copied = torch.cuda.Event() if pin else None
 
     def step(self, taken: Sequence[Taken]) -> Step:
@@ -61,61 +65,72 @@ class Part:
             self.copied.synchronize()  # the last step's copies still read the host buffers
         flags, numbers = self.flags.numpy(), self.numbers.numpy()
         flags[:], flags[FINAL_OK], numbers[:] = False, True, 0.0
-        for rows, places, slots in taken:
-            self._gather(flags, numbers, rows, places, slots)
+        slots = np.sort(np.concatenate([t.slots for t in taken])) if taken else np.zeros(0, dtype=np.int64)
+        at = run_of(slots)
+        at = at if isinstance(at, slice) else torch.from_numpy(at).to(self.device)
+        self._shift(at)
+        for one in taken:
+            self._gather(flags, numbers, *one)
         sent, amounts = self._to_device(self.flags), self._to_device(self.numbers)
-        slots = np.concatenate([t.slots for t in taken]) if taken else np.zeros(0, dtype=np.int64)
-        final = self._show(slots, flags)
+        final = self._show(at, flags)
         if self.copied is not None:
             self.copied.record()
         bits = dict(zip(NAMES, sent.unbind(0), strict=True))
         log = dict(zip(self.spec.log, amounts[1:].unbind(0), strict=True))
         return Step(obs=dict(self.shown), reward=amounts[0], final_obs=final, log=log, **bits)
 
+    def _shift(self, at: slice | Tensor) -> None:
+        """Make room for a frame in the stacks of ``at``: the oldest is forgotten."""
+        for k, spec in self.spec.obs.items():
+            if spec.stack > 1 and isinstance(at, slice):
+                shown = self.shown[k][at]
+                for i in range(spec.stack - 1):  # one by one: they overlap
+                    shown[:, i] = shown[:, i + 1]
+            elif spec.stack > 1:
+                self.shown[k][at, :-1] = self.shown[k][at, 1:]  # the right side is a copy
+
     def _gather(self, flags: Any, numbers: Any, rows: Any, places: np.ndarray, slots: np.ndarray) -> None:
         """One actor's rows to their places."""
+        to, every = run_of(slots), len(places) == len(rows.obs["policy"])
         for k, values in rows.obs.items():
-            self.host[k][slots] = values if len(places) == len(values) else values[places]
+            self.host[k][to] = values if every else values[places]
         if rows.flags is None:  # a beginning that nothing announced: the row that was acted in is lost
-            flags[FIRST, slots] = True
+            flags[FIRST, to] = True
             return
-        bits = rows.flags[places]
-        for i in range(len(NAMES)):
-            flags[i, slots] = bits & (1 << i)
-        numbers[0, slots] = rows.reward[places]
+        flags[:, to] = rows.flags[places] >> SHIFTS & 1
+        numbers[0, to] = rows.reward[places]
         for i, term in enumerate(rows.log):
-            numbers[1 + i, slots] = term[places]
-        ended, at = np.isin(places, rows.ended), np.searchsorted(rows.ended, places)
-        for k, values in rows.final_obs.items():
-            self.finals[k].numpy()[slots[ended]] = values[at[ended]]
+            numbers[1 + i, to] = term[places]
+        if len(rows.ended):
+            ended, at = np.isin(places, rows.ended), np.searchsorted(rows.ended, places)
+            for k, values in rows.final_obs.items():
+                self.finals[k].numpy()[slots[ended]] = values[at[ended]]
 
-    def _show(self, slots: np.ndarray, flags: Any) -> Obs:
-        """Bring ``shown`` up to date for ``slots``. Returns the final observations: ``shown`` where nothing ended."""
-        first = np.flatnonzero(flags[FIRST])
-        ended = np.flatnonzero(flags[FIRST] & flags[VALID])
-        every = len(slots) == self.n
-        at = slice(None) if every else torch.from_numpy(np.sort(slots)).to(self.device)
-        fresh = {k: self._to_device(v) for k, v in self.frames.items()}
-        final: Obs = {}
+    def _show(self, at: slice | Tensor, flags: Any) -> Obs:
+        """Bring ``shown`` up to date for ``at``. Returns the final observations: ``shown`` where nothing ended."""
+        begun, over = np.flatnonzero(flags[FIRST]), np.flatnonzero(flags[FIRST] & flags[VALID])
+        first, ended = (torch.from_numpy(rows).to(self.device) for rows in (begun, over))
+        final = dict(self.shown)
         for k, spec in self.spec.obs.items():
-            shown, rows = self.shown[k], torch.from_numpy(ended).to(self.device)
-            if spec.stack > 1:
-                older = shown[at, 1:].clone()
-                last = older if every else shown[:, 1:]
-                if len(ended):
-                    ends = torch.cat((last[rows], self._to_device(self.finals[k])[rows].unsqueeze(1)), 1)
-                shown[at, :-1], shown[at, -1] = older, fresh[k][at]
-                if len(first):
-                    shown[torch.from_numpy(first).to(self.device), :-1] = 0
-            else:
-                if len(ended):
-                    ends = self._to_device(self.finals[k])[rows]
-                shown[at] = fresh[k][at]
-            final[k] = shown
-            if len(ended):
+            shown = self.shown[k]
+            if len(over):
+                ends = self._to_device(self.finals[k])[ended]
+                if spec.stack > 1:
+                    ends = torch.cat((shown[ended, :-1], ends.unsqueeze(1)), 1)
+            if self.frames is not self.newest:
+                self.newest[k][at] = self._to_device(self.frames[k])[at]
+            if len(begun) and spec.stack > 1:
+                shown[first, :-1] = 0
+            if len(over):
                 final[k] = shown.clone()
-                final[k][rows] = ends
+                final[k][ended] = ends
         return final
 
     def _to_device(self, host: Tensor) -> Tensor:
         return host if self.device.type == "cpu" else host.to(self.device, non_blocking=True)
+
+
+def run_of(slots: np.ndarray) -> Any:
+    """Ascending ``slots`` as a slice, where they are neighbours: that is faster everywhere."""
+    count = len(slots)
+    return slice(int(slots[0]), int(slots[0]) + count) if count and slots[-1] - slots[0] == count - 1 else slots

@@ -177,8 +177,8 @@ class Hall:
         """
         with self.changed:
             due = self.status[slots] == DUE
-            for number in np.unique(self.owner[slots[due]]):
-                peer = self.peers[int(number)]
+            for number in distinct(self.owner[slots[due]]):
+                peer = self.peers[number]
                 mine = due & (self.owner[slots] == number)
                 if peer.missing == 0:
                     peer.missing = len(peer.slots)
@@ -220,8 +220,8 @@ class Hall:
     def _collect(self, part: slice) -> list[Taken]:
         out = []
         ready = part.start + np.flatnonzero(self.status[part] == READY)
-        for number in np.unique(self.owner[ready]):
-            peer, slots = self.peers[int(number)], ready[self.owner[ready] == number]
+        for number in distinct(self.owner[ready]):
+            peer, slots = self.peers[number], ready[self.owner[ready] == number]
             assert peer.rows is not None
             out.append(Taken(peer.rows, self.place[slots], slots))
             self.status[slots] = DUE
@@ -246,3 +246,8 @@ class Hall:
                 "remote/envs": int((self.status != EMPTY).sum()),
                 "remote/admitted": self.admitted,
             }
+
+
+def distinct(numbers: np.ndarray) -> list[int]:
+    """Each of them once. They are few, and NumPy's way would sort."""
+    return list(dict.fromkeys(numbers.tolist()))

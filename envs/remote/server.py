@@ -18,7 +18,7 @@ import grpc.aio
 from pql import wire
 from pql.envs.remote.hall import FullError, Hall, Peer
 from pql.errors import ConfigError
-from pql.wire import BYE, OBS, RESET, STEP, WireError, unpack
+from pql.wire import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpack
 
 # A peer whose process has stopped, or whose cable was pulled, is noticed by pings: 10 s + 5 s.
 KEEPALIVE = (
@@ -32,7 +32,6 @@ KEEPALIVE = (
 )
 SIZES = (("grpc.max_receive_message_length", wire.LARGEST), ("grpc.max_send_message_length", wire.LARGEST))
 OPTIONS = (*KEEPALIVE, *SIZES, ("grpc.so_reuseport", 0))
-LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
 GRACE = 2.0  # seconds that actors have to hear that it is over
 
 OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # that all actors must have alike

@@ -7,9 +7,9 @@ is lost loses one step of each environment, and a new one can take its place.
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import numpy as np
 from pql import wire
 from pql.envs.far import describe
 from pql.errors import ConfigError, RunError
-from pql.wire import ACT, BYE, RESET, WELCOME, Frame, WireError, newest, read_json
+from pql.wire import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, WireError, newest, read_json
 
 OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -60,41 +60,46 @@ class Actor:
     Args:
         role: ``train``, or ``eval``: its episodes are for evaluations alone.
         token: what the learner asks for; None: nothing.
-        ca: file (PEM) with the certificate that the learner's must be signed by; None: no TLS.
+        ca: the certificate (PEM) that the learner's must be signed by; None: no TLS.
         patience: seconds without a learner after which it gives up; None: never.
         tell: takes lines for people.
+        leave: once another thread has set it, the actor leaves at the learner's next order.
+
+    Attributes:
+        steps: of every environment so far.
+        connected: a learner has let it in.
     """
 
     def __init__(
-        self, address: str, sim: Simulator, role: str = "train", token: str | None = None, ca: Path | None = None,
-        patience: float | None = None, tell: Callable[[str], None] | None = None,
+        self, address: str, sim: Simulator, role: str = "train", token: str | None = None, ca: bytes | None = None,
+        patience: float | None = None, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None,
     ):  # fmt: skip
         self.address, self.sim, self.role, self.token = address, sim, role, token
-        self.patience, self.tell = patience, tell or say
+        self.patience, self.tell, self.leave = patience, tell or say, leave or threading.Event()
         self.facts = describe(sim.spec)
         for group in self.facts["obs"].values():
             group[1] = "float32" if group[1].startswith("float") else group[1]  # as everywhere in the library
         self.layout = wire.Layout(self.facts)
         self.stacks = {k: s.stack for k, s in sim.spec.obs.items()}
-        self.credentials = None if ca is None else grpc.ssl_channel_credentials(read_file("--ca", ca))
-        if token is not None and ca is None and not address.startswith(("127.", "localhost:", "[::1]:", "unix:")):
+        self.credentials = None if ca is None else grpc.ssl_channel_credentials(ca)
+        if token is not None and ca is None and not address.startswith(LOOPBACK):
             raise ConfigError("--ca", None, "a file: a token is not sent to another machine without TLS")
-        self.steps = 0  # of every environment
+        self.steps, self.connected = 0, False
 
-    def run(self) -> None:
-        """Connect, and connect again, until the learner says that the run is over.
+    def run(self) -> str | None:
+        """Connect, and connect again, until the learner ends the run. Returns its words; None: the actor has left.
 
         Raises:
             ConfigError: the learner refuses this actor for good.
             RunError: no learner within ``patience`` seconds.
         """
         attempt, alone_since = 0, time.monotonic()
-        while True:
+        while not self.leave.is_set():
             before = self.steps
             try:
                 why = self._connect()
-                self.tell(f"done: {why}")
-                return
+                self.tell("left" if why is None else f"done: {why}")
+                return why
             except EndedError as error:
                 reason = str(error)
             now = time.monotonic()
@@ -103,13 +108,14 @@ class Actor:
             if self.patience is not None and now - alone_since > self.patience:
                 raise RunError(f"no learner at {self.address} for {self.patience:g} s: {reason}")
             # Jittered: a hundred actors that lost the same learner do not come back in the same moment.
-            delay = min(LONGEST_DELAY, FIRST_DELAY * 2**attempt) * random.uniform(0.5, 1.0)
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
             attempt += 1
             self.tell(f"{reason}; next attempt at {self.address} in {delay:.1f} s")
-            time.sleep(delay)
+            self.leave.wait(delay)
+        return None
 
-    def _connect(self) -> str:
-        """One stream, from its beginning to its end. Returns why the learner has ended it."""
+    def _connect(self) -> str | None:
+        """One stream, from its beginning to its end. Returns why the learner has ended it; None: it has left."""
         outbox: SimpleQueue[bytes | None] = SimpleQueue()
         with self._channel() as channel:
             show = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
@@ -119,6 +125,7 @@ class Actor:
             except grpc.RpcError as error:
                 raise self._ended(error) from error
             finally:
+                self.connected = False
                 outbox.put(None)
                 stream.cancel()
 
@@ -127,7 +134,7 @@ class Actor:
             return grpc.insecure_channel(self.address, options=OPTIONS)
         return grpc.secure_channel(self.address, self.credentials, options=OPTIONS)
 
-    def _serve(self, stream: Iterable[bytes], outbox: "SimpleQueue[bytes | None]") -> str:
+    def _serve(self, stream: Iterable[bytes], outbox: "SimpleQueue[bytes | None]") -> str | None:
         """Do what the learner says."""
         run_id = int.from_bytes(os.urandom(8), "little")  # a new one each time: nothing of before goes on
         outbox.put(wire.pack_json(wire.HELLO, run_id, 0, {"spec": self.facts, "role": self.role}))
@@ -138,7 +145,10 @@ class Actor:
             if frame.kind == BYE:
                 return str(read_json(frame.body).get("reason"))
             if frame.kind == WELCOME:
+                self.connected = True
                 self.tell(f"connected to {self.address} as actor {read_json(frame.body).get('actor')}")
+            elif self.leave.is_set():
+                return None  # its last answer has been taken, or there would be no order
             else:
                 outbox.put(self._obey(frame))
         raise EndedError("the learner has closed the stream")
@@ -165,15 +175,3 @@ class Actor:
 
 def say(line: str) -> None:
     print(f"pql actor: {line}", file=sys.stderr, flush=True)
-
-
-def read_file(setting: str, path: Path) -> bytes:
-    """A file's bytes.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return path.expanduser().read_bytes()
-    except OSError as error:
-        raise ConfigError(setting, path, f"a file that can be read ({error.strerror})") from error

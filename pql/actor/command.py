@@ -4,50 +4,107 @@ import argparse
 import json
 import os
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pql.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pql.actor.client import Actor
 
 
 class StopError(Exception):
     """Ctrl-C or SIGTERM came."""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What an actor steps, and for whom. It can be sent to another machine: files have been read."""
+
+    connect: str
+    task: str
+    num_envs: int
+    kwargs: Mapping[str, Any]
+    role: str = "train"
+    token: str | None = field(default=None, repr=False)
+    ca: bytes | None = field(default=None, repr=False)
+    patience: float | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_setup(parser)
+    parser.add_argument("--patience", type=float, metavar="SECONDS", help="give up without a learner (default: never)")
+    parser.set_defaults(run=run)
+
+
+def add_setup(parser: argparse.ArgumentParser) -> None:
+    """What says which environments, and for whom."""
+    parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where pql train task=remote listens")
+    parser.add_argument("--task", metavar="NAME", required=True)
+    parser.add_argument("--num-envs", type=int, default=32)
+    parser.add_argument("--role", choices=("train", "eval"), default="train", help="eval: for evaluations alone")
+    parser.add_argument("--token-file", metavar="FILE", help="holds what the learner asks for (or: PQL_TOKEN)")
+    parser.add_argument("--ca", metavar="FILE", help="certificate that the learner's is signed by: use TLS")
+    parser.add_argument("overrides", nargs="*", help="keywords for the simulator: key=value")
+
+
 def run(args: argparse.Namespace) -> int:
     """Act until the learner, or a signal, ends it. Returns the exit status."""
-    check(args)
-    kwargs = keywords(args.overrides)
+    actor = make_actor(setup_of(args))
+    before = {s: signal.signal(s, _stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        from pql.actor.client import Actor, read_file, say
+        actor.run()
+    except StopError:
+        actor.tell("stopped")
+        return 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        actor.sim.close()
+    return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StopError
+
+
+def setup_of(args: argparse.Namespace) -> Setup:
+    """The command's words, checked; its files, read.
+
+    Raises:
+        ConfigError: an option cannot be, or a file not be read.
+    """
+    check(args)
+    token = os.environ.get("PQL_TOKEN") or None
+    if args.token_file:
+        token = read_file("--token-file", Path(args.token_file)).decode().strip()
+    ca = None if args.ca is None else read_file("--ca", Path(args.ca))
+    kwargs = keywords(args.overrides)
+    return Setup(args.connect, args.task, args.num_envs, kwargs, args.role, token, ca, args.patience)
+
+
+def make_actor(
+    setup: Setup, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
+) -> "Actor":
+    """The simulator, and its actor (which has the other arguments).
+
+    Raises:
+        ConfigError: no such simulator, or packages are missing.
+    """
+    try:
+        from pql.actor.client import Actor
     except ModuleNotFoundError as error:
         raise ConfigError(
             "command", "actor", f"packages that are installed: pip install grpcio numpy ({error})"
         ) from error
     from pql.actor.sims import make_sim
 
-    token = os.environ.get("PQL_TOKEN") or None
-    if args.token_file:
-        token = read_file("--token-file", Path(args.token_file)).decode().strip()
-    sim = make_sim(args.task, args.num_envs, kwargs)
-    ca = None if args.ca is None else Path(args.ca)
-    before = {s: signal.signal(s, _stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        Actor(args.connect, sim, args.role, token, ca, args.patience).run()
-    except StopError:
-        say("stopped")
-        return 130
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        sim.close()
-    return 0
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise StopError
+    sim = make_sim(setup.task, setup.num_envs, setup.kwargs)
+    return Actor(setup.connect, sim, setup.role, setup.token, setup.ca, setup.patience, tell, leave)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -73,3 +130,15 @@ def keywords(words: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             out[key] = text
     return out
+
+
+def read_file(setting: str, path: Path) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(setting, path, f"a file that can be read ({error.strerror})") from error

@@ -31,6 +31,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return (right(b) @ a.unsqueeze(-1)).squeeze(-1)
 
 
+def conjugate(quat: Tensor) -> Tensor:
+    """The inverse of unit quaternions (w, x, y, z) [..., 4]."""
+    return torch.cat((quat[..., :1], -quat[..., 1:]), -1)
+
+
 def into(matrix: Tensor, vector: Tensor) -> Tensor:
     """World vectors [..., 3] in the frame of ``matrix`` [..., 3, 3] (body to world): its transpose times them."""
     return (matrix * vector.unsqueeze(-1)).sum(-2)

@@ -1,0 +1,186 @@
+"""What becomes of a fleet's actors: who is placed, placed again and when, and when all of it is over.
+
+Decisions alone: this file knows nothing of Ray, and has no clock and no sleep of its own.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from pql.errors import ConfigError, PqlError, RunError
+
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds until an actor that ended is placed again
+STEADY = 60.0  # seconds of stepping after which earlier failures are forgotten
+TRIES = 5  # failures in a row of one actor that end a fleet of which nobody has ever stepped
+GRACE = 10.0  # seconds that actors have to leave once they were asked to
+QUIET = 60.0  # seconds between lines that say how it goes, where nothing has changed
+
+OVER, STOPPED, REFUSED, FAILED, LOST = "is done", "has left", "was refused", "failed", "was lost"
+
+
+class Look(NamedTuple):
+    """An actor that has a place, at one moment."""
+
+    node: str  # for people
+    steps: int = 0  # of each of its environments, since it was placed
+    connected: bool = False
+    said: str = ""  # its last line
+
+
+class Ending(NamedTuple):
+    """How an actor ended: the learner said that the run is ``OVER``, it was ``STOPPED``, a setting was ``REFUSED``, its
+    simulator ``FAILED``, or its process or machine was ``LOST``."""
+
+    kind: str
+    why: str
+    setting: tuple[str, Any, str] | None = None  # of what was refused, as ``ConfigError`` takes it
+
+
+class Cluster(Protocol):
+    """Where actors run, by number."""
+
+    def place(self, number: int) -> None:
+        """Ask for an actor, wherever there is room. Returns at once."""
+
+    def look(self) -> dict[int, Look | Ending | None]:
+        """All that were placed: None while there is no room yet, or the process is starting. An ending is told once."""
+
+    def stop(self, number: int) -> None:
+        """Ask it to leave between two steps. Returns at once."""
+
+    def remove(self, number: int) -> None:
+        """End it, whatever it is doing."""
+
+
+@dataclass
+class Post:
+    """One of the fleet's actors, whatever process it has at the moment."""
+
+    number: int
+    due: float | None = 0.0  # when it is to be placed; None: it is, or never again
+    placed: bool = False
+    look: Look | None = None
+    stepping_since: float | None = None
+    failures: int = 0  # in a row
+
+
+class Fleet:
+    """``count`` actors with ``num_envs`` environments each.
+
+    Args:
+        tell: takes lines for people.
+        jitter: of a range, a number in it: actors that were lost together do not come back in the same moment.
+
+    Attributes:
+        error: what ended it before anybody had stepped, if anything did.
+    """
+
+    def __init__(
+        self, cluster: Cluster, count: int, num_envs: int, tell: Callable[[str], None],
+        jitter: Callable[[float, float], float] = random.uniform,
+    ):  # fmt: skip
+        self.cluster, self.num_envs, self.tell, self.jitter = cluster, num_envs, tell, jitter
+        self.posts = [Post(number) for number in range(count)]
+        self.error: PqlError | None = None
+        self.restarts = self.steps = 0
+        self._leaving_until: float | None = None
+        self._told: tuple[Any, ...] = ()
+        self._told_at, self._told_steps = 0.0, 0
+
+    def turn(self, now: float) -> bool:
+        """Look at everybody, and act on it. ``now`` in seconds, of any clock. True: nobody is left."""
+        for number, found in self.cluster.look().items():
+            post = self.posts[number]
+            if isinstance(found, Ending):
+                self._ended(post, found, now)
+            elif found is not None:
+                self._saw(post, found, now)
+        if self._leaving_until is None:
+            for post in self.posts:
+                if post.due is not None and now >= post.due:
+                    post.due, post.placed = None, True
+                    self.restarts += post.failures > 0
+                    self.cluster.place(post.number)
+        elif now >= self._leaving_until:
+            for post in self.posts:
+                if post.placed:
+                    post.placed = False
+                    self.cluster.remove(post.number)
+        self._report(now)
+        return self._leaving_until is not None and not any(post.placed for post in self.posts)
+
+    def drain(self, now: float) -> None:
+        """Place nobody any more, and have all leave: between two steps, or after ``GRACE`` seconds anyhow."""
+        if self._leaving_until is not None:
+            return
+        self._leaving_until = now + GRACE
+        for post in self.posts:
+            post.due = None
+            if post.placed:
+                self.cluster.stop(post.number)
+
+    # -- one actor ----------------------------------------------------------------------------------------------------
+
+    def _saw(self, post: Post, look: Look, now: float) -> None:
+        before = 0 if post.look is None else post.look.steps
+        if post.look is None:
+            self.tell(f"actor {post.number} is on {look.node}")
+        if look.steps > before:
+            self.steps += look.steps - before
+            post.stepping_since = now if post.stepping_since is None else post.stepping_since
+            if now - post.stepping_since >= STEADY:
+                post.failures = 0
+        post.look = look
+
+    def _ended(self, post: Post, ending: Ending, now: float) -> None:
+        node = "" if post.look is None else f" on {post.look.node}"
+        post.placed, post.look, post.stepping_since = False, None, None
+        if self._leaving_until is not None:
+            return
+        if ending.kind == OVER:
+            self.tell(f"actor {post.number}{node}: {ending.why}")
+            self.drain(now)
+            return
+        post.failures += 1
+        if self.steps == 0:  # the same for all of them, or so it seems
+            if ending.kind == REFUSED and ending.setting is not None:
+                self.error = ConfigError(*ending.setting)
+            elif post.failures == TRIES:
+                self.error = RunError(f"actor {post.number}{node} failed {TRIES} times in a row: {ending.why}")
+            if self.error is not None:
+                self.drain(now)
+                return
+        delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(post.failures - 1, 10)) * self.jitter(0.5, 1.0)
+        post.due = now + delay
+        self.tell(f"actor {post.number}{node} {ending.kind}: {ending.why}; it is placed again in {delay:.1f} s")
+
+    # -- for people ---------------------------------------------------------------------------------------------------
+
+    def _report(self, now: float) -> None:
+        """A line where something has changed, and every ``QUIET`` seconds."""
+        state = self._state()
+        if state == self._told and now - self._told_at < QUIET:
+            return
+        rate = (self.steps - self._told_steps) * self.num_envs / max(now - self._told_at, 1.0)
+        self._told, self._told_at, self._told_steps = state, now, self.steps
+        self.tell(self._words(*state) + f"; {rate:,.0f} env steps/s" * (rate >= 1))
+
+    def _state(self) -> tuple[Any, ...]:
+        """(acting, their nodes, without a learner, what one of these says, starting or without a place, to be placed
+        again, restarts)."""
+        looks = [post.look for post in self.posts if post.look is not None]
+        alone = [look for look in looks if look.said and not look.connected]
+        acting = [look for look in looks if look.connected]
+        starting = sum(post.placed for post in self.posts) - len(acting) - len(alone)
+        again = sum(post.due is not None for post in self.posts)
+        said = alone[0].said.partition(";")[0] if alone else ""
+        return len(acting), len({look.node for look in acting}), len(alone), said, starting, again, self.restarts
+
+    def _words(self, acting: int, nodes: int, alone: int, said: str, starting: int, again: int, restarts: int) -> str:
+        parts = [f"{acting} of {len(self.posts)} acting" + f" on {nodes} node{'s' * (nodes > 1)}" * (nodes > 0)]
+        parts += [f"{alone} without a learner" + f" ({said})" * bool(said)] * (alone > 0)
+        parts += [f"{starting} starting, or waiting for room"] * (starting > 0)
+        parts += [f"{again} to be placed again"] * (again > 0)
+        parts += [f"{restarts} placed again so far"] * (restarts > 0)
+        return ", ".join(parts)

@@ -1,0 +1,144 @@
+"""Other processes for ``bench_remote.py``: actors whose simulators take no time at all, and a bare echo.
+
+NumPy and grpcio alone, as on an actor's machine. Each is a process of its own because all of grpc.aio's loops in one
+process wake at every message of any of them.
+
+    _puppets.py trip ADDRESS ECHO     one actor; measures what each line on stdin says: remote or echo, and how often
+    _puppets.py crowd ADDRESS COUNT   that many actors, which answer at once, until they are told that it is over
+    _puppets.py echo ADDRESS          sends back what it gets
+"""
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+
+from pql import wire
+from pql.actor.client import OPTIONS
+
+ENVS, FRAME = 32, (84, 84)
+PIXELS = {
+    "name": "pixels", "num_envs": ENVS, "obs": {"policy": [[4, *FRAME], "uint8", 4]}, "action": {"n": 6},
+    "max_episode_steps": 1000, "autoreset": "same_step", "final_obs": "always", "log": [], "info": {},
+}  # fmt: skip
+ACT = f"/{wire.SERVICE}/{wire.METHOD}"
+OWN = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a connection for each channel
+
+
+def main(role: str, *words: str) -> int:
+    roles: dict[str, Callable[..., None]] = {"trip": trip, "crowd": crowd, "echo": echo}
+    roles[role](*words)
+    return 0
+
+
+class Row(NamedTuple):
+    """A step, as ``wire.Layout.pack_step`` wants it."""
+
+    obs: Any
+    reward: Any
+    terminated: Any
+    truncated: Any
+    first: Any
+    final_obs: Any
+    final_ok: Any
+    valid: Any
+    log: dict[str, Any]
+
+
+class Lines:
+    """What such an actor says. Its steps are always the same, so they are packed once."""
+
+    def __init__(self, run_id: int):
+        self.run_id, layout = run_id, wire.Layout(PIXELS)
+        obs = {"policy": np.random.default_rng(0).integers(0, 255, (ENVS, *FRAME), np.uint8)}
+        no, zero = np.zeros(ENVS, bool), np.zeros(ENVS, np.float32)
+        step = layout.pack_step(0, 0, Row(obs, zero, no, no, no, obs, ~no, ~no, {}))
+        self.hello = wire.pack_json(wire.HELLO, run_id, 0, {"spec": PIXELS, "role": "train"})
+        self.bodies = {wire.RESET: layout.pack_obs(0, 0, obs)[wire.HEADER.size :], wire.ACT: step[wire.HEADER.size :]}
+
+    def answer(self, order: bytes) -> bytes:
+        """To an order; nothing to the last one."""
+        asked = wire.unpack(order)
+        if asked.kind == wire.BYE:
+            return b""
+        kind = wire.OBS if asked.kind == wire.RESET else wire.STEP
+        return wire.pack(kind, self.run_id, asked.seq, self.bodies[asked.kind])
+
+
+# -- one, and a clock -------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A stream of the kind that ``pql actor`` has; it waits for somebody to listen."""
+
+    def __init__(self, address: str, method: str):
+        self.outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self.channel = grpc.insecure_channel(address, options=OWN)
+        call = self.channel.stream_stream(method)
+        self.stream = call(iter(self.outbox.get, None), wait_for_ready=True)
+
+    def __call__(self, message: bytes) -> bytes:
+        self.outbox.put(message)
+        return next(self.stream)
+
+
+def trip(address: str, bare: str) -> None:
+    actor, far, lines = Stream(address, ACT), Stream(bare, "/Echo/Echo"), Lines(1)
+    actor(lines.hello)
+    order = next(actor.stream)
+    frames = lines.answer(actor(lines.answer(order)))
+    for line in sys.stdin:
+        which, count = line.split()
+        times = []
+        for _ in range(int(count)):
+            start = time.perf_counter()
+            heard = actor(frames) if which == "remote" else far(frames)
+            times.append(1e3 * (time.perf_counter() - start))
+            if which == "remote":
+                frames = lines.answer(heard)  # packed while no clock runs: the bytes alone are of interest
+        print(statistics.median(times), flush=True)
+
+
+# -- many -------------------------------------------------------------------------------------------------------------
+
+
+def crowd(address: str, count: str) -> None:
+    async def act(number: int) -> None:
+        lines = Lines(number)
+        async with grpc.aio.insecure_channel(address, options=OWN) as channel:
+            stream = channel.stream_stream(ACT)(wait_for_ready=True)
+            await stream.write(lines.hello)
+            await stream.read()
+            while answer := lines.answer(await stream.read()):
+                await stream.write(answer)
+
+    async def everybody() -> None:
+        await asyncio.gather(*map(act, range(int(count))))
+
+    asyncio.run(everybody())
+
+
+def echo(address: str) -> None:
+    async def answer(_: Any, context: Any) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            await context.write(message)
+
+    async def serve() -> None:
+        server = grpc.aio.server(options=OPTIONS)
+        handler = grpc.stream_stream_rpc_method_handler(answer)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Echo", {"Echo": handler}),))
+        server.add_insecure_port(address)
+        await server.start()
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
