@@ -1,12 +1,19 @@
 """MuJoCo environments for the tests."""
 
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from pql.env import make_env
 from pql.envs.mujoco.env import MujocoVec
+
+LEGGED = ("anymal", "go1_velocity", "g1_velocity")
+legged = pytest.mark.skipif(
+    not all(map(find_spec, ("genesis", "mjlab"))), reason="needs the robots' packages: make robots"
+)
 
 
 def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
