@@ -1,6 +1,5 @@
 """MuJoCo environments for the tests."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,11 +8,10 @@ from torch import Tensor
 
 from pql.env import make_env
 from pql.envs.mujoco.env import MujocoVec
+from pql.envs.mujoco.robots import model_file
+from pql.errors import ConfigError
 
 LEGGED = ("anymal", "go1_velocity", "g1_velocity")
-legged = pytest.mark.skipif(
-    not all(map(find_spec, ("genesis", "mjlab"))), reason="needs the robots' packages: make robots"
-)
 
 
 def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
@@ -26,3 +24,14 @@ def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:
     """[steps, N, A] in [-1, 1]."""
     gen = torch.Generator().manual_seed(seed)
     return torch.rand(steps, env.spec.num_envs, env.task.action_size, generator=gen) * 2 - 1
+
+
+def needs(*robots: str) -> pytest.MarkDecorator:
+    """Skips a test where a robot's model is not installed, with the command that installs it as the reason."""
+    missing = ""
+    for robot in robots:
+        try:
+            model_file(robot)
+        except ConfigError as error:
+            missing = str(error)
+    return pytest.mark.skipif(bool(missing), reason=missing)

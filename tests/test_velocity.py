@@ -11,7 +11,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import LEGGED, build, legged
+from mujoco_runs import LEGGED, build, needs
 
 from pql.conformance import check_env
 from pql.envs.mujoco import TASKS as TASK_MAKERS
@@ -22,7 +22,7 @@ from pql.envs.mujoco.unitree import G1, SIDES, Go1
 from pql.envs.mujoco.velocity import Velocity
 from pql.errors import ConfigError
 
-pytestmark = [pytest.mark.usefixtures("scratch"), legged]
+pytestmark = [pytest.mark.usefixtures("scratch"), needs("anymal_c", "go1", "g1")]
 
 DOUBLE = torch.float64
 TASKS = {"anymal": Anymal, "go1_velocity": Go1, "g1_velocity": G1}

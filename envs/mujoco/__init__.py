@@ -17,7 +17,7 @@ from pql.envs.mujoco.env import MujocoVec, Options, describe
 from pql.envs.mujoco.isaac import allegro_hand as allegro_hands
 from pql.envs.mujoco.isaac import ant as isaac_ants
 from pql.envs.mujoco.isaac import anymal as anymals
-from pql.envs.mujoco.isaac import ball, shadow_openai
+from pql.envs.mujoco.isaac import ball, franka, shadow_openai
 from pql.envs.mujoco.isaac import humanoid as isaac_humanoids
 from pql.envs.mujoco.isaac import shadow_hand as shadow_hands
 from pql.envs.mujoco.randomize import Randomize
@@ -126,6 +126,8 @@ shadow_hand_full = Maker(shadow_hands.ShadowHandFull)
 shadow_hand_full_no_vel = Maker(shadow_hands.ShadowHandFullNoVel)
 shadow_hand_openai = Maker(shadow_openai.ShadowHandOpenAI)
 allegro_hand = Maker(allegro_hands.AllegroHand)
+franka_cube_stack = Maker(franka.FrankaCubeStack)
+franka_cube_stack_torque = Maker(franka.FrankaCubeStackTorque)
 
 TASKS = {name: value for name, value in globals().items() if isinstance(value, Maker)}
 """Factory by task name."""

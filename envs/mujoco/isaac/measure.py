@@ -19,15 +19,16 @@ def rotation(quat: Tensor) -> Tensor:
     return torch.stack(rows, -1).unflatten(-1, (3, 3))
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Hamilton's product of quaternions (w, x, y, z) [..., 4]: the rotation ``right``, then ``left``."""
-    a, b, c, d = left.unbind(-1)
-    w, x, y, z = right.unbind(-1)
-    parts = (
-        a * w - b * x - c * y - d * z, a * x + b * w + c * z - d * y,
-        a * y - b * z + c * w + d * x, a * z + b * y - c * x + d * w,
-    )  # fmt: skip
-    return torch.stack(parts, -1)
+def right(quat: Tensor) -> Tensor:
+    """Matrices [..., 4, 4] that multiply a quaternion by ``quat`` [..., 4] from the right."""
+    w, x, y, z = quat.unbind(-1)
+    rows = (w, -x, -y, -z, x, w, z, -y, y, -z, w, x, z, y, -x, w)
+    return torch.stack(rows, -1).unflatten(-1, (4, 4))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Quaternions (w, x, y, z) [..., 4]: the rotation ``b``, then ``a``."""
+    return (right(b) @ a.unsqueeze(-1)).squeeze(-1)
 
 
 def conjugate(quat: Tensor) -> Tensor:
