@@ -17,7 +17,7 @@ pytest.importorskip("mujoco_warp")
 
 import mujoco_runs
 from conftest import never_waiting
-from mujoco_runs import LEGGED, needs, random_actions
+from mujoco_runs import ROBOT_OF, random_actions, task
 
 from pql.conformance import check_env
 from pql.env import make_env
@@ -25,7 +25,6 @@ from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.engine import Masked
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.randomize import base_dofs
-from pql.envs.mujoco.robots import ROBOTS as MODELS
 from pql.envs.mujoco.warp import WarpEngine
 from pql.errors import PqlWarning
 
@@ -34,11 +33,7 @@ STIFF = {"ballbalance": 3000.0}  # pinned feet on stiff servos, seen by force se
 PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
 HANDS = ("shadow_hand", "shadow_hand_openai", "allegro_hand")
 ODD = dict.fromkeys(HANDS, 0.3)  # share of rows that may differ: a box on capsules has contacts of other numbers
-ROBOTS = [
-    "halfcheetah",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER)),
-    *(pytest.param(name, marks=[pytest.mark.slow, needs(*MODELS)]) for name in (*LEGGED, *HANDS)),
-]
+ROBOTS = ["halfcheetah", *(task(name, pytest.mark.slow) for name in (*SLOW, *PAPER, *ROBOT_OF))]
 
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -167,7 +162,7 @@ def test_randomised_parameters_mean_the_same_on_both_engines() -> None:
     a, b = c.step(action), w.step(action)
     torch.testing.assert_close(a.final_obs["policy"], b.final_obs["policy"], rtol=1e-3, atol=1e-3)
     for name in ("dof_invweight0", "body_invweight0"):
-        theirs = torch.from_numpy(c.engine.batch.expanded(name)).float()  # type: ignore[attr-defined]
+        theirs = torch.tensor(c.engine.batch.expanded(name)).float()  # type: ignore[attr-defined]
         torch.testing.assert_close(warp_of(w)._parameters[name], theirs, rtol=1e-4, atol=0)
     plain = build("halfcheetah", 6)
     plain.reset(seed=0), follow(plain, c)
