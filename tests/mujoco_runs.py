@@ -11,6 +11,13 @@ from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.robots import model_file
 from pql.errors import ConfigError
 
+ROBOT_OF = {
+    "anymal": "anymal_c", "go1_velocity": "go1", "g1_velocity": "g1",
+    "franka_cube_stack": "panda", "franka_cube_stack_torque": "panda",
+    "shadow_hand": "shadow_hand", "shadow_hand_openai": "shadow_hand", "allegro_hand": "allegro_hand",
+}  # fmt: skip
+"""Tasks whose robot is a file of somebody's package."""
+
 
 def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
     env = make_env(name, num_envs, "cpu", **{"threads": 1, **kwargs})
@@ -33,3 +40,9 @@ def needs(*robots: str) -> pytest.MarkDecorator:
         except ConfigError as error:
             missing = str(error)
     return pytest.mark.skipif(bool(missing), reason=missing)
+
+
+def task(name: str, *marks: pytest.MarkDecorator) -> Any:
+    """A parameter of tests: a task, skipped where its robot is not installed."""
+    found = [needs(ROBOT_OF[name])] if name in ROBOT_OF else []
+    return pytest.param(name, marks=[*marks, *found])

@@ -17,7 +17,7 @@ pytest.importorskip("mujoco_warp")
 
 import mujoco_runs
 from conftest import never_waiting
-from mujoco_runs import random_actions
+from mujoco_runs import ROBOT_OF, random_actions, task
 
 from pql.conformance import check_env
 from pql.env import make_env
@@ -32,11 +32,9 @@ SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher",
 # pinned feet on stiff servos, seen by force sensors: float32 shows; fingertips' forces, seen tenfold
 STIFF = {"ballbalance": 3000.0, "shadow_hand": 10.0, "shadow_hand_openai": 10.0}
 PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
-LEGGED = ("anymal", "go1_velocity", "g1_velocity")
-HANDS = ("shadow_hand", "shadow_hand_openai", "allegro_hand")
-ODD = dict.fromkeys(HANDS[:2], 0.4)  # share of rows that may differ: fingers side by side touch in one point or two
-SELDOM = (*SLOW, *PAPER, *LEGGED, *HANDS)
-ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)]
+# share of rows that may differ: fingers side by side touch in one point or two
+ODD = {"shadow_hand": 0.4, "shadow_hand_openai": 0.4}
+ROBOTS = ["halfcheetah", *(task(name, pytest.mark.slow) for name in (*SLOW, *PAPER, *ROBOT_OF))]
 
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -164,7 +162,7 @@ def test_randomised_parameters_mean_the_same_on_both_engines() -> None:
     a, b = c.step(action), w.step(action)
     torch.testing.assert_close(a.final_obs["policy"], b.final_obs["policy"], rtol=1e-3, atol=1e-3)
     for name in ("dof_invweight0", "body_invweight0"):
-        theirs = torch.from_numpy(c.engine.batch.expanded(name)).float()  # type: ignore[attr-defined]
+        theirs = torch.tensor(c.engine.batch.expanded(name)).float()  # type: ignore[attr-defined]
         torch.testing.assert_close(warp_of(w)._parameters[name], theirs, rtol=1e-4, atol=0)
     plain = build("halfcheetah", 6)
     plain.reset(seed=0), follow(plain, c)

@@ -34,10 +34,16 @@ class InverseWeights:
         parts = np.concatenate((_gram(jacobian[:, 0]).sum(1, keepdims=True), _gram(principal)), 1)  # [nbody, 4, nv, nv]
         full = np.zeros((nv, nv))
         mujoco.mj_fullM(model, data, full)
+        alone = model.dof_simplenum > 0  # MuJoCo leaves the armature of such out, here alone
+        full[alone, alone] -= model.dof_armature[alone]
         nominal = np.concatenate((model.body_mass[:, None], model.body_inertia), 1)
         rest = full - np.tensordot(nominal, parts)
         axes = np.einsum("di,ei,ej->dij", _alike(model), np.eye(nv), np.eye(nv))
-        probes = np.concatenate((axes, _gram(jacobian).mean(2).reshape(-1, nv, nv)))  # [nv + 2 nbody, nv, nv]
+        moved = _gram(jacobian).mean(2)  # [nbody, 2, nv, nv]
+        slides = model.body_simple == 2  # bodies alone on slides: MuJoCo has 1 / mass, and nothing for turning
+        moved[slides, 0] = _gram(np.eye(nv)[model.body_dofadr[slides]])
+        probes = np.concatenate((axes, moved.reshape(-1, nv, nv)))  # [nv + 2 nbody, nv, nv]
+        self._either = torch.tensor(~slides[:, None], device=device)
         self._parts, self._rest, self._probes = (
             torch.tensor(part.reshape(-1, nv * nv), device=device, dtype=dtype) for part in (parts, rest, probes)
         )
@@ -50,7 +56,7 @@ class InverseWeights:
         inverse = torch.linalg.inv_ex(matrix, check_errors=False)[0].flatten(1)
         weights = inverse @ self._probes.T
         dof, body = weights[:, : self._nv], weights[:, self._nv :].unflatten(1, (-1, 2))
-        return dof, torch.where(body < mujoco.mjMINVAL, body.flip(2), body)  # one that only slides or turns
+        return dof, torch.where(self._either & (body < mujoco.mjMINVAL), body.flip(2), body)  # only slides or turns
 
 
 def _gram(rows: np.ndarray) -> np.ndarray:
