@@ -260,6 +260,7 @@ class Server:
         self.groups: dict[str, str] = {}  # observation groups, and where they go
         self.terms: dict[str, str] = {}  # and those of the log
         self.speaks_torch = False
+        self.settle: Any = None  # waits for the device, where the arrays lie there
 
     def read(self, count: int) -> bytes:
         parts = []
@@ -318,6 +319,20 @@ class Server:
         self.arrays.update(zip(FLAGS, self.arrays["flags"]))
         self.arrays.update(zip(self.terms.values(), self.arrays["log"]))
 
+    def do_share(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
+        """From now on all arrays lie on the device; or the answer says why they cannot."""
+        device = self.env.spec.device
+        try:
+            cuda = importlib.import_module("pql.envs.shared_cuda")
+            if not cuda.usable(device):
+                return {"why": f"the simulator's tensors are on {device}"}, b""
+            self.tensors = cuda.tensors(cuda.attach(request["handle"], device), request["places"], device)
+        except (ImportError, OSError, RuntimeError, TypeError) as error:
+            return {"why": str(error)}, b""
+        self.tensors.update(zip(self.terms.values(), self.tensors["log"]))
+        self.arrays, self.settle = self.tensors, lambda: cuda.wait(device)
+        return {"why": None}, b""
+
     def do_reset(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
         self.show(self.env.reset(request["seed"]))
         return {}, b""
@@ -349,6 +364,8 @@ class Server:
             self.tensors = {k: torch.from_numpy(v) for k, v in self.arrays.items()}
         for name, field in self.groups.items():
             self.put(field, obs[name])
+        if self.settle:
+            self.settle()
 
     def given(self, name: str) -> Any:
         """A copy of what the near side has written, as the simulator likes it."""
@@ -369,6 +386,11 @@ class Server:
                 put(name, getattr(step, name))
         for name, field in self.terms.items():
             put(field, step.log[name])
+        if self.settle:
+            for name in self.groups:
+                put("final." + name, step.final_obs[name])
+            self.settle()
+            return
         rows = (self.arrays["first"] | ~self.arrays["final_ok"]).nonzero()[0]
         self.arrays["count"][0] = count = len(rows)
         if count:

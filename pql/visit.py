@@ -87,6 +87,7 @@ def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
         ["final observations", f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
                                + (", from which nothing is bootstrapped" if counts["lost"] else "")],
         ["time limit", f"{spec.max_episode_steps or 'none'}"],
+        *([["crosses through", env.crossing]] if hasattr(env, "crossing") else []),  # in a process of its own
         ["host syncs a step", syncs(env, checker)],
         ["env-steps/s", f"{speed(env, checker):,.0f} with {spec.num_envs} environments on {spec.device}"],
         *([name, str(found)] for name, found in ranges.items()),

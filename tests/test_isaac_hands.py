@@ -1,7 +1,6 @@
 """The paper's two hands: sizes, models against Isaac's tables, each reward term by hand, goals, a hand that holds."""
 
 import math
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import build
+from mujoco_runs import build, needs
 
 from pql.conformance import check_env
 from pql.envs.mujoco import TASKS
@@ -22,10 +21,9 @@ from pql.envs.mujoco.isaac.measure import conjugate, product, rotation, unscale
 from pql.envs.mujoco.isaac.reorient import Reorient, angle_between
 
 SHADOW, ALLEGRO, OPENAI = "shadow_hand", "allegro_hand", "shadow_hand_openai"
-PACKAGES = ("gymnasium_robotics", "mani_skill")
 pytestmark = [
     pytest.mark.usefixtures("scratch"),
-    pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="needs the robots' packages: make robots"),
+    needs("shadow_hand", "allegro_hand"),
 ]
 DOUBLE = torch.float64
 

@@ -1,7 +1,5 @@
 """The Shadow Hand in OpenAI's form: slow targets, pushes, ends of episodes, what policy and critic see."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import build, random_actions
+from mujoco_runs import build, needs, random_actions
 
 from pql.conformance import check_env
 from pql.envs.mujoco.env import MujocoVec
@@ -19,7 +17,7 @@ from pql.envs.mujoco.isaac.shadow_openai import DECAY, ShadowHandOpenAI
 NAME = "shadow_hand_openai"
 pytestmark = [
     pytest.mark.usefixtures("scratch"),
-    pytest.mark.skipif(find_spec("gymnasium_robotics") is None, reason="needs the robots' packages: make robots"),
+    needs("shadow_hand"),
 ]
 DOUBLE = torch.float64
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import far_device
 import pytest
 import torch
 from conftest import differences, small_config
@@ -21,7 +22,7 @@ from pql.build import build
 from pql.compose import compose, resume_config
 from pql.conformance import check_env
 from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
-from pql.envs import far
+from pql.envs import far, shared_cuda
 from pql.envs.process import ProcessVec, _packages
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
@@ -136,6 +137,47 @@ def test_a_tensor_simulator_gives_the_same_bits_in_another_process():
                 pairs = [(one[k], other[k]) for k in one] if isinstance(one, dict) else [(one, other)]
                 assert all(torch.equal(a, b) for a, b in pairs)
         assert differences(checkpoint.flatten(here.state_dict()), checkpoint.flatten(there.state_dict())) == []
+    finally:
+        there.close()
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_arrays_on_the_device_give_the_same_bits_and_are_waited_for(monkeypatch, attach):
+    """The protocol, with files for the device's memory; ``test_gpu.py`` has the real thing."""
+    for name, function in far_device.PRETENCE.items():
+        monkeypatch.setattr(shared_cuda, name, function)
+    far_device.WAITED.clear()
+    far_device.FREED.clear()
+    kwargs = {"final_obs": "always", "stagger": True}
+    here, there = Counter(5, **kwargs), ProcessVec("far_device:Pretending", 5, kwargs={**kwargs, "attach": attach})
+    try:
+        crossing = "device memory" if attach else "host memory: CUDA_ERROR_INVALID_CONTEXT"
+        assert there.crossing == crossing
+        assert len(far_device.FREED) == (0 if attach else 1)
+        assert torch.equal(here.reset(3)["policy"], there.reset(3)["policy"])
+        for action in torch.zeros(30, 5, 2):
+            ours, theirs = here.step(action), there.step(action)
+            for one, other in zip(ours, theirs, strict=True):
+                pairs = [(one[k], other[k]) for k in one] if isinstance(one, dict) else [(one, other)]
+                assert all(torch.equal(a, b) for a, b in pairs)
+        assert len(far_device.WAITED) == (31 if attach else 0)  # the reset's observation read, 30 actions written
+    finally:
+        there.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_arrays_on_a_cuda_device_are_shared_between_processes():
+    kwargs = {"final_obs": "always", "stagger": True}
+    here, there = Counter(64, "cuda", **kwargs), ProcessVec("counter", 64, "cuda", kwargs=kwargs)
+    try:
+        assert there.crossing == "device memory"
+        assert torch.equal(here.reset(3)["policy"], there.reset(3)["policy"])
+        for action in torch.zeros(200, 64, 2, device="cuda"):
+            ours, theirs = here.step(action), there.step(action)
+            assert torch.equal(ours.obs["policy"], theirs.obs["policy"])
+            assert torch.equal(ours.final_obs["policy"], theirs.final_obs["policy"])
+            assert torch.equal(ours.first, theirs.first)
     finally:
         there.close()
 

@@ -53,7 +53,7 @@ class AllegroHand(Reorient):
     def source(cls) -> mujoco.MjSpec:
         spec = mujoco.MjSpec.from_file(str(model_file("allegro_hand")))
         spec.compiler.balanceinertia = True  # the package's inertias are not quite those of rigid bodies
-        spec.compiler.fusestatic = False  # fingertips stay bodies
+        spec.compiler.fusestatic = spec.compiler.discardvisual = False  # fingertips stay bodies, and the goal is seen
         base = spec.body("base_link")
         base.pos, base.quat = BASE, TURN
         for body in base.find_all("body"):
@@ -95,6 +95,7 @@ def _drive(spec: mujoco.MjSpec, joint: mujoco.MjsJoint, limits: tuple[float, flo
 def _scene(spec: mujoco.MjSpec, place: tuple[float, float, float]) -> None:
     """The cube, what shows the goal, and for the eye a floor and a light."""
     world = spec.worldbody
+    spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
     world.add_light(pos=[0, 0, 2], dir=[0, 0, -1])
     world.add_geom(
         name="floor", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[1, 1, 0.1], rgba=[0.75, 0.78, 0.8, 1],

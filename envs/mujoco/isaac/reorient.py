@@ -166,5 +166,5 @@ def pick(measured: dict[str, Tensor], parts: tuple[str, ...]) -> Tensor:
 
 def look(spec: mujoco.MjSpec, place: tuple[float, float, float]) -> None:
     """A picture shows the cube, the hand around it, and the goal beside it."""
-    spec.stat.center, spec.stat.extent = [place[0] - 0.06, place[1] + 0.05, place[2]], 0.3
-    spec.visual.global_.azimuth, spec.visual.global_.elevation = 60.0, -35.0
+    spec.stat.center, spec.stat.extent = [place[0] - 0.08, place[1] + 0.04, place[2] - 0.01], 0.33
+    spec.visual.global_.azimuth, spec.visual.global_.elevation = 115.0, -30.0
