@@ -1,6 +1,5 @@
 """Legged robots that follow commands: the robots, each reward term by hand, what is observed, starts, falls."""
 
-import importlib.util
 import math
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import build
+from mujoco_runs import build, needs
 
 from pql.conformance import check_env
 from pql.envs.mujoco.env import MujocoVec
@@ -20,12 +19,7 @@ from pql.envs.mujoco.isaac.anymal import Anymal
 from pql.envs.mujoco.unitree import G1, SIDES, Go1
 from pql.envs.mujoco.velocity import Velocity
 
-pytestmark = [
-    pytest.mark.usefixtures("scratch"),
-    pytest.mark.skipif(
-        not all(importlib.util.find_spec(package) for package in ("genesis", "mjlab")), reason="needs make robots"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("scratch"), needs("anymal_c", "go1", "g1")]
 
 DOUBLE = torch.float64
 TASKS = {"anymal": Anymal, "go1_velocity": Go1, "g1_velocity": G1}
