@@ -60,6 +60,7 @@ class Part:
         self.host: dict[str, Any] = {k: v.numpy() for k, v in frames.items()}
         self.copied = torch.cuda.Event() if pin else None
         self._flags, self._numbers = self.flags.numpy(), self.numbers.numpy()
+        self._pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self._fields = self._named(self.flags, self.numbers)  # on the CPU once and for all
 
     def step(self, taken: Sequence[Taken]) -> Step:
@@ -91,13 +92,20 @@ class Part:
 
     def _shift(self, at: slice | Tensor) -> None:
         """Make room for a frame in the stacks of ``at``: the oldest is forgotten."""
+        if isinstance(at, slice):
+            for older, newer in self._steps_back(at.start, at.stop):
+                older.copy_(newer)
+            return
         for k, spec in self.spec.obs.items():
-            if spec.stack > 1 and isinstance(at, slice):
-                shown = self.shown[k][at]
-                for i in range(spec.stack - 1):  # one by one: they overlap
-                    shown[:, i] = shown[:, i + 1]
-            elif spec.stack > 1:
+            if spec.stack > 1:
                 self.shown[k][at, :-1] = self.shown[k][at, 1:]  # the right side is a copy
+
+    def _steps_back(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """Where each frame of the stacks of some slots goes, the oldest first: as one copy, they would overlap."""
+        if (start, stop) not in self._pairs:
+            stacks = [v[start:stop] for k, v in self.shown.items() if self.spec.obs[k].stack > 1]
+            self._pairs[start, stop] = [(v[:, i], v[:, i + 1]) for v in stacks for i in range(v.shape[1] - 1)]
+        return self._pairs[start, stop]
 
     def _gather(self, rows: Any, places: np.ndarray, slots: np.ndarray) -> None:
         """One actor's rows to their places."""
