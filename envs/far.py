@@ -136,7 +136,7 @@ def mount(folders: Mapping[str, str]) -> None:
 def find(name: str) -> Callable[..., Any]:
     """``module:attribute``, a name of the entry-point group ``pql.envs`` of this interpreter, or a built-in one."""
     here = importlib.import_module("pql.envs")
-    builtin, needed = here.BUILTIN, here.NEEDS.get(name)
+    builtin, needed = here.BUILTIN, here.NEEDS.get(name, ())
     found: Any = importlib.metadata.entry_points()
     group = found.select(group="pql.envs") if sys.version_info >= (3, 10) else found.get("pql.envs", ())
     points = {point.name: point.value for point in group}
@@ -146,8 +146,8 @@ def find(name: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UnknownError("task", name, f"module:attribute, or one of {', '.join(known)}{hint}, in {sys.executable}")
-    if target == builtin.get(name) and needed and importlib.util.find_spec(needed) is None:
-        raise UnknownError("task", name, f"the package {needed!r}, which {sys.executable} does not have")
+    if target == builtin.get(name) and not all(importlib.util.find_spec(package) for package in needed):
+        raise UnknownError("task", name, f"the whole package {needed[0]!r}, which {sys.executable} does not have")
     module, _, attribute = target.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -162,7 +162,17 @@ def find(name: str) -> Callable[..., Any]:
 
 def build(request: Mapping[str, Any]) -> Any:
     """The environment; keywords that it does not take are refused, those merely offered are left out."""
-    factory, kwargs = find(request["name"]), dict(request["kwargs"])
+    return call(find(request["name"]), request)
+
+
+def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Its specification, before it is built; None where its factory cannot tell."""
+    teller = getattr(find(request["name"]), "describe", None)
+    return None if teller is None else describe(call(teller, request))
+
+
+def call(factory: Any, request: Mapping[str, Any]) -> Any:
+    kwargs = dict(request["kwargs"])
     taken = inspect.signature(factory).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         known = [k for k in taken if k not in ("num_envs", "device")]
@@ -250,6 +260,7 @@ class Server:
         self.groups: dict[str, str] = {}  # observation groups, and where they go
         self.terms: dict[str, str] = {}  # and those of the log
         self.speaks_torch = False
+        self.settle: Any = None  # waits for the device, where the arrays lie there
 
     def read(self, count: int) -> bytes:
         parts = []
@@ -285,6 +296,9 @@ class Server:
             facts["config"] = [wrong.setting, str(wrong.value), wrong.allowed]
         send_message(self.answers, ERROR, facts)
 
+    def do_foresee(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
+        return {"spec": foresee(request)}, b""
+
     def do_build(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
         self.env = build(request)
         spec = describe(self.env.spec)
@@ -304,6 +318,20 @@ class Server:
             self.arrays[name] = np.frombuffer(shared, np.dtype(dtype), count, offset).reshape(shape)
         self.arrays.update(zip(FLAGS, self.arrays["flags"]))
         self.arrays.update(zip(self.terms.values(), self.arrays["log"]))
+
+    def do_share(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
+        """From now on all arrays lie on the device; or the answer says why they cannot."""
+        device = self.env.spec.device
+        try:
+            cuda = importlib.import_module("pql.envs.shared_cuda")
+            if not cuda.usable(device):
+                return {"why": f"the simulator's tensors are on {device}"}, b""
+            self.tensors = cuda.tensors(cuda.attach(request["handle"], device), request["places"], device)
+        except (ImportError, OSError, RuntimeError, TypeError) as error:
+            return {"why": str(error)}, b""
+        self.tensors.update(zip(self.terms.values(), self.tensors["log"]))
+        self.arrays, self.settle = self.tensors, lambda: cuda.wait(device)
+        return {"why": None}, b""
 
     def do_reset(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
         self.show(self.env.reset(request["seed"]))
@@ -336,6 +364,8 @@ class Server:
             self.tensors = {k: torch.from_numpy(v) for k, v in self.arrays.items()}
         for name, field in self.groups.items():
             self.put(field, obs[name])
+        if self.settle:
+            self.settle()
 
     def given(self, name: str) -> Any:
         """A copy of what the near side has written, as the simulator likes it."""
@@ -356,6 +386,11 @@ class Server:
                 put(name, getattr(step, name))
         for name, field in self.terms.items():
             put(field, step.log[name])
+        if self.settle:
+            for name in self.groups:
+                put("final." + name, step.final_obs[name])
+            self.settle()
+            return
         rows = (self.arrays["first"] | ~self.arrays["final_ok"]).nonzero()[0]
         self.arrays["count"][0] = count = len(rows)
         if count:

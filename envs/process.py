@@ -1,6 +1,7 @@
 """Any simulator in a process of its own, and in the Python it needs: ``task.process.python=/opt/isaac/bin/python``.
 
-Observations and actions cross through memory that both sides map, and each side wakes the other through a pipe. The far
+Observations and actions cross through memory that both sides map (of the device, where both have their tensors on the
+same one), and each side wakes the other through a pipe. The far
 side is ``far.py``. It runs on Python 3.8 with NumPy alone, and can build whatever that interpreter can: a task of this
 library, an entry point of a package installed there, or ``module:attribute``.
 
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
-from pql.envs import far
+from pql.envs import far, shared_cuda
 from pql.errors import ConfigError, RunError
 from pql.types import Obs, Step
 
@@ -187,6 +188,11 @@ class ProcessVec:
         offered: keywords that it gets if it takes them.
         step_seconds: a step that takes longer is a hang; the first one, and all else, may take ``start_seconds``.
         threads: of the process's numerical libraries.
+        approve: is shown the specification before the simulator is built, where its factory can tell it by then; what
+            it raises ends the process.
+
+    Attributes:
+        crossing: what observations and actions cross through; where it could have been the device's memory, why not.
 
     Raises:
         ConfigError: no such interpreter or simulator, or a keyword or value that it refuses.
@@ -204,21 +210,30 @@ class ProcessVec:
         step_seconds: float = 20.0,
         start_seconds: float = 600.0,
         threads: int | None = None,
+        approve: Callable[[EnvSpec], object] | None = None,
     ):
         self._device, self._seconds, self._start_seconds = torch.device(device), step_seconds, start_seconds
-        self._on_host = self._device.type == "cpu"
         self._far = Far(python, threads)
+        wanted: dict[str, Any] = {
+            "name": name, "num_envs": num_envs, "device": str(device), "kwargs": dict(kwargs or {}),
+            "offered": dict(offered or {}),
+        }  # fmt: skip
         try:
-            told, _ = self._far.ask(
-                "build", start_seconds, name=name, num_envs=num_envs, device=str(device), kwargs=dict(kwargs or {}),
-                offered=dict(offered or {}),
-            )  # fmt: skip
+            if approve is not None:
+                foreseen = self._far.ask("foresee", start_seconds, **wanted)[0]["spec"]
+                if foreseen is not None:
+                    approve(read_spec(foreseen, self._device))
+            told, _ = self._far.ask("build", start_seconds, **wanted)
         except BaseException:
             self._far.kill()
             raise
         self.spec = read_spec(told["spec"], self._device)
-        self._tensors = map_memory(self._far.memory, told["places"], told["size"])
-        self._action, self._count = self._tensors["action"], self._tensors["count"].numpy()
+        self.crossing = "host memory"
+        self._shared = self._share(told["places"], told["size"]) if shared_cuda.usable(self._device) else False
+        if not self._shared:
+            self._tensors = map_memory(self._far.memory, told["places"], told["size"])
+            self._count = self._tensors["count"].numpy()
+        self._action = self._tensors["action"]
         self._shared_obs = [(name, self._tensors[f"obs.{name}"]) for name in self.spec.obs]
         self._patience = start_seconds  # the first step may compile
         self._has = frozenset(told["has"])
@@ -229,9 +244,32 @@ class ProcessVec:
             return getattr(self, "_" + name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def _share(self, places: Mapping[str, Any], size: int) -> bool:
+        """Have all arrays on the device, where the simulator's tensors are there, too; or say why that cannot be."""
+        try:
+            address, handle = shared_cuda.allocate(size, self._device)
+        except OSError as error:
+            self.crossing = f"host memory: {error}"
+            return False
+        why = self._far.ask("share", self._start_seconds, handle=handle, places=places)[0]["why"]
+        self.crossing = "device memory" if why is None else f"host memory: {why}"
+        if why is not None:
+            shared_cuda.free(address, self._device)
+            return False
+        self._tensors = shared_cuda.tensors(address, places, self._device)
+        weakref.finalize(self, shared_cuda.free, address, self._device).atexit = False  # then the driver does it
+        return True
+
+    def _settle(self) -> None:
+        """The other side may read and write: what was asked of the device here has been done."""
+        if self._shared:
+            shared_cuda.wait(self._device)
+
     def reset(self, seed: int | None = None) -> Obs:
         self._far.ask("reset", self._start_seconds, seed=seed)
-        return self._obs()
+        obs = self._obs()
+        self._settle()  # the first step may be another stream's
+        return obs
 
     def step(self, action: Tensor) -> Step:
         self.start(action)
@@ -240,6 +278,7 @@ class ProcessVec:
     def start(self, action: Tensor) -> None:
         """Hand over the actions and return at once; :meth:`result` waits for what follows."""
         self._action.copy_(action)
+        self._settle()
         self._far.wake()
 
     def result(self) -> Step:
@@ -260,10 +299,12 @@ class ProcessVec:
 
     def _take(self, shared: Tensor) -> Tensor:
         """A copy on this side's device, made before this returns."""
-        return shared.clone() if self._on_host else shared.to(self._device)
+        return shared.clone() if shared.device.type == self._device.type else shared.to(self._device)
 
     def _final(self, obs: Obs) -> Obs:
         """``obs`` itself, or a copy of it with the rows that have another successor."""
+        if self._shared:  # all rows cross: to count them would be to wait
+            return {name: self._take(self._tensors[f"final.{name}"]) for name in obs}
         count = int(self._count[0])
         if not count:
             return dict(obs)
@@ -273,8 +314,11 @@ class ProcessVec:
 
     def _reset_where(self, mask: Tensor) -> Obs:
         self._tensors["mask"].copy_(mask)
+        self._settle()
         self._far.ask("reset_where", self._start_seconds)
-        return self._obs()
+        obs = self._obs()
+        self._settle()
+        return obs
 
     def _state_dict(self) -> Any:
         return far.unpack(*self._far.ask("state_dict", self._start_seconds), as_tensors=True)

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import ExitStack
+from functools import partial
 from typing import cast
 
 import torch
@@ -69,7 +70,8 @@ def build(
     with ExitStack() as opened:  # what has been started is closed again if a later step fails
         replicas: list[Replica] = []
         for share, places in zip(each, devices, strict=True):
-            started = env if env is not None else build_env(share)
+            check = partial(_check, share, counts=counts, home=home, env=None)
+            started = env if env is not None else build_env(share, approve=check)
             if env is None:
                 opened.callback(started.close)
             rows = rows or _check(share, started.spec, counts, home, env)

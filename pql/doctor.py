@@ -32,7 +32,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def report() -> str:
     """All of it, as text."""
-    return "\n\n".join(["\n".join(machine()), table(extras()), table(simulators())])
+    return "\n\n".join(["\n".join(machine()), table(extras()), table(simulators()), table(robots())])
 
 
 def machine() -> list[str]:
@@ -102,3 +102,25 @@ def simulators() -> list[list[str]]:
             state = f"{type(error).__name__}: {error}".splitlines()[0]
         states.setdefault(state, []).append(name)
     return [["state", "environments"], *([state, ", ".join(names)] for state, names in states.items())]
+
+
+def robots() -> list[list[str]]:
+    """A row per robot whose model is a file of somebody's package: ok, or the command that installs it."""
+    from packaging.requirements import Requirement
+
+    from pql.errors import ConfigError
+
+    rows = [["robot", "state", "package"]]
+    try:
+        from pql.envs.mujoco.robots import ROBOTS, model_file
+    except ModuleNotFoundError:  # the extra ``mujoco`` comes first
+        return rows
+    for robot, model in ROBOTS.items():
+        package = Requirement(model.project).name
+        try:
+            model_file(robot)
+            state = "ok"
+        except ConfigError as error:
+            state = error.allowed.rpartition(": ")[2]
+        rows.append([robot, state, f"{package} {version(package) or 'missing'}"])
+    return rows

@@ -185,9 +185,9 @@ def find_factory(name: str) -> EnvFactory:
         return _import(name)
     if name not in BUILTIN:
         raise ConfigError("task", name, f"one of {', '.join(env_names())}{nearest(name, env_names())}")
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+    if not all(importlib.util.find_spec(package) for package in NEEDS.get(name, ())):
         where = "a Python that has it (docs/simulators.md): task.process.python=PATH"
-        raise ConfigError("task", name, f"the package {NEEDS[name]!r}, or {where}")
+        raise ConfigError("task", name, f"the whole package {NEEDS[name][0]!r}, or {where}")
     module, _, attribute = BUILTIN[name].partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -1,5 +1,6 @@
 """Optimisation over one flat parameter tensor: clip, AdamW, RAdam or RMSProp, polyak averaging. All capturable."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -12,13 +13,19 @@ from pql.parallel import ALONE, Group
 class Optimizer:
     """Gradient-norm clipping and a learning rate that is a device scalar, on a :class:`Flat`.
 
+    A gradient that is not finite changes nothing: the step is left out.
+
     Args:
         clip: largest gradient norm; None: no clipping.
+
+    Attributes:
+        broken: 0-dim float; 1 where the last gradient was not finite.
     """
 
     def __init__(self, flat: Flat, lr: float, clip: float | None = None):
         self.flat, self.clip = flat, clip
         self.lr = torch.tensor(lr, device=flat.data.device)
+        self.broken = self._whole = torch.zeros_like(self.lr)
         self.group = ALONE
 
     def connect(self, group: Group) -> None:
@@ -41,10 +48,21 @@ class Optimizer:
         assert grad is not None
         self.group.mean_(self.flat.sent, mask)
         norm = torch.linalg.vector_norm(grad)
+        skip = self._guard(norm, skip)
         if self.clip is not None:
-            grad.mul_((self.clip / (norm + 1e-6)).clamp_(max=1.0))
+            scale = (self.clip / (norm + 1e-6)).clamp_(max=1.0)
+            if scale.is_cuda or not scale >= 1:  # a host may look: it saves a pass over all gradients
+                grad.mul_(scale)
         self.apply(grad, skip)
         return norm
+
+    def _guard(self, norm: Tensor, skip: Tensor | None) -> Tensor | None:
+        """``skip``, and 1 where ``norm`` is not finite."""
+        if not norm.is_cuda and math.isfinite(norm):  # a host may look
+            self.broken = self._whole
+            return skip
+        self.broken = (norm - norm != 0).to(norm)
+        return self.broken if skip is None else torch.maximum(skip, self.broken)
 
     def apply(self, grad: Tensor, skip: Tensor | None) -> None:
         """Step along ``grad`` [P], which is clipped already."""
@@ -149,6 +167,8 @@ class RMSProp(Optimizer):
 
     def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
         go: float | Tensor = 1.0 if skip is None else 1 - skip
+        if skip is not None:
+            grad = torch.where(skip > 0, 0.0, grad)  # times 0, what is not finite stays so
         square = state["square"]
         square.lerp_(grad.square(), (1 - self.decay) * go)
         data.addcdiv_(grad, self.root(square).div_(-state["lr"] * go))  # in few passes: it counts

@@ -13,6 +13,7 @@ from pql.config import Config, to_dict
 from pql.env import VecEnv
 from pql.errors import ConfigError, PqlWarning, RunError
 from pql.evaluate import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
+from pql.guard import Guard
 from pql.interrupt import Interrupt
 from pql.policy import fresh_policy, init_from, snapshot, spec_to_dict
 from pql.prefill import prefill
@@ -102,6 +103,7 @@ class Session:
             rundir.check_shared(self.run_dir)
             self.closing = opened.pop_all()
         self._window = self._begun = self._totals()
+        self._guard = Guard(self.warn, self.parts.updates())
         if self.prefilled:
             self.say(f"replay starts with {self.prefilled:,} transitions of {config.replay.prefill}")
         if not self.parts.schedule.reproducible:
@@ -248,6 +250,7 @@ class Session:
         if row.get("train/episodes") == 0:  # nothing ended in this window: no means to tell
             row = {k: v for k, v in row.items() if not k.startswith(("train/", "episode/"))}
         self.sinks.write(row)
+        self._guard.look(row)
         for callback in self.callbacks if self.ranks.first else ():
             callback(self, row)
 

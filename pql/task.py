@@ -1,6 +1,7 @@
 """A config's task becomes a simulator: its factory, the keywords it is given, the groups its environments step in."""
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from pql.validate import resolve_device
 
 
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
-    """The environment's spec without starting it, where its factory can tell; one in another process cannot."""
+    """The environment's spec without starting it, where its factory can tell. One in another process tells it there:
+    see :func:`build_env`."""
     if config.task.process.python is not None:
         return None
     factory, groups = find_factory(config.task.name), config.placement.groups
@@ -26,9 +28,13 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
     if describe is None:
         return None
     if groups is None or "groups" in kwargs:
-        spec = describe(num_envs=config.num_envs, device=device, **kwargs)
-    else:
-        spec = grouped_spec(describe(num_envs=config.num_envs // groups, device=device, **kwargs), groups)
+        return whole_spec(config, describe(num_envs=config.num_envs, device=device, **kwargs), 1)
+    return whole_spec(config, describe(num_envs=config.num_envs // groups, device=device, **kwargs), groups)
+
+
+def whole_spec(config: Config, one: EnvSpec, groups: int) -> EnvSpec:
+    """What the run sees of ``groups`` simulators like ``one``."""
+    spec = one if groups == 1 else grouped_spec(one, groups)
     return feedback_spec(spec) if tells(config) else spec
 
 
@@ -67,14 +73,23 @@ def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
     return given
 
 
-def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
-    """The task's environment. ``num_envs`` overrides the config's, in one group (evaluation)."""
+def build_env(
+    config: Config, num_envs: int | None = None, approve: Callable[[EnvSpec], object] | None = None
+) -> VecEnv:
+    """The task's environment.
+
+    Args:
+        num_envs: instead of the config's, in one group (evaluation).
+        approve: is shown the specification of one in another process before its simulator is built, where its factory
+            can tell; of others, :func:`describe_env` tells it.
+    """
     if config.task.live:
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
     device = torch.device(config.placement.collector or resolve_device(config.device))
     groups, count = config.placement.groups if num_envs is None else 1, num_envs or config.num_envs
     if config.task.process.python is not None:
-        make, forms = partial(process_env, config, device=device), False
+        shown = None if approve is None else partial(_approve_whole, approve, config, groups or 1)
+        make, forms = partial(process_env, config, device=device, approve=shown), False
     else:
         kwargs = env_kwargs(config, groups)
         make, forms = partial(make_env, config.task.name, device=device, **kwargs), "groups" in kwargs
@@ -83,14 +98,20 @@ def build_env(config: Config, num_envs: int | None = None) -> VecEnv:
     return telling(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
 
 
-def process_env(config: Config, num_envs: int, device: torch.device) -> VecEnv:
+def _approve_whole(approve: Callable[[EnvSpec], object], config: Config, groups: int, one: EnvSpec) -> None:
+    approve(whole_spec(config, one, groups))
+
+
+def process_env(
+    config: Config, num_envs: int, device: torch.device, approve: Callable[[EnvSpec], object] | None = None
+) -> VecEnv:
     """``num_envs`` of the task's environments, in a process and a Python of their own."""
     from pql.envs.process import ProcessVec
 
     process, threads = config.task.process, thread_counts(config)["simulator"]
     return ProcessVec(
         config.task.name, num_envs, device, process.python or "", task_kwargs(config), {"threads": threads},
-        process.step_seconds, process.start_seconds, threads,
+        process.step_seconds, process.start_seconds, threads, approve,
     )  # fmt: skip
 
 

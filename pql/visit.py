@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pql.conformance import Checker, check_env
-from pql.env import VecEnv, find_factory, make_env
+from pql.env import EnvSpec, VecEnv, find_factory, make_env
 from pql.text import table
 from pql.types import Step
 from pql.validate import RANGES, STEPS, check_range
@@ -33,7 +33,10 @@ def check(name: str, num_envs: int, steps: int | None, words: dict[str, Any]) ->
     if (python := kwargs.pop("task.process.python", None)) is not None:
         from pql.envs.process import ProcessVec
 
-        env: VecEnv = ProcessVec(name, num_envs, kwargs.pop("device", "cpu"), python, kwargs)
+        foreseen: list[EnvSpec] = []
+        device = kwargs.pop("device", "cpu")
+        env: VecEnv = ProcessVec(name, num_envs, device, python, kwargs, approve=foreseen.append)
+        described = foreseen[0] if foreseen else None
     else:
         env = make_env(name, num_envs=num_envs, **kwargs)
         if describe := getattr(find_factory(name), "describe", None):
@@ -84,6 +87,7 @@ def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
         ["final observations", f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
                                + (", from which nothing is bootstrapped" if counts["lost"] else "")],
         ["time limit", f"{spec.max_episode_steps or 'none'}"],
+        *([["crosses through", env.crossing]] if hasattr(env, "crossing") else []),  # in a process of its own
         ["host syncs a step", syncs(env, checker)],
         ["env-steps/s", f"{speed(env, checker):,.0f} with {spec.num_envs} environments on {spec.device}"],
         *([name, str(found)] for name, found in ranges.items()),

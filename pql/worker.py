@@ -4,6 +4,7 @@ A :class:`Learner` is pure algorithm: named state, a way to draw a batch, an upd
 the collector) a place: it pulls private copies, works, publishes. Nobody reads another worker's tensors.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -32,11 +33,14 @@ class State:
         for k, v in self._members().items():
             v.load_state_dict(state[k])
 
+    def optimizers(self) -> list[Optimizer]:
+        members = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        return [member for member in members if isinstance(member, Optimizer)]
+
     def connect(self, group: Group) -> None:
         """Train the same weights as all processes of ``group``: optimisers average their gradients."""
-        for f in fields(self):  # type: ignore[arg-type]
-            if isinstance(member := getattr(self, f.name), Optimizer):
-                member.connect(group)
+        for optimizer in self.optimizers():
+            optimizer.connect(group)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,9 @@ class LearnerJob:
     def _burst(self) -> None:
         one = self.learner
         for batch in one.draw(self.size, one.gen):
-            self.metrics.add(one.update(one.state, one.inputs, batch, one.gen))
+            metrics = one.update(one.state, one.inputs, batch, one.gen)
+            broken = [optimizer.broken for optimizer in one.state.optimizers()]
+            self.metrics.add({**metrics, f"skipped/{one.name}": functools.reduce(torch.maximum, broken)})
 
     def __call__(self, bursts: int) -> None:
         if bursts == 0 and self.learner.rest is not None:

@@ -108,6 +108,17 @@ def broken(num_envs, device):
     raise KeyError("no licence")
 
 
+class Foreseen(Walk):
+    """Tells its specification before it is built, which fails."""
+
+    @staticmethod
+    def describe(num_envs, device="cpu", limit=7):
+        return Walk(num_envs, device, limit).spec
+
+    def __init__(self, num_envs, device="cpu", limit=7):
+        raise RuntimeError("building was begun")
+
+
 class Misshapen(Walk):
     def step(self, action):
         step = super().step(action)

@@ -2,11 +2,21 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from pql.env import make_env
 from pql.envs.mujoco.env import MujocoVec
+from pql.envs.mujoco.robots import model_file
+from pql.errors import ConfigError
+
+ROBOT_OF = {
+    "anymal": "anymal_c", "go1_velocity": "go1", "g1_velocity": "g1",
+    "franka_cube_stack": "panda", "franka_cube_stack_torque": "panda",
+    "shadow_hand": "shadow_hand", "shadow_hand_openai": "shadow_hand", "allegro_hand": "allegro_hand",
+}  # fmt: skip
+"""Tasks whose robot is a file of somebody's package."""
 
 
 def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
@@ -19,3 +29,20 @@ def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:
     """[steps, N, A] in [-1, 1]."""
     gen = torch.Generator().manual_seed(seed)
     return torch.rand(steps, env.spec.num_envs, env.task.action_size, generator=gen) * 2 - 1
+
+
+def needs(*robots: str) -> pytest.MarkDecorator:
+    """Skips a test where a robot's model is not installed, with the command that installs it as the reason."""
+    missing = ""
+    for robot in robots:
+        try:
+            model_file(robot)
+        except ConfigError as error:
+            missing = str(error)
+    return pytest.mark.skipif(bool(missing), reason=missing)
+
+
+def task(name: str, *marks: pytest.MarkDecorator) -> Any:
+    """A parameter of tests: a task, skipped where its robot is not installed."""
+    found = [needs(ROBOT_OF[name])] if name in ROBOT_OF else []
+    return pytest.param(name, marks=[*marks, *found])

@@ -18,7 +18,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 from mujoco.batch import SimulationError
-from mujoco_runs import build, random_actions
+from mujoco_runs import ROBOT_OF, build, random_actions, task
 
 import pql.envs.mujoco as robots
 from pql.env import find_factory, make_env
@@ -474,7 +474,10 @@ def test_the_model_is_a_setting_of_the_task() -> None:
         env.close()
 
 
-@pytest.mark.parametrize("name", ["halfcheetah", "ant", "pusher", "isaac_ant"])
+@pytest.mark.parametrize(
+    "name",
+    [*map(task, ("halfcheetah", "ant", "pusher", "isaac_ant", "isaac_humanoid", *ROBOT_OF))],
+)
 def test_capacities_cover_what_c_needs(name: str) -> None:
     env = build(name, 1)
     contacts, constraints = measure(env.model, env.task.frame_skip, 400, seed=7)

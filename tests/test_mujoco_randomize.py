@@ -19,6 +19,7 @@ from pql.envs.mujoco.curriculum import Levels, linear, make_curriculum, succeed,
 from pql.envs.mujoco.engine import BatchEngine, Listed
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.randomize import base_dofs
+from pql.envs.mujoco.weights import InverseWeights
 from pql.errors import ConfigError
 
 ALL = {
@@ -81,6 +82,18 @@ def test_a_randomised_simulation_is_that_of_a_model_with_these_values() -> None:
         data.ctrl[:] = action[0].numpy()
         mujoco.mj_step(by_hand, data, 4)
         np.testing.assert_array_equal(env.engine.fields["qpos"][0].numpy(), data.qpos)
+
+
+@pytest.mark.parametrize("name", ["hopper", "ant", "humanoid", "pusher", "ballbalance"])
+def test_inverse_weights_are_mujocos(name: str) -> None:
+    rng, model = np.random.default_rng(0), copy.copy(build(name, 1).model)
+    weights = InverseWeights(model, torch.device("cpu"), torch.float64)
+    model.body_mass[:] *= rng.uniform(0.5, 2.0, model.nbody)
+    model.body_inertia[:] *= rng.uniform(0.5, 2.0, (model.nbody, 1))
+    dof, body = weights(torch.tensor(model.body_mass)[None], torch.tensor(model.body_inertia)[None])
+    mujoco.mj_setConst(model, mujoco.MjData(model))
+    np.testing.assert_allclose(dof[0], model.dof_invweight0, rtol=1e-6)
+    np.testing.assert_allclose(body[0], model.body_invweight0, rtol=1e-6, atol=1e-12)
 
 
 def test_each_episode_draws_anew_and_only_its_own_row() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("mujoco_warp")
 
 import mujoco_runs
 from conftest import never_waiting
-from mujoco_runs import random_actions
+from mujoco_runs import ROBOT_OF, random_actions, task
 
 from pql.conformance import check_env
 from pql.env import make_env
@@ -30,8 +30,10 @@ from pql.errors import PqlWarning
 
 SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
 STIFF = {"ballbalance": 3000.0}  # pinned feet on stiff servos, seen by force sensors: float32 shows
-PAPER = ("isaac_ant", "ballbalance")
-ROBOTS = ["halfcheetah", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *PAPER))]
+PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
+HANDS = ("shadow_hand", "shadow_hand_openai", "allegro_hand")
+ODD = dict.fromkeys(HANDS, 0.3)  # share of rows that may differ: a box on capsules has contacts of other numbers
+ROBOTS = ["halfcheetah", *(task(name, pytest.mark.slow) for name in (*SLOW, *PAPER, *ROBOT_OF))]
 
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -47,17 +49,18 @@ def warp_of(env: MujocoVec) -> WarpEngine:
 
 
 def follow(env: MujocoVec, other: MujocoVec) -> None:
-    """Put the simulations of ``env`` into the state of ``other``."""
+    """Put the simulations of ``env`` into the state of ``other``, and into its memory of goals and targets."""
     n = env.spec.num_envs
     qpos, qvel = (other.engine.fields[name].to(env.engine.dtype) for name in ("qpos", "qvel"))
     env.engine.reset(env.engine.rows(torch.ones(n, dtype=torch.bool)), qpos.clone(), qvel.clone())
-    env._memory = {**env._memory, **env.task.track(env.engine.fields)}
+    memory = {k: v.to(env.engine.dtype) if v.is_floating_point() else v for k, v in other._memory.items()}
+    env._memory = {**memory, **env.task.track(env.engine.fields)}
 
 
 @pytest.mark.parametrize("name", ROBOTS)
 def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str) -> None:
     """Each step from C's own state, and 3 steps without putting it right again."""
-    n, steps, stiff = 16, 12, STIFF.get(name, 1.0)
+    n, steps, stiff, odd = 16, 12, STIFF.get(name, 1.0), ODD.get(name, 0.1)
     c, w, free = (build(name, n, engine, max_episode_steps=1000) for engine in ("batch", "warp", "warp"))
     for env in (c, w, free):
         env.reset(seed=0)
@@ -74,11 +77,11 @@ def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str) -> None:
             scale = a.final_obs["policy"].abs().amax(0).clamp(min=1.0)
             gap = ((theirs.final_obs["policy"] - a.final_obs["policy"]).abs() / scale).amax(1)
             assert gap.median() < size / 10
-            assert (gap > size).float().mean() <= 0.1, gap  # where a contact begins a substep earlier
+            assert (gap > size).float().mean() <= odd, gap  # where a contact begins a substep earlier
             assert torch.equal(theirs.terminated, a.terminated)
             assert not theirs.log["overflow"].any()
         apart = (b.reward - a.reward).abs() / a.reward.abs().clamp(min=1.0)
-        assert (apart > 1e-4 * stiff).float().mean() <= 0.1, apart
+        assert (apart > 1e-4 * stiff).float().mean() <= odd, apart
 
 
 @pytest.mark.parametrize("name", ROBOTS)
@@ -156,8 +159,10 @@ def test_randomised_parameters_mean_the_same_on_both_engines() -> None:
     follow(c, c), follow(w, c)
     action = random_actions(c, 1)[0]
     a, b = c.step(action), w.step(action)
-    # not closer: Warp keeps the nominal model's regularisers
-    torch.testing.assert_close(a.final_obs["policy"], b.final_obs["policy"], rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(a.final_obs["policy"], b.final_obs["policy"], rtol=1e-3, atol=1e-3)
+    for name in ("dof_invweight0", "body_invweight0"):
+        theirs = torch.tensor(c.engine.batch.expanded(name)).float()  # type: ignore[attr-defined]
+        torch.testing.assert_close(warp_of(w)._parameters[name], theirs, rtol=1e-4, atol=0)
     plain = build("halfcheetah", 6)
     plain.reset(seed=0), follow(plain, c)
     assert (plain.step(action).final_obs["policy"] - b.final_obs["policy"]).abs().amax(1).min() > 0.05

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import far_device
 import pytest
 import torch
 from conftest import differences, small_config
@@ -17,10 +18,11 @@ from far_python import far_python
 from run_files import points, words
 
 from pql import checkpoint
+from pql.build import build
 from pql.compose import compose, resume_config
 from pql.conformance import check_env
 from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
-from pql.envs import far
+from pql.envs import far, shared_cuda
 from pql.envs.process import ProcessVec, _packages
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
@@ -139,6 +141,47 @@ def test_a_tensor_simulator_gives_the_same_bits_in_another_process():
         there.close()
 
 
+@pytest.mark.parametrize("attach", [True, False])
+def test_arrays_on_the_device_give_the_same_bits_and_are_waited_for(monkeypatch, attach):
+    """The protocol, with files for the device's memory; ``test_gpu.py`` has the real thing."""
+    for name, function in far_device.PRETENCE.items():
+        monkeypatch.setattr(shared_cuda, name, function)
+    far_device.WAITED.clear()
+    far_device.FREED.clear()
+    kwargs = {"final_obs": "always", "stagger": True}
+    here, there = Counter(5, **kwargs), ProcessVec("far_device:Pretending", 5, kwargs={**kwargs, "attach": attach})
+    try:
+        crossing = "device memory" if attach else "host memory: CUDA_ERROR_INVALID_CONTEXT"
+        assert there.crossing == crossing
+        assert len(far_device.FREED) == (0 if attach else 1)
+        assert torch.equal(here.reset(3)["policy"], there.reset(3)["policy"])
+        for action in torch.zeros(30, 5, 2):
+            ours, theirs = here.step(action), there.step(action)
+            for one, other in zip(ours, theirs, strict=True):
+                pairs = [(one[k], other[k]) for k in one] if isinstance(one, dict) else [(one, other)]
+                assert all(torch.equal(a, b) for a, b in pairs)
+        assert len(far_device.WAITED) == (31 if attach else 0)  # the reset's observation read, 30 actions written
+    finally:
+        there.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_arrays_on_a_cuda_device_are_shared_between_processes():
+    kwargs = {"final_obs": "always", "stagger": True}
+    here, there = Counter(64, "cuda", **kwargs), ProcessVec("counter", 64, "cuda", kwargs=kwargs)
+    try:
+        assert there.crossing == "device memory"
+        assert torch.equal(here.reset(3)["policy"], there.reset(3)["policy"])
+        for action in torch.zeros(200, 64, 2, device="cuda"):
+            ours, theirs = here.step(action), there.step(action)
+            assert torch.equal(ours.obs["policy"], theirs.obs["policy"])
+            assert torch.equal(ours.final_obs["policy"], theirs.final_obs["policy"])
+            assert torch.equal(ours.first, theirs.first)
+    finally:
+        there.close()
+
+
 def test_the_documentations_twenty_lines_conform(tmp_path, monkeypatch, walk):
     text = (HERE.parent / "docs" / "simulators.md").read_text()
     code = next(block for block in text.split("```") if "class Reach" in block).removeprefix("python\n")
@@ -150,9 +193,11 @@ def test_the_documentations_twenty_lines_conform(tmp_path, monkeypatch, walk):
 
 
 def test_a_simulator_that_is_not_there_says_which_package(walk):
-    with pytest.raises(ConfigError, match=r"task=isaacgym: expected the package 'isaacgymenvs', which .*python.* does"):
+    with pytest.raises(
+        ConfigError, match=r"task=isaacgym: expected the whole package 'isaacgymenvs', which .*python.* does"
+    ):
         walk(name="isaacgym")
-    with pytest.raises(ConfigError, match=r"task=mjlab: expected the package 'mjlab', or a Python that has it"):
+    with pytest.raises(ConfigError, match=r"task=mjlab: expected the whole package 'mjlab', or a Python that has it"):
         make_env("mjlab")
 
 
@@ -217,6 +262,17 @@ def test_groups_of_processes_conform_and_step_by_turns(python):
         assert next(r for r in report.results if r.name == "groups").ok
     finally:
         env.close()
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_memory_is_checked_before_a_simulator_there_is_built(python, groups):
+    task = {"name": "far_sims:Foreseen", "process": {"python": python}}
+    for capacity, error, message in (
+        (10**12, ConfigError, "replay.capacity=1000000000000: expected"), (4096, RunError, "building was begun"),
+    ):  # fmt: skip
+        config = small_config(num_envs=8, task=task, placement={"groups": groups}, replay={"capacity": capacity})
+        with pytest.raises(error, match=message):
+            build(config)
 
 
 def test_the_doctor_visits(python, capsys):

@@ -5,7 +5,8 @@ python tools/bench_envs.py [--envs ant ...] [--models default] [--num-envs 64 51
 All run random actions, in turn. Every row names the model (``shipped`` or ``fast``), which decides the speed more than
 anything else. Bare MuJoCo gets exactly the physics of our run: the same states and actions step by step, with only
 writing the controls and stepping inside its clock. The others follow random trajectories of their own: gymnasium on the
-same model, EnvPool on the shipped one only, which is its own.
+same model, EnvPool on the shipped one only, which is its own. Unless named, only Gymnasium's tasks run; the PQL paper's
+stand beside bare MuJoCo alone.
 """
 
 import argparse
@@ -54,11 +55,11 @@ def ours_and_bare(env: MujocoVec, threads: int, seconds: float) -> tuple[Round, 
     env.reset(0)
     for _ in range(FIRST):
         env.step(torch.rand(n, env.task.action_size) * 2 - 1)
-    start, states = env.state_dict(), []
-    ctrls = [env.task.control(action.double(), {}, {}).numpy() for action in actions]
+    start, states, ctrls = env.state_dict(), [], []
     began = time.perf_counter()
     for action in actions:
         states.append(env.state_dict()["physics"].numpy())
+        ctrls.append(env.task.control(action.double(), env.engine.fields, env._memory).numpy().copy())
         env.step(action)
     repeats = max(1, round(seconds / (time.perf_counter() - began)))
     batch = Batch(env.model, nsim=n, nthread=threads)
@@ -145,10 +146,10 @@ def bench(name: str, model: str, num_envs: int, args: argparse.Namespace, others
     fns = {"ours": ours, "mujoco.batch": bare}
     with ExitStack() as stack:
         stack.callback(env.close)
-        if num_envs == args.num_envs[0] and "gymnasium.envs.mujoco" in others:
+        if num_envs == args.num_envs[0] and "gymnasium.envs.mujoco" in others and name in GYM_IDS:
             for mode in args.gymnasium:
                 fns[f"gymnasium {mode} n=8"] = gymnasium_round(name, model, mode, args.seconds, stack)
-        if "envpool" in others and model == "shipped":
+        if "envpool" in others and model == "shipped" and name in GYM_IDS:
             fns["envpool"] = envpool_round(name, num_envs, args.threads, args.seconds, stack)
         rates = alternate(fns, args.rounds)
     mine = rates.pop("ours")
@@ -175,7 +176,7 @@ def importable(package: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--envs", nargs="+", default=list(GYM_IDS), choices=list(GYM_IDS))
+    parser.add_argument("--envs", nargs="+", default=list(GYM_IDS), choices=list(TASKS))
     parser.add_argument("--models", choices=("default", "all"), default="default")
     parser.add_argument("--gymnasium", nargs="*", choices=("sync", "async"), default=["sync"])
     parser.add_argument("--num-envs", nargs="+", type=int, default=[64, 512, 4096])

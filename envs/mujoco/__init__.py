@@ -11,11 +11,15 @@ from typing import Any
 import torch
 
 from pql.env import EnvSpec
-from pql.envs.mujoco import control, locomotion
+from pql.envs.mujoco import control, locomotion, unitree
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe
+from pql.envs.mujoco.isaac import allegro_hand as allegro_hands
 from pql.envs.mujoco.isaac import ant as isaac_ants
-from pql.envs.mujoco.isaac import ball
+from pql.envs.mujoco.isaac import anymal as anymals
+from pql.envs.mujoco.isaac import ball, franka, shadow_openai
+from pql.envs.mujoco.isaac import humanoid as isaac_humanoids
+from pql.envs.mujoco.isaac import shadow_hand as shadow_hands
 from pql.envs.mujoco.randomize import Randomize
 from pql.envs.mujoco.task import Task
 from pql.errors import ConfigError
@@ -111,8 +115,19 @@ pusher = Maker(control.Pusher)
 invertedpendulum = Maker(control.InvertedPendulum)
 inverteddoublependulum = Maker(control.InvertedDoublePendulum)
 isaac_ant = Maker(isaac_ants.IsaacAnt)
+isaac_humanoid = Maker(isaac_humanoids.IsaacHumanoid)
+anymal = Maker(anymals.Anymal)
 ballbalance = Maker(ball.BallBalance)
 ballbalance_pixels = Maker(ball.BallBalancePixels)
+go1_velocity = Maker(unitree.Go1)
+g1_velocity = Maker(unitree.G1)
+shadow_hand = Maker(shadow_hands.ShadowHand)
+shadow_hand_full = Maker(shadow_hands.ShadowHandFull)
+shadow_hand_full_no_vel = Maker(shadow_hands.ShadowHandFullNoVel)
+shadow_hand_openai = Maker(shadow_openai.ShadowHandOpenAI)
+allegro_hand = Maker(allegro_hands.AllegroHand)
+franka_cube_stack = Maker(franka.FrankaCubeStack)
+franka_cube_stack_torque = Maker(franka.FrankaCubeStackTorque)
 
 TASKS = {name: value for name, value in globals().items() if isinstance(value, Maker)}
 """Factory by task name."""

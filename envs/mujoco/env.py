@@ -170,7 +170,10 @@ class MujocoVec:
             rows[: 1 + len(parts) + len(logged)].masked_fill_(diverged, 0.0)
             terminated = terminated & ~diverged
             final_ok = self._send(~diverged)
-        truncated = ((self._steps >= self._limit) | diverged) & ~terminated
+        late, expired = self._steps >= self._limit, task.expired(self._memory)
+        if expired is not None:
+            late = late | expired
+        truncated = (late | diverged) & ~terminated
         if self._levels.active:
             level = self._levels.follow(rows[0], metrics.get("success"), terminated | truncated, self._steps)
             rows = torch.cat((rows, level[None]))
@@ -265,6 +268,7 @@ class MujocoVec:
     def _data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
         """Simulation ``index`` as MuJoCo's own object, its derived fields up to date."""
         data = self.engine.data(index, data or mujoco.MjData(self.model))
+        self.task.show(data, {name: value[index] for name, value in self._memory.items()})
         mujoco.mj_forward(self.model, data)
         return data
 

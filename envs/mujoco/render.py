@@ -16,6 +16,7 @@ import mujoco
 import mujoco.viewer
 import numpy as np
 
+from pql.envs.mujoco.randomize import base_dofs
 from pql.errors import ConfigError
 
 PACKAGES = {"egl": "libegl1 libgl1-mesa-dri", "osmesa": "libosmesa6"}
@@ -115,8 +116,12 @@ def for_the_eye(model: mujoco.MjModel, width: int = 640, height: int = 480) -> m
 
 
 def follow(model: mujoco.MjModel) -> mujoco.MjvCamera:
-    """A camera that keeps body 1, the robot's first, in the middle."""
+    """A camera that keeps body 1, the robot's first, in the middle. Where that stays in its place, it shows what the
+    model says: ``statistic`` (center, extent) and ``visual/global`` (azimuth, elevation)."""
     camera = mujoco.MjvCamera()
+    if not base_dofs(model):
+        mujoco.mjv_defaultFreeCamera(model, camera)
+        return camera
     camera.type = mujoco.mjtCamera.mjCAMERA_TRACKING.value
     camera.trackbodyid = 1
     camera.azimuth, camera.elevation, camera.distance = 90.0, -12.0, 4.0
@@ -145,6 +150,7 @@ class Viewer:
         with self._window.lock():
             camera = follow(model)
             self._window.cam.type, self._window.cam.trackbodyid = camera.type, camera.trackbodyid
+            self._window.cam.lookat[:] = camera.lookat
             self._window.cam.azimuth, self._window.cam.elevation = camera.azimuth, camera.elevation
             self._window.cam.distance = camera.distance
 

@@ -165,6 +165,11 @@ class Task:
         """What of the memory is another after a step, for all rows. New tensors: ``memory`` may still be read."""
         return {}
 
+    def expired(self, memory: Memory) -> Tensor | None:
+        """[N] bool of the memory after a step: a time limit of the task's own has run out, beside that of the whole
+        episode, so it is truncated. None: there is no such limit."""
+        return None
+
     def track(self, fields: Fields) -> Memory:
         """What the next ``judge`` compares with, as it stands now."""
         return {}
@@ -172,6 +177,10 @@ class Task:
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         """New tensors; floats are rounded to float32 by the caller."""
         raise NotImplementedError
+
+    def show(self, data: mujoco.MjData, memory: Memory) -> None:
+        """Put what only the eye sees into ``data``, for a picture of one environment (``memory`` [...] is its row):
+        a goal, as a ``mocap`` body."""
 
 
 def check_model(task: type[Task], model: str | None) -> str:

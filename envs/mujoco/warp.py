@@ -23,6 +23,7 @@ import warp as wp
 from torch import Tensor
 
 from pql.envs.mujoco.engine import DERIVING, MAX_STATE, Fields, Masked, Rows, check_state
+from pql.envs.mujoco.weights import InverseWeights
 from pql.errors import ConfigError, PqlWarning
 
 wp.config.log_level = wp.LOG_WARNING  # before the import that starts it: a line for each of 90 kernels otherwise
@@ -30,6 +31,9 @@ import mujoco_warp as mjw  # noqa: E402
 
 STATE = ("time", "qpos", "qvel", "act", "qacc_warmstart")
 """What the next step depends on, beside the controls."""
+
+WEIGHTS = ("dof_invweight0", "body_invweight0")
+"""What :class:`InverseWeights` computes."""
 
 LOST = int(mjw.OverflowType.ALL & ~(mjw.OverflowType.ITERATIONS | mjw.OverflowType.LS_ITERATIONS))
 """Overflows that lose something; a solver at its iteration limit does not."""
@@ -50,8 +54,8 @@ class WarpEngine:
         num_envs: N.
         device: where.
         outputs: derived fields to offer.
-        parameters: the model's fields that get a value for each simulation. The regularisers that MuJoCo derives from
-            masses (``*_invweight0``) stay the nominal ones here: to compute them takes longer than a step.
+        parameters: the model's fields that get a value for each simulation. What MuJoCo derives from masses follows,
+            but for tendons' and actuators' (``tendon_invweight0``, ``actuator_acc0``), which stay the nominal ones.
         need: the most contacts and constraint rows of one simulation that C was seen to have; see ``engines.measure``.
 
     Raises:
@@ -77,7 +81,8 @@ class WarpEngine:
         self.device, self._count = device, num_envs
         contacts, constraints = (max(8, math.ceil(MARGIN * most)) for most in need)
         self._constants = not {*parameters}.isdisjoint(DERIVING)
-        own = [*parameters, *(["body_subtreemass"] if self._constants else [])]
+        derived = (*DERIVING, "body_subtreemass", *WEIGHTS) if self._constants else ()
+        own = (*parameters, *derived)
         with wp.ScopedDevice(wp.device_from_torch(self.device)):
             try:
                 self._model = mjw.put_model(model, batch_sizes=dict.fromkeys(own, num_envs))
@@ -89,7 +94,9 @@ class WarpEngine:
                 model, num_envs, nconmax=contacts, njmax=constraints, naconmax=max(LEAST, contacts * num_envs)
             )
         self.fields = {name: wp.to_torch(getattr(self._data, name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
-        self._parameters = {name: wp.to_torch(getattr(self._model, name)) for name in parameters}
+        self._parameters = {name: wp.to_torch(getattr(self._model, name)) for name in own}
+        # Warp could compute them too, but by some hundred launches, which take longer than a step
+        self._weights = InverseWeights(model, self.device, self.dtype) if self._constants else None
         state = [wp.to_torch(getattr(self._data, name)) for name in STATE]
         self._state = [part[:, None] if part.ndim == 1 else part for part in state]
         self._derived = bool(outputs)
@@ -128,6 +135,10 @@ class WarpEngine:
         if self._constants:
             fixed = mjw.SetConstGroup.FIXED
             self._run("constants", lambda: mjw.set_const(self._model, self._data, fixed, restore=False))
+        if self._weights is not None:
+            new = self._weights(*(self._parameters[name] for name in DERIVING))
+            for name, values_of_all in zip(WEIGHTS, new, strict=True):
+                self._parameters[name].copy_(values_of_all)
 
     def forward(self) -> None:
         self._run("forward", lambda: mjw.forward(self._model, self._data))

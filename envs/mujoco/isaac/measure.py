@@ -19,6 +19,23 @@ def rotation(quat: Tensor) -> Tensor:
     return torch.stack(rows, -1).unflatten(-1, (3, 3))
 
 
+def right(quat: Tensor) -> Tensor:
+    """Matrices [..., 4, 4] that multiply a quaternion by ``quat`` [..., 4] from the right."""
+    w, x, y, z = quat.unbind(-1)
+    rows = (w, -x, -y, -z, x, w, z, -y, y, -z, w, x, z, y, -x, w)
+    return torch.stack(rows, -1).unflatten(-1, (4, 4))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Quaternions (w, x, y, z) [..., 4]: the rotation ``b``, then ``a``."""
+    return (right(b) @ a.unsqueeze(-1)).squeeze(-1)
+
+
+def conjugate(quat: Tensor) -> Tensor:
+    """The inverse of unit quaternions (w, x, y, z) [..., 4]."""
+    return torch.cat((quat[..., :1], -quat[..., 1:]), -1)
+
+
 def into(matrix: Tensor, vector: Tensor) -> Tensor:
     """World vectors [..., 3] in the frame of ``matrix`` [..., 3, 3] (body to world): its transpose times them."""
     return (matrix * vector.unsqueeze(-1)).sum(-2)

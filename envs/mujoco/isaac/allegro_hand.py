@@ -1,0 +1,117 @@
+"""Allegro Hand, as the PQL paper had it: four fingers of four motors each turn a cube in the palm.
+
+The task of Isaac Gym's environments (Makoviychuk et al. 2021). The hand is the one of the mani-skill package, with the
+place, the joints' ranges and the motors of Isaac's; links have the same lengths, but for a thumb that is 2 mm longer.
+What is different from Isaac's is in :mod:`.reorient`; also, links are the package's boxes and fingertips capsules, and
+they touch one another without friction (there, convex hulls, and longer fingertips); joints have no friction (there, a
+hundredth of the force on them) and no limit of speed (there, 6.3 rad/s); the observation of the motors' torques is 0
+(there, it is read, but nothing ever fills it).
+"""
+
+from typing import ClassVar
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.isaac.reorient import DISPLAYED, Reorient, look
+from pql.envs.mujoco.robots import model_file
+from pql.envs.mujoco.task import Memory
+
+FINGER = ((-0.5585, 0.5585), (-0.2792, 1.7278), (-0.2792, 1.7278), (-0.2792, 1.7278))
+THUMB = ((0.2792, 1.5708), (-0.3316, 1.1519), (-0.2792, 1.7278), (-0.2792, 1.7627))
+RANGES = (*FINGER, *FINGER, *FINGER, *THUMB)  # of joint_0.0 to joint_15.0: index, middle, ring, thumb; radians
+STIFFNESS, DAMPING, EFFORT, ARMATURE = 3.0, 0.1, 0.5, 0.001  # of a joint's drive
+HALF, DENSITY = 0.03, 400.0  # of the cube
+# The package's base where Isaac has it. There, a mount at (0, 0, .5) is turned by Ry(pi) Rx(.47 pi) Rz(pi / 4), and the
+# palm's frame on it, at (-.008219, -.02063, .08086), by Rz(pi / 4) Ry(-pi / 2); in that frame the base is at
+# (.0366375, .0087771, -.0113), its axes the palm's z, -y and x.
+BASE, TURN = (0.0, -0.117832, 0.498001), (0.475892, 0.522998, -0.522998, 0.475892)
+TIP = (0.012, 0.004)  # radius, and half the length, of a fingertip that is a capsule
+
+
+class AllegroHand(Reorient):
+    """Observation (88): of 16 joints the position in its range, a fifth of the velocity, and 0; the cube's position,
+    orientation, velocity and a fifth of its angular velocity; the goal's position and orientation, and the rotation
+    from it to the cube's; the action. All within +-5, in the world's frame, quaternions (x, y, z, w). Action (16):
+    target angle of each joint, in its range; fingers from index to thumb, joints from palm to tip.
+    """
+
+    name = "allegro_hand"
+    contacts = (24, 72)
+    obs_size = 88
+    action_size = 16
+    frame_skip = 8
+    dt = 0.03334
+    place = (0.0, -0.2, 0.56)
+    parts: ClassVar[tuple[str, ...]] = (
+        "joints", "joint_speeds", "joint_forces", "pose", "motion", "goal", "error", "action",
+    )  # fmt: skip
+
+    @classmethod
+    def source(cls) -> mujoco.MjSpec:
+        spec = mujoco.MjSpec.from_file(str(model_file("allegro_hand")))
+        spec.compiler.balanceinertia = True  # the package's inertias are not quite those of rigid bodies
+        spec.compiler.fusestatic = spec.compiler.discardvisual = False  # fingertips stay bodies, and the goal is seen
+        base = spec.body("base_link")
+        base.pos, base.quat = BASE, TURN
+        for body in base.find_all("body"):
+            body.gravcomp = 1
+        for geom in spec.geoms:
+            geom.friction, geom.condim = (1, 0.005, 0.001), 1  # with one another; the cube asks for more
+            if geom.type == mujoco.mjtGeom.mjGEOM_MESH:
+                geom.type, geom.meshname = mujoco.mjtGeom.mjGEOM_CAPSULE, ""
+                geom.size, geom.pos = [*TIP, 0], [0, 0, -TIP[1]]
+        for mesh in list(spec.meshes):
+            spec.delete(mesh)
+        for body in base.bodies:  # MuJoCo leaves out contacts of a link with its parent, but not with one that is fixed
+            spec.add_exclude(bodyname1="base_link", bodyname2=body.name)
+        for joint, limits in zip(spec.joints, RANGES, strict=True):
+            _drive(spec, joint, limits)
+        _scene(spec, cls.place)
+        look(spec, cls.place)
+        return spec
+
+    @classmethod
+    def edit(cls, spec: mujoco.MjSpec) -> None:
+        spec.option.timestep = cls.dt / cls.frame_skip
+
+    def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+        measured = super().measure(fields, memory)
+        return {**measured, "joint_forces": torch.zeros_like(measured["joints"])}
+
+
+def _drive(spec: mujoco.MjSpec, joint: mujoco.MjsJoint, limits: tuple[float, float]) -> None:
+    """A motor that follows a target angle."""
+    joint.range, joint.armature, joint.damping, joint.frictionloss = limits, ARMATURE, [0, 0, 0], 0
+    motor = spec.add_actuator(
+        name=joint.name, target=joint.name, trntype=mujoco.mjtTrn.mjTRN_JOINT,
+        ctrlrange=limits, ctrllimited=True, forcerange=[-EFFORT, EFFORT], forcelimited=True,
+    )  # fmt: skip
+    motor.set_to_position(kp=STIFFNESS, kv=DAMPING)
+
+
+def _scene(spec: mujoco.MjSpec, place: tuple[float, float, float]) -> None:
+    """The cube, what shows the goal, and for the eye a floor and a light."""
+    world = spec.worldbody
+    spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
+    world.add_light(pos=[0, 0, 2], dir=[0, 0, -1])
+    world.add_geom(
+        name="floor", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[1, 1, 0.1], rgba=[0.75, 0.78, 0.8, 1],
+        contype=0, conaffinity=0,
+    )  # fmt: skip
+    cube = world.add_body(name="object", pos=place)
+    cube.add_freejoint(name="object")
+    goal = world.add_body(name="goal", pos=[a + b for a, b in zip(place, DISPLAYED, strict=True)], mocap=True)
+    for body, touches in ((cube, 1), (goal, 0)):
+        body.add_geom(
+            type=mujoco.mjtGeom.mjGEOM_BOX, size=[HALF] * 3, density=DENSITY, friction=[1, 0.005, 0.001], condim=4,
+            contype=touches, conaffinity=touches, rgba=[0.9, 0.9, 0.9, 1],
+        )  # fmt: skip
+        for axis in range(3):  # a mark in red, green and blue, so that no two orientations look alike
+            mark = [float(axis == other) for other in range(3)]
+            size = [0.001 if axis == other else 0.7 * HALF for other in range(3)]
+            body.add_site(
+                type=mujoco.mjtGeom.mjGEOM_BOX, pos=[HALF * one for one in mark], size=size, rgba=[*mark, 1.0]
+            )

@@ -1,0 +1,87 @@
+"""ANYmal-C follows commanded velocities, as the PQL paper had it (:mod:`..velocity` has most of it).
+
+The task of Isaac Gym's environments (Makoviychuk et al. 2021). Differences from it: MuJoCo's contacts, with Newton's
+solver and elliptic cones; the URDF of the package genesis-world, of the same dimensions and masses, whose links touch
+with simpler shapes (one capsule for the base, one for each knee; of hips and thighs, none); joint speeds have no limit
+(there, 20 rad/s); four physics steps of 5 ms an env step instead of two of 10 ms; an episode restarts in the step that
+ends it, with its final observation returned (there, one step later, with a row that belongs to neither), and has 2499
+steps.
+"""
+
+import math
+from typing import ClassVar
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.isaac.measure import rotation
+from pql.envs.mujoco.robots import model_file
+from pql.envs.mujoco.task import Memory
+from pql.envs.mujoco.velocity import Joint, Servo, Velocity
+
+SERVO = Servo(stiffness=85.0, damping=2.0, effort=80.0, reach=0.5)
+LEGS = ("LF", "LH", "RF", "RH")
+
+
+def _leg(name: str) -> dict[str, Joint]:
+    side, end = 1 if name[0] == "L" else -1, 1 if name[1] == "F" else -1
+    poses = {"HAA": 0.03 * side, "HFE": 0.4 * end, "KFE": -0.8 * end}
+    return {f"{name}_{joint}": Joint(pose, SERVO) for joint, pose in poses.items()}
+
+
+class Anymal(Velocity):
+    """ANYmal-C: 48 observations, 12 actions (targets of the joints, up to .5 rad from the pose).
+
+    Observations as :class:`..velocity.Velocity` has them; gravity is that direction turned *with* the base, as there
+    (its x and y have the other sign). Reward: .02 exp(-4 |error of the velocity over the ground|^2)
+    + .01 exp(-4 (error of the turn)^2) - 5e-7 |torques|^2, not below 0. An episode ends where base or thighs touch the
+    ground; hips, shanks and feet may.
+    """
+
+    name = "anymal"
+    contacts = (22, 66)
+    obs_size = 48
+    action_size = 12
+    time_limit = 2499
+    terms = ("linear", "angular", "torque", "floor")
+    outputs: ClassVar[tuple[str, ...]] = ("sensordata", "qfrc_actuator")
+    joints: ClassVar[dict[str, Joint]] = {joint: made for leg in LEGS for joint, made in _leg(leg).items()}
+    base = "base"
+    fragile = ("base", *(f"{leg}_THIGH" for leg in LEGS))
+    fastest = (2.0, 1.0, 1.0)
+    height = 0.62
+    spread = 0.5
+
+    @classmethod
+    def source(cls) -> mujoco.MjSpec:
+        spec = mujoco.MjSpec.from_file(str(model_file("anymal_c")))
+        spec.compiler.balanceinertia = True  # that no body could have
+        spec.body("hatch").fullinertia = [1e-3, 1e-3, 1e-3, 0, 0, 0]  # .001 in all nine places, in the file: a rod's
+        spec.body(cls.base).add_freejoint()
+        for name in cls.joints:  # the file has no limits
+            side = 1 if name[0] == "L" else -1
+            limits = sorted((-0.72 * side, 0.49 * side)) if name.endswith("HAA") else (-3 * math.pi, 3 * math.pi)
+            spec.joint(name).limited, spec.joint(name).range = True, limits
+        for geom in spec.geoms:
+            geom.density = 0  # masses are given
+            geom.rgba = [0.55, 0.12, 0.1, 1]
+            if geom.type == mujoco.mjtGeom.mjGEOM_CYLINDER:
+                geom.type = mujoco.mjtGeom.mjGEOM_CAPSULE  # as there
+        return spec
+
+    def gravity(self, fields: Fields) -> Tensor:
+        return -rotation(fields["qpos"][:, 3:7])[:, :, 2]
+
+    def terms_of(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+        ahead, around = self.errors(fields, memory)
+        linear = 0.02 * torch.exp(-ahead.square().sum(1) / 0.25)
+        angular = 0.01 * torch.exp(-around.square() / 0.25)
+        torque = -5e-7 * fields["qfrc_actuator"][:, self._v].square().sum(1)
+        return {
+            "linear": linear,
+            "angular": angular,
+            "torque": torque,
+            "floor": -(linear + angular + torque).clamp(max=0),
+        }

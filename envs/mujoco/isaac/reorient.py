@@ -1,0 +1,170 @@
+"""In-hand reorientation: what the tasks of the PQL paper's two hands share.
+
+A cube falls into an open hand and has to be turned until it stands as the goal does; then there is another goal, and so
+on. Definitions are those of Isaac Gym's environments (Makoviychuk et al. 2021), where the tasks are ShadowHand and
+AllegroHand. Differences from them, beside what each hand's module says: MuJoCo's contacts, with Newton's solver and
+elliptic cones; joint angles drawn for a start are put within the joints' limits (there, the first physics step does
+that); new episodes begin in the step that ended the old one (there, in the next, with an action for the dead state),
+so an episode has 599 steps, and its first observation is seen; the cube's angular damping of .5 / s is left out.
+
+The mean number of successes in finished episodes is ``episode/success``; Isaac's ``consecutive_successes`` is a running
+mean of it.
+"""
+
+import math
+from typing import ClassVar
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.isaac.measure import conjugate, product, rotation, unscale
+from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict
+from pql.types import Obs
+
+DISPLAYED = (-0.2, -0.06, 0.12)  # where the goal is shown, from where the cube starts: metres
+
+
+def xyzw(quat: Tensor) -> Tensor:
+    """Quaternions as observations have them, from MuJoCo's (w, x, y, z): [..., 4]."""
+    return quat.roll(-1, -1)
+
+
+def orientations(count: int, draw: Draw) -> Tensor:
+    """Rotations about y, then about x, by angles from the whole circle (not uniform on the sphere): [count, 4]."""
+    x, y = draw.uniform(-math.pi / 2, math.pi / 2, count, 2).unbind(1)
+    return torch.stack((x.cos() * y.cos(), x.sin() * y.cos(), x.cos() * y.sin(), x.sin() * y.sin()), 1)
+
+
+def angle_between(left: Tensor, right: Tensor) -> Tensor:
+    """The angle of the rotation that turns one unit quaternion into the other, [N, 4] each -> [N] in 0..pi."""
+    apart = torch.linalg.vector_norm(product(left, conjugate(right))[:, 1:], dim=1)
+    return 2 * apart.clamp(max=1.0).asin()
+
+
+class Reorient(Task):
+    """A hand whose joints come first in the model, and one cube on a free joint, the last.
+
+    reward = -10 d + 1 / (a + .1) - .0002 |action|^2 + 250 on success, where d is the cube's distance from its place
+    above the palm, a the angle to the goal, and success means a <= .1, wherever the cube is. Ends where d >= .24.
+
+    A success is seen with the goal that was reached; the next one is drawn at the beginning of the next step, so that
+    step's action was chosen for the old one.
+
+    Attributes:
+        place: where the cube starts, give or take 1 cm; its place while it is turned is 4 cm below.
+        parts: what the policy sees of :meth:`measure`, in this order; all within +-5.
+        tolerance: angle that counts as success.
+        fall: distance from its place at which the cube is lost.
+    """
+
+    time_limit = 599
+    terms = ("distance", "rotation", "action_cost", "bonus")
+    metrics = ("success",)
+    model = "fast"
+    refused = "the task's contacts and integrator are set"
+    integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
+    place: ClassVar[tuple[float, float, float]]
+    parts: ClassVar[tuple[str, ...]]
+    tolerance: ClassVar[float] = 0.1
+    fall: ClassVar[float] = 0.24
+
+    def __init__(self, robot: Robot):
+        super().__init__(robot)
+        self.joints = robot.model.njnt - 1
+        self.low, self.high = robot.tensor(robot.model.jnt_range[: self.joints]).unbind(1)
+        self._begin = robot.tensor(self.place)
+        self.goal_place = self._begin - robot.tensor([0.0, 0.0, 0.04])
+
+    # -- episodes and goals -------------------------------------------------------------------------------------------
+
+    def start(self, count: int, draw: Draw) -> Start:
+        share = draw.uniform(-1.0, 1.0, count, self.joints)
+        hand = (0.2 * (self.low + (self.high - self.low) * share)).clamp(self.low, self.high)
+        place = self._begin + draw.uniform(-0.01, 0.01, count, 3)
+        qpos = torch.cat((hand, place, orientations(count, draw)), 1)
+        no = torch.zeros(count, dtype=torch.bool, device=hand.device)
+        memory = {
+            "goal": orientations(count, draw),
+            "next": orientations(count, draw),  # the goal after this one
+            "reached": no,  # in the latest step
+            "begun": no,  # an action has been taken
+            "action": hand.new_zeros(count, self.action_size),
+        }
+        return Start(qpos, self.robot.qvel0.repeat(count, 1), memory)
+
+    def goal(self, memory: Memory) -> Tensor:
+        """The orientation asked for in a step, from the memory before it: [N, 4]."""
+        return torch.where(memory["reached"][:, None], memory["next"], memory["goal"])
+
+    def cube(self, fields: Fields) -> tuple[Tensor, Tensor]:
+        """The cube's position [N, 3] and orientation [N, 4]."""
+        return fields["qpos"][:, self.joints : self.joints + 3], fields["qpos"][:, self.joints + 3 :]
+
+    def solved(self, fields: Fields, memory: Memory) -> Tensor:
+        """[N] bool; the step reached its goal."""
+        return angle_between(self.cube(fields)[1], self.goal(memory)) <= self.tolerance
+
+    def taken(self, fields: Fields, memory: Memory) -> Tensor:
+        """The action of the latest step, [N, A] in -1..1, from the controls that it set."""
+        return (fields["ctrl"] - self.robot.ctrl_middle) / self.robot.ctrl_half
+
+    def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
+        goal = self.goal(memory)
+        return {
+            "goal": goal,
+            "next": orientations(len(goal), draw),
+            "reached": self.solved(fields, memory),
+            "begun": torch.ones_like(memory["begun"]),
+            "action": self.taken(fields, memory),
+        }
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        place, quat = self.cube(fields)
+        distance = torch.linalg.vector_norm(place - self.goal_place, dim=1)
+        angle = angle_between(quat, self.goal(memory))
+        solved = angle <= self.tolerance
+        terms = {
+            "distance": -10 * distance,
+            "rotation": 1 / (angle + 0.1),
+            "action_cost": -0.0002 * self.taken(fields, memory).square().sum(1),
+            "bonus": 250 * solved.to(angle),
+        }
+        return Verdict(terms, distance >= self.fall, {"success": solved})
+
+    # -- what is seen -------------------------------------------------------------------------------------------------
+
+    def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+        """All that observations are made of, by name: [N, ...]. Lengths in the world's frame, metres."""
+        qpos, qvel, joints = fields["qpos"], fields["qvel"], self.joints
+        place, quat = self.cube(fields)
+        spin = (rotation(quat) * qvel[:, None, joints + 3 :]).sum(2)  # from the cube's frame into the world's
+        return {
+            "joints": unscale(qpos[:, :joints], self.low, self.high),
+            "joint_speeds": 0.2 * qvel[:, :joints],
+            "place": place,
+            "pose": torch.cat((place, xyzw(quat)), 1),
+            "motion": torch.cat((qvel[:, joints : joints + 3], 0.2 * spin), 1),
+            "goal": torch.cat((self.goal_place.expand(len(quat), 3), xyzw(memory["goal"])), 1),
+            "error": xyzw(product(quat, conjugate(memory["goal"]))),
+            "action": memory["action"],
+        }
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        return {"policy": pick(self.measure(fields, memory), self.parts)}
+
+    def show(self, data: mujoco.MjData, memory: Memory) -> None:
+        """The goal stands beside the hand."""
+        data.mocap_quat[0] = memory["goal"].cpu().numpy()
+
+
+def pick(measured: dict[str, Tensor], parts: tuple[str, ...]) -> Tensor:
+    """``parts`` side by side, within +-5: [N, D]."""
+    return torch.cat([measured[name] for name in parts], 1).clamp(-5.0, 5.0)
+
+
+def look(spec: mujoco.MjSpec, place: tuple[float, float, float]) -> None:
+    """A picture shows the cube, the hand around it, and the goal beside it."""
+    spec.stat.center, spec.stat.extent = [place[0] - 0.08, place[1] + 0.04, place[2] - 0.01], 0.33
+    spec.visual.global_.azimuth, spec.visual.global_.elevation = 115.0, -30.0

@@ -1,0 +1,125 @@
+"""What Isaac Gym's Ant and Humanoid share (Makoviychuk et al. 2021): a robot on a free base runs to a point far away.
+
+Differences from there that both have: MuJoCo's contacts, with Newton's solver and elliptic cones; an episode restarts
+in the step that ends it, with its final observation returned (there, one step later, with a row that belongs to
+neither), and has 999 steps; the progress of a step is computed from the difference of squared distances, exactly
+(there, as that of two float32 numbers near 60,000: in steps of .004).
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.isaac.measure import Wrench, into, roll_yaw, rotation, unscale
+from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict
+from pql.types import Obs
+
+TARGET = 1000.0  # metres along x, where the robot is to run
+
+
+class Runner(Task):
+    """Observations: height, linear and angular velocity in the base's frame, three angles (:meth:`angles`),
+    uprightness, heading, joint positions scaled to their ranges, joint velocities, forces (:meth:`forces`), actions.
+
+    The free joint comes first in the model, and the other joints have actuators in their own order.
+
+    Attributes:
+        links: bodies whose net wrench is observed.
+        height: of the base where an episode begins, metres; it ends below ``lowest``, with the reward ``death``.
+        alive: reward of a step.
+        spin, pace: scales of angular and of joint velocities in observations.
+    """
+
+    frame_skip = 2
+    dt = 0.0166
+    time_limit = 999
+    terms = ("progress", "alive", "up", "heading", "action_cost", "energy_cost", "limit_cost", "fall")
+    metrics: ClassVar[tuple[str, ...]] = ("distance",)
+    outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
+    model = "fast"
+    refused = "the task has a robot of its own"
+    links: ClassVar[tuple[str, ...]]
+    height: ClassVar[float]
+    lowest: ClassVar[float]
+    death: ClassVar[float]
+    alive: ClassVar[float]
+    spin: ClassVar[float] = 1.0
+    pace: ClassVar[float]
+
+    def __init__(self, robot: Robot):
+        super().__init__(robot)
+        model = robot.model
+        self.low, self.high = robot.tensor(model.jnt_range[1:]).unbind(1)
+        self.rest = torch.zeros_like(self.low).clamp(
+            self.low, self.high
+        )  # where 0 is out of range: the limit nearest it
+        self._target = robot.tensor([TARGET, 0.0])
+        self._wrench = Wrench(robot, self.links)
+        self._arm = robot.tensor(model.body_ipos[[robot.body(name) for name in self.links]])  # to the centre of mass
+
+    def start(self, count: int, draw: Draw) -> Start:
+        joints = len(self.rest)
+        qpos, qvel = self.robot.qpos0.repeat(count, 1), self.robot.qvel0.repeat(count, 1)
+        qpos[:, 2] = self.height
+        qpos[:, 7:] = (self.rest + draw.uniform(-0.2, 0.2, count, joints)).clamp(self.low, self.high)
+        qvel[:, 6:] = draw.uniform(-0.1, 0.1, count, joints)
+        return Start(qpos, qvel)
+
+    def track(self, fields: Fields) -> Memory:
+        return {"place": fields["qpos"][:, :2].clone()}
+
+    def scaled(self, fields: Fields) -> Tensor:
+        """Joint positions, -1 to 1 in their ranges: [N, J]."""
+        return unscale(fields["qpos"][:, 7:], self.low, self.high)
+
+    def wrenches(self, fields: Fields) -> Tensor:
+        """Net force and torque on each of ``links`` about its origin, in its frame: [N, 6 x links]."""
+        force, torque = self._wrench.read(fields)
+        return torch.cat((force, Wrench.about(force, torque, -self._arm)), 2).flatten(1)
+
+    def angles(self, yaw: Tensor, roll: Tensor, bearing: Tensor) -> Tensor:
+        """Yaw, roll and the angle to the target as observed, [N, 3], from these and the target's bearing."""
+        raise NotImplementedError
+
+    def forces(self, fields: Fields) -> list[Tensor]:
+        """What is observed of forces, scaled: [N, ...] each."""
+        raise NotImplementedError
+
+    def costs(self, fields: Fields) -> dict[str, Tensor]:
+        """The terms ``action_cost``, ``energy_cost`` and ``limit_cost``: [N] each."""
+        raise NotImplementedError
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        qpos, qvel = fields["qpos"], fields["qvel"]
+        roll, yaw = roll_yaw(qpos[:, 3:7])
+        # from z where y is expected, as there
+        angles = self.angles(yaw, roll, torch.atan2(-qpos[:, 2], TARGET - qpos[:, 0]))
+        parts = [qpos[:, 2:3], into(rotation(qpos[:, 3:7]), qvel[:, :3]), self.spin * qvel[:, 3:6]]
+        parts += [angles, torch.stack(self._direction(fields), 1), self.scaled(fields), self.pace * qvel[:, 6:]]
+        return {"policy": torch.cat([*parts, *self.forces(fields), fields["ctrl"]], 1)}
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        place, before = fields["qpos"][:, :2], memory["place"]
+        up, ahead = self._direction(fields)
+        nearer = ((before - place) * (before + place - 2 * self._target)).sum(1)  # difference of the squared distances
+        both = torch.linalg.vector_norm(torch.stack((before, place)) - self._target, dim=2).sum(0)
+        fallen = fields["qpos"][:, 2] < self.lowest
+        terms = {
+            "progress": nearer / both / self.dt,
+            "alive": torch.full_like(up, self.alive),
+            "up": 0.1 * (up > 0.93),
+            "heading": torch.where(ahead > 0.8, 0.5, 0.5 * ahead / 0.8),
+            **self.costs(fields),
+        }
+        terms = {name: value.to(up) * ~fallen for name, value in terms.items()}
+        terms["fall"] = self.death * fallen.to(up)
+        return Verdict(terms, fallen, {"distance": place[:, 0] - before[:, 0]})
+
+    def _direction(self, fields: Fields) -> tuple[Tensor, Tensor]:
+        """How upright the base is, and how well it faces the target, each [N] in -1..1."""
+        frame = rotation(fields["qpos"][:, 3:7])
+        away = torch.stack((TARGET - fields["qpos"][:, 0], -fields["qpos"][:, 1]), 1)
+        ahead = (frame[:, :2, 0] * torch.nn.functional.normalize(away, dim=1)).sum(1)
+        return frame[:, 2, 2], ahead

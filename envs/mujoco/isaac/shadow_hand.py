@@ -1,0 +1,119 @@
+"""Shadow Hand, as the PQL paper had it: 20 motors turn a block in the palm.
+
+The task of Isaac Gym's environments (Makoviychuk et al. 2021) on the hand and block of the gymnasium-robotics package,
+which have the same dimensions, masses, motors and pairs of colliding fingers. What is different from Isaac's is in
+:mod:`.reorient`, and: the limits of the tendons that couple the last two joints of a finger are MuJoCo's, which are
+hard (there, a spring of 30); force and torque on a fingertip, and its motion, are those at the start of the last of
+four physics steps; the forces that an episode's first observation shows are 0, as nothing has been done yet.
+"""
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.isaac.measure import Wrench
+from pql.envs.mujoco.isaac.reorient import DISPLAYED, Reorient, look
+from pql.envs.mujoco.robots import model_file
+from pql.envs.mujoco.task import Memory, Robot
+
+PREFIX = "robot0:"
+TIPS = tuple(f"{PREFIX}{finger}distal" for finger in ("ff", "mf", "rf", "lf", "th"))
+MOTION = ("framepos", "framequat", "framelinvel", "frameangvel")  # of a fingertip: 13 numbers
+ORDER = (0, 1, 2, 4, 5, 6, 3, 7, 8, 9, 10, 11, 12)  # MuJoCo's w, x, y, z -> x, y, z, w
+STATE: tuple[str, ...] = (
+    "joints", "joint_speeds", "joint_forces", "pose", "motion", "goal", "error", "fingertips", "fingertip_forces",
+    "action",
+)  # fmt: skip
+
+
+class ShadowHand(Reorient):
+    """Observation (211): of 24 joints the position in its range, a fifth of the velocity, ten times the motor's torque;
+    the block's position, orientation, velocity and a fifth of its angular velocity; the goal's position and
+    orientation, and the rotation from it to the block's; of the five last phalanges position, orientation, velocity
+    and angular velocity; ten times the net force and torque on each, in its frame; the action. All within +-5, in the
+    world's frame unless said otherwise, quaternions (x, y, z, w). Action (20): target angle of each driven joint, in
+    its range; the last joints of the four fingers follow the ones before.
+    """
+
+    name = "shadow_hand"
+    contacts = (18, 96)
+    obs_size = 211
+    action_size = 20
+    frame_skip = 4
+    dt = 0.01667
+    outputs = ("sensordata", "qfrc_actuator")
+    place = (0.0, -0.39, 0.60)
+    parts = STATE
+
+    def __init__(self, robot: Robot):
+        super().__init__(robot)
+        model = robot.model
+        self._wrench = Wrench(robot, TIPS)
+        self._arm = robot.tensor(model.body_ipos[[robot.body(name) for name in TIPS]])  # from joint to centre of mass
+        first = model.sensor(f"{TIPS[0]} {MOTION[0]} of joint").adr[0]
+        order = torch.tensor(ORDER, device=robot.device)
+        self._tips = first + 13 * torch.arange(len(TIPS), device=robot.device)[:, None] + order  # [5, 13] columns
+
+    @classmethod
+    def source(cls) -> mujoco.MjSpec:
+        spec = mujoco.MjSpec.from_file(str(model_file("shadow_hand")))
+        spec.body(f"{PREFIX}hand mount").pos = (0, 0, 0.5)
+        for body in spec.bodies:
+            body.gravcomp = float(body.name.startswith(PREFIX))
+        spec.body("object").pos = cls.place
+        spec.joint("object:joint").damping = [0, 0, 0]
+        goal = spec.body("target")
+        spec.delete(spec.joint("target:joint"))
+        goal.mocap, goal.pos = True, [a + b for a, b in zip(cls.place, DISPLAYED, strict=True)]
+        spec.geom("floor0").pos = (0, 0, 0)
+        look(spec, cls.place)
+        return spec
+
+    @classmethod
+    def edit(cls, spec: mujoco.MjSpec) -> None:
+        spec.option.timestep = cls.dt / cls.frame_skip
+        for sensor in list(spec.sensors):
+            spec.delete(sensor)
+        for tip in TIPS:
+            for kind in MOTION:
+                spec.add_sensor(
+                    name=f"{tip} {kind} of joint",
+                    type=getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}"),
+                    objtype=mujoco.mjtObj.mjOBJ_XBODY,
+                    objname=tip,
+                )
+        for tip in TIPS:
+            Wrench.sense(spec, tip)
+
+    def wrenches(self, fields: Fields) -> Tensor:
+        """Net force and torque on each last phalanx about its joint, in its frame: [N, 30]."""
+        force, torque = self._wrench.read(fields)
+        return torch.cat((force, Wrench.about(force, torque, -self._arm)), 2).flatten(1)
+
+    def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+        tips = fields["sensordata"][:, self._tips]  # [N, 5, 13]
+        begun = memory["begun"][:, None]
+        return {
+            **super().measure(fields, memory),
+            "joint_forces": 10 * fields["qfrc_actuator"][:, : self.joints] * begun,
+            "fingertips": tips.flatten(1),
+            "fingertip_places": tips[:, :, :3].flatten(1),
+            "fingertip_forces": 10 * self.wrenches(fields) * begun,
+        }
+
+
+class ShadowHandFull(ShadowHand):
+    """The same, seen without forces (157)."""
+
+    name = "shadow_hand_full"
+    obs_size = 157
+    parts = tuple(part for part in STATE if not part.endswith("forces"))
+
+
+class ShadowHandFullNoVel(ShadowHand):
+    """The same, seen without forces and velocities (77)."""
+
+    name = "shadow_hand_full_no_vel"
+    obs_size = 77
+    parts = ("joints", "pose", "goal", "error", "fingertip_places", "action")

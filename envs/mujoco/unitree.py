@@ -1,0 +1,183 @@
+"""Unitree's Go1 and G1 follow commanded velocities on flat ground (:mod:`.velocity` has most of it).
+
+Robots, servos and rewards are those of mjlab's velocity tasks (Zakka et al., mujocolab/mjlab 1.6), the servos' gains
+from the motors' inertias; observations and their scales are legged_gym's (Rudin et al. 2021). Kept small, so differing
+from mjlab in this: flat ground, no noise, pushes or drift of parameters (``task.kwargs.randomize`` has those), no
+critic's observations; no terms for the feet's height and slip, nor for the body's momentum; one tolerance for the pose
+at all speeds; commands within 1 m/s and 1 rad/s from the start, without a heading to turn to; bodies do not collide
+with one another, and an episode ends where parts that should not touch the ground do, not by the tilt; G1's soles are
+two capsules each instead of seven.
+"""
+
+import math
+from typing import ClassVar
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.robots import model_file
+from pql.envs.mujoco.task import Memory, Robot
+from pql.envs.mujoco.velocity import Joint, Servo, Velocity
+
+SOFT = 0.9  # share of a joint's range that costs nothing
+
+
+def servo(armature: float, effort: float) -> Servo:
+    """The gains that give ``armature`` (kg m^2) alone 10 Hz and twice the critical damping."""
+    pace = 2 * math.pi * 10.0
+    stiffness = armature * pace**2
+    return Servo(stiffness, 2 * 2.0 * armature * pace, effort, reach=0.25 * effort / stiffness, armature=armature)
+
+
+class Unitree(Velocity):
+    """Reward, each second: 2 exp(-4 (|error of the velocity over the ground|^2 + vertical velocity^2))
+    + 2 exp(-2 ((error of the turn)^2 + |roll and pitch rates|^2)) + exp(-5 |gravity across the base|^2)
+    + exp(-mean(((joint - pose) / ``slack``)^2)) - (radians beyond 90 % of the joints' ranges)
+    - .1 |change of action|^2.
+
+    Attributes:
+        robot_name: in ``robots.ROBOTS``.
+        slack: how far each joint may be from its pose for most of that reward, rad.
+        feet: geoms that have friction; all others slide.
+    """
+
+    time_limit = 1000
+    terms = ("linear", "angular", "upright", "posture", "limits", "action_rate")
+    lasting = 5.0
+    resting = 0.1
+    fastest = (1.0, 1.0, 1.0)
+    robot_name: ClassVar[str]
+    slack: ClassVar[tuple[float, ...]]
+    feet: ClassVar[tuple[str, ...]]
+
+    def __init__(self, robot: Robot):
+        super().__init__(robot)
+        low, high = robot.tensor(robot.model.jnt_range[[robot.model.joint(name).id for name in self.joints]]).unbind(1)
+        middle, half = (low + high) / 2, SOFT * (high - low) / 2
+        self._low, self._high = middle - half, middle + half
+        self._slack = robot.tensor(self.slack)
+
+    @classmethod
+    def source(cls) -> mujoco.MjSpec:
+        spec = mujoco.MjSpec.from_file(str(model_file(cls.robot_name)))
+        # shapes for the eye alone, which are slow to compile, and sensors that nobody reads
+        shapes = [geom for geom in spec.geoms if geom.type == mujoco.mjtGeom.mjGEOM_MESH]
+        for part in (*shapes, *spec.meshes, *spec.sensors):
+            spec.delete(part)
+        for geom in spec.geoms:
+            geom.group, geom.rgba = 0, [0.35, 0.4, 0.45, 1]
+            geom.condim, geom.solref = 1, [0.01, 1]
+        for name in cls.feet:
+            foot = spec.geom(name)
+            foot.condim, foot.priority, foot.friction, foot.rgba = 3, 1, [1, 0.005, 0.0005], [0.1, 0.1, 0.1, 1]
+        return spec
+
+    def terms_of(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+        linear, angular = self.motion(fields)
+        ahead, around = self.errors(fields, memory)
+        joints = fields["qpos"][:, self._q]
+        bent = (joints - self.robot.ctrl_middle) / self._slack
+        beyond = (self._low - joints).clamp(min=0) + (joints - self._high).clamp(min=0)
+        change = self.action(fields) - memory["action"]
+        rates = {
+            "linear": 2.0 * torch.exp(-(ahead.square().sum(1) + linear[:, 2].square()) / 0.25),
+            "angular": 2.0 * torch.exp(-(around.square() + angular[:, :2].square().sum(1)) / 0.5),
+            "upright": torch.exp(-self.gravity(fields)[:, :2].square().sum(1) / 0.2),
+            "posture": torch.exp(-bent.square().mean(1)),
+            "limits": -beyond.sum(1),
+            "action_rate": -0.1 * change.square().sum(1),
+        }
+        return {name: self.dt * rate for name, rate in rates.items()}
+
+
+HIP, CALF = servo(0.004026312, 23.7), servo(0.009059202, 35.55)  # a rotor of 1.11842e-4 kg m^2 behind 6:1 and 9:1
+
+
+class Go1(Unitree):
+    """Go1: 48 observations, 12 actions (targets of the joints, up to .37 rad from the pose, of the calves .25).
+
+    An episode ends where trunk or thighs touch the ground.
+    """
+
+    name = "go1_velocity"
+    contacts = (9, 27)
+    robot_name = "go1"
+    obs_size = 48
+    action_size = 12
+    joints: ClassVar[dict[str, Joint]] = {
+        f"{leg}_{name}_joint": Joint(pose, drive)
+        for leg in ("FR", "FL", "RR", "RL")
+        for name, pose, drive in (
+            ("hip", 0.1 if leg[1] == "R" else -0.1, HIP),
+            ("thigh", 0.9, HIP),
+            ("calf", -1.8, CALF),
+        )
+    }
+    base = "trunk"
+    fragile = ("trunk", *(f"{leg}_thigh" for leg in ("FR", "FL", "RR", "RL")))
+    slack = (0.3, 0.3, 0.6) * 4
+    feet = tuple(f"{leg}_foot_collision" for leg in ("FR", "FL", "RR", "RL"))
+    height = 0.35
+    spread = 0.2
+
+
+SMALL, WRIST = servo(0.0036097, 25.0), servo(0.00425, 5.0)  # Unitree's motors 5020 and 4010
+MIDDLE, LARGE = servo(0.0101775, 88.0), servo(0.0251019, 139.0)  # 7520, behind 14.3:1 and 22.5:1
+PAIR = servo(2 * 0.0036097, 2 * 25.0)  # two of 5020 on a linkage
+LEG = {  # pose, servo, slack
+    "hip_pitch": (-0.312, MIDDLE, 0.3),
+    "hip_roll": (0.0, LARGE, 0.15),
+    "hip_yaw": (0.0, MIDDLE, 0.15),
+    "knee": (0.669, LARGE, 0.35),
+    "ankle_pitch": (-0.363, PAIR, 0.25),
+    "ankle_roll": (0.0, PAIR, 0.1),
+}
+WAIST = {"waist_yaw": (0.0, MIDDLE, 0.2), "waist_roll": (0.0, PAIR, 0.08), "waist_pitch": (0.0, PAIR, 0.1)}
+ARM = {
+    "shoulder_pitch": (0.2, SMALL, 0.15),
+    "shoulder_roll": (0.2, SMALL, 0.15),  # of the left arm
+    "shoulder_yaw": (0.0, SMALL, 0.1),
+    "elbow": (0.6, SMALL, 0.15),
+    "wrist_roll": (0.0, SMALL, 0.3),
+    "wrist_pitch": (0.0, WRIST, 0.3),
+    "wrist_yaw": (0.0, WRIST, 0.3),
+}
+SIDES = ("left", "right")
+PARTS = {
+    **{f"{side}_{name}": part for side in SIDES for name, part in LEG.items()},
+    **WAIST,
+    **{f"{side}_{name}": part for side in SIDES for name, part in ARM.items()},
+    "right_shoulder_roll": (-0.2, SMALL, 0.15),
+}
+
+
+class G1(Unitree):
+    """G1: 99 observations, 29 actions (targets of the joints, up to .07 to .55 rad from the pose).
+
+    An episode ends where other parts than feet and arms touch the ground.
+    """
+
+    name = "g1_velocity"
+    contacts = (9, 29)
+    robot_name = "g1"
+    obs_size = 99
+    action_size = 29
+    joints: ClassVar[dict[str, Joint]] = {
+        f"{name}_joint": Joint(pose, drive) for name, (pose, drive, _) in PARTS.items()
+    }
+    base = "pelvis"
+    fragile = ("pelvis", "torso_link", *(f"{side}_{part}_link" for side in SIDES for part in ("hip_yaw", "knee")))
+    slack = tuple(width for _, _, width in PARTS.values())
+    feet = tuple(f"{side}_foot{i}_collision" for side in SIDES for i in (2, 6))
+    height = 0.78
+    spread = 0.1
+
+    @classmethod
+    def source(cls) -> mujoco.MjSpec:
+        spec = super().source()
+        for side in SIDES:
+            for i in (1, 3, 4, 5, 7):
+                spec.delete(spec.geom(f"{side}_foot{i}_collision"))
+        return spec

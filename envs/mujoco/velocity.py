@@ -1,0 +1,190 @@
+"""Legged robots that follow commands: how fast their base is to move ahead, sideways, and to turn about the vertical.
+
+What Isaac Gym's ANYmal (``isaac/anymal.py``) and Unitree's robots (``unitree.py``) share. Actions move the targets of
+the joints' servos around a pose, at 50 Hz.
+"""
+
+from typing import ClassVar, NamedTuple
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.isaac.measure import into, rotation
+from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict
+from pql.types import Obs
+
+NET_FORCE = [1 << mujoco.mjtConDataField.mjCONDATA_FORCE.value, 3, 1]  # the force; reduced to the net one; of all
+FEEL = 1.0  # N; a body on which the net contact force is larger has touched something
+TRACKED = 0.25  # m/s and rad/s; a command is followed where the errors are smaller
+
+
+class Servo(NamedTuple):
+    """A joint's drive: torque = stiffness * (target - position) - damping * velocity, within +-effort."""
+
+    stiffness: float  # Nm/rad
+    damping: float  # Nm s/rad
+    effort: float  # Nm
+    reach: float  # how far an action of 1 moves the target from the pose, rad
+    armature: float = 0.0  # kg m^2
+
+
+class Joint(NamedTuple):
+    """A driven hinge."""
+
+    pose: float  # where an action of 0 holds it, rad
+    servo: Servo
+
+
+def ground(spec: mujoco.MjSpec, rgb: tuple[float, float, float] = (0.75, 0.78, 0.8)) -> None:
+    """A chequered floor, a light and a sky, for models that come without. Things fall on the floor whose ``contype``
+    has bit 1."""
+    dark = [0.85 * part for part in rgb]
+    common = {"width": 256, "height": 256}
+    spec.add_texture(
+        name="sky", type=mujoco.mjtTexture.mjTEXTURE_SKYBOX, builtin=mujoco.mjtBuiltin.mjBUILTIN_GRADIENT,
+        rgb1=[0.6, 0.7, 0.8], rgb2=[0.9, 0.93, 0.95], **common,
+    )  # fmt: skip
+    spec.add_texture(
+        name="floor", type=mujoco.mjtTexture.mjTEXTURE_2D, builtin=mujoco.mjtBuiltin.mjBUILTIN_CHECKER,
+        rgb1=list(rgb), rgb2=dark, **common,
+    )  # fmt: skip
+    spec.add_material(name="floor", texrepeat=[1, 1], texuniform=True).textures[
+        mujoco.mjtTextureRole.mjTEXROLE_RGB.value
+    ] = "floor"
+    world = spec.worldbody
+    world.add_geom(
+        name="floor", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[0, 0, 1], material="floor", contype=0, conaffinity=1
+    )
+    world.add_light(pos=[0, 0, 5], dir=[0.3, 0.4, -1], type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL)
+
+
+class Velocity(Task):
+    """Observations: linear and angular velocity of the base and the direction of gravity, in the base's frame; the
+    command; joint positions relative to the pose, joint velocities; the last actions. All within +-5.
+
+    Attributes:
+        joints: by name, in the order of observations and actions.
+        base: the body that carries the free joint.
+        fragile: bodies that end the episode where they touch the ground.
+        fastest: largest command ahead and sideways (m/s) and around (rad/s), in both directions.
+        lasting: seconds after which a command is drawn anew, on average (at random steps, so that the state need not
+            hold a clock); None: it holds for the episode.
+        resting: share of the commands that are to stand still.
+        height: of the base where an episode begins, metres.
+        spread: joints begin within this share of the pose.
+    """
+
+    dt = 0.02
+    frame_skip = 4
+    metrics: ClassVar[tuple[str, ...]] = ("linear_error", "angular_error", "success")
+    outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
+    model = "fast"
+    refused = "the robot's package has no other"
+    integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST  # of the servos' damping, which explicit steps would overdo
+    joints: ClassVar[dict[str, Joint]]
+    base: ClassVar[str]
+    fragile: ClassVar[tuple[str, ...]]
+    fastest: ClassVar[tuple[float, float, float]]
+    lasting: ClassVar[float | None] = None
+    resting: ClassVar[float] = 0.0
+    height: ClassVar[float]
+    spread: ClassVar[float]
+
+    def __init__(self, robot: Robot):
+        super().__init__(robot)
+        model, there = robot.model, robot.device
+        hinges = [model.joint(name) for name in self.joints]
+        self._q = torch.tensor([hinge.qposadr[0] for hinge in hinges], device=there)
+        self._v = torch.tensor([hinge.dofadr[0] for hinge in hinges], device=there)
+        self._felt = torch.tensor([model.sensor(f"{body} contact").adr[0] for body in self.fragile], device=there)
+        self._felt = self._felt[:, None] + torch.arange(3, device=there)
+        self._scale = robot.tensor([2.0, 2.0, 0.25])  # of commands, as of the velocities that they are for
+
+    @classmethod
+    def edit(cls, spec: mujoco.MjSpec) -> None:
+        spec.option.timestep = cls.dt / cls.frame_skip
+        for geom in spec.geoms:
+            geom.contype, geom.conaffinity = 1, 0  # with the floor, not with one another
+        ground(spec)
+        for name, (pose, servo) in cls.joints.items():
+            joint = spec.joint(name)
+            joint.armature, joint.damping, joint.frictionloss = servo.armature, [0, 0, 0], 0
+            drive = spec.add_actuator(
+                name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT,
+                ctrllimited=True, ctrlrange=[pose - servo.reach, pose + servo.reach],
+                forcelimited=True, forcerange=[-servo.effort, servo.effort],
+            )  # fmt: skip
+            drive.set_to_position(kp=servo.stiffness, kv=servo.damping)
+        for body in cls.fragile:
+            spec.add_sensor(
+                name=f"{body} contact", type=mujoco.mjtSensor.mjSENS_CONTACT,
+                objtype=mujoco.mjtObj.mjOBJ_BODY, objname=body, intprm=NET_FORCE,
+            )  # fmt: skip
+
+    def start(self, count: int, draw: Draw) -> Start:
+        robot, size = self.robot, len(self.joints)
+        qpos, qvel = robot.qpos0.repeat(count, 1), robot.qvel0.repeat(count, 1)
+        qpos[:, 2] = self.height
+        qpos[:, self._q] = robot.ctrl_middle * draw.uniform(1 - self.spread, 1 + self.spread, count, size)
+        qvel[:, self._v] = draw.uniform(-0.1, 0.1, count, size)
+        action = torch.zeros(count, size, device=robot.device, dtype=robot.dtype)
+        return Start(qpos, qvel, {"action": action, "command": self._command(count, draw)})
+
+    def _command(self, count: int, draw: Draw) -> Tensor:
+        """[K, 3]: ahead, sideways, around."""
+        drawn = torch.stack([draw.uniform(-most, most, count) for most in self.fastest], 1)
+        return drawn * (draw.uniform(0.0, 1.0, count) >= self.resting)[:, None]
+
+    def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
+        changed = {"action": self.action(fields)}
+        if self.lasting is not None:
+            count = len(changed["action"])
+            over = draw.uniform(0.0, 1.0, count) < self.dt / self.lasting
+            changed["command"] = torch.where(over[:, None], self._command(count, draw), memory["command"])
+        return changed
+
+    def action(self, fields: Fields) -> Tensor:
+        """The actions that were applied: [N, A]."""
+        return (fields["ctrl"] - self.robot.ctrl_middle) / self.robot.ctrl_half
+
+    def touched(self, fields: Fields) -> Tensor:
+        """[N] bool; whether one of ``fragile`` did, when the last physics step began."""
+        force = fields["sensordata"][:, self._felt]  # [N, bodies, 3]
+        return (torch.linalg.vector_norm(force, dim=2) > FEEL).any(1)
+
+    def motion(self, fields: Fields) -> tuple[Tensor, Tensor]:
+        """Linear and angular velocity of the base, in its frame: [N, 3] each."""
+        qpos, qvel = fields["qpos"], fields["qvel"]
+        return into(rotation(qpos[:, 3:7]), qvel[:, :3]), qvel[:, 3:6]
+
+    def gravity(self, fields: Fields) -> Tensor:
+        """The direction of gravity in the base's frame: [N, 3]."""
+        return -rotation(fields["qpos"][:, 3:7])[:, 2]
+
+    def errors(self, fields: Fields, memory: Memory) -> tuple[Tensor, Tensor]:
+        """What velocities over the ground ([N, 2]) and around ([N]) lack of the command."""
+        linear, angular = self.motion(fields)
+        command = memory["command"]
+        return command[:, :2] - linear[:, :2], command[:, 2] - angular[:, 2]
+
+    def metered(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+        """The numbers of ``metrics``: [N] each."""
+        ahead, around = self.errors(fields, memory)
+        linear, angular = torch.linalg.vector_norm(ahead, dim=1), around.abs()
+        followed = (linear < TRACKED) & (angular < TRACKED)
+        return {"linear_error": linear, "angular_error": angular, "success": followed.to(linear)}
+
+    def terms_of(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+        """The reward's terms: [N] each."""
+        raise NotImplementedError
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        return Verdict(self.terms_of(fields, memory), self.touched(fields), self.metered(fields, memory))
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        linear, angular = self.motion(fields)
+        bent, pace = fields["qpos"][:, self._q] - self.robot.ctrl_middle, fields["qvel"][:, self._v]
+        parts = [2.0 * linear, 0.25 * angular, self.gravity(fields), self._scale * memory["command"]]
+        return {"policy": torch.cat([*parts, bent, 0.05 * pace, memory["action"]], 1).clamp(-5.0, 5.0)}

@@ -1,0 +1,76 @@
+"""What MuJoCo derives from a model's masses, for N simulations at once: batched torch, for engines that cannot.
+
+It scales how soft constraints are (contacts, limits, friction): with other masses and the nominal values, a simulation
+is that of a model with somewhat softer or harder contacts.
+"""
+
+import mujoco
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class InverseWeights:
+    """``dof_invweight0`` and ``body_invweight0`` as ``mj_setConst`` computes them: how easily, in the default pose, a
+    degree of freedom or a body is moved.
+
+    In one pose the inertia matrix is linear in masses m and principal inertias I of the bodies, M = rest + sum m A +
+    sum I B, and the weights, means of diagonals of J M^-1 J', are linear in its inverse. So both are one product with
+    constants, around an inverse.
+
+    Args:
+        model: the nominal one; armature and the like stay as they are there.
+        device, dtype: of the tensors.
+    """
+
+    def __init__(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype):
+        nv, nbody = model.nv, model.nbody
+        data = mujoco.MjData(model)
+        mujoco.mj_forward(model, data)
+        jacobian = np.zeros((nbody, 2, 3, nv))  # of centres of mass, linear and angular
+        for body in range(nbody):
+            mujoco.mj_jacBodyCom(model, data, *jacobian[body], body)
+        principal = data.ximat.reshape(-1, 3, 3).transpose(0, 2, 1) @ jacobian[:, 1]
+        parts = np.concatenate((_gram(jacobian[:, 0]).sum(1, keepdims=True), _gram(principal)), 1)  # [nbody, 4, nv, nv]
+        full = np.zeros((nv, nv))
+        mujoco.mj_fullM(model, data, full)
+        alone = model.dof_simplenum > 0  # MuJoCo leaves the armature of such out, here alone
+        full[alone, alone] -= model.dof_armature[alone]
+        nominal = np.concatenate((model.body_mass[:, None], model.body_inertia), 1)
+        rest = full - np.tensordot(nominal, parts)
+        axes = np.einsum("di,ei,ej->dij", _alike(model), np.eye(nv), np.eye(nv))
+        moved = _gram(jacobian).mean(2)  # [nbody, 2, nv, nv]
+        slides = model.body_simple == 2  # bodies alone on slides: MuJoCo has 1 / mass, and nothing for turning
+        moved[slides, 0] = _gram(np.eye(nv)[model.body_dofadr[slides]])
+        probes = np.concatenate((axes, moved.reshape(-1, nv, nv)))  # [nv + 2 nbody, nv, nv]
+        self._either = torch.tensor(~slides[:, None], device=device)
+        self._parts, self._rest, self._probes = (
+            torch.tensor(part.reshape(-1, nv * nv), device=device, dtype=dtype) for part in (parts, rest, probes)
+        )
+        self._nv = nv
+
+    def __call__(self, mass: Tensor, inertia: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, nv] and [N, nbody, 2], of masses [N, nbody] and principal inertias [N, nbody, 3]."""
+        of_bodies = torch.cat((mass[..., None], inertia), 2).flatten(1)
+        matrix = (self._rest + of_bodies @ self._parts).unflatten(1, (self._nv, self._nv))
+        inverse = torch.linalg.inv_ex(matrix, check_errors=False)[0].flatten(1)
+        weights = inverse @ self._probes.T
+        dof, body = weights[:, : self._nv], weights[:, self._nv :].unflatten(1, (-1, 2))
+        return dof, torch.where(self._either & (body < mujoco.mjMINVAL), body.flip(2), body)  # only slides or turns
+
+
+def _gram(rows: np.ndarray) -> np.ndarray:
+    """[..., nv] -> outer products with themselves [..., nv, nv]."""
+    return rows[..., :, None] * rows[..., None, :]
+
+
+def _alike(model: mujoco.MjModel) -> np.ndarray:
+    """[nv, nv], rows that average a degree of freedom with those it shares its weight with: of a ball joint, of a free
+    joint's translations, of its rotations."""
+    sizes = {mujoco.mjtJoint.mjJNT_FREE: (3, 3), mujoco.mjtJoint.mjJNT_BALL: (3,)}
+    mean, at = np.zeros((model.nv, model.nv)), 0
+    for kind in model.jnt_type:
+        for size in sizes.get(mujoco.mjtJoint(kind), (1,)):
+            mean[at : at + size, at : at + size] = 1 / size
+            at += size
+    return mean

@@ -1,0 +1,117 @@
+"""Gradients that are not finite: the step is left out, counted, and a run of nothing else ends."""
+
+import copy
+
+import pytest
+import torch
+from run_files import points, resume, rows, run, words
+from torch import nn
+
+from pql import checkpoint
+from pql.algos import ddpg
+from pql.central import Central, CentralOptimizer
+from pql.errors import PqlWarning, RunError
+from pql.guard import LIMIT, Guard
+from pql.nets import Flat, mlp
+from pql.optim import AdamW, RAdam, RMSProp, RMSPropTF
+
+NAN, INF = float("nan"), float("inf")
+
+
+def central(flat, lr, clip):
+    own = AdamW(flat, lr, clip)
+    return CentralOptimizer(own, Central(own, chunk=8))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 3e38])  # the last one: finite, but not its norm
+@pytest.mark.parametrize("make", [AdamW, RAdam, RMSProp, RMSPropTF, central])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_step_along_a_gradient_that_is_not_finite_is_no_step(make, bad, clip):
+    torch.manual_seed(0)
+    net = mlp(3, (5,), 2)
+    ours, clean = (make(Flat(copy.deepcopy(net), trained=True), 1e-2, clip) for _ in range(2))
+    gen = torch.Generator().manual_seed(1)
+    for i in range(12):
+        grad = torch.randn(ours.flat.data.numel(), generator=gen)
+        if i in (0, 5, 6):
+            ours.flat.data.grad.copy_(grad)[torch.tensor([3, 7])] = bad
+            assert not ours.step().isfinite()
+            assert ours.broken == 1
+        else:
+            for optimizer in (ours, clean):
+                optimizer.flat.data.grad.copy_(grad)
+                assert optimizer.step().isfinite()
+                assert optimizer.broken == 0
+    assert torch.equal(ours.flat.data, clean.flat.data)
+    mine, theirs = ours.state_dict(), clean.state_dict()
+    assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
+
+
+def test_what_is_to_be_skipped_anyhow_stays_so():
+    optimizer = AdamW(Flat(nn.Linear(2, 1), trained=True), 1e-2)
+    before = optimizer.flat.data.detach().clone()
+    for value, skip in ((1.0, 1.0), (NAN, 0.0), (NAN, 1.0)):
+        optimizer.flat.data.grad.fill_(value)
+        optimizer.step(torch.tensor(skip))
+        assert torch.equal(optimizer.flat.data, before)
+        assert optimizer.broken == float(value != value)
+
+
+def spoil(monkeypatch, which):
+    """Losses of the critic's updates for whose number ``which`` is true are NaN."""
+    calls, loss_of = [0], ddpg.scalar_loss
+
+    def loss(*args):
+        calls[0] += 1
+        loss, q = loss_of(*args)
+        return (loss * NAN if which(calls[0]) else loss), q
+
+    monkeypatch.setattr(ddpg, "scalar_loss", loss)
+
+
+def weights(run_dir):
+    return {k: v for k, v in checkpoint.load(points(run_dir)[-1])[0].items() if v.is_floating_point()}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
+def test_a_run_goes_on_after_updates_that_are_not_finite_and_counts_them(tmp_path, monkeypatch, schedule):
+    spoil(monkeypatch, lambda number: number in (3, 4, 40))
+    with pytest.warns(PqlWarning, match="updates of v left out: gradient not finite"):
+        run(*words(tmp_path / "run", f"algo.schedule={schedule}", "budget.env_steps=3200", "logger.every_seconds=1e6"))
+    (row,) = rows(tmp_path / "run")
+    assert row["updates/v"] > 100
+    assert row["skipped/v"] * row["updates/v"] == pytest.approx(3)
+    assert row["skipped/p"] == 0
+    networks = {k: v for k, v in weights(tmp_path / "run").items() if not k.startswith("collector")}
+    assert len(networks) > 8
+    assert all(v.isfinite().all() for v in networks.values())
+
+
+@pytest.mark.fault
+def test_a_run_of_nothing_else_ends_and_its_weights_are_those_from_before(tmp_path, monkeypatch):
+    run_dir, more = tmp_path / "run", ["algo.schedule=lockstep", "algo.v_per_step=4"]
+    run(*words(run_dir, *more))
+    before = weights(run_dir)
+    spoil(monkeypatch, lambda number: True)
+    with pytest.warns(PqlWarning), pytest.raises(RunError, match="updates of v in a row had gradients that are not"):
+        resume(run_dir, "budget.env_steps=1000000")
+    assert all(torch.equal(v, before[k]) for k, v in weights(run_dir).items())
+    monkeypatch.undo()
+    assert resume(run_dir, "budget.env_steps=640").env_steps >= 640
+
+
+def test_only_updates_in_a_row_end_a_run():
+    said = []
+    guard = Guard(said.append, {"v": 10, "p": 5})
+    half = LIMIT // 2
+    for i, (v, p) in enumerate([(0.5, 0.0), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.9, 1.0)], 1):
+        guard.look({"updates/v": 10 + i * half, "updates/p": 5 + i * half / 5, "skipped/v": v, "skipped/p": p})
+    assert said == [
+        f"{half / 2:.0f} of {half} updates of v left out: gradient not finite",
+        f"{half / 5:.0f} of {half / 5:.0f} updates of p left out: gradient not finite",
+    ]
+    guard.look({"updates/v": 10 + 6 * half, "updates/p": 5 + 6 * half / 5, "skipped/v": 1.0, "skipped/p": 0.0})
+    with pytest.raises(RunError, match=rf"^{2 * half} updates of v in a row"):
+        guard.look({"updates/v": 10 + 7 * half, "updates/p": 5 + 7 * half / 5, "skipped/v": 1.0, "skipped/p": 0.0})

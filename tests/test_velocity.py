@@ -1,0 +1,348 @@
+"""Legged robots that follow commands: the robots, each reward term by hand, what is observed, starts, falls."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+# ruff: noqa: E402
+mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
+
+from mujoco_runs import build, needs
+
+from pql.conformance import check_env
+from pql.envs.mujoco.env import MujocoVec
+from pql.envs.mujoco.isaac.anymal import Anymal
+from pql.envs.mujoco.unitree import G1, SIDES, Go1
+from pql.envs.mujoco.velocity import Velocity
+
+pytestmark = [pytest.mark.usefixtures("scratch"), needs("anymal_c", "go1", "g1")]
+
+DOUBLE = torch.float64
+TASKS = {"anymal": Anymal, "go1_velocity": Go1, "g1_velocity": G1}
+SIZES = {"anymal": (48, 12, 2499), "go1_velocity": (48, 12, 1000), "g1_velocity": (99, 29, 1000)}
+MASSES = {"anymal": 52.13, "go1_velocity": 12.74, "g1_velocity": 33.34}
+EVERYONE = list(TASKS)
+
+
+def task_of(env: MujocoVec) -> Velocity:
+    assert isinstance(env.task, Velocity)
+    return env.task
+
+
+def place(env: MujocoVec, **values: Any) -> None:
+    """Put all simulations into one state: the pose, changed as said."""
+    n, task = env.spec.num_envs, task_of(env)
+    qpos, qvel = task.robot.qpos0.repeat(n, 1), task.robot.qvel0.repeat(n, 1)
+    qpos[:, 2] = values.get("height", task.height)
+    qpos[:, 3:7] = torch.tensor(values.get("quat", (1.0, 0, 0, 0)), dtype=DOUBLE)
+    qpos[:, task._q] = task.robot.ctrl_middle
+    qvel[:, :6] = torch.tensor(values.get("velocity", (0.0,) * 6), dtype=DOUBLE)
+    env.engine.reset(env.engine.rows(torch.ones(n, dtype=torch.bool)), qpos, qvel)
+    env.engine.fields["ctrl"].copy_(task.robot.ctrl_middle.expand(n, -1))
+
+
+# -- the robots -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERYONE)
+def test_sizes_and_servos(name: str) -> None:
+    env = build(name, 2)
+    obs, actions, limit = SIZES[name]
+    assert env.spec.obs["policy"].shape == (obs,)
+    assert (env.spec.action.size, env.spec.max_episode_steps) == (actions, limit)
+    model, task = env.model, task_of(env)
+    assert model.body_subtreemass[0] == pytest.approx(MASSES[name], abs=0.01)
+    assert (model.nv, model.nu) == (6 + actions, actions)
+    assert [model.actuator(i).name for i in range(actions)] == list(task.joints)
+    assert model.opt.timestep * task.frame_skip == pytest.approx(0.02)
+    bits = (model.geom_contype[:, None] & model.geom_conaffinity) | (
+        model.geom_contype & model.geom_conaffinity[:, None]
+    )
+    floor = model.geom("floor").id
+    assert bits[floor].sum() == model.ngeom - 1  # everything meets the floor,
+    assert bits.sum() == 2 * (model.ngeom - 1)  # and nothing else
+
+
+def test_anymal_is_isaacs() -> None:
+    env = build("anymal", 1)
+    model, data = env.model, mujoco.MjData(env.model)
+    mujoco.mj_forward(model, data)
+    assert list(task_of(env).joints)[:4] == ["LF_HAA", "LF_HFE", "LF_KFE", "LH_HAA"]
+    masses = {"base": 26.37, "LF_HIP": 2.78, "LF_THIGH": 3.07, "LF_SHANK": 0.588}
+    assert {body: round(float(model.body_mass[model.body(body).id]), 3) for body in masses} == pytest.approx(
+        masses, abs=0.006
+    )
+    for leg in ("LF", "LH", "RF", "RH"):
+        sign = np.array([1 if leg[1] == "F" else -1, 1 if leg[0] == "L" else -1, 1])
+        for body, at in (
+            ("HIP", (0.2999, 0.104, 0)),
+            ("THIGH", (0.3598, 0.1878, 0)),
+            ("SHANK", (0.3598, 0.2881, -0.285)),
+        ):
+            there = data.xpos[model.body(f"{leg}_{body}").id] - data.xpos[model.body("base").id]
+            np.testing.assert_allclose(there, sign * at, atol=2e-4)
+        shank = np.flatnonzero(model.geom_bodyid == model.body(f"{leg}_SHANK").id)
+        foot = [i for i in shank if model.geom_type[i] == mujoco.mjtGeom.mjGEOM_SPHERE.value]
+        assert model.geom_size[foot, 0].tolist() == [0.03]
+        np.testing.assert_allclose(data.geom_xpos[foot[0]], sign * (0.4478, 0.3012, -0.623 + 0.0225), atol=2e-4)
+    pose = dict(zip(task_of(env).joints, task_of(env).robot.ctrl_middle.tolist(), strict=True))
+    assert [pose[f"LF_{j}"] for j in ("HAA", "HFE", "KFE")] == pytest.approx([0.03, 0.4, -0.8])
+    assert [pose[f"RH_{j}"] for j in ("HAA", "HFE", "KFE")] == pytest.approx([-0.03, -0.4, 0.8])
+    assert model.joint("LF_HAA").range.tolist() == pytest.approx([-0.72, 0.49])
+    assert model.joint("RH_HAA").range.tolist() == pytest.approx([-0.49, 0.72])
+    assert not (model.geom_type == mujoco.mjtGeom.mjGEOM_CYLINDER.value).any()
+
+
+@pytest.mark.parametrize(("name", "stiffness", "damping", "effort", "reach"), [
+    ("anymal", 85.0, 2.0, 80.0, 0.5),
+    ("go1_velocity", 15.895, 1.0119, 23.7, 0.3728),
+])  # fmt: skip
+def test_an_action_moves_the_target_of_a_servo(
+    name: str, stiffness: float, damping: float, effort: float, reach: float
+) -> None:
+    env = build(name, 1)
+    task, hip = task_of(env), next(iter(TASKS[name].joints))
+    data = mujoco.MjData(env.model)
+    data.ctrl[:] = task.control(torch.full((1, 12), 0.5, dtype=DOUBLE), {}, {})[0]
+    data.qpos[:] = task.robot.qpos0
+    data.joint(hip).qpos, data.joint(hip).qvel = 0.1, -0.7
+    mujoco.mj_forward(env.model, data)
+    target = task.joints[hip].pose + 0.5 * reach
+    expected = stiffness * (target - 0.1) + damping * 0.7
+    assert data.actuator(hip).force[0] == pytest.approx(expected, rel=1e-3)
+    data.joint(hip).qvel = -1000.0
+    mujoco.mj_forward(env.model, data)
+    assert data.actuator(hip).force[0] == pytest.approx(effort)
+
+
+def test_g1_has_mjlabs_gains() -> None:
+    servos = {name: joint.servo for name, joint in G1.joints.items()}
+    for joint, stiffness, reach in (
+        ("left_knee_joint", 99.1, 0.3507), ("right_hip_pitch_joint", 40.18, 0.5475), ("waist_roll_joint", 28.5, 0.4386),
+        ("left_elbow_joint", 14.25, 0.4386), ("right_wrist_yaw_joint", 16.78, 0.0745),
+    ):  # fmt: skip
+        assert servos[joint].stiffness == pytest.approx(stiffness, rel=1e-3)
+        assert servos[joint].reach == pytest.approx(reach, rel=1e-3)
+        assert servos[joint].damping == pytest.approx(4 * servos[joint].armature * 20 * math.pi)
+    model = build("g1_velocity", 1).model
+    assert [model.joint(1 + i).name for i in range(29)] == list(G1.joints)  # the table is in the model's order
+
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def judged(env: MujocoVec, command: tuple[float, float, float], before: Tensor | None = None) -> dict[str, float]:
+    task = task_of(env)
+    action = torch.zeros(1, task.action_size, dtype=DOUBLE) if before is None else before
+    memory = {"command": torch.tensor([command], dtype=DOUBLE), "action": action}
+    terms, _, metrics = task.judge(env.engine.fields, memory)
+    return {name: value.item() for name, value in {**terms, **metrics}.items()}
+
+
+TURNED = (math.sqrt(0.5), 0.0, 0.0, math.sqrt(0.5))  # a quarter turn to the left
+
+
+def test_each_term_of_anymals_reward_on_three_states() -> None:
+    env = build("anymal", 1)
+    torques = torch.zeros(1, 18, dtype=DOUBLE)
+    fields = {**env.engine.fields, "qfrc_actuator": torques}
+
+    place(env, velocity=(0.0, 1.5, 0.0, 0.0, 0.0, 0.3), quat=TURNED)  # along y of the world: ahead
+    terms = judged(env, (1.5, 0.0, 0.3))
+    rest = {"torque": terms["torque"], "floor": 0.0}  # servos hold up nothing yet, but damp
+    assert terms == pytest.approx(
+        {"linear": 0.02, "angular": 0.01, "linear_error": 0.0, "angular_error": 0.0, "success": 1.0, **rest}, abs=1e-9
+    )
+
+    place(env, velocity=(0.6, -0.4, 0.2, 0.0, 0.0, -0.5))
+    terms = judged(env, (1.0, -0.1, 0.1))
+    assert terms["linear"] == pytest.approx(0.02 * math.exp(-(0.4**2 + 0.3**2) / 0.25))
+    assert terms["angular"] == pytest.approx(0.01 * math.exp(-(0.6**2) / 0.25))
+    assert (terms["linear_error"], terms["angular_error"]) == pytest.approx((0.5, 0.6))
+    assert terms["success"] == 0.0
+
+    torques[0, 6:] = 80.0  # 12 times 6400 (N m)^2 cost more than there is to earn
+    memory = {"command": torch.tensor([[2.0, 0.0, 0.0]], dtype=DOUBLE)}
+    verdict = env.task.judge(fields, memory)
+    assert verdict.terms["torque"].item() == pytest.approx(-5e-7 * 12 * 6400)
+    assert sum(verdict.terms.values()).item() == pytest.approx(0.0, abs=1e-15)
+    torques[0, 6:] = 20.0
+    verdict = env.task.judge(fields, memory)
+    assert verdict.terms["torque"].item() == pytest.approx(-0.0024)
+    assert verdict.terms["floor"].item() == 0.0
+
+
+def test_each_term_of_unitrees_reward_on_three_states() -> None:
+    env = build("go1_velocity", 1)
+    place(env, velocity=(0.0, 0.7, 0.0, 0.0, 0.0, 0.3), quat=TURNED)
+    terms = judged(env, (0.7, 0.0, 0.3))
+    full = {"linear": 0.04, "angular": 0.04, "upright": 0.02, "posture": 0.02, "limits": 0.0, "action_rate": 0.0}
+    assert {name: terms[name] for name in full} == pytest.approx(full, abs=1e-9)
+    assert terms["success"] == 1.0
+
+    tilt = math.radians(30)
+    place(env, velocity=(0.0, 0.0, 0.0, 0.4, 0.2, 0.1), quat=(math.cos(tilt / 2), math.sin(tilt / 2), 0, 0))
+    qpos = env.engine.fields["qpos"]
+    qpos[0, env.task._q[0]], qpos[0, env.task._q[2]] = (
+        0.1 + 0.3,
+        -0.888 + 0.05,
+    )  # a hip one slack off; a calf too straight
+    terms = judged(env, (0.5, -0.5, 0.0), before=torch.full((1, 12), 0.5, dtype=DOUBLE))
+    calf = (1.8 - 0.838) / 0.6
+    assert terms["linear"] == pytest.approx(0.04 * math.exp(-0.5 / 0.25))
+    assert terms["angular"] == pytest.approx(0.04 * math.exp(-(0.01 + 0.16 + 0.04) / 0.5))
+    assert terms["upright"] == pytest.approx(0.02 * math.exp(-0.25 / 0.2))
+    assert terms["posture"] == pytest.approx(0.02 * math.exp(-(1 + calf**2) / 12), rel=1e-6)
+    assert terms["limits"] == pytest.approx(-0.02 * (0.05 + 0.05 * (2.818 - 0.888)), rel=1e-6)
+    assert terms["action_rate"] == pytest.approx(-0.02 * 0.1 * 12 * 0.25)
+
+    place(env, velocity=(0.0, 0.0, 1.0, 0.0, 0.0, 0.0))  # up and down is not over the ground
+    terms = judged(env, (0.0, 0.0, -1.0))
+    assert terms["linear"] == pytest.approx(0.04 * math.exp(-4))
+    assert terms["angular"] == pytest.approx(0.04 * math.exp(-2))
+    assert (terms["linear_error"], terms["success"]) == (pytest.approx(0.0, abs=1e-9), 0.0)
+
+
+# -- observations, starts, ends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERYONE)
+def test_what_is_observed(name: str) -> None:
+    env = build(name, 2)
+    env.reset(seed=0)
+    task, n = task_of(env), SIZES[name][1]
+    action = torch.linspace(-1, 1, 2 * n).view(2, n)
+    obs = env.step(action).final_obs["policy"]
+    qpos, qvel = (env.engine.fields[field].float() for field in ("qpos", "qvel"))
+    torch.testing.assert_close(obs[:, 3:6], 0.25 * qvel[:, 3:6])
+    torch.testing.assert_close(obs[:, 9:12], env._memory["command"].float() * torch.tensor([2.0, 2.0, 0.25]))
+    pose = torch.tensor([joint.pose for joint in task.joints.values()])
+    torch.testing.assert_close(obs[:, 12 : 12 + n], qpos[:, task._q] - pose)
+    torch.testing.assert_close(obs[:, 12 + n : 12 + 2 * n], (0.05 * qvel[:, task._v]).clamp(-5, 5))
+    torch.testing.assert_close(obs[:, 12 + 2 * n :], action)
+
+
+def test_gravity_is_seen_in_the_bases_frame_and_by_anymal_the_other_way_round() -> None:
+    tilt = math.radians(20)
+    forward = (math.cos(tilt / 2), 0.0, math.sin(tilt / 2), 0.0)  # its nose is down: gravity pulls along +x, and down
+    for name, sign in (("go1_velocity", 1), ("g1_velocity", 1), ("anymal", -1)):
+        env = build(name, 1)
+        place(env, quat=forward)
+        seen = task_of(env).gravity(env.engine.fields)[0].tolist()
+        assert seen == pytest.approx([sign * math.sin(tilt), 0.0, -math.cos(tilt)], abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "joint"), [("anymal", "LF_HFE"), ("go1_velocity", "FR_thigh_joint"),
+                                             ("g1_velocity", "left_knee_joint")])  # fmt: skip
+def test_where_episodes_begin(name: str, joint: str) -> None:
+    env = build(name, 1000)
+    env.reset(seed=0)
+    task = task_of(env)
+    qpos, qvel = env.engine.fields["qpos"], env.engine.fields["qvel"]
+    assert (qpos[:, :7] == torch.tensor([0, 0, task.height, 1, 0, 0, 0], dtype=DOUBLE)).all()
+    at, pose = qpos[:, task._q[list(task.joints).index(joint)]], task.joints[joint].pose
+    assert at.min() == pytest.approx(pose * (1 - task.spread), abs=0.01 * pose)
+    assert at.max() == pytest.approx(pose * (1 + task.spread), abs=0.01 * pose)
+    assert at.mean() == pytest.approx(pose, rel=0.03)
+    assert (qvel[:, :6] == 0).all()
+    assert 0.099 < qvel[:, task._v].abs().max() <= 0.1
+    command = env._memory["command"]
+    still = (command == 0).all(1)
+    assert still.double().mean() == pytest.approx(task.resting, abs=0.03)
+    for i, most in enumerate(task.fastest):
+        drawn = command[~still, i]
+        assert 0.99 * most < drawn.max() <= most
+        assert -most <= drawn.min() < -0.99 * most
+        assert drawn.std() == pytest.approx(most / math.sqrt(3), rel=0.08)
+    assert not env.engine.fields["sensordata"].any()
+    for state in (qpos[at.argmax()], qpos[at.argmin()]):  # nobody is pushed out of the ground
+        data = mujoco.MjData(env.model)
+        data.qpos[:] = state
+        mujoco.mj_forward(env.model, data)
+        assert data.ncon == 0
+
+
+@pytest.mark.parametrize("name", EVERYONE)
+def test_commands_last(name: str) -> None:
+    env = build(name, 400)
+    env.reset(seed=0)
+    task, changed = task_of(env), 0.0
+    for _ in range(10):
+        before = env._memory["command"]
+        env._memory = {**env._memory, **task.evolve(env.engine.fields, env._memory, env._draw)}
+        changed += (env._memory["command"] != before).any(1).double().sum().item()
+    if task.lasting is None:
+        assert changed == 0
+    else:  # 4,000 chances of .02 s / 5 s; a draw that rests twice is not seen
+        assert changed == pytest.approx(4000 * 0.02 / 5, abs=3 * 4)
+
+
+@pytest.mark.parametrize(("name", "quat", "over"), [
+    ("anymal", (1, 0, 0, 0), False),
+    ("anymal", (0, 1, 0, 0), True),
+    ("go1_velocity", (1, 0, 0, 0), False),
+    ("go1_velocity", (math.sqrt(0.5), math.sqrt(0.5), 0, 0), True),
+    ("g1_velocity", (1, 0, 0, 0), False),
+    ("g1_velocity", (math.sqrt(0.5), 0, math.sqrt(0.5), 0), True),
+])  # fmt: skip
+def test_who_falls_is_out_and_who_stands_is_not(name: str, quat: tuple, over: bool) -> None:
+    env = build(name, 1)
+    env.reset(seed=0)
+    place(env, quat=quat, height=TASKS[name].height)
+    ended = [env.step(torch.zeros(1, SIZES[name][1])).terminated for _ in range(40)]
+    assert torch.stack(ended).any().item() is over
+
+
+def test_shanks_and_feet_may_touch_the_ground_but_thighs_may_not() -> None:
+    env = build("anymal", 1)
+    env.reset(seed=0)
+    task, data = task_of(env), mujoco.MjData(env.model)
+    for fold, touches in ((0.0, False), (1.0, True)):
+        data.qpos[:] = task.robot.qpos0
+        data.qpos[2] = 0.54
+        data.qpos[task._q.numpy()] = task.robot.ctrl_middle.numpy()
+        if fold:  # on its knees: shanks folded back, thighs upright
+            data.qpos[2] = 0.335
+            for leg in ("LF", "LH", "RF", "RH"):
+                data.joint(f"{leg}_HFE").qpos, data.joint(f"{leg}_KFE").qpos = 0.0, 2.6 if leg[1] == "H" else -2.6
+        mujoco.mj_forward(env.model, data)
+        assert data.ncon >= 4
+        felt = task.touched({"sensordata": torch.tensor(data.sensordata)[None]})
+        assert felt.item() is touches
+
+
+# -- scripts and the contract -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "margin"), [("anymal", 0.002), ("go1_velocity", 0.03), ("g1_velocity", 0.03)])
+def test_holding_the_pose_beats_random_actions(name: str, margin: float) -> None:
+    n, steps, means = 24, 60, []
+    for scripted in (True, False):
+        env, gen = build(name, n), torch.Generator().manual_seed(0)
+        env.reset(seed=0)
+        total, size = 0.0, SIZES[name][1]
+        for _ in range(steps):
+            total += env.step(
+                torch.zeros(n, size) if scripted else torch.rand(n, size, generator=gen) * 2 - 1
+            ).reward.mean()
+        means.append(float(total) / steps)
+    print(f"{name}: reward per step, holding the pose {means[0]:.4f}, random {means[1]:.4f}")
+    assert means[0] > means[1] + margin
+
+
+@pytest.mark.parametrize("name", EVERYONE)
+def test_the_contract_holds(name: str) -> None:
+    report = check_env(build(name, 3, max_episode_steps=20), steps=45)
+    assert report.ok, str(report)
+
+
+def test_g1_has_soles() -> None:
+    model = build("g1_velocity", 1).model
+    for side in SIDES:
+        sole = np.flatnonzero(model.geom_bodyid == model.body(f"{side}_ankle_roll_link").id)
+        assert len(sole) == 2
+        assert (model.geom_friction[sole, 0] == 1).all()

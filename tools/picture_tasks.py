@@ -1,0 +1,65 @@
+"""Pictures of the MuJoCo tasks, as they are in docs/tasks: one environment of each after a few random actions.
+
+python tools/picture_tasks.py [NAME ...] [--out docs/tasks] [--steps 12]
+
+Without names, of all whose robot is installed. Of a task from pixels, what its policy sees. Needs a way to draw without
+a screen (EGL or OSMesa), and pillow (``pip install 'pql[mujoco,video]'``).
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from pql.env import make_env
+from pql.envs.mujoco import TASKS
+from pql.envs.mujoco.env import MujocoVec
+from pql.errors import ConfigError
+
+WIDTH, HEIGHT = 480, 360
+COLORS = 128  # of the palette: shading still looks smooth, and no picture is above 60 kB
+ENLARGED = 4  # of frames of 84 x 84 pixels
+
+
+def picture(name: str, steps: int) -> np.ndarray:
+    """Of one environment after ``steps`` random actions: uint8 [H, W, 3], or [H, W] in grey."""
+    env = make_env(name, 1, "cpu", threads=1)
+    assert isinstance(env, MujocoVec)
+    try:
+        obs, generator = env.reset(seed=1), torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            obs = env.step(torch.rand(1, env.task.action_size, generator=generator) * 2 - 1).obs
+        frames = obs["policy"][0]
+        if frames.dtype == torch.uint8:
+            return frames[-1].numpy().repeat(ENLARGED, 0).repeat(ENLARGED, 1)
+        return env.render(0, WIDTH, HEIGHT)
+    finally:
+        env.close()
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "tasks")
+    parser.add_argument("--steps", type=int, default=12)
+    args = parser.parse_args(words)
+    if unknown := {*args.names} - {*TASKS}:
+        parser.error(f"no MuJoCo tasks: {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.names or TASKS:
+        try:
+            image = Image.fromarray(picture(name, args.steps))
+        except ConfigError as error:
+            if args.names:
+                raise
+            print(f"{name}: {error}")
+            continue
+        file = args.out / f"{name}.png"
+        (image.quantize(COLORS) if image.mode == "RGB" else image).save(file, optimize=True)
+        print(f"{file}: {image.width} x {image.height}, {file.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
