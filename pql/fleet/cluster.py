@@ -60,7 +60,7 @@ class RayCluster:
         self._nodes = [node for node in ray.nodes() if node["Alive"]]
         self._check_reach()
         options = {"num_cpus": cpus, "max_concurrency": THREADS, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        self._host = ray.remote(Located).options(**options)
+        self._host: Any = ray.remote(Located).options(**options)
 
     def _check_reach(self) -> None:
         """An address of this machine's own means another learner, or none, on every other."""
@@ -75,7 +75,7 @@ class RayCluster:
         return f"a Ray cluster of {len(self._nodes)} nodes, {processors:g} processors; this is node {short(self.ray)}"
 
     def place(self, number: int) -> None:
-        handle = self._host.remote(self.setup)
+        handle: Any = self._host.remote(self.setup)
         self._placed[number] = Placed(handle, handle.run.remote(), handle.where.remote())
 
     def look(self) -> dict[int, Look | Ending | None]:
