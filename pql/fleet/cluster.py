@@ -13,6 +13,7 @@ from pql.fleet.supervisor import LOST, Ending, Look
 from pql.wire import LOOPBACK
 
 LOCAL = "local"
+KNOCK = 5.0  # seconds for the cluster's head to accept a connection
 THREADS = 3  # of a Ray actor: one acts, one is looked at, one hears that it is to leave
 
 
@@ -53,9 +54,10 @@ class RayCluster:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             quiet["include_dashboard"] = False
         try:
+            knock(address)
             ray.init(address=address, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
-            hint = f"a Ray cluster (ray start --head), or {LOCAL}: {error}"
+            hint = f"a Ray cluster (ray start --head), or {LOCAL}: {str(error).partition('. ')[0]}"
             raise ConfigError("--ray", address, hint) from error
         self._nodes = [node for node in ray.nodes() if node["Alive"]]
         self._check_reach()
@@ -128,6 +130,13 @@ class Located(Host):
         import ray
 
         return f"{socket.gethostname()} (node {short(ray)})"
+
+
+def knock(address: str) -> None:
+    """Raises ``OSError`` where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), KNOCK).close()
 
 
 def short(ray: Any) -> str:
