@@ -7,6 +7,7 @@ the joints' servos around a pose, at 50 Hz.
 from typing import ClassVar, NamedTuple
 
 import mujoco
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,27 +38,39 @@ class Joint(NamedTuple):
     servo: Servo
 
 
-def ground(spec: mujoco.MjSpec, rgb: tuple[float, float, float] = (0.75, 0.78, 0.8)) -> None:
-    """A chequered floor, a light and a sky, for models that come without. Things fall on the floor whose ``contype``
-    has bit 1."""
-    dark = [0.85 * part for part in rgb]
-    common = {"width": 256, "height": 256}
+def ground(spec: mujoco.MjSpec, over: str) -> None:
+    """A chequered floor, a sky, and a light that stays above the body ``over``. Things fall on the floor whose
+    ``contype`` has bit 1."""
+    size = {"width": 256, "height": 256}
     spec.add_texture(
         name="sky", type=mujoco.mjtTexture.mjTEXTURE_SKYBOX, builtin=mujoco.mjtBuiltin.mjBUILTIN_GRADIENT,
-        rgb1=[0.6, 0.7, 0.8], rgb2=[0.9, 0.93, 0.95], **common,
+        rgb1=[0.6, 0.7, 0.8], rgb2=[0.9, 0.93, 0.95], **size,
     )  # fmt: skip
     spec.add_texture(
         name="floor", type=mujoco.mjtTexture.mjTEXTURE_2D, builtin=mujoco.mjtBuiltin.mjBUILTIN_CHECKER,
-        rgb1=list(rgb), rgb2=dark, **common,
+        rgb1=[0.7, 0.73, 0.75], rgb2=[0.6, 0.62, 0.64], **size,
     )  # fmt: skip
-    spec.add_material(name="floor", texrepeat=[1, 1], texuniform=True).textures[
-        mujoco.mjtTextureRole.mjTEXROLE_RGB.value
-    ] = "floor"
-    world = spec.worldbody
-    world.add_geom(
-        name="floor", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[0, 0, 1], material="floor", contype=0, conaffinity=1
-    )
-    world.add_light(pos=[0, 0, 5], dir=[0.3, 0.4, -1], type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL)
+    material = spec.add_material(name="floor", texrepeat=[1, 1], texuniform=True)
+    material.textures[mujoco.mjtTextureRole.mjTEXROLE_RGB.value] = "floor"
+    plane = {"type": mujoco.mjtGeom.mjGEOM_PLANE, "size": [0, 0, 1], "contype": 0, "conaffinity": 1}
+    spec.worldbody.add_geom(name="floor", material="floor", **plane)
+    for light in list(spec.lights):
+        spec.delete(light)
+    above = {"pos": [-1, -1, 4], "dir": [0.25, 0.25, -1], "mode": mujoco.mjtCamLight.mjCAMLIGHT_TRACKCOM}
+    spec.body(over).add_light(diffuse=[0.5, 0.5, 0.5], cutoff=80, exponent=1, **above)
+    spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
+
+
+def bones(spec: mujoco.MjSpec, radius: float) -> None:
+    """Rods from each body to the parts of limbs that hang on it, for the eye: the shapes that touch have gaps."""
+    for body in spec.bodies[1:]:
+        for child in body.bodies:
+            limb = child.find_all(mujoco.mjtObj.mjOBJ_JOINT) or child.find_all(mujoco.mjtObj.mjOBJ_GEOM)
+            if np.linalg.norm(child.pos) > radius and limb:
+                body.add_geom(
+                    type=mujoco.mjtGeom.mjGEOM_CAPSULE, fromto=[0, 0, 0, *child.pos], size=[radius, 0, 0],
+                    contype=0, conaffinity=0, density=0, rgba=[0.2, 0.2, 0.22, 1],
+                )  # fmt: skip
 
 
 class Velocity(Task):
@@ -106,8 +119,9 @@ class Velocity(Task):
     def edit(cls, spec: mujoco.MjSpec) -> None:
         spec.option.timestep = cls.dt / cls.frame_skip
         for geom in spec.geoms:
-            geom.contype, geom.conaffinity = 1, 0  # with the floor, not with one another
-        ground(spec)
+            if geom.contype:
+                geom.conaffinity = 0  # with the floor, not with one another
+        ground(spec, cls.base)
         for name, (pose, servo) in cls.joints.items():
             joint = spec.joint(name)
             joint.armature, joint.damping, joint.frictionloss = servo.armature, [0, 0, 0], 0
