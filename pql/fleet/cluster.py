@@ -73,8 +73,9 @@ class RayCluster:
 
     def words(self) -> str:
         """What there is, for people."""
-        processors = sum(node["Resources"].get("CPU", 0) for node in self._nodes)
-        return f"a Ray cluster of {len(self._nodes)} nodes, {processors:g} processors; this is node {short(self.ray)}"
+        count, processors = len(self._nodes), sum(node["Resources"].get("CPU", 0) for node in self._nodes)
+        nodes = f"{count} node{'s' * (count > 1)}, {processors:g} processors"
+        return f"a Ray cluster of {nodes}; this is node {short(self.ray)}"
 
     def place(self, number: int) -> None:
         handle: Any = self._host.remote(self.setup)
