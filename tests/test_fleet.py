@@ -19,6 +19,7 @@ from pql.actor.sims import make_sim
 from pql.build import build
 from pql.envs.remote import Remote
 from pql.errors import ConfigError, RunError
+from pql.fleet.cluster import reason
 from pql.fleet.host import Host
 from pql.fleet.supervisor import FAILED, GRACE, LOST, OVER, REFUSED, STEADY, STOPPED, TRIES, Ending, Fleet, Look
 from pql.main import main, parser
@@ -271,6 +272,15 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(capsys):
     said = capsys.readouterr().err
     assert "expected a Ray cluster (ray start --head), or local: " in said
     assert said.count("\n") == 1
+
+
+def test_of_ray_s_words_one_sentence_says_why():
+    told = """The actor died unexpectedly before finishing this task.
+    \tclass_name: Located
+    \tactor_id: 01
+    The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR, and so on. And on."""
+    assert reason(RuntimeError(told)) == "The actor is dead because its worker process has died"
+    assert reason(RuntimeError("")) == "RuntimeError"
 
 
 def test_without_ray_the_command_says_what_to_install(monkeypatch, capsys):

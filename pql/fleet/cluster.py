@@ -151,4 +151,4 @@ def reason(error: Exception) -> str:
         return "its process or its machine does not answer"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("The actor ")] or lines or [type(error).__name__]
-    return told[-1]
+    return told[-1].partition(". ")[0]
