@@ -27,6 +27,8 @@ class Guard:
         Raises:
             RunError: ``LIMIT`` updates in a row were left out; weights are still those from before them.
         """
+        if not all(f"updates/{k}" in row for k in self._seen):
+            return  # of an evaluation
         updates = {k: row[f"updates/{k}"] for k in self._seen}
         new = {k: updates[k] - self._seen[k] for k in updates}
         self._seen = updates

@@ -239,11 +239,11 @@ class Layout:
         flags = reader.array("u1", (n,))
         obs = self._read_obs(reader, n)
         count = int(reader.array("<u4", (1,))[0])
-        if count > n or flags.max(initial=0) >= 1 << len(FLAGS):
+        if count > n or flags.max() >= 1 << len(FLAGS):
             raise WireError(f"{count} final observations of {n} rows, or unknown flags")
         ended = reader.array("<u4", (count,))
         begun = np.flatnonzero((flags & 12) == 12)  # first and valid
-        if not np.array_equal(ended, begun):
+        if len(ended) + len(begun) and not np.array_equal(ended, begun):
             raise WireError("final observations of other rows than those after which an episode begins")
         finals = self._read_obs(reader, count)
         reader.end()

@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import small_config
+from pairs import free_port
 from remotes import remote, wait_until
 
-from pql.actor.command import Setup
+from pql.actor.command import Setup, setup_of
 from pql.actor.sims import make_sim
 from pql.build import build
 from pql.envs.remote import Remote
 from pql.errors import ConfigError, RunError
+from pql.fleet.cluster import reason
 from pql.fleet.host import Host
 from pql.fleet.supervisor import FAILED, GRACE, LOST, OVER, REFUSED, STEADY, STOPPED, TRIES, Ending, Fleet, Look
-from pql.main import main
+from pql.main import main, parser
 from pql.schedule import Inline
 
 GONE = Ending(LOST, "The node has died.")
@@ -44,6 +46,7 @@ class Stage:
         return told
 
     def stop(self, number):
+        assert number in self.news
         self.calls.append(("stop", number))
 
     def remove(self, number):
@@ -112,6 +115,13 @@ def test_when_the_learner_says_that_it_is_over_nobody_is_placed_and_the_rest_lea
     assert fleet.turn(1.5 + GRACE)  # 3 never had a place
     assert stage.said() == [("remove", 3)]
     assert fleet.error is None
+
+
+def test_all_may_hear_at_once_that_it_is_over(stage):
+    fleet = fleet_on(stage, 3)
+    stage.news = dict.fromkeys(range(3), Ending(OVER, "the run has ended"))
+    assert fleet.turn(1.0)
+    assert stage.said() == []
 
 
 def test_a_drain_lets_actors_leave_and_takes_who_does_not(stage):
@@ -223,6 +233,17 @@ def test_a_host_tells_errors_and_the_end(tmp_path):
         assert ending == [Ending(OVER, "the run has ended")]
 
 
+def test_token_and_certificate_are_read_where_the_command_runs(tmp_path, monkeypatch):
+    (tmp_path / "token").write_text("hush\n")
+    (tmp_path / "cert").write_text("PEM")
+    words = ["fleet", "--connect", "far.lan:5555", "--task", "atari", "--num-envs", "8", "--role", "eval", "game=pong"]
+    files = ["--token-file", str(tmp_path / "token"), "--ca", str(tmp_path / "cert")]
+    setup = setup_of(parser().parse_args([*words, *files]))
+    assert setup == Setup("far.lan:5555", "atari", 8, {"game": "pong"}, "eval", "hush", b"PEM")
+    monkeypatch.setenv("PQL_TOKEN", "from there")
+    assert setup_of(parser().parse_args(words)).token == "from there"
+
+
 def test_secrets_are_not_shown():
     assert "hush" not in repr(Setup("h:1", "counter", 2, {}, token="hush", ca=b"hush"))
 
@@ -243,6 +264,23 @@ def test_wrong_words_are_one_line(words, why, capsys):
     said = capsys.readouterr().err
     assert why in said
     assert said.count("\n") == 1
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once(capsys):
+    pytest.importorskip("ray")
+    assert main(["fleet", "--connect", "h:1", "--task", "counter", "--ray", f"127.0.0.1:{free_port()}"]) == 2
+    said = capsys.readouterr().err
+    assert "expected a Ray cluster (ray start --head), or local: " in said
+    assert said.count("\n") == 1
+
+
+def test_of_ray_s_words_one_sentence_says_why():
+    told = """The actor died unexpectedly before finishing this task.
+    \tclass_name: Located
+    \tactor_id: 01
+    The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR, and so on. And on."""
+    assert reason(RuntimeError(told)) == "The actor is dead because its worker process has died"
+    assert reason(RuntimeError("")) == "RuntimeError"
 
 
 def test_without_ray_the_command_says_what_to_install(monkeypatch, capsys):

@@ -112,6 +112,7 @@ def test_only_updates_in_a_row_end_a_run():
         f"{half / 2:.0f} of {half} updates of v left out: gradient not finite",
         f"{half / 5:.0f} of {half / 5:.0f} updates of p left out: gradient not finite",
     ]
+    guard.look({"eval/return_mean": 3.0})  # an evaluation's row: nothing was updated
     guard.look({"updates/v": 10 + 6 * half, "updates/p": 5 + 6 * half / 5, "skipped/v": 1.0, "skipped/p": 0.0})
     with pytest.raises(RunError, match=rf"^{2 * half} updates of v in a row"):
         guard.look({"updates/v": 10 + 7 * half, "updates/p": 5 + 7 * half / 5, "skipped/v": 1.0, "skipped/p": 0.0})

@@ -14,7 +14,6 @@ from mujoco_runs import build, needs
 
 from pql.conformance import check_env
 from pql.envs.mujoco import TASKS
-from pql.envs.mujoco.engines import measure
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac import allegro_hand
 from pql.envs.mujoco.isaac.measure import conjugate, product, rotation, unscale
@@ -185,6 +184,9 @@ def test_starts(name: str, joints: int, place: tuple[float, float, float]) -> No
             assert cosine.var() == pytest.approx(0.5, abs=0.06)
     assert (qpos[:, joints + 4] * goal[:, 1]).mean().abs() < 0.05
     assert (obs[:, -task.action_size :] == 0).all()
+    assert (obs[:, 2 * joints : 3 * joints] == 0).all()  # no torques yet
+    if name == SHADOW:
+        assert (obs[:, 161:191] == 0).all()
 
 
 def judged(name: str, shift: tuple[float, float, float], turned: float, action: float, count: float = 0.0):
@@ -348,15 +350,6 @@ def test_a_hand_that_holds_the_cube_beats_random_actions(name: str, margin: floa
         means.append(float(total.mean()) / steps)
     print(f"reward per step: holding {means[0]:.2f}, random {means[1]:.2f}")
     assert means[0] > means[1] + margin
-
-
-@pytest.mark.parametrize("name", [SHADOW, ALLEGRO])
-def test_capacities_cover_what_c_needs(name: str) -> None:
-    env = build(name, 1)
-    contacts, constraints = measure(env.model, env.task.frame_skip, 200, seed=7)
-    assert env.task.contacts is not None
-    assert contacts <= env.task.contacts[0]
-    assert constraints <= env.task.contacts[1]
 
 
 @pytest.mark.parametrize("name", [SHADOW, ALLEGRO])

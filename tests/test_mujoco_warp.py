@@ -29,10 +29,11 @@ from pql.envs.mujoco.warp import WarpEngine
 from pql.errors import PqlWarning
 
 SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
-STIFF = {"ballbalance": 3000.0}  # pinned feet on stiff servos, seen by force sensors: float32 shows
+# pinned feet on stiff servos, seen by force sensors: float32 shows; fingertips' forces, seen tenfold
+STIFF = {"ballbalance": 3000.0, "shadow_hand": 10.0, "shadow_hand_openai": 10.0}
 PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
-HANDS = ("shadow_hand", "shadow_hand_openai", "allegro_hand")
-ODD = dict.fromkeys(HANDS, 0.3)  # share of rows that may differ: a box on capsules has contacts of other numbers
+# share of rows that may differ: fingers side by side touch in one point or two
+ODD = {"shadow_hand": 0.4, "shadow_hand_openai": 0.4}
 ROBOTS = ["halfcheetah", *(task(name, pytest.mark.slow) for name in (*SLOW, *PAPER, *ROBOT_OF))]
 
 
@@ -58,8 +59,9 @@ def follow(env: MujocoVec, other: MujocoVec) -> None:
 
 
 @pytest.mark.parametrize("name", ROBOTS)
-def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str) -> None:
+def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step from C's own state, and 3 steps without putting it right again."""
+    monkeypatch.setattr("pql.envs.mujoco.unitree.Unitree.lasting", None)  # each engine draws commands of its own
     n, steps, stiff, odd = 16, 12, STIFF.get(name, 1.0), ODD.get(name, 0.1)
     c, w, free = (build(name, n, engine, max_episode_steps=1000) for engine in ("batch", "warp", "warp"))
     for env in (c, w, free):

@@ -65,7 +65,7 @@ SMOKE = {
         "overlap: in another process",
     ),
     "bench_warp": ("warp halfcheetah (shipped) n=4 / bare", "warp halfcheetah (shipped) n=4: bytes"),
-    "bench_remote": ("env steps: 2 actors of 32", "p50 round trip", "server, 2 actors of 32", "processor time"),
+    "bench_remote": ("env steps: 2 actors of", "p50 round trip", "server, 2 actors of 32", "processor time"),
     "bench_lag": ("ball_balance: vtrace, lag 8 / 0", "one_step", "none"),
     "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }

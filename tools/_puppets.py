@@ -3,7 +3,7 @@
 NumPy and grpcio alone, as on an actor's machine. Each is a process of its own because all of grpc.aio's loops in one
 process wake at every message of any of them.
 
-    _puppets.py trip ADDRESS ECHO     one actor; measures what each line on stdin says: remote or echo, and how often
+    _puppets.py trip ADDRESS ECHO     one actor; to each line on stdin (remote or echo, how often) it says p50 and p10
     _puppets.py crowd ADDRESS COUNT   that many actors, which answer at once, until they are told that it is over
     _puppets.py echo ADDRESS          sends back what it gets
 """
@@ -102,7 +102,7 @@ def trip(address: str, bare: str) -> None:
             times.append(1e3 * (time.perf_counter() - start))
             if which == "remote":
                 frames = lines.answer(heard)  # packed while no clock runs: the bytes alone are of interest
-        print(statistics.median(times), flush=True)
+        print(statistics.median(times), sorted(times)[len(times) // 10], flush=True)
 
 
 # -- many -------------------------------------------------------------------------------------------------------------

@@ -34,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--game", default="pong", help="a game of ale_py's")
     parser.add_argument("--smoke", action="store_true", help="seconds: does it run at all?")
     args = parser.parse_args(argv)
+    args.consoles = 32  # of an actor
     if args.smoke:
-        args.rounds, args.steps, args.actors = 1, 4, 2
+        args.rounds, args.steps, args.actors, args.consoles = 1, 4, 2, 2
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -51,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def stepping(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """2 actors of 32 consoles each, and the same 64 consoles here in two groups: random actions, no learner."""
-    address = f"unix:{folder}/step"
-    words = [sys.executable, "-m", "pql.main", "actor", "--connect", address, "--task", "atari", "--num-envs", "32"]
+    address, count = f"unix:{folder}/step", args.consoles
+    words = [sys.executable, "-m", "pql.main", "actor", "--connect", address, "--task", "atari", f"--num-envs={count}"]
     actors = [subprocess.Popen([*words, f"game={args.game}", "threads=1"], stderr=subprocess.DEVNULL) for _ in range(2)]
-    remote = Remote(64, listen=address, groups=2)
-    local: Any = make_env("atari", 64, game=args.game, groups=2, threads=1)
+    remote = Remote(2 * count, listen=address, groups=2)
+    local: Any = make_env("atari", 2 * count, game=args.game, groups=2, threads=1)
     wait(lambda: remote.hall.live == 2)
     try:
         for env in (remote, local):
@@ -67,7 +68,9 @@ def stepping(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         local.close()
         for actor in actors:
             actor.wait(10)
-    return [compare("env steps: 2 actors of 32 / 64 in this process", "1/s", rates["remote"], rates["local"])]
+    return [
+        compare(f"env steps: 2 actors of {count} / {2 * count} in this process", "1/s", rates["remote"], rates["local"])
+    ]
 
 
 def alternating(env: Any, receive: Callable[[int], Any]) -> Callable[[int], float]:
@@ -95,9 +98,10 @@ def alternating(env: Any, receive: Callable[[int], Any]) -> Callable[[int], floa
 
 
 def round_trips(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """p50 of an actor's message of 32 frames until it has its actions, and of the same bytes through a bare echo.
+    """From an actor's message of 32 frames until it has its actions, and the same bytes through a bare echo.
 
-    The actor, and who talks to the echo, are one other process; the echo is a third.
+    The actor, and who talks to the echo, are one other process; the echo is a third. Beside other work the median says
+    how long threads wait for a processor; the quickest tenth says what is done for a message.
     """
     address, bare, count = f"unix:{folder}/trip", f"unix:{folder}/echo", max(10, args.steps)
     with puppet("echo", bare), puppet("trip", address, bare) as client:
@@ -106,17 +110,22 @@ def round_trips(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         thread = threading.Thread(target=answer, args=(env, lambda _: stop.is_set()), daemon=True)
         thread.start()
 
-        def ask(which: str) -> float:
+        def ask(which: str) -> list[float]:
             assert client.stdin is not None
             assert client.stdout is not None
             print(which, count, file=client.stdin, flush=True)
-            return float(client.stdout.readline())
+            return [float(word) for word in client.stdout.readline().split()]
 
-        rates = alternate({which: lambda which=which: ask(which) for which in ("remote", "echo")}, args.rounds)
+        times: dict[str, list[list[float]]] = {"remote": [], "echo": []}
+        for _ in range(args.rounds + 1):
+            for which, rounds in times.items():
+                rounds.append(ask(which))
         stop.set()
         thread.join(5)
         env.close()
-    return [compare("p50 round trip, 32 frames / bare echo", "ms", rates["remote"], rates["echo"])]
+    mine, theirs = (list(zip(*times[which][1:], strict=True)) for which in ("remote", "echo"))  # all but the first
+    names = ("p50 round trip, 32 frames / bare echo", "p10 round trip, 32 frames / bare echo")
+    return [compare(name, "ms", list(a), list(b)) for name, a, b in zip(names, mine, theirs, strict=True)]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.robots import model_file
 from pql.envs.mujoco.task import Memory, Robot
-from pql.envs.mujoco.velocity import Joint, Servo, Velocity
+from pql.envs.mujoco.velocity import Joint, Servo, Velocity, bones
 
 SOFT = 0.9  # share of a joint's range that costs nothing
 
@@ -180,4 +180,5 @@ class G1(Unitree):
         for side in SIDES:
             for i in (1, 3, 4, 5, 7):
                 spec.delete(spec.geom(f"{side}_foot{i}_collision"))
+        bones(spec, 0.02)
         return spec

@@ -7,6 +7,7 @@ the joints' servos around a pose, at 50 Hz.
 from typing import ClassVar, NamedTuple
 
 import mujoco
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from pql.types import Obs
 NET_FORCE = [1 << mujoco.mjtConDataField.mjCONDATA_FORCE.value, 3, 1]  # the force; reduced to the net one; of all
 FEEL = 1.0  # N; a body on which the net contact force is larger has touched something
 TRACKED = 0.25  # m/s and rad/s; a command is followed where the errors are smaller
+ENOUGH = 50  # steps, a second: who follows for so long without a break succeeds
 
 
 class Servo(NamedTuple):
@@ -37,27 +39,39 @@ class Joint(NamedTuple):
     servo: Servo
 
 
-def ground(spec: mujoco.MjSpec, rgb: tuple[float, float, float] = (0.75, 0.78, 0.8)) -> None:
-    """A chequered floor, a light and a sky, for models that come without. Things fall on the floor whose ``contype``
-    has bit 1."""
-    dark = [0.85 * part for part in rgb]
-    common = {"width": 256, "height": 256}
+def ground(spec: mujoco.MjSpec, over: str) -> None:
+    """A chequered floor, a sky, and a light that stays above the body ``over``. Things fall on the floor whose
+    ``contype`` has bit 1."""
+    size = {"width": 256, "height": 256}
     spec.add_texture(
         name="sky", type=mujoco.mjtTexture.mjTEXTURE_SKYBOX, builtin=mujoco.mjtBuiltin.mjBUILTIN_GRADIENT,
-        rgb1=[0.6, 0.7, 0.8], rgb2=[0.9, 0.93, 0.95], **common,
+        rgb1=[0.6, 0.7, 0.8], rgb2=[0.9, 0.93, 0.95], **size,
     )  # fmt: skip
     spec.add_texture(
         name="floor", type=mujoco.mjtTexture.mjTEXTURE_2D, builtin=mujoco.mjtBuiltin.mjBUILTIN_CHECKER,
-        rgb1=list(rgb), rgb2=dark, **common,
+        rgb1=[0.7, 0.73, 0.75], rgb2=[0.6, 0.62, 0.64], **size,
     )  # fmt: skip
-    spec.add_material(name="floor", texrepeat=[1, 1], texuniform=True).textures[
-        mujoco.mjtTextureRole.mjTEXROLE_RGB.value
-    ] = "floor"
-    world = spec.worldbody
-    world.add_geom(
-        name="floor", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[0, 0, 1], material="floor", contype=0, conaffinity=1
-    )
-    world.add_light(pos=[0, 0, 5], dir=[0.3, 0.4, -1], type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL)
+    material = spec.add_material(name="floor", texrepeat=[1, 1], texuniform=True)
+    material.textures[mujoco.mjtTextureRole.mjTEXROLE_RGB.value] = "floor"
+    plane = {"type": mujoco.mjtGeom.mjGEOM_PLANE, "size": [0, 0, 1], "contype": 0, "conaffinity": 1}
+    spec.worldbody.add_geom(name="floor", material="floor", **plane)
+    for light in list(spec.lights):
+        spec.delete(light)
+    above = {"pos": [-1, -1, 4], "dir": [0.25, 0.25, -1], "mode": mujoco.mjtCamLight.mjCAMLIGHT_TRACKCOM}
+    spec.body(over).add_light(diffuse=[0.5, 0.5, 0.5], cutoff=80, exponent=1, **above)
+    spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
+
+
+def bones(spec: mujoco.MjSpec, radius: float) -> None:
+    """Rods from each body to the parts of limbs that hang on it, for the eye: the shapes that touch have gaps."""
+    for body in spec.bodies[1:]:
+        for child in body.bodies:
+            limb = child.find_all(mujoco.mjtObj.mjOBJ_JOINT) or child.find_all(mujoco.mjtObj.mjOBJ_GEOM)
+            if np.linalg.norm(child.pos) > radius and limb:
+                body.add_geom(
+                    type=mujoco.mjtGeom.mjGEOM_CAPSULE, fromto=[0, 0, 0, *child.pos], size=[radius, 0, 0],
+                    contype=0, conaffinity=0, density=0, rgba=[0.2, 0.2, 0.22, 1],
+                )  # fmt: skip
 
 
 class Velocity(Task):
@@ -78,7 +92,7 @@ class Velocity(Task):
 
     dt = 0.02
     frame_skip = 4
-    metrics: ClassVar[tuple[str, ...]] = ("linear_error", "angular_error", "success")
+    metrics: ClassVar[tuple[str, ...]] = ("linear_error", "angular_error", "tracked", "success")
     outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
     model = "fast"
     refused = "the robot's package has no other"
@@ -106,8 +120,9 @@ class Velocity(Task):
     def edit(cls, spec: mujoco.MjSpec) -> None:
         spec.option.timestep = cls.dt / cls.frame_skip
         for geom in spec.geoms:
-            geom.contype, geom.conaffinity = 1, 0  # with the floor, not with one another
-        ground(spec)
+            if geom.contype:
+                geom.conaffinity = 0  # with the floor, not with one another
+        ground(spec, cls.base)
         for name, (pose, servo) in cls.joints.items():
             joint = spec.joint(name)
             joint.armature, joint.damping, joint.frictionloss = servo.armature, [0, 0, 0], 0
@@ -130,7 +145,8 @@ class Velocity(Task):
         qpos[:, self._q] = robot.ctrl_middle * draw.uniform(1 - self.spread, 1 + self.spread, count, size)
         qvel[:, self._v] = draw.uniform(-0.1, 0.1, count, size)
         action = torch.zeros(count, size, device=robot.device, dtype=robot.dtype)
-        return Start(qpos, qvel, {"action": action, "command": self._command(count, draw)})
+        memory = {"action": action, "command": self._command(count, draw), "streak": action[:, 0].clone()}
+        return Start(qpos, qvel, memory)
 
     def _command(self, count: int, draw: Draw) -> Tensor:
         """[K, 3]: ahead, sideways, around."""
@@ -138,7 +154,7 @@ class Velocity(Task):
         return drawn * (draw.uniform(0.0, 1.0, count) >= self.resting)[:, None]
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
-        changed = {"action": self.action(fields)}
+        changed = {"action": self.action(fields), "streak": self._streak(fields, memory)}
         if self.lasting is not None:
             count = len(changed["action"])
             over = draw.uniform(0.0, 1.0, count) < self.dt / self.lasting
@@ -172,9 +188,18 @@ class Velocity(Task):
     def metered(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
         """The numbers of ``metrics``: [N] each."""
         ahead, around = self.errors(fields, memory)
-        linear, angular = torch.linalg.vector_norm(ahead, dim=1), around.abs()
-        followed = (linear < TRACKED) & (angular < TRACKED)
-        return {"linear_error": linear, "angular_error": angular, "success": followed.to(linear)}
+        streak = self._streak(fields, memory)
+        return {
+            "linear_error": torch.linalg.vector_norm(ahead, dim=1),
+            "angular_error": around.abs(),
+            "tracked": (streak > 0).to(streak),
+            "success": (streak >= ENOUGH).to(streak),
+        }
+
+    def _streak(self, fields: Fields, memory: Memory) -> Tensor:
+        """For how many steps the command has been followed without a break: [N]."""
+        ahead, around = self.errors(fields, memory)
+        return (memory["streak"] + 1) * ((torch.linalg.vector_norm(ahead, dim=1) < TRACKED) & (around.abs() < TRACKED))
 
     def terms_of(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
         """The reward's terms: [N] each."""

@@ -59,38 +59,57 @@ class Part:
         self.finals = {k: buffer(*v.shape, dtype=v.dtype) for k, v in frames.items()}
         self.host: dict[str, Any] = {k: v.numpy() for k, v in frames.items()}
         self.copied = torch.cuda.Event() if pin else None
+        self._flags, self._numbers = self.flags.numpy(), self.numbers.numpy()
+        self._pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self._fields = self._named(self.flags, self.numbers)  # on the CPU once and for all
 
     def step(self, taken: Sequence[Taken]) -> Step:
         if self.copied is not None:
             self.copied.synchronize()  # the last step's copies still read the host buffers
-        flags, numbers = self.flags.numpy(), self.numbers.numpy()
-        flags[:], flags[FINAL_OK], numbers[:] = False, True, 0.0
-        slots = np.sort(np.concatenate([t.slots for t in taken])) if taken else np.zeros(0, dtype=np.int64)
-        at = run_of(slots)
-        at = at if isinstance(at, slice) else torch.from_numpy(at).to(self.device)
+        self._flags[:], self._flags[FINAL_OK], self._numbers[:] = False, True, 0.0
+        at = self._places(taken)
         self._shift(at)
         for one in taken:
-            self._gather(flags, numbers, *one)
-        sent, amounts = self._to_device(self.flags), self._to_device(self.numbers)
-        final = self._show(at, flags)
+            self._gather(*one)
+        fields = self._fields
+        if self.copied is not None:
+            fields = self._named(self._to_device(self.flags), self._to_device(self.numbers))
+        final = self._show(at)
         if self.copied is not None:
             self.copied.record()
-        bits = dict(zip(NAMES, sent.unbind(0), strict=True))
-        log = dict(zip(self.spec.log, amounts[1:].unbind(0), strict=True))
-        return Step(obs=dict(self.shown), reward=amounts[0], final_obs=final, log=log, **bits)
+        return Step(obs=dict(self.shown), final_obs=final, **fields)
+
+    def _named(self, flags: Tensor, numbers: Tensor) -> dict[str, Any]:
+        """A step's fields but for observations."""
+        log = dict(zip(self.spec.log, numbers[1:].unbind(0), strict=True))
+        return {"reward": numbers[0], "log": log, **dict(zip(NAMES, flags.unbind(0), strict=True))}
+
+    def _places(self, taken: Sequence[Taken]) -> slice | Tensor:
+        """All their slots."""
+        slots = taken[0].slots if len(taken) == 1 else np.sort(np.concatenate([[], *(t.slots for t in taken)]))
+        at = run_of(slots.astype(np.int64, copy=False))
+        return at if isinstance(at, slice) else torch.from_numpy(at).to(self.device)
 
     def _shift(self, at: slice | Tensor) -> None:
         """Make room for a frame in the stacks of ``at``: the oldest is forgotten."""
+        if isinstance(at, slice):
+            for older, newer in self._steps_back(at.start, at.stop):
+                older.copy_(newer)
+            return
         for k, spec in self.spec.obs.items():
-            if spec.stack > 1 and isinstance(at, slice):
-                shown = self.shown[k][at]
-                for i in range(spec.stack - 1):  # one by one: they overlap
-                    shown[:, i] = shown[:, i + 1]
-            elif spec.stack > 1:
+            if spec.stack > 1:
                 self.shown[k][at, :-1] = self.shown[k][at, 1:]  # the right side is a copy
 
-    def _gather(self, flags: Any, numbers: Any, rows: Any, places: np.ndarray, slots: np.ndarray) -> None:
+    def _steps_back(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """Where each frame of the stacks of some slots goes, the oldest first: as one copy, they would overlap."""
+        if (start, stop) not in self._pairs:
+            stacks = [v[start:stop] for k, v in self.shown.items() if self.spec.obs[k].stack > 1]
+            self._pairs[start, stop] = [(v[:, i], v[:, i + 1]) for v in stacks for i in range(v.shape[1] - 1)]
+        return self._pairs[start, stop]
+
+    def _gather(self, rows: Any, places: np.ndarray, slots: np.ndarray) -> None:
         """One actor's rows to their places."""
+        flags, numbers = self._flags, self._numbers
         to, every = run_of(slots), len(places) == len(rows.obs["policy"])
         for k, values in rows.obs.items():
             self.host[k][to] = values if every else values[places]
@@ -106,20 +125,20 @@ class Part:
             for k, values in rows.final_obs.items():
                 self.finals[k].numpy()[slots[ended]] = values[at[ended]]
 
-    def _show(self, at: slice | Tensor, flags: Any) -> Obs:
+    def _show(self, at: slice | Tensor) -> Obs:
         """Bring ``shown`` up to date for ``at``. Returns the final observations: ``shown`` where nothing ended."""
+        if self.frames is not self.newest:
+            for k, newest in self.newest.items():
+                newest[at] = self._to_device(self.frames[k])[at]
+        final, flags = dict(self.shown), self._flags
+        if not flags[FIRST].any():
+            return final
         begun, over = np.flatnonzero(flags[FIRST]), np.flatnonzero(flags[FIRST] & flags[VALID])
         first, ended = (torch.from_numpy(rows).to(self.device) for rows in (begun, over))
-        final = dict(self.shown)
         for k, spec in self.spec.obs.items():
-            shown = self.shown[k]
-            if len(over):
-                ends = self._to_device(self.finals[k])[ended]
-                if spec.stack > 1:
-                    ends = torch.cat((shown[ended, :-1], ends.unsqueeze(1)), 1)
-            if self.frames is not self.newest:
-                self.newest[k][at] = self._to_device(self.frames[k])[at]
-            if len(begun) and spec.stack > 1:
+            shown, ends = self.shown[k], self._to_device(self.finals[k])[ended]
+            if spec.stack > 1:
+                ends = torch.cat((shown[ended, :-1], ends.unsqueeze(1)), 1)
                 shown[first, :-1] = 0
             if len(over):
                 final[k] = shown.clone()

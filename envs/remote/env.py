@@ -27,6 +27,7 @@ from pql.types import Obs, Step
 SPREAD = 4
 PATIENCE = 1.0  # seconds between looks at whether anybody is there
 TOKEN = "PQL_TOKEN"
+NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 class Remote:
@@ -134,8 +135,8 @@ class Remote:
         taken, part = self.hall.take(group), self.hall.parts[group]
         if not taken:
             self._together.check_alive()
-            return torch.zeros(0, dtype=torch.int64), self.board.step(part, taken)
-        return torch.from_numpy(np.concatenate([t.slots for t in taken])), self.board.step(part, taken)
+        ids = [torch.from_numpy(one.slots) for one in taken]
+        return ids[0] if len(ids) == 1 else torch.cat((NOBODY, *ids)), self.board.step(part, taken)
 
     def measures(self) -> dict[str, float]:
         """For the log: who is there."""

@@ -177,14 +177,17 @@ class Hall:
         """
         with self.changed:
             due = self.status[slots] == DUE
-            for number in distinct(self.owner[slots[due]]):
-                peer = self.peers[number]
-                mine = due & (self.owner[slots] == number)
+            if not due.all():
+                slots, action = slots[due], action[due]
+            owners = self.owner[slots]
+            for number in distinct(owners):
+                peer, mine = self.peers[number], owners == number
+                own = slots[mine]
                 if peer.missing == 0:
                     peer.missing = len(peer.slots)
-                peer.action[self.place[slots[mine]]] = action[mine]
-                peer.missing -= int(mine.sum())
-                self.status[slots[mine]] = FLYING
+                peer.action[self.place[own]] = action[mine]
+                peer.missing -= len(own)
+                self.status[own] = FLYING
                 if peer.missing == 0:
                     peer.order_step()
 

@@ -103,7 +103,8 @@ class Server:
 
     async def _stop(self) -> None:
         await self._server.stop(GRACE)
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            _, rest = await asyncio.wait(rest, timeout=0.5)  # they are about to end; cancelled, they would say so aloud
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
@@ -154,23 +155,28 @@ class Server:
         since = time.monotonic()
         try:
             await context.write(wire.pack_json(wire.WELCOME, peer.run_id, 0, {"actor": peer.number}))
-            while await self._exchange(context, hall, peer, await orders.get()):
+            while await self._exchange(context, hall, peer, orders):
                 pass
         finally:  # it said goodbye, broke the rules, or is gone (then this task is cancelled)
             hall.leave(peer)
             self.tell(f"{who} has left after {time.monotonic() - since:.0f} s: {hall.live} now")
 
-    async def _exchange(self, context: grpc.aio.ServicerContext, hall: Hall, peer: Peer, order: bytes) -> bool:
+    async def _exchange(
+        self, context: grpc.aio.ServicerContext, hall: Hall, peer: Peer, orders: "asyncio.Queue[bytes]"
+    ) -> bool:
         """One order and its answer. False: there are no more."""
-        await context.write(order)
-        message = await context.read()
-        if message is grpc.aio.EOF:
-            return False
-        frame = unpack(message)
+        order = await orders.get()
+        answer = asyncio.ensure_future(context.read())  # it may come before the order is known to have been sent
+        try:
+            await context.write(order)
+            await asyncio.wait((answer,))
+            message = grpc.aio.EOF if answer.cancelled() else answer.result()  # cancelled: the stream has ended
+        finally:
+            answer.cancel()
         asked = unpack(order)
-        if asked.kind == BYE:
+        if message is grpc.aio.EOF or asked.kind == BYE:
             return False
-        kind = OBS if asked.kind == RESET else STEP
+        frame, kind = unpack(message), OBS if asked.kind == RESET else STEP
         wire.expect(frame, kind, peer.run_id, asked.seq)
         read = peer.layout.read_obs if kind == OBS else peer.layout.read_step
         hall.answered(peer, read(frame.body))

@@ -13,6 +13,7 @@ from pql.fleet.supervisor import LOST, Ending, Look
 from pql.wire import LOOPBACK
 
 LOCAL = "local"
+KNOCK = 5.0  # seconds for the cluster's head to accept a connection
 THREADS = 3  # of a Ray actor: one acts, one is looked at, one hears that it is to leave
 
 
@@ -53,14 +54,15 @@ class RayCluster:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             quiet["include_dashboard"] = False
         try:
+            knock(address)
             ray.init(address=address, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
-            hint = f"a Ray cluster (ray start --head), or {LOCAL}: {error}"
+            hint = f"a Ray cluster (ray start --head), or {LOCAL}: {str(error).partition('. ')[0]}"
             raise ConfigError("--ray", address, hint) from error
         self._nodes = [node for node in ray.nodes() if node["Alive"]]
         self._check_reach()
         options = {"num_cpus": cpus, "max_concurrency": THREADS, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        self._host = ray.remote(Located).options(**options)
+        self._host: Any = ray.remote(Located).options(**options)
 
     def _check_reach(self) -> None:
         """An address of this machine's own means another learner, or none, on every other."""
@@ -71,11 +73,12 @@ class RayCluster:
 
     def words(self) -> str:
         """What there is, for people."""
-        processors = sum(node["Resources"].get("CPU", 0) for node in self._nodes)
-        return f"a Ray cluster of {len(self._nodes)} nodes, {processors:g} processors; this is node {short(self.ray)}"
+        count, processors = len(self._nodes), sum(node["Resources"].get("CPU", 0) for node in self._nodes)
+        nodes = f"{count} node{'s' * (count > 1)}, {processors:g} processors"
+        return f"a Ray cluster of {nodes}; this is node {short(self.ray)}"
 
     def place(self, number: int) -> None:
-        handle = self._host.remote(self.setup)
+        handle: Any = self._host.remote(self.setup)
         self._placed[number] = Placed(handle, handle.run.remote(), handle.where.remote())
 
     def look(self) -> dict[int, Look | Ending | None]:
@@ -130,6 +133,13 @@ class Located(Host):
         return f"{socket.gethostname()} (node {short(ray)})"
 
 
+def knock(address: str) -> None:
+    """Raises ``OSError`` where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), KNOCK).close()
+
+
 def short(ray: Any) -> str:
     """Enough of the name that Ray has for the node of this process."""
     return str(ray.get_runtime_context().get_node_id())[:8]
@@ -141,4 +151,4 @@ def reason(error: Exception) -> str:
         return "its process or its machine does not answer"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("The actor ")] or lines or [type(error).__name__]
-    return told[-1]
+    return told[-1].partition(". ")[0]

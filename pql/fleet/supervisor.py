@@ -90,7 +90,10 @@ class Fleet:
 
     def turn(self, now: float) -> bool:
         """Look at everybody, and act on it. ``now`` in seconds, of any clock. True: nobody is left."""
-        for number, found in self.cluster.look().items():
+        looks = self.cluster.look()
+        for number, found in looks.items():
+            self.posts[number].placed = not isinstance(found, Ending)  # all of them, before anybody is asked to leave
+        for number, found in looks.items():
             post = self.posts[number]
             if isinstance(found, Ending):
                 self._ended(post, found, now)
@@ -135,7 +138,7 @@ class Fleet:
 
     def _ended(self, post: Post, ending: Ending, now: float) -> None:
         node = "" if post.look is None else f" on {post.look.node}"
-        post.placed, post.look, post.stepping_since = False, None, None
+        post.look = post.stepping_since = None
         if self._leaving_until is not None:
             return
         if ending.kind == OVER:

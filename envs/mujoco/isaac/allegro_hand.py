@@ -2,10 +2,11 @@
 
 The task of Isaac Gym's environments (Makoviychuk et al. 2021). The hand is the one of the mani-skill package, with the
 place, the joints' ranges and the motors of Isaac's; links have the same lengths, but for a thumb that is 2 mm longer.
-What is different from Isaac's is in :mod:`.reorient`; also, links are the package's boxes and fingertips capsules, and
-they touch one another without friction (there, convex hulls, and longer fingertips); joints have no friction (there, a
-hundredth of the force on them) and no limit of speed (there, 6.3 rad/s); the observation of the motors' torques is 0
-(there, it is read, but nothing ever fills it).
+What is different from Isaac's is in :mod:`.reorient`; also, links are the package's boxes and fingertips capsules, all
+of which touch the cube, but of one another only the fingertips do, without friction (there, convex hulls, longer
+fingertips, and contacts of all; boxes on boxes as light as these diverge in single precision); joints have no friction
+(there, a hundredth of the force on them) and no limit of speed (there, 6.3 rad/s); the observation of the motors'
+torques is 0 (there, it is read, but nothing ever fills it).
 """
 
 from typing import ClassVar
@@ -39,7 +40,7 @@ class AllegroHand(Reorient):
     """
 
     name = "allegro_hand"
-    contacts = (24, 72)
+    contacts = (18, 72)
     obs_size = 88
     action_size = 16
     frame_skip = 8
@@ -59,23 +60,19 @@ class AllegroHand(Reorient):
         for body in base.find_all("body"):
             body.gravcomp = 1
         for geom in spec.geoms:
-            geom.friction, geom.condim = (1, 0.005, 0.001), 1  # with one another; the cube asks for more
+            geom.friction, geom.condim = (1, 0.005, 0.001), 1  # the cube asks for more
+            geom.contype, geom.conaffinity = 1, 0  # touches the cube
             if geom.type == mujoco.mjtGeom.mjGEOM_MESH:
                 geom.type, geom.meshname = mujoco.mjtGeom.mjGEOM_CAPSULE, ""
                 geom.size, geom.pos = [*TIP, 0], [0, 0, -TIP[1]]
+                geom.contype, geom.conaffinity = 3, 2  # and its like
         for mesh in list(spec.meshes):
             spec.delete(mesh)
-        for body in base.bodies:  # MuJoCo leaves out contacts of a link with its parent, but not with one that is fixed
-            spec.add_exclude(bodyname1="base_link", bodyname2=body.name)
         for joint, limits in zip(spec.joints, RANGES, strict=True):
             _drive(spec, joint, limits)
         _scene(spec, cls.place)
         look(spec, cls.place)
         return spec
-
-    @classmethod
-    def edit(cls, spec: mujoco.MjSpec) -> None:
-        spec.option.timestep = cls.dt / cls.frame_skip
 
     def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
         measured = super().measure(fields, memory)

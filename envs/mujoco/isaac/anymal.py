@@ -19,7 +19,7 @@ from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.measure import rotation
 from pql.envs.mujoco.robots import model_file
 from pql.envs.mujoco.task import Memory
-from pql.envs.mujoco.velocity import Joint, Servo, Velocity
+from pql.envs.mujoco.velocity import Joint, Servo, Velocity, bones
 
 SERVO = Servo(stiffness=85.0, damping=2.0, effort=80.0, reach=0.5)
 LEGS = ("LF", "LH", "RF", "RH")
@@ -57,6 +57,10 @@ class Anymal(Velocity):
     @classmethod
     def source(cls) -> mujoco.MjSpec:
         spec = mujoco.MjSpec.from_file(str(model_file("anymal_c")))
+        shapes = [geom for geom in spec.geoms if geom.type == mujoco.mjtGeom.mjGEOM_MESH]
+        for part in (*shapes, *spec.meshes):  # for the eye alone, and in a format that MuJoCo does not read
+            spec.delete(part)
+        spec.compiler.discardvisual = False  # the floor's colours
         spec.compiler.balanceinertia = True  # that no body could have
         spec.body("hatch").fullinertia = [1e-3, 1e-3, 1e-3, 0, 0, 0]  # .001 in all nine places, in the file: a rod's
         spec.body(cls.base).add_freejoint()
@@ -69,6 +73,7 @@ class Anymal(Velocity):
             geom.rgba = [0.55, 0.12, 0.1, 1]
             if geom.type == mujoco.mjtGeom.mjGEOM_CYLINDER:
                 geom.type = mujoco.mjtGeom.mjGEOM_CAPSULE  # as there
+        bones(spec, 0.03)
         return spec
 
     def gravity(self, fields: Fields) -> Tensor:

@@ -72,7 +72,7 @@ class ShadowHand(Reorient):
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
-        spec.option.timestep = cls.dt / cls.frame_skip
+        super().edit(spec)
         for sensor in list(spec.sensors):
             spec.delete(sensor)
         for tip in TIPS:
