@@ -1,6 +1,6 @@
 """What old weights cost: returns with the collector's policy ``--lag`` updates late, over those without, by correction.
 
-python tools/bench_lag.py [--lag 8] [--seeds 5] [--steps 800000] [--task ball_balance] [--smoke] [--json PATH] [WORD ...]
+python tools/bench_lag.py [--lag 8] [--seeds 5] [--steps 800000] [--task ball_balance] [--smoke] [--json PATH] [W ...]
 
 IMPALA under ``lockstep``, one update per rollout, with three corrections (``algo.impala.correction``): ``vtrace``;
 ``one_step``, importance weights in the policy gradient alone; ``none``, which on fresh weights is A2C and takes old
