@@ -1,6 +1,6 @@
 """What old weights cost: returns with the collector's policy ``--lag`` updates late, over those without, by correction.
 
-python tools/bench_lag.py [--lag 8] [--seeds 5] [--steps 800000] [--task ball_balance] [--smoke] [--json PATH] [W ...]
+python tools/bench_lag.py [--lag 8] [--seeds 5] [--steps 600000] [--task ball_balance] [--smoke] [--json PATH] [W ...]
 
 IMPALA under ``lockstep``, one update per rollout, with three corrections (``algo.impala.correction``): ``vtrace``;
 ``one_step``, importance weights in the policy gradient alone; ``none``, which on fresh weights is A2C and takes old
@@ -31,7 +31,7 @@ LAST = 0.4  # of a run's ticks, whose episodes count
 FIXED = ("device=cpu", "algo=impala", "algo.schedule=lockstep", "algo.impala.anneal_steps=null", "cuda_graphs=off",
          "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1")  # fmt: skip
 
-OWN = ("algo.policy.lr=1e-3", "num_envs=256", "algo.impala.horizon=5")  # of ball balance, for all runs alike
+OWN = ("algo.policy.lr=1.5e-3", "num_envs=256", "algo.impala.horizon=5")  # of ball balance, for all runs alike
 
 
 def final_return(words: Sequence[str], steps: int) -> float:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lag", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=800_000)
+    parser.add_argument("--steps", type=int, default=600_000)
     parser.add_argument("--task", default="ball_balance")
     parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
     parser.add_argument("--json", metavar="PATH")
