@@ -184,6 +184,9 @@ def test_starts(name: str, joints: int, place: tuple[float, float, float]) -> No
             assert cosine.var() == pytest.approx(0.5, abs=0.06)
     assert (qpos[:, joints + 4] * goal[:, 1]).mean().abs() < 0.05
     assert (obs[:, -task.action_size :] == 0).all()
+    assert (obs[:, 2 * joints : 3 * joints] == 0).all()  # no torques yet
+    if name == SHADOW:
+        assert (obs[:, 161:191] == 0).all()
 
 
 def judged(name: str, shift: tuple[float, float, float], turned: float, action: float, count: float = 0.0):

@@ -137,10 +137,16 @@ def test_g1_has_mjlabs_gains() -> None:
 # -- rewards ----------------------------------------------------------------------------------------------------------
 
 
-def judged(env: MujocoVec, command: tuple[float, float, float], before: Tensor | None = None) -> dict[str, float]:
+def judged(
+    env: MujocoVec, command: tuple[float, float, float], before: Tensor | None = None, streak: float = 0.0
+) -> dict[str, float]:
     task = task_of(env)
     action = torch.zeros(1, task.action_size, dtype=DOUBLE) if before is None else before
-    memory = {"command": torch.tensor([command], dtype=DOUBLE), "action": action}
+    memory = {
+        "command": torch.tensor([command], dtype=DOUBLE),
+        "action": action,
+        "streak": torch.tensor([streak], dtype=DOUBLE),
+    }
     terms, _, metrics = task.judge(env.engine.fields, memory)
     return {name: value.item() for name, value in {**terms, **metrics}.items()}
 
@@ -154,21 +160,30 @@ def test_each_term_of_anymals_reward_on_three_states() -> None:
     fields = {**env.engine.fields, "qfrc_actuator": torques}
 
     place(env, velocity=(0.0, 1.5, 0.0, 0.0, 0.0, 0.3), quat=TURNED)  # along y of the world: ahead
-    terms = judged(env, (1.5, 0.0, 0.3))
+    terms = judged(env, (1.5, 0.0, 0.3), streak=49)
     rest = {"torque": terms["torque"], "floor": 0.0}  # servos hold up nothing yet, but damp
     assert terms == pytest.approx(
-        {"linear": 0.02, "angular": 0.01, "linear_error": 0.0, "angular_error": 0.0, "success": 1.0, **rest}, abs=1e-9
+        {
+            "linear": 0.02,
+            "angular": 0.01,
+            "linear_error": 0.0,
+            "angular_error": 0.0,
+            "tracked": 1.0,
+            "success": 1.0,
+            **rest,
+        },
+        abs=1e-9,
     )
 
     place(env, velocity=(0.6, -0.4, 0.2, 0.0, 0.0, -0.5))
-    terms = judged(env, (1.0, -0.1, 0.1))
+    terms = judged(env, (1.0, -0.1, 0.1), streak=60)
     assert terms["linear"] == pytest.approx(0.02 * math.exp(-(0.4**2 + 0.3**2) / 0.25))
     assert terms["angular"] == pytest.approx(0.01 * math.exp(-(0.6**2) / 0.25))
     assert (terms["linear_error"], terms["angular_error"]) == pytest.approx((0.5, 0.6))
-    assert terms["success"] == 0.0
+    assert (terms["tracked"], terms["success"]) == (0.0, 0.0)
 
     torques[0, 6:] = 80.0  # 12 times 6400 (N m)^2 cost more than there is to earn
-    memory = {"command": torch.tensor([[2.0, 0.0, 0.0]], dtype=DOUBLE)}
+    memory = {"command": torch.tensor([[2.0, 0.0, 0.0]], dtype=DOUBLE), "streak": torch.zeros(1, dtype=DOUBLE)}
     verdict = env.task.judge(fields, memory)
     assert verdict.terms["torque"].item() == pytest.approx(-5e-7 * 12 * 6400)
     assert sum(verdict.terms.values()).item() == pytest.approx(0.0, abs=1e-15)
@@ -184,7 +199,7 @@ def test_each_term_of_unitrees_reward_on_three_states() -> None:
     terms = judged(env, (0.7, 0.0, 0.3))
     full = {"linear": 0.04, "angular": 0.04, "upright": 0.02, "posture": 0.02, "limits": 0.0, "action_rate": 0.0}
     assert {name: terms[name] for name in full} == pytest.approx(full, abs=1e-9)
-    assert terms["success"] == 1.0
+    assert (terms["tracked"], terms["success"]) == (1.0, 0.0)  # for one step
 
     tilt = math.radians(30)
     place(env, velocity=(0.0, 0.0, 0.0, 0.4, 0.2, 0.1), quat=(math.cos(tilt / 2), math.sin(tilt / 2), 0, 0))
@@ -206,7 +221,22 @@ def test_each_term_of_unitrees_reward_on_three_states() -> None:
     terms = judged(env, (0.0, 0.0, -1.0))
     assert terms["linear"] == pytest.approx(0.04 * math.exp(-4))
     assert terms["angular"] == pytest.approx(0.04 * math.exp(-2))
-    assert (terms["linear_error"], terms["success"]) == (pytest.approx(0.0, abs=1e-9), 0.0)
+    assert (terms["linear_error"], terms["tracked"]) == (pytest.approx(0.0, abs=1e-9), 0.0)
+
+
+def test_success_is_a_second_without_a_break() -> None:
+    env = build("go1_velocity", 2)
+    env.reset(seed=0)
+    task, memory = task_of(env), {**env._memory, "command": torch.zeros(2, 3, dtype=DOUBLE)}
+    place(env)  # standing still, as is asked
+    for step in range(1, 61):
+        success = task.judge(env.engine.fields, memory).metrics["success"]
+        assert (success == (step >= 50)).all()
+        memory = {**memory, "streak": task.evolve(env.engine.fields, memory, env._draw)["streak"]}
+    assert memory["streak"].tolist() == [60, 60]
+    place(env, velocity=(1.0, 0, 0, 0, 0, 0))
+    assert not task.judge(env.engine.fields, memory).metrics["success"].any()
+    assert task.evolve(env.engine.fields, memory, env._draw)["streak"].tolist() == [0, 0]
 
 
 # -- observations, starts, ends ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ environments and without reading a value on the host. In the order in which ``Mu
     judge     fields and memory -> reward terms, whether the task ended, and other numbers to log (``success`` is one)
     evolve    memory -> memory: a command drawn anew after so many steps, a goal after it was reached, a counter, the
               action just taken
+    expired   memory -> whether a time limit of the task's own has run out, such as the time for one goal
     track     fields -> the part of the memory that the next ``judge`` compares with, such as a position
     observe   fields and memory -> observations by group (``policy``, and ``critic`` or images where there are any)
 
@@ -19,6 +20,7 @@ Where a task differs from the shipped ones:
     sensors and contacts       read contacts through sensors (``touch``, ``contact``), added in ``edit``, and name
                                ``sensordata`` in ``outputs``: engines lay contact lists out differently, sensors alike.
     several observations       override ``obs_spec``.
+    goals in pictures          ``show`` puts them there, as ``mocap`` bodies.
     names and constants        read them from the model once, in ``__init__``: ``self.robot.body("torso")``,
                                ``self.robot.tensor(model.jnt_range)``.
     difficulty                 ``memory["level"]``, [N] in 0..1, is there wherever an environment has a curriculum.

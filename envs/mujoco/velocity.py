@@ -19,6 +19,7 @@ from pql.types import Obs
 NET_FORCE = [1 << mujoco.mjtConDataField.mjCONDATA_FORCE.value, 3, 1]  # the force; reduced to the net one; of all
 FEEL = 1.0  # N; a body on which the net contact force is larger has touched something
 TRACKED = 0.25  # m/s and rad/s; a command is followed where the errors are smaller
+ENOUGH = 50  # steps, a second: who follows for so long without a break succeeds
 
 
 class Servo(NamedTuple):
@@ -91,7 +92,7 @@ class Velocity(Task):
 
     dt = 0.02
     frame_skip = 4
-    metrics: ClassVar[tuple[str, ...]] = ("linear_error", "angular_error", "success")
+    metrics: ClassVar[tuple[str, ...]] = ("linear_error", "angular_error", "tracked", "success")
     outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
     model = "fast"
     refused = "the robot's package has no other"
@@ -144,7 +145,8 @@ class Velocity(Task):
         qpos[:, self._q] = robot.ctrl_middle * draw.uniform(1 - self.spread, 1 + self.spread, count, size)
         qvel[:, self._v] = draw.uniform(-0.1, 0.1, count, size)
         action = torch.zeros(count, size, device=robot.device, dtype=robot.dtype)
-        return Start(qpos, qvel, {"action": action, "command": self._command(count, draw)})
+        memory = {"action": action, "command": self._command(count, draw), "streak": action[:, 0].clone()}
+        return Start(qpos, qvel, memory)
 
     def _command(self, count: int, draw: Draw) -> Tensor:
         """[K, 3]: ahead, sideways, around."""
@@ -152,7 +154,7 @@ class Velocity(Task):
         return drawn * (draw.uniform(0.0, 1.0, count) >= self.resting)[:, None]
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
-        changed = {"action": self.action(fields)}
+        changed = {"action": self.action(fields), "streak": self._streak(fields, memory)}
         if self.lasting is not None:
             count = len(changed["action"])
             over = draw.uniform(0.0, 1.0, count) < self.dt / self.lasting
@@ -186,9 +188,18 @@ class Velocity(Task):
     def metered(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
         """The numbers of ``metrics``: [N] each."""
         ahead, around = self.errors(fields, memory)
-        linear, angular = torch.linalg.vector_norm(ahead, dim=1), around.abs()
-        followed = (linear < TRACKED) & (angular < TRACKED)
-        return {"linear_error": linear, "angular_error": angular, "success": followed.to(linear)}
+        streak = self._streak(fields, memory)
+        return {
+            "linear_error": torch.linalg.vector_norm(ahead, dim=1),
+            "angular_error": around.abs(),
+            "tracked": (streak > 0).to(streak),
+            "success": (streak >= ENOUGH).to(streak),
+        }
+
+    def _streak(self, fields: Fields, memory: Memory) -> Tensor:
+        """For how many steps the command has been followed without a break: [N]."""
+        ahead, around = self.errors(fields, memory)
+        return (memory["streak"] + 1) * ((torch.linalg.vector_norm(ahead, dim=1) < TRACKED) & (around.abs() < TRACKED))
 
     def terms_of(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
         """The reward's terms: [N] each."""
