@@ -44,6 +44,7 @@ BUILTIN = {
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
     "remote": "pql.envs.remote:Remote",
     "envpool": "pql.envs.envpool:EnvpoolVec",
+    "dmlab": "pql.envs.dmlab:dmlab",
     "isaacgym": "pql.envs.isaacgym:isaacgym",
     "isaaclab": "pql.envs.isaaclab:isaaclab",
     "mjlab": "pql.envs.mjlab:mjlab",

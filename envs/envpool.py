@@ -3,6 +3,9 @@
 Episodes end under next-step autoreset: the row that ends one shows its final observation, and a filler follows, which
 EnvPool's step count of 0 marks. A fall in the row of the time limit reads as the limit. EnvPool is seeded when it is
 made, and ignores the seed of a reset: ``reset(seed)`` makes it anew.
+
+Google Research Football comes with it (``task=football``): the super mini map of one controlled player, [72, 96, 4]
+bytes, in the scenarios' own rewards (a goal scored or conceded: +-1).
 """
 
 from collections.abc import Mapping
@@ -51,6 +54,8 @@ class EnvpoolVec:
         self._envs = self._make(0)
         obs, action = self._envs.observation_space, self._envs.action_space
         limit = getattr(self._envs.spec.config, "max_episode_steps", None)
+        if limit and id.startswith("gfootball/"):
+            limit += 1  # its episodes last a row longer than they are said to
         self.spec = EnvSpec(
             id, num_envs, {"policy": _obs_spec(obs)}, _action_spec(action), torch.device(device),
             max_episode_steps=limit if limit and 0 < limit < 2**31 - 1 else None,

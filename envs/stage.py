@@ -1,8 +1,13 @@
 """Host arrays to device tensors, for simulators that live on the host."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from pql.types import Obs, Step
 
 
 class Stage:
@@ -46,3 +51,32 @@ class Handover:
     def sent(self) -> None:
         if self._event is not None:
             self._event.record()
+
+
+class Tensors:
+    """A simulator that speaks NumPy (``pql.envs.plain``), with its arrays as tensors on ``device``."""
+
+    def __init__(self, env: Any, device: torch.device):
+        self.env, self.spec = env, replace(env.spec, device=device)
+        self._hand = Handover(device)
+
+    def reset(self, seed: int | None = None) -> Obs:
+        return self._sent({"obs": self.env.reset(seed)})["obs"]
+
+    def step(self, action: Tensor) -> Step:
+        return Step(**self._sent(self.env.step(action.cpu().numpy())._asdict()))
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _sent(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Arrays, or dicts of them, as tensors."""
+        self._hand.wait()
+        out = {
+            name: {k: self._hand.send(f"{name}.{k}", v) for k, v in value.items()}
+            if isinstance(value, dict)
+            else self._hand.send(name, value)
+            for name, value in fields.items()
+        }
+        self._hand.sent()
+        return out

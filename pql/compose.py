@@ -20,6 +20,7 @@ from pql.validate import corrected, resolve_device, validate
 BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
 ATARI = ("atari", "pong")  # tasks that come in its protocols
+FREE = ("task.kwargs.", "task.remote.")  # below these any name is a simulator's to know
 SEVERAL = " (pql train -m takes several)"
 
 
@@ -90,7 +91,7 @@ def parse_words(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
                 hint = SEVERAL if "," in str(value) else nearest(str(value), options(key))
                 raise ConfigError(key, value, f"one of {', '.join(options(key))}{hint}")
             presets[key] = value
-        elif key == BATCH or key in known or (key.startswith("task.kwargs.") and all(key.split("."))):
+        elif key == BATCH or key in known or (key.startswith(FREE) and all(key.split("."))):
             values[key] = value
         else:
             raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS, BATCH])}")

@@ -33,6 +33,9 @@ class TaskConfig:
     reward_clip: float | None = None  # each reward is clipped to +- this before learning; null: as it is
     reward_scale: float = 1.0  # constant factor on rewards before learning, after clipping
     process: ProcessConfig = field(default_factory=ProcessConfig)
+    remote: dict[str, Any] = field(
+        default_factory=dict
+    )  # keywords of task=remote: actors elsewhere step this task; {}: not
 
     @property
     def title(self) -> str:

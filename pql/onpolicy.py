@@ -1,7 +1,8 @@
 """On-policy wiring, IMPALA's too: a collector that fills a rollout, and one learner of policy and value."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -19,10 +20,13 @@ from pql.env import Discrete, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.machine import available_bytes
 from pql.nets import Flat, seeded
+from pql.normalize import Normalizer
 from pql.optim import AdamW, Optimizer, RMSProp, RMSPropTF
-from pql.rollout import Acted, Rollout, View, rollout_bytes
+from pql.rollout import Acted, Rollout, Segment, View, rollout_bytes
 from pql.schedule import Counts
 from pql.types import Memory, Obs
+from pql.unrolls import FULL, Reader, Unrolls
+from pql.validate import corrected
 from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer, seeds
 from pql.worker import Learner
 
@@ -34,21 +38,23 @@ class StochasticActor:
         device = spec.device
         self.policy = policy
         self.action = action_buffer(spec)
-        n, size = spec.num_envs, policy.dist.params_size
+        n, size, carry_size = spec.num_envs, policy.dist.params_size, policy.body.carry_size
         self.version = torch.zeros((), dtype=torch.int64, device=device)  # of the weights, which it is pulled with
-        versions = torch.zeros(n, dtype=torch.int64, device=device)  # by environment: some act rarely
-        self.acted = Acted(action_buffer(spec), torch.zeros(n, size, device=device), versions)
-        size = policy.body.carry_size
-        self.memory = None
-        if size:
-            fresh = torch.ones(spec.num_envs, dtype=torch.bool, device=device)
-            self.memory = Memory(torch.zeros(spec.num_envs, size, device=device), fresh)
+        versions = torch.full((n,), -1, device=device)  # by environment: some act rarely
+        carry = torch.zeros(n, carry_size, device=device)
+        # Where answers come late, what was remembered is needed with them.
+        before = carry.clone() if spec.spread > 1 else None
+        self.acted = Acted(action_buffer(spec), torch.zeros(n, size, device=device), versions, before)
+        fresh = torch.ones(n, dtype=torch.bool, device=device)
+        self.memory = Memory(carry, fresh) if carry_size else None
 
     def act(self, obs: Obs, gen: Generator) -> None:
         policy, dist = self.policy, self.policy.dist
         if self.memory is None:
             params = policy(obs)
         else:
+            if self.acted.carry is not None:
+                self.acted.carry.copy_(self.memory.carry)
             params, carry = policy.step(obs, self.memory.carry)
             self.memory.carry.copy_(carry)
         raw = dist.sample(params, gen)
@@ -58,7 +64,7 @@ class StochasticActor:
         self.action.copy_(dist.action(raw))
 
     def record(self, device: torch.device) -> Acted:
-        return self.acted if device == self.action.device else Acted(*(t.to(device) for t in self.acted))
+        return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
 
     def observe(self, first: Tensor) -> None:
         if self.memory is not None:
@@ -72,12 +78,15 @@ class StochasticActor:
 
     def part(self, columns: slice) -> "StochasticActor":
         part = copy.copy(self)
-        part.action, part.acted = self.action[columns], Acted(*(t[columns] for t in self.acted))
+        part.action, part.acted = self.action[columns], self.acted.map(lambda t: t[columns])
         part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {} if self.memory is None else self.memory._asdict()
+        memory = {} if self.memory is None else self.memory._asdict()
+        if self.acted.carry is None:
+            return memory
+        return {**memory, **{f"acted/{k}": t for k, t in self.acted._asdict().items()}}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
@@ -110,16 +119,17 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
         raise ConfigError(f"{group}.shared", True, f"false: in {spec.name} the critic has observations of its own")
     size = make_dist(config, spec).params_size
-    check_room(f"{group}.horizon", p.horizon, spec, size, device, 2 if counts.ahead else 1)
+    parts = 1 + FULL if apart(config, spec) else 2 if counts.ahead else 1
+    check_room(f"{group}.horizon", p.horizon, spec, size, device, parts)
     return p.horizon
 
 
 def check_room(
-    setting: str, horizon: int, spec: EnvSpec, params_size: int, device: torch.device, halves: int = 1
+    setting: str, horizon: int, spec: EnvSpec, params_size: int, device: torch.device, parts: int = 1
 ) -> None:  # fmt: skip
     """Raises ``ConfigError`` for ``setting`` where a rollout of ``horizon`` rows does not fit into memory."""
-    # The segment (or two), its normalised copy, and as much again for a minibatch and its activations.
-    need, free = (2 + halves) * rollout_bytes(spec, horizon, params_size), available_bytes(device)
+    # The segment (or several), its normalised copy, and as much again for a minibatch and its activations.
+    need, free = (2 + parts) * rollout_bytes(spec, horizon, params_size), available_bytes(device)
     if need > free:
         raise ConfigError(
             setting, horizon,
@@ -134,16 +144,14 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     net = seeded(partial(make_network, config, spec), seed["init"])
     actor = StochasticActor(copy.deepcopy(net.policy).to(spec.device), spec)
     norm = make_normalizer(config, spec, devices["collector"])
-    halves, carry_size = 2 if counts.ahead else 1, net.policy.body.carry_size
-    rollout = Rollout(spec, norm, rows, net.policy.dist.params_size, home, carry_size, halves)
+    source = make_source(config, spec, norm, net, rows, 2 if counts.ahead else 1, home)
     gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
-    collector = Collector(env, actor, norm, [rollout], gens["collector"], capture)
+    collector = Collector(env, actor, norm, [source.store], gens["collector"], capture)
     flat = Flat(net.to(home), trained=True)
-    view = View(norm, home)  # the learner's own
-    learner = make_learner(config, spec, flat, rollout, view if counts.ahead else None, gens["learner"])
+    learner = make_learner(config, spec, flat, source, gens["learner"])
     now = cast(ppo.PpoState, learner.state).progress
     size = sum(p.numel() for p in net.policy.parameters())  # the policy's parameters come first
-    full, seen = ({"rollout": v.tensors()} if counts.ahead else {} for v in (rollout.sealed, view))
+    full, seen = ({"rollout": t} if t else {} for t in (source.full, source.seen))
     roles = {
         "learner": Role(pulls=seen, owns={"policy": [flat.data[:size], now.ticks]}, learner=learner),
         "collector": Role(pulls={"policy": [Flat(actor.policy).data, actor.version]}, owns=full),
@@ -151,18 +159,59 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     return Wiring(collector, roles, net.policy, {"rollout/bootstrap_lost": now.lost})
 
 
-def make_learner(
-    config: Config, spec: EnvSpec, flat: Flat, rollout: Rollout, view: View | None, gen: Generator
-) -> Learner:
-    """One learner of policy and value. ``view``: of the rollout, where the collector fills one half beside it."""
+@dataclass(frozen=True)
+class Source:
+    """Where rows are kept, and a learner's way to them.
+
+    Attributes:
+        read: what a tick is learned from.
+        full, seen: what the collector publishes of the store, and the learner's copies.
+        reader: how far the learner has read, where that is not a matter of ticks.
+    """
+
+    store: Rollout | Unrolls
+    read: Callable[[], Segment]
+    full: list[Tensor]
+    seen: list[Tensor]
+    reader: Reader | None = None
+
+
+def make_source(
+    config: Config, spec: EnvSpec, norm: Normalizer, net: ActorCritic, rows: int, halves: int, device: torch.device
+) -> Source:  # fmt: skip
+    """A rollout in ``halves``, or unrolls of each environment's own where they may answer late."""
+    sizes = (rows, net.policy.dist.params_size, device, net.policy.body.carry_size)
+    if apart(config, spec):
+        unrolls = Unrolls(spec, norm, *sizes)
+        reader = Reader(unrolls)
+        return Source(unrolls, reader.segment, unrolls.tensors(), reader.tensors(), reader)
+    rollout, view = Rollout(spec, norm, *sizes, halves), View(norm, device)
+    if halves == 1:
+        return Source(rollout, rollout.segment, [], [])
+    return Source(rollout, partial(rollout.segment, view), rollout.sealed.tensors(), view.tensors())
+
+
+def apart(config: Config, spec: EnvSpec) -> bool:
+    """Whether each environment fills unrolls at a pace of its own.
+
+    Several policies act in such an unroll, which V-trace corrects; and a learner reads those of one environment in
+    order, but not one in each tick, so that no memory of the value's own could run through them.
+    """
+    own = rollout_of(config)
+    return spec.spread > 1 and corrected(config.algo) and (own.lstm is None or own.shared)
+
+
+def make_learner(config: Config, spec: EnvSpec, flat: Flat, source: Source, gen: Generator) -> Learner:
+    """One learner of policy and value."""
     optimizer = make_optimizer(config, flat)
     module: Any = impala if config.algo.family == "impala" else ppo
     settings: Any = make_impala_settings(config, spec) if module is impala else make_settings(config, spec)
     normalize = module is ppo and config.algo.ppo.normalize_value
     state = ppo.make_state(flat, optimizer, normalize, spec.num_envs)
+    state.reader = source.reader
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
-        return module.draw(state, settings, rollout.segment(view), gen)
+        return module.draw(state, settings, source.read(), gen)
 
     return Learner(
         "learner", state, module.update, draw, settings, gen, trains=("v", "p"), clock=state.progress.ticks

@@ -147,8 +147,8 @@ class Stored(NamedTuple):
     config: Config
 
     def make_env(self, num_envs: int, **kwargs: Any) -> VecEnv:
-        """Environments of its task, where the policy is; ``kwargs`` on top of the task's own."""
-        task = replace(self.config.task, kwargs={**self.config.task.kwargs, **kwargs})
+        """Environments of its task, in this process and where the policy is; ``kwargs`` on top of the task's own."""
+        task = replace(self.config.task, kwargs={**self.config.task.kwargs, **kwargs}, remote={})
         device = str(self.policy.device)
         return build_env(replace(self.config, task=task, device=device, placement=PlacementConfig()), num_envs)
 

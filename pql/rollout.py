@@ -29,6 +29,9 @@ from pql.frames import put
 from pql.normalize import Normalizer, clip
 from pql.types import Memory, Obs, Step
 
+STEPS = ("action", "params", "reward", "flags", "final", "version")
+"""What a rollout stores of every step, [T, N, ...]; all else has one axis of rows and columns together."""
+
 
 class Progress:
     """Where a run on rollouts stands; 0-dim tensors on the device."""
@@ -50,7 +53,12 @@ class Acted(NamedTuple):
 
     raw: Tensor  # [N, A] before clamping or squashing, or [N] int64
     params: Tensor  # [N, P] of its distribution
-    version: Tensor  # [N] int64 of the weights that it acted with, counted in the learner's ticks
+    version: Tensor  # [N] int64 of the weights that it acted with, counted in the learner's ticks; -1: it did not act
+    carry: Tensor | None = None  # [N, C] what it remembered before; kept where environments may answer late
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Acted":
+        """The same with every tensor changed."""
+        return Acted._make(None if t is None else change(t) for t in self)
 
 
 class Segment(NamedTuple):
@@ -139,6 +147,10 @@ class Rollout:
     def restart(self, obs: Obs) -> None:
         """Nothing to cut: a segment ends with its tick."""
 
+    def take_statistics(self) -> None:
+        """What is read from now on is read with the statistics in use now."""
+        torch._foreach_copy_(self.norm.frozen(), self._source)
+
     def open(self, obs: Obs, memory: Memory | None) -> None:
         """A tick begins: from ``obs`` [N, ...] and the policy's memory, with the statistics in use now."""
         half = self.sealed.half
@@ -148,7 +160,7 @@ class Rollout:
         if memory is not None:
             self.carry.index_copy_(0, self.columns + half * self.num_envs, memory.carry.to(self.device))
             self.fresh.index_copy_(0, self.columns + half * self.num_envs, memory.fresh.to(self.device))
-        torch._foreach_copy_(self.norm.frozen(), self._source)
+        self.take_statistics()
         self.row.zero_()
         self.count.zero_()
 
@@ -178,25 +190,27 @@ class Rollout:
 
     # -- the learner's side ---------------------------------------------------------------------------------------
 
-    def segment(self, view: View | None = None) -> Segment:
+    def segment(self, view: View | None = None, columns: Tensor | None = None) -> Segment:
         """The rows of the tick that has just ended: normalised, rewards clipped and scaled, episode ends settled.
 
         Args:
             view: a reader's own; None: the collector's, between ticks.
+            columns: [n] int64, those to read; None: all.
         """
         view = self.sealed if view is None else view
-        norm, parts = view.norm, {k: self._half(t, view) for k, t in self._storage().items()}
+        norm, parts = view.norm, {k: self._read(k, t, view, columns) for k, t in self.storage().items()}
+        width = parts["reward"].shape[1]
         terminated, truncated, first, valid, final_ok = parts["flags"].unbind(-1)
         final, cut = parts["final"], truncated & ~terminated
         lost = cut & valid & (~final_ok | (final >= self.finals))
         unknown = lost | (first & ~terminated & ~truncated)
         successor = torch.where(cut, final.clamp(max=self.finals) + self.horizon + 1, self._here + 1)
-        rows = {k: parts[f"obs/{k}"].unflatten(0, (-1, self.num_envs)) for k in self.obs}
+        rows = {k: parts[f"obs/{k}"].unflatten(0, (-1, width)) for k in self.obs}
         reward = clip(parts["reward"], norm.reward_clip) * norm.reward_scale
         return Segment(
             norm(rows), parts["action"], parts["params"], reward, (~terminated).float(),
             (~(terminated | truncated | first)).float(), successor, first, (valid & ~unknown).float(), lost.sum(),
-            parts["carry"], parts["fresh"], parts["final_row"].view(-1, self.num_envs), parts["version"],
+            parts["carry"], parts["fresh"], parts["final_row"].view(-1, width), parts["version"],
         )  # fmt: skip
 
     @property
@@ -204,10 +218,19 @@ class Rollout:
         """The statistics of the segment filled last."""
         return self.sealed.norm
 
-    def _storage(self) -> dict[str, Tensor]:
+    def storage(self) -> dict[str, Tensor]:
         """All that is written, the halves one after the other along the first axis."""
-        names = ("action", "params", "reward", "flags", "final", "version", "final_row", "carry", "fresh")
+        names = (*STEPS, "final_row", "carry", "fresh")
         return {**{f"obs/{k}": v for k, v in self.obs.items()}, **{k: getattr(self, k) for k in names}}
+
+    def _read(self, name: str, store: Tensor, view: View, columns: Tensor | None) -> Tensor:
+        """What ``view`` shows of the store ``name``; of ``columns`` alone where they are given."""
+        store = self._half(store, view)
+        if columns is None:
+            return store
+        if name in STEPS:
+            return store.index_select(1, columns)
+        return store.unflatten(0, (-1, self.num_envs)).index_select(1, columns).flatten(0, 1)
 
     def _half(self, store: Tensor, view: View) -> Tensor:
         """The half of ``store`` that ``view`` is of; a copy where there are two, at an address that does not move."""
@@ -222,7 +245,7 @@ class Rollout:
         segment depends on is all with the collector."""
         if self.halves == 1:
             return {}
-        return {**self._storage(), **{f"sealed/{i}": t for i, t in enumerate(self.sealed.tensors())}}
+        return {**self.storage(), **{f"sealed/{i}": t for i, t in enumerate(self.sealed.tensors())}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for k, t in self.state_dict().items():

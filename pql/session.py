@@ -396,7 +396,8 @@ def _build(config: Config, env: VecEnv | None) -> Parts:
         return build(config, env)
     except ConfigError as error:
         named = {k: f"task.{k}" for k in ("id", "game", "model") if getattr(config.task, k)}
-        given = {**{k: f"task.kwargs.{k}" for k in config.task.kwargs}, **named}
+        free = {k: f"task.{group}.{k}" for group in ("kwargs", "remote") for k in getattr(config.task, group)}
+        given = {**free, **named}
         if error.setting in given:  # as the user wrote it
             raise ConfigError(given[error.setting], error.value, error.allowed) from error
         raise

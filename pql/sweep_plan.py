@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pql.compose import BATCH, GROUPS, compose, hint_of, split_word
+from pql.compose import BATCH, FREE, GROUPS, compose, hint_of, split_word
 from pql.config import Config, leaves
 from pql.errors import ConfigError, nearest
 from pql.space import Space, parse_space
@@ -90,7 +90,7 @@ def make_plan(words: Sequence[str]) -> Plan:
 def check_known(key: str, word: str) -> None:
     """Raises ``ConfigError`` for a name that neither a run nor a sweep has."""
     names = [*NAMES, *GROUPS, BATCH, *(name for name, _ in leaves(Config()))]
-    if key not in names and not key.startswith("task.kwargs."):
+    if key not in names and not key.startswith(FREE):
         raise ConfigError(key, word.partition("=")[2], f"a known setting{nearest(key, names)}")
 
 

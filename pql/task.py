@@ -1,6 +1,8 @@
 """A config's task becomes a simulator: its factory, the keywords it is given, the groups its environments step in."""
 
 import inspect
+import json
+import shlex
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +21,7 @@ from pql.validate import resolve_device
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
     """The environment's spec without starting it, where its factory can tell. One in another process tells it there:
     see :func:`build_env`."""
-    if config.task.process.python is not None:
+    if config.task.process.python is not None or config.task.remote:
         return None
     factory, groups = find_factory(config.task.name), config.placement.groups
     kwargs = env_kwargs(config, groups)
@@ -87,7 +89,9 @@ def build_env(
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
     device = torch.device(config.placement.collector or resolve_device(config.device))
     groups, count = config.placement.groups if num_envs is None else 1, num_envs or config.num_envs
-    if config.task.process.python is not None:
+    if config.task.remote:
+        make, forms = partial(remote_env, config, groups, device=device), True
+    elif config.task.process.python is not None:
         shown = None if approve is None else partial(_approve_whole, approve, config, groups or 1)
         make, forms = partial(process_env, config, device=device, approve=shown), False
     else:
@@ -113,6 +117,16 @@ def process_env(
         config.task.name, num_envs, device, process.python or "", task_kwargs(config), {"threads": threads},
         process.step_seconds, process.start_seconds, threads, approve,
     )  # fmt: skip
+
+
+def remote_env(config: Config, groups: int | None, num_envs: int, device: torch.device) -> VecEnv:
+    """The task's environments, stepped by actors: what these are to be started with, people are told."""
+    kwargs = {k: v if isinstance(v, str) else json.dumps(v) for k, v in task_kwargs(config).items()}
+    words = shlex.join([config.task.name, *(f"{k}={v}" for k, v in kwargs.items())])
+    given = {"task": words, **config.task.remote}
+    if groups is not None:
+        given.setdefault("groups", groups)
+    return make_env("remote", num_envs, device, **given)
 
 
 def check_groups(config: Config, spec: EnvSpec) -> None:

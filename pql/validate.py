@@ -165,6 +165,10 @@ def _check_together(config: Config) -> None:
     algo, budget = config.algo, config.budget
     if config.task.live and config.task.process.python is not None:
         raise ConfigError("task.process.python", config.task.process.python, "null: a live environment is where it is")
+    if config.task.remote and config.task.name == "remote":
+        raise ConfigError("task.remote", config.task.remote, "nothing with task=remote, whose keywords are task.kwargs")
+    if config.task.remote and config.task.process.python is not None:
+        raise ConfigError("task.process.python", config.task.process.python, "null: actors step it, by task.remote")
     if algo.critic.v_min >= algo.critic.v_max:
         raise ConfigError("algo.critic.v_min", algo.critic.v_min, f"below algo.critic.v_max={algo.critic.v_max:g}")
     if algo.explore.kind in ("mixed", "redrawn") and algo.explore.low > algo.explore.high:

@@ -46,7 +46,7 @@ class GreedyActor:
         self.action.copy_(epsilon_greedy(values, self.epsilon(), gen))
 
     def record(self, device: torch.device) -> Acted:
-        return self.acted if device == self.action.device else Acted(*(t.to(device) for t in self.acted))
+        return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
 
     def observe(self, first: Tensor) -> None:
         """Nothing: epsilon does not depend on episodes."""
@@ -57,7 +57,7 @@ class GreedyActor:
     def part(self, columns: slice) -> "GreedyActor":
         part = copy.copy(self)
         part.action, part.epsilon = self.action[columns], self.epsilon.part(columns)
-        part.acted = Acted(part.action, *(t[columns] for t in self.acted[1:]))
+        part.acted = self.acted.map(lambda t: t[columns])._replace(raw=part.action)
         return part
 
     def state_dict(self) -> dict[str, Tensor]:

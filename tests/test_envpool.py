@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pql.conformance import check_env
-from pql.env import Discrete, make_env
+from pql.env import Discrete, ObsSpec, make_env
 from pql.errors import ConfigError
 
 pytest.importorskip("envpool")
@@ -61,3 +61,15 @@ def test_seeds_are_obeyed_and_mistakes_named():
         make("Pendulum-v7")
     with pytest.raises(ConfigError, match=r"kwargs=.*speed.*: expected keywords that Pendulum-v1 takes"):
         make("Pendulum-v1", speed=3)
+
+
+def test_football_conforms():
+    """Google Research Football: the super mini map, [72, 96, 4] bytes, channels last as its papers have it."""
+    env = make("gfootball/academy_empty_goal_close-v1", 1, max_episode_steps=12)
+    report = check_env(env, 30)
+    env.close()
+    assert report.ok, report
+    assert env.spec.max_episode_steps == 13
+    assert {r.name for r in report.results if r.ok} >= {"time_limit", "filler", "determinism"}
+    assert env.spec.obs["policy"] == ObsSpec((72, 96, 4), torch.uint8)
+    assert env.spec.action == Discrete(19)

@@ -1,11 +1,15 @@
 """Environments that answer late: columns advance alone, and nothing that is learned shows it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import merge, small_config
 from late import Late, cells
 from oracles import chi_square_fits
+from r2d2_runs import config_of
 
+from pql.algos import r2d2
 from pql.build import build
 from pql.env import Discrete, ObsSpec
 from pql.replay import Replay
@@ -44,6 +48,48 @@ def test_targets_are_those_of_the_same_history_without_delay(autoreset):
         for name in ("obs", "next_obs"):
             here, there = (getattr(b, name)["policy"][b.mask > 0] for b in (one, two))
             assert torch.equal(here, there), name
+
+
+def sequences_of(env, steps=60):
+    """A run's sequences and their targets, by column and first row, after steps of the policy that it began with."""
+    greedy = {"normalize_obs": False, "dqn": {"epsilon": {"kind": "fixed", "end": 0.0}}}
+    parts = build(config_of(greedy), env=env, executor=Inline())
+    parts.start()
+    parts.warm_up(16)
+    parts.begin()
+    parts.collector.run(steps)
+    learner, cursor = parts.learners["v"], parts.cursors["v"]
+    for mine, live in zip(cursor.tensors(), parts.collector.replays[0].live.tensors(), strict=True):
+        mine.copy_(live)
+    sequences, out = learner.state.priorities.sequences, {}
+    start, usable = sequences.starts(cursor)
+    for index in usable.nonzero().flatten():
+        batch = sequences.read(cursor, start[index].view(1), sequences.column(index).view(1))
+        q, after = (r2d2.values(net, batch, sequences.burn_in) for net in learner.state.nets)
+        ahead = after.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1).gather(0, batch.successor)
+        target = r2d2.targets(batch.reward, batch.discount, ahead, learner.inputs.rescale)
+        row = int(start[index])
+        out[int(index) % N, row] = (batch.carry, batch.action, batch.mask, target * batch.mask)
+    return out, cursor.head
+
+
+def test_sequences_are_those_of_the_same_history_without_delay():
+    """R2D2: states that were stored, what was done last, and targets; from the second episode after the warm-up on,
+    whose random actions differ."""
+    kwargs = {"restart_every": 4, "stagger": True, "autoreset": "next_step", "final_obs": "on_done"}
+    made = []
+    for late in (0.0, 0.1):
+        env = Late(late=late, **kwargs)
+        env.spec = replace(env.spec, action=Discrete(3))
+        made.append(sequences_of(env))
+    (on_time, _), (late, heads) = made
+    assert heads.unique().numel() > 1
+    both = [k for k in on_time.keys() & late.keys() if k[1] >= 40]
+    assert len(both) > 20
+    for key in both:
+        for name, ours, theirs in zip(("carry", "action", "mask", "target"), late[key], on_time[key], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6, msg=f"{name} of {key}")
+    assert sum(bool(late[k][0].any()) for k in both) > 10  # most do not begin with an episode
 
 
 def test_the_action_that_was_sent_is_the_one_in_the_row():

@@ -1,9 +1,11 @@
 """Remote actors: what travels, what the learner's side makes of it, and who is let in."""
 
 import os
+import shlex
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -15,14 +17,17 @@ from remotes import Late, Raw, acting, quiet, remote, wait_until
 
 from pql import wire
 from pql.actor.client import Actor
+from pql.actor.command import keywords
 from pql.actor.sims import make_sim
 from pql.build import build
+from pql.compose import compose
 from pql.env import make_env
 from pql.envs.far import describe
 from pql.envs.remote import Remote
 from pql.envs.remote.server import check_safe
 from pql.errors import ConfigError, RunError
 from pql.schedule import Inline
+from pql.task import build_env, describe_env
 
 COUNTER = {"restart_every": 4, "stagger": True}
 
@@ -233,7 +238,7 @@ def test_evaluation_has_slots_of_its_own(address):
 def test_the_run_waits_for_its_first_actor_and_gives_up(address, capsys):
     with pytest.raises(RunError, match=r"no actor connected .* within 0.1 s"):
         Remote(4, listen=address, timeout=0.1)
-    assert f"pql actor --connect {address} --task" in capsys.readouterr().err
+    assert f"pql actor --connect {address} --num-envs K --task NAME" in capsys.readouterr().err
     with acting(address, make_sim("counter", 2, {}), patience=0.1):
         env = Remote(2, listen=address, timeout=0.3)
         env.reset(0)
@@ -360,3 +365,66 @@ def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
         heads = parts.collector.replays[0].live.head.tolist()
         assert sum(heads) >= 40
         assert max(heads) > 3 * min(heads) or time.monotonic() - start > 1.5
+
+
+# -- a task's own presets ---------------------------------------------------------------------------------------------
+
+
+def test_actors_step_a_task_that_keeps_its_presets(address, capfd, monkeypatch):
+    """What is printed for people starts actors that step what the task would be in this process."""
+    words = [
+        "device=cpu",
+        "task=atari",
+        "task.game=breakout",
+        "algo=impala",
+        "num_envs=4",
+        f"task.remote.listen={address}",
+    ]
+    config = compose([*words, "task.remote.timeout=20"])
+    assert config == replace(compose(words[:-1]), task=config.task)
+    asked = []
+    monkeypatch.setattr("pql.envs.remote.Remote", lambda num_envs, device, **kwargs: asked.append((num_envs, kwargs)))
+    build_env(config)
+    ((slots, given),) = asked
+    assert (slots, given["listen"], given["timeout"]) == (4, address, 20)
+    name, *settings = shlex.split(given["task"])
+    assert name == "atari"
+    assert keywords(settings) == {
+        "game": "breakout",
+        "noop_max": 30,
+        "sticky": 0.0,
+        "full_actions": False,
+        "life_loss": True,
+    }
+    assert describe_env(config, torch.device("cpu")) is None
+
+
+def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
+    small = ["algo.encoder.channels=[4]", "algo.encoder.features=8", "algo.impala.horizon=5", "algo.warmup_steps=2"]
+    config = compose(["device=cpu", "task=catch", "algo=impala", "num_envs=8", *small, f"task.remote.listen={address}"])
+    sims = [make_sim("catch", 4, {}), Late(make_sim("catch", 4, {}), 0.3, 0.02)]
+    with acting(address, *sims):
+        parts = build(config, executor=Inline())
+        parts.start()
+        wait_until(lambda: parts.env.hall.live == 2)
+        parts.warm_up(2)
+        parts.begin()
+        for _ in range(12):
+            parts.schedule.tick()
+        parts.close_envs()
+    store, learner = parts.collector.stores[0], parts.learners["learner"]
+    assert parts.config.algo.gamma == 0.9  # catch's own
+    assert int(learner.state.reader.taken) >= 10 * 8
+    assert store.rollout.row[store.place].unique().numel() > 1  # each at a row of its own
+    metrics = parts.jobs["learner"].metrics.drain()
+    assert 1 <= metrics["lag/rows_mean"] <= metrics["lag/rows_max"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["task=remote", "task.remote.wait=1"], "task.remote={'wait': 1}: expected nothing with task=remote"),
+    (["task.remote.wait=1", "task.process.python=python3"], "task.process.python=python3: expected null: actors"),
+])  # fmt: skip
+def test_who_steps_a_task_is_said_once(words, message):
+    with pytest.raises(ConfigError) as caught:
+        compose(["device=cpu", "algo=sac", *words])
+    assert message in str(caught.value)

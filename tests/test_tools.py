@@ -66,7 +66,7 @@ SMOKE = {
     ),
     "bench_warp": ("warp halfcheetah (shipped) n=4 / bare", "warp halfcheetah (shipped) n=4: bytes"),
     "bench_remote": ("env steps: 2 actors of", "p50 round trip", "server, 2 actors of 32", "processor time"),
-    "bench_lag": ("cartpole: vtrace, lag 8 / 0", "one_step", "none"),
+    "bench_lag": ("ball_balance: vtrace, lag 8 / 0", "one_step", "none"),
     "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
 EXTRA = {"gpu_check": ["--device", "cpu"], "bench_warp": ["--device", "cpu"]}

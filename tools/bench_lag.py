@@ -1,6 +1,6 @@
 """What old weights cost: returns with the collector's policy ``--lag`` updates late, over those without, by correction.
 
-python tools/bench_lag.py [--lag 8] [--seeds 5] [--steps 200000] [--task cartpole] [--smoke] [--json PATH] [WORD ...]
+python tools/bench_lag.py [--lag 8] [--seeds 5] [--steps 800000] [--task ball_balance] [--smoke] [--json PATH] [W ...]
 
 IMPALA under ``lockstep``, one update per rollout, with three corrections (``algo.impala.correction``): ``vtrace``;
 ``one_step``, importance weights in the policy gradient alone; ``none``, which on fresh weights is A2C and takes old
@@ -8,6 +8,11 @@ ones for fresh. ``algo.policy_lag`` is what makes weights late. The return of a 
 the last two fifths of its env steps, so that a policy that learned and then broke down shows. ``value`` and
 ``baseline`` are means over seeds, ``ratio`` theirs. On fresh weights all three are the same, and run once. The goals:
 V-trace keeps .9 or more, ``none`` loses a quarter or more. Words like ``algo.policy.lr=1e-3`` change all runs alike.
+
+Ball balance has what it takes to show the difference, and all runs have the same settings: Gaussian actions in three
+dimensions, whose densities change fast; and a learning rate with which fresh weights learn steadily, but eight updates
+lead so far that what the old policy did says little of the present one. Rollouts are short: V-trace carries rewards
+back over fewer rows than fresh weights do, which over long ones would cost it speed.
 """
 
 import argparse
@@ -25,6 +30,8 @@ CORRECTIONS = ("vtrace", "one_step", "none")
 LAST = 0.4  # of a run's ticks, whose episodes count
 FIXED = ("device=cpu", "algo=impala", "algo.schedule=lockstep", "algo.impala.anneal_steps=null", "cuda_graphs=off",
          "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1")  # fmt: skip
+
+OWN = ("algo.policy.lr=1e-3", "num_envs=256", "algo.impala.horizon=5")  # of ball balance, for all runs alike
 
 
 def final_return(words: Sequence[str], steps: int) -> float:
@@ -65,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lag", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200_000)
-    parser.add_argument("--task", default="cartpole")
+    parser.add_argument("--steps", type=int, default=800_000)
+    parser.add_argument("--task", default="ball_balance")
     parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("words", nargs="*", metavar="key=value")
@@ -74,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.smoke:
         args.seeds, args.steps = 1, 5000
     torch.set_num_threads(1)
-    words = [f"task={args.task}", *args.words]
+    own = OWN if args.task == "ball_balance" else ()
+    words = [f"task={args.task}", *own, *args.words]
     fresh = measure(words, "vtrace", 0, args.seeds, args.steps)
     rows = []
     for correction in CORRECTIONS:

@@ -47,6 +47,7 @@ class Remote:
         groups: that act by turns; null: 2 where the first actor fills no more than half of the slots, else 1.
         timeout: seconds without a single actor after which the run fails.
         eval_envs: slots more, whose environments serve evaluations alone (``pql actor --role eval``).
+        task: name and settings that actors are to be started with, for people to read.
 
     Raises:
         ConfigError: an address that cannot be, or that is open to others without token and TLS.
@@ -65,9 +66,10 @@ class Remote:
         groups: int | None = None,
         timeout: float = 600.0,
         eval_envs: int = 0,
+        task: str = "NAME",
     ):
         check(wait, timeout, eval_envs)
-        self.timeout = float(timeout)
+        self.timeout, self.task = float(timeout), task
         self.hall = Hall(num_envs, 1, wait)
         self._evaluation = Hall(eval_envs) if eval_envs else None
         files = {k: None if v is None else Path(v).expanduser() for k, v in (("cert", cert), ("key", key))}
@@ -90,7 +92,7 @@ class Remote:
         """Wait for somebody who says what the environments are."""
         self.server.tell(
             f"waiting for the first actor (at most {self.timeout:g} s): "
-            f"pql actor --connect {self.server.address} --task NAME --num-envs K"
+            f"pql actor --connect {self.server.address} --num-envs K --task {self.task}"
         )
         if not self.server.known.wait(self.timeout):
             raise RunError(f"no actor connected to {self.server.address} within {self.timeout:g} s "

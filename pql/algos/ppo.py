@@ -25,6 +25,7 @@ from pql.parallel import ALONE, Group
 from pql.returns import gae
 from pql.rollout import Progress, Segment, by_parts, minibatches
 from pql.types import Metrics, Obs
+from pql.unrolls import Reader
 from pql.worker import State
 
 LR_MIN, LR_MAX, LR_FACTOR = 1e-5, 1e-2, 1.5
@@ -78,6 +79,7 @@ class PpoState(State):
     returns: Moments | None  # statistics of the returns; None: values are not normalised
     progress: PpoProgress
     group: Group = ALONE  # of processes that train the same weights, each on a rollout of its own
+    reader: Reader | None = None  # how far it has read the unrolls of environments that answer late
 
     def connect(self, group: Group) -> None:
         super().connect(group)
