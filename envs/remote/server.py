@@ -155,24 +155,16 @@ class Server:
         since = time.monotonic()
         try:
             await context.write(wire.pack_json(wire.WELCOME, peer.run_id, 0, {"actor": peer.number}))
-            while await self._exchange(context, hall, peer, orders):
+            while await self._exchange(context, hall, peer, await orders.get()):
                 pass
         finally:  # it said goodbye, broke the rules, or is gone (then this task is cancelled)
             hall.leave(peer)
             self.tell(f"{who} has left after {time.monotonic() - since:.0f} s: {hall.live} now")
 
-    async def _exchange(
-        self, context: grpc.aio.ServicerContext, hall: Hall, peer: Peer, orders: "asyncio.Queue[bytes]"
-    ) -> bool:
+    async def _exchange(self, context: grpc.aio.ServicerContext, hall: Hall, peer: Peer, order: bytes) -> bool:
         """One order and its answer. False: there are no more."""
-        order = await orders.get()
-        answer = asyncio.ensure_future(context.read())  # it may come before the order is known to have been sent
-        try:
-            await context.write(order)
-            await asyncio.wait((answer,))
-            message = grpc.aio.EOF if answer.cancelled() else answer.result()  # cancelled: the stream has ended
-        finally:
-            answer.cancel()
+        await context.write(order)
+        message = await context.read()
         asked = unpack(order)
         if message is grpc.aio.EOF or asked.kind == BYE:
             return False
