@@ -31,8 +31,8 @@ train: setup
 test: setup robots
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
-# Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (mjlab
-# 2.3 GB, Playground 1.5 GB; minutes to install, and to compile): make test-adapters ADAPTERS=playground
+# Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (2.3 GB each;
+# minutes to install, and to compile: half an hour on two slow cores): make test-adapters ADAPTERS=playground
 ADAPTERS ?= playground mjlab
 playground_WANTS := playground==0.2.0
 mjlab_WANTS := mjlab==1.6.0
