@@ -121,13 +121,16 @@ def read_json(body: memoryview) -> dict[str, Any]:
 # -- specifications ---------------------------------------------------------------------------------------------------
 
 
-def check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+def check_facts(facts: Any) -> dict[str, Any]:
     """A specification (as ``pql.envs.far.describe`` writes it) that came over the wire: every field there, of the type
     and size it must have.
 
     Raises:
         WireError: names the field.
     """
+
+    if not isinstance(facts, Mapping):
+        raise WireError("specification: a JSON object is expected")
 
     def is_count(value: Any, least: int = 1) -> bool:
         return type(value) is int and least <= value < 2**31
@@ -139,10 +142,11 @@ def check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
         sizes = len(shape) <= 8 and all(is_count(s) for s in shape)
         return sizes and dtype in TYPES and is_count(stack) and (stack == 1 or shape[:1] == [stack])
 
+    def is_number(value: Any) -> bool:
+        return type(value) is float or (type(value) is int and abs(value) < 2**1023)  # a larger one is no float
+
     def is_numbers(value: Any, count: Any) -> bool:
-        return value is None or (
-            isinstance(value, list) and len(value) == count and all(type(v) in (int, float) for v in value)
-        )
+        return value is None or (isinstance(value, list) and len(value) == count and all(map(is_number, value)))
 
     def is_action(value: Any) -> bool:
         if not isinstance(value, dict):

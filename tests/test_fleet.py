@@ -235,11 +235,11 @@ def test_a_host_tells_errors_and_the_end(tmp_path):
 
 def test_token_and_certificate_are_read_where_the_command_runs(tmp_path, monkeypatch):
     (tmp_path / "token").write_text("hush\n")
-    (tmp_path / "cert").write_text("PEM")
+    (tmp_path / "cert").write_text("-----BEGIN CERTIFICATE-----")
     words = ["fleet", "--connect", "far.lan:5555", "--task", "atari", "--num-envs", "8", "--role", "eval", "game=pong"]
     files = ["--token-file", str(tmp_path / "token"), "--ca", str(tmp_path / "cert")]
     setup = setup_of(parser().parse_args([*words, *files]))
-    assert setup == Setup("far.lan:5555", "atari", 8, {"game": "pong"}, "eval", "hush", b"PEM")
+    assert setup == Setup("far.lan:5555", "atari", 8, {"game": "pong"}, "eval", "hush", b"-----BEGIN CERTIFICATE-----")
     monkeypatch.setenv("PQL_TOKEN", "from there")
     assert setup_of(parser().parse_args(words)).token == "from there"
 
@@ -256,6 +256,8 @@ def test_secrets_are_not_shown():
         (["--connect", "nowhere"], "--connect=nowhere: expected HOST:PORT"),
         (["--num-envs", "0"], "--num-envs=0: expected a number from 1"),
         (["--token-file", "/no/such/file"], "--token-file=/no/such/file: expected a file"),
+        (["--token-file", __file__], f"--token-file={__file__}: expected a token: one line"),
+        (["--ca", "/dev/null"], "--ca=/dev/null: expected a PEM file, with '-----BEGIN CERTIFICATE-----' in it"),
         (["nonsense"], "override=nonsense: expected the form key=value"),
     ],
 )

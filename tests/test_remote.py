@@ -27,6 +27,7 @@ from pql.envs.remote import Remote
 from pql.envs.remote.server import check_safe
 from pql.errors import ConfigError, RunError
 from pql.schedule import Inline
+from pql.session import Session
 from pql.task import build_env, describe_env
 
 COUNTER = {"restart_every": 4, "stagger": True}
@@ -99,6 +100,13 @@ def test_frames_that_are_wrong_are_refused_in_words():
         layout.read_step(bytes(body) + b"x")
     with pytest.raises(wire.WireError, match="expected frame 4 of run 7, number 3"):
         wire.expect(wire.unpack(message), wire.OBS, 7, 3)
+    for spec in (["name"], "name num_envs", 5, {}):
+        with pytest.raises(wire.WireError, match="specification"):
+            wire.check_facts(spec)
+    facts = describe(make_sim("counter", 5, {}).spec)
+    wire.check_facts(facts)
+    with pytest.raises(wire.WireError, match="action is missing or wrong"):  # no float holds it
+        wire.check_facts(facts | {"action": {"size": 1, "low": [-(10**400)], "high": [1]}})
     with pytest.raises(wire.WireError, match="at most"):
         wire.Layout(describe(make_sim("counter", 5, {}).spec) | {"num_envs": 10**7})
 
@@ -248,6 +256,17 @@ def test_the_run_waits_for_its_first_actor_and_gives_up(address, capsys):
         env.close()
 
 
+def test_an_actor_s_patience_begins_when_its_learner_is_gone(address):
+    with acting(address, make_sim("counter", 2, {}), patience=0.5):
+        env = Remote(2, listen=address)
+        time.sleep(0.7)  # it was let in, and no step was asked of it yet
+        env.server._on_loop(env.server._server.stop(None))  # nobody says goodbye
+        env.server._stop_loop()
+        again = Remote(2, listen=address, timeout=5)
+        assert again.reset(0)["policy"].shape == (2, 2)
+        again.close()
+
+
 # -- who is let in ----------------------------------------------------------------------------------------------------
 
 
@@ -347,11 +366,26 @@ def test_a_token_and_tls(tmp_path):
     assert ended == {0: None}
 
 
-def test_make_env_names_what_is_wrong():
-    for kwargs, why in (({"wait": -1}, "wait=-1"), ({"timeout": 0}, "timeout=0"), ({"eval_envs": 1.5}, "eval_envs=1.5"),
+def test_make_env_names_what_is_wrong(tmp_path):
+    (tmp_path / "x").write_bytes(b"\xff\x00")
+    (tmp_path / "y").write_text("")
+    x, y = (str(tmp_path / k) for k in "xy")
+    for kwargs, why in (({"groups": 3}, "groups=3: expected null, or a divisor of num_envs=4"),
+                        ({"groups": 0}, "groups=0"), ({"token_file": x}, "token_file=.*expected a token"),
+                        ({"token_file": y}, "token_file=.*expected a token"),
+                        ({"token_file": "/no/file"}, "token_file=/no/file: expected a file that can be read"),
+                        ({"cert": x, "key": "/no/key"}, "key=/no/key"), ({"cert": x, "key": x}, "key=.*PRIVATE KEY"),
+                        ({"wait": -1}, "wait=-1"), ({"timeout": 0}, "timeout=0"), ({"eval_envs": 1.5}, "eval_envs=1.5"),
                         ({"listen": "unix:/no/such/folder/s"}, "listen=")):  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             make_env("remote", 4, **kwargs)
+
+
+def test_the_variable_s_token_is_checked_and_not_shown(monkeypatch):
+    monkeypatch.setenv("PQL_TOKEN", "h\u00fcsh")
+    with pytest.raises(ConfigError, match=r"PQL_TOKEN=\.\.\.: expected a token") as error:
+        make_env("remote", 4)
+    assert "sh" not in str(error.value).replace("openssl", "")
 
 
 def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
@@ -418,6 +452,16 @@ def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
     assert store.rollout.row[store.place].unique().numel() > 1  # each at a row of its own
     metrics = parts.jobs["learner"].metrics.drain()
     assert 1 <= metrics["lag/rows_mean"] <= metrics["lag/rows_max"]
+
+
+@pytest.mark.parametrize(("words", "setting"), [
+    (["task=remote", "task.kwargs.listen=0.0.0.0:0"], "task.kwargs.token_file"),
+    (["task=cartpole", "task.remote.listen=0.0.0.0:0"], "task.remote.token_file"),
+])  # fmt: skip
+def test_what_is_to_be_given_has_its_whole_name(words, setting, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        Session(compose([*words, "num_envs=4", f"run_dir={tmp_path}/run", "device=cpu"]))
+    assert error.value.setting == setting
 
 
 @pytest.mark.parametrize(("words", "message"), [

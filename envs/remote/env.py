@@ -7,7 +7,6 @@ Actors send observations and get actions; all else stays here. What the environm
 Source: Espeholt et al. 2020 (SEED RL), section 3.
 """
 
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +21,11 @@ from pql.envs.remote.board import Board
 from pql.envs.remote.hall import Hall, Taken
 from pql.envs.remote.server import Server
 from pql.errors import ConfigError, RunError
+from pql.secret import read_token
 from pql.types import Obs, Step
 
 SPREAD = 4
 PATIENCE = 1.0  # seconds between looks at whether anybody is there
-TOKEN = "PQL_TOKEN"
 NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -69,16 +68,16 @@ class Remote:
         task: str = "NAME",
     ):
         check(wait, timeout, eval_envs)
+        if groups is not None and not (type(groups) is int and groups > 0 and num_envs % groups == 0):
+            raise ConfigError("groups", groups, f"null, or a divisor of num_envs={num_envs}")
         self.timeout, self.task = float(timeout), task
         self.hall = Hall(num_envs, 1, wait)
         self._evaluation = Hall(eval_envs) if eval_envs else None
         files = {k: None if v is None else Path(v).expanduser() for k, v in (("cert", cert), ("key", key))}
-        self.server = Server(listen, self.hall, self._evaluation, read_token(token_file), **files)
+        self.server = Server(listen, self.hall, self._evaluation, read_token("token_file", token_file), **files)
         try:
             facts = self._first_actor()
             groups = choose_groups(num_envs, facts["num_envs"]) if groups is None else groups
-            if num_envs % groups:
-                raise ConfigError("groups", groups, f"a divisor of num_envs={num_envs}")
             self.hall.divide(groups)
             self.spec = spec_of(facts, num_envs, torch.device(device), groups)
         except BaseException:
@@ -218,23 +217,6 @@ def check(wait: float | None, timeout: float, eval_envs: int) -> None:
             raise ConfigError(name, value, f"a number from {least} up")
     if not isinstance(eval_envs, int):
         raise ConfigError("eval_envs", eval_envs, "a whole number")
-
-
-def read_token(file: str | None) -> str | None:
-    """What actors must show; None: nothing.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
-    """
-    if file is None:
-        return os.environ.get(TOKEN) or None
-    try:
-        token = Path(file).expanduser().read_text().strip()
-    except OSError as error:
-        raise ConfigError("token_file", file, f"a file that can be read ({error.strerror})") from error
-    if not token:
-        raise ConfigError("token_file", file, "a file with a token in it")
-    return token
 
 
 def choose_groups(slots: int, first: int) -> int:

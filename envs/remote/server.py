@@ -18,6 +18,7 @@ import grpc.aio
 from pql import wire
 from pql.envs.remote.hall import FullError, Hall, Peer
 from pql.errors import ConfigError
+from pql.secret import CERTIFICATE, KEY, read_file
 from pql.wire import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpack
 
 # A peer whose process has stopped, or whose cable was pulled, is noticed by pings: 10 s + 5 s.
@@ -189,7 +190,7 @@ def check_safe(address: str, token: str | None, cert: Path | None, key: Path | N
     """What the address needs.
 
     Raises:
-        ConfigError: others could reach it, and there is no token or no TLS; or a file cannot be read.
+        ConfigError: others could reach it, and there is no token or no TLS; or a file cannot be read, or is no PEM.
     """
     if (cert is None) != (key is None):
         raise ConfigError("cert" if cert is None else "key", None, "a file: TLS needs both cert and key")
@@ -200,7 +201,4 @@ def check_safe(address: str, token: str | None, cert: Path | None, key: Path | N
                                   "token (token_file) and TLS (cert, key)")  # fmt: skip
     if cert is None or key is None:
         return None
-    try:
-        return grpc.ssl_server_credentials(((key.read_bytes(), cert.read_bytes()),))
-    except OSError as error:
-        raise ConfigError("cert", cert, f"files that can be read ({error})") from error
+    return grpc.ssl_server_credentials(((read_file("key", key, KEY), read_file("cert", cert, CERTIFICATE)),))

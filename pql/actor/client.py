@@ -67,7 +67,8 @@ class Actor:
 
     Attributes:
         steps: of every environment so far.
-        connected: a learner has let it in.
+        admitted: how often a learner has let it in.
+        connected: it is with one now.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Actor:
         self.credentials = None if ca is None else grpc.ssl_channel_credentials(ca)
         if token is not None and ca is None and not address.startswith(LOOPBACK):
             raise ConfigError("--ca", None, "a file: a token is not sent to another machine without TLS")
-        self.steps, self.connected = 0, False
+        self.steps, self.admitted, self.connected = 0, 0, False
 
     def run(self) -> str | None:
         """Connect, and connect again, until the learner ends the run. Returns its words; None: the actor has left.
@@ -95,7 +96,7 @@ class Actor:
         """
         attempt, alone_since = 0, time.monotonic()
         while not self.leave.is_set():
-            before = self.steps
+            before, admitted = self.steps, self.admitted
             try:
                 why = self._connect()
                 self.tell("left" if why is None else f"done: {why}")
@@ -104,7 +105,9 @@ class Actor:
                 reason = str(error)
             now = time.monotonic()
             if self.steps > before:
-                attempt, alone_since = 0, now
+                attempt = 0
+            if self.admitted > admitted:
+                alone_since = now
             if self.patience is not None and now - alone_since > self.patience:
                 raise RunError(f"no learner at {self.address} for {self.patience:g} s: {reason}")
             # Jittered: a hundred actors that lost the same learner do not come back in the same moment.
@@ -146,6 +149,7 @@ class Actor:
                 return str(read_json(frame.body).get("reason"))
             if frame.kind == WELCOME:
                 self.connected = True
+                self.admitted += 1
                 self.tell(f"connected to {self.address} as actor {read_json(frame.body).get('actor')}")
             elif self.leave.is_set():
                 return None  # its last answer has been taken, or there would be no order

@@ -2,16 +2,15 @@
 
 import argparse
 import json
-import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pql.errors import ConfigError
+from pql.secret import CERTIFICATE, read_file, read_token
 
 if TYPE_CHECKING:
     from pql.actor.client import Actor
@@ -79,10 +78,8 @@ def setup_of(args: argparse.Namespace) -> Setup:
         ConfigError: an option cannot be, or a file not be read.
     """
     check(args)
-    token = os.environ.get("PQL_TOKEN") or None
-    if args.token_file:
-        token = read_file("--token-file", Path(args.token_file)).decode().strip()
-    ca = None if args.ca is None else read_file("--ca", Path(args.ca))
+    token = read_token("--token-file", args.token_file)
+    ca = None if args.ca is None else read_file("--ca", args.ca, CERTIFICATE)
     kwargs = keywords(args.overrides)
     return Setup(args.connect, args.task, args.num_envs, kwargs, args.role, token, ca, args.patience)
 
@@ -130,15 +127,3 @@ def keywords(words: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             out[key] = text
     return out
-
-
-def read_file(setting: str, path: Path) -> bytes:
-    """A file's bytes.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return path.expanduser().read_bytes()
-    except OSError as error:
-        raise ConfigError(setting, path, f"a file that can be read ({error.strerror})") from error
