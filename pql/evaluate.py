@@ -85,6 +85,7 @@ def run_episodes(
     favour short ones. Rewards after an environment's last episode do not count, nor do filler rows. An episode ends
     where the next one begins: a lost life does not end it, an unannounced restart does. It succeeded if
     ``log["success"]`` was above 0 on any of its rows.
+    Where nobody steps an environment (a remote actor's place may be empty) there is no episode.
     A policy with a memory (a method ``reset(mask)``) forgets where episodes begin.
 
     Args:
@@ -107,6 +108,7 @@ def run_episodes(
     running = torch.zeros(3, n, device=device)  # return, length, successful rows of the episode in hand
     done = torch.zeros(3, n, most, device=device)
     live = quota > 0  # inside an episode that counts
+    there = torch.zeros_like(live)  # has made a step: a remote actor's place may be empty
     longest = env.spec.max_episode_steps or LONGEST
     longest += env.spec.autoreset == "next_step"  # there a filler row shows the end
     for i in range(1, most * longest + 1):
@@ -116,15 +118,17 @@ def run_episodes(
         success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
         row = torch.stack([step.reward, torch.ones_like(step.reward), success])
         running += torch.where(live & step.valid, row, 0)
-        ended = live & step.first
+        there |= step.valid
+        ended = live & step.first & (running[1] > 0)  # the filler row that a new actor begins with ends nothing
         done = torch.where(ended[:, None] & (place == count[:, None]), running[..., None], done)
         count += ended
         running = torch.where(ended, 0, running)
         live = (live | step.first) & (count < quota)
         obs = step.obs
         forget(step.first)
-        if i % CHECK_EVERY == 0 and not bool((count < quota).any()):
+        if i % CHECK_EVERY == 0 and not bool((there & (count < quota)).any()):
             break
+    live &= running[1] > 0
     done = torch.where(live[:, None] & (place == count[:, None]), running[..., None], done)
     played = (place < (count + live)[:, None]).T  # [most, N]
     returns, lengths, successes = done.transpose(1, 2)[:, played].tolist()

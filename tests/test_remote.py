@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import grpc
@@ -26,6 +27,7 @@ from pql.envs.far import describe
 from pql.envs.remote import Remote
 from pql.envs.remote.server import check_safe
 from pql.errors import ConfigError, RunError
+from pql.evaluate import run_episodes
 from pql.schedule import Inline
 from pql.session import Session
 from pql.task import build_env, describe_env
@@ -224,6 +226,33 @@ def test_late_actors_are_admitted_and_the_run_does_not_wait_for_them(address):
             assert int(heads[3:5].min()) > 4  # in the other half, where all its environments find room
             assert env.measures() == {"remote/actors": 2, "remote/envs": 4, "remote/admitted": 2}
             env.close()
+
+
+def test_slots_without_an_actor_are_no_episodes(address):
+    """Neither those that stay empty, nor the filler row with which a late actor begins."""
+    ending, late = (make_sim("counter", 2, {"restart_every": 4}) for _ in range(2))
+    with remote(address, [ending], 6) as env, ExitStack() as more:
+        joins, plain = iter(range(100)), env.step
+
+        def step(action):
+            if next(joins) == 1:
+                more.enter_context(acting(address, late))
+                wait_until(lambda: env.hall.live == 2)
+            return plain(action)
+
+        env.step = step
+        result = run_episodes(env, lambda obs: torch.zeros(6, 2), seed=3)
+        assert len(result.returns) == 4
+        assert min(result.lengths) > 0
+        assert next(joins) < 70  # it waits for nobody who was never there
+        env.close()
+
+
+def test_evaluation_says_whom_it_waits_for(address):
+    with remote(address, [make_sim("counter", 2, {})], 2, eval_envs=3, timeout=1) as env:
+        with pytest.raises(RunError, match="no actor with --role eval at"):
+            env.beside().reset(3)
+        env.reset(0)  # training has its own
 
 
 def test_evaluation_has_slots_of_its_own(address):

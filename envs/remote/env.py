@@ -147,10 +147,11 @@ class Together:
 
     Args:
         timeout: seconds without an actor after which it fails.
+        whom: it waits for, in words.
     """
 
-    def __init__(self, hall: Hall, board: Board, server: Server, timeout: float):
-        self.hall, self.board, self.server, self.timeout = hall, board, server, timeout
+    def __init__(self, hall: Hall, board: Board, server: Server, timeout: float, whom: str = "actor"):
+        self.hall, self.board, self.server, self.timeout, self.whom = hall, board, server, timeout, whom
         self._told = -1.0  # of which emptiness people have been told
 
     def reset(self, seed: int | None) -> tuple[Obs, Tensor]:
@@ -188,9 +189,9 @@ class Together:
             return
         since = self.hall.empty_since
         if time.monotonic() - since > self.timeout:
-            raise RunError(f"no actor at {self.server.address} for {self.timeout:g} s (task.kwargs.timeout)")
+            raise RunError(f"no {self.whom} at {self.server.address} for {self.timeout:g} s (task.kwargs.timeout)")
         if self._told != since:
-            self.server.tell(f"no actors: waiting at {self.server.address}, at most {self.timeout:g} s")
+            self.server.tell(f"no {self.whom}: waiting at {self.server.address}, at most {self.timeout:g} s")
             self._told = since
 
 
@@ -198,7 +199,7 @@ class Beside:
     """Environments for evaluations."""
 
     def __init__(self, hall: Hall, board: Board, server: Server, timeout: float):
-        self.spec, self._together = board.spec, Together(hall, board, server, timeout)
+        self.spec, self._together = board.spec, Together(hall, board, server, timeout, "actor with --role eval")
 
     def reset(self, seed: int | None = None) -> Obs:
         return self._together.reset(seed)[0]
