@@ -1,6 +1,6 @@
 """What old weights cost: returns with the collector's policy ``--lag`` updates late, over those without, by correction.
 
-python tools/bench_lag.py [--lag 8] [--seeds 5] [--steps 600000] [--task ball_balance] [--smoke] [--json PATH] [W ...]
+python tools/bench_lag.py [--lag 8] [--seeds 0 1 2 3 4] [--steps 600000] [--task NAME] [--smoke] [--json PATH] [W ...]
 
 IMPALA under ``lockstep``, one update per rollout, with three corrections (``algo.impala.correction``): ``vtrace``;
 ``one_step``, importance weights in the policy gradient alone; ``none``, which on fresh weights is A2C and takes old
@@ -50,10 +50,10 @@ def final_return(words: Sequence[str], steps: int) -> float:
     return float(out["train/return_mean"])
 
 
-def measure(words: Sequence[str], correction: str, lag: int, seeds: int, steps: int) -> list[float]:
+def measure(words: Sequence[str], correction: str, lag: int, seeds: Sequence[int], steps: int) -> list[float]:
     """A return for every seed."""
     own = (*words, f"algo.impala.correction={correction}", f"algo.policy_lag={lag}")
-    returns = [final_return([*own, f"seed={seed}"], steps) for seed in range(seeds)]
+    returns = [final_return([*own, f"seed={seed}"], steps) for seed in seeds]
     print(f"{correction}, lag {lag}:", *(f"{r:.1f}" for r in returns), flush=True)
     return returns
 
@@ -64,14 +64,14 @@ def row(correction: str, late: list[float], fresh: list[float], args: Any) -> di
     return {
         "name": f"{args.task}: {correction}, lag {args.lag} / 0",
         "value": value, "unit": "return", "baseline": baseline,
-        "ratio": value / baseline if min(value, baseline) > 0 else None, "runs": args.seeds, "machine": machine(),
+        "ratio": value / baseline if min(value, baseline) > 0 else None, "runs": len(late), "machine": machine(),
     }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lag", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=600_000)
     parser.add_argument("--task", default="ball_balance")
     parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="key=value")
     args = parser.parse_args(argv)
     if args.smoke:
-        args.seeds, args.steps = 1, 5000
+        args.seeds, args.steps = [0], 5000
     torch.set_num_threads(1)
     own = OWN if args.task == "ball_balance" else ()
     words = [f"task={args.task}", *own, *args.words]
