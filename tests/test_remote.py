@@ -1,6 +1,7 @@
 """Remote actors: what travels, what the learner's side makes of it, and who is let in."""
 
 import os
+import re
 import shlex
 import subprocess
 import threading
@@ -305,6 +306,13 @@ def test_other_environments_are_refused_by_name(address):
     assert isinstance(ended[0], ConfigError)
     assert "--task=pendulum" in str(ended[0])
     assert "obs of these environments" in str(ended[0])
+
+
+def test_more_environments_than_there_can_ever_be_are_refused(address):
+    with remote(address, [make_sim("counter", 2, {})], 4), acting(address, make_sim("counter", 5, {})) as ended:
+        wait_until(lambda: ended)
+    assert isinstance(ended[0], ConfigError)
+    assert re.search(r"--num-envs=5: .*at most 4, its number of slots", str(ended[0]))
 
 
 def test_more_environments_than_slots_wait_for_room(address):

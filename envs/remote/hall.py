@@ -26,6 +26,10 @@ class FullError(Exception):
     """There are fewer free slots than an actor has environments."""
 
 
+class TooManyError(Exception):
+    """An actor has more environments than there are slots, free or not."""
+
+
 class Peer:
     """One connected actor, as the learner's side sees it.
 
@@ -100,7 +104,10 @@ class Hall:
 
         Raises:
             FullError: there are not as many free ones.
+            TooManyError: nor will there ever be.
         """
+        if peer.layout.count > self.size:
+            raise TooManyError(f"at most {self.size}, its number of slots")
         with self.changed:
             if self.closed:
                 raise FullError("the run is ending")

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from pql import wire
-from pql.envs.remote.hall import FullError, Hall, Peer
+from pql.envs.remote.hall import FullError, Hall, Peer, TooManyError
 from pql.errors import ConfigError
 from pql.secret import CERTIFICATE, KEY, read_file
 from pql.wire import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpack
@@ -126,6 +126,8 @@ class Server:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except FullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except TooManyError as error:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
 
     async def _check_token(self, context: grpc.aio.ServicerContext) -> None:
         if self.token is None:

@@ -37,6 +37,7 @@ FINAL = {  # answers that another attempt would not change: what to look at
     grpc.StatusCode.UNAUTHENTICATED: "--token-file",
     grpc.StatusCode.INVALID_ARGUMENT: "--task",
     grpc.StatusCode.UNIMPLEMENTED: "--connect",
+    grpc.StatusCode.OUT_OF_RANGE: "--num-envs",
 }
 
 
@@ -172,7 +173,11 @@ class Actor:
         """What a broken stream means: try again, or not."""
         code, why = error.code(), error.details()
         if code in FINAL:
-            value = {"--task": self.facts["name"], "--connect": self.address}.get(FINAL[code])
+            value = {
+                "--task": self.facts["name"],
+                "--connect": self.address,
+                "--num-envs": self.facts["num_envs"],
+            }.get(FINAL[code])
             return ConfigError(FINAL[code], value, f"what the learner at {self.address} takes: {why}")
         return EndedError(f"{code.name.lower().replace('_', ' ')}: {str(why).rpartition(': ')[2]}")
 
