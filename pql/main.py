@@ -219,7 +219,10 @@ def run_eval(args: argparse.Namespace) -> int:
     )
     print_evaluation(row)
     if row["episodes"] < asked["episodes"]:
-        print(f"only {row['episodes']} of {asked['episodes']} episodes: the environment has no time limit")
+        print(
+            f"only {row['episodes']} of {asked['episodes']} episodes: "
+            "the environment has no time limit, or places for remote actors were empty"
+        )
     path = out or evaluation_file(Path(row["checkpoint"]), row["seed"], row["episodes"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
