@@ -174,6 +174,7 @@ class Actor:
         code, why = error.code(), error.details()
         if code in FINAL:
             value = {
+                "--token-file": self.token and "...",
                 "--task": self.facts["name"],
                 "--connect": self.address,
                 "--num-envs": self.facts["num_envs"],
