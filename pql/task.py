@@ -4,6 +4,7 @@ import inspect
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,9 @@ from pql.feedback import Feedback, feedback_spec
 from pql.grouped import Grouped, grouped_spec
 from pql.machine import thread_counts
 from pql.validate import resolve_device
+
+CUT_SHORT = ("stagger", "random_lengths")
+"""Keywords with which first episodes begin in their middle: not for evaluations, which count first episodes."""
 
 
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
@@ -81,12 +85,15 @@ def build_env(
     """The task's environment.
 
     Args:
-        num_envs: instead of the config's, in one group (evaluation).
+        num_envs: instead of the config's, in one group, and with whole first episodes (evaluation).
         approve: is shown the specification of one in another process before its simulator is built, where its factory
             can tell; of others, :func:`describe_env` tells it.
     """
     if config.task.live:
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
+    if num_envs is not None:
+        whole = {k: v for k, v in config.task.kwargs.items() if k not in CUT_SHORT}
+        config = replace(config, task=replace(config.task, kwargs=whole))
     device = torch.device(config.placement.collector or resolve_device(config.device))
     groups, count = config.placement.groups if num_envs is None else 1, num_envs or config.num_envs
     if config.task.remote:

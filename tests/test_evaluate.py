@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import small_config
 from run_files import points, rows, words
 
 from pql.checkpoint import load
@@ -17,6 +18,7 @@ from pql.errors import RunError
 from pql.evaluate import Evaluation, Evaluator, StoppedError, run_episodes
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.session import Session
+from pql.task import build_env
 
 
 def zero(obs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -28,6 +30,14 @@ def episode(env: Counter, i: int, e: int = 0) -> tuple[float, int]:
     at, which = torch.tensor([i]), torch.tensor([e])
     length = 2 if bool(env.restarts(at, which)) else int(env.length_of(at, which))
     return sum(float(env.reward_of(at, which, at * 0 + s)) for s in range(length)), length
+
+
+def test_a_runs_evaluations_play_whole_first_episodes():
+    """Training may begin its first episodes in their middle, so that they do not all end at once."""
+    kwargs = {"stagger": True, "terminate_every": 0, "episode_length": 6}
+    config = small_config(task={"name": "counter", "kwargs": kwargs}, num_envs=8)
+    assert run_episodes(build_env(config, 8), zero, seed=0).lengths == [6.0] * 8
+    assert len(set(run_episodes(build_env(config), zero, seed=0).lengths)) == 6
 
 
 OPTIONS = [{}, {"restart_every": 2}, {"terminate_every": 0}, {"terminate_every": 1}]
