@@ -87,7 +87,7 @@ class WarpEngine:
             try:
                 self._model = mjw.put_model(model, batch_sizes=dict.fromkeys(own, num_envs))
             except NotImplementedError as error:
-                raise ConfigError("model", "", f"a model that MuJoCo Warp can simulate ({error})") from error
+                raise ConfigError("engine", "warp", f"batch: Warp cannot simulate this model ({error})") from error
             self._model.opt.warn_overflow = 0  # it would print from the device; counted here instead
             self._model.opt.run_rne_postconstraint = "cfrc_ext" in outputs
             self._data = mjw.make_data(
@@ -101,7 +101,7 @@ class WarpEngine:
         self._state = [part[:, None] if part.ndim == 1 else part for part in state]
         self._derived = bool(outputs)
         self._mask = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
-        self._graphs: dict[Any, Any] = {}
+        self._graphs: dict[Any, Any] | None = {}
         self._watch = Overflows(wp.to_torch(self._data.overflow), contacts, constraints)
 
     def rows(self, mask: Tensor) -> Masked:
@@ -127,7 +127,7 @@ class WarpEngine:
         for name, new in (("qpos", qpos), ("qvel", qvel)):
             self.fields[name].copy_(rows.put(self.fields[name], new))
         if self._derived:
-            self.forward()
+            self._run("forward", lambda: mjw.forward(self._model, self._data))
 
     def set_parameters(self, rows: Rows, values: Fields) -> None:
         for name, value in values.items():
@@ -139,9 +139,6 @@ class WarpEngine:
             new = self._weights(*(self._parameters[name] for name in DERIVING))
             for name, values_of_all in zip(WEIGHTS, new, strict=True):
                 self._parameters[name].copy_(values_of_all)
-
-    def forward(self) -> None:
-        self._run("forward", lambda: mjw.forward(self._model, self._data))
 
     def diverged(self) -> Tensor:
         square = self.fields["qpos"].square().sum(1) + self.fields["qvel"].square().sum(1)
@@ -168,10 +165,12 @@ class WarpEngine:
     def close(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph may still run on the arrays
-        self._graphs.clear()
+        self._graphs = None
 
     def _run(self, key: Any, launch: Callable[[], None]) -> None:
         """``launch``, as a graph that the first call captures."""
+        if self._graphs is None:
+            raise RuntimeError("the environment is closed")
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(launch)
@@ -221,7 +220,7 @@ class Overflows:
             self._warn()
             self._seen.copy_(self._total, non_blocking=True)
             if self._copied is not None:
-                self._copied.record()
+                self._copied.record(torch.cuda.current_stream(self._total.device))
             else:
                 self._warn()
 
@@ -233,7 +232,8 @@ class Overflows:
             self._warned = count
             sizes = "{} contacts and {} constraint rows a simulation".format(*self._sizes)
             message = f"MuJoCo Warp's buffers of {sizes} have overflowed {count} times: contacts were lost"
-            warnings.warn(f"{message}. Give the task larger `contacts`.", PqlWarning, stacklevel=2)
+            larger = "task.kwargs.contacts=[{},{}]".format(*self._sizes)
+            warnings.warn(f"{message}. Make them half as large again by {larger}.", PqlWarning, stacklevel=2)
 
 
 def _arrays(holder: Any) -> list[Any]:

@@ -80,8 +80,8 @@ class Wrench:
             kind: torch.tensor(at, device=robot.device)[:, None] + torch.arange(width.get(kind, 3), device=robot.device)
             for kind, at in start.items()
         }
-        axes = torch.tensor(model.body_iquat[ids], device=robot.device, dtype=robot.dtype)
-        self.principal = rotation(axes)  # [K, 3, 3] principal axes -> link
+        self.principal = rotation(robot.tensor(model.body_iquat[ids]))  # [K, 3, 3] principal axes -> link
+        self.arm = robot.tensor(model.body_ipos[ids])  # [K, 3] from the link's origin to its centre of mass
 
     @classmethod
     def sense(cls, spec: mujoco.MjSpec, link: str) -> None:
@@ -102,6 +102,11 @@ class Wrench:
         spin, turn = into(axes, omega), into(axes, angular)
         torque = self.inertia * turn + torch.linalg.cross(spin, self.inertia * spin)
         return tuple((self.principal * part.unsqueeze(-2)).sum(-1) for part in (force, torque))
+
+    def at_origins(self, fields: Fields) -> Tensor:
+        """Force and torque about the link's origin, link by link, in its frame: [N, 6 K]."""
+        force, torque = self.read(fields)
+        return torch.cat((force, self.about(force, torque, -self.arm)), 2).flatten(1)
 
     @staticmethod
     def about(force: Tensor, torque: Tensor, arm: Tensor) -> Tensor:
