@@ -95,7 +95,7 @@ def build_env(
     if config.task.remote:
         make, forms = partial(remote_env, config, groups, device=device), True
     elif config.task.process.python is not None:
-        shown = None if approve is None else partial(_approve_whole, approve, config, groups or 1)
+        shown = None if approve is None else lambda one: approve(whole_spec(config, one, groups or 1))
         make, forms = partial(process_env, config, device=device, approve=shown), False
     else:
         kwargs = env_kwargs(config, groups)
@@ -109,10 +109,6 @@ def unstaggered(config: Config) -> Config:
     """The same, but all first episodes are whole: an evaluation counts them."""
     kwargs = {name: value for name, value in config.task.kwargs.items() if name != "stagger"}
     return replace(config, task=replace(config.task, kwargs=kwargs))
-
-
-def _approve_whole(approve: Callable[[EnvSpec], object], config: Config, groups: int, one: EnvSpec) -> None:
-    approve(whole_spec(config, one, groups))
 
 
 def process_env(

@@ -73,6 +73,7 @@ class Wrench:
         ids = [model.body(name).id for name in links]
         self.mass = robot.tensor(model.body_mass[ids])  # [K]
         self.inertia = robot.tensor(model.body_inertia[ids])  # [K, 3] along the principal axes
+        self.center = robot.tensor(model.body_ipos[ids])  # [K, 3] of mass, from the link's origin
         self.gravity = robot.tensor(model.opt.gravity)
         start = {kind: [model.sensor(f"{name} {kind}").adr[0] for name in links] for kind in self.KINDS}
         width = {"framequat": 4}
@@ -80,8 +81,8 @@ class Wrench:
             kind: torch.tensor(at, device=robot.device)[:, None] + torch.arange(width.get(kind, 3), device=robot.device)
             for kind, at in start.items()
         }
-        self.principal = rotation(robot.tensor(model.body_iquat[ids]))  # [K, 3, 3] principal axes -> link
-        self.arm = robot.tensor(model.body_ipos[ids])  # [K, 3] from the link's origin to its centre of mass
+        axes = torch.tensor(model.body_iquat[ids], device=robot.device, dtype=robot.dtype)
+        self.principal = rotation(axes)  # [K, 3, 3] principal axes -> link
 
     @classmethod
     def sense(cls, spec: mujoco.MjSpec, link: str) -> None:
@@ -104,9 +105,9 @@ class Wrench:
         return tuple((self.principal * part.unsqueeze(-2)).sum(-1) for part in (force, torque))
 
     def at_origins(self, fields: Fields) -> Tensor:
-        """Force and torque about the link's origin, link by link, in its frame: [N, 6 K]."""
+        """Force, and torque about the link's origin (its joint), of one link after the other: [N, 6 K]."""
         force, torque = self.read(fields)
-        return torch.cat((force, self.about(force, torque, -self.arm)), 2).flatten(1)
+        return torch.cat((force, self.about(force, torque, -self.center)), 2).flatten(1)
 
     @staticmethod
     def about(force: Tensor, torque: Tensor, arm: Tensor) -> Tensor:

@@ -50,9 +50,8 @@ class Runner(Task):
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
-        model = robot.model
-        self.low, self.high = robot.tensor(model.jnt_range[1:]).unbind(1)
-        # where 0 is out of range, the limit nearest it
+        self.low, self.high = robot.tensor(robot.model.jnt_range[1:]).unbind(1)
+        # where 0 is out of range, the limit nearest to it
         self.rest = torch.zeros_like(self.low).clamp(self.low, self.high)
         self._target = robot.tensor([TARGET, 0.0])
         self._wrench = Wrench(robot, self.links)
