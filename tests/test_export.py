@@ -16,13 +16,15 @@ from torch import nn
 
 import pql
 from pql import export
+from pql.compose import compose
+from pql.config import Config, to_dict
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, RunError
 from pql.evaluate import evaluate_saved
 from pql.export import Deployed, difference, export_policy, random_inputs, unit_map, write
 from pql.main import main
 from pql.normalize import Normalizer
-from pql.policy import Policy
+from pql.policy import Policy, open_stored
 
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -130,6 +132,12 @@ def test_files_and_folder_tell_the_same_metadata(run: Path) -> None:
         assert [(t.name, t.shape) for t in tensors] == [(t["name"], t["shape"]) for t in beside[f"{end}s"]]
 
 
+def test_an_export_goes_into_the_model_that_its_policy_was_trained_on(remembering: Policy, tmp_path: Path) -> None:
+    manifest = {"config": to_dict(compose(["device=cpu", "task=hopper", "task.model=fast"]))}
+    write(remembering, export.describe(remembering, manifest, Path("a/b/c"), scale=True), tmp_path, ("pt2",))
+    assert open_stored(tmp_path / "policy.pt2").config.task.model == "fast"
+
+
 def test_unscaled_sac_export_leaves_out_the_bounds(tmp_path: Path) -> None:
     run = train(tmp_path / "sac", "algo=sac")
     out = export_policy(run, tmp_path / "robot", ["onnx"], scale=False)
@@ -175,8 +183,6 @@ def remembering() -> Policy:
 
 
 def metadata_of(policy: Policy) -> dict:
-    from pql.config import Config, to_dict
-
     return export.describe(policy, {"config": to_dict(Config())}, Path("a/b/c"), scale=True)
 
 
