@@ -110,6 +110,14 @@ def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> N
     assert len({round(r, 3) for r in want["returns"]}) > 1
 
 
+def test_a_policy_that_learned_in_bfloat16_leaves_in_float32(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["task=pendulum", "algo=ppo", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "budget.env_steps=1000",
+             "algo.ppo.amp=true", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]", "eval.final=false"]  # fmt: skip
+    assert main(["train", *words, f"run_dir={run}"]) == 0
+    assert sorted(export_policy(run).parity) == ["onnx", "pt2"]  # the check passed
+
+
 def test_files_and_folder_tell_the_same_metadata(run: Path) -> None:
     beside = json.loads((run / "export" / "policy.json").read_text())
     parity = beside.pop("parity")
