@@ -243,9 +243,7 @@ def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
     return {"tasks": [t["task"] for t in tasks], "tau": taus.tolist(), "groups": groups}
 
 
-def remarks(
-    runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], together: Mapping[str, Any], x: str
-) -> list[str]:
+def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], together: Mapping[str, Any], x: str) -> list[str]:
     """What a reader might otherwise take for granted."""
     out = []
     groups = [(f"{g['label']} on {t['task']}", len(g["scores"])) for t in tasks for g in t["groups"]]
