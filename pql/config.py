@@ -42,6 +42,11 @@ class TaskConfig:
         """What it is called: the gymnasium id or the game, where that says more than the simulator's name."""
         return self.id or self.game or self.name
 
+    @property
+    def by_actors(self) -> bool:
+        """Whether actors elsewhere step it: ``task=remote``, or any task with ``task.remote.*``."""
+        return bool(self.remote) or self.name == "remote"
+
 
 @dataclass(frozen=True)
 class NetConfig:

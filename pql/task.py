@@ -92,7 +92,7 @@ def build_env(
     if config.task.remote:
         make, forms = partial(remote_env, config, groups, device=device), True
     elif config.task.process.python is not None:
-        shown = None if approve is None else partial(_approve_whole, approve, config, groups or 1)
+        shown = None if approve is None else lambda one: approve(whole_spec(config, one, groups or 1))
         make, forms = partial(process_env, config, device=device, approve=shown), False
     else:
         kwargs = env_kwargs(config, groups)
@@ -100,10 +100,6 @@ def build_env(
     if groups is None or groups == 1 or forms:
         return telling(config, make(num_envs=count))
     return telling(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
-
-
-def _approve_whole(approve: Callable[[EnvSpec], object], config: Config, groups: int, one: EnvSpec) -> None:
-    approve(whole_spec(config, one, groups))
 
 
 def process_env(

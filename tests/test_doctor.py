@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from pql import doctor, env
 from pql.completion import OWN, SCRIPTS, candidates
+from pql.envs.mujoco.robots import ROBOTS
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.export import FORMATS
@@ -32,6 +33,12 @@ def test_the_doctor_knows_every_extra_and_its_packages():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     want = {k: {Requirement(r).name for r in v} for k, v in project["optional-dependencies"].items()}
     assert {k: set(packages) for k, (_, packages) in doctor.EXTRAS.items()} == want
+
+
+def test_the_robots_packages_are_those_their_models_are_read_from():
+    lines = (Path(__file__).parents[1] / "robots.txt").read_text().splitlines()
+    wanted = {str(Requirement(line)) for line in lines if not line.startswith("#")}
+    assert wanted == {str(Requirement(model.project)) for model in ROBOTS.values()}
 
 
 def test_what_is_missing_or_too_old_is_named_with_the_command(monkeypatch, capsys):

@@ -80,8 +80,8 @@ class WarpEngine:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self._count = device, num_envs
         contacts, constraints = (max(8, math.ceil(MARGIN * most)) for most in need)
-        self._constants = not {*parameters}.isdisjoint(DERIVING)
-        derived = (*DERIVING, "body_subtreemass", *WEIGHTS) if self._constants else ()
+        deriving = not {*parameters}.isdisjoint(DERIVING)
+        derived = (*DERIVING, "body_subtreemass", *WEIGHTS) if deriving else ()
         own = (*parameters, *derived)
         with wp.ScopedDevice(wp.device_from_torch(self.device)):
             try:
@@ -96,7 +96,7 @@ class WarpEngine:
         self.fields = {name: wp.to_torch(getattr(self._data, name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
         self._parameters = {name: wp.to_torch(getattr(self._model, name)) for name in own}
         # Warp could compute them too, but by some hundred launches, which take longer than a step
-        self._weights = InverseWeights(model, self.device, self.dtype) if self._constants else None
+        self._weights = InverseWeights(model, self.device, self.dtype) if deriving else None
         state = [wp.to_torch(getattr(self._data, name)) for name in STATE]
         self._state = [part[:, None] if part.ndim == 1 else part for part in state]
         self._derived = bool(outputs)
@@ -132,10 +132,9 @@ class WarpEngine:
     def set_parameters(self, rows: Rows, values: Fields) -> None:
         for name, value in values.items():
             self._parameters[name].copy_(rows.put(self._parameters[name], value))
-        if self._constants:
+        if self._weights is not None:
             fixed = mjw.SetConstGroup.FIXED
             self._run("constants", lambda: mjw.set_const(self._model, self._data, fixed, restore=False))
-        if self._weights is not None:
             new = self._weights(*(self._parameters[name] for name in DERIVING))
             for name, values_of_all in zip(WEIGHTS, new, strict=True):
                 self._parameters[name].copy_(values_of_all)

@@ -50,7 +50,6 @@ class ShadowHand(Reorient):
         super().__init__(robot)
         model = robot.model
         self._wrench = Wrench(robot, TIPS)
-        self._arm = robot.tensor(model.body_ipos[[robot.body(name) for name in TIPS]])  # from joint to centre of mass
         first = model.sensor(f"{TIPS[0]} {MOTION[0]} of joint").adr[0]
         order = torch.tensor(ORDER, device=robot.device)
         self._tips = first + 13 * torch.arange(len(TIPS), device=robot.device)[:, None] + order  # [5, 13] columns
@@ -88,8 +87,7 @@ class ShadowHand(Reorient):
 
     def wrenches(self, fields: Fields) -> Tensor:
         """Net force and torque on each last phalanx about its joint, in its frame: [N, 30]."""
-        force, torque = self._wrench.read(fields)
-        return torch.cat((force, Wrench.about(force, torque, -self._arm)), 2).flatten(1)
+        return self._wrench.at_origins(fields)
 
     def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
         tips = fields["sensordata"][:, self._tips]  # [N, 5, 13]
