@@ -113,7 +113,7 @@ class RolloutConfig:
     lstm: int | None = None  # units of an LSTM before the hidden layers; null: no memory
     optimizer: str = "adam"  # adam | rmsprop | rmsprop_tf (eps under the root, as TensorFlow has it)
     anneal_steps: int | None = None  # env steps (warm-up not counted) over which the learning rate falls to 0
-    amp: bool = False  # networks in bfloat16 (autocast), acting included
+    amp: bool = False  # networks in bfloat16 (autocast), acting included; evaluations and exports are in float32
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,16 @@ def test_what_is_missing_or_too_old_is_named_with_the_command(monkeypatch, capsy
     assert "torch 2.13.0, numpy -" in said
 
 
+def test_every_extra_is_held_to_its_own_versions(monkeypatch):
+    wanted = ['mujoco<5,>=3.17; extra == "mujoco"', 'mujoco<5,>=4.0; extra == "warp"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.17.0")
+    states = {row[0]: row[2:] for row in doctor.extras()}
+    assert states["mujoco"] == ["ok", "mujoco 3.17.0, gymnasium 3.17.0"]
+    assert states["warp"][0] == "pip install 'pql[warp]'"
+    assert "mujoco 3.17.0 (needs <5,>=4.0)" in states["warp"][1]
+
+
 def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
     def find(name):
         if name == "halfcheetah":

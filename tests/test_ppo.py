@@ -317,6 +317,8 @@ def test_value_statistics_are_those_of_the_returns():
         (["algo.ppo.lr_schedule=cosine"], "algo.ppo.lr_schedule=cosine: expected one of adaptive, fixed, linear"),
         (["algo.ppo.lr_schedule=linear"], "algo.ppo.anneal_steps=null: expected env steps"),
         (["algo.ppo.anneal_steps=9"], "algo.ppo.anneal_steps=9: expected algo.ppo.lr_schedule=linear with it"),
+        (["algo.ppo.lr_schedule=fixed", "algo.ppo.kl_target=0.02"], "kl_target=0.02: expected algo.ppo.lr_schedule"),
+        (["algo=a2c", "algo.policy.weight_decay=0.1"], "weight_decay=0.1: expected algo.ppo.optimizer=adam with it"),
         (["algo.ppo.horizn=9"], "algo.ppo.horizn=9: expected a known setting (did you mean algo.ppo.horizon?)"),
         (["algo.schedule=concurrent"], "algo.schedule=concurrent: expected lockstep"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: one learner trains policy and value"),
