@@ -19,7 +19,7 @@ from pql.machine import thread_counts
 from pql.validate import resolve_device
 
 CUT_SHORT = ("stagger", "random_lengths")
-"""Keywords with which first episodes begin in their middle: not for evaluations, which count first episodes."""
+"""Keywords with which first episodes begin in their middle."""
 
 
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
@@ -91,15 +91,14 @@ def build_env(
     """
     if config.task.live:
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
-    if num_envs is not None:
-        whole = {k: v for k, v in config.task.kwargs.items() if k not in CUT_SHORT}
-        config = replace(config, task=replace(config.task, kwargs=whole))
     device = torch.device(config.placement.collector or resolve_device(config.device))
-    groups, count = config.placement.groups if num_envs is None else 1, num_envs or config.num_envs
+    groups, count = config.placement.groups, config.num_envs
+    if num_envs is not None:
+        config, groups, count = unstaggered(config), 1, num_envs
     if config.task.remote:
         make, forms = partial(remote_env, config, groups, device=device), True
     elif config.task.process.python is not None:
-        shown = None if approve is None else partial(_approve_whole, approve, config, groups or 1)
+        shown = None if approve is None else lambda one: approve(whole_spec(config, one, groups or 1))
         make, forms = partial(process_env, config, device=device, approve=shown), False
     else:
         kwargs = env_kwargs(config, groups)
@@ -109,8 +108,10 @@ def build_env(
     return telling(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
 
 
-def _approve_whole(approve: Callable[[EnvSpec], object], config: Config, groups: int, one: EnvSpec) -> None:
-    approve(whole_spec(config, one, groups))
+def unstaggered(config: Config) -> Config:
+    """The same, but all first episodes are whole: an evaluation counts them."""
+    kwargs = {name: value for name, value in config.task.kwargs.items() if name not in CUT_SHORT}
+    return replace(config, task=replace(config.task, kwargs=kwargs))
 
 
 def process_env(

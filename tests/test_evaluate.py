@@ -32,12 +32,18 @@ def episode(env: Counter, i: int, e: int = 0) -> tuple[float, int]:
     return sum(float(env.reward_of(at, which, at * 0 + s)) for s in range(length)), length
 
 
-def test_a_runs_evaluations_play_whole_first_episodes():
-    """Training may begin its first episodes in their middle, so that they do not all end at once."""
-    kwargs = {"stagger": True, "terminate_every": 0, "episode_length": 6}
-    config = small_config(task={"name": "counter", "kwargs": kwargs}, num_envs=8)
-    assert run_episodes(build_env(config, 8), zero, seed=0).lengths == [6.0] * 8
-    assert len(set(run_episodes(build_env(config), zero, seed=0).lengths)) == 6
+def test_an_evaluation_wants_no_random_lengths(monkeypatch):
+    """The adapters' word for staggered first episodes."""
+    given = []
+
+    def adapter(num_envs, device, random_lengths=False):
+        given.append(random_lengths)
+        return Counter(num_envs)
+
+    monkeypatch.setattr("pql.env._registered", {"adapter": adapter})
+    config = small_config(task={"name": "adapter", "kwargs": {"random_lengths": True}})
+    assert [build_env(config).spec.num_envs, build_env(config, 3).spec.num_envs] == [8, 3]
+    assert given == [True, False]
 
 
 OPTIONS = [{}, {"restart_every": 2}, {"terminate_every": 0}, {"terminate_every": 1}]
@@ -67,6 +73,17 @@ def test_every_environment_plays_its_share_of_the_episodes(autoreset, options):
     assert result.lengths == [n for _, n in want]
     few = run_episodes(env, zero, seed=0, episodes=3)
     assert few.returns == [r for r, _ in want[:3]]
+
+
+def test_an_evaluation_of_a_staggered_task_plays_whole_episodes():
+    """Training may begin in the middle of the time limit; what an evaluation counts may not."""
+    kwargs = ["task.kwargs.stagger=true", "task.kwargs.max_episode_steps=6"]
+    config = compose(["device=cpu", "task=pendulum", "num_envs=16", *kwargs])
+    training, evaluation = (
+        run_episodes(build_env(config, count), lambda obs: torch.zeros(16, 1), seed=0).lengths for count in (None, 16)
+    )
+    assert min(training) < 6
+    assert evaluation == [6] * 16
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
