@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "check_env": "pql.conformance", "make_env": "pql.env", "register": "pql.env", "EnvSpec": "pql.env",
-    "ObsSpec": "pql.env", "Box": "pql.env", "Step": "pql.types", "load_policy": "pql.policy",
+    "ObsSpec": "pql.env", "Box": "pql.env", "Discrete": "pql.env", "Step": "pql.types", "load_policy": "pql.policy",
     "export_policy": "pql.export", "record_video": "pql.play", "Session": "pql.session",
     "Summary": "pql.rundir", "Config": "pql.config", "ConfigError": "pql.errors", "RunError": "pql.errors",
 }  # fmt: skip

@@ -199,8 +199,11 @@ def check_used(config: Config, names: Iterable[str]) -> None:
 
 def idle(config: Config) -> dict[str, str]:
     """Settings that another one switches off, by the beginning of their names, and what would have them read."""
-    dqn, critic = config.algo.dqn, config.algo.critic
+    dqn, critic, ppo = config.algo.dqn, config.algo.critic, config.algo.ppo
+    family, optimizers = config.algo.family, {"ppo": ppo.optimizer, "impala": config.algo.impala.optimizer}
     off = {
+        "algo.ppo.kl_target": ("algo.ppo.lr_schedule=adaptive", ppo.lr_schedule == "adaptive"),
+        "algo.policy.weight_decay": (f"algo.{family}.optimizer=adam", optimizers.get(family, "adam") == "adam"),
         "algo.dqn.priority.": ("algo.dqn.priority.alpha above 0", dqn.priority.alpha > 0),
         "algo.dqn.rms_decay": ("algo.dqn.optimizer=rmsprop", dqn.optimizer == "rmsprop"),
         "algo.dqn.huber": ("algo.critic.atoms=null: a categorical loss is the cross-entropy", critic.atoms is None),

@@ -42,6 +42,11 @@ class TaskConfig:
         """What it is called: the gymnasium id or the game, where that says more than the simulator's name."""
         return self.id or self.game or self.name
 
+    @property
+    def by_actors(self) -> bool:
+        """Whether actors elsewhere step it: ``task=remote``, or any task with ``task.remote.*``."""
+        return bool(self.remote) or self.name == "remote"
+
 
 @dataclass(frozen=True)
 class NetConfig:
@@ -108,7 +113,7 @@ class RolloutConfig:
     lstm: int | None = None  # units of an LSTM before the hidden layers; null: no memory
     optimizer: str = "adam"  # adam | rmsprop | rmsprop_tf (eps under the root, as TensorFlow has it)
     anneal_steps: int | None = None  # env steps (warm-up not counted) over which the learning rate falls to 0
-    amp: bool = False  # networks in bfloat16 (autocast), acting included
+    amp: bool = False  # networks in bfloat16 (autocast), acting included; evaluations and exports are in float32
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,9 @@ def version(package: str) -> str | None:
 
 def extras() -> list[list[str]]:
     """A row per extra: its name, its use, ok or the command that installs it, and its packages' versions."""
-    needed = requirements()
     rows = [["extra", "for", "state", "packages"]]
     for extra, (use, packages) in EXTRAS.items():
+        needed = requirements(extra)
         found = {package: version(package) for package in packages}
         wrong = {p for p, v in found.items() if v is None or (p in needed and not needed[p].contains(v, True))}
         told = ", ".join(
@@ -75,15 +75,16 @@ def extras() -> list[list[str]]:
     return rows
 
 
-def requirements() -> dict[str, Any]:
-    """package -> the versions of it that this installation of pql asks for."""
+def requirements(extra: str) -> dict[str, Any]:
+    """package -> the versions of it that this installation of pql asks for with ``extra``; others ask for others."""
     from packaging.requirements import Requirement
 
     try:
         words: Iterable[str] = importlib.metadata.requires("pql") or ()
     except importlib.metadata.PackageNotFoundError:
         words = ()
-    return {(r := Requirement(word)).name: r.specifier for word in words}
+    asked = (r for r in map(Requirement, words) if r.marker is None or r.marker.evaluate({"extra": extra}))
+    return {r.name: r.specifier for r in asked}
 
 
 def simulators() -> list[list[str]]:

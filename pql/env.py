@@ -221,12 +221,13 @@ def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", 
     return factory(num_envs=num_envs, device=torch.device(device), **kwargs)
 
 
-def check_keywords(factory: EnvFactory, kwargs: Mapping[str, Any]) -> None:
-    """``ConfigError`` for the first keyword that ``factory`` does not take; one that takes any checks its own."""
+def check_keywords(factory: Callable[..., Any], kwargs: Mapping[str, Any], prefix: str = "") -> None:
+    """``ConfigError`` for the first keyword that ``factory`` does not take; one that takes any checks its own. The
+    error names it with ``prefix`` before it."""
     taken = inspect.signature(factory).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in taken):
         return
     known = [p.name for p in taken if p.name not in ("num_envs", "device")]
     for key, value in kwargs.items():
         if key not in known:
-            raise ConfigError(key, value, f"one of the keywords {', '.join(known)}{nearest(key, known)}")
+            raise ConfigError(prefix + key, value, f"one of the keywords {', '.join(known)}{nearest(key, known)}")

@@ -161,7 +161,7 @@ def describe(policy: Policy, manifest: Mapping[str, Any], source: Path, scale: b
         "format_version": FORMAT_VERSION,
         "algorithm": config.algo.name,
         "family": config.algo.family,
-        "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "game", "kwargs")},
+        "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "game", "model", "kwargs")},
         "inputs": [*obs, *states],
         "outputs": [action, *after],
         "action": about,

@@ -25,6 +25,7 @@ class Guard:
     def __init__(self, warn: Callable[[str], None], updates: Mapping[str, int], restarts: bool = True):
         self.warn, self.restarts = warn, restarts
         self._seen: dict[str, float] = {**updates}
+        self._warned = set[str]()
         self._row: dict[str, float] = {}  # by learner: updates left out one after the other, at least
         self._told = False  # of environments
 
@@ -43,11 +44,11 @@ class Guard:
         for key in [k for k in row if k.startswith("skipped/")]:
             name, share = key.removeprefix("skipped/"), row[key]
             count = new["p" if name == "p" else "v"]
-            if share > 0 and name not in self._row:
+            if share > 0 and name not in self._warned:
+                self._warned.add(name)
                 self.warn(f"{share * count:,.0f} of {count:,.0f} updates of {name} left out: gradient not finite")
-            if share > 0 or name in self._row:
-                self._row[name] = self._row.get(name, 0) + count if share == 1 else 0
-            if self._row.get(name, 0) >= LIMIT:
+            self._row[name] = self._row.get(name, 0) + count if share == 1 else 0
+            if self._row[name] >= LIMIT:
                 raise RunError(
                     f"{self._row[name]:,.0f} updates of {name} in a row had gradients that are not finite; the weights "
                     f"are those from before them (look at rewards, observations and learning rates)"

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The CPU's name."""
+    with contextlib.suppress(OSError, StopIteration):  # Linux
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> Executor:

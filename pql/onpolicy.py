@@ -235,15 +235,15 @@ def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
     return Body(group, size, net.hidden, net.activation, net.layer_norm, rollout_of(config).lstm, encoder)
 
 
-def make_policy(config: Config, spec: EnvSpec) -> StochasticPolicy:
-    """The policy network alone, freshly initialised."""
-    p = rollout_of(config)
-    return StochasticPolicy(make_body(config, spec, "policy"), make_dist(config, spec), p.init_std, p.amp)
+def make_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
+    """The policy network alone, freshly initialised. What is evaluated, loaded or exported computes in float32."""
+    body, dist = make_body(config, spec, "policy"), make_dist(config, spec)
+    return StochasticPolicy(body, dist, rollout_of(config).init_std, amp)
 
 
 def make_network(config: Config, spec: EnvSpec) -> ActorCritic:
     """Policy and value, freshly initialised."""
-    policy = make_policy(config, spec)
+    policy = make_policy(config, spec, rollout_of(config).amp)
     body = None if rollout_of(config).shared else make_body(config, spec, "critic")
     return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 

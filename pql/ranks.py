@@ -64,8 +64,9 @@ def share_of(config: Config, place: World) -> Config:
         return config
     if config.algo.schedule not in ("lockstep", "concurrent"):
         raise ConfigError("algo.schedule", config.algo.schedule, "lockstep or concurrent with several processes")
-    if config.task.name == "remote":
-        raise ConfigError("task.name", "remote", "a simulator in each process: actors come to one learner, and how "
+    if config.task.by_actors:
+        setting, value = ("task.remote", config.task.remote) if config.task.remote else ("task.name", "remote")
+        raise ConfigError(setting, value, "a simulator in each process: actors come to one learner, and how "
                           "often it updates is theirs to say (one may use several GPUs: placement.*)")  # fmt: skip
     flat = dict(leaves(config))
     own: dict[str, Any] = {"seed": own_seed(config.seed, place.rank)}

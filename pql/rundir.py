@@ -18,6 +18,7 @@ import torch
 
 from pql.config import Config, to_dict
 from pql.errors import ConfigError
+from pql.machine import available_cores, processor
 from pql.validate import resolve_device
 from pql.world import world
 
@@ -142,8 +143,9 @@ def machine(config: Config) -> dict[str, Any]:
     device = resolve_device(config.device)
     return {
         "argv": sys.argv, "python": platform.python_version(), "torch": torch.__version__, "packages": versions(),
-        "platform": platform.platform(), "cpus": os.cpu_count(), "device": device, "processes": world().size,
-        "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
+        "platform": platform.platform(), "cpu": processor(), "cpus": os.cpu_count(), "cores": available_cores(),
+        "device": device, "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
+        "processes": world().size,
     }  # fmt: skip
 
 

@@ -402,7 +402,7 @@ def _build(config: Config, env: VecEnv | None) -> Parts:
         named = {k: f"task.{k}" for k in ("id", "game", "model") if getattr(config.task, k)}
         free = {k: f"task.{group}.{k}" for group in ("kwargs", "remote") for k in getattr(config.task, group)}
         given = {**free, **named}
-        if error.value is None and (config.task.remote or config.task.name == "remote"):  # what is to be given, too
+        if error.value is None and config.task.by_actors:  # what is to be given, too
             group = "remote" if config.task.remote else "kwargs"
             given |= {k: f"task.{group}.{k}" for k in ("token_file", "cert", "key")}
         if error.setting in given:  # as the user wrote it

@@ -4,6 +4,7 @@ import inspect
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,18 +82,20 @@ def build_env(
     """The task's environment.
 
     Args:
-        num_envs: instead of the config's, in one group (evaluation).
+        num_envs: instead of the config's, in one group, and without ``stagger`` (evaluation).
         approve: is shown the specification of one in another process before its simulator is built, where its factory
             can tell; of others, :func:`describe_env` tells it.
     """
     if config.task.live:
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
     device = torch.device(config.placement.collector or resolve_device(config.device))
-    groups, count = config.placement.groups if num_envs is None else 1, num_envs or config.num_envs
+    groups, count = config.placement.groups, config.num_envs
+    if num_envs is not None:
+        config, groups, count = unstaggered(config), 1, num_envs
     if config.task.remote:
         make, forms = partial(remote_env, config, groups, device=device), True
     elif config.task.process.python is not None:
-        shown = None if approve is None else partial(_approve_whole, approve, config, groups or 1)
+        shown = None if approve is None else lambda one: approve(whole_spec(config, one, groups or 1))
         make, forms = partial(process_env, config, device=device, approve=shown), False
     else:
         kwargs = env_kwargs(config, groups)
@@ -102,8 +105,10 @@ def build_env(
     return telling(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
 
 
-def _approve_whole(approve: Callable[[EnvSpec], object], config: Config, groups: int, one: EnvSpec) -> None:
-    approve(whole_spec(config, one, groups))
+def unstaggered(config: Config) -> Config:
+    """The same, but all first episodes are whole: an evaluation counts them."""
+    kwargs = {name: value for name, value in config.task.kwargs.items() if name != "stagger"}
+    return replace(config, task=replace(config.task, kwargs=kwargs))
 
 
 def process_env(

@@ -137,6 +137,11 @@ def bits(parts: Parts) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in flatten(parts.state_dict()).items()}
 
 
+def learners(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of ``bits``, what the learners hold."""
+    return {k: v for k, v in state.items() if k.startswith("learners/")}
+
+
 def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors that are not bit-identical (NaN equal to NaN)."""
     assert a.keys() == b.keys()

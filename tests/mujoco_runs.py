@@ -1,7 +1,10 @@
 """MuJoCo environments for the tests."""
 
+import math
 from typing import Any
 
+import mujoco
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -46,3 +49,14 @@ def task(name: str, *marks: pytest.MarkDecorator) -> Any:
     """A parameter of tests: a task, skipped where its robot is not installed."""
     found = [needs(ROBOT_OF[name])] if name in ROBOT_OF else []
     return pytest.param(name, marks=[*marks, *found])
+
+
+class Base:
+    """What a robot's free body does, from its row of ``qpos`` and ``qvel`` and MuJoCo's own matrix."""
+
+    def __init__(self, qpos: Tensor, qvel: Tensor):
+        matrix = np.zeros(9)
+        mujoco.mju_quat2Mat(matrix, qpos[3:7].double().numpy())
+        self.frame = frame = matrix.reshape(3, 3)  # body -> world
+        self.linear, self.angular = frame.T @ qvel[:3].double().numpy(), qvel[3:6].double().numpy()  # both in its frame
+        self.roll, self.yaw = math.atan2(frame[2, 1], frame[2, 2]), math.atan2(frame[1, 0], frame[0, 0])

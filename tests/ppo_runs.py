@@ -3,7 +3,11 @@
 from functools import partial
 
 import pytest
-from conftest import configured
+from conftest import configured, start
+
+from pql.build import Parts
+from pql.config import Config
+from pql.schedule import Inline
 
 BASE = {
     "replay": {"capacity": 4096},
@@ -42,3 +46,16 @@ EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIAN
 
 
 config_of = partial(configured, BASE)
+
+
+def learned_with(config: Config, steps: int, **junk: float) -> Parts:
+    """``steps`` collected and learnt from, once ``junk`` is in the named columns of every row that does not count."""
+    parts = start(config, Inline())
+    parts.workers["collector"].run(steps)
+    rollout = parts.collector.stores[0]
+    masked = rollout.segment().mask == 0
+    assert steps // 2 < masked.sum() < 40
+    for name, value in junk.items():
+        getattr(rollout, name)[masked] = value
+    parts.workers["learner"].run(1)
+    return parts

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from pql import doctor, env
 from pql.completion import OWN, SCRIPTS, candidates
+from pql.envs.mujoco.robots import ROBOTS
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.export import FORMATS
@@ -34,6 +35,12 @@ def test_the_doctor_knows_every_extra_and_its_packages():
     assert {k: set(packages) for k, (_, packages) in doctor.EXTRAS.items()} == want
 
 
+def test_the_robots_packages_are_those_their_models_are_read_from():
+    lines = (Path(__file__).parents[1] / "robots.txt").read_text().splitlines()
+    wanted = {str(Requirement(line)) for line in lines if not line.startswith("#")}
+    assert wanted == {str(Requirement(model.project)) for model in ROBOTS.values()}
+
+
 def test_what_is_missing_or_too_old_is_named_with_the_command(monkeypatch, capsys):
     installed = {"mujoco": "3.16.0", "gymnasium": "1.4.0", "torch": "2.13.0"}
 
@@ -52,6 +59,16 @@ def test_what_is_missing_or_too_old_is_named_with_the_command(monkeypatch, capsy
     assert rows["gymnasium"][2:] == ["ok", "gymnasium 1.4.0"]
     assert rows["sweep"][2:] == ["pip install 'pql[sweep]'", "optuna missing"]
     assert "torch 2.13.0, numpy -" in said
+
+
+def test_every_extra_is_held_to_its_own_versions(monkeypatch):
+    wanted = ['mujoco<5,>=3.17; extra == "mujoco"', 'mujoco<5,>=4.0; extra == "warp"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.17.0")
+    states = {row[0]: row[2:] for row in doctor.extras()}
+    assert states["mujoco"] == ["ok", "mujoco 3.17.0, gymnasium 3.17.0"]
+    assert states["warp"][0] == "pip install 'pql[warp]'"
+    assert "mujoco 3.17.0 (needs <5,>=4.0)" in states["warp"][1]
 
 
 def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):

@@ -17,6 +17,7 @@ from pql.errors import RunError
 from pql.evaluate import Evaluation, Evaluator, StoppedError, run_episodes
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.session import Session
+from pql.task import build_env
 
 
 def zero(obs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -57,6 +58,17 @@ def test_every_environment_plays_its_share_of_the_episodes(autoreset, options):
     assert result.lengths == [n for _, n in want]
     few = run_episodes(env, zero, seed=0, episodes=3)
     assert few.returns == [r for r, _ in want[:3]]
+
+
+def test_an_evaluation_of_a_staggered_task_plays_whole_episodes():
+    """Training may begin in the middle of the time limit; what an evaluation counts may not."""
+    kwargs = ["task.kwargs.stagger=true", "task.kwargs.max_episode_steps=6"]
+    config = compose(["device=cpu", "task=pendulum", "num_envs=16", *kwargs])
+    training, evaluation = (
+        run_episodes(build_env(config, count), lambda obs: torch.zeros(16, 1), seed=0).lengths for count in (None, 16)
+    )
+    assert min(training) < 6
+    assert evaluation == [6] * 16
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])

@@ -16,13 +16,15 @@ from torch import nn
 
 import pql
 from pql import export
+from pql.compose import compose
+from pql.config import Config, to_dict
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, RunError
 from pql.evaluate import evaluate_saved
 from pql.export import Deployed, difference, export_policy, random_inputs, unit_map, write
 from pql.main import main
 from pql.normalize import Normalizer
-from pql.policy import Policy
+from pql.policy import Policy, open_stored
 
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -108,6 +110,14 @@ def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> N
     assert len({round(r, 3) for r in want["returns"]}) > 1
 
 
+def test_a_policy_that_learned_in_bfloat16_leaves_in_float32(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["task=pendulum", "algo=ppo", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "budget.env_steps=1000",
+             "algo.ppo.amp=true", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]", "eval.final=false"]  # fmt: skip
+    assert main(["train", *words, f"run_dir={run}"]) == 0
+    assert sorted(export_policy(run).parity) == ["onnx", "pt2"]  # the check passed
+
+
 def test_files_and_folder_tell_the_same_metadata(run: Path) -> None:
     beside = json.loads((run / "export" / "policy.json").read_text())
     parity = beside.pop("parity")
@@ -128,6 +138,12 @@ def test_files_and_folder_tell_the_same_metadata(run: Path) -> None:
     assert beside["versions"]["torch"] == torch.__version__
     for end, tensors in (("input", session.get_inputs()), ("output", session.get_outputs())):
         assert [(t.name, t.shape) for t in tensors] == [(t["name"], t["shape"]) for t in beside[f"{end}s"]]
+
+
+def test_an_export_goes_into_the_model_that_its_policy_was_trained_on(remembering: Policy, tmp_path: Path) -> None:
+    manifest = {"config": to_dict(compose(["device=cpu", "task=hopper", "task.model=fast"]))}
+    write(remembering, export.describe(remembering, manifest, Path("a/b/c"), scale=True), tmp_path, ("pt2",))
+    assert open_stored(tmp_path / "policy.pt2").config.task.model == "fast"
 
 
 def test_unscaled_sac_export_leaves_out_the_bounds(tmp_path: Path) -> None:
@@ -175,8 +191,6 @@ def remembering() -> Policy:
 
 
 def metadata_of(policy: Policy) -> dict:
-    from pql.config import Config, to_dict
-
     return export.describe(policy, {"config": to_dict(Config())}, Path("a/b/c"), scale=True)
 
 

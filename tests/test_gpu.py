@@ -14,7 +14,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first 
 import pytest
 import torch
 from breaking import Breaking
-from conftest import bits, differences, merge, never_waiting, small_config, start
+from conftest import bits, differences, learners, merge, never_waiting, small_config, start
 from torch import Generator
 
 from pql.build import build, build_env, seeds
@@ -99,10 +99,6 @@ def run(config, ticks, executor=None, env=None, delay=None):
     del parts
     gc.collect()
     return out
-
-
-def learners(state):
-    return {k: v for k, v in state.items() if k.startswith("learners/")}
 
 
 class Ordered(Streams):

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import run_files
 import torch
-from conftest import bits, differences, start, ticks
+from conftest import bits, differences, learners, start, ticks
 from impala_runs import APPO, EVERY_VARIANT, VARIANTS, config_of
+from ppo_runs import learned_with
 from run_files import points, resume, rows
 from test_schedule import RecordingStreams, check_order
 from torch import Generator
@@ -211,17 +212,8 @@ def test_rows_that_do_not_count_change_nothing(appo):
     kwargs = {"autoreset": "next_step", "final_obs": "never", "episode_length": 5}
     config = config_of({"algo": {**(APPO if appo else {}), "schedule": "lockstep", "warmup_steps": 0}})
     config = replace(config, task=replace(config.task, name="counter", kwargs=kwargs))
-    one, two = start(config, Inline()), start(config, Inline())
-    for parts, junk in ((one, 0.0), (two, 77.0)):
-        parts.workers["collector"].run(6)
-        rollout = parts.collector.stores[0]
-        masked = rollout.segment().mask == 0
-        assert 4 < masked.sum() < 40
-        rollout.reward[masked] = junk
-        rollout.version[masked] = -5
-        parts.workers["learner"].run(1)
-    learners = [{k: v for k, v in bits(p).items() if k.startswith("learners/")} for p in (one, two)]
-    assert differences(*learners) == []
+    one, two = (learned_with(config, 6, reward=junk, version=version) for junk, version in ((77.0, -5), (0.0, 0)))
+    assert differences(learners(bits(one)), learners(bits(two))) == []
     assert one.jobs["learner"].metrics.drain()["lag/rows_max"] == 0
 
 

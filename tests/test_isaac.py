@@ -2,18 +2,24 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from run_files import words
+
 import pql
+from pql.compose import compose
 from pql.conformance import check_env
+from pql.encoders import groups_of
 from pql.envs.mujoco.isaac import raster
 from pql.envs.mujoco.isaac.ball import BALL, LEG, LEGS, TRAY
 from pql.envs.mujoco.isaac.measure import Wrench, into, rotation
 from pql.envs.mujoco.task import Robot
+from pql.session import Session
 
 DOUBLE = torch.float64
 
@@ -98,6 +104,68 @@ def test_ball_balance_observes_24_numbers_of_which_sensors_rest_at_zero():
     assert obs[:, 12:].abs().max() < 1e-3  # twentieths of N and N m
     fallen = torch.tensor([3.0, 0.0, 9.0 - 9.81 / 2, 0.0, 0.0, -5.0])  # all within +-5
     assert torch.allclose(obs[:, 6:12], fallen, atol=0.02)
+
+
+def test_the_balancing_robot_is_isaacs():
+    model = pql.make_env("ballbalance", num_envs=1).model
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    masses = {model.body(i).name: model.body_mass[i] for i in range(1, model.nbody)}
+    legs = {f"{part}_leg{i}": 0.486 for part in ("upper", "lower") for i in range(3)}
+    assert masses == pytest.approx({"tray": 1.571, "ball": 0.838, **legs}, abs=5e-4)
+    assert data.body("tray").xpos.tolist() == [0, 0, 0.559117]
+    assert model.geom("tray").size[:2].tolist() == [0.5, 0.01]
+    for i, angle in enumerate(LEGS):
+        out = np.array([math.cos(angle), math.sin(angle), 0])
+        hip, knee = (data.body(f"{part}_leg{i}").xpos for part in ("upper", "lower"))
+        shin = model.geom_bodyid.tolist().index(model.body(f"lower_leg{i}").id)
+        foot = 2 * data.geom_xpos[shin] - knee
+        for at, (radius, height) in ((hip, (0.4, 0.5291)), (knee, (0.1454, 0.2746)), (foot, (0.4, 0.02))):
+            np.testing.assert_allclose(at, radius * out + [0, 0, height], atol=1e-9)
+        for part, degrees in (("upper", (-45, 45)), ("lower", (-70, 90))):
+            joint = model.joint(f"{part}_leg{i}")
+            assert np.rad2deg(joint.range).tolist() == pytest.approx(degrees)
+            np.testing.assert_allclose(data.xaxis[joint.id], np.cross([0, 0, 1], out), atol=1e-9)
+    assert [model.joint(at).name for at in model.actuator_trnid[:, 0]] == ["lower_leg0", "lower_leg1", "lower_leg2"]
+    assert model.actuator_gainprm[:, 0].tolist() == [4000] * 3
+    assert model.actuator_biasprm[:, :3].tolist() == [[0, -4000, -100]] * 3
+
+
+def test_sensors_on_the_rim_feel_what_changes_the_trays_momentum():
+    """x-forces of the three sensors, then their torques by component, in the tray's frame, twentieths."""
+    env = ball_env(1, (0.15, 0.1, 0.66), (0.5, -1.0, -1.0))  # about to touch
+    for action in ([1.0, -0.5, 0.0], [0.5, 0.5, -1.0]):
+        env.step(torch.tensor([action]))
+    model = env.engine.batch.get_model(0)
+    model.opt.timestep = 1e-6
+    early, late = mujoco.MjData(model), mujoco.MjData(model)
+    for data in (early, late):
+        data.qpos[:], data.qvel[:] = (env.engine.fields[name][0].numpy() for name in ("qpos", "qvel"))
+        data.ctrl[:] = (0.3, -0.2, 0.1)
+    mujoco.mj_forward(model, early)
+    mujoco.mj_step(model, late)
+    mujoco.mj_forward(model, late)
+    i, moments = model.body("tray").id, []
+    for data in (early, late):
+        velocity, frame = np.zeros(6), data.ximat[model.body("tray").id].reshape(3, 3)
+        mujoco.mj_objectVelocity(model, data, mujoco.mjtObj.mjOBJ_BODY, i, velocity, 0)
+        spin = frame @ (model.body_inertia[i] * (frame.T @ velocity[:3]))
+        moments.append((model.body_mass[i] * velocity[3:], spin))
+    axes = early.xmat[i].reshape(3, 3)
+    force, torque = (axes.T @ (b - a) / 1e-6 for a, b in zip(*moments, strict=True))
+    rim = [0.4 * np.array([math.cos(angle), math.sin(angle), 0]) for angle in LEGS]
+    torques = np.stack([torque - np.cross(at, force) for at in rim])  # [sensor, component]
+    expected = np.concatenate(([force[0]] * 3, torques.T.ravel())) / 20
+    assert np.abs(expected).min() > 0.05
+    assert np.abs(expected).max() < 5
+    fields = {name: torch.tensor(getattr(early, name))[None] for name in ("qpos", "qvel", "sensordata")}
+    seen = env.task.state(fields)[0]
+    np.testing.assert_allclose(seen[12:], expected, rtol=2e-3, atol=2e-3)
+    knees = [model.joint(f"lower_leg{leg}") for leg in range(3)]
+    np.testing.assert_allclose(seen[:3], [early.qpos[knee.qposadr[0]] for knee in knees])
+    np.testing.assert_allclose(seen[3:6], np.clip([early.qvel[knee.dofadr[0]] for knee in knees], -5, 5))
+    ball = early.joint("ball")
+    np.testing.assert_allclose(seen[6:12], np.clip([*ball.qpos[:3], *ball.qvel[:3]], -5, 5))
 
 
 def test_targets_of_the_knees_add_up_within_their_range():
@@ -246,3 +314,19 @@ def test_frames_follow_the_physics_and_scenes_do_not_mix():
         ball = fields["xpos"][i, env.task._ball].tolist()
         _, x, y = places(obs[i, 3] == 255)
         assert (x, y) == pytest.approx(seen(*ball), abs=0.01)
+
+
+def test_a_policy_that_sees_pictures_trains_beside_a_critic_that_sees_the_state(tmp_path):
+    overrides = words(
+        tmp_path / "run", "task=ballbalance_pixels", "algo=pql", "num_envs=2", "replay.capacity=128",
+        "algo.batch_size=8", "algo.warmup_steps=2", "algo.encoder.channels=[4]", "algo.encoder.features=8",
+        "budget.env_steps=24", "task.kwargs.max_episode_steps=9",
+    )  # fmt: skip
+    session = Session(compose(overrides), quiet=True, overrides=overrides)
+    session.train()
+    spec, config = session.parts.env.spec, session.config
+    assert (groups_of(config, spec, "policy"), groups_of(config, spec, "critic")) == (("policy",), ("critic",))
+    frames = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
+    action = pql.load_policy(tmp_path / "run")({"policy": frames})
+    assert action.shape == (3, 3)
+    assert not torch.equal(action[0], action[1])  # it looks

@@ -10,7 +10,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import build
+from mujoco_runs import Base, build
 
 from pql.conformance import check_env
 from pql.envs.mujoco.isaac.ant import FEET, JOINTS, IsaacAnt
@@ -39,6 +39,10 @@ def test_the_ant_is_isaacs() -> None:
     assert model.body_subtreemass[0] == pytest.approx(0.911, abs=5e-4)
     assert tuple(model.actuator(i).trnid[0] for i in range(8)) == tuple(model.joint(name).id for name in JOINTS)
     assert (model.actuator_gear[:, 0] == 15).all()
+    assert model.dof_armature[6:].tolist() == [0.01] * 8
+    assert model.dof_damping[6:].tolist() == [0.1] * 8
+    assert model.dof_damping[:6].max() == model.dof_armature[:6].max() == 0
+    assert (model.geom_friction[:, 0] == 1.5).all()
     degrees = np.rad2deg(model.jnt_range[1:]).round().tolist()
     up, down = [30.0, 100.0], [-100.0, -30.0]
     assert degrees[::2] == [[-40.0, 40.0]] * 4
@@ -60,6 +64,36 @@ def test_the_ants_start() -> None:
     torch.testing.assert_close(obs[:, 9], torch.full((500,), math.atan2(-0.44, 1000.0)))
     assert (obs[:, 10:12] == 1).all()
     assert (obs[:, 52:] == 0).all()
+
+
+def test_every_number_that_is_observed() -> None:
+    n, gen = 6, torch.Generator().manual_seed(0)
+    env = build("isaac_ant", n)
+    env.reset(seed=0)
+    assert isinstance(env.task, IsaacAnt)
+    qpos, qvel, noise = (
+        torch.randn(n, size, generator=gen, dtype=torch.float64) for size in (15, 14, env.model.nsensordata)
+    )
+    qpos[:, 3:7] = torch.nn.functional.normalize(qpos[:, 3:7], dim=1)
+    qpos[:, :2] *= 300.0
+    action = torch.rand(n, 8, generator=gen, dtype=torch.float64) * 2 - 1
+    fields = {"qpos": qpos, "qvel": qvel, "sensordata": noise, "ctrl": action}
+    obs = env.task.observe(fields, {})["policy"]
+    yaws = []
+    for i, (q, v) in enumerate(zip(qpos, qvel, strict=True)):
+        base, (x, y, z) = Base(q, v), q[:3].tolist()
+        yaws.append(base.yaw)
+        around = base.yaw % (2 * math.pi)
+        angles = [around, base.roll % (2 * math.pi), math.atan2(0 - z, 1000 - x) - around]
+        heading = (base.frame[0, 0] * (1000 - x) - base.frame[1, 0] * y) / math.hypot(1000 - x, y)
+        expected = [z, *base.linear, *base.angular, *angles, base.frame[2, 2], heading]
+        np.testing.assert_allclose(obs[i, :12], expected, rtol=1e-9, atol=1e-9)
+    assert min(yaws) < 0 < max(yaws)
+    low, high = torch.tensor(env.model.jnt_range[1:]).unbind(1)
+    torch.testing.assert_close(obs[:, 12:20], (2 * qpos[:, 7:] - low - high) / (high - low))
+    torch.testing.assert_close(obs[:, 20:28], 0.2 * qvel[:, 6:])
+    torch.testing.assert_close(obs[:, 28:52], 0.1 * env.task.wrenches(fields))
+    torch.testing.assert_close(obs[:, 52:], action)
 
 
 def ant_terms(place: Tensor, before: Tensor, height: float, turn: Tensor, joints: Tensor, speed: float, action: float):

@@ -120,7 +120,7 @@ def test_the_scene_is_isaacs() -> None:
     assert model.body_mass[[model.body(f"cube_{k}").id for k in "ab"]] == pytest.approx([0.125, 0.343])
     assert model.nu == 9
     assert model.neq == model.ntendon == 0
-    assert model.opt.timestep * task.frame_skip == pytest.approx(1 / 60)
+    assert model.opt.timestep * task.frame_skip == pytest.approx(0.01667)
     other = build("franka_cube_stack_torque", 2)
     assert other.spec.obs["policy"].shape == (26,)
     assert other.spec.action.size == 8

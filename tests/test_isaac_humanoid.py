@@ -10,7 +10,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import build
+from mujoco_runs import Base, build
 
 from pql.conformance import check_env
 from pql.envs.mujoco.isaac.humanoid import JOINTS, IsaacHumanoid
@@ -43,6 +43,10 @@ def test_the_humanoid_is_isaacs() -> None:
     assert degrees[1:] == [[-45, 45], [-75, 30], [-35, 35], *leg, *leg, *arm, *arm]
     springs = [20, 20, 10] + 2 * [10, 10, 20, 5, 2, 2] + 2 * [10, 10, 2]
     assert model.jnt_stiffness[1:].ravel().tolist()[:: model.jnt_stiffness[0].size] == springs
+    damping = [5, 5, 5] + 2 * [5, 5, 5, 0.1, 1, 1] + 2 * [5, 5, 1]
+    assert model.dof_damping[6:].tolist() == damping
+    armature = [0.02, 0.01, 0.01] + 2 * [0.01, 0.01, 0.01, 0.007, 0.006, 0.006] + 2 * [0.01, 0.01, 0.006]
+    assert model.dof_armature[6:].tolist() == armature
     assert model.opt.timestep * env.task.frame_skip == pytest.approx(env.task.dt)
 
 
@@ -145,7 +149,26 @@ def test_what_is_observed() -> None:
     torch.testing.assert_close(obs[:, 12:33], (2 * qpos[:, 7:] - low - high) / (high - low))
     torch.testing.assert_close(obs[:, 33:54], 0.1 * qvel[:, 6:])
     torch.testing.assert_close(obs[:, 54:75], 0.01 * torch.tensor(GEARS) * action)
+    assert isinstance(env.task, IsaacHumanoid)
+    torch.testing.assert_close(obs[:, 75:87], 0.01 * env.task.wrenches(env.engine.fields).float())
     torch.testing.assert_close(obs[:, 87:], action)
+
+
+def test_what_is_observed_of_the_base() -> None:
+    n, gen = 6, torch.Generator().manual_seed(0)
+    env = build("isaac_humanoid", n)
+    env.reset(seed=0)
+    qpos, qvel = torch.randn(n, 28, generator=gen, dtype=DOUBLE), torch.randn(n, 27, generator=gen, dtype=DOUBLE)
+    qpos[:, 3:7] = torch.nn.functional.normalize(qpos[:, 3:7], dim=1)
+    qpos[:, :2] *= 300.0
+    obs = env.task.observe({**env.engine.fields, "qpos": qpos, "qvel": qvel}, {})["policy"]
+    for i, (q, v) in enumerate(zip(qpos, qvel, strict=True)):
+        base, (x, y, z) = Base(q, v), q[:3].tolist()
+        bearing = math.atan2(0 - z, 1000 - x) - base.yaw
+        angles = [base.yaw, base.roll, math.remainder(bearing, 2 * math.pi)]
+        heading = (base.frame[0, 0] * (1000 - x) - base.frame[1, 0] * y) / math.hypot(1000 - x, y)
+        expected = [z, *base.linear, *(0.25 * base.angular), *angles, base.frame[2, 2], heading]
+        np.testing.assert_allclose(obs[i, :12], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_angles_are_within_half_a_turn() -> None:

@@ -333,7 +333,7 @@ def test_same_seed_same_bits_on_any_number_of_threads(name: str) -> None:
 
 
 def test_state_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="another task or number of environments"):
+    with pytest.raises(ValueError, match="another task, engine or number of environments"):
         build("hopper", 3).load_state_dict(build("hopper", 1).state_dict())
 
 
@@ -433,6 +433,10 @@ def test_torch_threads_are_left_as_they_were() -> None:
         (2, {"max_episode_steps": 0}, "max_episode_steps"),
         (2, {"model": "shipped"}, "model=shipped: expected fast: .*cfrc_ext"),
         (2, {"model": "fastt"}, "model=fastt: expected shipped or fast .did you mean fast"),
+        (2, {"engine": "wrap"}, "engine=wrap: expected auto, batch or warp .did you mean warp"),
+        (2, {"contacts": [20]}, r"contacts=\[20\]: expected \[contacts, constraint rows\]"),
+        (2, {"contacts": 20}, "contacts=20: expected"),
+        (2, {"contacts": [20, 0.5]}, "contacts=.*whole numbers above 0"),
         (2, {"max_episode_step": 10}, "max_episode_step=10.*did you mean max_episode_steps"),
     ],
 )
@@ -476,7 +480,7 @@ def test_the_model_is_a_setting_of_the_task() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*map(task, ("halfcheetah", "ant", "pusher", "isaac_ant", "isaac_humanoid", *ROBOT_OF))],
+    [*map(task, (*NAMES, "isaac_ant", "isaac_humanoid", *ROBOT_OF))],
 )
 def test_capacities_cover_what_c_needs(name: str) -> None:
     env = build(name, 1)

@@ -202,6 +202,17 @@ def test_stagger_spreads_the_first_ends_only() -> None:
     assert torch.equal(ends[:10], ends[10:])  # whole episodes follow
 
 
+def test_how_an_episode_ends_that_stagger_cut_short_moves_no_level() -> None:
+    env = build("halfcheetah", 50, max_episode_steps=10, stagger=True, curriculum={"kind": "survive"})
+    env.reset(seed=0)
+    levels = []
+    for action in random_actions(env, 20):
+        env.step(action)
+        levels.append(env._levels.level)
+    assert (levels[9] == 0).all()  # each has ended once, at the time limit
+    assert levels[19].tolist() == pytest.approx([0.1] * 50)
+
+
 def test_at_level_zero_nothing_is_randomised() -> None:
     env = build("hopper", 6, randomize=ALL, curriculum={"kind": "linear", "steps": 1e12})
     plain = build("hopper", 6)
@@ -255,13 +266,23 @@ def test_a_curriculum_of_ones_own_sees_returns() -> None:
         ("hopper", {"randomize": {"mass": [2, 1]}}, r"randomize.mass=\[2, 1\]: expected \[low, high\]"),
         ("hopper", {"randomize": {"mass": 2}}, r"randomize.mass=2: expected \[low, high\]"),
         ("hopper", {"randomize": {"obs_delay": [0, 1.5]}}, "randomize.obs_delay=.*whole numbers"),
+        ("hopper", {"randomize": {"obs_delay": [0, float("inf")]}}, "randomize.obs_delay=.*whole numbers"),
+        ("hopper", {"randomize": {"mass": [1, float("inf")]}}, "randomize.mass=.*low, high"),
+        ("hopper", {"randomize": {"obs_noise": float("nan")}}, "randomize.obs_noise=nan: expected a number"),
+        ("ballbalance_pixels", {"randomize": {"obs_noise": 0.1}}, "randomize.obs_noise=0.1: expected 0: .*no vectors"),
+        ("ballbalance_pixels", {"randomize": {"obs_delay": [0, 1]}}, r"randomize.obs_delay=\[0, 1\]: .*no vectors"),
         ("hopper", {"randomize": {"push": -1}}, "randomize.push=-1: expected a number, at least 0"),
         ("hopper", {"randomize": {"push_interval": 0}}, "randomize.push_interval=0: expected a number, above 0"),
         ("reacher", {"randomize": {"push": 1}}, "randomize.push=1.0: expected 0: this robot's base"),
         ("hopper", {"randomize": 3}, "randomize=3: expected settings below it"),
         ("hopper", {"curriculum": {"kind": "linar"}}, "curriculum.kind=linar: .*did you mean linear"),
         ("hopper", {"curriculum": {"steps": 3}}, "curriculum.kind=null: expected one of survive"),
-        ("hopper", {"curriculum": {"kind": "linear", "step": 3}}, "curriculum=.*keywords of linear"),
+        ("hopper", {"curriculum": {"kind": "linear", "step": 3}}, "curriculum.step=3: .*did you mean steps"),
+        ("hopper", {"curriculum": {"kind": "linear", "steps": 0}}, "curriculum.steps=0: expected a number, above 0"),
+        ("hopper", {"curriculum": {"kind": "survive", "up": "a"}}, "curriculum.up=a: expected a number, at least 0"),
+        ("hopper", {"curriculum": {"kind": "succeed", "down": -1}}, "curriculum.down=-1: expected a number"),
+        ("hopper", {"curriculum": {"kind": ":linear"}}, "curriculum.kind=:linear: expected package.module:function"),
+        ("hopper", {"curriculum": {"kind": "pql.envs.mujoco.curriculum:KINDS"}}, "curriculum=.*keywords of .*KINDS"),
         ("hopper", {"stagger": 1}, "stagger=1: expected true or false"),
     ],
 )

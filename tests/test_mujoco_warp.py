@@ -4,6 +4,7 @@ Compiling Warp's kernels takes half a minute of a core for each kind of model, t
 ``WARP_CACHE_PATH``), so one robot is in the suite and the others are marked slow.
 """
 
+import copy
 import warnings
 from typing import Any
 
@@ -26,9 +27,12 @@ from pql.envs.mujoco.engine import Masked
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.randomize import base_dofs
 from pql.envs.mujoco.warp import WarpEngine
-from pql.errors import PqlWarning
+from pql.errors import ConfigError, PqlWarning
 
-SLOW = ("hopper", "walker2d", "ant", "humanoid", "swimmer", "reacher", "pusher", "inverteddoublependulum")
+SLOW = (
+    "hopper", "walker2d", "ant", "humanoid", "humanoidstandup", "swimmer", "reacher", "pusher", "invertedpendulum",
+    "inverteddoublependulum",
+)  # fmt: skip
 # pinned feet on stiff servos, seen by force sensors: float32 shows; fingertips' forces, seen tenfold
 STIFF = {"ballbalance": 3000.0, "shadow_hand": 10.0, "shadow_hand_openai": 10.0}
 PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
@@ -177,7 +181,7 @@ def test_an_overflow_is_counted_and_warned_about() -> None:
     qpos[1:, 1], qpos[1:, 2] = -0.6, 0.0  # pressed into the ground
     everyone = torch.ones(3, dtype=torch.bool)
     small.reset(Masked(everyone), qpos, torch.zeros(3, env.model.nv))
-    with pytest.warns(PqlWarning, match="8 contacts and 8 constraint rows.*contacts were lost"):
+    with pytest.warns(PqlWarning, match=r"8 contacts and 8 constraint rows.*lost.*task.kwargs.contacts=\[8,8\]"):
         small.step(torch.zeros(3, env.model.nu), 1)
     assert small.overflowed().tolist() == [False, True, True]
     with warnings.catch_warnings():
@@ -216,6 +220,27 @@ def test_memory_per_environment() -> None:
     """Almost all of it belongs to simulations, so it hardly depends on their number."""
     few, many = (warp_of(build("halfcheetah", n)).bytes_per_env() for n in (256, 1024))
     assert 8_000 < many <= few < 20_000
+
+
+def test_buffers_are_as_large_as_asked_for() -> None:
+    given, small, large = (build("halfcheetah", 64, contacts=sizes) for sizes in (None, [6, 24], [60, 240]))
+    assert warp_of(given).bytes_per_env() == warp_of(small).bytes_per_env()  # the task's own
+    assert warp_of(large).bytes_per_env() > 2 * warp_of(small).bytes_per_env()
+
+
+def test_a_model_that_warp_cannot_simulate_is_refused() -> None:
+    model = copy.copy(build("halfcheetah", 1, "batch").model)
+    model.opt.solver = mujoco.mjtSolver.mjSOL_PGS
+    with pytest.raises(ConfigError, match="engine=warp: expected batch: Warp cannot simulate this model"):
+        WarpEngine(model, 2, torch.device("cpu"))
+
+
+def test_closed_environment_says_so() -> None:
+    env = build("halfcheetah", 2)
+    env.reset(seed=0)
+    env.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        env.step(torch.zeros(2, 6))
 
 
 def test_the_engine_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from run_files import words
 
 import pql
 from pql.compose import compose
-from pql.env import Box, EnvSpec, ObsSpec, make_env, register
+from pql.env import Box, EnvSpec, ObsSpec, find_factory, make_env, register
+from pql.envs.draw import Drawn
 from pql.errors import ConfigError
 from pql.evaluate import evaluate_saved, run_episodes
 from pql.main import main
@@ -88,6 +89,13 @@ def test_ball_and_plate_are_where_the_state_says() -> None:
         columns = np.nonzero(rim.any(0))[0]
         ends = [np.nonzero(rim[:, c])[0].mean() for c in (columns[2], columns[-3])]
         assert ends[0] - ends[1] == pytest.approx(500 * fall * math.sqrt(0.75), abs=6)
+
+
+def test_the_page_names_the_tasks_that_are_drawn() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "play.md").read_text()
+    for task in ("pendulum", "cartpole", "cartpole_swingup", "ball_balance", "catch", "tmaze"):
+        assert issubclass(find_factory(task), Drawn)
+        assert f"`{task}`" in text
 
 
 # -- videos -----------------------------------------------------------------------------------------------------------

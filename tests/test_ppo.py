@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import bits, differences, small_config, start, ticks
-from ppo_runs import EVERY_VARIANT, VARIANTS, config_of
+from conftest import bits, differences, learners, small_config, start, ticks
+from ppo_runs import EVERY_VARIANT, VARIANTS, config_of, learned_with
 from torch import Generator
 
 from pql.algos import ppo
@@ -207,17 +207,8 @@ def test_rows_that_do_not_count_change_nothing():
     """Filler rows and lost observations: whatever they hold, the update is the same, advantage normalisation too."""
     kwargs = {"autoreset": "next_step", "final_obs": "never", "episode_length": 5}
     config = config_of({"task": {"name": "counter", "kwargs": kwargs}, "algo": {"warmup_steps": 0}})
-    one, two = start(config, Inline()), start(config, Inline())
-    for parts, junk in ((one, 0.0), (two, 77.0)):
-        parts.workers["collector"].run(8)
-        rollout = parts.collector.stores[0]
-        masked = rollout.segment().mask == 0
-        assert 8 < masked.sum() < 40
-        rollout.reward[masked] = junk
-        rollout.action[masked] = junk
-        parts.workers["learner"].run(1)
-    learners = [{k: v for k, v in bits(p).items() if k.startswith("learners/")} for p in (one, two)]
-    assert differences(*learners) == []
+    one, two = (learned_with(config, 8, reward=junk, action=junk) for junk in (0.0, 77.0))
+    assert differences(learners(bits(one)), learners(bits(two))) == []
     assert one.gauges["rollout/bootstrap_lost"] > 0
 
 
@@ -326,6 +317,8 @@ def test_value_statistics_are_those_of_the_returns():
         (["algo.ppo.lr_schedule=cosine"], "algo.ppo.lr_schedule=cosine: expected one of adaptive, fixed, linear"),
         (["algo.ppo.lr_schedule=linear"], "algo.ppo.anneal_steps=null: expected env steps"),
         (["algo.ppo.anneal_steps=9"], "algo.ppo.anneal_steps=9: expected algo.ppo.lr_schedule=linear with it"),
+        (["algo.ppo.lr_schedule=fixed", "algo.ppo.kl_target=0.02"], "kl_target=0.02: expected algo.ppo.lr_schedule"),
+        (["algo=a2c", "algo.policy.weight_decay=0.1"], "weight_decay=0.1: expected algo.ppo.optimizer=adam with it"),
         (["algo.ppo.horizn=9"], "algo.ppo.horizn=9: expected a known setting (did you mean algo.ppo.horizon?)"),
         (["algo.schedule=concurrent"], "algo.schedule=concurrent: expected lockstep"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: one learner trains policy and value"),

@@ -27,6 +27,7 @@ from pql.envs.process import ProcessVec, _packages
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
 from pql.grouped import Grouped
+from pql.lane import named
 from pql.main import main
 from pql.session import Session
 from pql.task import build_env
@@ -133,9 +134,7 @@ def test_a_tensor_simulator_gives_the_same_bits_in_another_process():
         assert report.ok, report
         for action in torch.zeros(30, 5, 2):
             ours, theirs = here.step(action), there.step(action)
-            for one, other in zip(ours, theirs, strict=True):
-                pairs = [(one[k], other[k]) for k in one] if isinstance(one, dict) else [(one, other)]
-                assert all(torch.equal(a, b) for a, b in pairs)
+            assert differences(named(ours), named(theirs)) == []
         assert differences(checkpoint.flatten(here.state_dict()), checkpoint.flatten(there.state_dict())) == []
     finally:
         there.close()
@@ -157,9 +156,7 @@ def test_arrays_on_the_device_give_the_same_bits_and_are_waited_for(monkeypatch,
         assert torch.equal(here.reset(3)["policy"], there.reset(3)["policy"])
         for action in torch.zeros(30, 5, 2):
             ours, theirs = here.step(action), there.step(action)
-            for one, other in zip(ours, theirs, strict=True):
-                pairs = [(one[k], other[k]) for k in one] if isinstance(one, dict) else [(one, other)]
-                assert all(torch.equal(a, b) for a, b in pairs)
+            assert differences(named(ours), named(theirs)) == []
         assert len(far_device.WAITED) == (31 if attach else 0)  # the reset's observation read, 30 actions written
     finally:
         there.close()

@@ -84,6 +84,7 @@ def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
             "algo.dqn.target_period=1001: expected a multiple of 2, the processes that share it",
         ),
         ({"task": {"name": "remote"}}, "task.name=remote: expected a simulator in each process: actors come to one"),
+        ({"task": {"remote": {"port": 1}}}, "task.remote={'port': 1}: expected a simulator in each process: actors"),
         (
             {"algo": {"family": "ppo", "schedule": "lockstep", "ppo": {"horizon": 2, "minibatches": 16}}},
             "algo.ppo.minibatches=16: expected a divisor of num_envs=4 x algo.ppo.horizon=2 rows, such as 8 "

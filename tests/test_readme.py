@@ -60,3 +60,8 @@ def test_every_preset_and_command_is_in_the_readme():
         assert re.search(rf"`[^`]*\b{task}\b", TEXT), task
     for command in COMMANDS:
         assert f"pql {command}" in TEXT
+
+
+def test_the_contracts_names_are_at_hand():
+    for name in ("EnvSpec", "ObsSpec", "Box", "Discrete", "Step"):
+        assert getattr(pql, name).__name__ == name

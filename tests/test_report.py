@@ -13,6 +13,7 @@ from pql.errors import ConfigError
 
 pytest.importorskip("scipy")
 from pql.report import numbers, runs, stats
+from pql.report.words import subtitle
 
 # -- statistics -----------------------------------------------------------------------------------------------------
 
@@ -184,6 +185,9 @@ def test_many_differing_settings_are_counted():
 def test_tasks_are_told_apart_by_what_makes_them():
     assert runs.task_of(config(task={"name": "gymnasium", "id": "Pendulum-v1", "kwargs": {}})) == "Pendulum-v1"
     assert runs.task_of(config(task={"name": "lqr", "id": None, "kwargs": {"n": 3, "b": True}})) == "lqr (n=3, b=true)"
+    fast, plain = (config(task={"name": "hopper", "model": model, "kwargs": {}}) for model in ("fast", None))
+    assert [runs.task_of(s) for s in (fast, plain)] == ["hopper (model=fast)", "hopper"]
+    assert runs.label([fast, plain]) == ["pql", "pql"]
 
 
 # -- what is told of them -------------------------------------------------------------------------------------------
@@ -239,13 +243,14 @@ def test_an_interrupted_run_does_not_shorten_the_others(two):
     assert "pql3: interrupted before its budget's end" in page["notes"]
 
 
-def test_a_run_that_reached_its_target_does_not_shorten_the_others(two):
-    path = write_run(two / "pql3", [(5.0, 500, 0.0), (8.0, 800, 300.0)], seed=3)
+@pytest.mark.parametrize("after", [[], [(8.5, 850, 290.0)]], ids=["at its end", "and fell back"])
+def test_a_run_that_reached_its_target_does_not_shorten_the_others(two, after):
+    path = write_run(two / "pql3", [(5.0, 500, 0.0), (8.0, 800, 300.0), *after], seed=3)
     data = json.loads((path / "config.yaml").read_text()) | {"budget": {"target_return": 300.0}}
     (path / "config.yaml").write_text(json.dumps(data))
     page = told(two)
     assert page["tasks"][0]["end"]["seconds"] == 20
-    assert group(page, "pql")["scores"] == [100, 200, 300]
+    assert group(page, "pql")["scores"] == [100, 200, 290 if after else 300]
 
 
 def test_curves_go_from_where_all_are_evaluated_to_where_they_end(two):
@@ -290,6 +295,8 @@ def test_over_all_tasks_scores_are_normalised_by_task(two):
     assert set(share[(tau > 0.51) & (tau < 0.99)]) == {0.75}
     assert set(share[tau > 1]) == {0.0}
     assert any("One run only, hence no interval: pql on hopper" in note for note in page["notes"])
+    left_out = "Not scored on every task, hence left out of what is told over all tasks: there only."
+    assert left_out in page["notes"]
 
 
 def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
@@ -320,19 +327,25 @@ def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
     assert page["overall"]["groups"] == []
 
 
-def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(tmp_path):
-    """PPO: 5 epochs of 4 minibatches every 32 steps; the off-policy settings beside them are not read."""
+@pytest.mark.parametrize("family", ["ppo", "pqn"])
+def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(tmp_path, family):
+    """5 epochs of 4 minibatches every 32 steps; the off-policy settings beside them are not read."""
     rows = [{"time/seconds": 1.0 + 9 * i, "steps/env": 100 + i, "updates/v": 90 * i, "updates/p": 90 * i,
              "ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0, "eval/return_mean": 7.0 + i} for i in (0, 1)]  # fmt: skip
     sizes = {"epochs": 5, "minibatches": 4, "horizon": 32}
-    write_run(tmp_path / "a", [], algo="ppo", rows=rows, family="ppo", v_per_step=8.0, p_per_v=0.5, ppo=sizes)
+    ratios = {"v_per_step": 8.0, "p_per_v": 0.5}
+    write_run(tmp_path / "a", [], algo=family, rows=rows, family=family, **ratios, **{family: sizes})
     page = told(tmp_path, x="updates")
-    speed = group(page, "ppo")["speed"]
+    speed = group(page, family)["speed"]
     assert speed["updates_per_s"] == 10
     assert speed["configured"] == {"ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0}
     assert page["tasks"][0]["end"]["updates"] == 90
     values = {"algo.family": "dqn", "algo.v_per_step": 4.0, "algo.p_per_v": 0.5}
     assert runs.configured(values) == {"ratio/v_per_step": 4.0}
+    values = {"algo.family": "ppo", "algo.ppo.epochs": 2, "algo.ppo.minibatches": 4, "algo.ppo.horizon": 4}
+    assert runs.configured({**values, "algo.replicas": 2})["ratio/v_per_step"] == 4.0  # updates of both
+    values = {"algo.family": "impala", "algo.impala.minibatches": 2, "algo.impala.horizon": 20}
+    assert runs.configured(values) == {"ratio/v_per_step": 0.1, "ratio/p_per_v": 1.0}
 
 
 def test_a_task_where_nothing_happens(tmp_path):
@@ -341,6 +354,7 @@ def test_a_task_where_nothing_happens(tmp_path):
     page = told(tmp_path)
     assert group(page, "pql")["score"]["iqm"] == {"value": 7, "low": 7, "high": 7}
     assert page["notes"][0].startswith("An interval over fewer than 5 runs is too narrow: that of two holds")
+    assert page["notes"][1] == "The IQM of two or three runs is their mean: nothing is cut off."
     assert page["overall"]["groups"][0]["score"]["iqm"]["value"] == 1
     assert group(page, "pql")["curves"]["seconds"]["x"] == [10]
     json.dumps(page, allow_nan=False)
@@ -350,6 +364,25 @@ def test_a_seed_that_counts_twice_is_told(tmp_path):
     for name in "ab":
         write_run(tmp_path / name, LINE, seed=4)
     assert "pql on pendulum: seed 4 more than once." in told(tmp_path)["notes"]
+
+
+def test_how_and_on_what_runs_were_made_is_told(tmp_path):
+    """In a word where it is the same for all, else as something to be careful about."""
+    for name, others in (("same", (16, 2)), ("other", (8, 64))):
+        for seed, (episodes, cores) in enumerate([(16, 2), others]):
+            path = write_run(tmp_path / name / str(seed), LINE, seed=seed)
+            settings = json.loads((path / "config.yaml").read_text()) | {"eval": {"num_envs": episodes, "epsilon": 0.0}}
+            (path / "config.yaml").write_text(json.dumps(settings))
+            (path / "env.json").write_text(json.dumps({"cpu": "Z80", "cores": cores, "gpu": None, "torch": "2.13.0"}))
+    same, other = told(tmp_path / "same"), told(tmp_path / "other")
+    ends = "compared at equal wall-clock time"
+    assert subtitle(same).endswith(f"{ends} · 16 episodes an evaluation · Z80, 2 cores, torch 2.13.0")
+    assert subtitle(other).endswith(ends)
+    z80 = ("Z80, 2 cores, torch 2.13.0", "Z80, 64 cores, torch 2.13.0")
+    assert [note for note in other["notes"] if note not in same["notes"]] == [
+        f"Seconds of different machines do not compare: {'; '.join(z80)}.",
+        "Not evaluated alike on pendulum: eval.num_envs=8, 16.",
+    ]
 
 
 def test_a_long_series_is_thinned_by_means(tmp_path):

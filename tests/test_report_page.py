@@ -155,10 +155,45 @@ def test_the_first_words_are_the_findings(page):
         "pql is ahead at 40 s, IQM 150 (100 to 200) over 2 runs; next a<b>& with 75 (50 to 100). "
         "Their intervals overlap.",
     )
+    slow = numbers["tasks"][1]["groups"][1]["score"]["iqm"]
+    slow |= {"low": None, "high": None}  # one run against two
+    assert findings(numbers)[1][1].endswith("next a<b>& with 75. A single run tells nothing about other seeds.")
     text = page.read_text()
     assert "<h1>pql and a&lt;b&gt;&amp; on hopper and pendulum</h1>" in text
     assert "next a&lt;b&gt;&amp; with 75 (50 to 100). Their intervals overlap." in text
     assert "8 runs · 2 algorithms · 2 tasks · compared at equal wall-clock time" in text
+
+
+def test_a_narrow_screen_keeps_the_name_of_every_row(page):
+    """Of a table that scrolls, what is scope=row stays: one cell a row, in the tables of thresholds the algorithm's."""
+    tables = re.findall(r"<table>.*?</table>", page.read_text(), re.S)
+    for table in tables:
+        head, body = table.split("</thead>")
+        assert head.count(" stuck") == 1
+        rows = re.findall(r"<tr>.*?</tr>", body, re.S)
+        assert rows
+        assert all(row.count('scope="row"') == 1 for row in rows)
+    thresholds = [table for table in tables if "runs there" in table]
+    assert len(thresholds) == 2
+    for table in thresholds:
+        assert 'class="name stuck">algorithm<' in table
+        stuck = re.findall(r'<th scope="row".*?</th>', table, re.S)
+        assert len(stuck) == 6  # two algorithms at three returns
+        assert all('class="chip"' in cell for cell in stuck)
+    assert "th[scope=row], thead .stuck { position: sticky" in page.read_text()
+
+
+def test_a_report_tells_every_number_and_success_with_the_returns(tmp_path):
+    told = {"eval/length_mean": 9.0, "eval/return_iqm": 1.0, "loss/v": 1.0}
+    rows = [
+        {"time/seconds": s, "steps/env": s, "eval/return_mean": s, "eval/success": s / 4, **told} for s in (1.0, 2.0)
+    ]
+    path, _ = write([str(write_run(tmp_path / "r", [], rows=rows))], tmp_path / "out", single=True)
+    shown = Checked(path.read_text()).images
+    assert "Success of evaluated episodes over time; at the end 50%." in shown
+    assert (tmp_path / "out" / "success.png").exists()
+    for key in told:
+        assert any(text.startswith(f"{key} over time, from ") for text in shown), key
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,8 @@ def test_the_run_directory_holds_what_it_takes_to_know_what_was_run(tmp_path):
     assert yaml.safe_load((folder / "overrides.yaml").read_text()) == said
     facts = json.loads((folder / "env.json").read_text())
     assert (facts["torch"], facts["device"]) == (torch.__version__, "cpu")
+    assert facts["cpu"]  # its name
+    assert 1 <= facts["cores"] <= facts["cpus"]  # of this machine's, those that the run may use
     assert set(json.loads((folder / "git.json").read_text())) == {"commit", "dirty"}
     written = json.loads((folder / "summary.json").read_text())
     assert set(written) == {

@@ -11,7 +11,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import build, needs
+from mujoco_runs import Base, build, needs
 
 from pql.conformance import check_env
 from pql.envs.mujoco import TASKS as TASK_MAKERS
@@ -251,6 +251,11 @@ def test_what_is_observed(name: str) -> None:
     obs = env.step(action).final_obs["policy"]
     qpos, qvel = (env.engine.fields[field].float() for field in ("qpos", "qvel"))
     torch.testing.assert_close(obs[:, 3:6], 0.25 * qvel[:, 3:6])
+    for i in range(2):
+        base = Base(qpos[i], qvel[i])
+        np.testing.assert_allclose(obs[i, :3], 2 * base.linear, rtol=1e-5, atol=1e-5)
+        down = base.frame[:, 2] if name == "anymal" else base.frame[2]
+        np.testing.assert_allclose(obs[i, 6:9], -down, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(obs[:, 9:12], env._memory["command"].float() * torch.tensor([2.0, 2.0, 0.25]))
     pose = torch.tensor([joint.pose for joint in task.joints.values()])
     torch.testing.assert_close(obs[:, 12 : 12 + n], qpos[:, task._q] - pose)

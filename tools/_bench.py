@@ -11,18 +11,15 @@ from typing import Any
 
 import torch
 
+from pql.machine import processor
+
 COLUMNS = ("name", "value", "unit", "baseline", "ratio", "runs")
 
 
 def machine() -> str:
     """One line: processor, cores, GPU if there is one, Python and torch."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{cpu} x{os.cpu_count()}{gpu}, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{processor()} x{os.cpu_count()}{gpu}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def alternate(fns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -11,9 +11,11 @@ file and skipped next time, so the benchmark may be interrupted and resumed; one
 budget is run again (one made with older code is not: begin a new file). The order (seeds, tasks, contenders) lets a
 slow hour hit all alike. ``_peers.py`` holds the settings and where they come from.
 
-The committed table (90 runs of 240 s, six and a half hours with what surrounds them; extras mujoco and peers):
+With the rates known, several processes may share the runs and the file: give each its own ``--tasks`` and ``--seeds``.
+The committed table (90 runs; extras mujoco and peers):
 
-    python tools/bench_peers.py --by-steps --runs docs/results/json/peers-runs.jsonl --json docs/results/json/peers.json
+    python tools/bench_peers.py --by-steps --seconds 60 --runs docs/results/json/peers-runs.jsonl \\
+        --json docs/results/json/peers.json
 
 ``--contenders ... sb3:sac sb3:td3`` adds Stable-Baselines3's off-policy algorithms. ``--table`` prints what the file
 holds and runs nothing. The exit status is 1 where a run failed or a contender could not be set up; the rest still runs.

@@ -56,7 +56,7 @@ def case(name: str, num_envs: int, device: torch.device, args: argparse.Namespac
     assert isinstance(env.engine, WarpEngine)
     env.reset(0)
     action = torch.rand(num_envs, env.task.action_size, device=device) * 2 - 1
-    ctrl, skip = env.task.control(action, env.engine.fields, {}), env.task.frame_skip
+    ctrl, skip = env.task.control(action, env.engine.fields, env._memory), env.task.frame_skip
     engine = env.engine
     fns = {
         "ours": rate(lambda: env.step(action), num_envs, args.seconds, device),

@@ -1,10 +1,10 @@
-"""The MuJoCo tasks: Gymnasium's suite, on MuJoCo's C thread pool or on MuJoCo Warp.
+"""The MuJoCo tasks, on MuJoCo's C thread pool or on MuJoCo Warp: Gymnasium's suite, the PQL paper's, velocity tasks.
 
 env = halfcheetah(num_envs=128, device="cpu", threads=0, max_episode_steps=1000, model="fast")
 spec = halfcheetah.describe(num_envs=128, device="cpu")
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class Maker:
         curriculum: ``{"kind": NAME, ...}``: how hard episodes are, see ``curriculum.py``.
         engine: ``batch`` (MuJoCo's C threads), ``warp`` (MuJoCo Warp), or ``auto``: Warp on CUDA where it is installed.
         stagger: start the first episodes at random points of the time limit, so that not all end on the same step.
+        contacts: the most contacts and constraint rows of one simulation, (N, N), for Warp's buffers; None: the task's.
 
     Raises:
         ConfigError: a value out of range, or something that the task has no place for.
@@ -55,8 +56,11 @@ class Maker:
         curriculum: Mapping[str, Any] | None = None,
         stagger: bool = False,
         engine: str = "auto",
+        contacts: Sequence[int] | None = None,
     ) -> MujocoVec:
-        options = _options(num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine)
+        options = _options(
+            num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine, contacts
+        )
         return MujocoVec(self.task, num_envs, torch.device(device), options)
 
     def describe(
@@ -70,9 +74,12 @@ class Maker:
         curriculum: Mapping[str, Any] | None = None,
         stagger: bool = False,
         engine: str = "auto",
+        contacts: Sequence[int] | None = None,
     ) -> EnvSpec:
         """What ``self(...).spec`` would be; nothing is loaded or started."""
-        options = _options(num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine)
+        options = _options(
+            num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine, contacts
+        )
         return describe(self.task, num_envs, torch.device(device), options)
 
 
@@ -85,6 +92,7 @@ def _options(
     curriculum: Mapping[str, Any] | None,
     stagger: bool,
     engine: str,
+    contacts: Sequence[int] | None,
 ) -> Options:
     """The keywords, checked."""
     for name, value, least in (
@@ -92,15 +100,23 @@ def _options(
         ("threads", threads, 0),
         ("max_episode_steps", 1 if max_episode_steps is None else max_episode_steps, 1),
     ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not _whole(value, least):
             raise ConfigError(name, value, f"an integer >= {least}")
     if not isinstance(stagger, bool):
         raise ConfigError("stagger", stagger, "true or false")
+    pair = isinstance(contacts, list | tuple) and len(contacts) == 2
+    if contacts is not None and not (pair and all(_whole(most, 1) for most in contacts)):
+        raise ConfigError("contacts", contacts, "[contacts, constraint rows], whole numbers above 0")
     for name, settings in (("randomize", randomize), ("curriculum", curriculum)):
         if settings is not None and not isinstance(settings, Mapping):
             raise ConfigError(name, settings, f"settings below it: {name}.key=value")
     wanted = Randomize.parse(randomize)
-    return Options(threads, max_episode_steps, model, wanted, make_curriculum(curriculum), stagger, engine)
+    sizes = None if contacts is None else (contacts[0], contacts[1])
+    return Options(threads, max_episode_steps, model, wanted, make_curriculum(curriculum), stagger, engine, sizes)
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 halfcheetah = Maker(locomotion.HalfCheetah)

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pql.env import check_keywords
 from pql.envs.mujoco.engine import Rows
+from pql.envs.mujoco.randomize import amount
 from pql.errors import ConfigError, nearest
 
 
@@ -32,6 +34,7 @@ Curriculum = Callable[[Tensor, Progress], Tensor]
 
 def survive(up: float = 0.1, down: float = 0.1) -> Curriculum:
     """Harder where an episode lasted to its time limit, easier where it ended before half of it."""
+    up, down = amount("curriculum.up", up), amount("curriculum.down", down)
 
     def next_level(level: Tensor, progress: Progress) -> Tensor:
         lasted, short = progress.steps >= progress.limit, progress.steps * 2 < progress.limit
@@ -42,6 +45,7 @@ def survive(up: float = 0.1, down: float = 0.1) -> Curriculum:
 
 def succeed(up: float = 0.1, down: float = 0.05) -> Curriculum:
     """Harder where an episode was a success, easier where it was none."""
+    up, down = amount("curriculum.up", up), amount("curriculum.down", down)
 
     def next_level(level: Tensor, progress: Progress) -> Tensor:
         return torch.where(progress.success, level + up, level - down)
@@ -51,6 +55,7 @@ def succeed(up: float = 0.1, down: float = 0.05) -> Curriculum:
 
 def linear(steps: float = 1e7) -> Curriculum:
     """From 0 to 1 over ``steps`` env steps of all environments, however the episodes go."""
+    steps = amount("curriculum.steps", steps, zero=False)
 
     def next_level(level: Tensor, progress: Progress) -> Tensor:
         return torch.zeros_like(level) + progress.total / steps
@@ -66,7 +71,7 @@ def make_curriculum(settings: Mapping[str, Any] | None) -> Curriculum | None:
     ``package.module:function``, where the function returns a :data:`Curriculum`.
 
     Raises:
-        ConfigError: no such kind, or keywords that it does not take.
+        ConfigError: no such kind, keywords that it does not take, or values that it cannot use.
     """
     if not settings:
         return None
@@ -76,7 +81,7 @@ def make_curriculum(settings: Mapping[str, Any] | None) -> Curriculum | None:
     if function:
         try:
             made = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError) as error:  # the last: no module before the colon
             raise ConfigError("curriculum.kind", kind, f"package.module:function ({error})") from error
     elif kind in KINDS:
         made = KINDS[kind]
@@ -84,6 +89,7 @@ def make_curriculum(settings: Mapping[str, Any] | None) -> Curriculum | None:
         allowed = f"one of {', '.join(KINDS)}, or package.module:function{nearest(kind, KINDS)}"
         raise ConfigError("curriculum.kind", kind or None, allowed)
     try:
+        check_keywords(made, keywords, "curriculum.")
         return made(**keywords)
     except TypeError as error:
         raise ConfigError("curriculum", keywords, f"keywords of {kind} ({error})") from error
@@ -98,6 +104,7 @@ class Levels:
         self.level = torch.ones(num_envs, device=device)
         self._returns = torch.zeros(num_envs, device=device)
         self._success = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        self._cut = torch.zeros(num_envs, dtype=torch.bool, device=device)  # begun late in the time limit
         self._total = torch.zeros((), dtype=torch.int64, device=device)
         self.restart()
 
@@ -107,15 +114,22 @@ class Levels:
             self.level = torch.zeros_like(self.level)
             self._total = torch.zeros_like(self._total)
 
+    def cut_short(self) -> None:
+        """All episodes at hand have less than the time limit left: how they end says nothing, and moves no level."""
+        if self.active:
+            self._cut = torch.ones_like(self._cut)
+
     def abandon(self, rows: Rows) -> None:
         """The episodes in ``rows`` begin anew: what they had gathered is dropped."""
         if self.active:
-            self._returns = rows.put(self._returns, rows.take(torch.zeros_like(self._returns)))
-            self._success = rows.put(self._success, rows.take(torch.zeros_like(self._success)))
+            self._returns, self._success, self._cut = (
+                rows.put(gathered, rows.take(torch.zeros_like(gathered)))
+                for gathered in (self._returns, self._success, self._cut)
+            )
 
     def follow(self, reward: Tensor, success: Tensor | None, ended: Tensor, steps: Tensor) -> Tensor:
-        """After a step: the levels of the episodes that it ended (0 elsewhere), for the log. ``level`` moves on there;
-        :meth:`abandon` is to follow."""
+        """After a step: the levels of the episodes that it ended (0 elsewhere), for the log. ``level`` moves on there,
+        but for those that were cut short; :meth:`abandon` is to follow."""
         if self._curriculum is None:
             return torch.zeros_like(self.level)
         self._total += len(ended)
@@ -125,7 +139,7 @@ class Levels:
         log = self.level * ended
         progress = Progress(ended, steps, self._returns, self._success, self._limit, self._total)
         new = self._curriculum(self.level, progress).clamp(0.0, 1.0)
-        self.level = torch.where(ended, new, self.level)
+        self.level = torch.where(ended & ~self._cut, new, self.level)
         return log
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -133,11 +147,12 @@ class Levels:
             "level": self.level.clone(),
             "returns": self._returns.clone(),
             "success": self._success.clone(),
+            "cut": self._cut.clone(),
             "total": self._total.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         there = self.level.device
-        self.level, self._returns, self._success, self._total = (
-            state[name].to(there, copy=True) for name in ("level", "returns", "success", "total")
+        self.level, self._returns, self._success, self._cut, self._total = (
+            state[name].to(there, copy=True) for name in ("level", "returns", "success", "cut", "total")
         )

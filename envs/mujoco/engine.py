@@ -103,10 +103,6 @@ class Engine(Protocol):
         """
         ...
 
-    def forward(self) -> None:
-        """Compute the derived fields of the state as it is."""
-        ...
-
     def diverged(self) -> Tensor:
         """[N] bool; coordinates and velocities that are not finite, or of a norm beyond ``MAX_STATE``."""
         ...
@@ -123,7 +119,7 @@ class Engine(Protocol):
         """Put back what :meth:`state` returned; derived fields are stale until the next call.
 
         Raises:
-            ValueError: the state is of another model or another N.
+            ValueError: the state is of another model, kind of engine, or N.
         """
         ...
 
@@ -200,9 +196,6 @@ class BatchEngine:
         if self._constants:
             self.batch.set_const(rows.ids.numpy())
 
-    def forward(self) -> None:
-        self._guarded(self.batch.forward)
-
     def diverged(self) -> Tensor:
         # NaN compares false, so it counts; the 2-norm is 10 times cheaper here than the largest magnitude
         return ~(torch.linalg.vector_norm(self._motion, dim=1) <= MAX_STATE)
@@ -235,7 +228,7 @@ def check_state(state: Tensor, own: Tensor) -> None:
     """``ValueError`` where a saved state does not fit."""
     if state.shape != own.shape:
         shapes = f"{tuple(state.shape)}, not {tuple(own.shape)}"
-        raise ValueError(f"physics state of another task or number of environments: shape {shapes}")
+        raise ValueError(f"physics state of another task, engine or number of environments: shape {shapes}")
 
 
 def _view(array: np.ndarray) -> Tensor:

@@ -40,12 +40,13 @@ def make_engine(
     engine: str,
     threads: int,
     parameters: Sequence[str],
+    contacts: tuple[int, int] | None = None,
 ) -> Engine:
-    """The engine of ``num_envs`` simulations of ``model``."""
+    """The engine of ``num_envs`` simulations of ``model``. ``contacts`` is for Warp, instead of the task's."""
     if choose(engine, device) == "warp":
         from pql.envs.mujoco.warp import WarpEngine
 
-        need = task.contacts or measure(model, task.frame_skip)
+        need = contacts or task.contacts or measure(model, task.frame_skip)
         return WarpEngine(model, num_envs, device, task.outputs, parameters, need)
     if device.type == "cuda" and engine == "auto":
         message = "physics runs on the CPU: for MuJoCo on this GPU, "

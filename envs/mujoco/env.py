@@ -33,6 +33,7 @@ class Options:
     curriculum: Curriculum | None = None
     stagger: bool = False
     engine: str = "auto"
+    contacts: tuple[int, int] | None = None
 
 
 def describe(task: type[Task], num_envs: int, device: torch.device, options: Options) -> EnvSpec:
@@ -95,7 +96,7 @@ class MujocoVec:
         self.model = load_model(task, options.model)
         wanted = options.randomize
         self.engine: Engine = make_engine(
-            task, self.model, num_envs, device, options.engine, options.threads, wanted.parameters
+            task, self.model, num_envs, device, options.engine, options.threads, wanted.parameters, options.contacts
         )
         there, dtype = self.engine.device, self.engine.dtype
         robot = Robot(self.model, there, dtype)
@@ -127,6 +128,7 @@ class MujocoVec:
         if self._stagger:
             begun = self._draw.uniform(0.0, self._limit, self.spec.num_envs)
             self._steps = begun.long().clamp_(max=self._limit - 1)
+            self._levels.cut_short()
         return self._send_obs(self._obs)
 
     @_one_thread()

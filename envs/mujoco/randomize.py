@@ -5,6 +5,7 @@ it works alike on both engines, repeats with the seed and resumes. Where there i
 (0..1) scales all of it: at 0 the model is the nominal one, at 1 the ranges are those that were asked for.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -61,7 +62,10 @@ class Randomize:
         for name, value in (settings or {}).items():
             if name not in known:
                 raise ConfigError(f"randomize.{name}", value, f"one of {', '.join(known)}{nearest(name, known)}")
-            given[name] = _range(name, value) if name in (*FACTORS, "obs_delay") else _size(name, value)
+            if name in (*FACTORS, "obs_delay"):
+                given[name] = _range(name, value)
+            else:
+                given[name] = amount(f"randomize.{name}", value, zero=name != "push_interval")
         return cls(**given)
 
     @property
@@ -75,18 +79,23 @@ class Randomize:
         return tuple(field for name in self.factors for field in FACTORS[name])
 
 
-def _size(name: str, value: Any) -> float:
-    least = "above 0" if name == "push_interval" else "at least 0"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or value < 0 or (name == "push_interval" and value == 0):
-        raise ConfigError(f"randomize.{name}", value, f"a number, {least}")
+def amount(setting: str, value: Any, zero: bool = True) -> float:
+    """``value``, a finite number that is not negative, nor ``zero`` unless that is allowed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and not zero):
+        raise ConfigError(setting, value, f"a number, {'at least' if zero else 'above'} 0")
     return float(value)
 
 
 def _range(name: str, value: Any) -> tuple[Any, Any]:
     kind, least, what = (int, 0, "whole numbers, 0 <= low") if name == "obs_delay" else (float, 1e-3, "0.001 <= low")
     good = isinstance(value, list | tuple) and len(value) == 2 and not any(isinstance(v, bool) for v in value)
-    good = good and all(isinstance(v, int | float) and v == kind(v) for v in value) and least <= value[0] <= value[1]
+    good = good and all(isinstance(v, int | float) and math.isfinite(v) and v == kind(v) for v in value)
+    good = good and least <= value[0] <= value[1]
     if not good:
         raise ConfigError(f"randomize.{name}", value, f"[low, high], {what} <= high")
     return kind(value[0]), kind(value[1])
@@ -198,8 +207,11 @@ def check(settings: Randomize, model: mujoco.MjModel, has_base: bool, has_vector
     """``ConfigError`` for what a model or a task has no place for."""
     if settings.push and not has_base:
         raise ConfigError("randomize.push", settings.push, "0: this robot's base does not move along the ground")
-    if (settings.obs_noise or settings.obs_delay[1]) and not has_vector:
+    if settings.obs_noise and not has_vector:
         raise ConfigError("randomize.obs_noise", settings.obs_noise, "0: this task's observations are no vectors")
+    if settings.obs_delay[1] and not has_vector:
+        late = list(settings.obs_delay)
+        raise ConfigError("randomize.obs_delay", late, "[0, 0]: this task's observations are no vectors")
     affine = (mujoco.mjtGain.mjGAIN_FIXED.value, mujoco.mjtGain.mjGAIN_AFFINE.value)
     if "gain" in settings.factors and not all(kind in affine for kind in model.actuator_gaintype):
         raise ConfigError("randomize.gain", list(settings.gain), "[1, 1]: this robot has actuators such as muscles")

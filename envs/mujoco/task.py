@@ -9,9 +9,9 @@ environments and without reading a value on the host. In the order in which ``Mu
     judge     fields and memory -> reward terms, whether the task ended, and other numbers to log (``success`` is one)
     evolve    memory -> memory: a command drawn anew after so many steps, a goal after it was reached, a counter, the
               action just taken
-    expired   memory -> whether a time limit of the task's own has run out, such as the time for one goal
     track     fields -> the part of the memory that the next ``judge`` compares with, such as a position
     observe   fields and memory -> observations by group (``policy``, and ``critic`` or images where there are any)
+    expired   memory -> whether a time limit of the task's own has run out, such as the time for one goal
 
 Where a task differs from the shipped ones:
 

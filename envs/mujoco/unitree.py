@@ -6,7 +6,7 @@ from mjlab in this: flat ground, no noise, pushes or drift of parameters (``task
 critic's observations; no terms for the feet's height and slip, nor for the body's momentum; one tolerance for the pose
 at all speeds; commands within 1 m/s and 1 rad/s from the start, without a heading to turn to; bodies do not collide
 with one another, and an episode ends where parts that should not touch the ground do, not by the tilt; G1's soles are
-two capsules each instead of seven.
+two capsules each instead of seven, with a friction of 1 (there, .6).
 """
 
 import math

@@ -80,14 +80,14 @@ class WarpEngine:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self._count = device, num_envs
         contacts, constraints = (max(8, math.ceil(MARGIN * most)) for most in need)
-        self._constants = not {*parameters}.isdisjoint(DERIVING)
-        derived = (*DERIVING, "body_subtreemass", *WEIGHTS) if self._constants else ()
+        deriving = not {*parameters}.isdisjoint(DERIVING)
+        derived = (*DERIVING, "body_subtreemass", *WEIGHTS) if deriving else ()
         own = (*parameters, *derived)
         with wp.ScopedDevice(wp.device_from_torch(self.device)):
             try:
                 self._model = mjw.put_model(model, batch_sizes=dict.fromkeys(own, num_envs))
             except NotImplementedError as error:
-                raise ConfigError("model", "", f"a model that MuJoCo Warp can simulate ({error})") from error
+                raise ConfigError("engine", "warp", f"batch: Warp cannot simulate this model ({error})") from error
             self._model.opt.warn_overflow = 0  # it would print from the device; counted here instead
             self._model.opt.run_rne_postconstraint = "cfrc_ext" in outputs
             self._data = mjw.make_data(
@@ -96,12 +96,12 @@ class WarpEngine:
         self.fields = {name: wp.to_torch(getattr(self._data, name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
         self._parameters = {name: wp.to_torch(getattr(self._model, name)) for name in own}
         # Warp could compute them too, but by some hundred launches, which take longer than a step
-        self._weights = InverseWeights(model, self.device, self.dtype) if self._constants else None
+        self._weights = InverseWeights(model, self.device, self.dtype) if deriving else None
         state = [wp.to_torch(getattr(self._data, name)) for name in STATE]
         self._state = [part[:, None] if part.ndim == 1 else part for part in state]
         self._derived = bool(outputs)
         self._mask = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
-        self._graphs: dict[Any, Any] = {}
+        self._graphs: dict[Any, Any] | None = {}
         self._watch = Overflows(wp.to_torch(self._data.overflow), contacts, constraints)
 
     def rows(self, mask: Tensor) -> Masked:
@@ -127,21 +127,17 @@ class WarpEngine:
         for name, new in (("qpos", qpos), ("qvel", qvel)):
             self.fields[name].copy_(rows.put(self.fields[name], new))
         if self._derived:
-            self.forward()
+            self._run("forward", lambda: mjw.forward(self._model, self._data))
 
     def set_parameters(self, rows: Rows, values: Fields) -> None:
         for name, value in values.items():
             self._parameters[name].copy_(rows.put(self._parameters[name], value))
-        if self._constants:
+        if self._weights is not None:
             fixed = mjw.SetConstGroup.FIXED
             self._run("constants", lambda: mjw.set_const(self._model, self._data, fixed, restore=False))
-        if self._weights is not None:
             new = self._weights(*(self._parameters[name] for name in DERIVING))
             for name, values_of_all in zip(WEIGHTS, new, strict=True):
                 self._parameters[name].copy_(values_of_all)
-
-    def forward(self) -> None:
-        self._run("forward", lambda: mjw.forward(self._model, self._data))
 
     def diverged(self) -> Tensor:
         square = self.fields["qpos"].square().sum(1) + self.fields["qvel"].square().sum(1)
@@ -168,10 +164,12 @@ class WarpEngine:
     def close(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph may still run on the arrays
-        self._graphs.clear()
+        self._graphs = None
 
     def _run(self, key: Any, launch: Callable[[], None]) -> None:
         """``launch``, as a graph that the first call captures."""
+        if self._graphs is None:
+            raise RuntimeError("the environment is closed")
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(launch)
@@ -221,7 +219,7 @@ class Overflows:
             self._warn()
             self._seen.copy_(self._total, non_blocking=True)
             if self._copied is not None:
-                self._copied.record()
+                self._copied.record(torch.cuda.current_stream(self._total.device))
             else:
                 self._warn()
 
@@ -233,7 +231,8 @@ class Overflows:
             self._warned = count
             sizes = "{} contacts and {} constraint rows a simulation".format(*self._sizes)
             message = f"MuJoCo Warp's buffers of {sizes} have overflowed {count} times: contacts were lost"
-            warnings.warn(f"{message}. Give the task larger `contacts`.", PqlWarning, stacklevel=2)
+            larger = "task.kwargs.contacts=[{},{}]".format(*self._sizes)
+            warnings.warn(f"{message}. Make them half as large again by {larger}.", PqlWarning, stacklevel=2)
 
 
 def _arrays(holder: Any) -> list[Any]:

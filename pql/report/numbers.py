@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pql.errors import show
 from pql.report import stats
 from pql.report.runs import AXES, Run, configured, position
 
@@ -14,6 +15,7 @@ Array = NDArray[np.float64]
 GRID = 100  # points of a group's curve
 FRACTIONS = (0.5, 0.75, 0.9)  # thresholds, on the way from the lowest to the highest evaluation of a task
 FEW = 5  # runs, below which a bootstrap interval is hardly more than the smallest and the largest of them
+EVALUATED = ("eval.num_envs", "eval.epsilon")  # what makes other evaluations
 STATISTICS = {"iqm": stats.iqm, "median": stats.median, "mean": stats.mean}
 UNITS = {"seconds": "s", "env_steps": "env steps", "updates": "updates"}
 
@@ -40,7 +42,7 @@ def analyse(runs: Sequence[Run], x: str, thresholds: Sequence[float] = (), notes
     return clean({
         "x": x, "labels": order, "tasks": tasks, "overall": together,
         "runs": [run_numbers(r) for r in runs],
-        "notes": [*notes, *remarks(runs, tasks, x), *(f"{r.name}: {note}" for r in runs for note in r.notes)],
+        "notes": [*notes, *remarks(runs, tasks, together, x), *(f"{r.name}: {note}" for r in runs for note in r.notes)],
     })  # fmt: skip
 
 
@@ -188,6 +190,7 @@ def run_numbers(run: Run) -> dict[str, Any]:
     return {
         "name": run.name, "path": str(run.path), "task": run.task, "label": run.label, "seed": run.seed,
         "complete": run.complete, "end": {axis: run.end(axis) for axis in AXES}, "speed": run_speed(run),
+        "machine": run.machine, "episodes": run.settings.get("eval.num_envs"),
         "evals": {k: v.tolist() for k, v in run.evals.items()}, "notes": run.notes,
     }  # fmt: skip
 
@@ -240,29 +243,49 @@ def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
     return {"tasks": [t["task"] for t in tasks], "tau": taus.tolist(), "groups": groups}
 
 
-def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], x: str) -> list[str]:
+def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], together: Mapping[str, Any], x: str) -> list[str]:
     """What a reader might otherwise take for granted."""
     out = []
-    alone = [f"{g['label']} on {t['task']}" for t in tasks for g in t["groups"] if len(g["scores"]) == 1]
+    groups = [(f"{g['label']} on {t['task']}", len(g["scores"])) for t in tasks for g in t["groups"]]
+    alone = [name for name, count in groups if count == 1]
     if alone and len(runs) > 1:
         out.append(f"One run only, hence no interval: {some(alone)}.")
-    if any(1 < len(g["scores"]) < FEW for t in tasks for g in t["groups"]):
+    if any(1 < count < FEW for _, count in groups):
         worth = "that of two holds the true value about one time in two, that of three about three times in four"
         out.append(f"An interval over fewer than {FEW} runs is too narrow: {worth}.")
-    for task in tasks:
-        for group in task["groups"]:
-            twice = sorted({str(s) for s in group["seeds"] if group["seeds"].count(s) > 1})
-            if twice:
-                out.append(f"{group['label']} on {task['task']}: seed {', '.join(twice)} more than once.")
-        if task["end"] is None:
-            continue
-        end, mine = task["end"][x], [r for r in runs if r.task == task["task"] and len(r.evals["return_mean"])]
-        short = [r.name for r in mine if r.evals[x][-1] < 0.98 * end]
-        if short:
-            out.append(f"Ended before the common end on {task['task']}; the last evaluation counts: {some(short)}.")
-        longer = [r.name for r in mine if r.evals[x][-1] > 1.1 * end]
-        if longer:
-            out.append(f"Went on beyond the common end on {task['task']}; not part of the scores: {some(longer)}.")
+    if any(count in (2, 3) for _, count in groups):
+        out.append("The IQM of two or three runs is their mean: nothing is cut off.")
+    whole = {g["label"] for g in together["groups"]}
+    partly = dict.fromkeys(g["label"] for t in tasks for g in t["groups"] if g["scores"] and g["label"] not in whole)
+    if partly:
+        out.append(f"Not scored on every task, hence left out of what is told over all tasks: {some([*partly])}.")
+    machines = sorted({r.machine for r in runs if r.machine})
+    if len(machines) > 1:
+        out.append(f"Seconds of different machines do not compare: {'; '.join(machines)}.")
+    by_task = ((t, [r for r in runs if r.task == t["task"]]) for t in tasks)
+    return [*out, *(text for task, mine in by_task for text in task_remarks(task, mine, x))]
+
+
+def task_remarks(task: Mapping[str, Any], runs: Sequence[Run], x: str) -> list[str]:
+    """The same of one task."""
+    out, name = [], task["task"]
+    for key in EVALUATED:
+        told = {r.settings[key] for r in runs if r.settings.get(key) is not None}
+        if len(told) > 1:
+            out.append(f"Not evaluated alike on {name}: {key}={', '.join(map(show, sorted(told)))}.")
+    for group in task["groups"]:
+        twice = sorted({str(s) for s in group["seeds"] if group["seeds"].count(s) > 1})
+        if twice:
+            out.append(f"{group['label']} on {name}: seed {', '.join(twice)} more than once.")
+    if task["end"] is None:
+        return out
+    end, mine = task["end"][x], [r for r in runs if len(r.evals["return_mean"])]
+    short = [r.name for r in mine if r.evals[x][-1] < 0.98 * end]
+    if short:
+        out.append(f"Ended before the common end on {name}; the last evaluation counts: {some(short)}.")
+    longer = [r.name for r in mine if r.evals[x][-1] > 1.1 * end]
+    if longer:
+        out.append(f"Went on beyond the common end on {name}; not part of the scores: {some(longer)}.")
     return out
 
 

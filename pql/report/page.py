@@ -99,6 +99,10 @@ def curves_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Sectio
             alt = "; ".join(f"{g['label']} {spoken(g['score']['iqm'])}" for g in task["groups"] if g["score"])
             figure = draw.score_intervals(task, numbers["labels"], numbers["x"])
             out.pictures.append(picture(f"score-{i}", figure, f"IQM on {task['task']}: {alt}."))
+    if series and (part := series.get("eval/success")):
+        alt = f"Success of evaluated episodes over time; at the end {percent(part['y'][-1])}."
+        figure = draw.lines("success of evaluated episodes", {"success": part}, share=True)
+        out.pictures.append(picture("success", figure, alt))
     if series and (part := series.get("train/return_mean")):
         alt = f"Return of training episodes over time, with exploration noise; at the end {num(part['y'][-1])}."
         out.pictures.append(picture("train", draw.lines("return of training episodes", {"train": part}), alt))
@@ -183,8 +187,9 @@ def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section
 
 def rest_section(series: Mapping[str, Any]) -> Section:
     """What the algorithm and the task log besides."""
-    known = ("eval/", "throughput/", "busy/", "ratio/", "memory/", "lag/")
-    keys = [k for k in series if not k.startswith(known) and k != "train/return_mean"]
+    groups = ("throughput/", "busy/", "ratio/", "memory/", "lag/")
+    drawn = ("eval/return_mean", "eval/success", "train/return_mean")
+    keys = [k for k in series if not k.startswith(groups) and k not in drawn]
     out = Section("Training in detail", ABOUT["rest"], folded=len(keys) > 16)
     for i, key in enumerate(sorted(keys, key=lambda k: (k.split("/")[0] != "train", k))):
         part = series[key]
@@ -221,7 +226,7 @@ def score_table(task: Numbers, labels: Sequence[str], x: str) -> Table:
          *(Cell(num(g["final"].get(k)) if k != "success" else percent(g["final"].get(k))) for k in more)]
         for g in groups
     ]  # fmt: skip
-    called = {"length_mean": "episode length", "success": "success"}
+    called = {"length_mean": "episode length, last evaluation", "success": "success, last evaluation"}
     caption = f"{task['task']}: return at {num(task['end'][x], whole=True)} {UNITS[x]}"
     return Table(caption, ["algorithm", "runs", "IQM", "median", "mean", *(called[k] for k in more)], rows)
 

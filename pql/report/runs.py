@@ -1,4 +1,5 @@
-"""Runs as they lie on the disk: found, read, put into groups. Only metrics.jsonl, config.yaml, summary.json count."""
+"""Runs as they lie on the disk: found, read, put into groups. Only metrics.jsonl, config.yaml, summary.json and
+env.json count."""
 
 import json
 import os
@@ -18,8 +19,8 @@ AXES = ("seconds", "env_steps", "updates")
 NAMED = 3  # settings in a label
 # What makes no other algorithm of a run: who it is, how long it went on, and what watched it.
 ASIDE = (
-    "seed", "run_dir", "task.name", "task.id", "task.game", "task.kwargs", "budget.", "eval.", "checkpoint.", "logger.",
-    "replay.save",
+    "seed", "run_dir", "task.name", "task.id", "task.game", "task.model", "task.kwargs", "budget.", "eval.",
+    "checkpoint.", "logger.", "replay.save",
 )  # fmt: skip
 
 
@@ -35,6 +36,7 @@ class Run:
         evals: by name, one array over the evaluations: the three axes, ``return_mean``, and what else each held.
         complete: it ended with a final evaluation.
         reached: it ended because its target return was reached.
+        machine: what it ran on, by the env.json beside it; None where that does not tell.
     """
 
     path: Path
@@ -48,6 +50,7 @@ class Run:
     evals: dict[str, NDArray[np.float64]]
     complete: bool
     reached: bool
+    machine: str | None = None
     notes: list[str] = field(default_factory=list)
 
     def end(self, axis: str) -> float:
@@ -97,7 +100,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
 
 def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
     rows, notes = read_rows(path / "metrics.jsonl")
-    if on_policy(settings):  # one learner: both counts are of the same updates
+    if one_learner(settings):  # both counts are of the same updates
         rows = [{k: v for k, v in row.items() if k != "updates/p"} for row in rows]
     if not rows:
         raise ConfigError("run", path, "a run with metrics: metrics.jsonl is missing or holds no row yet")
@@ -111,11 +114,12 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
     evals = evaluations(rows)
     if not len(evals["return_mean"]):
         notes.append("no evaluation: it has no score")
-    target, last = settings.get("budget.target_return"), evals["return_mean"][-1:]
+    target = settings.get("budget.target_return")
     return Run(
         path, name, task_of(settings), str(settings.get("algo.name", "?")), text, settings.get("seed"), settings, rows,
         evals, complete=bool(summary and summary.get("return_mean") is not None and not summary.get("interrupted")),
-        reached=bool(target is not None and len(last) and last[0] >= target), notes=notes,
+        reached=target is not None and bool((evals["return_mean"] >= target).any()),
+        machine=machine_of(_json(path / "env.json") or {}), notes=notes,
     )  # fmt: skip
 
 
@@ -167,9 +171,9 @@ def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
     return {"return_mean": np.array([]), **out}
 
 
-def on_policy(settings: Mapping[str, Any]) -> bool:
-    """Whether one learner trained policy and value together."""
-    return settings.get("algo.family") in ("ppo", "impala")
+def one_learner(settings: Mapping[str, Any]) -> bool:
+    """Whether one learner trained policy and value together, on rollouts."""
+    return settings.get("algo.family") in ("ppo", "impala", "pqn")
 
 
 def configured(settings: Mapping[str, Any]) -> dict[str, float]:
@@ -179,11 +183,11 @@ def configured(settings: Mapping[str, Any]) -> dict[str, float]:
         del ratios["v_per_step"]
     if settings.get("algo.family") in ("dqn", "r2d2"):  # one network, which has no policy beside it
         del ratios["p_per_v"]
-    if on_policy(settings):
-        group = settings["algo.family"]
-        parts, horizon = (settings.get(f"algo.{group}.{k}") for k in ("minibatches", "horizon"))
-        epochs = settings.get("algo.ppo.epochs") if group == "ppo" else 1
-        ratios = {"v_per_step": epochs * parts / horizon, "p_per_v": 1.0} if epochs and parts and horizon else {}
+    if one_learner(settings):
+        group = f"algo.{settings['algo.family']}"
+        parts, horizon = (settings.get(f"{group}.{k}") for k in ("minibatches", "horizon"))
+        passes = settings.get(f"{group}.epochs", 1) * settings.get("algo.replicas", 1)  # IMPALA makes one
+        ratios = {"v_per_step": passes * parts / horizon, "p_per_v": 1.0} if parts and horizon else {}
     return {f"ratio/{k}": v for k, v in ratios.items() if v is not None}
 
 
@@ -200,10 +204,18 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def task_of(settings: Mapping[str, Any]) -> str:
-    """The task's name, with the keywords that make it another one."""
+    """The task's name, with the model and the keywords that make it another one."""
     name = settings.get("task.id") or settings.get("task.game") or settings.get("task.name", "?")
-    kwargs = settings.get("task.kwargs") or {}
+    model = settings.get("task.model")
+    kwargs = {**({} if model is None else {"model": model}), **(settings.get("task.kwargs") or {})}
     return f"{name} ({', '.join(f'{k}={show(v)}' for k, v in kwargs.items())})" if kwargs else str(name)
+
+
+def machine_of(facts: Mapping[str, Any]) -> str | None:
+    """GPU, processor, the cores that it could use, and the version of torch, as far as they are told."""
+    cores = facts.get("cores") and f"{facts['cores']} core{'s' * (facts['cores'] > 1)}"
+    torch = facts.get("torch") and f"torch {facts['torch']}"
+    return ", ".join(k for k in (facts.get("gpu"), facts.get("cpu"), cores, torch) if k) or None
 
 
 def label(runs: Sequence[dict[str, Any]]) -> list[str]:

@@ -64,14 +64,32 @@ def title(numbers: Numbers) -> str:
 def subtitle(numbers: Numbers) -> str:
     runs = numbers["runs"]
     if len(runs) == 1:
-        seed = "" if runs[0]["seed"] is None else f", seed {runs[0]['seed']}"
-        return f"{runs[0]['path']}{seed}"
+        seed = [] if runs[0]["seed"] is None else [f"seed {runs[0]['seed']}"]
+        return " · ".join([runs[0]["path"], *seed, *alike(runs)])
     what = [
         plural(len(runs), "run"),
         plural(len(numbers["labels"]), "algorithm"),
         plural(len(numbers["tasks"]), "task"),
+        f"compared at equal {AXIS_WORDS[numbers['x']]}",
+        *alike(runs),
     ]
-    return f"{' · '.join(what)} · compared at equal {AXIS_WORDS[numbers['x']]}"
+    return " · ".join(what)
+
+
+def alike(runs: Sequence[Numbers]) -> list[str]:
+    """How all runs were evaluated and on what they ran, as far as that is told and the same for all."""
+    out = []
+    if (episodes := shared(runs, "episodes")) is not None:
+        out.append(f"{plural(episodes, 'episode')} an evaluation")
+    if (machine := shared(runs, "machine")) is not None:
+        out.append(machine)
+    return out
+
+
+def shared(runs: Sequence[Numbers], key: str) -> Any:
+    """What all runs have in common; None where they differ."""
+    first, *others = (run[key] for run in runs)
+    return first if all(value == first for value in others) else None
 
 
 def findings(numbers: Numbers) -> list[tuple[str, str]]:
@@ -94,7 +112,7 @@ def findings(numbers: Numbers) -> list[tuple[str, str]]:
             f"next {groups[1]['label']} with {spoken(theirs)}. "
         )
         if ours["low"] is None or theirs["high"] is None:
-            text += "One run of each tells nothing about other seeds."
+            text += "A single run tells nothing about other seeds."
         else:
             text += "Their intervals overlap." if ours["low"] <= theirs["high"] else "Their intervals do not overlap."
         out.append((task["task"], text))
@@ -114,10 +132,11 @@ def facts(run: Numbers) -> list[tuple[str, str]]:
 
 ABOUT = {
     "curves": (
-        "Thick: interquartile mean (IQM) over runs of each evaluation's mean return, with its 95 % bootstrap "
-        "band. Thin: every run. The last picture of each task shows the scores below."
+        "Thick: interquartile mean (IQM) over runs of each evaluation's mean undiscounted return, with its 95 % "
+        "bootstrap band. Thin: every run. Seconds are of training, without start and warm-up. The last picture of "
+        "each task shows the scores below: mark and bar are IQM and interval, strokes the runs."
     ),
-    "curve": "Mean undiscounted return of each evaluation.",
+    "curve": "Mean undiscounted return of each evaluation. Seconds are of training, without start and warm-up.",
     "scores": (
         "A run's score is its mean return, read off its curve, at the {axis} to which all finished runs of "
         "the task have come. Small: the 95 % percentile interval of the stratified bootstrap over runs."
@@ -133,9 +152,9 @@ ABOUT = {
         "is there at its first evaluation, with the time of that evaluation."
     ),
     "speed": (
-        "Medians over runs; for lag and memory the largest. Ratios are counted, with the configured one "
-        "below. Lag: ticks by which the acting policy trails the newest. Busy: share of the time that a "
-        "worker was at work."
+        "Medians over runs, whose strokes stand below; for lag, memory and dropped evaluations the largest. Ratios are "
+        "counted, with the configured one below. Lag: ticks by which the acting policy trails the newest. Busy: share "
+        "of the time that a worker was at work."
     ),
     "rest": "Everything else in metrics.jsonl.",
 }

@@ -1,10 +1,11 @@
 """Ball Balance: a ball dropped on a tray with three legs must be caught and kept in its middle.
 
 The task of Isaac Gym's environments (Makoviychuk et al. 2021) that PQL (Li et al. 2023) was measured on, from state and
-from pictures. Differences from it: MuJoCo's contacts; feet pinned by ``connect`` instead of a spring of 5e7; knees of
-60 N m at most (five times what the tray and a falling ball take) with an armature of 0.01; four physics steps of 2.5 ms
-an env step instead of one of 10; new episodes begin in the step that ended the old, so that an action is never computed
-from a dead state, and an episode has 499 steps.
+from pictures. Differences from it: MuJoCo's contacts, of the legs with the ball alone; the ball has no angular damping
+(there, .5 / s); feet pinned by ``connect`` instead of a spring of 5e7; knees of 60 N m at most (five times what the
+tray and a falling ball take) with an armature of 0.01; four physics steps of 2.5 ms an env step instead of one of 10;
+new episodes begin in the step that ended the old, so that an action is never computed from a dead state, and an episode
+has 499 steps.
 """
 
 import math
@@ -69,12 +70,11 @@ def _leg(tray: mujoco.MjsBody, index: int, angle: float) -> None:
 
 def _drive(spec: mujoco.MjSpec, index: int) -> None:
     """The knee follows a target; the foot stays where it is."""
-    spec.add_actuator(
+    knee = spec.add_actuator(
         name=f"lower_leg{index}", target=f"lower_leg{index}", trntype=mujoco.mjtTrn.mjTRN_JOINT,
-        gaintype=mujoco.mjtGain.mjGAIN_FIXED, gainprm=[4000.0] + [0.0] * 9,
-        biastype=mujoco.mjtBias.mjBIAS_AFFINE, biasprm=[0.0, -4000.0, -100.0] + [0.0] * 7,
         ctrlrange=[-7 * math.pi / 18, math.pi / 2], ctrllimited=True, forcerange=[-EFFORT, EFFORT], forcelimited=True,
     )  # fmt: skip
+    knee.set_to_position(kp=4000.0, kv=100.0)
     angle, shin = LEGS[index], [FOOT[i] - KNEE[i] for i in (0, 1)]
     anchor = [shin[0] * math.cos(angle), shin[0] * math.sin(angle), shin[1]]
     spec.add_equality(
@@ -176,8 +176,9 @@ class BallBalancePixels(BallBalance):
         super().__init__(robot)
         self._camera = raster.Camera(robot.device, BALL, TRAY, LEG)
         self._ball, self._tray = robot.body("ball"), robot.body("tray")
-        self._hips, self._knee_bodies = (
-            [robot.body(f"{part}_leg{i}") for i in range(3)] for part in ("upper", "lower")
+        self._hips, self._knee_bodies = (  # on the device: a list would be copied there in each step
+            torch.tensor([robot.body(f"{part}_leg{i}") for i in range(3)], device=robot.device)
+            for part in ("upper", "lower")
         )
         self._feet = robot.tensor([[FOOT[0] * math.cos(a), FOOT[0] * math.sin(a), FOOT[1]] for a in LEGS])
 

@@ -73,6 +73,7 @@ class Wrench:
         ids = [model.body(name).id for name in links]
         self.mass = robot.tensor(model.body_mass[ids])  # [K]
         self.inertia = robot.tensor(model.body_inertia[ids])  # [K, 3] along the principal axes
+        self.center = robot.tensor(model.body_ipos[ids])  # [K, 3] of mass, from the link's origin
         self.gravity = robot.tensor(model.opt.gravity)
         start = {kind: [model.sensor(f"{name} {kind}").adr[0] for name in links] for kind in self.KINDS}
         width = {"framequat": 4}
@@ -102,6 +103,11 @@ class Wrench:
         spin, turn = into(axes, omega), into(axes, angular)
         torque = self.inertia * turn + torch.linalg.cross(spin, self.inertia * spin)
         return tuple((self.principal * part.unsqueeze(-2)).sum(-1) for part in (force, torque))
+
+    def at_origins(self, fields: Fields) -> Tensor:
+        """Force, and torque about the link's origin (its joint), of one link after the other: [N, 6 K]."""
+        force, torque = self.read(fields)
+        return torch.cat((force, self.about(force, torque, -self.center)), 2).flatten(1)
 
     @staticmethod
     def about(force: Tensor, torque: Tensor, arm: Tensor) -> Tensor:

@@ -50,14 +50,11 @@ class Runner(Task):
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
-        model = robot.model
-        self.low, self.high = robot.tensor(model.jnt_range[1:]).unbind(1)
-        self.rest = torch.zeros_like(self.low).clamp(
-            self.low, self.high
-        )  # where 0 is out of range: the limit nearest it
+        self.low, self.high = robot.tensor(robot.model.jnt_range[1:]).unbind(1)
+        # where 0 is out of range, the limit nearest to it
+        self.rest = torch.zeros_like(self.low).clamp(self.low, self.high)
         self._target = robot.tensor([TARGET, 0.0])
         self._wrench = Wrench(robot, self.links)
-        self._arm = robot.tensor(model.body_ipos[[robot.body(name) for name in self.links]])  # to the centre of mass
 
     def start(self, count: int, draw: Draw) -> Start:
         joints = len(self.rest)
@@ -76,8 +73,7 @@ class Runner(Task):
 
     def wrenches(self, fields: Fields) -> Tensor:
         """Net force and torque on each of ``links`` about its origin, in its frame: [N, 6 x links]."""
-        force, torque = self._wrench.read(fields)
-        return torch.cat((force, Wrench.about(force, torque, -self._arm)), 2).flatten(1)
+        return self._wrench.at_origins(fields)
 
     def angles(self, yaw: Tensor, roll: Tensor, bearing: Tensor) -> Tensor:
         """Yaw, roll and the angle to the target as observed, [N, 3], from these and the target's bearing."""

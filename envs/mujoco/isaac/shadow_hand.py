@@ -3,8 +3,9 @@
 The task of Isaac Gym's environments (Makoviychuk et al. 2021) on the hand and block of the gymnasium-robotics package,
 which have the same dimensions, masses, motors and pairs of colliding fingers. What is different from Isaac's is in
 :mod:`.reorient`, and: the limits of the tendons that couple the last two joints of a finger are MuJoCo's, which are
-hard (there, a spring of 30); force and torque on a fingertip, and its motion, are those at the start of the last of
-four physics steps; the forces that an episode's first observation shows are 0, as nothing has been done yet.
+hard (there, a spring of 30); a joint's damping is no part of its motor's force, which alone has a limit; four physics
+steps of 4.2 ms an env step instead of two of 8.3, and force and torque on a fingertip, and its motion, are those at the
+start of the last; the forces that an episode's first observation shows are 0, as nothing has been done yet.
 """
 
 import mujoco
@@ -50,7 +51,6 @@ class ShadowHand(Reorient):
         super().__init__(robot)
         model = robot.model
         self._wrench = Wrench(robot, TIPS)
-        self._arm = robot.tensor(model.body_ipos[[robot.body(name) for name in TIPS]])  # from joint to centre of mass
         first = model.sensor(f"{TIPS[0]} {MOTION[0]} of joint").adr[0]
         order = torch.tensor(ORDER, device=robot.device)
         self._tips = first + 13 * torch.arange(len(TIPS), device=robot.device)[:, None] + order  # [5, 13] columns
@@ -86,11 +86,6 @@ class ShadowHand(Reorient):
         for tip in TIPS:
             Wrench.sense(spec, tip)
 
-    def wrenches(self, fields: Fields) -> Tensor:
-        """Net force and torque on each last phalanx about its joint, in its frame: [N, 30]."""
-        force, torque = self._wrench.read(fields)
-        return torch.cat((force, Wrench.about(force, torque, -self._arm)), 2).flatten(1)
-
     def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
         tips = fields["sensordata"][:, self._tips]  # [N, 5, 13]
         begun = memory["begun"][:, None]
@@ -99,7 +94,7 @@ class ShadowHand(Reorient):
             "joint_forces": 10 * fields["qfrc_actuator"][:, : self.joints] * begun,
             "fingertips": tips.flatten(1),
             "fingertip_places": tips[:, :, :3].flatten(1),
-            "fingertip_forces": 10 * self.wrenches(fields) * begun,
+            "fingertip_forces": 10 * self._wrench.at_origins(fields) * begun,
         }
 
 

@@ -1,0 +1,58 @@
+"""What the MuJoCo tasks owe a GPU, tested without one: which engine steps, and that no step sends anything there."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# ruff: noqa: E402
+mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
+
+from mujoco_runs import ROBOT_OF, build, random_actions, task
+
+from pql.envs.mujoco import hopper
+from pql.envs.mujoco.engine import BatchEngine
+from pql.envs.mujoco.engines import choose, make_engine
+from pql.envs.mujoco.task import load_model
+from pql.errors import ConfigError, PqlWarning
+
+pytestmark = pytest.mark.usefixtures("scratch")
+
+
+def test_where_warp_is_missing_c_steps_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pql.envs.mujoco.engines.importlib.util.find_spec", lambda name: None)
+    assert choose("auto", torch.device("cuda")) == choose("auto", torch.device("cpu")) == "batch"
+    with pytest.raises(ConfigError, match=r"engine=warp: expected batch; .*'mujoco_warp' is not installed: pip"):
+        hopper.describe(2, engine="warp")
+    with pytest.warns(PqlWarning, match=r"physics runs on the CPU: .*pip install 'pql\[warp\]'"):
+        engine = make_engine(hopper.task, load_model(hopper.task), 2, torch.device("cuda"), "auto", 1, ())
+    assert isinstance(engine, BatchEngine)
+
+
+class NothingSent(TorchFunctionMode):
+    """Refuses what a GPU would be sent, and waited for: an index that is a list, values that are no tensors yet."""
+
+    MADE = (torch.tensor, torch.as_tensor, torch.from_numpy)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, list | np.ndarray) for part in index), index
+        assert func not in self.MADE, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*map(task, ("reacher", "pusher", "humanoid", "isaac_ant", "isaac_humanoid", "ballbalance_pixels", *ROBOT_OF))],
+)
+def test_a_step_sends_nothing(name: str) -> None:
+    env = build(name, 2, max_episode_steps=2)
+    env.reset(seed=0)
+    actions = random_actions(env, 3).unbind(0)
+    with NothingSent():
+        for action in actions:
+            env.step(action)
