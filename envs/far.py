@@ -3,8 +3,9 @@
 Run by ``process.py``, never by hand. It needs Python 3.8 and NumPy (torch only where the simulator brings it), and
 nothing of this library has to be installed: the near side's own files are made importable as ``pql``.
 
-One byte asks for a step and one byte answers it; actions and what follows lie in memory that both sides map. All else
-is a message: an operation, JSON, and bytes. Nothing is ever unpickled.
+One byte asks for a step and one byte answers it, and says whether anything ended or began in it; actions and what
+follows lie in memory that both sides map. All else is a message: an operation, JSON, and bytes. Nothing is ever
+unpickled. What simulator that is, and its specification, are ``far_build.py``'s to say.
 """
 
 from __future__ import annotations
@@ -16,12 +17,9 @@ if __name__ == "__main__":
 
 import contextlib
 import ctypes
-import difflib
 import faulthandler
 import importlib
-import importlib.metadata
 import importlib.util
-import inspect
 import json
 import mmap
 import os
@@ -34,18 +32,9 @@ from typing import Any, Callable, Mapping, NoReturn
 
 LENGTHS = struct.Struct("<QQ")
 STEP, CALL, ANSWER, ERROR = b"s", b"c", b"a", b"e"
-FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
+PLAIN = b"p"  # answers STEP where every row is an ordinary one: nothing ended, began or is a filler
 OPTIONAL = ("reset_where", "state_dict", "load_state_dict", "render")
-ALIGN = 64
 PR_SET_PDEATHSIG = 1
-
-
-class UnknownError(Exception):
-    """A setting that cannot work: becomes a ``ConfigError`` on the near side."""
-
-    def __init__(self, setting: str, value: Any, allowed: str):
-        super().__init__(f"{setting}={value}: expected {allowed}")
-        self.setting, self.value, self.allowed = setting, value, allowed
 
 
 # -- messages: both sides use these -----------------------------------------------------------------------------------
@@ -115,9 +104,6 @@ def unpack(tree: Any, blob: bytes, as_tensors: bool) -> Any:
     return torch.from_numpy(array)
 
 
-# -- building the simulator -------------------------------------------------------------------------------------------
-
-
 def mount(folders: Mapping[str, str]) -> None:
     """Make the near side's packages importable here, whatever version is installed, or none."""
     for name, folder in folders.items():
@@ -133,115 +119,6 @@ def mount(folders: Mapping[str, str]) -> None:
             setattr(sys.modules[parent], child, module)
 
 
-def find(name: str) -> Callable[..., Any]:
-    """``module:attribute``, a name of the entry-point group ``pql.envs`` of this interpreter, or a built-in one."""
-    here = importlib.import_module("pql.envs")
-    builtin, needed = here.BUILTIN, here.NEEDS.get(name, ())
-    found: Any = importlib.metadata.entry_points()
-    group = found.select(group="pql.envs") if sys.version_info >= (3, 10) else found.get("pql.envs", ())
-    points = {point.name: point.value for point in group}
-    target = name if ":" in name else points.get(name, builtin.get(name))
-    if target is None:
-        known = sorted({*builtin, *points})
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UnknownError("task", name, f"module:attribute, or one of {', '.join(known)}{hint}, in {sys.executable}")
-    if target == builtin.get(name) and not all(importlib.util.find_spec(package) for package in needed):
-        raise UnknownError("task", name, f"the whole package {needed[0]!r}, which {sys.executable} does not have")
-    module, _, attribute = target.partition(":")
-    try:
-        factory: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or " "):
-            raise UnknownError("task", name, f"packages that {sys.executable} has: {error}") from error
-        raise UnknownError("task", name, f"what {sys.executable} can import: {error}") from error
-    return factory
-
-
-def build(request: Mapping[str, Any]) -> Any:
-    """The environment; keywords that it does not take are refused, those merely offered are left out."""
-    return call(find(request["name"]), request)
-
-
-def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Its specification, before it is built; None where its factory cannot tell."""
-    teller = getattr(find(request["name"]), "describe", None)
-    return None if teller is None else describe(call(teller, request))
-
-
-def call(factory: Any, request: Mapping[str, Any]) -> Any:
-    kwargs = dict(request["kwargs"])
-    taken = inspect.signature(factory).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-        known = [k for k in taken if k not in ("num_envs", "device")]
-        for key, value in kwargs.items():
-            if key not in known:
-                raise UnknownError(key, value, f"one of the keywords {', '.join(known)}")
-    for key, value in request["offered"].items():
-        if key in taken:
-            kwargs.setdefault(key, value)
-    device: Any = request["device"]
-    if "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        torch.set_grad_enabled(False)
-        device = torch.device(device)
-    return factory(num_envs=request["num_envs"], device=device, **kwargs)
-
-
-def describe(spec: Any) -> dict[str, Any]:
-    """A specification as JSON."""
-    action = spec.action
-    bounds = {k: getattr(action, k, None) and list(getattr(action, k)) for k in ("low", "high")}
-    info = {k: v for k, v in dict(getattr(spec, "info", {})).items() if isinstance(v, (bool, int, float, str))}
-    return {
-        "name": spec.name,
-        "num_envs": spec.num_envs,
-        "obs": {k: [list(s.shape), dtype_name(s.dtype), getattr(s, "stack", 1)] for k, s in spec.obs.items()},
-        "action": {"n": action.n} if hasattr(action, "n") else {"size": action.size, **bounds},
-        "max_episode_steps": getattr(spec, "max_episode_steps", None),
-        "autoreset": getattr(spec, "autoreset", "same_step"),
-        "final_obs": getattr(spec, "final_obs", "on_done"),
-        "log": list(getattr(spec, "log", ())),
-        "deterministic": getattr(spec, "deterministic", True),
-        "info": info,
-    }
-
-
-def dtype_name(dtype: Any) -> str:
-    """``torch.float32``, ``numpy.float32``, ``"float32"`` -> ``"float32"``."""
-    import numpy as np
-
-    text = str(dtype)
-    return text[len("torch.") :] if text.startswith("torch.") else np.dtype(dtype).name
-
-
-def layout(spec: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Where each array lies in the shared memory: name -> (type, shape, offset), and the bytes of all."""
-    n, discrete = spec["num_envs"], "n" in spec["action"]
-    fields: dict[str, tuple[str, list[int]]] = {
-        "action": ("int64", [n]) if discrete else ("float32", [n, spec["action"]["size"]]),
-        "mask": ("bool", [n]),
-        "flags": ("bool", [len(FLAGS), n]),
-        "reward": ("float32", [n]),
-        "log": ("float32", [len(spec["log"]), n]),
-        "count": ("int64", [1]),  # rows of final observations, which follow: their places, then the rows themselves
-        "rows": ("int64", [n]),
-    }
-    for prefix in ("obs", "final"):
-        for name, (shape, dtype, _) in spec["obs"].items():
-            fields[f"{prefix}.{name}"] = (dtype, [n, *shape])
-    import numpy as np
-
-    places, offset = {}, 0
-    for name, (dtype, shape) in fields.items():
-        places[name] = [dtype, shape, offset]
-        size = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
-        offset += -(-size // ALIGN) * ALIGN
-    return places, offset
-
-
 # -- serving ----------------------------------------------------------------------------------------------------------
 
 
@@ -254,12 +131,16 @@ class Server:
 
     def __init__(self, ends: Mapping[str, int]):
         self.requests, self.answers, self.memory = ends["requests"], ends["answers"], ends["memory"]
+        self.sims: Any = None  # far_build.py, which imports NumPy: if that is missing, it is for this class to say
         self.env: Any = None
         self.arrays: dict[str, Any] = {}
         self.tensors: dict[str, Any] = {}  # the same memory, where torch is there
         self.groups: dict[str, str] = {}  # observation groups, and where they go
         self.terms: dict[str, str] = {}  # and those of the log
         self.speaks_torch = False
+        self.flags: Any = None  # all of them, one after the other
+        self.ordinary = b""  # what they are in a step of ordinary rows
+        self.join: Any = None  # numpy.concatenate
         self.settle: Any = None  # waits for the device, where the arrays lie there
 
     def read(self, count: int) -> bytes:
@@ -275,11 +156,12 @@ class Server:
     def run(self) -> NoReturn:
         """Until the near side closes, or is gone."""
         while True:
-            kind = self.read(1)
+            kind = os.read(self.requests, 1)
+            if not kind:
+                leave()
             try:
                 if kind == STEP:
-                    self.step()
-                    os.write(self.answers, STEP)
+                    os.write(self.answers, self.step())
                 else:
                     request, blob = read_message(self.read)
                     facts, out = getattr(self, "do_" + request["do"])(request, blob)
@@ -293,16 +175,17 @@ class Server:
         facts: dict[str, Any] = {"traceback": traceback.format_exc()}
         if all(hasattr(error, k) for k in ("setting", "value", "allowed")):
             wrong: Any = error
-            facts["config"] = [wrong.setting, str(wrong.value), wrong.allowed]
+            plain = wrong.value is None or isinstance(wrong.value, (bool, int, float))
+            facts["config"] = [wrong.setting, wrong.value if plain else str(wrong.value), wrong.allowed]
         send_message(self.answers, ERROR, facts)
 
     def do_foresee(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        return {"spec": foresee(request)}, b""
+        return {"spec": self.sims.foresee(request)}, b""
 
     def do_build(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        self.env = build(request)
-        spec = describe(self.env.spec)
-        places, size = layout(spec)
+        self.env = self.sims.build(request)
+        spec = self.sims.describe(self.env.spec)
+        places, size = self.sims.layout(spec)
         os.ftruncate(self.memory, size)
         self.groups = {name: "obs." + name for name in spec["obs"]}
         self.terms = {name: "log." + name for name in spec["log"]}
@@ -316,7 +199,9 @@ class Server:
         for name, (dtype, shape, offset) in places.items():
             count = int(np.prod(shape, dtype=np.int64))
             self.arrays[name] = np.frombuffer(shared, np.dtype(dtype), count, offset).reshape(shape)
-        self.arrays.update(zip(FLAGS, self.arrays["flags"]))
+        self.arrays.update(zip(self.sims.FLAGS, self.arrays["flags"]))
+        self.flags, self.join = self.arrays["flags"].reshape(-1), np.concatenate
+        self.ordinary = np.repeat(self.sims.ORDINARY, len(self.arrays["first"])).tobytes()
         self.arrays.update(zip(self.terms.values(), self.arrays["log"]))
 
     def do_share(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
@@ -373,30 +258,44 @@ class Server:
             return self.arrays[name].copy()
         return self.tensors[name].to(self.env.spec.device, copy=True)
 
-    def step(self) -> None:
-        """One step, its results copied out. Final observations cross only where they are not ``obs`` itself."""
+    def step(self) -> bytes:
+        """One step, its results copied out. Final observations cross only where they are not ``obs`` itself.
+
+        Returns:
+            the answer.
+        """
         step, put = self.env.step(self.given("action")), self.put
         for name, field in self.groups.items():
             put(field, step.obs[name])
         put("reward", step.reward)
-        if self.speaks_torch:  # one copy from the device, not five
-            put("flags", sys.modules["torch"].stack([getattr(step, name).bool() for name in FLAGS]))
-        else:
-            for name in FLAGS:
-                put(name, getattr(step, name))
         for name, field in self.terms.items():
             put(field, step.log[name])
+        self.put_flags(self.sims.flags_of(step))
         if self.settle:
             for name in self.groups:
                 put("final." + name, step.final_obs[name])
             self.settle()
-            return
+            return STEP
+        if self.flags.tobytes() == self.ordinary:
+            return PLAIN
         rows = (self.arrays["first"] | ~self.arrays["final_ok"]).nonzero()[0]
         self.arrays["count"][0] = count = len(rows)
         if count:
             self.arrays["rows"][:count] = rows
             for name in self.groups:
                 self.put_rows("final." + name, step.final_obs[name], rows)
+        return STEP
+
+    def put_flags(self, values: tuple[Any, ...]) -> None:
+        """All at once: one copy from the device, or one call, not five."""
+        if self.speaks_torch:
+            self.put("flags", sys.modules["torch"].stack([value.bool() for value in values]))
+            return
+        try:
+            self.join(values, out=self.flags)
+        except (TypeError, ValueError):  # other than [N] bool each
+            for name, value in zip(self.sims.FLAGS, values):
+                self.put(name, value)
 
     def put(self, name: str, value: Any) -> None:
         """Copy an array or tensor of any device into the shared memory."""
@@ -439,7 +338,7 @@ def watch(requests: int, parent: int) -> None:
 
 
 def main() -> NoReturn:
-    told = json.loads(sys.argv[1])
+    told = json.loads(sys.argv.pop())  # simulators read what is left there as theirs
     faulthandler.enable(told["crash"], all_threads=True)
     faulthandler.register(signal.SIGUSR1, told["crash"], all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the near side's to handle
@@ -450,8 +349,8 @@ def main() -> NoReturn:
     threading.Thread(target=watch, args=(told["requests"], told["parent"]), daemon=True).start()
     server = Server(told)
     try:
-        importlib.import_module("numpy")
         mount(told["packages"])
+        server.sims = importlib.import_module("pql.envs.far_build")
     except BaseException as error:
         server.fail(error)
         leave()

@@ -26,8 +26,8 @@ from typing import Any
 from pql.envs.plain import Box, ConfigError, EnvSpec, ObsSpec, Step
 
 TIMINGS = ("post", "pre", "same", "manual")
-PRE = ("ShadowHand", "AllegroHand", "AllegroKuka", "BallBalance", "Trifinger", "Ingenuity", "Quadcopter", "Factory",
-       "IndustReal")  # fmt: skip
+LOCKSTEP = ("Factory", "IndustReal")  # all of whose environments begin and end together
+PRE = ("ShadowHand", "AllegroHand", "AllegroKuka", "BallBalance", "Trifinger", "Ingenuity", "Quadcopter", *LOCKSTEP)
 
 
 def isaacgym(
@@ -48,12 +48,14 @@ def isaacgym(
         timing: of its resets; None: as known for the task.
         random_lengths: first episodes begin at random places, so that their limits do not come all at once.
     Raises:
-        ConfigError: no such task or timing.
+        ConfigError: no such task or timing, or random lengths where all environments must begin together.
     """
     if timing is None:
         timing = {"AnymalTerrain": "same", "HumanoidAMP": "manual"}.get(task, "pre" if task.startswith(PRE) else "post")
     if timing not in TIMINGS:
         raise ConfigError("timing", timing, "one of " + ", ".join(TIMINGS))
+    if random_lengths and task.startswith(LOCKSTEP):
+        raise ConfigError("random_lengths", True, "false: all environments of " + task + " begin and end together")
     return IsaacGymVec(make_task(task, num_envs, str(device), list(overrides)), task, timing, random_lengths)
 
 
@@ -136,8 +138,10 @@ class IsaacGymVec:
         return Step(seen, reward, raw & ~late, raw & late, raw, final, ~raw if self.timing == "same" else yes, yes, {})
 
     def groups(self, obs: Any) -> dict:
-        """Copies of its observations by our names."""
+        """Copies of its observations by our names. Raises ``ConfigError`` where they are not one array (Dextreme)."""
         names = {"policy": "obs", "critic": "states"}
+        if "obs" not in obs:
+            raise ConfigError("task", self.spec.name, "a task whose observations are one array, not " + ", ".join(obs))
         return {ours: obs[names[ours]].float().clone() for ours in self.spec.obs}
 
     def close(self) -> None:

@@ -8,18 +8,23 @@ keeps a history, which would lack its newest frame. A time limit is a truncation
 ``is_finite_horizon`` says that the problem ends there. Actions of its managers have no bounds of their own: [-1, 1]
 here is ``action_bound`` times that there (FastTD3 took 1 or 3, by the task).
 
-The numbers of its log are means over the environments reset in a step; they count once for each of these.
+The numbers of its log are means over the environments reset in a step; they count once for each of these. Of the
+reasons for an end it logs how many; here each is the share of episodes that it ended.
 """
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.env import EnvSpec, ObsSpec
+from pql.envs.adapt import Actions, change, merge
 from pql.errors import ConfigError
 from pql.types import Obs, Step
+
+COUNTS = "Episode_Termination/"  # how many environments each reason ended
 
 
 def isaaclab(
@@ -57,7 +62,9 @@ def isaaclab(
     change(config, settings or {})
     config.seed = 0
     if final_obs:
-        change(config, {"compute_final_obs": True})
+        if not hasattr(config, "compute_final_obs"):
+            raise ConfigError("final_obs", True, "false: this version of Isaac Lab cannot compute them")
+        config.compute_final_obs = True
     return IsaacLabVec(gymnasium.make(task, cfg=config).unwrapped, task, action_bound, random_lengths, app)
 
 
@@ -104,7 +111,7 @@ class IsaacLabVec:
         if self.computes_final:
             final_ok = torch.ones_like(over)
             if "final_obs" in extras:  # written where anything ended, and then left there: only these rows are news
-                final = merge(over, extras["final_obs"], seen)
+                final = merge(over, copies(extras["final_obs"]), seen)
         yes = torch.ones_like(over)
         return Step(seen, reward.float().clone(), terminated, truncated, over, final, final_ok, yes,
                     self.log.rows(extras, over))  # fmt: skip
@@ -118,29 +125,16 @@ class IsaacLabVec:
 # -- shared with mjlab, which has the same managers -------------------------------------------------------------------
 
 
-class Actions:
-    """[-1, 1] -> the simulator's own bounds, or +-``bound`` where it has none."""
-
-    def __init__(self, space: Any, bound: float):
-        if not bound > 0:
-            raise ConfigError("action_bound", bound, "a number above 0")
-        low, high = (torch.as_tensor(getattr(space, k), dtype=torch.float32).flatten() for k in ("low", "high"))
-        free = ~(low.isfinite() & high.isfinite())
-        self.low, self.high = low.masked_fill(free, -bound), high.masked_fill(free, bound)
-        self.spec = Box(len(low), tuple(self.low.tolist()), tuple(self.high.tolist()))
-
-    def __call__(self, action: Tensor) -> Tensor:
-        if self.low.device != action.device:
-            self.low, self.high = self.low.to(action.device), self.high.to(action.device)
-        return self.low + (action.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
-
-
 class Log:
-    """``extras["log"]``: means over the environments reset in a step; on other steps the old one may still be there."""
+    """``extras["log"]``: means over the environments reset in a step, or (of what ended them) counts, which become
+    shares; on other steps the old one may still be there."""
 
     def __init__(self, extras: Mapping[str, Any]):
         self.last = extras.get("log")
-        self.terms = tuple(k for k, v in (self.last or {}).items() if isinstance(v, int | float) or torch.numel(v) == 1)
+        self.terms = tuple(
+            k for k, v in (self.last or {}).items()
+            if isinstance(v, Real) or (isinstance(v, Tensor) and v.numel() == 1)
+        )  # fmt: skip
 
     def seen(self, extras: Mapping[str, Any]) -> None:
         self.last = extras.get("log")
@@ -151,8 +145,9 @@ class Log:
         fresh, self.last = log is not self.last, log
         if not (fresh and log):
             return dict.fromkeys(self.terms, none)
-        return {k: torch.where(over, torch.as_tensor(log.get(k, 0.0), device=over.device).float(), none)
-                for k in self.terms}  # fmt: skip
+        found = {k: torch.as_tensor(log.get(k, 0.0), device=over.device).float() for k in self.terms}
+        shares = {k: v / over.sum() for k, v in found.items() if k.startswith(COUNTS)}
+        return {k: torch.where(over, v, none) for k, v in {**found, **shares}.items()}
 
 
 def ends(terminated: Tensor, time_outs: Tensor, finite: bool) -> tuple[Tensor, Tensor]:
@@ -165,12 +160,6 @@ def ends(terminated: Tensor, time_outs: Tensor, finite: bool) -> tuple[Tensor, T
 def copies(obs: Mapping[str, Any]) -> Obs:
     """Its groups by our names: rewritten, some of them, at the next step."""
     return {("policy" if name == "actor" else name): value.clone() for name, value in obs.items()}
-
-
-def merge(rows: Tensor, new: Mapping[str, Any], old: Obs) -> Obs:
-    """``new`` where ``rows``, else ``old``."""
-    new = {("policy" if name == "actor" else name): value for name, value in new.items()}
-    return {k: torch.where(rows.view(-1, *(1,) * (v.dim() - 1)), new[k], v) for k, v in old.items()}
 
 
 def group_specs(obs: Mapping[str, Any]) -> dict[str, ObsSpec]:
@@ -196,15 +185,3 @@ def group_with_history(config: Any) -> str | None:
 def randomize_lengths(env: Any, spec: EnvSpec) -> None:
     """Begin in the middle of episodes: in place, since its managers hold the buffer."""
     env.episode_length_buf[:] = torch.randint_like(env.episode_length_buf, spec.max_episode_steps or 1)
-
-
-def change(config: Any, settings: Mapping[str, Any]) -> None:
-    """Set attributes by dotted name. Raises ``ConfigError`` for one that is not there."""
-    for name, value in settings.items():
-        *path, last = name.split(".")
-        owner = config
-        for part in path:
-            owner = getattr(owner, part, None)
-        if not hasattr(owner, last):
-            raise ConfigError(name, value, f"an attribute of the configuration, {type(config).__name__}")
-        setattr(owner, last, value)

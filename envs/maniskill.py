@@ -1,8 +1,9 @@
 """ManiSkill 3's tasks: ``task=maniskill task.kwargs.task=PickCube-v1``.
 
 Its simulation on a GPU steps all environments at once; on the CPU it holds one. It needs a driver for rendering
-(Vulkan) even for tasks without pictures. Success and failure terminate, the time limit truncates; episodes begin in
-the step that ends one, which keeps the final observation.
+(Vulkan) even for tasks without pictures. Success and failure terminate, the time limit truncates; episodes begin in the
+step that ends one, which keeps the final observation. Success is logged where the task knows it. Observations are one
+flat state: pictures have no place here yet.
 """
 
 import os
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.env import EnvSpec, ObsSpec
+from pql.envs.adapt import Actions, merge
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -35,8 +37,8 @@ def maniskill(
     Raises:
         ConfigError: more environments than the CPU's simulation holds.
     """
-    cuda = torch.device(device).type == "cuda"
-    if not cuda and num_envs > 1:
+    device = torch.device(device)
+    if device.type != "cuda" and num_envs > 1:
         raise ConfigError("num_envs", num_envs, "1 with ManiSkill on the CPU: its simulation there holds no more")
     os.environ.setdefault("MS_SKIP_ASSET_DOWNLOAD_PROMPT", "1")  # it would ask on the terminal
     import gymnasium
@@ -44,12 +46,18 @@ def maniskill(
     from mani_skill.utils import gym_utils
     from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
-    backend = "physx_cuda" if cuda else "physx_cpu"
-    given = {"obs_mode": "state", "sim_backend": backend, **(settings or {})}
+    given = {"obs_mode": "state", "sim_backend": backend(device), **(settings or {})}
     env = gymnasium.make(task, num_envs=num_envs, **given)
     limit = gym_utils.find_max_episode_steps_value(env)
     vector = ManiSkillVectorEnv(env, auto_reset=True, ignore_terminations=False, record_metrics=False)
     return ManiSkillVec(vector, task, limit, device, random_lengths)
+
+
+def backend(device: torch.device) -> str:
+    """What it calls the simulation on ``device``."""
+    if device.type != "cuda":
+        return "physx_cpu"
+    return "physx_cuda" if device.index is None else f"physx_cuda:{device.index}"
 
 
 class ManiSkillVec:
@@ -59,16 +67,15 @@ class ManiSkillVec:
         self, env: Any, name: str, limit: int | None, device: str | torch.device, random_lengths: bool = False
     ):  # fmt: skip
         self.env, self.limit, self.random_lengths = env, limit, random_lengths
-        space = env.single_action_space
-        low, high = (torch.as_tensor(getattr(space, k), dtype=torch.float32).flatten() for k in ("low", "high"))
-        if not (low.isfinite() & high.isfinite()).all():
-            raise ConfigError("control_mode", name, "a controller with bounds")
-        self.low, self.high = low.to(device), high.to(device)
-        obs = self.groups(env.reset(seed=0)[0])
+        self.actions = Actions(env.single_action_space, 1.0)
+        if not self.actions.bounded:
+            raise ConfigError("control_mode", env.base_env.control_mode, "a controller with bounds")
+        seen, info = env.reset(seed=0)
+        obs = self.groups(seen)
         self.spec = EnvSpec(
             name, env.num_envs, {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
-            Box(len(low), tuple(low.tolist()), tuple(high.tolist())), torch.device(device),
-            max_episode_steps=limit, final_obs="on_done", log=("success",), deterministic=False, stream="default",
+            self.actions.spec, torch.device(device), max_episode_steps=limit, final_obs="on_done",
+            log=("success",) if "success" in info else (), deterministic=False, stream="default",
         )  # fmt: skip
 
     def reset(self, seed: int | None = None) -> Obs:
@@ -79,28 +86,22 @@ class ManiSkillVec:
         return self.groups(obs)
 
     def step(self, action: Tensor) -> Step:
-        scaled = self.low + (action.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
-        obs, reward, terminated, truncated, info = self.env.step(scaled)
+        obs, reward, terminated, truncated, info = self.env.step(self.actions(action))
         terminated, seen = terminated.clone(), self.groups(obs)
         truncated = truncated & ~terminated
+        over, yes = terminated | truncated, torch.ones_like(terminated)
         # Where any episode ended, what is told of this step lies below final_info: the rest is the reset's.
         final, told = dict(seen), info
         if "final_observation" in info:
-            final, told = self.groups(info["final_observation"]), info["final_info"]
-        over, none = terminated | truncated, torch.zeros_like(terminated)
-        success = told.get("success", none).float().view(-1)
-        final = {k: torch.where(over.view(-1, *(1,) * (v.dim() - 1)), final[k], v) for k, v in seen.items()}
-        return Step(seen, reward.float().clone().view(-1), terminated, truncated, over, final, ~none, ~none,
-                    {"success": success})  # fmt: skip
+            final, told = merge(over, self.groups(info["final_observation"]), seen), info["final_info"]
+        log = {k: told[k].float().clone().view(-1) for k in self.spec.log}
+        return Step(seen, reward.float().clone().view(-1), terminated, truncated, over, final, yes, yes.clone(), log)
 
     def groups(self, obs: Any) -> Obs:
-        """Copies of its observations: one array, or what it gives by name, the state first."""
-        if isinstance(obs, Tensor):
-            return {"policy": obs.clone()}
-        flat = {k: v.clone() for k, v in obs.items() if isinstance(v, Tensor)}
-        if "state" not in flat:
-            raise ConfigError("obs_mode", ", ".join(obs), "state, or one with a flat state: state+rgb flattened")
-        return {("policy" if k == "state" else k): v for k, v in flat.items()}
+        """A copy of its observation. Raises ``ConfigError`` for several."""
+        if not isinstance(obs, Tensor):
+            raise ConfigError("obs_mode", ", ".join(obs), "state: one flat array of numbers")
+        return {"policy": obs.clone()}
 
     def close(self) -> None:
         self.env.close()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pql.env import EnvSpec
-from pql.envs.isaaclab import Actions, Log, change, copies, ends, group_specs, merge, randomize_lengths
+from pql.envs.adapt import Actions, change, merge
+from pql.envs.isaaclab import Log, copies, ends, group_specs, randomize_lengths
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step
 
@@ -82,7 +83,7 @@ class MjlabVec:
         ids = over.nonzero().flatten()  # waits for the device, as the simulator's own reset would
         if len(ids):
             new, extras = self.env.reset(env_ids=ids)
-            seen = merge(over, new, final)
+            seen = merge(over, copies(new), final)
         yes = torch.ones_like(over)
         return Step(seen, reward, terminated, truncated, over, final, yes, yes.clone(), self.log.rows(extras, over))
 

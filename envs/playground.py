@@ -3,8 +3,8 @@
 JAX and MuJoCo have versions of their own there, so it runs best in an environment of its own: ``task.process.python``.
 
 Its own stack of wrappers resets in the same step and overwrites the final observation. Here a wrapper between its time
-limit and its reset keeps it (``KeepObs``), so it is always there. Environment i begins anew in its own first state each
-time, unless ``full_reset`` draws new ones.
+limit and its reset sees the step before that (``Before``), so the final observation is always there. Environment i
+begins anew in its own first state each time, unless ``full_reset`` draws new ones.
 """
 
 import os
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from pql.env import Box, EnvSpec, ObsSpec
+from pql.envs.adapt import change
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step
 
 GROUPS = {"state": "policy", "privileged_state": "critic"}
-KEPT = "pql_obs"
 
 
 class PlaygroundVec:
@@ -29,11 +29,11 @@ class PlaygroundVec:
         num_envs: N.
         device: of the tensors; JAX computes on the same kind.
         env: its name in Playground's registry.
-        settings: overrides of its configuration, by name; ``{"impl": "jax"}`` where there is no GPU.
+        settings: of its configuration, by dotted name; ``{"impl": "jax"}`` where there is no GPU.
         episode_length: time limit in steps; None: the task's own.
         full_reset: every episode begins in a new state.
     Raises:
-        ConfigError: no such environment, or a number out of range.
+        ConfigError: no such environment or setting, a number out of range, or JAX is on another kind of device.
     """
 
     def __init__(
@@ -48,9 +48,11 @@ class PlaygroundVec:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU's memory
         import jax
 
-        wrapped, limit, dt = load(env, settings or {}, episode_length, full_reset)
         self.jax, self.device = jax, torch.device(device)
-        self._reset, self._step = jax.jit(wrapped.reset), jax.jit(wrapped.step)
+        if (jax.default_backend() == "cpu") != (self.device.type == "cpu"):
+            raise ConfigError("device", device, f"one of the kind that JAX has there: {jax.default_backend()}")
+        wrapped, step, limit, dt = load(env, settings or {}, episode_length, full_reset)
+        self._reset, self._step = jax.jit(wrapped.reset), jax.jit(step)
         self._key: Any = jax.random.PRNGKey(0)
         self._state: Any = None
         self._n = num_envs
@@ -74,12 +76,12 @@ class PlaygroundVec:
     def step(self, action: Tensor) -> Step:
         # A clone: JAX may still be reading when the caller writes its next action.
         given = self.jax.dlpack.from_dlpack(action.clamp(-1, 1).clone().contiguous())
-        self._state = state = self._step(self._state, given)
-        over = self._tensor(state.done) != 0
-        truncated = (self._tensor(state.info["truncation"]) != 0) & over  # not set where the task has ended as well
+        self._state, final, late = self._step(self._state, given)
+        over = self._tensor(self._state.done) != 0
+        truncated = (self._tensor(late) != 0) & over  # not set where the task has ended as well
         yes = torch.ones_like(over)
-        return Step(self._groups(state.obs), self._tensor(state.reward).float(), over & ~truncated, truncated, over,
-                    self._groups(state.info[KEPT]), yes, yes.clone(), {})  # fmt: skip
+        return Step(self._groups(self._state.obs), self._tensor(self._state.reward).float(), over & ~truncated,
+                    truncated, over, self._groups(final), yes, yes.clone(), {})  # fmt: skip
 
     def close(self) -> None:
         self._state = None
@@ -96,32 +98,40 @@ class PlaygroundVec:
 
 def load(
     name: str, settings: Mapping[str, Any], episode_length: int | None, full_reset: bool
-) -> tuple[Any, int, float]:
-    """Playground's environment inside brax's wrappers, with the final observation kept; time limit, seconds a step."""
+) -> tuple[Any, Any, int, float]:
+    """Playground's environment inside brax's wrappers.
+
+    Returns:
+        the environment; its step, (state, action) -> (state, final observation, whether the time limit cut it off);
+        the time limit; seconds a step.
+    """
     from brax.envs.wrappers import training
     from mujoco_playground import registry, wrapper
 
     if name not in (known := list(registry.ALL_ENVS)):
         raise ConfigError("env", name, f"one of {', '.join(known)}{nearest(name, known)}")
     config = registry.get_default_config(name)
+    change(config, settings)
     limit = int(config.episode_length if episode_length is None else episode_length)
     if limit < 1:
         raise ConfigError("episode_length", limit, "at least 1")
-    bare = registry.load(name, config_overrides=dict(settings))
+    bare = registry.load(name, config=config)
 
-    class KeepObs(wrapper.Wrapper):
-        """Copies each observation to where the reset outside does not replace it."""
+    class Before(wrapper.Wrapper):
+        """Shows the step before the reset outside replaces its observation and, if it is a full one, its info."""
 
-        def reset(self, rng: Any) -> Any:
-            state = self.env.reset(rng)
-            state.info[KEPT] = state.obs
-            return state
+        shown: Any = None
 
         def step(self, state: Any, action: Any) -> Any:
-            after = self.env.step(state, action)
-            after.info[KEPT] = after.obs
-            return after
+            self.shown = self.env.step(state, action)
+            return self.shown
 
-    inner = training.EpisodeWrapper(training.VmapWrapper(bare), limit, 1)
-    wrapped = wrapper.BraxAutoResetWrapper(KeepObs(inner), **({"full_reset": True} if full_reset else {}))
-    return wrapped, limit, float(bare.dt)
+    before = Before(training.EpisodeWrapper(training.VmapWrapper(bare), limit, 1))
+    wrapped = wrapper.BraxAutoResetWrapper(before, **({"full_reset": True} if full_reset else {}))
+
+    def step(state: Any, action: Any) -> Any:
+        after = wrapped.step(state, action)
+        shown, before.shown = before.shown, None  # of the trace in hand: nobody may keep it
+        return after, shown.obs, shown.info["truncation"]
+
+    return wrapped, step, limit, float(bare.dt)

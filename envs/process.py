@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,10 +35,12 @@ from torch import Tensor
 
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.envs import far, shared_cuda
+from pql.envs.far_build import ORDINARY
 from pql.errors import ConfigError, RunError
 from pql.types import Obs, Step
 
 GRACE = 5.0  # seconds for a simulator to close, and for a signal to be answered
+LOOK = 1.0  # seconds without an answer after which the process is looked after
 
 
 class Far:
@@ -83,11 +86,19 @@ class Far:
         return f"the simulator's process {self.process.pid} ({self.python})"
 
     def ask(self, do: str, seconds: float, blob: bytes = b"", **request: Any) -> tuple[Any, bytes]:
-        """Send a message and wait for the answer. Raises as :meth:`wait`."""
+        """Send a message and wait for the answer.
+
+        Raises:
+            ConfigError: a setting that the simulator refused; the process goes on.
+            RunError: an exception there, or as :meth:`wait`; the process is then gone.
+        """
         self._check_open()
         with suppress(BrokenPipeError):  # it has ended; what it said before that is still to be read
             far.send_message(self.requests, far.CALL, {"do": do, **request}, blob)
-        return self.wait(seconds)
+        kind = self.wait(seconds, "start_seconds")
+        while kind in (far.STEP, far.PLAIN):  # of a step that nobody has waited for
+            kind = self.wait(seconds, "start_seconds")
+        return self._answer(kind)
 
     def wake(self) -> None:
         """Ask for a step."""
@@ -97,18 +108,40 @@ class Far:
         except BrokenPipeError:
             return  # as above
 
-    def wait(self, seconds: float) -> tuple[Any, bytes]:
-        """The oldest answer due; for a step nothing.
+    def wait(self, seconds: float, setting: str = "step_seconds") -> bytes:
+        """Until it answers: what kind of answer it is.
 
+        Args:
+            seconds: a longer silence is a hang.
+            setting: that says how long that is.
         Raises:
-            ConfigError: a setting that the simulator refused; the process goes on.
-            RunError: an exception there, a crash, or no answer within ``seconds``; the process is then gone.
+            RunError: a crash, or no answer within ``seconds``; the process is then gone.
         """
-        if not self._poll.poll(seconds * 1000):
-            raise self._hung(seconds)
-        kind = os.read(self.answers, 1)
-        if kind == far.STEP:
-            return None, b""
+        if not self._poll.poll(1000 * min(seconds, LOOK)):
+            self._look_after(seconds, setting)
+        return os.read(self.answers, 1)
+
+    def stepped(self, seconds: float, setting: str = "step_seconds") -> bool:
+        """Wait for the step that was asked for: whether anything ended or began in it. Raises as :meth:`ask`."""
+        kind = self.wait(seconds, setting)
+        if kind not in (far.STEP, far.PLAIN):
+            self._answer(kind)
+        return kind != far.PLAIN
+
+    def _look_after(self, seconds: float, setting: str) -> None:
+        """It is slow, or hangs, or has ended without a word: that its pipe is open says little, since whatever it has
+        forked holds that open, too."""
+        deadline = time.monotonic() + seconds - LOOK
+        while not self._poll.poll(0):
+            if self.process.poll() is not None and not self._poll.poll(0):  # it may have answered, then ended
+                raise self._died()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._hung(seconds, setting)
+            self._poll.poll(1000 * min(left, LOOK))
+
+    def _answer(self, kind: bytes) -> tuple[Any, bytes]:
+        """The rest of an answer of this kind."""
         if not kind:
             raise self._died()
         facts, blob = far.read_message(self._read)
@@ -140,7 +173,7 @@ class Far:
         self.kill()
         return RunError(f"{left}\n{self} {how}" if left else f"{self} {how}; it may have said why above")
 
-    def _hung(self, seconds: float) -> RunError:
+    def _hung(self, seconds: float, setting: str) -> RunError:
         """No answer: where it hangs. It is killed."""
         os.killpg(self.process.pid, signal.SIGUSR1)  # the group: a script may have started the interpreter
         stacks, before, deadline = "", "", time.monotonic() + GRACE
@@ -148,7 +181,7 @@ class Far:
             time.sleep(0.2)
             stacks, before = self._stacks(), stacks
         self.kill()
-        how = f"{self} has not answered for {seconds:g} s (task.process.step_seconds)"
+        how = f"{self} has not answered for {seconds:g} s (task.process.{setting})"
         return RunError(f"{stacks}\n{how}" if stacks else how)
 
     def _stacks(self) -> str:
@@ -233,9 +266,11 @@ class ProcessVec:
         if not self._shared:
             self._tensors = map_memory(self._far.memory, told["places"], told["size"])
             self._count = self._tensors["count"].numpy()
-        self._action = self._tensors["action"]
-        self._shared_obs = [(name, self._tensors[f"obs.{name}"]) for name in self.spec.obs]
-        self._patience = start_seconds  # the first step may compile
+        self._readers = {name: reader(shared, self._device) for name, shared in self._tensors.items()}
+        self._read_obs = [(name, self._readers[f"obs.{name}"]) for name in self.spec.obs]
+        self._read_reward = self._readers["reward"]
+        self._ordinary = tuple(torch.full((self.spec.num_envs,), flag, device=self._device) for flag in ORDINARY)
+        self._patience = (start_seconds, "start_seconds")  # the first step may compile
         self._has = frozenset(told["has"])
 
     def __getattr__(self, name: str) -> Any:
@@ -277,34 +312,32 @@ class ProcessVec:
 
     def start(self, action: Tensor) -> None:
         """Hand over the actions and return at once; :meth:`result` waits for what follows."""
-        self._action.copy_(action)
+        self._tensors["action"].copy_(action)
         self._settle()
         self._far.wake()
 
     def result(self) -> Step:
-        """Of the step that was started. Fields are new tensors."""
-        self._far.wait(self._patience)
-        self._patience = self._seconds
-        obs, take = self._obs(), self._take
-        terminated, truncated, first, final_ok, valid = take(self._tensors["flags"]).unbind(0)
-        log = dict(zip(self.spec.log, take(self._tensors["log"]).unbind(0), strict=True)) if self.spec.log else {}
-        reward, final = take(self._tensors["reward"]), self._final(obs)
-        return Step(obs, reward, terminated, truncated, first, final, final_ok, valid, log)
+        """Of the step that was started. Fields are new tensors, but for the flags of a step of ordinary rows alone:
+        those are the same ones every time, and not to be written to."""
+        eventful = self._far.stepped(*self._patience)
+        self._patience = (self._seconds, "step_seconds")
+        flags = self._readers["flags"]().unbind(0) if eventful else self._ordinary
+        terminated, truncated, first, final_ok, valid = flags
+        obs, terms = self._obs(), self.spec.log
+        final = self._final(obs) if eventful else dict(obs)
+        log = dict(zip(terms, self._readers["log"]().unbind(0), strict=True)) if terms else {}
+        return Step(obs, self._read_reward(), terminated, truncated, first, final, final_ok, valid, log)
 
     def close(self) -> None:
         self._far.close()
 
     def _obs(self) -> Obs:
-        return {name: self._take(shared) for name, shared in self._shared_obs}
-
-    def _take(self, shared: Tensor) -> Tensor:
-        """A copy on this side's device, made before this returns."""
-        return shared.clone() if shared.device.type == self._device.type else shared.to(self._device)
+        return {name: read() for name, read in self._read_obs}
 
     def _final(self, obs: Obs) -> Obs:
         """``obs`` itself, or a copy of it with the rows that have another successor."""
         if self._shared:  # all rows cross: to count them would be to wait
-            return {name: self._take(self._tensors[f"final.{name}"]) for name in obs}
+            return {name: self._readers[f"final.{name}"]() for name in obs}
         count = int(self._count[0])
         if not count:
             return dict(obs)
@@ -333,7 +366,7 @@ class ProcessVec:
 
 
 def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Tensor]:
-    """The shared arrays (``far.layout``) by name."""
+    """The shared arrays (``far_build.layout``) by name."""
     shared = mmap.mmap(file, size)
     return {
         name: torch.from_numpy(
@@ -343,8 +376,13 @@ def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Ten
     }
 
 
+def reader(shared: Tensor, device: torch.device) -> Callable[[], Tensor]:
+    """What copies a shared array to a new tensor on ``device``; that on a device may be under way when it returns."""
+    return shared.clone if shared.device.type == device.type else partial(shared.to, device)
+
+
 def read_spec(told: Mapping[str, Any], device: torch.device) -> EnvSpec:
-    """``far.describe``'s JSON as a specification."""
+    """``far_build.describe``'s JSON as a specification."""
     kind, bounds = told["action"], [told["action"].get(k) for k in ("low", "high")]
     action: Box | Discrete
     if "n" in kind:

@@ -18,6 +18,9 @@ from pql.grouped import Grouped, grouped_spec
 from pql.machine import thread_counts
 from pql.validate import resolve_device
 
+CUT_SHORT = ("stagger", "random_lengths")
+"""Keywords with which first episodes begin in their middle."""
+
 
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
     """The environment's spec without starting it, where its factory can tell. One in another process tells it there:
@@ -82,7 +85,7 @@ def build_env(
     """The task's environment.
 
     Args:
-        num_envs: instead of the config's, in one group, and without ``stagger`` (evaluation).
+        num_envs: instead of the config's, in one group, and with whole first episodes (evaluation).
         approve: is shown the specification of one in another process before its simulator is built, where its factory
             can tell; of others, :func:`describe_env` tells it.
     """
@@ -107,7 +110,7 @@ def build_env(
 
 def unstaggered(config: Config) -> Config:
     """The same, but all first episodes are whole: an evaluation counts them."""
-    kwargs = {name: value for name, value in config.task.kwargs.items() if name != "stagger"}
+    kwargs = {name: value for name, value in config.task.kwargs.items() if name not in CUT_SHORT}
     return replace(config, task=replace(config.task, kwargs=kwargs))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pql.config import from_dict
 from pql.conformance import Checker, check_env
 from pql.env import EnvSpec, VecEnv, find_factory, make_env
 from pql.text import table
@@ -14,6 +15,7 @@ from pql.types import Step
 from pql.validate import RANGES, STEPS, check_range
 
 SPEED_SECONDS = 1.0  # at least so long is stepped to measure the rate
+PROCESS = "task.process."  # settings of a run that hold here, too
 MEANING = {
     "same_step": "same step: the row that ends an episode shows the next one's first observation",
     "next_step": "next step: a filler row follows the end of an episode, and is not learned from",
@@ -25,17 +27,25 @@ def check(name: str, num_envs: int, steps: int | None, words: dict[str, Any]) ->
 
     Args:
         steps: of the main run; None: a little over the time limit.
-        words: keywords for the environment; ``task.process.python`` puts it into a process of that interpreter.
+        words: keywords for the environment; ``task.process.python`` puts it into a process of that interpreter, and
+            the other settings ``task.process`` are for that.
     """
     check_range("--num-envs", num_envs, RANGES["num_envs"])
     check_range("--steps", steps, STEPS)
-    kwargs, described = dict(words), None
-    if (python := kwargs.pop("task.process.python", None)) is not None:
+    kwargs, described = {k: v for k, v in words.items() if not k.startswith(PROCESS)}, None
+    own = {k.removeprefix(PROCESS): v for k, v in words.items() if k not in kwargs}
+    process = from_dict({"task": {"process": own}}).task.process
+    for key in own.keys() - {"python"}:
+        check_range(f"{PROCESS}{key}", getattr(process, key), RANGES[f"{PROCESS}{key}"])
+    if process.python is not None:
         from pql.envs.process import ProcessVec
 
         foreseen: list[EnvSpec] = []
         device = kwargs.pop("device", "cpu")
-        env: VecEnv = ProcessVec(name, num_envs, device, python, kwargs, approve=foreseen.append)
+        env: VecEnv = ProcessVec(
+            name, num_envs, device, process.python, kwargs, None, process.step_seconds, process.start_seconds,
+            approve=foreseen.append,
+        )  # fmt: skip
         described = foreseen[0] if foreseen else None
     else:
         env = make_env(name, num_envs=num_envs, **kwargs)
@@ -74,19 +84,24 @@ def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
     """Step ``env`` with random actions -> rows of (what, what was found). Reads values back at every step."""
     checker, spec = Checker(env, seed), env.spec
     ranges = {f"obs {k}": Range() for k in spec.obs} | {"reward": Range()}
-    counts = dict.fromkeys(("rows", "terminated", "truncated", "lost", "fillers"), 0)
+    counts = dict.fromkeys(("rows", "terminated", "truncated", "lost", "fillers", "late"), 0)
+    length, limit = torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device), spec.max_episode_steps
     for name, value in env.reset(seed).items():
         ranges[f"obs {name}"].add(value)
     for action in checker.actions(steps):
         step = env.step(action)
         tally(step, ranges, counts)
+        length += step.valid
+        counts["late"] += int((step.terminated & (length >= limit)).sum()) if limit else 0
+        length[step.first] = 0
     return [
         ["autoreset", MEANING[spec.autoreset]],
         ["episode ends", f"{counts['terminated']:,} terminated, {counts['truncated']:,} truncated in "
                          f"{counts['rows']:,} rows; {counts['fillers']:,} filler rows beside these"],
         ["final observations", f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
                                + (", from which nothing is bootstrapped" if counts["lost"] else "")],
-        ["time limit", f"{spec.max_episode_steps or 'none'}"],
+        ["time limit", f"{limit or 'none'}" + (f"; {counts['late']:,} terminations in its row: those of its doing must "
+                                               "truncate" if counts["late"] else "")],
         *([["crosses through", env.crossing]] if hasattr(env, "crossing") else []),  # in a process of its own
         ["host syncs a step", syncs(env, checker)],
         ["env-steps/s", f"{speed(env, checker):,.0f} with {spec.num_envs} environments on {spec.device}"],

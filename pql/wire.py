@@ -122,8 +122,8 @@ def read_json(body: memoryview) -> dict[str, Any]:
 
 
 def check_facts(facts: Any) -> dict[str, Any]:
-    """A specification (as ``pql.envs.far.describe`` writes it) that came over the wire: every field there, of the type
-    and size it must have.
+    """A specification (as ``pql.envs.far_build.describe`` writes it) that came over the wire: every field there, of the
+    type and size it must have.
 
     Raises:
         WireError: names the field.

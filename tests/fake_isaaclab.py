@@ -34,6 +34,7 @@ class Config:
     episode_length_s: float = 5.0
     observations: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(policy=Group(), critic=Group()))
     scene: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(num_envs=4))
+    rewards: dict = field(default_factory=lambda: {"walk": SimpleNamespace(weight=1.0)})  # a dict in mjlab alone
 
 
 class FakeLabEnv:
@@ -68,6 +69,7 @@ class FakeLabEnv:
         self.extras["log"] = {
             "Episode_Reward/walk": self.episode_length_buf[ids].float().mean(),
             "Curriculum/level": 2.0,
+            "Episode_Termination/time_out": int(self.time_outs[ids].sum()),  # a count, unlike the others
         }
         self.episode[ids] += 1
         self.episode_length_buf[ids] = 0
@@ -78,6 +80,11 @@ class FakeLabEnv:
         self.reset_ids(torch.arange(self.num_envs) if env_ids is None else env_ids)
         return self.observe(), self.extras
 
+    def take(self, action):
+        if action.shape != (self.num_envs, *self.single_action_space.shape):
+            raise ValueError(f"Invalid action shape, expected: 3, received: {action.shape[1]}.")
+        self.actions.append(action.clone())
+
     def judge(self):
         self.episode_length_buf += 1
         self.time_outs[:] = self.episode_length_buf >= self.max_episode_length
@@ -87,7 +94,7 @@ class FakeLabEnv:
         return (self.terminated | self.time_outs).nonzero().squeeze(-1)
 
     def step(self, action):
-        self.actions.append(action.clone())
+        self.take(action)
         ids = self.judge()
         if len(ids):
             if self.cfg.compute_final_obs:
@@ -100,6 +107,15 @@ class FakeLabEnv:
         self.closed = True
 
 
+@dataclass
+class Space:
+    """mjlab's own ``Box``: one number for all bounds, and no array of them."""
+
+    shape: tuple = (3,)
+    low: float = -math.inf
+    high: float = math.inf
+
+
 class FakeMjlabEnv(FakeLabEnv):
     """mjlab: a new log at every step; without ``auto_reset`` the flagged environments must be reset before the next."""
 
@@ -108,6 +124,7 @@ class FakeMjlabEnv(FakeLabEnv):
 
     def __init__(self, cfg, device="cpu"):
         super().__init__(cfg, device)
+        self.single_action_space = Space()
         self.due = set()
 
     def reset(self, *, seed=None, env_ids=None, options=None):
@@ -120,7 +137,7 @@ class FakeMjlabEnv(FakeLabEnv):
         if self.due:
             raise RuntimeError(f"environments {self.due} have ended and were not reset")
         self.extras["log"] = {}
-        self.actions.append(action.clone())
+        self.take(action)
         ids = self.judge()
         if self.cfg.auto_reset:
             self.reset_ids(ids)

@@ -13,12 +13,14 @@ class Walk:
     """A point that is pushed about in the plane; noise, two observation groups, an end and a time limit.
 
     Args:
-        fault: what the step numbered ``at`` does instead: raise, abort, hang, or exit.
+        fault: what the step numbered ``at`` does instead: raise, abort, orphan (abort; a child lives), hang, or exit.
     """
 
     def __init__(self, num_envs, device="cpu", limit=7, discrete=False, fault=None, at=3, threads=0):
         if limit < 1:
             raise WrongSettingError("limit", limit, "at least 1")
+        if discrete is None:
+            raise WrongSettingError("discrete", discrete, "true or false")
         action = Discrete(4) if discrete else Box(2, (-2.0, -2.0), (2.0, 2.0))
         obs = {"policy": ObsSpec((2,)), "critic": ObsSpec((3,), "float64"), "image": ObsSpec((2, 2), "uint8")}
         info = {
@@ -26,6 +28,7 @@ class Walk:
             "threads": threads,
             "pid": os.getpid(),
             "torch": "torch" in sys.modules,
+            "arguments": len(sys.argv) - 1,
         }
         self.spec = EnvSpec(
             "walk", num_envs, obs, action, "cpu", max_episode_steps=limit, log=("push", "success"),
@@ -74,7 +77,9 @@ class Walk:
     def fail(self):
         if self.fault == "raise":
             raise ZeroDivisionError("the simulator fell over")
-        if self.fault == "abort":
+        if self.fault == "orphan" and os.fork() == 0:
+            time.sleep(600)
+        if self.fault in ("abort", "orphan"):
             os.abort()
         if self.fault == "exit":
             os._exit(3)
@@ -120,6 +125,31 @@ class Foreseen(Walk):
 
 
 class Misshapen(Walk):
+    def __init__(self, num_envs, device="cpu", field="reward"):
+        super().__init__(num_envs, device)
+        self.field = field
+
     def step(self, action):
         step = super().step(action)
-        return step._replace(reward=step.reward[:, None])
+        return step._replace(**{self.field: getattr(step, self.field)[:, None]})
+
+
+class Numbers(Walk):
+    """Its specification's numbers are NumPy's, and some of its flags are numbers."""
+
+    def __init__(self, num_envs, device="cpu"):
+        super().__init__(num_envs, device)
+        obs = {k: ObsSpec(tuple(np.array(part.shape)), part.dtype) for k, part in self.spec.obs.items()}
+        bound = np.full(2, 2, np.float32)
+        self.spec = EnvSpec(
+            "walk", np.int64(num_envs), obs, Box(np.int64(2), -bound, bound), "cpu", max_episode_steps=np.int64(7),
+            log=("push", "success"), deterministic=np.bool_(True),
+        )  # fmt: skip
+
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(terminated=step.terminated.astype(np.int64), valid=step.valid.astype(np.float32))
+
+
+def endless(num_envs, device):
+    time.sleep(600)

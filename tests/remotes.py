@@ -9,7 +9,7 @@ import numpy as np
 
 from pql import wire
 from pql.actor.client import Actor
-from pql.envs.far import describe
+from pql.envs.far_build import describe
 from pql.envs.remote import Remote
 
 

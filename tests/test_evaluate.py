@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import small_config
 from run_files import points, rows, words
 
 from pql.checkpoint import load
@@ -29,6 +30,20 @@ def episode(env: Counter, i: int, e: int = 0) -> tuple[float, int]:
     at, which = torch.tensor([i]), torch.tensor([e])
     length = 2 if bool(env.restarts(at, which)) else int(env.length_of(at, which))
     return sum(float(env.reward_of(at, which, at * 0 + s)) for s in range(length)), length
+
+
+def test_an_evaluation_wants_no_random_lengths(monkeypatch):
+    """The adapters' word for staggered first episodes."""
+    given = []
+
+    def adapter(num_envs, device, random_lengths=False):
+        given.append(random_lengths)
+        return Counter(num_envs)
+
+    monkeypatch.setattr("pql.env._registered", {"adapter": adapter})
+    config = small_config(task={"name": "adapter", "kwargs": {"random_lengths": True}})
+    assert [build_env(config).spec.num_envs, build_env(config, 3).spec.num_envs] == [8, 3]
+    assert given == [True, False]
 
 
 OPTIONS = [{}, {"restart_every": 2}, {"terminate_every": 0}, {"terminate_every": 1}]

@@ -137,6 +137,14 @@ def test_the_package_is_asked_for_a_task_by_its_own_configuration(tmp_path, monk
         isaacgym.isaacgym(5, "cpu", timing="late")
 
 
+def test_observations_of_several_arrays_are_refused():
+    task = fake_isaacgym.FakeVecTask(4, L)
+    task.clamped = lambda: {"object_pose": task.obs_buf, "goal_pose": task.obs_buf}
+    env = IsaacGymVec(task, "AllegroHandDextremeADR", "pre")
+    with pytest.raises(ConfigError, match=r"task=AllegroHandDextremeADR: .* one array, not object_pose, goal_pose"):
+        env.reset(0)
+
+
 @pytest.mark.parametrize(
     ("task", "timing"),
     [("Ant", "post"), ("FrankaCubeStack", "post"), ("ShadowHandOpenAI_LSTM", "pre"), ("BallBalance", "pre"),
@@ -145,3 +153,9 @@ def test_the_package_is_asked_for_a_task_by_its_own_configuration(tmp_path, monk
 def test_the_timing_follows_the_task(monkeypatch, task, timing):
     monkeypatch.setattr(isaacgym, "make_task", lambda name, n, device, words: fake_isaacgym.FakeVecTask(n, L))
     assert isaacgym.isaacgym(2, "cpu", task=task).timing == timing
+
+
+@pytest.mark.parametrize("task", ["FactoryTaskNutBoltPick", "IndustRealTaskPegsInsert"])
+def test_environments_that_end_together_cannot_begin_apart(task):
+    with pytest.raises(ConfigError, match=f"random_lengths=true: expected false: all environments of {task}"):
+        isaacgym.isaacgym(2, "cpu", task=task, random_lengths=True)

@@ -12,6 +12,7 @@ from fake_isaaclab import Config, FakeLabEnv, FakeMjlabEnv
 
 from pql.conformance import check_env
 from pql.envs import isaaclab
+from pql.envs.adapt import Actions, change
 from pql.envs.isaaclab import IsaacLabVec
 from pql.envs.mjlab import MjlabVec
 from pql.errors import ConfigError
@@ -76,12 +77,13 @@ def test_rows_are_what_really_happened(kind):
 def test_the_log_counts_once_for_each_environment_that_was_reset(kind):
     env = KINDS[kind]()
     env.reset(0)
-    assert env.spec.log == ("Episode_Reward/walk", "Curriculum/level")
+    assert env.spec.log == ("Episode_Reward/walk", "Curriculum/level", "Episode_Termination/time_out")
     for t in range(1, 9):
         step = env.step(torch.zeros(4, 3))
         expected = {3: [0, 3, 0, 0], 5: [5, 0, 5, 5], 6: [0, 3, 0, 0]}.get(t, [0] * 4)
         assert step.log["Episode_Reward/walk"].tolist() == expected
         assert step.log["Curriculum/level"].tolist() == [2.0 * (x > 0) for x in expected]
+        assert step.log["Episode_Termination/time_out"].tolist() == [float(x == 5) for x in expected]  # shares
 
 
 def test_both_flags_are_a_termination_and_a_finite_problem_has_no_time_limit():
@@ -101,9 +103,36 @@ def test_actions_reach_the_bound_or_the_spaces_own():
     assert env.env.actions[-1].tolist() == [[1.5, -3.0, 3.0]] * 4
     assert env.spec.action.bounds == ((-3.0,) * 3, (3.0,) * 3)
     space = gymnasium.spaces.Box(torch.tensor([0.0, -2.0]).numpy(), torch.tensor([1.0, 4.0]).numpy())
-    assert isaaclab.Actions(space, 1.0)(torch.tensor([[0.0, 1.0]])).tolist() == [[0.5, 4.0]]
+    assert Actions(space, 1.0)(torch.tensor([[0.0, 1.0]])).tolist() == [[0.5, 4.0]]
     with pytest.raises(ConfigError, match=r"action_bound=0: expected a number above 0"):
-        isaaclab.Actions(space, 0)
+        Actions(space, 0)
+    with pytest.raises(ConfigError, match=r"task=Discrete\(2\): expected a task whose actions are one array"):
+        Actions(gymnasium.spaces.Discrete(2), 1.0)
+
+
+def test_mjlabs_space_says_its_bounds_once_for_all_actions():
+    env = MjlabVec(FakeMjlabEnv(Config(auto_reset=False)), "Fake", action_bound=2.0)
+    assert env.spec.action.bounds == ((-2.0,) * 3, (2.0,) * 3)
+    env.reset(0)
+    env.step(torch.tensor([[0.5, -5.0, 1.0]] * 4))
+    assert env.env.actions[-1].tolist() == [[1.0, -2.0, 2.0]] * 4
+
+
+def test_settings_reach_attributes_and_what_has_keys():
+    config = Config()
+    change(config, {"scene.num_envs": 7, "rewards.walk.weight": 2.0, "length": 3})
+    assert (config.scene.num_envs, config.rewards["walk"].weight, config.length) == (7, 2.0, 3)
+    change(config, {"scene": {"num_envs": 8}, "rewards": {"walk": {"weight": 3.0}}})  # as the command line gives them
+    assert (config.scene.num_envs, config.rewards["walk"].weight) == (8, 3.0)
+    with pytest.raises(ConfigError, match=r"^rewards\.walk\.weigt=1: .* \(did you mean weight\?\)$"):
+        change(config, {"rewards": {"walk": {"weigt": 1}}})
+    meant = " (did you mean walk?)"
+    change(config, {"rewards.walk": None})
+    assert config.rewards == {"walk": None}
+    for name, hint in (("rewards.wolk", meant), ("scene.fog.depth", ""), ("rewards.walk.weight", "")):
+        with pytest.raises(ConfigError) as caught:
+            change(config, {name: 1})
+        assert str(caught.value) == f"{name}=1: expected a name in the task's configuration{hint}"
 
 
 def test_a_history_would_lack_its_newest_frame():
@@ -157,5 +186,9 @@ def test_the_application_starts_first_and_the_configuration_is_the_tasks(monkeyp
     assert env.env.cfg.episode_length_s == 7.0
     env.close()
     assert order[2:] == ["app closed"]
-    with pytest.raises(ConfigError, match=r"scene\.num_env=3: expected an attribute of the configuration, Config"):
+    with pytest.raises(ConfigError, match=r"scene\.num_env=3: .* \(did you mean num_envs\?\)"):
         isaaclab.isaaclab(3, "cpu", settings={"scene.num_env": 3})
+    older = types.SimpleNamespace(parse_env_cfg=lambda *task, **sizes: types.SimpleNamespace(seed=None))
+    monkeypatch.setitem(sys.modules, "isaaclab_tasks.utils", older)
+    with pytest.raises(ConfigError, match=r"final_obs=true: expected false: this version of Isaac Lab cannot"):
+        isaaclab.isaaclab(3, "cpu", final_obs=True)

@@ -7,39 +7,49 @@ import torch
 from gymnasium.spaces import Box
 
 from pql.conformance import check_env
-from pql.envs.maniskill import ManiSkillVec, maniskill
+from pql.envs.maniskill import ManiSkillVec, backend, maniskill
 from pql.errors import ConfigError
 
 
 class FakeVector:
     """``ManiSkillVectorEnv`` with automatic resets: on steps with an end, the info is the reset's, and what was to be
-    said of the step lies below ``final_info``. obs = [episode, step]."""
+    said of the step lies below ``final_info``. obs = [episode, step].
 
-    def __init__(self, num_envs=4, limit=5):
-        self.num_envs, self.limit = num_envs, limit
-        self.single_action_space = Box(np.float32([-1, 0]), np.float32([1, 0.5]))
+    Args:
+        judged: the task knows success; the info of a reset tells it, too.
+    """
+
+    control_mode = "pd_joint_pos"
+
+    def __init__(self, num_envs=4, limit=5, judged=True, high=0.5, pictures=False):
+        self.num_envs, self.limit, self.judged, self.pictures = num_envs, limit, judged, pictures
+        self.single_action_space = Box(np.float32([-1, 0]), np.float32([1, high]))
         self.episode = torch.full((num_envs,), -1)
         self._elapsed_steps = torch.zeros(num_envs, dtype=torch.int32)
         self.base_env, self.actions = self, []
         self.terminated = torch.zeros(num_envs, dtype=torch.bool)
 
     def obs(self):
-        return torch.stack((self.episode, self._elapsed_steps), 1).float()
+        state = torch.stack((self.episode, self._elapsed_steps), 1).float()
+        return {"state": state, "sensor_data": {}} if self.pictures else state
+
+    def info(self):
+        won = (torch.arange(self.num_envs) == 1) & (self._elapsed_steps == 3)
+        return {"elapsed_steps": self._elapsed_steps.clone(), **({"success": won} if self.judged else {})}
 
     def reset(self, *, seed=None, options=None):
         ids = torch.arange(self.num_envs) if options is None else options["env_idx"]
         self.episode[ids] += 1
         self._elapsed_steps[ids] = 0
-        return self.obs(), {"reconfigure": False}
+        return self.obs(), {**self.info(), "reconfigure": False}
 
     def step(self, actions):
         self.actions.append(actions.clone())
         self._elapsed_steps += 1
-        success = (torch.arange(self.num_envs) == 1) & (self._elapsed_steps == 3)
-        self.terminated[:] = success
+        obs, info = self.obs(), self.info()
+        self.terminated[:] = info["success"] if self.judged else False
         truncated = self._elapsed_steps >= self.limit
-        obs, info = self.obs(), {"success": success.clone(), "elapsed_steps": self._elapsed_steps.clone()}
-        reward = success  # a sparse one, and bool
+        reward = self.terminated.clone()  # a sparse one, and bool
         done = self.terminated | truncated
         if done.any():
             final = obs.clone()
@@ -73,6 +83,28 @@ def test_rows_are_what_really_happened():
     assert env.env.actions[-1].tolist() == [[1.0, 0.25]] * 4
 
 
-def test_the_cpu_holds_one():
+def test_a_task_that_knows_no_success_logs_none():
+    env = ManiSkillVec(FakeVector(judged=False), "Fake", 5, "cpu")
+    assert env.spec.log == ()  # a success of 0 would be told of every evaluation
+    assert check_env(env, 30).ok
+
+
+def test_first_episodes_of_random_length():
+    env = ManiSkillVec(FakeVector(64, limit=40), "Fake", 40, "cpu", random_lengths=True)
+    env.reset(0)
+    assert env.env._elapsed_steps.unique().numel() > 15
+    assert env.env._elapsed_steps.max() < 40
+
+
+def test_the_simulation_is_on_the_device_asked_for():
+    names = [backend(torch.device(name)) for name in ("cpu", "cuda", "cuda:1")]
+    assert names == ["physx_cpu", "physx_cuda", "physx_cuda:1"]
+
+
+def test_what_has_no_place_here_is_refused():
     with pytest.raises(ConfigError, match="num_envs=2: expected 1 with ManiSkill on the CPU"):
         maniskill(2, "cpu")
+    with pytest.raises(ConfigError, match="control_mode=pd_joint_pos: expected a controller with bounds"):
+        ManiSkillVec(FakeVector(high=np.inf), "Fake", 5, "cpu")
+    with pytest.raises(ConfigError, match="obs_mode=state, sensor_data: expected state: one flat array"):
+        ManiSkillVec(FakeVector(pictures=True), "Fake", 5, "cpu")

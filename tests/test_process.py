@@ -88,6 +88,7 @@ def test_a_simulator_in_another_python_conforms(walk, discrete):
     assert isinstance(env, VecEnv)
     assert env.spec.info["python"] in ("3.8", ".".join(map(str, sys.version_info[:2])))
     assert env.spec.info["torch"] is False
+    assert env.spec.info["arguments"] == 0  # simulators that read them would stumble over ours
     assert env.spec.action == (Discrete(4) if discrete else Box.within(2, 2.0))
     assert {k: (s.shape, s.dtype) for k, s in env.spec.obs.items()} == {
         "policy": ((2,), torch.float32),
@@ -115,6 +116,50 @@ def test_the_values_are_the_simulators_own(walk):
     assert ends > 30
 
 
+def test_numbers_may_be_numpys(walk):
+    env = walk(name="far_sims:Numbers")
+    assert env.spec.action == Box.within(2, 2.0)
+    assert (env.spec.max_episode_steps, env.spec.obs["image"].shape, env.spec.deterministic) == (7, (2, 2), True)
+    report = check_env(env, 30)
+    assert report.ok, report
+
+
+LATE = """
+from types import SimpleNamespace as Record
+
+class Late:
+    def __init__(self, num_envs, device):
+        import torch
+        self.torch, part = torch, Record(shape=(1,), dtype="float32")
+        self.spec = Record(name="late", num_envs=num_envs, obs={"policy": part}, action=Record(size=1), device="cpu",
+                           info={"device": type(device).__name__})
+
+    def reset(self, seed=None):
+        return {"policy": self.torch.zeros(self.spec.num_envs, 1)}
+
+    def step(self, action):
+        obs, no = self.reset(), self.torch.zeros(self.spec.num_envs, dtype=self.torch.bool)
+        graded = self.torch.ones(self.spec.num_envs, requires_grad=True) * 2
+        return Record(obs=obs, reward=graded.requires_grad + no.float(), terminated=no, truncated=no, first=no,
+                      final_obs=obs, final_ok=~no, valid=~no, log={})
+
+    def close(self): ...
+"""
+
+
+def test_no_gradients_are_kept_where_the_simulator_brings_torch(tmp_path, monkeypatch):
+    """Isaac Gym must be imported before it, so it is not there when the simulator is built."""
+    (tmp_path / "late_torch.py").write_text(LATE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    env = ProcessVec("late_torch:Late", 3)
+    try:
+        assert env.spec.info["device"] == "str"  # no torch yet
+        env.reset(0)
+        assert env.step(torch.zeros(3, 1)).reward.tolist() == [0, 0, 0]
+    finally:
+        env.close()
+
+
 def test_optional_methods_cross_too(walk):
     env = walk()
     env.reset(0)
@@ -122,6 +167,15 @@ def test_optional_methods_cross_too(walk):
     env.step(torch.zeros(6, 2))
     assert env.reset_where(mask)["critic"][:, 2].tolist() == [0, 1, 0, 1, 1, 1]
     assert env.render(2, width=3).tolist() == [[[2] * 3] * 3] * 4
+
+
+def test_a_step_that_nobody_waits_for_is_forgotten(walk):
+    """As after an interrupt: its answer is not taken for that of the next question."""
+    env = walk()
+    env.reset(0)
+    env.start(torch.zeros(6, 2))
+    assert env.reset(0)["critic"][:, 2].tolist() == [0] * 6
+    assert env.step(torch.zeros(6, 2)).final_obs["critic"][:, 2].tolist() == [1] * 6
 
 
 def test_a_tensor_simulator_gives_the_same_bits_in_another_process():
@@ -202,7 +256,7 @@ def test_the_plain_records_are_the_librarys(python):
     """Where the library cannot be imported, records of the same names and defaults stand in."""
     script = (
         "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(json.loads(sys.argv[2]))\n"
-        "import pql.envs.isaacgym\n"  # its adapter runs in that Python, too
+        "import pql.envs.isaacgym, pql.envs.dmlab, pql.envs.shared_cuda\n"  # they run in that Python, too
         "from pql.envs import plain\n"
         "print(json.dumps({n: [getattr(plain, n)._fields, {k: str(v) for k, v in getattr(plain, n)._field_defaults"
         ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'EnvSpec', 'Step')}))"
@@ -278,7 +332,15 @@ def test_the_doctor_visits(python, capsys):
     )
     assert "walk: conforms" in capsys.readouterr().out
     assert main(["doctor", "--env", "far_sims:Walk", f"task.process.python={python}", "limt=5"]) == 2
-    assert "limt=5: expected one of the keywords limit, discrete, fault, at, threads" in capsys.readouterr().err
+    told = "limt=5: expected one of the keywords limit, discrete, fault, at, threads (did you mean limit?)"
+    assert told in capsys.readouterr().err
+    hangs = [f"task.process.python={python}", "fault=hang", "task.process.step_seconds=0.5"]
+    assert main(["doctor", "--env", "far_sims:Walk", *hangs]) == 1
+    assert "has not answered for 0.5 s (task.process.step_seconds)" in capsys.readouterr().err
+    wrong = {"start_seconds=-1.5": "a number above 0", "pyhton=x": "a known setting (did you mean python?)"}
+    for word, expected in wrong.items():
+        assert main(["doctor", "--env", "far_sims:Walk", f"task.process.{word}"]) == 2
+        assert f"task.process.{word}: expected {expected}" in capsys.readouterr().err
 
 
 PACKAGE = {
@@ -350,13 +412,14 @@ def test_a_package_of_somebody_elses_trains_here_and_in_a_process(tmp_path, monk
     [
         ("raise", r"ZeroDivisionError: the simulator fell over$", "in fail"),
         ("abort", r"was ended by SIGABRT$", "in fail"),
+        ("orphan", r"was ended by SIGABRT$", "in fail"),  # what it has forked holds the pipe open
         ("exit", r"ended with status 3; it may have said why above$", ""),
         ("hang", r"has not answered for 0.5 s \(task.process.step_seconds\)$", "in fail"),
     ],
 )
 def test_a_fault_there_is_an_error_here(walk, fault, last, within):
     """At once, with the place in the simulator's code, the cause in the last line, and no process left."""
-    env = walk(fault=fault, at=3, seconds=0.5)
+    env = walk(fault=fault, at=3, seconds=0.5 if fault == "hang" else 20.0)
     env.reset(0)
     for _ in range(2):
         env.step(torch.zeros(6, 2))
@@ -379,7 +442,7 @@ def test_a_script_may_start_the_interpreter(tmp_path, python):
     env = ProcessVec("far_sims:Walk", 2, python=str(script), kwargs={"fault": "hang", "at": 1}, start_seconds=10.0)
     pid = env.spec.info["pid"]
     assert pid != env._far.process.pid
-    env._patience = 0.5  # else the first step has as long as starting
+    env._patience = (0.5, "step_seconds")  # else the first step has as long as starting
     with pytest.raises(RunError, match=r"in fail\n(.*\n)*.*has not answered for 0.5 s"):
         env.step(torch.zeros(2, 2))
     assert gone(pid)
@@ -436,7 +499,8 @@ def test_one_that_nobody_holds_is_ended(python):
         ("counterr", {}, r"did you mean counter\?"),
         ("far_sims:Wlak", {}, r"task=far_sims:Wlak: expected what .* can import"),
         ("nowhere:Walk", {}, r"task=nowhere:Walk: expected what .* can import: No module named 'nowhere'"),
-        ("far_sims:Walk", {"limt": 3}, r"limt=3: expected one of the keywords limit, discrete"),
+        ("far_sims:Walk", {"limt": 3}, r"limt=3: expected one of the keywords limit, discrete.*mean limit\?"),
+        ("far_sims:Walk", {"discrete": None}, r"discrete=null: expected true or false"),
         ("far_sims:Walk", {"limit": 0}, r"limit=0: expected at least 1"),
         ("pendulum", {}, r"task=pendulum: expected packages that .* has: No module named 'torch'"),
     ],
@@ -446,17 +510,20 @@ def test_what_cannot_be_built_is_refused_by_name(walk, name, kwargs, message):
         walk(name=name, **kwargs)
 
 
-def test_other_failures_to_start(walk, monkeypatch):
+def test_other_failures_to_start(walk, python):
     with pytest.raises(RunError, match=r"in broken\n(.*\n)+KeyError: 'no licence'$"):
         walk(name="far_sims:broken")
     with pytest.raises(ConfigError, match=r"task\.process\.python=/no/python: expected a Python interpreter"):
         ProcessVec("far_sims:Walk", python="/no/python")
     with pytest.raises(RunError, match="ended with status 0; it may have said why above"):
         ProcessVec("far_sims:Walk", python="/bin/true")
-    env = walk(name="far_sims:Misshapen")
-    env.reset(0)
-    with pytest.raises(RunError, match=r"ValueError: reward has shape \(6, 1\), expected \(6,\)$"):
-        env.step(torch.zeros(6, 2))
+    for field in ("reward", "valid"):
+        env = walk(name="far_sims:Misshapen", field=field)
+        env.reset(0)
+        with pytest.raises(RunError, match=rf"ValueError: {field} has shape \(6, 1\), expected \(6,\)$"):
+            env.step(torch.zeros(6, 2))
+    with pytest.raises(RunError, match=r"has not answered for 2 s \(task\.process\.start_seconds\)$"):
+        ProcessVec("far_sims:endless", 2, python=python, start_seconds=2.0)
 
 
 @pytest.mark.parametrize(

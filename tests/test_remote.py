@@ -24,7 +24,7 @@ from pql.actor.sims import make_sim
 from pql.build import build
 from pql.compose import compose
 from pql.env import make_env
-from pql.envs.far import describe
+from pql.envs.far_build import describe
 from pql.envs.remote import Remote
 from pql.envs.remote.server import check_safe
 from pql.errors import ConfigError, RunError

@@ -61,3 +61,16 @@ def test_the_doctor_prints_both(capsys):
     assert main(["doctor", "--env", "counter", "--num-envs", "4"]) == 0
     rate = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("env-steps/s"))
     assert float(rate.split()[1].replace(",", "")) > 0
+
+
+def test_terminations_in_the_row_of_the_limit_are_told():
+    """As from an adapter that gives the simulator's ``done`` for ``terminated``."""
+
+    class Done(Counter):
+        def step(self, action):
+            step = super().step(action)
+            return step._replace(terminated=step.terminated | step.truncated, truncated=step.truncated & False)
+
+    for kwargs in ({}, {"autoreset": "next_step"}):
+        rows = told(Done(4, episode_length=6, terminate_every=0, **kwargs), 20)
+        assert rows["time limit"].startswith("6; 12 terminations in its row")

@@ -37,7 +37,7 @@ from torch import Tensor
 from pql.build import build
 from pql.config import AlgoConfig, Config, CriticConfig, PlacementConfig, PolicyConfig, ReplayConfig, ThreadsConfig
 from pql.env import VecEnv
-from pql.envs import far
+from pql.envs.far_build import FLAGS, describe
 from pql.envs.process import ProcessVec, read_spec
 from pql.machine import keep_freed_memory
 from pql.types import Obs, Step
@@ -52,7 +52,7 @@ class Here:
     """A NumPy simulator in this process: what it returns, copied into new tensors."""
 
     def __init__(self, env: Any):
-        self.env, self.spec = env, read_spec(far.describe(env.spec), torch.device("cpu"))
+        self.env, self.spec = env, read_spec(describe(env.spec), torch.device("cpu"))
 
     def reset(self, seed: int | None = None) -> Obs:
         return {k: torch.tensor(v) for k, v in self.env.reset(seed).items()}
@@ -60,7 +60,7 @@ class Here:
     def step(self, action: Tensor) -> Step:
         step = self.env.step(action.numpy().copy())
         obs = {k: torch.tensor(v) for k, v in step.obs.items()}
-        flags = [torch.tensor(getattr(step, k)) for k in far.FLAGS]
+        flags = [torch.tensor(getattr(step, k)) for k in FLAGS]
         terminated, truncated, first, final_ok, valid = flags
         return Step(obs, torch.tensor(step.reward), terminated, truncated, first, dict(obs), final_ok, valid, {})
 

@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 
 from pql import wire
-from pql.envs.far import describe
+from pql.envs.far_build import describe
 from pql.errors import ConfigError, RunError
 from pql.wire import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, WireError, newest, read_json
 

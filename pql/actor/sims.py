@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pql.actor.client import Simulator
-from pql.envs.far import UnknownError, build
+from pql.envs.far_build import UnknownError, build
 from pql.errors import ConfigError
 
 PLAIN = {"gymnasium": "pql.actor.gymnasium:GymnasiumSim", "atari": "pql.actor.atari:AtariSim"}

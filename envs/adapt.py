@@ -1,0 +1,75 @@
+"""What adapters of simulators that speak torch, or JAX, share: actions, settings, rows of two episodes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pql.env import Box
+from pql.errors import ConfigError, nearest
+from pql.types import Obs
+
+
+class Actions:
+    """[-1, 1] -> the simulator's own bounds, or +-``bound`` where it has none.
+
+    Args:
+        space: with ``low`` and ``high``, arrays or (mjlab) one number for all of its ``shape``.
+
+    Attributes:
+        spec: the specification.
+        bounded: all bounds are the simulator's own.
+
+    Raises:
+        ConfigError: no such space, or no such bound.
+    """
+
+    def __init__(self, space: Any, bound: float):
+        if not bound > 0:
+            raise ConfigError("action_bound", bound, "a number above 0")
+        if not hasattr(space, "low"):
+            raise ConfigError("task", space, "a task whose actions are one array of numbers (a Box)")
+        given = (torch.as_tensor(getattr(space, k), dtype=torch.float32) for k in ("low", "high"))
+        low, high = (side.expand(space.shape).flatten() for side in given)
+        free = ~(low.isfinite() & high.isfinite())
+        self.bounded = not bool(free.any())
+        self.low, self.high = low.masked_fill(free, -bound), high.masked_fill(free, bound)
+        self.spec = Box(len(low), tuple(self.low.tolist()), tuple(self.high.tolist()))
+
+    def __call__(self, action: Tensor) -> Tensor:
+        if self.low.device != action.device:
+            self.low, self.high = self.low.to(action.device), self.high.to(action.device)
+        return self.low + (action.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
+
+
+def merge(rows: Tensor, new: Obs, old: Obs) -> Obs:
+    """``new`` where ``rows``, else ``old``."""
+    return {k: torch.where(rows.view(-1, *(1,) * (v.dim() - 1)), new[k], v) for k, v in old.items()}
+
+
+def change(config: Any, settings: Mapping[str, Any], within: str = "") -> None:
+    """Set what names stand for: attributes, or entries where there are keys (in mjlab and Playground).
+
+    Args:
+        settings: by dotted names, or group by group: ``{"scene.num_envs": 3}`` or ``{"scene": {"num_envs": 3}}``.
+        within: the dotted name of ``config`` itself, for errors.
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    for name, value in settings.items():
+        *path, last = name.split(".")
+        owner = config
+        for part in path:
+            owner = owner.get(part) if hasattr(owner, "keys") else getattr(owner, part, None)
+        keyed = hasattr(owner, "keys")
+        known = [k for k in (owner.keys() if keyed else dir(owner)) if not k.startswith("_")]
+        if last not in known:
+            raise ConfigError(within + name, value, f"a name in the task's configuration{nearest(last, known)}")
+        present = owner[last] if keyed else getattr(owner, last)
+        if isinstance(value, Mapping) and (hasattr(present, "keys") or hasattr(present, "__dict__")):
+            change(present, value, f"{within}{name}.")
+        elif keyed:
+            owner[last] = value
+        else:
+            setattr(owner, last, value)

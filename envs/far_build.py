@@ -1,0 +1,149 @@
+"""What ``far.py`` builds: a simulator by name, its specification as JSON, and where its arrays lie in shared memory.
+
+It runs on Python 3.8 with NumPy alone, like ``far.py`` itself, and in this library's own Python for actors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import operator
+import sys
+from typing import Any, Callable, Mapping
+
+import numpy as np
+
+FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
+ORDINARY = (False, False, False, True, True)  # those of a row in which nothing ended or began
+flags_of = operator.attrgetter(*FLAGS)
+ALIGN = 64
+
+
+class UnknownError(Exception):
+    """A setting that cannot work: becomes a ``ConfigError`` on the near side."""
+
+    def __init__(self, setting: str, value: Any, allowed: str):
+        super().__init__(f"{setting}={value}: expected {allowed}")
+        self.setting, self.value, self.allowed = setting, value, allowed
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """As ``pql.errors.nearest``."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def find(name: str) -> Callable[..., Any]:
+    """``module:attribute``, a name of the entry-point group ``pql.envs`` of this interpreter, or a built-in one."""
+    here = importlib.import_module("pql.envs")
+    builtin, needed = here.BUILTIN, here.NEEDS.get(name, ())
+    found: Any = importlib.metadata.entry_points()
+    group = found.select(group="pql.envs") if sys.version_info >= (3, 10) else found.get("pql.envs", ())
+    points = {point.name: point.value for point in group}
+    target = name if ":" in name else points.get(name, builtin.get(name))
+    if target is None:
+        known = sorted({*builtin, *points})
+        wanted = f"module:attribute, or one of {', '.join(known)}{nearest(name, known)}, in {sys.executable}"
+        raise UnknownError("task", name, wanted)
+    if target == builtin.get(name) and not all(importlib.util.find_spec(package) for package in needed):
+        raise UnknownError("task", name, f"the whole package {needed[0]!r}, which {sys.executable} does not have")
+    module, _, attribute = target.partition(":")
+    try:
+        factory: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            factory = getattr(factory, part)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or " "):
+            raise UnknownError("task", name, f"packages that {sys.executable} has: {error}") from error
+        raise UnknownError("task", name, f"what {sys.executable} can import: {error}") from error
+    return factory
+
+
+def build(request: Mapping[str, Any]) -> Any:
+    """The environment; keywords that it does not take are refused, those merely offered are left out."""
+    env = call(find(request["name"]), request)
+    if "torch" in sys.modules:  # which the simulator may have brought
+        sys.modules["torch"].set_grad_enabled(False)
+    return env
+
+
+def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Its specification, before it is built; None where its factory cannot tell."""
+    teller = getattr(find(request["name"]), "describe", None)
+    return None if teller is None else describe(call(teller, request))
+
+
+def call(factory: Any, request: Mapping[str, Any]) -> Any:
+    kwargs = dict(request["kwargs"])
+    taken = inspect.signature(factory).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        known = [k for k in taken if k not in ("num_envs", "device")]
+        for key, value in kwargs.items():
+            if key not in known:
+                raise UnknownError(key, value, f"one of the keywords {', '.join(known)}{nearest(key, known)}")
+    for key, value in request["offered"].items():
+        if key in taken:
+            kwargs.setdefault(key, value)
+    device: Any = request["device"]
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch.set_grad_enabled(False)
+        device = torch.device(device)
+    return factory(num_envs=request["num_envs"], device=device, **kwargs)
+
+
+def describe(spec: Any) -> dict[str, Any]:
+    """A specification as JSON; its numbers may be NumPy's."""
+    action = spec.action
+    limits = {k: getattr(action, k, None) for k in ("low", "high")}
+    bounds = {k: None if v is None else [float(x) for x in v] for k, v in limits.items()}
+    longest = getattr(spec, "max_episode_steps", None)
+    info = {k: v for k, v in dict(getattr(spec, "info", {})).items() if isinstance(v, (bool, int, float, str))}
+    return {
+        "name": spec.name,
+        "num_envs": int(spec.num_envs),
+        "obs": {
+            name: [[int(n) for n in part.shape], dtype_name(part.dtype), int(getattr(part, "stack", 1))]
+            for name, part in spec.obs.items()
+        },
+        "action": {"n": int(action.n)} if hasattr(action, "n") else {"size": int(action.size), **bounds},
+        "max_episode_steps": None if longest is None else int(longest),
+        "autoreset": getattr(spec, "autoreset", "same_step"),
+        "final_obs": getattr(spec, "final_obs", "on_done"),
+        "log": list(getattr(spec, "log", ())),
+        "deterministic": bool(getattr(spec, "deterministic", True)),
+        "info": info,
+    }
+
+
+def dtype_name(dtype: Any) -> str:
+    """``torch.float32``, ``numpy.float32``, ``"float32"`` -> ``"float32"``."""
+    text = str(dtype)
+    return text[len("torch.") :] if text.startswith("torch.") else np.dtype(dtype).name
+
+
+def layout(spec: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Where each array lies in the shared memory: name -> (type, shape, offset), and the bytes of all."""
+    n, discrete = spec["num_envs"], "n" in spec["action"]
+    fields: dict[str, tuple[str, list[int]]] = {
+        "action": ("int64", [n]) if discrete else ("float32", [n, spec["action"]["size"]]),
+        "mask": ("bool", [n]),
+        "flags": ("bool", [len(FLAGS), n]),
+        "reward": ("float32", [n]),
+        "log": ("float32", [len(spec["log"]), n]),
+        "count": ("int64", [1]),  # rows of final observations, which follow: their places, then the rows themselves
+        "rows": ("int64", [n]),
+    }
+    for prefix in ("obs", "final"):
+        for name, (shape, dtype, _) in spec["obs"].items():
+            fields[f"{prefix}.{name}"] = (dtype, [n, *shape])
+
+    places, offset = {}, 0
+    for name, (dtype, shape) in fields.items():
+        places[name] = [dtype, shape, offset]
+        size = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
+        offset += -(-size // ALIGN) * ALIGN
+    return places, offset

@@ -1,0 +1,146 @@
+"""Stand-ins for JAX, brax's wrappers and MuJoCo Playground 0.2, after their code: what a step's state holds, in which
+order time limit and reset replace parts of it, what a full reset does to ``info``. Arrays are torch tensors, and
+nothing is compiled. Observations are [the key of the reset, step]."""
+
+import dataclasses
+import types
+
+import torch
+
+GIVEN = []  # actions
+
+
+@dataclasses.dataclass
+class State:
+    data: torch.Tensor
+    obs: dict
+    reward: torch.Tensor
+    done: torch.Tensor
+    info: dict
+
+    def replace(self, **changes):
+        return dataclasses.replace(self, **changes)
+
+
+class Bare:
+    """Environment 1 falls in its third step."""
+
+    action_size, dt = 3, 0.02
+
+    def __init__(self, config):
+        self.config = config
+
+    def observe(self, data):
+        return {"state": data.clone(), "privileged_state": torch.cat((data, data[:, :1]), 1)}
+
+    def reset(self, keys):
+        data = torch.stack((keys[:, 0] % 1_000_000, torch.zeros(len(keys))), 1).float()
+        none = torch.zeros(len(keys))
+        return State(data, self.observe(data), none, none, {"speed": none})
+
+    def step(self, state, action):
+        GIVEN.append(action)
+        data = state.data + torch.tensor([0.0, 1.0])
+        fallen = (torch.arange(len(data)) == 1) & (data[:, 1] == 3)
+        return state.replace(data=data, obs=self.observe(data), reward=data[:, 1], done=fallen.float())
+
+
+class Wrapper:
+    def __init__(self, env):
+        self.env = env
+
+    def reset(self, keys):
+        return self.env.reset(keys)
+
+    def step(self, state, action):
+        return self.env.step(state, action)
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+
+class EpisodeWrapper(Wrapper):
+    def __init__(self, env, length, repeat):
+        super().__init__(env)
+        self.length, self.repeat = length, repeat
+
+    def reset(self, keys):
+        state = self.env.reset(keys)
+        state.info |= {"steps": torch.zeros(len(keys)), "truncation": torch.zeros(len(keys))}
+        return state
+
+    def step(self, state, action):
+        state = self.env.step(state, action)
+        steps = state.info["steps"] + self.repeat
+        late = steps >= self.length
+        state.info["truncation"] = torch.where(late, 1 - state.done, 0.0)
+        state.info["steps"] = steps
+        return state.replace(done=torch.where(late, 1.0, state.done))
+
+
+class BraxAutoResetWrapper(Wrapper):
+    def __init__(self, env, full_reset=False):
+        super().__init__(env)
+        self.full = full_reset
+
+    def reset(self, keys):
+        rng, key = split_each(keys)
+        state = self.env.reset(key)
+        state.info |= {"first_data": state.data, "first_obs": state.obs, "rng": rng}
+        return state
+
+    def step(self, state, action):
+        rng, key = split_each(state.info["rng"])
+        data, obs, fresh = state.info["first_data"], state.info["first_obs"], None
+        if self.full:
+            fresh = self.reset(key)
+            data, obs = fresh.data, fresh.obs
+        state.info["steps"] = torch.where(state.done > 0, 0.0, state.info["steps"])
+        state = self.env.step(state.replace(done=torch.zeros_like(state.done)), action)
+        over, info = state.done > 0, state.info
+        if fresh is not None:
+            info = where(over, fresh.info, state.info)
+            info["steps"] = state.info["steps"]
+        info["rng"] = rng
+        return state.replace(data=where(over, data, state.data), obs=where(over, obs, state.obs), info=info)
+
+
+def where(rows, new, old):
+    """Of arrays, or dicts of them."""
+    if isinstance(old, dict):
+        return {k: where(rows, new[k], v) for k, v in old.items()}
+    return torch.where(rows.view(-1, *(1,) * (old.dim() - 1)), new, old)
+
+
+def split(key, count=2):
+    return torch.stack([(key * 48271 + 11 * i + 7) % (2**31 - 1) for i in range(1, count + 1)])
+
+
+def split_each(keys):
+    return split(keys)
+
+
+def modules(backend="cpu"):
+    """What is to be found below the names of the packages."""
+    config = {"episode_length": 5, "impl": "warp", "noise": {"level": 1.0}}
+    jax = {
+        "default_backend": lambda: backend, "jit": lambda function: function,
+        "random": types.SimpleNamespace(PRNGKey=lambda seed: torch.tensor([seed, 1]), split=split),
+        "dlpack": types.SimpleNamespace(from_dlpack=lambda tensor: tensor),
+    }  # fmt: skip
+    registry = types.SimpleNamespace(
+        ALL_ENVS=("Counter",), get_default_config=lambda name: Config({**config, "noise": Config(config["noise"])}),
+        load=lambda name, config: Bare(config),
+    )  # fmt: skip
+    wrappers = types.SimpleNamespace(Wrapper=Wrapper, BraxAutoResetWrapper=BraxAutoResetWrapper)
+    training = types.SimpleNamespace(VmapWrapper=Wrapper, EpisodeWrapper=EpisodeWrapper)
+    return {
+        "jax": jax, "brax": {}, "brax.envs": {}, "brax.envs.wrappers": {"training": training},
+        "mujoco_playground": {"registry": registry, "wrapper": wrappers},
+    }  # fmt: skip
+
+
+class Config(dict):
+    """A configuration of ml_collections: keys are attributes, too."""
+
+    __getattr__ = dict.__getitem__
