@@ -24,6 +24,7 @@ from pql.errors import ConfigError, PqlWarning
 
 FORMAT = 1
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
+LATER = ("quarantine",)  # state that checkpoints of older releases lack: it stays as a new run begins with it
 
 
 class CorruptCheckpointError(ConfigError):
@@ -55,6 +56,8 @@ def unflatten(flat: Mapping[str, Tensor], like: Any, prefix: str = "") -> Any:
     if isinstance(like, list | tuple):
         return [unflatten(flat, v, f"{prefix}/{i}" if prefix else str(i)) for i, v in enumerate(like)]
     if prefix not in flat:
+        if any(part in LATER for part in prefix.split("/")):
+            return like
         raise ConfigError("checkpoint", prefix, "a checkpoint of the same task, algorithm and version; this lacks it")
     value = flat[prefix]
     if not isinstance(like, Tensor):

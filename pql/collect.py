@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor, nn
 
+from pql.blackbox import BlackBox
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.explore import Exploration
 from pql.lane import Lane
 from pql.normalize import Normalizer
 from pql.parallel import ALONE, Group
+from pql.quarantine import Quarantine, both
 from pql.ragged import Ragged
 from pql.replay import Replay
 from pql.types import Memory, Obs, Step
@@ -200,6 +202,8 @@ class Collector:
     Attributes:
         overlap: groups of environments step while others' actions are computed; False: one after the other, which gives
             the same bits later.
+        quarantine: the environments whose numbers are not finite.
+        box: what led to where the simulator stands.
     """
 
     def __init__(
@@ -224,6 +228,11 @@ class Collector:
         self.late = spec.spread > 1 and all(getattr(s, "ragged", False) for s in stores)
         groups = 1 if spec.spread > 1 and not self.late else spec.groups  # there a step waits for everybody
         size = spec.num_envs // groups
+        together = groups == 1 and not self.late
+        self.box = BlackBox(env, groups)
+        self.quarantine = Quarantine(
+            spec.num_envs, self.device, together, self.restart if together and self.restarts else None
+        )
         ranges = [slice(g * size, (g + 1) * size) for g in range(groups)] if groups > 1 or self.late else [None]
         self.lanes = [Lane(self, columns, capture) for columns in ranges]
         self.ragged = Ragged(self) if self.late else None
@@ -240,11 +249,13 @@ class Collector:
 
     def start(self, seed: int) -> None:
         """Reset the simulator and write the first observation."""
-        obs = self.env.reset(seed)
+        self.box.forget()
+        obs = self.quarantine.begin(self.env.reset(seed))
         self._keep(obs)
         for store in self.stores:
             store.begin({k: v.to(store.device) for k, v in obs.items()})
-        self.normalizer.observe(obs, None if self.ragged is None else self.ragged.start().to(self.device))
+        present = None if self.ragged is None else self.ragged.start().to(self.device)
+        self.normalizer.observe(obs, both(present, ~self.quarantine.out))
         self.normalizer.freeze()
 
     def owes(self) -> bool:
@@ -273,7 +284,10 @@ class Collector:
             self.ragged.step(steps, choose, patient)
             self.steps = self.ragged.transitions / self.env.spec.num_envs
             self.normalizer.freeze()
+            self._mend()
             return
+        with self.lanes[0].simulator():
+            self.box.open(self.obs)
         lanes, turns = self.lanes, steps * len(self.lanes)
         behind = len(lanes) - 1 if self.overlap else 0  # turns between a step's start and its end
         for turn in range(turns + behind):
@@ -284,6 +298,25 @@ class Collector:
                 lanes[(turn - behind) % len(lanes)].receive()
         self.steps += steps
         self.normalizer.freeze()
+        self._mend()
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the simulator can restart single environments."""
+        return hasattr(self.env, "reset_where")
+
+    def restart(self, mask: Tensor) -> Obs:
+        """Restart the environments of ``mask`` ([N] bool); all current observations."""
+        self.box.restarted(mask)
+        return self.env.reset_where(mask)  # type: ignore[attr-defined]
+
+    def _mend(self) -> None:
+        """Between two steps: restart the environments in quarantine."""
+        if self.quarantine.look() and self.restarts and self.ragged is None:
+            mask = self.quarantine.out.clone()
+            with self.lanes[0].simulator():
+                fresh = self.restart(mask)
+            self._keep(self.quarantine.admit(mask, fresh, self.obs))
 
     def _keep(self, obs: dict[str, Tensor]) -> None:
         for k, v in self.obs.items():
@@ -308,6 +341,7 @@ class Collector:
         state = {
             "obs": self.obs, "gen": self.gen.get_state(), "explore": self.actor.state_dict(),
             "normalizer": self.normalizer.state_dict(), "episodes": self.episodes.state_dict(),
+            "quarantine": self.quarantine.state_dict(),
             "replay": [s.state_dict() for s in self.stores],
         }  # fmt: skip
         if hasattr(self.env, "state_dict"):
@@ -316,18 +350,21 @@ class Collector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore in place. A simulator that offers no ``state_dict`` begins new episodes, which nothing announced."""
-        fresh = {k: v.clone() for k, v in self.obs.items()}
+        self.box.forget()
+        fresh, out = {k: v.clone() for k, v in self.obs.items()}, self.quarantine.out.clone()
         self._keep(state["obs"])
         self.gen.set_state(state["gen"].cpu())
         self.actor.load_state_dict(state["explore"])
         self.normalizer.load_state_dict(state["normalizer"])
         self.episodes.load_state_dict(state["episodes"])
+        self.quarantine.load_state_dict(state["quarantine"])
         for store, saved in zip(self.stores, state["replay"], strict=True):
             store.load_state_dict(saved)
         if "env" in state:
             self.env.load_state_dict(state["env"])  # type: ignore[attr-defined]
             return
         self._keep(fresh)
+        self.quarantine.begin_anew(out)
         for store in self.stores:
             store.restart({k: v.to(store.device) for k, v in fresh.items()})
         self.actor.restart()

@@ -111,11 +111,12 @@ class VecEnv(Protocol):
 
     Optional, found by ``hasattr``: ``state_dict() -> dict`` and ``load_state_dict(d)`` for exact resume;
     ``reset_where(mask) -> Obs`` to restart single environments ([N] bool; returns all current observations; a filler
-    row that was due is then not); ``send(action, ids)`` / ``recv() -> (ids, Step)`` for simulators whose environments
-    answer in groups: ``send`` hands a group's actions ([n, A] or [n], ``ids`` [n] int64, ascending) to the simulator
-    and returns at once, ``recv`` waits for the group that was sent first and returns its ids and what followed there
-    (fields of [n, ...]); ``start(action)`` / ``result() -> Step``, the two halves of ``step``, for a simulator that
-    works elsewhere (``Grouped`` then needs no thread for it);
+    row that was due is then not), as a run does with those whose numbers are not finite; ``send(action, ids)`` /
+    ``recv() -> (ids, Step)`` for simulators whose environments answer in groups: ``send`` hands a group's actions
+    ([n, A] or [n], ``ids`` [n] int64, ascending) to the simulator and returns at once, ``recv`` waits for the group
+    that was sent first and returns its ids and what followed there (fields of [n, ...]); ``start(action)`` /
+    ``result() -> Step``, the two halves of ``step``, for a simulator that works elsewhere (``Grouped`` then needs no
+    thread for it);
     ``render(index=0, width=None, height=None)`` -> numpy uint8 [H, W, 3], a picture of one environment as
     it stands (None: a size of its own), and ``viewer(index=0)``, a window with ``open``, ``show()`` and ``close()``,
     both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.

@@ -41,6 +41,8 @@ class Grouped:
             for g, env in enumerate(envs)
         ]
         self._sent: deque[int] = deque()  # groups whose answer is due, oldest first
+        if all(hasattr(env, "reset_where") for env in envs):
+            self.reset_where = self._reset_where
         if all(hasattr(env, "state_dict") for env in envs):
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
 
@@ -81,6 +83,11 @@ class Grouped:
         for stepper, env in zip(self._steppers, self.envs, strict=True):
             stepper.close()
             env.close()
+
+    def _reset_where(self, mask: Tensor) -> Obs:
+        """While no answer is due."""
+        parts = zip(self.envs, mask.chunk(len(self.envs)), strict=True)
+        return joined([env.reset_where(part) for env, part in parts])  # type: ignore[attr-defined]
 
     def _state_dict(self) -> dict[str, Any]:
         return {str(g): env.state_dict() for g, env in enumerate(self.envs)}  # type: ignore[attr-defined]

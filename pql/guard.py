@@ -1,4 +1,8 @@
-"""What a run does about numbers that are not finite: updates whose gradient is not are left out, and counted here."""
+"""What a run does about numbers that are not finite: what is left out for them is counted, and told here.
+
+Updates whose gradient is not finite are skipped by the optimisers, and rows of environments that show, pay or are
+asked for such numbers by ``quarantine.py``.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -9,18 +13,21 @@ LIMIT = 100  # updates in a row of one learner
 
 
 class Guard:
-    """Reads ``skipped/NAME``, the share of a learner's updates that were left out since the row before.
+    """Reads ``skipped/NAME``, the share of a learner's updates that were left out since the row before, and
+    ``env/dropped``, the rows left out so far.
 
     Args:
-        warn: takes a line for people; once for each learner.
+        warn: takes a line for people; once for each learner, and once for the environments.
         updates: "v" and "p": how many there have been.
+        restarts: the simulator can restart single environments.
     """
 
-    def __init__(self, warn: Callable[[str], None], updates: Mapping[str, int]):
-        self.warn = warn
+    def __init__(self, warn: Callable[[str], None], updates: Mapping[str, int], restarts: bool = True):
+        self.warn, self.restarts = warn, restarts
         self._seen: dict[str, float] = {**updates}
         self._warned = set[str]()
         self._row: dict[str, float] = {}  # by learner: updates left out one after the other, at least
+        self._told = False  # of environments
 
     def look(self, row: Row) -> None:
         """One row after the other.
@@ -30,6 +37,7 @@ class Guard:
         """
         if not all(f"updates/{k}" in row for k in self._seen):
             return  # of an evaluation
+        self._look_at_rows(row.get("env/dropped", 0))
         updates = {k: row[f"updates/{k}"] for k in self._seen}
         new = {k: updates[k] - self._seen[k] for k in updates}
         self._seen = updates
@@ -45,3 +53,13 @@ class Guard:
                     f"{self._row[name]:,.0f} updates of {name} in a row had gradients that are not finite; the weights "
                     f"are those from before them (look at rewards, observations and learning rates)"
                 )
+
+    def _look_at_rows(self, dropped: float) -> None:
+        if dropped == 0 or self._told:
+            return
+        self._told = True
+        then = "was restarted" if self.restarts else "stays out until its simulator, which can restart no single "
+        then += "" if self.restarts else "environment, begins an episode"
+        self.warn(
+            f"{dropped:,.0f} rows left out: an observation, reward or action was not finite; the environment {then}"
+        )

@@ -17,6 +17,7 @@ from torch import Tensor
 from pql.env import Discrete
 from pql.graph import Graph
 from pql.normalize import ALL
+from pql.quarantine import both, floats
 from pql.ragged import only
 from pql.types import Step
 
@@ -35,6 +36,7 @@ class Lane:
 
     def __init__(self, whole: "Collector", columns: slice | None, capture: bool):
         self.env, self.normalizer, self.stores = whole.env, whole.normalizer, whole.stores
+        self.box, self.quarantine = whole.box, whole.quarantine
         self.gen, self.device = whole.gen, whole.device
         self.actor, self.episodes, self.obs = whole.actor, whole.episodes, whole.obs
         self.columns, self.ids = ALL, None
@@ -42,10 +44,12 @@ class Lane:
         if columns is not None:
             self.actor, self.episodes = whole.actor.part(columns), whole.episodes.part(columns)
             self.obs = {k: v[columns] for k, v in whole.obs.items()}
+            self.quarantine = whole.quarantine.part(columns)
             self.columns, self.ids = columns, torch.arange(whole.env.spec.num_envs)[columns]
             self.places = [self.ids.to(store.device) for store in self.stores]
         # Where answers come late: whom the next act, or record, is for.
         self.mask = torch.zeros(len(self.obs["policy"]), dtype=torch.bool, device=self.device) if whole.late else None
+        self.made = floats((self.actor.action, self.actor.record(self.actor.action.device), self.actor.memory))
         self.bridged = self.env.spec.stream == "default" and self.device.type == "cuda"
         self.now: Step | None = None
         self._act = Graph(self._act_body, self.device, [self.gen], _ActState(self), capture)
@@ -83,12 +87,15 @@ class Lane:
     def send(self) -> None:
         """Start the simulator's step where it can be waited for later."""
         if self.ids is not None:
-            with self._simulator():
+            self.box.sent(self.actor.action)
+            with self.simulator():
                 self.env.send(self.actor.action, self.ids)  # type: ignore[attr-defined]
 
     def receive(self) -> None:
         """Wait for the step, and write what was done and what followed."""
-        with self._simulator():
+        if self.ids is None:
+            self.box.sent(self.actor.action)
+        with self.simulator():
             step = self.env.step(self.actor.action) if self.ids is None else self.env.recv()[1]  # type: ignore[attr-defined]
         self.record(step)
 
@@ -103,6 +110,10 @@ class Lane:
             self._load(step)
         self._record()
 
+    def returned(self) -> dict[str, Tensor]:
+        """What the simulator answered last, by name; nothing before the first answer."""
+        return {} if self.now is None else {k: v.clone() for k, v in named(self.now).items()}
+
     def keep(self, obs: dict[str, Tensor]) -> None:
         """Act on ``obs`` next."""
         for k, v in self.obs.items():
@@ -111,17 +122,18 @@ class Lane:
     def _act_body(self) -> None:
         with only(self.actor, self.mask):
             self.actor.act(self.normalizer(self.obs), self.gen)
+            self.quarantine.act(self.made, self.mask)
 
     def _record_body(self) -> None:
-        step = self.now
-        assert step is not None
+        assert self.now is not None
+        step, shown = self.quarantine(self.now, self.obs, self.mask)
         for store, places in zip(self.stores, self.places, strict=True):
             late = () if self.mask is None else (self.mask.to(store.device, non_blocking=True),)
             store.insert(self.actor.record(store.device), step_to(step, store.device), places, *late)
         over = step.terminated | step.truncated
         # Next-step autoreset shows the final observation here: where the simulator lost it, this is no real frame.
         lost = over & ~step.final_ok & ~step.first if self.env.spec.final_obs == "never" else None
-        fresh = self.mask if lost is None else ~lost if self.mask is None else self.mask & ~lost
+        fresh = both(self.mask, None if lost is None else ~lost, shown)
         self.normalizer.observe(step.obs, fresh)
         self.normalizer.observe_reward(step.reward, over | step.first, step.valid, self.columns)
         self.episodes.update(step)
@@ -136,7 +148,7 @@ class Lane:
             target.copy_(source[name], non_blocking=True)
 
     @contextmanager
-    def _simulator(self) -> Iterator[None]:
+    def simulator(self) -> Iterator[None]:
         """Inside, work is the simulator's: on the stream it uses, ordered with the collector's before and after."""
         if not self.bridged:
             yield
@@ -177,6 +189,7 @@ class _RecordState:
             "actor": self.lane.actor,
             "normalizer": self.lane.normalizer,
             "episodes": self.lane.episodes,
+            "quarantine": self.lane.quarantine,
         }
         return {**{k: v.state_dict() for k, v in parts.items()}, "cursors": self._cursors()}
 
@@ -184,6 +197,7 @@ class _RecordState:
         self.lane.actor.load_state_dict(state["actor"])
         self.lane.normalizer.load_state_dict(state["normalizer"])
         self.lane.episodes.load_state_dict(state["episodes"])
+        self.lane.quarantine.load_state_dict(state["quarantine"])
         for k, t in self._cursors().items():
             t.copy_(state["cursors"][k])
 

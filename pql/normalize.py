@@ -55,15 +55,13 @@ class Moments(nn.Module):
     def update(self, x: Tensor, keep: Tensor | None = None, group: Group = ALONE) -> None:
         """Merge ``x`` [N, ...], or those of its rows where ``keep`` [N] is True; of all processes of ``group``."""
         x = x.to(torch.float64)
-        if keep is None:
-            count: float | Tensor = x.shape[0]
-            var, mean = torch.var_mean(x, 0, correction=0)
-            squares = var * count
-        else:
-            row = keep.view(-1, *[1] * (x.dim() - 1))
-            count = keep.sum()
-            mean = torch.where(row, x, 0).sum(0) / count.clamp(min=1)
-            squares = torch.where(row, x - mean, 0).square_().sum(0)
+        count: float | Tensor = x.shape[0]
+        if keep is not None:
+            row, count = keep.view(-1, *[1] * (x.dim() - 1)), keep.sum()
+            # The others stand where the mean is, and add nothing. Where all are kept this changes no bit.
+            x = torch.where(row, x, torch.where(row, x, 0).sum(0) / count.clamp(min=1))
+        var, mean = torch.var_mean(x, 0, correction=0)
+        squares = var * x.shape[0]
         if group.size > 1:
             mine = pack(torch.zeros_like(self.count) + count, mean, squares)
             count, mean, squares = pooled(group.gather(mine), self.mean.shape)

@@ -166,6 +166,11 @@ class Parts:
                     learner.begin()
         self.schedule.begin(ticks)
 
+    def check_environments(self) -> None:
+        """Raises ``RunError`` where nothing finite comes from any environment of a replica. Waits for the device."""
+        for one in self.replicas:
+            one.collector.quarantine.check()
+
     def close_envs(self) -> None:
         for one in self.replicas:
             one.env.close()
@@ -215,9 +220,14 @@ class Parts:
             for other in sums[1:]:
                 sums[0].absorb(other)
             values |= sums[0].drain(group(name))
-        for name, gauge in first.gauges.items():
-            total = sum((one.gauges[name].to(gauge.device) for one in others), gauge.clone())
-            values[name] = group(next(iter(first.jobs))).sum_(total)
+        learner = next(iter(first.jobs))
+        for worker, gauges in (
+            (learner, [one.gauges for one in self.replicas]),
+            ("collector", [one.collector.quarantine.gauges() for one in self.replicas]),
+        ):
+            for name, gauge in gauges[0].items():
+                total = sum((other[name].to(gauge.device) for other in gauges[1:]), gauge.clone())
+                values[name] = group(worker).sum_(total)
         return values
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pql import checkpoint, log, rundir
+from pql.blackbox import dumping
 from pql.build import Parts, build, build_env, seeds
 from pql.config import Config, to_dict
 from pql.env import VecEnv
@@ -90,7 +91,8 @@ class Session:
                 ranks.spread(self.parts)
                 if ranks.first:
                     rundir.create(self.run_dir, config, overrides)
-                self.parts.warm_up(config.algo.warmup_steps)
+                with dumping(self.run_dir, self.parts, self.ranks.rank):
+                    self.parts.warm_up(config.algo.warmup_steps)
                 self.parts.begin()
             resumed_at = self.env_steps if resume else None
             self.sinks = log.make_sinks(config, self.run_dir, quiet, resumed_at) if ranks.first else log.Sinks([])
@@ -103,7 +105,7 @@ class Session:
             rundir.check_shared(self.run_dir)
             self.closing = opened.pop_all()
         self._window = self._begun = self._totals()
-        self._guard = Guard(self.warn, self.parts.updates())
+        self._guard = Guard(self.warn, self.parts.updates(), self.parts.collector.restarts)
         if self.prefilled:
             self.say(f"replay starts with {self.prefilled:,} transitions of {config.replay.prefill}")
         if not self.parts.schedule.reproducible:
@@ -166,8 +168,9 @@ class Session:
     def train(self) -> Summary:
         """Run until the budget ends, a callback or Ctrl-C stops it; then save, evaluate and sum up. Once."""
         with self.ranks.failing_together(), self.interrupt, self.closing:
-            self._loop()
-            self.save()
+            with dumping(self.run_dir, self.parts, self.ranks.rank):
+                self._loop()
+                self.save()
             if self.config.replay.save:
                 self._save_replay()
             return self._finish(self._final_evaluation())
@@ -340,6 +343,7 @@ class Session:
         """Write the current policy and, unless ``checkpoint.replay`` is off, a resume point."""
         parts, counters = self.parts, {"counters": self._counters(), "ranks": self.ranks.size}
         with parts.schedule.executor.exclusive():
+            parts.check_environments()
             self.ranks.check_same(parts)
             if self.ranks.first:
                 self._save(self.checkpoints / "last", "policy", self._policy_state(), counters)

@@ -49,20 +49,17 @@ def test_it_conforms_in_a_process_of_its_own(case, capsys):
 
 
 def check_successors(env, steps):
-    """What was acted in and its true successor are one step apart, at the end of an episode as in its middle; the next
-    episode's first observation, taken for it, would be further off."""
+    """What was acted in and its true successor are one step apart, at the end of an episode as in its middle."""
     obs, gen = env.reset(0)["policy"], torch.Generator().manual_seed(0)
-    middle, end, wrong = [], [], []
+    middle, end = [], []
     for _ in range(steps):
         step = env.step(torch.rand(8, env.spec.action.size, generator=gen) * 2 - 1)
         moved = (step.final_obs["policy"] - obs).abs().mean(1)
         over = (step.terminated | step.truncated) & step.valid
         middle.append(moved[step.valid & ~over])
         end.append(moved[over])
-        wrong.append((step.obs["policy"] - obs).abs().mean(1)[step.first])
         obs = step.obs["policy"]
-    mean = {name: float(torch.cat(rows).mean()) for name, rows in (("middle", middle), ("end", end), ("wrong", wrong))}
-    assert mean["end"] < 1.5 * mean["middle"] < mean["wrong"], mean
+    assert torch.cat(end).mean() < 1.5 * torch.cat(middle).mean()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first 
 
 import pytest
 import torch
+from breaking import Breaking
 from conftest import bits, differences, learners, merge, never_waiting, small_config, start
 from torch import Generator
 
@@ -171,6 +172,19 @@ def test_groups_by_turns_are_captured_each(algo):
     serial = run(gpu_config(algo=algo, cuda_graphs="off", placement={"overlap": False}), 20, env=Turns(config))
     for graphs in ("on", "off"):
         assert differences(serial, run(replace(config, cuda_graphs=graphs), 20, env=Turns(config))) == [], graphs
+
+
+@EVERYTHING
+def test_what_is_not_finite_is_left_out_by_a_graph_too(algo):
+    config = gpu_config(algo=algo, task={"kwargs": {"max_episode_steps": 1000}})
+    faults = {24: [("state", [5, 200])], 40: [("reward", [7])]}
+    captured, eager = (
+        run(replace(config, cuda_graphs=g), 40, env=Breaking(build_env(config), faults)) for g in ("on", "off")
+    )
+    assert differences(captured, eager) == []
+    assert 0 < int(captured["collector/quarantine/restarted"]) <= 3  # or its pole ends the episode first
+    assert int(captured["collector/quarantine/dropped"]) >= 3
+    assert [k for k, v in captured.items() if not v.isfinite().all()] == []
 
 
 @EVERYTHING

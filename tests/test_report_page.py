@@ -109,6 +109,9 @@ def test_every_picture_is_there_twice_and_says_what_it_shows(page):
         assert path.read_bytes().startswith(base64.b64decode("iVBORw0KGgo="))
     assert len(checked.images) == len(pictures)
     assert all(checked.images)
+    for axis in ("seconds", "env steps", "updates"):
+        assert f">{axis}: IQM of 2 runs each, 95 % band<" in page.read_text()
+    assert (draw.shown({1}), draw.shown({1, 3, 2})) == ("", ": IQM of 1 to 3 runs each, 95 % band")
     assert "IQM on hopper: pql 1,500 (1,000 to 2,000); a<b>& 750 (500 to 1,000)." in checked.images
 
 

@@ -75,9 +75,10 @@ def learning_curves(
     task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Sequence[str], axis: str
 ) -> Figure:
     """IQM over runs with its band; every run behind it, thin."""
-    fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", {"seconds": "seconds"}.get(axis, ""))
-    ends: list[tuple[float, str, int]] = []
     drawn = [g for g in task["groups"] if g["curves"].get(axis, {}).get("x")]
+    unit = axis.replace("_", " ") + shown({len(g["scores"]) for g in drawn})
+    fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", unit)
+    ends: list[tuple[float, str, int]] = []
     for group in drawn:
         curve, look_of = group["curves"][axis], style(labels.index(group["label"]))
         mine = [
@@ -95,6 +96,13 @@ def learning_curves(
         ax.set_xlim(right=min(ax.get_xlim()[1], 1.25 * max(g["curves"][axis]["x"][-1] for g in drawn)))
     name_ends(ax, ends)
     return fig
+
+
+def shown(counts: set[int]) -> str:
+    """What curves with bands are, for who sees the picture alone. ``counts``: runs in each group."""
+    least, most = min(counts, default=0), max(counts, default=0)
+    each = f"{most}" if least == most else f"{least} to {most}"
+    return f": IQM of {each} runs each, 95 % band" if most > 1 else ""
 
 
 def score_intervals(task: Mapping[str, Any], labels: Sequence[str], x: str) -> Figure:

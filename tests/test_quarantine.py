@@ -1,0 +1,491 @@
+"""Observations, rewards and actions that are not finite: rows are left out and counted, and nothing else is changed."""
+
+import functools
+import random
+
+import dqn_runs
+import impala_runs
+import ppo_runs
+import pytest
+import r2d2_runs
+import torch
+from breaking import INF, NAN, Breaking
+from conftest import bits, configured, differences, small_config, ticks
+from late import Late
+from run_files import points, resume, rows, run, words
+from test_pqn import BASE as PQN
+from torch import Generator, nn
+
+from pql import blackbox, checkpoint, quarantine
+from pql.blackbox import STEPS, replay
+from pql.build import build
+from pql.collect import Collector, NoisyActor
+from pql.env import make_env
+from pql.envs.classic import Pendulum
+from pql.envs.toy import Counter
+from pql.errors import ConfigError, PqlWarning, RunError
+from pql.explore import Exploration
+from pql.flags import FINAL_OK, NEXT_FIRST, VALID
+from pql.grouped import Grouped
+from pql.guard import Guard
+from pql.normalize import Moments, Normalizer
+from pql.quarantine import LAG, Quarantine
+from pql.replay import Replay
+from pql.schedule import Inline
+
+N, WARM, STEPS_MADE = 64, 5, 30
+CPU = torch.device("cpu")
+
+
+# -- one environment among many ---------------------------------------------------------------------------------------
+
+
+class Wild(NoisyActor):
+    """Its action is NaN where ``fault`` says so: (number of the act, environment)."""
+
+    fault: tuple[int, int] | None = None
+    acts = 0
+
+    def act(self, obs, gen):
+        super().act(obs, gen)
+        if self.fault is not None and self.acts == self.fault[0]:
+            self.action[self.fault[1]] = NAN
+        self.acts += 1
+
+
+def collected(env, fault=None, steps=STEPS_MADE):
+    """A ring of ``steps`` steps, of which WARM are random, by a policy that acts on raw observations."""
+    spec, size = env.spec, env.spec.num_envs
+    ring = Replay(spec.obs, 2, size, STEPS_MADE + 10, 1, spec.max_episode_steps, CPU)
+    torch.manual_seed(0)
+    noise = Exploration("mixed", 0.1, 0.6, size, 2, CPU)
+    actor = Wild(nn.Linear(2, 2), lambda net, obs, gen: net(obs["policy"] / 10).tanh(), noise, spec)
+    actor.fault = fault
+    norm = Normalizer(spec.obs, size, CPU, normalize_obs=False, reward_gamma=0.9)
+    collector = Collector(env, actor, norm, [ring], Generator().manual_seed(1))
+    collector.start(0)
+    collector.warm_up(WARM)
+    for _ in range(steps - WARM):
+        collector.run(1)
+    return collector
+
+
+def content(collector):
+    """The ring's tensors as [rows, N, ...]."""
+    (ring,) = collector.replays
+    state = {k: v for k, v in ring.state_dict().items() if k not in ("head", "finals")}
+    return {k: v.unflatten(0, (-1, ring.num_envs)) for k, v in state.items()}
+
+
+@functools.cache
+def clean():
+    return content(collected(Counter(N, stagger=True)))
+
+
+def trial(seed):
+    """One fault of any kind, anywhere, against a run without."""
+    draw = random.Random(seed)
+    kind, i = ("state", "reward", "action")[seed % 3], draw.randrange(N)
+    t = draw.randrange(WARM if kind == "action" else 0, STEPS_MADE - 1)
+    env = Breaking(Counter(N, stagger=True), {} if kind == "action" else {t: [(kind, [i])]})
+    collector = collected(env, (t - WARM, i) if kind == "action" else None)
+    expected, found = clean(), content(collector)
+    others = torch.arange(N) != i
+    for name, value in found.items():
+        assert torch.equal(value[:, others], expected[name][:, others]), name
+        assert value.isfinite().all(), name
+        if name != "obs.policy":
+            assert torch.equal(value[:t, i], expected[name][:t, i]), name
+    flags, obs = found["flags"][:STEPS_MADE, i], found["obs.policy"]
+    assert torch.equal(obs[: t + 1], expected["obs.policy"][: t + 1])
+    assert flags[t] == NEXT_FIRST | FINAL_OK
+    assert (flags & VALID > 0).sum() == STEPS_MADE - 1
+    begun = bool(expected["flags"][t, i] & NEXT_FIRST)  # the simulator began an episode in this row itself
+    episode = expected["obs.policy"][t, i, 0]
+    assert obs[t + 1, i].tolist() == [episode + 1, 0]
+    assert env.asked == ([] if begun else [[i]])
+    assert (int(collector.quarantine.dropped), int(collector.quarantine.restarted)) == (1, len(env.asked))
+    assert not collector.quarantine.out.any()
+    assert collector.normalizer.running_return.isfinite().all()
+    assert collector.normalizer.returns.count == N * STEPS_MADE - 1
+    assert all(v.isfinite().all() for v in collector.episodes.state_dict().values())
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("seed", range(9))
+def test_a_fault_costs_its_environment_a_row_and_the_others_nothing(seed):
+    trial(seed)
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+def test_a_hundred_faults():
+    for seed in range(300):  # a hundred of each kind
+        trial(seed)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["state", "reward"])
+def test_windows_end_before_the_row_with_the_value_of_what_it_was_acted_on(kind):
+    t, i = 12, 2
+    env = Breaking(Counter(4, terminate_every=0, episode_length=50), {t: [(kind, [i])]})
+    (ring,) = collected(env).replays
+    start = torch.arange(t - 4, t + 2)
+    batch = ring.windows(ring.live, start, torch.full_like(start, i), ring.live.head[torch.full_like(start, i)], 3, 0.5)
+    assert batch.mask.tolist() == [1, 1, 1, 1, 0, 1]
+    assert batch.discount[:4].tolist() == [0.125, 0.125, 0.25, 0.5]
+    assert batch.next_obs["policy"][:4].tolist() == [[0, t - 1], [0, t], [0, t], [0, t]]
+    paid = [i + s / 8 for s in range(t)]
+    assert batch.reward[:4].tolist() == [
+        paid[8] + 0.5 * paid[9] + 0.25 * paid[10], paid[9] + 0.5 * paid[10] + 0.25 * paid[11],
+        paid[10] + 0.5 * paid[11], paid[11],
+    ]  # fmt: skip
+    assert batch.obs["policy"][5].tolist() == [1, 0]
+
+
+@pytest.mark.fault
+def test_a_simulator_that_restarts_no_single_environment_is_waited_for():
+    """Counter's episodes are of seven rows: what breaks in row 2 of one is out for five, its own end included."""
+    env = Breaking(Counter(8, terminate_every=0), {9: [("state", [3])]}, restarts=False)
+    collector = collected(env)
+    found = content(collector)
+    lost = found["flags"][:STEPS_MADE] & VALID == 0
+    assert lost.nonzero().tolist() == [[t, 3] for t in range(9, 14)]
+    assert all(v.isfinite().all() for v in found.values())
+    assert found["obs.policy"][9:15, 3].tolist() == 5 * [[1.0, 2.0]] + [[2.0, 0.0]]  # held, then a new episode
+    assert (int(collector.quarantine.dropped), int(collector.quarantine.restarted)) == (5, 0)
+    episodes = collector.episodes.drain()
+    assert (float(episodes["train/episodes"]), float(episodes["train/length_mean"])) == (8 * 4 - 1, 7.0)
+
+
+@pytest.mark.fault
+def test_who_is_broken_from_the_start_is_restarted_with_the_first_row():
+    env = Breaking(Counter(8, terminate_every=0), {}, born=[1, 6])
+    collector = collected(env)
+    found = content(collector)
+    assert env.asked == [[1, 6]]
+    assert (found["flags"][:STEPS_MADE] & VALID == 0).nonzero().tolist() == [[0, 1], [0, 6]]
+    assert found["obs.policy"][:2, 1].tolist() == [[0, 0], [1, 0]]
+    assert all(v.isfinite().all() for v in found.values())
+
+
+@pytest.mark.fault
+def test_groups_are_mended_between_ticks():
+    broken = Breaking(Pendulum(4), {20: [("state", [1])], 25: [("reward", [0, 3])]})
+    parts = begun(small_config(algo={"normalize_reward": True}), Grouped([broken, Breaking(Pendulum(4), {})]))
+    ticks(parts, 20)
+    assert broken.asked == [[1], [0, 3]]
+    found = content(parts.collector)
+    lost = (found["flags"][:36] & VALID == 0).nonzero().tolist()
+    assert lost == [[20, 1], [21, 1], [25, 0], [25, 3], [26, 0], [26, 3]]  # and the row that nobody saw begin
+    assert unsound(parts) == []
+    parts.env.close()
+
+
+# -- every family -----------------------------------------------------------------------------------------------------
+
+PRIORITIES = {"alpha": 0.6, "beta": 0.4, "initial": "actor"}
+FAMILIES = {
+    "pql": configured({}, {"normalize_reward": True, "n_step": 3}),
+    "sac": configured({}, {"family": "sac", "normalize_reward": True, "explore": {"kind": "none"}}),
+    "rainbow": dqn_runs.config_of(dqn_runs.VARIANTS["rainbow"]),
+    "ape-x": dqn_runs.config_of(dqn_runs.VARIANTS["ape-x"], {"normalize_reward": True}),
+    "r2d2": r2d2_runs.config_of({"dqn": {"priority": PRIORITIES}}, {"schedule": "concurrent"}),
+    "ppo": ppo_runs.config_of(ppo_runs.VARIANTS["squashed"], {"normalize_reward": True}),
+    "ppo, lstm": ppo_runs.config_of(ppo_runs.VARIANTS["lstm"]),
+    "impala, lstm": impala_runs.config_of(impala_runs.VARIANTS["lstm"]),
+    "pqn": configured(PQN),
+}
+
+
+def begun(config, env):
+    """Built around ``env``; the next thing is tick 0."""
+    parts = build(config, env, executor=Inline())
+    parts.prepare()
+    parts.start()
+    parts.warm_up(config.algo.warmup_steps)
+    parts.begin()
+    return parts
+
+
+def unsound(parts):
+    """Names of what is not finite: of all that the next tick depends on, and of the log's numbers."""
+    unknown = ("/q", "/value", ".q", ".value")  # NaN: no network valued this row
+    stores = [s.storage() for s in parts.collector.stores if hasattr(s, "storage")]
+    found = {**bits(parts), **parts.drain(), **{k: v for store in stores for k, v in store.items()}}
+    return [k for k, v in found.items() if not v.isfinite().all() and not k.endswith(unknown)]
+
+
+def spoil(parts, faults):
+    """What the actor makes, its memory included, is NaN or infinite where ``faults`` {step: environments} say so."""
+    (lane,) = parts.collector.lanes
+    actor, act = lane.actor, lane.actor.act
+
+    def acting(obs, gen):
+        act(obs, gen)
+        now = parts.env.time
+        if now in faults:
+            for tensor in lane.made:
+                tensor[faults[now]] = (NAN, INF)[now % 2]
+
+    actor.act = acting
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_that_is_not_finite_reaches_anything(family):
+    config, draw, rows_made = FAMILIES[family], random.Random(family), 60
+    where = {t: draw.sample(range(8), 2) for t in draw.sample(range(rows_made), 16)}
+    faults = {t: [(draw.choice(("state", "reward")), ids)] for t, ids in where.items()}
+    hit = {(t, i) for t, ids in where.items() for i in ids}
+    parts = begun(config, Breaking(make_env(config.task.name, 8, **config.task.kwargs), faults))
+    watch, now = parts.collector.quarantine, int(parts.collector.steps)
+    assert int(watch.dropped) == sum(t < now for t, _ in hit)
+    wild = {t: draw.sample(range(8), 1) for t in draw.sample(range(now, rows_made), 12)}
+    spoil(parts, wild)
+    if parts.collector.lanes[0].made:  # else it makes no floats
+        hit |= {(t, i) for t, ids in wild.items() for i in ids}
+    while parts.collector.steps < rows_made:
+        ticks(parts, 1)
+    assert all(float(v) == 0 for k, v in parts.drain().items() if k.startswith("skipped/"))
+    assert unsound(parts) == []
+    assert int(watch.dropped) == sum(t < parts.collector.steps for t, _ in hit)
+    assert not watch.out.any()
+
+
+class Lame(Late):
+    """Its environment 3 is NaN from row 30 on, until it begins an episode by itself."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.end = 30 + int(self.steps.first[30:, 3].int().argmax())
+        obs, final = ({k: v.clone() for k, v in o.items()} for o in (self.steps.obs, self.steps.final_obs))
+        obs["policy"][30 : self.end, 3] = NAN
+        final["policy"][30 : self.end + 1, 3] = NAN
+        self.steps = self.steps._replace(obs=obs, final_obs=final)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("family", ["pql", "impala"])
+def test_environments_that_answer_late_are_waited_for(family):
+    task = {"task": {"name": "counter", "kwargs": {}}, "num_envs": 8, "replay": {"capacity": 8 * 4096}}
+    config = configured(task, {"v_per_step": 0.25, "p_per_v": 1, "normalize_reward": True})
+    if family == "impala":
+        config = impala_runs.config_of(task, {"impala": {"lstm": 8}, "normalize_reward": True})
+    env = Lame(late=0.3, terminate_every=0)
+    parts = begun(config, env)
+    watch = parts.collector.quarantine
+    while env.time.min() < 45:
+        ticks(parts, 1)
+    assert env.end > 30
+    assert (int(watch.dropped), int(watch.restarted)) == (env.end + 1 - 30, 0)
+    assert not watch.out.any()
+    assert unsound(parts) == []
+
+
+# -- a run in which nothing breaks ------------------------------------------------------------------------------------
+
+
+def lane_bits(parts):
+    return {k: v for k, v in bits(parts).items() if "/quarantine/" not in k}
+
+
+@pytest.mark.parametrize(("family", "count"), [("pql", 12), ("r2d2", 9), ("ppo, lstm", 2)])
+def test_a_clean_run_is_the_same_to_a_bit_watched_or_not(monkeypatch, family, count):
+    config = FAMILIES[family]
+
+    def made():
+        return ticks(begun(config, make_env(config.task.name, 8, **config.task.kwargs)), count)
+
+    watched = made()
+    assert int(watched.collector.quarantine.dropped) == 0
+    with monkeypatch.context() as patch:  # every step the long way, as on a GPU
+        patch.setattr(quarantine, "plausible", lambda tensors: False)
+        assert differences(lane_bits(watched), lane_bits(made())) == []
+    monkeypatch.setattr(Quarantine, "__call__", lambda self, step, held, arrived=None: (step, None))
+    monkeypatch.setattr(Quarantine, "act", lambda self, made, mask=None: None)
+    assert differences(lane_bits(watched), lane_bits(made())) == []
+
+
+def test_moments_of_rows_that_all_count_are_those_without_a_mask():
+    plain, masked = Moments((3,), CPU), Moments((3,), CPU)
+    for seed in range(20):
+        x = torch.randn(37, 3, generator=Generator().manual_seed(seed)) * 10.0**seed
+        plain.update(x)
+        masked.update(x, torch.ones(37, dtype=torch.bool))
+    assert all(torch.equal(a, b) for a, b in zip(plain.sums(), masked.sums(), strict=True))
+
+
+@pytest.mark.fault
+def test_a_run_that_was_resumed_while_an_environment_was_out_is_the_one_that_was_not():
+    config = configured({}, {"normalize_reward": True})
+
+    def env():
+        return Breaking(make_env("pendulum", 8, max_episode_steps=30), {18: [("state", [2, 5])]}, restarts=False)
+
+    whole = ticks(begun(config, env()), 8)
+    assert whole.collector.quarantine.out.sum() == 2
+    halves = begun(config, env())
+    halves.load_state_dict(whole.state_dict(), 8)
+    for parts in (whole, halves):
+        ticks(parts, 12)
+    assert int(whole.collector.quarantine.dropped) == 24
+    assert differences(bits(whole), bits(halves)) == []
+
+
+def test_a_checkpoint_from_before_there_was_a_quarantine_is_read():
+    parts = begun(small_config(), make_env("pendulum", 8))
+    saved = {k: v for k, v in checkpoint.flatten(parts.state_dict()).items() if "quarantine" not in k}
+    again = begun(small_config(), make_env("pendulum", 8))
+    again.load_state_dict(checkpoint.unflatten(saved, again.state_dict()), 0)
+    assert differences(bits(parts), bits(again)) == []
+
+
+# -- where the host reads late ----------------------------------------------------------------------------------------
+
+
+class Passed:
+    """A CUDA stream whose events have passed."""
+
+    def record_event(self):
+        return self
+
+    def query(self):
+        return True
+
+
+@pytest.mark.fault
+def test_a_gpu_is_asked_late_and_its_environments_are_restarted_between_ticks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Passed())
+    parts = begun(small_config(), env := Breaking(Pendulum(8), {20: [("state", [4])]}))
+    watch = parts.collector.quarantine
+    watch.host = watch.together = False
+    watch.restart = None
+    ticks(parts, 4 + LAG)  # rows 16 to 19, the broken one and the rest of LAG
+    assert env.asked == []
+    assert watch.out.tolist() == [i == 4 for i in range(8)]
+    saved = checkpoint.unflatten(bits(parts), parts.state_dict())
+    ticks(parts, 2)
+    assert env.asked[0] == [4]
+    assert not watch.out.any()
+    assert int(watch.dropped) == LAG + 2  # until it is told of, and the row that nobody saw begin
+    assert unsound(parts) == []
+    after = bits(parts)
+    parts.load_state_dict(saved, 4 + LAG)
+    ticks(parts, 2)
+    assert differences(bits(parts), after) == []
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+def broken_off(run_dir, at, *more):
+    """A run that ended since all environments broke in step ``at``; returns its error and its dump."""
+    name = ["task=env", "task.name=breaking", f"task.kwargs.at={at}", *more]
+    run(*words(run_dir, *name, "budget.env_steps=160"))
+    before = {p: (p / "tensors.safetensors").read_bytes() for p in points(run_dir)}
+    with pytest.raises(RunError, match=r"no environment gives finite .*; what led to it: ") as error:
+        resume(run_dir, "budget.env_steps=1000000")
+    assert {p: (p / "tensors.safetensors").read_bytes() for p in points(run_dir)} == before
+    (tensors, _, _) = checkpoint.newest(run_dir / "checkpoints")
+    assert all(v.isfinite().all() for v in tensors.values())
+    (dump,) = (run_dir / "dumps").iterdir()
+    assert str(dump) in str(error.value)
+    return dump
+
+
+def check_dump(dump, at, num_envs=16):
+    tensors, manifest = checkpoint.load(dump)
+    assert (manifest["kind"], manifest["seed"], manifest["config"]["task"]["kwargs"]) == ("dump", 1, {"at": at})
+    again = list(replay(dump))
+    assert len(again) <= at + 1 <= len(again) + 10  # all of it, or from the resume point on
+    action, last = again[-1]
+    assert torch.equal(action, tensors["last/action"])
+    assert torch.equal(again[-2][1].obs["policy"], tensors["last/obs/policy"])
+    assert all(step.obs["policy"].isfinite().all() for _, step in again[:-1])
+    assert last.obs["policy"].isnan().all()
+    assert torch.equal(last.reward, tensors["returned/0/reward"])
+    assert tensors["returned/0/obs.policy"].isnan().all()
+    assert num_envs == len(last.reward)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
+def test_a_run_without_a_finite_environment_ends_with_what_led_to_it(tmp_path, schedule):
+    dump = broken_off(tmp_path, 40, "seed=1", f"algo.schedule={schedule}")
+    check_dump(dump, 40)
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+def test_twenty_such_runs(tmp_path):
+    for seed in range(20):
+        at = random.Random(seed).randrange(12, 60)
+        check_dump(broken_off(tmp_path / str(seed), at, "seed=1"), at)
+
+
+@pytest.mark.fault
+def test_it_may_end_in_the_warm_up(tmp_path):
+    with pytest.raises(RunError, match="what led to it"):
+        run(*words(tmp_path, "task=env", "task.name=breaking", "task.kwargs.at=3", "seed=1"))
+    (dump,) = (tmp_path / "dumps").iterdir()
+    check_dump(dump, 3)
+
+
+def test_the_black_box_goes_back_far_enough_and_no_further():
+    env = Breaking(Pendulum(4), {70: [("state", [2])], 150: [("state", [1])]})
+    box_env = begun(small_config(num_envs=4), env).collector
+    for _ in range(200):
+        box_env.run(1)
+    told = box_env.box.state_dict()
+    assert STEPS <= len(told["actions"]) <= 2 * STEPS
+    assert told["restarts"]["mask"].tolist() == [[False, True, False, False]]
+    env.load_state_dict(told["state"])
+    start = env.time
+    for count, action in enumerate(told["actions"]):
+        for step, mask in zip(told["restarts"]["step"].tolist(), told["restarts"]["mask"], strict=True):
+            if step == count:
+                env.reset_where(mask)
+        step = env.step(action)
+    assert start + len(told["actions"]) == 216
+    assert torch.equal(step.obs["policy"], box_env.obs["policy"])
+
+
+def test_a_run_tells_once_of_rows_that_were_left_out(tmp_path):
+    env = Breaking(make_env("pendulum", 16), {30: [("state", [3])], 40: [("reward", [1, 2])]})
+    with pytest.warns(PqlWarning, match="rows left out: an observation, reward or action was not finite") as told:
+        run(*words(tmp_path, "budget.env_steps=1600", "logger.every_seconds=0.01"), env=env)
+    assert len([w for w in told if "rows left out" in str(w.message)]) == 1
+    assert [rows(tmp_path)[-1][f"env/{k}"] for k in ("dropped", "restarted")] == [3, 3]
+
+
+def test_who_restarts_them_is_said():
+    for restarts, then in ((True, "was restarted"), (False, "stays out until its simulator")):
+        said = []
+        guard = Guard(said.append, {"v": 0, "p": 0}, restarts)
+        for count in (0, 3, 5):
+            guard.look({"updates/v": 1, "updates/p": 1, "env/dropped": count})
+        assert len(said) == 1
+        assert said[0].startswith("3 rows left out")
+        assert then in said[0]
+
+
+def test_what_cannot_be_replayed_is_said(tmp_path):
+    parts = begun(small_config(), Pendulum(8))
+    parts.collector.box.forget()
+    blackbox.dump(tmp_path / "one", small_config(), parts.collector, parts.counters())
+    with pytest.raises(ConfigError, match="one of a simulator that saves its state"):
+        next(replay(tmp_path / "one"))
+
+
+def test_one_bad_number_is_enough():
+    good = torch.ones(6, dtype=torch.bool)
+    values, more = torch.full((6, 2, 3), 3e38), torch.zeros(6)
+    values[1, 1, 2], values[2, 0, 0], values[3, 1, 0], more[4] = NAN, INF, -INF, NAN
+    assert quarantine.sound((values, more), good).tolist() == [True, False, False, False, False, True]
+    assert quarantine.sound((), good).all()
+    assert not quarantine.plausible((values[:1],))  # finite, but not its sum: looked at closely
+    assert quarantine.plausible((torch.ones(3), more[:4]))
+    seen = torch.zeros(2)
+    nested = ({"a": seen, "b": (seen, torch.ones(2, dtype=torch.uint8))}, None)
+    assert [t is seen for t in quarantine.floats(nested)] == [True]
