@@ -33,8 +33,8 @@ SLOW = (
     "hopper", "walker2d", "ant", "humanoid", "humanoidstandup", "swimmer", "reacher", "pusher", "invertedpendulum",
     "inverteddoublependulum",
 )  # fmt: skip
-# pinned feet on stiff servos, seen by force sensors: float32 shows; fingertips' forces, seen tenfold; the forces on a body
-# that lies on a dozen contacts
+# pinned feet on stiff servos, seen by force sensors: float32 shows; fingertips' forces, seen tenfold; the forces on
+# a body that lies on a dozen contacts
 STIFF = {"ballbalance": 3000.0, "shadow_hand": 10.0, "shadow_hand_openai": 10.0, "humanoidstandup": 10.0}
 PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
 # share of rows that may differ: fingers side by side touch in one point or two
