@@ -1,4 +1,4 @@
-"""What adapters of simulators that speak torch, or JAX, share: actions, settings, rows of two episodes."""
+"""What adapters of simulators that speak torch, or JAX, share: actions and settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pql.env import Box
 from pql.errors import ConfigError, nearest
-from pql.types import Obs
 
 
 class Actions:
@@ -41,11 +40,6 @@ class Actions:
         if self.low.device != action.device:
             self.low, self.high = self.low.to(action.device), self.high.to(action.device)
         return self.low + (action.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
-
-
-def merge(rows: Tensor, new: Obs, old: Obs) -> Obs:
-    """``new`` where ``rows``, else ``old``."""
-    return {k: torch.where(rows.view(-1, *(1,) * (v.dim() - 1)), new[k], v) for k, v in old.items()}
 
 
 def change(config: Any, settings: Mapping[str, Any], within: str = "") -> None:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from pql.env import EnvSpec, ObsSpec
-from pql.envs.adapt import Actions, change, merge
+from pql.envs.adapt import Actions, change
 from pql.errors import ConfigError
-from pql.types import Obs, Step
+from pql.types import Obs, Step, chosen
 
 COUNTS = "Episode_Termination/"  # how many environments each reason ended
 
@@ -111,7 +111,7 @@ class IsaacLabVec:
         if self.computes_final:
             final_ok = torch.ones_like(over)
             if "final_obs" in extras:  # written where anything ended, and then left there: only these rows are news
-                final = merge(over, copies(extras["final_obs"]), seen)
+                final = chosen(over, copies(extras["final_obs"]), seen)
         yes = torch.ones_like(over)
         return Step(seen, reward.float().clone(), terminated, truncated, over, final, final_ok, yes,
                     self.log.rows(extras, over))  # fmt: skip

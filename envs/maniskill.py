@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from pql.env import EnvSpec, ObsSpec
-from pql.envs.adapt import Actions, merge
+from pql.envs.adapt import Actions
 from pql.errors import ConfigError
-from pql.types import Obs, Step
+from pql.types import Obs, Step, chosen
 
 
 def maniskill(
@@ -93,7 +93,7 @@ class ManiSkillVec:
         # Where any episode ended, what is told of this step lies below final_info: the rest is the reset's.
         final, told = dict(seen), info
         if "final_observation" in info:
-            final, told = merge(over, self.groups(info["final_observation"]), seen), info["final_info"]
+            final, told = chosen(over, self.groups(info["final_observation"]), seen), info["final_info"]
         log = {k: told[k].float().clone().view(-1) for k in self.spec.log}
         return Step(seen, reward.float().clone().view(-1), terminated, truncated, over, final, yes, yes.clone(), log)
 

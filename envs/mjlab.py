@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pql.env import EnvSpec
-from pql.envs.adapt import Actions, change, merge
+from pql.envs.adapt import Actions, change
 from pql.envs.isaaclab import Log, copies, ends, group_specs, randomize_lengths
 from pql.errors import ConfigError, nearest
-from pql.types import Obs, Step
+from pql.types import Obs, Step, chosen
 
 
 def mjlab(
@@ -83,7 +83,7 @@ class MjlabVec:
         ids = over.nonzero().flatten()  # waits for the device, as the simulator's own reset would
         if len(ids):
             new, extras = self.env.reset(env_ids=ids)
-            seen = merge(over, copies(new), final)
+            seen = chosen(over, copies(new), final)
         yes = torch.ones_like(over)
         return Step(seen, reward, terminated, truncated, over, final, yes, yes.clone(), self.log.rows(extras, over))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pql.env import ObsSpec
 from pql.parallel import ALONE, Group
-from pql.types import Obs
+from pql.types import Obs, column
 
 CLIP = 5.0
 EPSILON = 1e-8
@@ -57,7 +57,7 @@ class Moments(nn.Module):
         x = x.to(torch.float64)
         count: float | Tensor = x.shape[0]
         if keep is not None:
-            row, count = keep.view(-1, *[1] * (x.dim() - 1)), keep.sum()
+            row, count = column(keep, x), keep.sum()
             # The others stand where the mean is, and add nothing. Where all are kept this changes no bit.
             x = torch.where(row, x, torch.where(row, x, 0).sum(0) / count.clamp(min=1))
         var, mean = torch.var_mean(x, 0, correction=0)

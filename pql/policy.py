@@ -19,7 +19,7 @@ from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
 from pql.errors import ConfigError, show
 from pql.nets import Flat, groups_read
 from pql.normalize import Normalizer
-from pql.types import Obs
+from pql.types import Obs, column
 
 if TYPE_CHECKING:
     from pql.export import ExportedPolicy
@@ -72,7 +72,7 @@ class Acting:
         if mask is None:
             self._state = None
         elif self._state is not None:
-            self._state = {k: v * ~mask.view(-1, *[1] * (v.dim() - 1)) for k, v in self._state.items()}
+            self._state = {k: v * ~column(mask, v) for k, v in self._state.items()}
 
 
 class Policy(Acting):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pql.errors import RunError
-from pql.types import Obs, Step
+from pql.types import Obs, Step, chosen, column
 
 LAG = 3
 """Ticks after which the host reads a GPU's flags. It is at most two ahead of the device, so these are there."""
@@ -231,16 +231,6 @@ def sound(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
         size = size.flatten(1).amax(1) if size.dim() > 1 else size
         good &= size < math.inf  # nor is a NaN
     return good
-
-
-def column(mask: Tensor, value: Tensor) -> Tensor:
-    """``mask`` [n] in a shape that covers ``value`` [n, ...]."""
-    return mask.view(-1, *[1] * (value.dim() - 1))
-
-
-def chosen(mask: Tensor, one: Obs, other: Obs) -> Obs:
-    """``one`` in the rows of ``mask``, else ``other``."""
-    return {k: torch.where(column(mask, v), one[k], v) for k, v in other.items()}
 
 
 def filler(step: Step, lost: Tensor, obs: Obs) -> Step:

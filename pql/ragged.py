@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pql.types import column
+
 if TYPE_CHECKING:
     from pql.collect import Actor, Collector
     from pql.lane import Lane
@@ -121,4 +123,4 @@ def only(actor: "Actor", mask: Tensor | None) -> Iterator[None]:
         if tensor.dim() == 0:
             tensor.copy_(old + (tensor - old) * mask.sum() // mask.numel())
         else:
-            tensor.copy_(torch.where(mask.view(-1, *[1] * (tensor.dim() - 1)), tensor, old))
+            tensor.copy_(torch.where(column(mask, tensor), tensor, old))

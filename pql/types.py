@@ -12,6 +12,7 @@ This file knows nothing of simulators, networks or devices.
 
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 Obs = dict[str, Tensor]
@@ -95,3 +96,13 @@ def split(batch: AnyBatch, count: int) -> list[AnyBatch]:
     if count == 1:
         return [batch]
     return [type(batch)(*fields) for fields in zip(*map(cut, batch), strict=True)]
+
+
+def column(mask: Tensor, value: Tensor) -> Tensor:
+    """``mask`` [N] in a shape that covers ``value`` [N, ...]."""
+    return mask.view(-1, *[1] * (value.dim() - 1))
+
+
+def chosen(mask: Tensor, one: Obs, other: Obs) -> Obs:
+    """``one`` in the rows of ``mask`` [N], else ``other``."""
+    return {k: torch.where(column(mask, v), one[k], v) for k, v in other.items()}

@@ -15,6 +15,8 @@ import torch
 from mujoco.batch import Batch, SimulationError
 from torch import Tensor
 
+from pql.types import column
+
 Fields = Mapping[str, Tensor]
 """MjData's field names -> ``[N, ...]`` in the engine's dtype: ``qpos``, ``qvel``, ``ctrl`` and the derived fields
 asked for. Units and layouts are MuJoCo's."""
@@ -68,7 +70,7 @@ class Masked:
         return values
 
     def put(self, values: Tensor, new: Tensor) -> Tensor:
-        return torch.where(self.mask.view(-1, *(1,) * (values.ndim - 1)), new, values)
+        return torch.where(column(self.mask, values), new, values)
 
 
 class Engine(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pql.env import Box, VecEnv
 from pql.errors import ConfigError
-from pql.types import Obs, Step
+from pql.types import Obs, Step, chosen
 
 
 class Row(NamedTuple):
@@ -38,7 +38,7 @@ def ends(step: Step, before: Obs) -> tuple[Tensor, Tensor, Obs]:
     restart = step.first & step.valid & ~(step.terminated | step.truncated)
     time_out = step.truncated | restart
     lost = restart | ((step.terminated | step.truncated) & ~step.final_ok)
-    final = {k: torch.where(_like(lost, new), before[k], new) for k, new in step.final_obs.items()}
+    final = chosen(lost, before, step.final_obs)
     return time_out, lost, final
 
 
@@ -92,7 +92,3 @@ def to_host(value: Tensor) -> np.ndarray:
 def to_device(array: Any, env: VecEnv) -> Tensor:
     """A numpy array (or a sequence) as a tensor on the environment's device."""
     return torch.as_tensor(np.asarray(array), device=env.spec.device)
-
-
-def _like(mask: Tensor, value: Tensor) -> Tensor:
-    return mask.reshape(-1, *(1,) * (value.dim() - 1))
