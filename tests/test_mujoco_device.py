@@ -1,4 +1,5 @@
-"""What the MuJoCo tasks owe a GPU, tested without one: which engine steps, and that no step sends anything there."""
+"""What the MuJoCo tasks owe a GPU, tested without one: which engine steps, that no step sends anything there, and that
+no step multiplies float32 matrices, which may have a mantissa of 10 bits there."""
 
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
@@ -14,7 +16,7 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 from mujoco_runs import ROBOT_OF, build, random_actions, task
 
 from pql.envs.mujoco import hopper
-from pql.envs.mujoco.engine import BatchEngine
+from pql.envs.mujoco.engine import BatchEngine, Rows
 from pql.envs.mujoco.engines import choose, make_engine
 from pql.envs.mujoco.task import load_model
 from pql.errors import ConfigError, PqlWarning
@@ -45,14 +47,64 @@ class NothingSent(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*map(task, ("reacher", "pusher", "humanoid", "isaac_ant", "isaac_humanoid", "ballbalance_pixels", *ROBOT_OF))],
-)
+TASKS = [*map(task, ("reacher", "pusher", "humanoid", "isaac_ant", "isaac_humanoid", "ballbalance_pixels", *ROBOT_OF))]
+
+
+@pytest.mark.parametrize("name", TASKS)
 def test_a_step_sends_nothing(name: str) -> None:
     env = build(name, 2, max_episode_steps=2)
     env.reset(seed=0)
     actions = random_actions(env, 3).unbind(0)
     with NothingSent():
+        for action in actions:
+            env.step(action)
+
+
+class Narrow(dict[str, Tensor]):
+    """Fields as a GPU has them: float32."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).float()
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+
+class Single(BatchEngine):
+    """C, but what it is given and shows is float32."""
+
+    dtype = torch.float32
+
+    def __init__(self, model: mujoco.MjModel, num_envs: int, outputs: Any):
+        super().__init__(model, num_envs, 1, outputs)
+        self._wide = self.fields
+        self.fields = Narrow(self._wide)
+
+    def step(self, ctrl: Tensor, substeps: int) -> None:
+        self._wide["ctrl"].copy_(ctrl)
+        self._guarded(lambda: self.batch.step(nstep=substeps))
+
+    def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
+        super().reset(rows, qpos.double(), qvel.double())
+
+
+class NoNarrowProducts(TorchDispatchMode):
+    """Refuses products of float32 matrices, and what is made of them."""
+
+    NAMES = ("mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "dot", "_linalg_solve_ex", "linalg_inv_ex", "convolution")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        narrow = any(isinstance(part, Tensor) and part.dtype == torch.float32 for part in args)
+        assert not (narrow and func.overloadpacket.__name__ in self.NAMES), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_step_multiplies_no_float32_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pql.envs.mujoco.env.make_engine", lambda task, model, n, *rest: Single(model, n, task.outputs))
+    env = build(name, 2, max_episode_steps=2)
+    env.reset(seed=0)
+    actions = random_actions(env, 3).unbind(0)
+    with NoNarrowProducts():
         for action in actions:
             env.step(action)

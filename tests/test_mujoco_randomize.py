@@ -87,7 +87,7 @@ def test_a_randomised_simulation_is_that_of_a_model_with_these_values() -> None:
 @pytest.mark.parametrize("name", ["hopper", "ant", "humanoid", "pusher", "ballbalance"])
 def test_inverse_weights_are_mujocos(name: str) -> None:
     rng, model = np.random.default_rng(0), copy.copy(build(name, 1).model)
-    weights = InverseWeights(model, torch.device("cpu"), torch.float64)
+    weights = InverseWeights(model, torch.device("cpu"))
     model.body_mass[:] *= rng.uniform(0.5, 2.0, model.nbody)
     model.body_inertia[:] *= rng.uniform(0.5, 2.0, (model.nbody, 1))
     dof, body = weights(torch.tensor(model.body_mass)[None], torch.tensor(model.body_inertia)[None])

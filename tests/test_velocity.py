@@ -269,7 +269,7 @@ def test_gravity_is_seen_in_the_bases_frame_and_by_anymal_the_other_way_round() 
     for name, sign in (("go1_velocity", 1), ("g1_velocity", 1), ("anymal", -1)):
         env = build(name, 1)
         place(env, quat=forward)
-        seen = task_of(env).gravity(env.engine.fields)[0].tolist()
+        seen = task_of(env).motion(env.engine.fields).gravity[0].tolist()
         assert seen == pytest.approx([sign * math.sin(tilt), 0.0, -math.cos(tilt)], abs=1e-9)
 
 

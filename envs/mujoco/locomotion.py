@@ -192,7 +192,7 @@ class Humanoid(Runner):
         measure_contacts(spec)
 
     def position(self, fields: Fields) -> Tensor:
-        return fields["xipos"][:, :, 0] @ self._share  # of the centre of mass
+        return (fields["xipos"][:, :, 0] * self._share).sum(1)  # of the centre of mass
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         return _body_observe(fields)

@@ -19,7 +19,7 @@ from torch import Tensor
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.robots import model_file
 from pql.envs.mujoco.task import Memory, Robot
-from pql.envs.mujoco.velocity import Joint, Servo, Velocity, bones
+from pql.envs.mujoco.velocity import Joint, Lack, Motion, Servo, Velocity, bones
 
 SOFT = 0.9  # share of a joint's range that costs nothing
 
@@ -74,9 +74,9 @@ class Unitree(Velocity):
             foot.condim, foot.priority, foot.friction, foot.rgba = 3, 1, [1, 0.005, 0.0005], [0.1, 0.1, 0.1, 1]
         return spec
 
-    def terms_of(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
-        linear, angular = self.motion(fields)
-        ahead, around = self.errors(fields, memory)
+    def terms_of(self, fields: Fields, memory: Memory, motion: Motion, lack: Lack) -> dict[str, Tensor]:
+        linear, angular, gravity = motion
+        ahead, around = lack
         joints = fields["qpos"][:, self._q]
         bent = (joints - self.robot.ctrl_middle) / self._slack
         beyond = (self._low - joints).clamp(min=0) + (joints - self._high).clamp(min=0)
@@ -84,7 +84,7 @@ class Unitree(Velocity):
         rates = {
             "linear": 2.0 * torch.exp(-(ahead.square().sum(1) + linear[:, 2].square()) / 0.25),
             "angular": 2.0 * torch.exp(-(around.square() + angular[:, :2].square().sum(1)) / 0.5),
-            "upright": torch.exp(-self.gravity(fields)[:, :2].square().sum(1) / 0.2),
+            "upright": torch.exp(-gravity[:, :2].square().sum(1) / 0.2),
             "posture": torch.exp(-bent.square().mean(1)),
             "limits": -beyond.sum(1),
             "action_rate": -0.1 * change.square().sum(1),

@@ -39,6 +39,18 @@ class Joint(NamedTuple):
     servo: Servo
 
 
+class Motion(NamedTuple):
+    """Of the base, in its frame."""
+
+    linear: Tensor  # [N, 3] velocity, m/s
+    angular: Tensor  # [N, 3] velocity, rad/s
+    gravity: Tensor  # [N, 3] its direction
+
+
+Lack = tuple[Tensor, Tensor]
+"""What velocities over the ground ([N, 2]) and around ([N]) lack of the command."""
+
+
 def ground(spec: mujoco.MjSpec, over: str) -> None:
     """A chequered floor, a sky, and a light that stays above the body ``over``. Things fall on the floor whose
     ``contype`` has bit 1."""
@@ -154,7 +166,8 @@ class Velocity(Task):
         return drawn * (draw.uniform(0.0, 1.0, count) >= self.resting)[:, None]
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
-        changed = {"action": self.action(fields), "streak": self._streak(fields, memory)}
+        streak = self._streak(self.lack(self.motion(fields), memory), memory)
+        changed = {"action": self.action(fields), "streak": streak}
         if self.lasting is not None:
             count = len(changed["action"])
             over = draw.uniform(0.0, 1.0, count) < self.dt / self.lasting
@@ -170,46 +183,48 @@ class Velocity(Task):
         force = fields["sensordata"][:, self._felt]  # [N, bodies, 3]
         return (torch.linalg.vector_norm(force, dim=2) > FEEL).any(1)
 
-    def motion(self, fields: Fields) -> tuple[Tensor, Tensor]:
-        """Linear and angular velocity of the base, in its frame: [N, 3] each."""
-        qpos, qvel = fields["qpos"], fields["qvel"]
-        return into(rotation(qpos[:, 3:7]), qvel[:, :3]), qvel[:, 3:6]
+    def motion(self, fields: Fields) -> Motion:
+        """Of the base."""
+        qvel, frame = fields["qvel"], rotation(fields["qpos"][:, 3:7])
+        return Motion(into(frame, qvel[:, :3]), qvel[:, 3:6], -self.upward(frame))
 
-    def gravity(self, fields: Fields) -> Tensor:
-        """The direction of gravity in the base's frame: [N, 3]."""
-        return -rotation(fields["qpos"][:, 3:7])[:, 2]
+    @staticmethod
+    def upward(frame: Tensor) -> Tensor:
+        """What the base, whose axes ``frame`` [N, 3, 3] has as columns, sees as upward: [N, 3]."""
+        return frame[:, 2]
 
-    def errors(self, fields: Fields, memory: Memory) -> tuple[Tensor, Tensor]:
-        """What velocities over the ground ([N, 2]) and around ([N]) lack of the command."""
-        linear, angular = self.motion(fields)
+    def lack(self, motion: Motion, memory: Memory) -> Lack:
+        """How far the base is from its command."""
         command = memory["command"]
-        return command[:, :2] - linear[:, :2], command[:, 2] - angular[:, 2]
+        return command[:, :2] - motion.linear[:, :2], command[:, 2] - motion.angular[:, 2]
 
-    def metered(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+    def metered(self, lack: Lack, memory: Memory) -> dict[str, Tensor]:
         """The numbers of ``metrics``: [N] each."""
-        ahead, around = self.errors(fields, memory)
-        streak = self._streak(fields, memory)
+        streak = self._streak(lack, memory)
         return {
-            "linear_error": torch.linalg.vector_norm(ahead, dim=1),
-            "angular_error": around.abs(),
+            "linear_error": torch.linalg.vector_norm(lack[0], dim=1),
+            "angular_error": lack[1].abs(),
             "tracked": (streak > 0).to(streak),
             "success": (streak >= ENOUGH).to(streak),
         }
 
-    def _streak(self, fields: Fields, memory: Memory) -> Tensor:
+    def _streak(self, lack: Lack, memory: Memory) -> Tensor:
         """For how many steps the command has been followed without a break: [N]."""
-        ahead, around = self.errors(fields, memory)
+        ahead, around = lack
         return (memory["streak"] + 1) * ((torch.linalg.vector_norm(ahead, dim=1) < TRACKED) & (around.abs() < TRACKED))
 
-    def terms_of(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+    def terms_of(self, fields: Fields, memory: Memory, motion: Motion, lack: Lack) -> dict[str, Tensor]:
         """The reward's terms: [N] each."""
         raise NotImplementedError
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
-        return Verdict(self.terms_of(fields, memory), self.touched(fields), self.metered(fields, memory))
+        motion = self.motion(fields)
+        lack = self.lack(motion, memory)
+        terms = self.terms_of(fields, memory, motion, lack)
+        return Verdict(terms, self.touched(fields), self.metered(lack, memory))
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
-        linear, angular = self.motion(fields)
+        motion = self.motion(fields)
         bent, pace = fields["qpos"][:, self._q] - self.robot.ctrl_middle, fields["qvel"][:, self._v]
-        parts = [2.0 * linear, 0.25 * angular, self.gravity(fields), self._scale * memory["command"]]
+        parts = [2.0 * motion.linear, 0.25 * motion.angular, motion.gravity, self._scale * memory["command"]]
         return {"policy": torch.cat([*parts, bent, 0.05 * pace, memory["action"]], 1).clamp(-5.0, 5.0)}

@@ -96,7 +96,7 @@ class WarpEngine:
         self.fields = {name: wp.to_torch(getattr(self._data, name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
         self._parameters = {name: wp.to_torch(getattr(self._model, name)) for name in own}
         # Warp could compute them too, but by some hundred launches, which take longer than a step
-        self._weights = InverseWeights(model, self.device, self.dtype) if deriving else None
+        self._weights = InverseWeights(model, self.device) if deriving else None
         state = [wp.to_torch(getattr(self._data, name)) for name in STATE]
         self._state = [part[:, None] if part.ndim == 1 else part for part in state]
         self._derived = bool(outputs)

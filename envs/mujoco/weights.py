@@ -20,10 +20,10 @@ class InverseWeights:
 
     Args:
         model: the nominal one; armature and the like stay as they are there.
-        device, dtype: of the tensors.
+        device: of the tensors; the products are of float64, whatever the precision of those of float32.
     """
 
-    def __init__(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype):
+    def __init__(self, model: mujoco.MjModel, device: torch.device):
         nv, nbody = model.nv, model.nbody
         data = mujoco.MjData(model)
         mujoco.mj_forward(model, data)
@@ -44,14 +44,13 @@ class InverseWeights:
         moved[slides, 0] = _gram(np.eye(nv)[model.body_dofadr[slides]])
         probes = np.concatenate((axes, moved.reshape(-1, nv, nv)))  # [nv + 2 nbody, nv, nv]
         self._either = torch.tensor(~slides[:, None], device=device)
-        self._parts, self._rest, self._probes = (
-            torch.tensor(part.reshape(-1, nv * nv), device=device, dtype=dtype) for part in (parts, rest, probes)
-        )
+        flat = (part.reshape(-1, nv * nv) for part in (parts, rest, probes))
+        self._parts, self._rest, self._probes = (torch.tensor(p, device=device, dtype=torch.float64) for p in flat)
         self._nv = nv
 
     def __call__(self, mass: Tensor, inertia: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, nv] and [N, nbody, 2], of masses [N, nbody] and principal inertias [N, nbody, 3]."""
-        of_bodies = torch.cat((mass[..., None], inertia), 2).flatten(1)
+        """[N, nv] and [N, nbody, 2], float64, of masses [N, nbody] and principal inertias [N, nbody, 3]."""
+        of_bodies = torch.cat((mass[..., None], inertia), 2).flatten(1).double()
         matrix = (self._rest + of_bodies @ self._parts).unflatten(1, (self._nv, self._nv))
         inverse = torch.linalg.inv_ex(matrix, check_errors=False)[0].flatten(1)
         weights = inverse @ self._probes.T

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
-from pql.envs.mujoco.isaac.measure import rotation
 from pql.envs.mujoco.robots import model_file
 from pql.envs.mujoco.task import Memory
-from pql.envs.mujoco.velocity import Joint, Servo, Velocity, bones
+from pql.envs.mujoco.velocity import Joint, Lack, Motion, Servo, Velocity, bones
 
 SERVO = Servo(stiffness=85.0, damping=2.0, effort=80.0, reach=0.5)
 LEGS = ("LF", "LH", "RF", "RH")
@@ -76,11 +75,12 @@ class Anymal(Velocity):
         bones(spec, 0.03)
         return spec
 
-    def gravity(self, fields: Fields) -> Tensor:
-        return -rotation(fields["qpos"][:, 3:7])[:, :, 2]
+    @staticmethod
+    def upward(frame: Tensor) -> Tensor:
+        return frame[:, :, 2]
 
-    def terms_of(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
-        ahead, around = self.errors(fields, memory)
+    def terms_of(self, fields: Fields, memory: Memory, motion: Motion, lack: Lack) -> dict[str, Tensor]:
+        ahead, around = lack
         linear = 0.02 * torch.exp(-ahead.square().sum(1) / 0.25)
         angular = 0.01 * torch.exp(-around.square() / 0.25)
         torque = -5e-7 * fields["qfrc_actuator"][:, self._v].square().sum(1)

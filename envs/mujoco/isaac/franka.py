@@ -92,13 +92,16 @@ class FrankaCubeStack(Task):
     def __init__(self, robot: Robot):
         super().__init__(robot)
         self._low, self._high = robot.tensor(robot.model.jnt_range[:7]).unbind(1)
-        self._home, self._effort, self._delta = robot.tensor(HOME), robot.tensor(EFFORT), robot.tensor(self.DELTA)
-        self.arm, self._law = Arm(robot, HINGES, "hand", FINGERS), OperationalSpace(self._home)
+        self._home, self._effort = robot.tensor(HOME), robot.tensor(EFFORT)
+        # the arm in float64 on any engine: products of float32 matrices may have a mantissa of 10 bits on a GPU
+        exact = Robot(robot.model, robot.device, torch.float64)
+        self.arm, self._law = Arm(exact, HINGES, "hand", FINGERS), OperationalSpace(exact.tensor(HOME))
+        self._delta = exact.tensor(self.DELTA)
         a, b = (int(robot.model.joint(name).qposadr[0]) for name in ("cube_a", "cube_b"))
         self._a, self._b, self._turn_a = slice(a, a + 3), slice(b, b + 3), slice(a + 3, a + 7)
         self._turn_b = slice(b + 3, b + 7)
-        self._ahead = robot.tensor([0.0, 0.0, GRIP])  # in the hand
-        self._aside = robot.tensor([[0.0, 1.0, 0.0], [0.0, -1.0, 0.0]])
+        self._ahead = exact.tensor([0.0, 0.0, GRIP])  # in the hand
+        self._aside = exact.tensor([[0.0, 1.0, 0.0], [0.0, -1.0, 0.0]])
         self._above = robot.tensor([0.0, 0.0, (SMALL + LARGE) / 2])
 
     @classmethod
@@ -139,7 +142,15 @@ class FrankaCubeStack(Task):
         return Start(qpos, qvel)
 
     def pose(self, fields: Fields) -> Pose:
-        return self.arm.pose(fields["qpos"][:, :7])
+        return self.arm.pose(fields["qpos"][:, :7].double())
+
+    def track(self, fields: Fields) -> Memory:
+        """The pose, which is seen now and acted in next."""
+        return self.pose(fields)._asdict()
+
+    @staticmethod
+    def tracked(memory: Memory) -> Pose:
+        return Pose(*(memory[part] for part in Pose._fields))
 
     def grip(self, pose: Pose) -> Tensor:
         """The point between the fingertips: [N, 3]."""
@@ -147,16 +158,16 @@ class FrankaCubeStack(Task):
 
     def control(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
         fingers = OPEN * (action[:, -1:] >= 0).to(action).expand(-1, 2)
-        torque = self.torque(action[:, :-1], fields)
+        torque = self.torque(action[:, :-1], fields, memory)
         return torch.cat((torque.clamp(-self._effort, self._effort), fingers), 1)
 
-    def torque(self, action: Tensor, fields: Fields) -> Tensor:
+    def torque(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
         """[N, 7], before the motors' limits. Velocity is the grip's, the Jacobian that of the hand, as there."""
-        q, dq, pose = fields["qpos"][:, :7], fields["qvel"][:, :7], self.pose(fields)
+        qpos, dq, pose = fields["qpos"].double(), fields["qvel"][:, :7].double(), self.tracked(memory)
         velocity = (self.arm.jacobian(pose, self.grip(pose)) @ dq.unsqueeze(-1)).squeeze(-1)
         hand = self.arm.jacobian(pose, pose.place[:, -1])
-        mass = self.arm.mass(pose, fields["qpos"][:, 7:9])
-        return self._law.torque(mass, hand, velocity, action * self._delta, q, dq)
+        mass = self.arm.mass(pose, qpos[:, 7:9])
+        return self._law.torque(mass, hand, velocity, action * self._delta, qpos[:, :7], dq)
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         qpos, pose = fields["qpos"], self.pose(fields)
@@ -184,7 +195,7 @@ class FrankaCubeStack(Task):
         return fields["qpos"][:, 7:9]
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
-        qpos, pose = fields["qpos"], self.pose(fields)
+        qpos, pose = fields["qpos"], self.tracked(memory)
         small, turns = qpos[:, self._a], (qpos[:, self._turn_a], pose.quat[:, -1])
         turn, held = (quat.roll(-1, 1) for quat in turns)  # x, y, z, w
         parts = (turn, small, qpos[:, self._b] - small, self.grip(pose), held, self.joints(fields))
@@ -199,7 +210,7 @@ class FrankaCubeStackTorque(FrankaCubeStack):
     obs_size = 26
     action_size = 8
 
-    def torque(self, action: Tensor, fields: Fields) -> Tensor:
+    def torque(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
         return action * self._effort
 
     def joints(self, fields: Fields) -> Tensor:

@@ -89,16 +89,17 @@ class Runner(Task):
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         qpos, qvel = fields["qpos"], fields["qvel"]
+        frame = rotation(qpos[:, 3:7])
         roll, yaw = roll_yaw(qpos[:, 3:7])
         # from z where y is expected, as there
         angles = self.angles(yaw, roll, torch.atan2(-qpos[:, 2], TARGET - qpos[:, 0]))
-        parts = [qpos[:, 2:3], into(rotation(qpos[:, 3:7]), qvel[:, :3]), self.spin * qvel[:, 3:6]]
-        parts += [angles, torch.stack(self._direction(fields), 1), self.scaled(fields), self.pace * qvel[:, 6:]]
+        parts = [qpos[:, 2:3], into(frame, qvel[:, :3]), self.spin * qvel[:, 3:6]]
+        parts += [angles, torch.stack(self._direction(frame, fields), 1), self.scaled(fields), self.pace * qvel[:, 6:]]
         return {"policy": torch.cat([*parts, *self.forces(fields), fields["ctrl"]], 1)}
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         place, before = fields["qpos"][:, :2], memory["place"]
-        up, ahead = self._direction(fields)
+        up, ahead = self._direction(rotation(fields["qpos"][:, 3:7]), fields)
         nearer = ((before - place) * (before + place - 2 * self._target)).sum(1)  # difference of the squared distances
         both = torch.linalg.vector_norm(torch.stack((before, place)) - self._target, dim=2).sum(0)
         fallen = fields["qpos"][:, 2] < self.lowest
@@ -113,9 +114,8 @@ class Runner(Task):
         terms["fall"] = self.death * fallen.to(up)
         return Verdict(terms, fallen, {"distance": place[:, 0] - before[:, 0]})
 
-    def _direction(self, fields: Fields) -> tuple[Tensor, Tensor]:
-        """How upright the base is, and how well it faces the target, each [N] in -1..1."""
-        frame = rotation(fields["qpos"][:, 3:7])
+    def _direction(self, frame: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
+        """How upright the base is, and how well it faces the target, each [N] in -1..1; ``frame`` is the base's."""
         away = torch.stack((TARGET - fields["qpos"][:, 0], -fields["qpos"][:, 1]), 1)
         ahead = (frame[:, :2, 0] * torch.nn.functional.normalize(away, dim=1)).sum(1)
         return frame[:, 2, 2], ahead
