@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
 
-.PHONY: setup robots train test test-adapters check clean
+.PHONY: setup robots warp train test test-adapters check clean
 
 setup: $(STAMP)
 
@@ -23,12 +23,19 @@ $(VENV)/.robots: $(STAMP) robots.txt
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --requirement robots.txt
 	touch $@
 
+# MuJoCo Warp, whose CPU mode the suite compares with C: 150 MB that only tests and GPUs want.
+warp: $(VENV)/.warp
+
+$(VENV)/.warp: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[warp]'
+	touch $@
+
 # PQL on HalfCheetah: about four minutes on two CPU cores; on a GPU by itself where there is one.
 train: setup
 	$(BIN)/pql train task=halfcheetah algo=pql budget.seconds=240 $(ARGS)
 
 # Two processes: most tests need one core. Without the robots' models their tasks' tests are skipped.
-test: setup robots
+test: setup robots warp
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (2.3 GB each;

@@ -2,6 +2,8 @@
 
 JAX and MuJoCo have versions of their own there, so it runs best in an environment of its own: ``task.process.python``.
 
+What a task calls its metrics, such as the terms of its reward, is logged.
+
 Its own stack of wrappers resets in the same step and overwrites the final observation. Here a wrapper between its time
 limit and its reset sees the step before that (``Before``), so the final observation is always there. Environment i
 begins anew in its own first state each time, unless ``full_reset`` draws new ones.
@@ -60,7 +62,7 @@ class PlaygroundVec:
         self.spec = EnvSpec(
             env, num_envs, {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
             Box(int(wrapped.action_size)), self.device, max_episode_steps=limit, final_obs="always",
-            deterministic=self.device.type == "cpu", info={"dt": dt},
+            log=tuple(self._state.metrics), deterministic=self.device.type == "cpu", info={"dt": dt},
         )  # fmt: skip
 
         for _ in range(2):  # compiles here: once for what a reset gives, once for what a step gives
@@ -77,11 +79,12 @@ class PlaygroundVec:
         # A clone: JAX may still be reading when the caller writes its next action.
         given = self.jax.dlpack.from_dlpack(action.clamp(-1, 1).clone().contiguous())
         self._state, final, late = self._step(self._state, given)
+        log = {name: self._tensor(value).float() for name, value in self._state.metrics.items()}
         over = self._tensor(self._state.done) != 0
         truncated = (self._tensor(late) != 0) & over  # not set where the task has ended as well
         yes = torch.ones_like(over)
         return Step(self._groups(self._state.obs), self._tensor(self._state.reward).float(), over & ~truncated,
-                    truncated, over, self._groups(final), yes, yes.clone(), {})  # fmt: skip
+                    truncated, over, self._groups(final), yes, yes.clone(), log)  # fmt: skip
 
     def close(self) -> None:
         self._state = None

@@ -16,6 +16,7 @@ class State:
     obs: dict
     reward: torch.Tensor
     done: torch.Tensor
+    metrics: dict
     info: dict
 
     def replace(self, **changes):
@@ -36,13 +37,14 @@ class Bare:
     def reset(self, keys):
         data = torch.stack((keys[:, 0] % 1_000_000, torch.zeros(len(keys))), 1).float()
         none = torch.zeros(len(keys))
-        return State(data, self.observe(data), none, none, {"speed": none})
+        return State(data, self.observe(data), none, none, {"reward/steps": none}, {"speed": none})
 
     def step(self, state, action):
         GIVEN.append(action)
         data = state.data + torch.tensor([0.0, 1.0])
         fallen = (torch.arange(len(data)) == 1) & (data[:, 1] == 3)
-        return state.replace(data=data, obs=self.observe(data), reward=data[:, 1], done=fallen.float())
+        metrics = {"reward/steps": data[:, 1]}
+        return state.replace(data=data, obs=self.observe(data), reward=data[:, 1], done=fallen.float(), metrics=metrics)
 
 
 class Wrapper:

@@ -99,8 +99,8 @@ def test_pushes_come_by_chance_and_fade() -> None:
     assert pytest.approx(0.9979, abs=1e-4) == DECAY
 
 
-def test_a_push_acts_along_the_blocks_axes() -> None:
-    env = build(NAME, 2)
+def test_a_push_acts_along_the_blocks_axes_and_is_no_part_of_the_robots_gain() -> None:
+    env = build(NAME, 2, randomize={"gain": [0.5, 0.5]})
     env.reset(seed=0)
     qpos = env.engine.fields["qpos"].clone()
     qpos[:, 24:27] = torch.tensor([0.0, -0.39, 3.0], dtype=DOUBLE)  # in the air
@@ -111,6 +111,8 @@ def test_a_push_acts_along_the_blocks_axes() -> None:
     velocity = env.engine.fields["qvel"][:, 24:27]
     gained = (velocity[0] - velocity[1]) * env.model.body("object").mass[0]
     torch.testing.assert_close(gained, torch.tensor([0.0, 0.1 * env.task.dt, 0.0], dtype=DOUBLE), atol=1e-6, rtol=1e-3)
+    assert env._randomizer is not None
+    assert env._randomizer.factors["gain"].tolist() == [[0.5] * 20 + [1.0] * 3] * 2
 
 
 def hidden(seen: dict[str, Tensor], noise: float) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import mujoco
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,8 @@ class Randomize:
     Attributes:
         mass: factor on each body's mass and inertia, one a body and episode.
         friction: factor on all friction coefficients, one an episode.
-        gain: factor on each actuator's force (of a servo, stiffness and damping alike), one an actuator and episode.
+        gain: factor on each actuator's force (of a servo, stiffness and damping alike), one an actuator and episode;
+            those that push a body from outside, at a site, are no part of the robot and stay as they are.
         push: m/s; now and then each horizontal velocity of the base changes by up to this.
         push_interval: mean seconds between pushes.
         obs_noise: standard deviation of what is added to the ``policy`` observations.
@@ -126,6 +128,8 @@ class Randomizer:
         widths = {"mass": model.nbody, "friction": 1, "gain": model.nu}
         ones = {name: torch.ones(n, widths[name], device=robot.device, dtype=robot.dtype) for name in settings.factors}
         self.factors = ones  # of the episodes at hand, for a critic that may know them
+        outside = (mujoco.mjtTrn.mjTRN_SITE.value, mujoco.mjtTrn.mjTRN_BODY.value)
+        self._own = torch.tensor(~np.isin(model.actuator_trntype, outside), device=robot.device)
         high = settings.obs_delay[1]
         self._delay = torch.zeros(n, dtype=torch.int64, device=robot.device)
         self._past = torch.zeros(n, high + 1, obs_size if high else 0, device=robot.device)
@@ -137,6 +141,8 @@ class Randomizer:
         for name, (low, high) in self.settings.factors.items():
             width = self.factors[name].shape[1]
             drawn = 1.0 + level[:, None] * (self._draw.uniform(low, high, rows.count, width) - 1.0)
+            if name == "gain":
+                drawn = torch.where(self._own, drawn, 1.0)
             self.factors[name] = rows.put(self.factors[name], drawn)
         if self.settings.factors:
             self._apply(rows)

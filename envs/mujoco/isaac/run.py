@@ -110,7 +110,8 @@ class Runner(Task):
             "heading": torch.where(ahead > 0.8, 0.5, 0.5 * ahead / 0.8),
             **self.costs(fields),
         }
-        terms = {name: value.to(up) * ~fallen for name, value in terms.items()}
+        standing = (~fallen).to(up)
+        terms = {name: value * standing for name, value in terms.items()}
         terms["fall"] = self.death * fallen.to(up)
         return Verdict(terms, fallen, {"distance": place[:, 0] - before[:, 0]})
 
