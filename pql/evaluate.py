@@ -78,6 +78,7 @@ def run_episodes(
     stop: threading.Event | None = None,
     episodes: int | None = None,
     epsilon: float = 0.0,
+    staggered: bool = False,
 ) -> Evaluation:
     """Whole episodes from a reset with ``seed`` on: the first of every environment, or ``episodes`` in all.
 
@@ -90,6 +91,7 @@ def run_episodes(
 
     Args:
         epsilon: share of actions that are random instead, where they are discrete; drawn from ``seed``.
+        staggered: a reset begins in the middle of episodes; these do not count, the next ones do.
     Returns:
         All first episodes in the order of the environments, then all second ones, and so on. Where an environment
         without a time limit does not end an episode within ``LONGEST`` steps, it counts up to there, and episodes
@@ -107,11 +109,11 @@ def run_episodes(
     place, count = torch.arange(most, device=device), torch.zeros_like(quota)
     running = torch.zeros(3, n, device=device)  # return, length, successful rows of the episode in hand
     done = torch.zeros(3, n, most, device=device)
-    live = quota > 0  # inside an episode that counts
+    live = quota > (most if staggered else 0)  # inside an episode that counts
     there = torch.zeros_like(live)  # has made a step: a remote actor's place may be empty
     longest = env.spec.max_episode_steps or LONGEST
     longest += env.spec.autoreset == "next_step"  # there a filler row shows the end
-    for i in range(1, most * longest + 1):
+    for i in range(1, (most + staggered) * longest + 1):
         if stop is not None and stop.is_set():
             raise StoppedError
         step = env.step(explore(policy(obs)))

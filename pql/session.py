@@ -20,6 +20,7 @@ from pql.policy import fresh_policy, init_from, snapshot, spec_to_dict
 from pql.prefill import prefill
 from pql.ranks import Ranks
 from pql.rundir import Summary
+from pql.task import staggered
 
 Callback = Callable[["Session", log.Row], None]
 
@@ -327,7 +328,8 @@ class Session:
             env = self.parts.env
             policy = fresh_policy(self.config, env.spec, env.spec.device)
             policy.load_state_dict(snapshot(self.parts))
-            outcome = run_episodes(env, policy, seeds(self.config.seed)["eval"], epsilon=self.config.eval.epsilon)
+            seed, epsilon = seeds(self.config.seed)["eval"], self.config.eval.epsilon
+            outcome = run_episodes(env, policy, seed, epsilon=epsilon, staggered=staggered(self.config))
             self._record(Report(self._now(), policy.state_dict(), outcome))
         return None if self.interrupted else self.last_eval
 

@@ -108,6 +108,11 @@ def build_env(
     return telling(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
 
 
+def staggered(config: Config) -> bool:
+    """Whether the training's first episodes begin in their middle."""
+    return any(config.task.kwargs.get(name) for name in CUT_SHORT)
+
+
 def unstaggered(config: Config) -> Config:
     """The same, but all first episodes are whole: an evaluation counts them."""
     kwargs = {name: value for name, value in config.task.kwargs.items() if name not in CUT_SHORT}

@@ -12,7 +12,8 @@ from run_files import points, rows, words
 
 from pql.checkpoint import load
 from pql.compose import compose
-from pql.env import register
+from pql.env import EnvSpec, register
+from pql.envs.classic import Pendulum
 from pql.envs.toy import FILLER_REWARD, Counter
 from pql.errors import RunError
 from pql.evaluate import Evaluation, Evaluator, StoppedError, run_episodes
@@ -84,6 +85,22 @@ def test_an_evaluation_of_a_staggered_task_plays_whole_episodes():
     )
     assert min(training) < 6
     assert evaluation == [6] * 16
+    env = build_env(config)  # the training's own, where there is no second one
+    assert run_episodes(env, lambda obs: torch.zeros(16, 1), seed=0, staggered=True, episodes=20).lengths == [6] * 20
+
+
+def test_a_final_evaluation_on_the_trainings_own_simulator_plays_whole_episodes(tmp_path, monkeypatch):
+    class Single(Pendulum):
+        @classmethod
+        def describe(cls, *args: Any, **kwargs: Any) -> EnvSpec:
+            return dataclasses.replace(super().describe(*args, **kwargs), single_instance=True)
+
+    monkeypatch.setattr("pql.env._registered", {"single": Single})
+    task = ["task=env", "task.name=single", "task.kwargs.stagger=true", "task.kwargs.max_episode_steps=6"]
+    session = Session(compose(words(tmp_path, *task, "eval.final=true")), quiet=True)
+    session.train()
+    assert session.last_eval is not None
+    assert session.last_eval.lengths == [6] * session.parts.env.spec.num_envs
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
