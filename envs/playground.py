@@ -62,7 +62,7 @@ class PlaygroundVec:
         self.spec = EnvSpec(
             env, num_envs, {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
             Box(int(wrapped.action_size)), self.device, max_episode_steps=limit, final_obs="always",
-            log=tuple(self._state.metrics), deterministic=self.device.type == "cpu", info={"dt": dt},
+            log=tuple(self._log()), deterministic=self.device.type == "cpu", info={"dt": dt},
         )  # fmt: skip
 
         for _ in range(2):  # compiles here: once for what a reset gives, once for what a step gives
@@ -79,12 +79,11 @@ class PlaygroundVec:
         # A clone: JAX may still be reading when the caller writes its next action.
         given = self.jax.dlpack.from_dlpack(action.clamp(-1, 1).clone().contiguous())
         self._state, final, late = self._step(self._state, given)
-        log = {name: self._tensor(value).float() for name, value in self._state.metrics.items()}
         over = self._tensor(self._state.done) != 0
         truncated = (self._tensor(late) != 0) & over  # not set where the task has ended as well
         yes = torch.ones_like(over)
         return Step(self._groups(self._state.obs), self._tensor(self._state.reward).float(), over & ~truncated,
-                    truncated, over, self._groups(final), yes, yes.clone(), log)  # fmt: skip
+                    truncated, over, self._groups(final), yes, yes.clone(), self._log())  # fmt: skip
 
     def close(self) -> None:
         self._state = None
@@ -92,6 +91,9 @@ class PlaygroundVec:
     def _tensor(self, array: Any) -> Tensor:
         """A copy: a view would share memory that JAX gives to others."""
         return torch.from_dlpack(array).to(self.device, copy=True)
+
+    def _log(self) -> dict[str, Tensor]:
+        return {name: self._tensor(value).float() for name, value in self._state.metrics.items()}
 
     def _groups(self, obs: Any) -> Obs:
         if not isinstance(obs, Mapping):
