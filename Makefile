@@ -40,10 +40,11 @@ test: setup robots warp
 
 # Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (2.3 GB each;
 # minutes to install, and to compile: half an hour on two slow cores): make test-adapters ADAPTERS=playground
-ADAPTERS ?= playground mjlab envpool
+ADAPTERS ?= playground mjlab envpool maniskill
 playground_WANTS := playground==0.2.0
 mjlab_WANTS := mjlab==1.6.0
 envpool_WANTS := envpool==1.2.5
+maniskill_WANTS := mani-skill==3.0.1
 
 test-adapters: setup $(ADAPTERS:%=.adapters/%/.installed)
 	$(BIN)/pytest -m slow tests/test_adapters.py --timeout 1800 $(ARGS)

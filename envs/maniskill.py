@@ -1,9 +1,9 @@
 """ManiSkill 3's tasks: ``task=maniskill task.kwargs.task=PickCube-v1``.
 
 Its simulation on a GPU steps all environments at once; on the CPU it holds one. It needs a driver for rendering
-(Vulkan) even for tasks without pictures. Success and failure terminate, the time limit truncates; episodes begin in the
-step that ends one, which keeps the final observation. Success is logged where the task knows it. Observations are one
-flat state: pictures have no place here yet.
+(Vulkan) even for tasks without pictures; without a GPU that of Mesa 24.3 or newer will do. Success and failure
+terminate, the time limit truncates; episodes begin in the step that ends one, which keeps the final observation.
+Success is logged where the task knows it. Observations are one flat state: pictures have no place here yet.
 """
 
 import os
@@ -35,7 +35,7 @@ def maniskill(
         settings: keywords of ``gymnasium.make``: ``obs_mode``, ``control_mode``, ``reward_mode``, ``render_backend``.
         random_lengths: first episodes begin at random places, so that their limits do not come all at once.
     Raises:
-        ConfigError: more environments than the CPU's simulation holds.
+        ConfigError: more environments than the CPU's simulation holds, or nothing to render on.
     """
     device = torch.device(device)
     if device.type != "cuda" and num_envs > 1:
@@ -47,7 +47,13 @@ def maniskill(
     from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
     given = {"obs_mode": "state", "sim_backend": backend(device), **(settings or {})}
-    env = gymnasium.make(task, num_envs=num_envs, **given)
+    try:
+        env = gymnasium.make(task, num_envs=num_envs, **given)
+    except RuntimeError as error:
+        if "physical device" not in str(error) and "rendering device" not in str(error):
+            raise
+        allowed = f"one that Vulkan can draw on ({error}); without a GPU, Mesa 24.3 or newer: mesa-vulkan-drivers"
+        raise ConfigError("device", device, allowed) from error
     limit = gym_utils.find_max_episode_steps_value(env)
     vector = ManiSkillVectorEnv(env, auto_reset=True, ignore_terminations=False, record_metrics=False)
     return ManiSkillVec(vector, task, limit, device, random_lengths)

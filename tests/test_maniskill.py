@@ -1,5 +1,8 @@
-"""The adapter for ManiSkill against a stand-in for its vector environment; the simulator itself was not run: it needs a
-driver for rendering even on the CPU."""
+"""The adapter for ManiSkill against a stand-in for its vector environment; ``make test-adapters`` runs the real one,
+where there is a driver for rendering."""
+
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -101,9 +104,20 @@ def test_the_simulation_is_on_the_device_asked_for():
     assert names == ["physx_cpu", "physx_cuda", "physx_cuda:1"]
 
 
-def test_what_has_no_place_here_is_refused():
+def test_what_has_no_place_here_is_refused(monkeypatch):
+    for name in ("mani_skill", "mani_skill.envs", "mani_skill.utils", "mani_skill.vector.wrappers.gymnasium"):
+        package = types.ModuleType(name)
+        package.gym_utils = package.ManiSkillVectorEnv = None
+        monkeypatch.setitem(sys.modules, name, package)
+
+    def make(*args, **kwargs):
+        raise RuntimeError("failed to find a rendering device")
+
+    monkeypatch.setattr("gymnasium.make", make)
     with pytest.raises(ConfigError, match="num_envs=2: expected 1 with ManiSkill on the CPU"):
         maniskill(2, "cpu")
+    with pytest.raises(ConfigError, match=r"device=cpu: expected one that Vulkan can draw on \(failed .*Mesa 24\.3"):
+        maniskill(1, "cpu")
     with pytest.raises(ConfigError, match="control_mode=pd_joint_pos: expected a controller with bounds"):
         ManiSkillVec(FakeVector(high=np.inf), "Fake", 5, "cpu")
     with pytest.raises(ConfigError, match="obs_mode=state, sensor_data: expected state: one flat array"):
