@@ -41,19 +41,24 @@ GYM_IDS = {
     "invertedpendulum": "InvertedPendulum-v5",
     "inverteddoublependulum": "InvertedDoublePendulum-v5",
 }
-RECORDED = 40  # steps of the trajectory that ours and bare MuJoCo repeat; fewer of very many environments
+RECORDED = 40  # steps of the trajectory that ours and bare MuJoCo repeat
 FIRST = 40  # steps before it, which leave the start behind
 UNIT = "env-steps/s"
 
 Round = Callable[[], float]
 
 
+def fewer(steps: int, num_envs: int) -> int:
+    """Of very many environments."""
+    return max(8, min(steps, steps * 512 // num_envs))
+
+
 def ours_and_bare(env: MujocoVec, threads: int, seconds: float) -> tuple[Round, Round]:
     """Rounds of about ``seconds`` over one recorded trajectory."""
     n, skip = env.spec.num_envs, env.task.frame_skip
-    actions = torch.rand(max(8, min(RECORDED, RECORDED * 512 // n)), n, env.task.action_size) * 2 - 1
+    actions = torch.rand(fewer(RECORDED, n), n, env.task.action_size) * 2 - 1
     env.reset(0)
-    for _ in range(FIRST):
+    for _ in range(fewer(FIRST, n)):
         env.step(torch.rand(n, env.task.action_size) * 2 - 1)
     start, states, ctrls = env.state_dict(), [], []
     began = time.perf_counter()
