@@ -23,7 +23,8 @@ $(VENV)/.robots: $(STAMP) robots.txt
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --requirement robots.txt
 	touch $@
 
-# MuJoCo Warp, whose CPU mode the suite compares with C: 150 MB that only tests and GPUs want.
+# MuJoCo Warp, whose CPU mode the suite compares with C: 150 MB that only tests and GPUs want. Before the robots, whose
+# packages ask for other versions than these: pip would name the conflicts.
 warp: $(VENV)/.warp
 
 $(VENV)/.warp: $(STAMP)
@@ -35,7 +36,7 @@ train: setup
 	$(BIN)/pql train task=halfcheetah algo=pql budget.seconds=240 $(ARGS)
 
 # Two processes: most tests need one core. Without the robots' models their tasks' tests are skipped.
-test: setup robots warp
+test: setup warp robots
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (2.3 GB each;
