@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
 
+.NOTPARALLEL:
 .PHONY: setup robots warp train test test-adapters check clean
 
 setup: $(STAMP)
@@ -41,6 +42,7 @@ test: setup warp robots
 
 # Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (2.3 GB each;
 # minutes to install, and to compile: half an hour on two slow cores): make test-adapters ADAPTERS=playground
+# ManiSkill draws even where nobody looks: without a GPU it takes mesa-vulkan-drivers of Mesa 24.3 or newer.
 ADAPTERS ?= playground mjlab envpool maniskill
 playground_WANTS := playground==0.2.0
 mjlab_WANTS := mjlab==1.6.0

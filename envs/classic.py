@@ -36,6 +36,12 @@ def positive(setting: str, value: int) -> int:
     return value
 
 
+def times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """``rows`` [N, I] times ``matrix`` [I, O], in the whole precision of their type. Products of float32 matrices may
+    be rounded to TF32 on CUDA and to bfloat16 on some CPUs (``placement.matmul``), which physics cannot bear."""
+    return (rows.unsqueeze(-1) * matrix).sum(1)
+
+
 class TorchEnv:
     """Step counter, same-step autoreset, seeding and exact resume for dynamics written in torch.
 
@@ -356,8 +362,8 @@ class BallBalance(Drawn, TorchEnv):
         """``dt`` seconds of legs and ball: state [N, 12] (legs, position, velocity, spin), target [N, 3] in metres."""
         legs, position, velocity, spin = state.split(3, 1)
         moved = target + (legs - target) * math.exp(-dt / self.lag)
-        height, slope = (moved @ self._plane).split((1, 2), 1)
-        rise, twist = ((moved - legs) / dt @ self._plane).split((1, 2), 1)
+        height, slope = times(moved, self._plane).split((1, 2), 1)
+        rise, twist = times((moved - legs) / dt, self._plane).split((1, 2), 1)
         flat = position[:, :2]
         normal = torch.cat((-slope, torch.ones_like(height)), 1)
         normal = normal / normal.norm(dim=1, keepdim=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pql.env import Box, EnvSpec, ObsSpec
-from pql.envs.classic import TorchEnv, Transition, positive
+from pql.envs.classic import TorchEnv, Transition, positive, times
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -245,9 +245,9 @@ class LQR(TorchEnv):
 
     def advance(self, state: Tensor, action: Tensor) -> Transition:
         A, B, Q, R = self._float
-        log = {"state_cost": -((state @ Q) * state).sum(1), "action_cost": -((action @ R) * action).sum(1)}
+        log = {"state_cost": -(times(state, Q) * state).sum(1), "action_cost": -(times(action, R) * action).sum(1)}
         reward = log["state_cost"] + log["action_cost"]
-        return Transition(state @ A.T + action @ B.T, reward, torch.zeros_like(self._true), log)
+        return Transition(times(state, A.T) + times(action, B.T), reward, torch.zeros_like(self._true), log)
 
     def optimal_gain(self, gamma: float) -> Tensor:
         """K of the optimal policy u = -K x: [2, 4] float64, by iterating the Riccati equation to its fixed point.

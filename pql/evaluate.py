@@ -109,7 +109,7 @@ def run_episodes(
     place, count = torch.arange(most, device=device), torch.zeros_like(quota)
     running = torch.zeros(3, n, device=device)  # return, length, successful rows of the episode in hand
     done = torch.zeros(3, n, most, device=device)
-    live = quota > (most if staggered else 0)  # inside an episode that counts
+    live = (quota > 0) & (not staggered)  # inside an episode that counts
     there = torch.zeros_like(live)  # has made a step: a remote actor's place may be empty
     longest = env.spec.max_episode_steps or LONGEST
     longest += env.spec.autoreset == "next_step"  # there a filler row shows the end

@@ -109,7 +109,7 @@ def build_env(
 
 
 def staggered(config: Config) -> bool:
-    """Whether the training's first episodes begin in their middle."""
+    """Whether the training's first episodes begin in their middle, as far as the task's keywords say."""
     return any(config.task.kwargs.get(name) for name in CUT_SHORT)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pql.build import Parts, build
 from pql.checkpoint import flatten
@@ -84,6 +86,20 @@ def never_waiting() -> Iterator[None]:
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
+
+
+class NoNarrowProducts(TorchDispatchMode):
+    """Refuses products of float32 matrices, and what is made of them."""
+
+    NAMES = (
+        "mm", "bmm", "mv", "addmm", "baddbmm", "addbmm", "addmv", "dot", "vdot", "_linalg_solve_ex", "linalg_inv_ex",
+        "_cdist_forward", "convolution",
+    )  # fmt: skip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        narrow = any(isinstance(part, Tensor) and part.dtype == torch.float32 for part in args)
+        assert not (narrow and func.overloadpacket.__name__ in self.NAMES), func
+        return func(*args, **(kwargs or {}))
 
 
 GROUPS = {field.name for field in fields(Config)}

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import never_waiting
+from conftest import NoNarrowProducts, never_waiting
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pql.env import Box, Discrete
@@ -411,3 +411,14 @@ def test_cuda_step_is_free_of_syncs_and_can_be_captured(task):
         eager = twin.step(action)
         assert torch.equal(captured.obs["policy"], eager.obs["policy"])
         assert torch.equal(captured.truncated, eager.truncated)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_step_multiplies_no_float32_matrices(task):
+    """Which CUDA rounds to TF32, and some CPUs to bfloat16, where products may be fast."""
+    env = task(3)
+    env.reset(seed=0)
+    actions = random_actions(env, 3).unbind(0)
+    with NoNarrowProducts():
+        for action in actions:
+            env.step(action)

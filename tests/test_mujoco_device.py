@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from conftest import NoNarrowProducts
 from mujoco_runs import ROBOT_OF, build, random_actions, task
 
 from pql.envs.mujoco import hopper
@@ -86,17 +86,6 @@ class Single(BatchEngine):
 
     def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
         super().reset(rows, qpos.double(), qvel.double())
-
-
-class NoNarrowProducts(TorchDispatchMode):
-    """Refuses products of float32 matrices, and what is made of them."""
-
-    NAMES = ("mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "dot", "_linalg_solve_ex", "linalg_inv_ex", "convolution")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        narrow = any(isinstance(part, Tensor) and part.dtype == torch.float32 for part in args)
-        assert not (narrow and func.overloadpacket.__name__ in self.NAMES), func
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", TASKS)

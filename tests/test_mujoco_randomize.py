@@ -91,6 +91,9 @@ def test_inverse_weights_are_mujocos(name: str) -> None:
     model.body_mass[:] *= rng.uniform(0.5, 2.0, model.nbody)
     model.body_inertia[:] *= rng.uniform(0.5, 2.0, (model.nbody, 1))
     dof, body = weights(torch.tensor(model.body_mass)[None], torch.tensor(model.body_inertia)[None])
+    of_single = weights(torch.tensor(model.body_mass)[None].float(), torch.tensor(model.body_inertia)[None].float())
+    assert {part.dtype for part in of_single} == {torch.float64}
+    torch.testing.assert_close(of_single, (dof, body), rtol=1e-4, atol=1e-9)
     mujoco.mj_setConst(model, mujoco.MjData(model))
     np.testing.assert_allclose(dof[0], model.dof_invweight0, rtol=1e-6)
     np.testing.assert_allclose(body[0], model.body_invweight0, rtol=1e-6, atol=1e-12)

@@ -49,7 +49,7 @@ Round = Callable[[], float]
 
 
 def fewer(steps: int, num_envs: int) -> int:
-    """Of very many environments."""
+    """``steps``, or of more than 512 environments so many that the rows are as many; 8 at least."""
     return max(8, min(steps, steps * 512 // num_envs))
 
 

@@ -156,7 +156,7 @@ class MujocoVec:
         if self._randomizer:
             obs = self._randomizer.sense(obs, self._levels.level)
         diverged = engine.diverged()
-        # [1 + K, N]: the reward is summed in the engine's precision, then everything is rounded once
+        # [1 + K, N]: the reward is summed in the task's precision, then everything is rounded once
         parts = [terms[name] for name in task.terms]
         logged = [metrics[name] for name in task.metrics]
         lost = engine.overflowed()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import mujoco
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +35,7 @@ class Randomize:
         mass: factor on each body's mass and inertia, one a body and episode.
         friction: factor on all friction coefficients, one an episode.
         gain: factor on each actuator's force (of a servo, stiffness and damping alike), one an actuator and episode;
-            those that push a body from outside, at a site, are no part of the robot and stay as they are.
+            those that act at a site push from outside, are no part of the robot, and stay as they are.
         push: m/s; now and then each horizontal velocity of the base changes by up to this.
         push_interval: mean seconds between pushes.
         obs_noise: standard deviation of what is added to the ``policy`` observations.
@@ -128,8 +127,7 @@ class Randomizer:
         widths = {"mass": model.nbody, "friction": 1, "gain": model.nu}
         ones = {name: torch.ones(n, widths[name], device=robot.device, dtype=robot.dtype) for name in settings.factors}
         self.factors = ones  # of the episodes at hand, for a critic that may know them
-        outside = (mujoco.mjtTrn.mjTRN_SITE.value, mujoco.mjtTrn.mjTRN_BODY.value)
-        self._own = torch.tensor(~np.isin(model.actuator_trntype, outside), device=robot.device)
+        self._own = torch.tensor(model.actuator_trntype != mujoco.mjtTrn.mjTRN_SITE.value, device=robot.device)
         high = settings.obs_delay[1]
         self._delay = torch.zeros(n, dtype=torch.int64, device=robot.device)
         self._past = torch.zeros(n, high + 1, obs_size if high else 0, device=robot.device)

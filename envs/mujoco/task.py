@@ -9,7 +9,8 @@ environments and without reading a value on the host. In the order in which ``Mu
     judge     fields and memory -> reward terms, whether the task ended, and other numbers to log (``success`` is one)
     evolve    memory -> memory: a command drawn anew after so many steps, a goal after it was reached, a counter, the
               action just taken
-    track     fields -> the part of the memory that the next ``judge`` compares with, such as a position
+    track     fields -> the part of the memory that follows from the state: what the next ``judge`` compares with,
+              such as a position; what ``observe`` and the next ``control`` both read
     observe   fields and memory -> observations by group (``policy``, and ``critic`` or images where there are any)
     expired   memory -> whether a time limit of the task's own has run out, such as the time for one goal
 
@@ -173,7 +174,8 @@ class Task:
         return None
 
     def track(self, fields: Fields) -> Memory:
-        """What the next ``judge`` compares with, as it stands now."""
+        """What follows from the state and is read later: by ``observe``, and in the next step. Who writes a state
+        from outside must put it into the memory."""
         return {}
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:

@@ -184,13 +184,13 @@ class Velocity(Task):
         return (torch.linalg.vector_norm(force, dim=2) > FEEL).any(1)
 
     def motion(self, fields: Fields) -> Motion:
-        """Of the base."""
+        """Of the base, after one rotation into its frame for all who ask."""
         qvel, frame = fields["qvel"], rotation(fields["qpos"][:, 3:7])
         return Motion(into(frame, qvel[:, :3]), qvel[:, 3:6], -self.upward(frame))
 
     @staticmethod
     def upward(frame: Tensor) -> Tensor:
-        """What the base, whose axes ``frame`` [N, 3, 3] has as columns, sees as upward: [N, 3]."""
+        """The vertical in the frame of the base, whose axes ``frame`` [N, 3, 3] has as columns: [N, 3]."""
         return frame[:, 2]
 
     def lack(self, motion: Motion, memory: Memory) -> Lack:

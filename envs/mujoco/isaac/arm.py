@@ -29,7 +29,7 @@ class Arm:
     """A chain of J hinges, each about its link's z axis, with a hand at its end and S sliding fingers on that.
 
     Args:
-        robot: the compiled model.
+        robot: the compiled model; of float64, since products of float32 matrices may be rounded (``placement.matmul``).
         hinges: the joints, from the base on.
         hand: a body fixed to the last link.
         slides: joints between the hand and its fingers.
