@@ -37,9 +37,10 @@ def positive(setting: str, value: int) -> int:
 
 
 def times(rows: Tensor, matrix: Tensor) -> Tensor:
-    """``rows`` [N, I] times ``matrix`` [I, O], in the whole precision of their type. Products of float32 matrices may
-    be rounded to TF32 on CUDA and to bfloat16 on some CPUs (``placement.matmul``), which physics cannot bear."""
-    return (rows.unsqueeze(-1) * matrix).sum(1)
+    """``rows`` [..., I] times ``matrix`` [..., I, O], in the whole precision of their type. Products of float32
+    matrices may be rounded to TF32 on CUDA and to bfloat16 on some CPUs (``placement.matmul``): too coarse for physics.
+    """
+    return (rows.unsqueeze(-1) * matrix).sum(-2)
 
 
 class TorchEnv:

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pql.envs.classic import times
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.task import Robot
 
@@ -41,7 +42,7 @@ def conjugate(quat: Tensor) -> Tensor:
 
 def into(matrix: Tensor, vector: Tensor) -> Tensor:
     """World vectors [..., 3] in the frame of ``matrix`` [..., 3, 3] (body to world): its transpose times them."""
-    return (matrix * vector.unsqueeze(-1)).sum(-2)
+    return times(vector, matrix)
 
 
 def roll_yaw(quat: Tensor) -> tuple[Tensor, Tensor]:
