@@ -233,7 +233,7 @@ def policy_role(
     target = Flat(copy.deepcopy(policy).to(device)) if net.target else None
     if target is not None:
         owns["target_policy"] = [target.data]
-    plain = ddpg.PolicyState(flat, target, optimizer, net.tau, net.reduce)
+    plain = ddpg.PolicyState(flat, target, optimizer, net.tau, net.reduce, net.saturation_penalty)
     return Role(pulls, owns, Learner("p", plain, ddpg.policy_update, draw, inputs, gen), cursor)
 
 
@@ -257,7 +257,11 @@ def make_action_policy(config: Config, spec: EnvSpec) -> nn.Module:
     """DDPG's policy, or SAC's."""
     net = config.algo.policy
     if net.net is not None:
-        return custom_network(config, spec, "policy")
+        own = custom_network(config, spec, "policy")
+        if net.saturation_penalty > 0 and not hasattr(own, "before_tanh"):
+            allowed = f"0, or a method before_tanh(obs) -> [B, A] of algo.policy.net={net.net}"
+            raise ConfigError("algo.policy.saturation_penalty", net.saturation_penalty, allowed)
+        return own
     kind = GaussianPolicy if config.algo.family == "sac" else DeterministicPolicy
     encoder, group = make_encoder(config, spec, "policy"), groups_of(config, spec, "policy")[0]
     size = spec.obs[group].shape[0] if encoder is None else encoder.size

@@ -139,7 +139,8 @@ def compose(overrides: Sequence[str]) -> Config:
 NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.",
            "critic.ensemble", "critic.atoms", "critic.v_min", "critic.v_max", "critic.tau", "critic.lr",
            "critic.weight_decay", "critic.grad_clip", "critic.eps", "policy.target", "policy.tau",
-           "policy.reduce")  # fmt: skip
+           "policy.reduce", "policy.saturation_penalty")  # fmt: skip
+NOT_SAC = ("smoothing", "smoothing_clip", "policy.tau", "policy.saturation_penalty")
 
 
 OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
@@ -147,7 +148,8 @@ NOT_DQN = ("p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.", "policy
            "critic.tau")  # fmt: skip
 NOT_PQN = (*NOT_DQN, "batch_size", "n_step", "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
 NOT_R2D2 = (*NOT_DQN, "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
-UNREAD = {"ppo": NOT_PPO, "impala": NOT_PPO, "dqn": NOT_DQN, "r2d2": NOT_R2D2, "pqn": NOT_PQN}
+UNREAD = {"ddpg": ("sac.",), "sac": NOT_SAC, "ppo": NOT_PPO, "impala": NOT_PPO, "dqn": NOT_DQN, "r2d2": NOT_R2D2,
+          "pqn": NOT_PQN}  # fmt: skip
 INSTEAD = {
     "ppo": {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
             "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
@@ -189,9 +191,9 @@ def check_used(config: Config, names: Iterable[str]) -> None:
         for prefix, (owners, who) in OWNED.items():
             if name.startswith(prefix) and family not in owners:
                 raise ConfigError(name, values[name], f"algo={who} with it; algo={algo} does not read it")
-        hit = next((k for k in UNREAD.get(family, ()) if part == k or (k.endswith(".") and part.startswith(k))), None)
+        hit = next((k for k in UNREAD[family] if part == k or (k.endswith(".") and part.startswith(k))), None)
         if name.startswith("algo.") and hit:
-            more = f": see {INSTEAD[family][hit]}" if hit in INSTEAD[family] else ""
+            more = f": see {INSTEAD[family][hit]}" if hit in INSTEAD.get(family, {}) else ""
             raise ConfigError(name, values[name], f"no such setting: algo={algo} does not read it{more}")
         if wanted := next((v for k, v in off.items() if name.startswith(k) and name not in SWITCHES), None):
             raise ConfigError(name, values[name], f"{wanted} with it; nothing else reads it")

@@ -75,6 +75,7 @@ class PolicyConfig(NetConfig):
     target: bool = False  # keep a target policy for the critic's targets (TD3); false: the policy itself (PQL)
     tau: float = 0.05
     reduce: str = "min"  # the ensemble's value for the policy: min | mean | first
+    saturation_penalty: float = 0.0  # DDPG family: weight of the mean square of what the policy's tanh takes
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,12 @@ class DeterministicPolicy(Reads):
         super().__init__(group, encoder)
         self.net = mlp(obs_size, hidden, action_size, activation, layer_norm)
 
+    def before_tanh(self, obs: Obs) -> Tensor:
+        """[B, A], unbounded."""
+        return self.net(self.features(obs))
+
     def forward(self, obs: Obs) -> Tensor:
-        return torch.tanh(self.net(self.features(obs)))
+        return torch.tanh(self.before_tanh(obs))
 
     def mean_action(self, obs: Obs) -> Tensor:
         """The action without exploration, [B, A]."""

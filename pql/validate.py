@@ -54,6 +54,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.critic.atoms": (2, 1001, True),
     "algo.critic.tau": (0, 1, False),
     "algo.policy.tau": (0, 1, False),
+    "algo.policy.saturation_penalty": (0, 1e3, True),
     **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {
         "lr": (0, 1, False), "eps": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
     "algo.encoder.features": (0, 65536, True),

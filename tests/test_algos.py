@@ -51,9 +51,9 @@ def policy_inputs(atoms=None):
     return ddpg.PolicyInputs(net, atoms)
 
 
-def policy_state(reduce="min"):
+def policy_state(reduce="min", **kwargs):
     flat = Flat(policy(2), trained=True)
-    return ddpg.PolicyState(flat, Flat(policy(4)), AdamW(flat, **OPTIMIZER), TAU, reduce)
+    return ddpg.PolicyState(flat, Flat(policy(4)), AdamW(flat, **OPTIMIZER), TAU, reduce, **kwargs)
 
 
 def sac_policy_state(target_entropy=-2.0, auto=True):
@@ -262,6 +262,29 @@ def test_ddpg_policy_update(reduce, atoms):
     metrics = ddpg.policy_update(state, inputs, batch, generator())
     moved = check_step(state.policy, metrics, "policy", plain, loss)
     check_polyak(state.target, target.values(), moved)
+
+
+def test_a_penalty_on_what_the_tanh_takes():
+    state, inputs, batch = policy_state(saturation_penalty=0.3), policy_inputs(), obs_part(make_batch())
+    plain = Plain(state.policy.module)
+    obs, mask, weight = wide(batch)
+    before = plain(obs["policy"])
+    q = ensemble_q(Plain(inputs.critic), obs, before.tanh(), "min", None)
+    cost = 0.3 * (before**2).sum(1) / before.shape[1]
+    loss = -sum(share * (one - c) for share, one, c in zip(rows_share(mask, weight), q, cost, strict=True))
+    check_step(state.policy, ddpg.policy_update(state, inputs, batch, generator()), "policy", plain, loss)
+
+
+def test_with_the_penalty_a_saturated_policy_comes_back():
+    """Its tanh is 1 to the last bit, so what the critic wants reaches it no more: the penalty alone does."""
+    for penalty, slope in ((0.0, 0.0), (0.01, 2 * 0.01 * 20)):  # d/du of penalty * u^2
+        state, inputs, batch = policy_state(saturation_penalty=penalty), policy_inputs(), obs_part(make_batch())
+        shares = ddpg.loss_share(batch.mask, batch.weight).sum().item()
+        last = state.policy.module.net[-1]
+        last.weight.data.zero_()
+        last.bias.data.fill_(20.0)
+        ddpg.policy_update(state, inputs, batch, generator())
+        torch.testing.assert_close(last.bias.grad.sum().item(), slope * shares, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])

@@ -31,6 +31,26 @@ def test_sac_has_no_target_policy():
     assert "algo.policy.target=true: expected false: SAC" in refusal("algo=sac", "algo.policy.target=true")
 
 
+@pytest.mark.parametrize("name", ["smoothing", "smoothing_clip", "policy.tau", "policy.saturation_penalty"])
+def test_sac_refuses_what_only_a_deterministic_policy_reads(name):
+    word = f"algo.{name}=0.2"
+    assert refusal("algo=sac", word) == f"{word}: expected no such setting: algo=sac does not read it"
+
+
+def test_pql_refuses_a_temperature():
+    wanted = "algo.sac.alpha=0.1: expected no such setting: algo=pql does not read it"
+    assert refusal("algo=pql", "algo.sac.alpha=0.1") == wanted
+
+
+def test_the_policy_that_sees_the_ball_is_kept_from_saturating():
+    def penalty(*words):
+        return compose(["device=cpu", *words]).algo.policy.saturation_penalty
+
+    assert penalty("task=ballbalance_pixels") == 0.01
+    assert penalty("task=ballbalance_pixels", "algo.policy.saturation_penalty=0") == 0
+    assert penalty("task=ballbalance") == penalty("task=ballbalance_pixels", "algo=sac") == 0
+
+
 def test_the_categorical_support_holds_good_returns_of_the_mujoco_tasks():
     """A mean reward of 10 a step (HalfCheetah near 10,000) must stay inside the support."""
     config = compose(["device=cpu", "algo=pql_d", "task=halfcheetah"])

@@ -235,6 +235,13 @@ def test_a_run_trains_saves_and_loads_networks_named_in_its_config(module, tmp_p
     assert main(["train", *words(tmp_path / "third", more[1], f"init_from={tmp_path / 'run'}")]) == 2
 
 
+def test_a_saturation_penalty_asks_for_what_ones_own_tanh_takes(module):
+    config = small_config(algo={"policy": {"net": f"{module}:Bounded", "saturation_penalty": 0.1}})
+    allowed = rf"expected 0, or a method before_tanh\(obs\) -> \[B, A\] of algo.policy.net={module}:Bounded"
+    with pytest.raises(ConfigError, match=rf"algo.policy.saturation_penalty=0.1: {allowed}"):
+        make_policy(config, pql.make_env("pendulum", 1).spec)
+
+
 def test_ppo_puts_its_heads_on_networks_of_ones_own(module, tmp_path, capsys):
     nets = (f"algo.policy.net={module}:Features", f"algo.critic.net={module}:Features")
     unread = ("algo.batch_size", "replay.capacity")

@@ -9,6 +9,7 @@ import torch
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from by_hand import tilt
 from run_files import words
 
 import pql
@@ -198,15 +199,6 @@ def test_balls_fall_towards_the_trays_axis():
     assert distance.mean().item() == pytest.approx(0.2505, abs=0.008)
     assert inward.mean().item() == pytest.approx(-1.25, abs=0.08)
     assert place[:, :2].mean(0).abs().max() < 0.015
-
-
-SPOKES = torch.tensor([[math.cos(a), math.sin(a)] for a in LEGS])
-
-
-def tilt(obs):
-    """A hand-written policy: the tray rises on the side where the ball is, or is going."""
-    wanted = (0.3 * obs[:, 6:8] + 0.15 * obs[:, 9:11]) @ SPOKES.T
-    return (wanted - obs[:, :3]) / 0.2
 
 
 def play(env, policy, steps=250):

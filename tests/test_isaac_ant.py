@@ -10,6 +10,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from by_hand import gait
 from mujoco_runs import Base, build
 
 from pql.conformance import check_env
@@ -179,15 +180,6 @@ def test_at_rest_nothing_pulls_on_the_feet() -> None:
         step = env.step(torch.zeros(2, 8))
     assert step.obs["policy"][:, 28:52].abs().max() < 0.01
     assert step.obs["policy"][0, 0] > 0.31  # standing
-
-
-def gait(obs: Tensor, t: int) -> Tensor:
-    """A trot of 2.3 Hz, opposite legs together (numbers from a random search): [N, 8]."""
-    forward, outward = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([1.0, -1.0, -1.0, 1.0])
-    phase = 2 * math.pi * 2.3 * 0.0166 * t + torch.tensor([0.0, math.pi, 0.0, math.pi])
-    hip, ankle = 0.7 * forward * phase.sin(), outward * (-0.39 + 0.42 * (phase + 0.45).sin())
-    goal = torch.stack((hip, ankle), 1).flatten()
-    return (1.86 * (goal - obs[:, 12:20]) - 0.28 * obs[:, 20:28]).clamp(-1, 1)
 
 
 def test_a_scripted_gait_beats_random_actions() -> None:

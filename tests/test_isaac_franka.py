@@ -11,6 +11,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from by_hand import stacker
 from mujoco_runs import build, needs
 
 from pql.conformance import check_env
@@ -21,7 +22,6 @@ from pql.envs.mujoco.isaac.measure import product, rotation
 pytestmark = [needs("panda"), pytest.mark.usefixtures("scratch")]
 
 DOUBLE = torch.float64
-DOWN = torch.tensor([0.0, 1.0, 0.0, 0.0])  # of the hand, as w, x, y, z
 
 
 def stack(num_envs: int, name: str = "franka_cube_stack", engine: str = "batch") -> tuple[MujocoVec, FrankaCubeStack]:
@@ -257,35 +257,6 @@ def test_stacked_is_placed_well_and_let_go(
 
 
 # -- solving it -------------------------------------------------------------------------------------------------------
-
-
-def stacker(obs: Tensor) -> Tensor:
-    """Above the small cube, down, grip, up, over the large one, down, let go, up: by what is seen alone."""
-    small, large, grip = obs[:, 4:7], obs[:, 4:7] + obs[:, 7:10], obs[:, 10:13]
-    fingers = obs[:, 17:].sum(1)
-    gap = small - grip
-    beside, over = gap[:, :2].norm(dim=1), obs[:, 7:9].norm(dim=1)
-    within = gap.norm(dim=1) < 0.018
-    on_top = (over < 0.012) & ((small[:, 2] - large[:, 2] - 0.06).abs() < 0.006)
-    held = (gap.norm(dim=1) < 0.035) & (fingers < 0.056)
-
-    up = torch.tensor([0.0, 0.0, 1.0])
-    fetch = torch.where((beside < 0.012)[:, None], gap, gap + 0.1 * up)
-    place = large + 0.06 * up - small  # by which way it is carried
-    carry = torch.where((over < 0.01)[:, None], place, place + 0.05 * up)
-    low = (place[:, 2] > -0.02) & (over > 0.02)
-    carry = torch.where(low[:, None], (place + 0.06 * up) * up, carry)  # straight up first
-    way = torch.where(on_top[:, None], 0.1 * up, torch.where(held[:, None], carry, fetch))
-    shut = (within | held) & ~on_top
-
-    x, y, z, w = obs[:, :4].unbind(1)
-    yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
-    still = torch.zeros_like(yaw)
-    wanted = product(torch.stack(((yaw / 2).cos(), still, still, (yaw / 2).sin()), 1), DOWN.expand(len(obs), 4))
-    held_turn = obs[:, 13:17].roll(1, 1) * torch.tensor([1.0, -1.0, -1.0, -1.0])
-    error = product(wanted, held_turn)
-    turn = 2 * error[:, 1:] * error[:, :1].sign()
-    return torch.cat((way / 0.1, turn / 0.5, torch.where(shut, -1.0, 1.0)[:, None]), 1).clamp(-1, 1)
 
 
 def play(policy, num_envs: int, engine: str = "batch") -> tuple[float, float, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from by_hand import HOLD
 from mujoco_runs import build, needs
 
 from pql.conformance import check_env
@@ -323,12 +324,6 @@ def test_a_picture_shows_the_goal() -> None:
 
 
 # -- as a whole -------------------------------------------------------------------------------------------------------
-
-HOLD = {  # a cup of the fingers, found by a search for the least distance
-    SHADOW: [0.22, 0.54, 0.57, -0.59, -0.52, -0.22, -0.80, 0.02, 0.42, -0.67, -0.52, 0.72, -0.01, -0.89, 0.21, 0.72,
-             0.78, 0.09, 0.53, 0.10],
-    ALLEGRO: [0.01, -0.80, -0.03, 0.14, -0.26, -0.99, -0.40, -0.11, -0.63, -0.28, 0.25, 0.34, 0.86, 0.53, 0.22, -0.80],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "margin"), [(SHADOW, 0.15), (ALLEGRO, 0.3)])

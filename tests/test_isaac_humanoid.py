@@ -10,6 +10,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from by_hand import GEARS, stand
 from mujoco_runs import Base, build
 
 from pql.conformance import check_env
@@ -18,7 +19,6 @@ from pql.envs.mujoco.isaac.humanoid import JOINTS, IsaacHumanoid
 pytestmark = pytest.mark.usefixtures("scratch")
 
 DOUBLE = torch.float64
-GEARS = [67.5] * 3 + 2 * [45, 45, 135, 90, 22.5, 22.5] + 2 * [67.5, 67.5, 45]
 
 
 def test_the_humanoid_is_isaacs() -> None:
@@ -35,7 +35,7 @@ def test_the_humanoid_is_isaacs() -> None:
         "right_ankle_y", "right_ankle_x",
     ]  # fmt: skip
     assert names[15:18] == ["right_shoulder1", "right_shoulder2", "right_elbow"]
-    assert model.actuator_gear[:, 0].tolist() == GEARS
+    assert model.actuator_gear[:, 0].tolist() == GEARS.tolist()
     assert model.actuator_trnid[:, 0].tolist() == list(range(1, 22))
     degrees = np.rad2deg(model.jnt_range).round(3).tolist()
     leg = [[-45, 15], [-60, 35], [-120, 45], [-160, 2], [-50, 50], [-50, 50]]
@@ -112,7 +112,7 @@ def middle() -> Tensor:
 
 
 def test_each_term_of_the_reward_on_three_states() -> None:
-    weight = sum(GEARS) / 135
+    weight = float(GEARS.sum()) / 135
     terms, over = judged(1.5, 0.0, 1.3, middle(), pace=2.0, action=0.5)
     assert not over
     assert terms == pytest.approx(
@@ -148,7 +148,7 @@ def test_what_is_observed() -> None:
     torch.testing.assert_close(obs[:, 4:7], 0.25 * qvel[:, 3:6])
     torch.testing.assert_close(obs[:, 12:33], (2 * qpos[:, 7:] - low - high) / (high - low))
     torch.testing.assert_close(obs[:, 33:54], 0.1 * qvel[:, 6:])
-    torch.testing.assert_close(obs[:, 54:75], 0.01 * torch.tensor(GEARS) * action)
+    torch.testing.assert_close(obs[:, 54:75], 0.01 * GEARS * action)
     assert isinstance(env.task, IsaacHumanoid)
     torch.testing.assert_close(obs[:, 75:87], 0.01 * env.task.wrenches(env.engine.fields).float())
     torch.testing.assert_close(obs[:, 87:], action)
@@ -194,16 +194,6 @@ def test_at_rest_nothing_pulls_on_the_feet() -> None:
     felt = env.task.wrenches({"sensordata": torch.tensor(data.sensordata)[None]})
     assert felt.shape == (1, 12)
     assert felt.abs().max() < 0.5  # N and Nm; a foot weighs 11 N
-
-
-def stand(obs: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Springs and dampers to a pose with bent knees: [N, 21]."""
-    bend = math.radians(20)
-    pose = torch.zeros(21)
-    for i, name in enumerate(JOINTS):
-        pose[i] = -bend if name.endswith("knee") else -bend / 2 if name.endswith(("hip_y", "ankle_y")) else 0.0
-    at, pace = (low + high) / 2 + obs[:, 12:33] * (high - low) / 2, 10 * obs[:, 33:54]
-    return ((100 * (pose - at) - 5 * pace) / torch.tensor(GEARS)).clamp(-1, 1)
 
 
 def test_standing_stiffly_beats_random_actions() -> None:

@@ -164,3 +164,37 @@ def test_without_cuda_the_gpu_check_says_so_in_one_line(tool, capsys, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tool("gpu_check").main([]) == 2
     assert len(capsys.readouterr().out.strip().splitlines()) == 1
+
+
+def test_random_actions_and_policies_by_hand_play_whole_episodes(tool, tmp_path, monkeypatch):
+    path = tmp_path / "by_hand.json"
+    argv = ["by_hand.py", "--tasks", "pendulum", "catch", "ballbalance", "--episodes", "4", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    tool("by_hand").main()
+    rows = {(row["task"], row["policy"]): row for row in json.loads(path.read_text())}
+    assert [*rows] == [
+        ("pendulum", "random actions"),
+        ("catch", "random actions"),
+        ("ballbalance", "random actions"),
+        ("ballbalance", "a tilt against the ball"),
+    ]
+    assert rows["pendulum", "random actions"]["length_mean"] == 200
+    assert -1800 < rows["pendulum", "random actions"]["return_mean"] < -700
+    assert rows["ballbalance", "a tilt against the ball"]["return_mean"] > 100
+    assert rows["ballbalance", "random actions"]["return_mean"] < 40
+
+
+def test_the_environments_benchmark_keeps_what_it_has(tool, tmp_path, monkeypatch):
+    path, seen = tmp_path / "envs.json", []
+    bench_envs = tool("bench_envs")
+
+    def bench(name, model, num_envs, args, others):
+        seen.append(path.exists() and json.loads(path.read_text()))
+        return [{"name": f"{name} ({model}) n={num_envs} / x", "value": 1.0, "unit": "", "baseline": 1.0, "ratio": 1.0,
+                 "runs": 1, "machine": ""}]  # fmt: skip
+
+    monkeypatch.setattr(bench_envs, "bench", bench)
+    monkeypatch.setattr(sys, "argv", ["", "--envs", "ant", "hopper", "--num-envs", "2", "--json", str(path)])
+    bench_envs.main()
+    assert [rows and len(rows) for rows in seen] == [False, 1]
+    check(json.loads(path.read_text()), ["ant (", "hopper ("])

@@ -73,6 +73,11 @@ def report(rows: list[dict[str, Any]], json_path: str | None = None) -> None:
         )
         print("  ".join((first, *rest)))
     print(machine())
+    save(rows, json_path)
+
+
+def save(rows: list[dict[str, Any]], json_path: str | None) -> None:
+    """``rows`` as a JSON list, where there is a path."""
     if json_path is not None:
         Path(json_path).write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _bench import alternate, compare, report
+from _bench import alternate, compare, report, save
 from mujoco.batch import Batch
 
 from pql.env import make_env
@@ -194,7 +194,13 @@ def main() -> None:
     json_path = args.json and str(Path(args.json).resolve())
     with tempfile.TemporaryDirectory() as folder, chdir(folder):  # MuJoCo logs its warnings in the working directory
         cases = [(name, model) for name in args.envs for model in models_of(name, args.models)]
-        rows = [row for n in args.num_envs for name, model in cases for row in bench(name, model, n, args, others)]
+        rows: list[dict[str, Any]] = []
+        for num_envs in args.num_envs:
+            for name, model in cases:
+                found = bench(name, model, num_envs, args, others)
+                print(*(f"{row['name']}: {row['ratio']:.2f}" for row in found), sep="\n", flush=True)
+                rows += found
+                save(rows, json_path)  # all of it takes half an hour: what is there is there
     report(rows, json_path)
 
 

@@ -38,6 +38,7 @@ class PolicyState(State):
     optimizer: AdamW
     tau: float
     reduce: str = "min"  # how an ensemble's values become one: min, mean, first
+    saturation_penalty: float = 0.0  # per unit of the mean square of what the policy's tanh takes
 
 
 @dataclass
@@ -109,8 +110,16 @@ def categorical_loss(
 
 def policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
     """One ascent step on Q(s, pi(s)); moves the target policy where there is one. Mutates ``state`` only."""
-    q = ensemble_value(inputs, batch.obs, state.policy.module(batch.obs), state.reduce)
-    loss = -(q * loss_share(batch.mask, batch.weight)).sum()
+    policy, share = state.policy.module, loss_share(batch.mask, batch.weight)
+    if state.saturation_penalty > 0:
+        # A tanh far out passes no gradient on: without a way back a policy that once ran there stays, whatever the
+        # critic learns later (rlkit and SAC's first code penalise the same square).
+        before = policy.before_tanh(batch.obs)  # type: ignore[operator]
+        action, penalty = torch.tanh(before), before.square().mean(-1) * state.saturation_penalty
+    else:
+        action, penalty = policy(batch.obs), 0.0
+    q = ensemble_value(inputs, batch.obs, action, state.reduce)
+    loss = ((penalty - q) * share).sum()
     state.optimizer.zero_grad()
     loss.backward()
     norm = state.optimizer.step(mask=batch.mask)

@@ -1,0 +1,158 @@
+"""Returns of random actions and of policies written by hand: what a learner has to beat.
+
+python tools/by_hand.py [--tasks isaac_ant ...] [--episodes 16] [--json PATH]
+
+Whole episodes, one of each environment, as ``pql eval`` plays them. The policies read observations alone, as a learner
+does; the tests hold each of them to a margin above random actions.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from _bench import save
+from torch import Tensor
+
+from pql.env import Box, Discrete, VecEnv, make_env
+from pql.envs.mujoco.isaac.ball import LEGS
+from pql.envs.mujoco.isaac.humanoid import JOINTS
+from pql.envs.mujoco.isaac.measure import product
+from pql.evaluate import run_episodes
+from pql.types import Obs
+
+Play = Callable[[Obs], Tensor]
+
+SPOKES = torch.tensor([[math.cos(a), math.sin(a)] for a in LEGS])
+GEARS = torch.tensor([67.5] * 3 + 2 * [45, 45, 135, 90, 22.5, 22.5] + 2 * [67.5, 67.5, 45])
+DOWN = torch.tensor([0.0, 1.0, 0.0, 0.0])  # of Franka's hand, as w, x, y, z
+HOLD = {  # a cup of the fingers, found by a search for the least distance
+    "shadow_hand": [0.22, 0.54, 0.57, -0.59, -0.52, -0.22, -0.80, 0.02, 0.42, -0.67, -0.52, 0.72, -0.01, -0.89, 0.21,
+                    0.72, 0.78, 0.09, 0.53, 0.10],
+    "allegro_hand": [0.01, -0.80, -0.03, 0.14, -0.26, -0.99, -0.40, -0.11, -0.63, -0.28, 0.25, 0.34, 0.86, 0.53, 0.22,
+                     -0.80],
+}  # fmt: skip
+
+
+def gait(obs: Tensor, t: int) -> Tensor:
+    """``isaac_ant``'s trot of 2.3 Hz, opposite legs together (numbers from a random search): [N, 8]."""
+    forward, outward = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    phase = 2 * math.pi * 2.3 * 0.0166 * t + torch.tensor([0.0, math.pi, 0.0, math.pi])
+    hip, ankle = 0.7 * forward * phase.sin(), outward * (-0.39 + 0.42 * (phase + 0.45).sin())
+    goal = torch.stack((hip, ankle), 1).flatten()
+    return (1.86 * (goal - obs[:, 12:20]) - 0.28 * obs[:, 20:28]).clamp(-1, 1)
+
+
+def stand(obs: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """``isaac_humanoid``: springs and dampers to a pose with bent knees, for joints' ranges [21] each: [N, 21]."""
+    bend = math.radians(20)
+    pose = torch.zeros(21)
+    for i, name in enumerate(JOINTS):
+        pose[i] = -bend if name.endswith("knee") else -bend / 2 if name.endswith(("hip_y", "ankle_y")) else 0.0
+    at, pace = (low + high) / 2 + obs[:, 12:33] * (high - low) / 2, 10 * obs[:, 33:54]
+    return ((100 * (pose - at) - 5 * pace) / GEARS).clamp(-1, 1)
+
+
+def tilt(obs: Tensor) -> Tensor:
+    """``ballbalance``: the tray rises on the side where the ball is, or is going: [N, 3]."""
+    wanted = (0.3 * obs[:, 6:8] + 0.15 * obs[:, 9:11]) @ SPOKES.T
+    return ((wanted - obs[:, :3]) / 0.2).clamp(-1, 1)
+
+
+def stacker(obs: Tensor) -> Tensor:
+    """``franka_cube_stack``: above the small cube, down, grip, up, over the large one, down, let go, up: [N, 7]."""
+    small, large, grip = obs[:, 4:7], obs[:, 4:7] + obs[:, 7:10], obs[:, 10:13]
+    fingers = obs[:, 17:].sum(1)
+    gap = small - grip
+    beside, over = gap[:, :2].norm(dim=1), obs[:, 7:9].norm(dim=1)
+    within = gap.norm(dim=1) < 0.018
+    on_top = (over < 0.012) & ((small[:, 2] - large[:, 2] - 0.06).abs() < 0.006)
+    held = (gap.norm(dim=1) < 0.035) & (fingers < 0.056)
+
+    up = torch.tensor([0.0, 0.0, 1.0])
+    fetch = torch.where((beside < 0.012)[:, None], gap, gap + 0.1 * up)
+    place = large + 0.06 * up - small  # by which way it is carried
+    carry = torch.where((over < 0.01)[:, None], place, place + 0.05 * up)
+    low = (place[:, 2] > -0.02) & (over > 0.02)
+    carry = torch.where(low[:, None], (place + 0.06 * up) * up, carry)  # straight up first
+    way = torch.where(on_top[:, None], 0.1 * up, torch.where(held[:, None], carry, fetch))
+    shut = (within | held) & ~on_top
+
+    x, y, z, w = obs[:, :4].unbind(1)
+    yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
+    still = torch.zeros_like(yaw)
+    wanted = product(torch.stack(((yaw / 2).cos(), still, still, (yaw / 2).sin()), 1), DOWN.expand(len(obs), 4))
+    held_turn = obs[:, 13:17].roll(1, 1) * torch.tensor([1.0, -1.0, -1.0, -1.0])
+    error = product(wanted, held_turn)
+    turn = 2 * error[:, 1:] * error[:, :1].sign()
+    return torch.cat((way / 0.1, turn / 0.5, torch.where(shut, -1.0, 1.0)[:, None]), 1).clamp(-1, 1)
+
+
+def trot(env: VecEnv) -> Play:
+    steps = iter(range(10**9))
+    return lambda obs: gait(obs["policy"], next(steps))
+
+
+def stiff(env: VecEnv) -> Play:
+    low, high = torch.tensor(env.model.jnt_range[1:]).float().unbind(1)  # type: ignore[attr-defined]
+    return lambda obs: stand(obs["policy"], low, high)
+
+
+def still(env: VecEnv) -> Play:
+    return lambda obs: torch.zeros(env.spec.num_envs, cast(Box, env.spec.action).size)
+
+
+def hold(env: VecEnv) -> Play:
+    return lambda obs: torch.tensor(HOLD[env.spec.name]).expand(env.spec.num_envs, -1)
+
+
+def chance(env: VecEnv, seed: int = 0) -> Play:
+    """Actions uniform in [-1, 1], or among those there are."""
+    gen, n, action = torch.Generator().manual_seed(seed), env.spec.num_envs, env.spec.action
+    if isinstance(action, Discrete):
+        return lambda obs: torch.randint(action.n, (n,), generator=gen)
+    return lambda obs: torch.rand(n, action.size, generator=gen) * 2 - 1
+
+
+BY_HAND: dict[str, tuple[str, Callable[[VecEnv], Play]]] = {
+    "isaac_ant": ("a trot", trot),
+    "isaac_humanoid": ("stiff legs", stiff),
+    "walker2d": ("no torque", still),
+    "go1_velocity": ("standing still", still),
+    "ballbalance": ("a tilt against the ball", lambda env: lambda obs: tilt(obs["policy"])),
+    "ballbalance_pixels": ("a tray at its top", lambda env: lambda obs: torch.ones(env.spec.num_envs, 3)),
+    "franka_cube_stack": ("grasp, lift and place", lambda env: lambda obs: stacker(obs["policy"])),
+    "shadow_hand": ("holding", hold),
+    "allegro_hand": ("holding", hold),
+}
+
+
+def rows(task: str, episodes: int) -> list[dict[str, Any]]:
+    """A row for random actions and, where there is one, for the policy by hand."""
+    out: list[dict[str, Any]] = []
+    policies = {"random actions": chance, **dict([BY_HAND[task]] if task in BY_HAND else [])}
+    for name, make in policies.items():
+        env = make_env(task, episodes, "cpu")
+        try:
+            played = run_episodes(env, make(env), seed=0)
+        finally:
+            env.close()
+        out.append({"task": task, "policy": name, "episodes": episodes, **played.measures()})
+        numbers = ", ".join(f"{key} {value:.4g}" for key, value in played.measures().items())
+        print(f"{task}, {name}: {numbers}", flush=True)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", default=list(BY_HAND))
+    parser.add_argument("--episodes", type=int, default=16)
+    parser.add_argument("--json", metavar="PATH")
+    args = parser.parse_args()
+    found = [row for task in args.tasks for row in rows(task, args.episodes)]
+    save(found, args.json)
+
+
+if __name__ == "__main__":
+    main()
