@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from pql.env import make_env
+from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.robots import model_file
+from pql.envs.mujoco.task import Task
 from pql.errors import ConfigError
 
 ROBOT_OF = {
@@ -26,6 +28,11 @@ def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
     env = make_env(name, num_envs, "cpu", **{"threads": 1, **kwargs})
     assert isinstance(env, MujocoVec)
     return env
+
+
+def derived(task: Task, fields: Fields) -> Fields:
+    """``fields`` as the task's functions get them."""
+    return {**fields, **task.derive(fields)}
 
 
 def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from by_hand import gait
-from mujoco_runs import Base, build
+from mujoco_runs import Base, build, derived
 
 from pql.conformance import check_env
 from pql.envs.mujoco.isaac.ant import FEET, JOINTS, IsaacAnt
-from pql.envs.mujoco.isaac.measure import roll_yaw
+from pql.envs.mujoco.isaac.measure import roll_yaw, rotation
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -27,7 +27,7 @@ def quat(axis: tuple[float, float, float], degrees: float) -> Tensor:
 
 def test_roll_and_yaw() -> None:
     for axis, degrees, expected in (((1, 0, 0), 30.0, (30.0, 0.0)), ((0, 0, 1), -120.0, (0.0, -120.0))):
-        angles = [math.degrees(float(angle)) for angle in roll_yaw(quat(axis, degrees)[None])]
+        angles = [math.degrees(float(angle)) for angle in roll_yaw(rotation(quat(axis, degrees)[None]))]
         assert angles == pytest.approx(expected)
 
 
@@ -79,7 +79,7 @@ def test_every_number_that_is_observed() -> None:
     qpos[:, :2] *= 300.0
     action = torch.rand(n, 8, generator=gen, dtype=torch.float64) * 2 - 1
     fields = {"qpos": qpos, "qvel": qvel, "sensordata": noise, "ctrl": action}
-    obs = env.task.observe(fields, {})["policy"]
+    obs = env.task.observe(derived(env.task, fields), {})["policy"]
     yaws = []
     for i, (q, v) in enumerate(zip(qpos, qvel, strict=True)):
         base, (x, y, z) = Base(q, v), q[:3].tolist()
@@ -103,7 +103,9 @@ def ant_terms(place: Tensor, before: Tensor, height: float, turn: Tensor, joints
     qpos = torch.cat((place, torch.tensor([height], dtype=torch.float64), turn, joints))[None]
     qvel = torch.full((1, 14), speed, dtype=torch.float64)
     ctrl = torch.full((1, 8), action, dtype=torch.float64)
-    terms, terminated, _ = task.judge({"qpos": qpos, "qvel": qvel, "ctrl": ctrl}, {"place": before[None]})
+    terms, terminated, _ = task.judge(
+        derived(task, {"qpos": qpos, "qvel": qvel, "ctrl": ctrl}), {"place": before[None]}
+    )
     assert terminated is not None
     return {name: float(value) for name, value in terms.items()}, bool(terminated)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from by_hand import GEARS, stand
-from mujoco_runs import Base, build
+from mujoco_runs import Base, build, derived
 
 from pql.conformance import check_env
 from pql.envs.mujoco.isaac.humanoid import JOINTS, IsaacHumanoid
@@ -100,7 +100,7 @@ def judged(speed: float, turn: float, height: float, joints: Tensor, pace: float
         "qvel": torch.full((1, 27), pace, dtype=DOUBLE),
         "ctrl": torch.full((1, 21), action, dtype=DOUBLE),
     }
-    terms, terminated, metrics = task.judge(fields, {"place": torch.zeros(1, 2, dtype=DOUBLE)})
+    terms, terminated, metrics = task.judge(derived(task, fields), {"place": torch.zeros(1, 2, dtype=DOUBLE)})
     assert metrics["distance"].item() == pytest.approx(speed * 0.0166)
     assert terminated is not None
     return {name: value.item() for name, value in terms.items()}, bool(terminated)
@@ -161,7 +161,7 @@ def test_what_is_observed_of_the_base() -> None:
     qpos, qvel = torch.randn(n, 28, generator=gen, dtype=DOUBLE), torch.randn(n, 27, generator=gen, dtype=DOUBLE)
     qpos[:, 3:7] = torch.nn.functional.normalize(qpos[:, 3:7], dim=1)
     qpos[:, :2] *= 300.0
-    obs = env.task.observe({**env.engine.fields, "qpos": qpos, "qvel": qvel}, {})["policy"]
+    obs = env.task.observe(derived(env.task, {**env.engine.fields, "qpos": qpos, "qvel": qvel}), {})["policy"]
     for i, (q, v) in enumerate(zip(qpos, qvel, strict=True)):
         base, (x, y, z) = Base(q, v), q[:3].tolist()
         bearing = math.atan2(0 - z, 1000 - x) - base.yaw

@@ -1,6 +1,7 @@
 """What the MuJoCo tasks owe a GPU, tested without one: which engine steps, that no step sends anything there, and that
 no step multiplies float32 matrices, which may have a mantissa of 10 bits there."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,14 +61,20 @@ def test_a_step_sends_nothing(name: str) -> None:
             env.step(action)
 
 
-class Narrow(dict[str, Tensor]):
+class Narrow(Mapping[str, Tensor]):
     """Fields as a GPU has them: float32."""
 
-    def __getitem__(self, name: str) -> Tensor:
-        return super().__getitem__(name).float()
+    def __init__(self, wide: Mapping[str, Tensor]):
+        self._wide = wide
 
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
+    def __getitem__(self, name: str) -> Tensor:
+        return self._wide[name].float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wide)
+
+    def __len__(self) -> int:
+        return len(self._wide)
 
 
 class Single(BatchEngine):
@@ -78,7 +85,7 @@ class Single(BatchEngine):
     def __init__(self, model: mujoco.MjModel, num_envs: int, outputs: Any):
         super().__init__(model, num_envs, 1, outputs)
         self._wide = self.fields
-        self.fields = Narrow(self._wide)
+        self.fields: Any = Narrow(self._wide)
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         self._wide["ctrl"].copy_(ctrl)

@@ -11,7 +11,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import Base, build, needs
+from mujoco_runs import Base, build, derived, needs
 
 from pql.conformance import check_env
 from pql.envs.mujoco import TASKS as TASK_MAKERS
@@ -147,7 +147,7 @@ def judged(
         "action": action,
         "streak": torch.tensor([streak], dtype=DOUBLE),
     }
-    terms, _, metrics = task.judge(env.engine.fields, memory)
+    terms, _, metrics = task.judge(derived(task, env.engine.fields), memory)
     return {name: value.item() for name, value in {**terms, **metrics}.items()}
 
 
@@ -184,11 +184,11 @@ def test_each_term_of_anymals_reward_on_three_states() -> None:
 
     torques[0, 6:] = 80.0  # 12 times 6400 (N m)^2 cost more than there is to earn
     memory = {"command": torch.tensor([[2.0, 0.0, 0.0]], dtype=DOUBLE), "streak": torch.zeros(1, dtype=DOUBLE)}
-    verdict = env.task.judge(fields, memory)
+    verdict = env.task.judge(derived(env.task, fields), memory)
     assert verdict.terms["torque"].item() == pytest.approx(-5e-7 * 12 * 6400)
     assert sum(verdict.terms.values()).item() == pytest.approx(0.0, abs=1e-15)
     torques[0, 6:] = 20.0
-    verdict = env.task.judge(fields, memory)
+    verdict = env.task.judge(derived(env.task, fields), memory)
     assert verdict.terms["torque"].item() == pytest.approx(-0.0024)
     assert verdict.terms["floor"].item() == 0.0
 
@@ -230,13 +230,13 @@ def test_success_is_a_second_without_a_break() -> None:
     task, memory = task_of(env), {**env._memory, "command": torch.zeros(2, 3, dtype=DOUBLE)}
     place(env)  # standing still, as is asked
     for step in range(1, 61):
-        success = task.judge(env.engine.fields, memory).metrics["success"]
+        success = task.judge(derived(task, env.engine.fields), memory).metrics["success"]
         assert (success == (step >= 50)).all()
-        memory = {**memory, "streak": task.evolve(env.engine.fields, memory, env._draw)["streak"]}
+        memory = {**memory, "streak": task.evolve(derived(task, env.engine.fields), memory, env._draw)["streak"]}
     assert memory["streak"].tolist() == [60, 60]
     place(env, velocity=(1.0, 0, 0, 0, 0, 0))
-    assert not task.judge(env.engine.fields, memory).metrics["success"].any()
-    assert task.evolve(env.engine.fields, memory, env._draw)["streak"].tolist() == [0, 0]
+    assert not task.judge(derived(task, env.engine.fields), memory).metrics["success"].any()
+    assert task.evolve(derived(task, env.engine.fields), memory, env._draw)["streak"].tolist() == [0, 0]
 
 
 # -- observations, starts, ends ---------------------------------------------------------------------------------------
@@ -269,7 +269,8 @@ def test_gravity_is_seen_in_the_bases_frame_and_by_anymal_the_other_way_round() 
     for name, sign in (("go1_velocity", 1), ("g1_velocity", 1), ("anymal", -1)):
         env = build(name, 1)
         place(env, quat=forward)
-        seen = task_of(env).motion(env.engine.fields).gravity[0].tolist()
+        task = task_of(env)
+        seen = task.motion(derived(task, env.engine.fields)).gravity[0].tolist()
         assert seen == pytest.approx([sign * math.sin(tilt), 0.0, -math.cos(tilt)], abs=1e-9)
 
 
@@ -310,7 +311,7 @@ def test_commands_last(name: str) -> None:
     task, changed = task_of(env), 0.0
     for _ in range(10):
         before = env._memory["command"]
-        env._memory = {**env._memory, **task.evolve(env.engine.fields, env._memory, env._draw)}
+        env._memory = {**env._memory, **task.evolve(derived(task, env.engine.fields), env._memory, env._draw)}
         changed += (env._memory["command"] != before).any(1).double().sum().item()
     if task.lasting is None:
         assert changed == 0

@@ -143,13 +143,14 @@ class MujocoVec:
     def step(self, action: Tensor) -> Step:
         """Apply ``action`` [N, A] (clamped to [-1, 1]) for one env step. See ``VecEnv.step``."""
         task, engine = self.task, self.engine
-        fields, memory = engine.fields, self._memory
+        memory = self._memory
         unit = action.to(engine.device, engine.dtype).clamp(-1.0, 1.0)
         if self._randomizer:
             self._randomizer.push(self._levels.level)
-        engine.step(task.control(unit, fields, memory), task.frame_skip)
+        engine.step(task.control(unit, engine.fields, memory), task.frame_skip)
         self._steps += 1
 
+        fields = {**engine.fields, **task.derive(engine.fields)}
         terms, terminated, metrics = task.judge(fields, memory)
         self._memory = {**memory, **task.evolve(fields, memory, self._draw), **task.track(fields)}
         obs = _rounded(task.observe(fields, self._memory))
@@ -212,6 +213,7 @@ class MujocoVec:
         start = self.task.start(rows.count, self._draw)
         self.engine.reset(rows, start.qpos, start.qvel)
         fields = {name: rows.take(field) for name, field in self.engine.fields.items()}
+        fields |= self.task.derive(fields)
         memory = {**start.memory, **self.task.track(fields)}
         if self._levels.active:
             memory["level"] = level

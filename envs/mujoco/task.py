@@ -6,6 +6,7 @@ environments and without reading a value on the host. In the order in which ``Mu
 
     start     draws states for new episodes, and the memory that goes with them (goals, commands, counters)
     control   action -> controls in the model's units: targets around a pose, a gripper that opens or shuts, torques
+    derive    fields -> more fields, which several of the functions below read: a rotation, positions within a range
     judge     fields and memory -> reward terms, whether the task ended, and other numbers to log (``success`` is one)
     evolve    memory -> memory: a command drawn anew after so many steps, a goal after it was reached, a counter, the
               action just taken
@@ -159,6 +160,11 @@ class Task:
     def control(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
         """[N, A] in [-1, 1] -> [N, nu]. Unless overridden: [-1, 1] is the range of each actuator."""
         return action * self.robot.ctrl_half + self.robot.ctrl_middle if self._scaled else action
+
+    def derive(self, fields: Fields) -> Fields:
+        """What follows from the state and several of the functions below need: worked out once a step, and there in
+        their ``fields`` beside the engine's (not in ``control``, which comes before)."""
+        return {}
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         """Of the step that led to ``fields`` (``ctrl`` as applied); ``memory`` is from before it."""

@@ -126,6 +126,7 @@ class Velocity(Task):
         self._v = torch.tensor([hinge.dofadr[0] for hinge in hinges], device=there)
         self._felt = torch.tensor([model.sensor(f"{body} contact").adr[0] for body in self.fragile], device=there)
         self._felt = self._felt[:, None] + torch.arange(3, device=there)
+        self._fastest = robot.tensor(self.fastest)
         self._scale = robot.tensor([2.0, 2.0, 0.25])  # of commands, as of the velocities that they are for
 
     @classmethod
@@ -162,7 +163,7 @@ class Velocity(Task):
 
     def _command(self, count: int, draw: Draw) -> Tensor:
         """[K, 3]: ahead, sideways, around."""
-        drawn = torch.stack([draw.uniform(-most, most, count) for most in self.fastest], 1)
+        drawn = draw.uniform(-1.0, 1.0, count, 3) * self._fastest
         return drawn * (draw.uniform(0.0, 1.0, count) >= self.resting)[:, None]
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
@@ -183,10 +184,13 @@ class Velocity(Task):
         force = fields["sensordata"][:, self._felt]  # [N, bodies, 3]
         return (torch.linalg.vector_norm(force, dim=2) > FEEL).any(1)
 
+    def derive(self, fields: Fields) -> Fields:
+        """``linear`` velocity of the base and direction of ``gravity`` in its frame, [N, 3] each."""
+        frame = rotation(fields["qpos"][:, 3:7])
+        return {"linear": into(frame, fields["qvel"][:, :3]), "gravity": -self.upward(frame)}
+
     def motion(self, fields: Fields) -> Motion:
-        """Of the base, after one rotation into its frame for all who ask."""
-        qvel, frame = fields["qvel"], rotation(fields["qpos"][:, 3:7])
-        return Motion(into(frame, qvel[:, :3]), qvel[:, 3:6], -self.upward(frame))
+        return Motion(fields["linear"], fields["qvel"][:, 3:6], fields["gravity"])
 
     @staticmethod
     def upward(frame: Tensor) -> Tensor:

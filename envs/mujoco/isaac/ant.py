@@ -63,5 +63,5 @@ class IsaacAnt(Runner):
         return {
             "action_cost": -0.005 * action.square().sum(1),
             "energy_cost": -0.05 * (action * self.pace * fields["qvel"][:, 6:]).abs().sum(1),
-            "limit_cost": -0.1 * (self.scaled(fields) > 0.99).sum(1),  # of the upper limits alone
+            "limit_cost": -0.1 * (fields["scaled"] > 0.99).sum(1),  # of the upper limits alone
         }

@@ -127,7 +127,7 @@ class IsaacHumanoid(Runner):
         return [0.01 * fields["qfrc_actuator"][:, 6:], 0.01 * self.wrenches(fields)]
 
     def costs(self, fields: Fields) -> dict[str, Tensor]:
-        action, beyond = fields["ctrl"], self.scaled(fields).abs() - 0.98
+        action, beyond = fields["ctrl"], fields["scaled"].abs() - 0.98
         power = (action * self.pace * fields["qvel"][:, 6:]).abs()
         return {
             "action_cost": -0.01 * action.square().sum(1),

@@ -1,5 +1,7 @@
 """What several of the Isaac Gym tasks measure: rotations, joint positions within their range, wrenches on a link."""
 
+from functools import lru_cache
+
 import mujoco
 import numpy as np
 import torch
@@ -12,22 +14,39 @@ from pql.envs.mujoco.task import Robot
 
 def rotation(quat: Tensor) -> Tensor:
     """Unit quaternions (w, x, y, z) [..., 4] -> matrices from the body's frame to the world's [..., 3, 3]."""
-    # every component times twice x, y and z; at small N the time goes into the number of calls
+    # at small N the time goes into the number of calls: a constant and two of the products for every entry
     products = (quat.unsqueeze(-1) * (2 * quat[..., None, 1:])).flatten(-2)
-    wx, wy, wz, xx, xy, xz, _, yy, yz, _, _, zz = products.unbind(-1)
-    rows = (
-        1 - (yy + zz), xy - wz, xz + wy,
-        xy + wz, 1 - (xx + zz), yz - wx,
-        xz - wy, yz + wx, 1 - (xx + yy),
-    )  # fmt: skip
-    return torch.stack(rows, -1).unflatten(-1, (3, 3))
+    first, second, one, signs = _entries(quat.device, quat.dtype)
+    products = torch.addcmul(one, products.index_select(-1, first), signs[0]).addcmul_(
+        products.index_select(-1, second), signs[1]
+    )
+    return products.unflatten(-1, (3, 3))
+
+
+@lru_cache
+def _entries(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Of a rotation's nine entries: which of the products of (w, x, y, z) with (x, y, z) they add, the constant, the
+    two products' signs."""
+    pairs = ("-yy-zz", "+xy-wz", "+xz+wy", "+xy+wz", "-xx-zz", "+yz-wx", "+xz-wy", "+yz+wx", "-xx-yy")
+    where = {a + b: 3 * i + k for i, a in enumerate("wxyz") for k, b in enumerate("xyz")}
+    index = [torch.tensor([where[pair[i : i + 2]] for pair in pairs], device=device) for i in (1, 4)]
+    signs = torch.tensor([[float(pair[i] + "1") for pair in pairs] for i in (0, 3)], device=device, dtype=dtype)
+    return *index, torch.eye(3, device=device, dtype=dtype).flatten(), signs
 
 
 def right(quat: Tensor) -> Tensor:
     """Matrices [..., 4, 4] that multiply a quaternion by ``quat`` [..., 4] from the right."""
-    w, x, y, z = quat.unbind(-1)
-    rows = (w, -x, -y, -z, x, w, z, -y, y, -z, w, x, z, y, -x, w)
-    return torch.stack(rows, -1).unflatten(-1, (4, 4))
+    which, signs = _turned(quat.device, quat.dtype)
+    return (quat.index_select(-1, which) * signs).unflatten(-1, (4, 4))
+
+
+@lru_cache
+def _turned(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of the sixteen entries: the component of (w, x, y, z), and its sign."""
+    rows = ("+w-x-y-z", "+x+w+z-y", "+y-z+w+x", "+z+y-x+w")
+    cells = "".join(rows)
+    signs = torch.tensor([float(sign + "1") for sign in cells[::2]], device=device, dtype=dtype)
+    return torch.tensor(["wxyz".index(axis) for axis in cells[1::2]], device=device), signs
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -45,12 +64,9 @@ def into(matrix: Tensor, vector: Tensor) -> Tensor:
     return times(vector, matrix)
 
 
-def roll_yaw(quat: Tensor) -> tuple[Tensor, Tensor]:
-    """The angles about x and z of unit quaternions [N, 4], first and last of roll, pitch, yaw: (-pi, pi], each [N]."""
-    w, x, y, z = quat.unbind(-1)
-    roll = torch.atan2(2 * (w * x + y * z), 1 - 2 * (x * x + y * y))
-    yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
-    return roll, yaw
+def roll_yaw(frame: Tensor) -> tuple[Tensor, Tensor]:
+    """The angles about x and z of rotations [N, 3, 3], first and last of roll, pitch, yaw: (-pi, pi], each [N]."""
+    return torch.atan2(frame[:, 2, 1], frame[:, 2, 2]), torch.atan2(frame[:, 1, 0], frame[:, 0, 0])
 
 
 def unscale(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -78,7 +94,7 @@ class Wrench:
         ids = [model.body(name).id for name in links]
         self.mass = robot.tensor(model.body_mass[ids])  # [K]
         self.inertia = robot.tensor(model.body_inertia[ids])  # [K, 3] along the principal axes
-        self.center = robot.tensor(model.body_ipos[ids])  # [K, 3] of mass, from the link's origin
+        self.origin = -robot.tensor(model.body_ipos[ids])  # [K, 3] of the link, from its centre of mass
         # an accelerometer reads -gravity at rest; the other two vectors stay as they are
         self.gravity = robot.tensor(np.outer([1.0, 0.0, 0.0], model.opt.gravity))
         start = [model.sensor(f"{name} {self.KINDS[0]}").adr[0] for name in links]  # the other kinds follow
@@ -111,7 +127,7 @@ class Wrench:
     def at_origins(self, fields: Fields) -> Tensor:
         """Force, and torque about the link's origin (its joint), of one link after the other: [N, 6 K]."""
         force, torque = self.read(fields)
-        return torch.cat((force, self.about(force, torque, -self.center)), 2).flatten(1)
+        return torch.cat((force, self.about(force, torque, self.origin)), 2).flatten(1)
 
     @staticmethod
     def about(force: Tensor, torque: Tensor, arm: Tensor) -> Tensor:

@@ -67,9 +67,13 @@ class Runner(Task):
     def track(self, fields: Fields) -> Memory:
         return {"place": fields["qpos"][:, :2].clone()}
 
-    def scaled(self, fields: Fields) -> Tensor:
-        """Joint positions, -1 to 1 in their ranges: [N, J]."""
-        return unscale(fields["qpos"][:, 7:], self.low, self.high)
+    def derive(self, fields: Fields) -> Fields:
+        """``frame``: the base's, [N, 3, 3]; ``ahead``: how well it faces the target, [N] in -1..1; ``scaled``: joint
+        positions, -1 to 1 in their ranges, [N, J]."""
+        qpos = fields["qpos"]
+        frame, away = rotation(qpos[:, 3:7]), self._target - qpos[:, :2]
+        ahead = (frame[:, :2, 0] * torch.nn.functional.normalize(away, dim=1)).sum(1)
+        return {"frame": frame, "ahead": ahead, "scaled": unscale(qpos[:, 7:], self.low, self.high)}
 
     def wrenches(self, fields: Fields) -> Tensor:
         """Net force and torque on each of ``links`` about its origin, in its frame: [N, 6 x links]."""
@@ -88,18 +92,17 @@ class Runner(Task):
         raise NotImplementedError
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
-        qpos, qvel = fields["qpos"], fields["qvel"]
-        frame = rotation(qpos[:, 3:7])
-        roll, yaw = roll_yaw(qpos[:, 3:7])
+        qpos, qvel, frame = fields["qpos"], fields["qvel"], fields["frame"]
+        roll, yaw = roll_yaw(frame)
         # from z where y is expected, as there
         angles = self.angles(yaw, roll, torch.atan2(-qpos[:, 2], TARGET - qpos[:, 0]))
         parts = [qpos[:, 2:3], into(frame, qvel[:, :3]), self.spin * qvel[:, 3:6]]
-        parts += [angles, torch.stack(self._direction(frame, fields), 1), self.scaled(fields), self.pace * qvel[:, 6:]]
+        parts += [angles, frame[:, 2, 2:], fields["ahead"][:, None], fields["scaled"], self.pace * qvel[:, 6:]]
         return {"policy": torch.cat([*parts, *self.forces(fields), fields["ctrl"]], 1)}
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         place, before = fields["qpos"][:, :2], memory["place"]
-        up, ahead = self._direction(rotation(fields["qpos"][:, 3:7]), fields)
+        up, ahead = fields["frame"][:, 2, 2], fields["ahead"]
         nearer = ((before - place) * (before + place - 2 * self._target)).sum(1)  # difference of the squared distances
         both = torch.linalg.vector_norm(torch.stack((before, place)) - self._target, dim=2).sum(0)
         fallen = fields["qpos"][:, 2] < self.lowest
@@ -107,16 +110,9 @@ class Runner(Task):
             "progress": nearer / both / self.dt,
             "alive": torch.full_like(up, self.alive),
             "up": 0.1 * (up > 0.93),
-            "heading": torch.where(ahead > 0.8, 0.5, 0.5 * ahead / 0.8),
+            "heading": 0.625 * ahead.clamp(max=0.8),
             **self.costs(fields),
         }
-        standing = (~fallen).to(up)
-        terms = {name: value * standing for name, value in terms.items()}
-        terms["fall"] = self.death * fallen.to(up)
+        earned = torch.stack([*terms.values()]).masked_fill_(fallen, 0.0)
+        terms = {**dict(zip(terms, earned, strict=True)), "fall": self.death * fallen.to(up)}
         return Verdict(terms, fallen, {"distance": place[:, 0] - before[:, 0]})
-
-    def _direction(self, frame: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
-        """How upright the base is, and how well it faces the target, each [N] in -1..1; ``frame`` is the base's."""
-        away = torch.stack((TARGET - fields["qpos"][:, 0], -fields["qpos"][:, 1]), 1)
-        ahead = (frame[:, :2, 0] * torch.nn.functional.normalize(away, dim=1)).sum(1)
-        return frame[:, 2, 2], ahead
