@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
 
 .NOTPARALLEL:
-.PHONY: setup robots warp train test test-adapters check clean
+.PHONY: setup robots warp train test test-warp test-adapters check clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ train: setup
 # Two processes: most tests need one core. Without the robots' models their tasks' tests are skipped.
 test: setup warp robots
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+# MuJoCo Warp's engine against C on every robot, on the CPU: half an hour of two cores, most of it compiling kernels.
+test-warp: setup warp robots
+	$(BIN)/pytest -m "slow or not slow" tests/test_mujoco_warp.py --timeout 1800 $(ARGS)
 
 # Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (2.3 GB each;
 # minutes to install, and to compile: half an hour on two slow cores): make test-adapters ADAPTERS=playground

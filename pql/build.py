@@ -258,14 +258,23 @@ def make_action_policy(config: Config, spec: EnvSpec) -> nn.Module:
     net = config.algo.policy
     if net.net is not None:
         own = custom_network(config, spec, "policy")
-        if net.saturation_penalty > 0 and not hasattr(own, "before_tanh"):
-            allowed = f"0, or a method before_tanh(obs) -> [B, A] of algo.policy.net={net.net}"
+        if net.saturation_penalty > 0 and not _squashes(own, spec):
+            allowed = f"0, or a method before_tanh(obs) of algo.policy.net={net.net} whose tanh is forward(obs)"
             raise ConfigError("algo.policy.saturation_penalty", net.saturation_penalty, allowed)
         return own
     kind = GaussianPolicy if config.algo.family == "sac" else DeterministicPolicy
     encoder, group = make_encoder(config, spec, "policy"), groups_of(config, spec, "policy")[0]
     size = spec.obs[group].shape[0] if encoder is None else encoder.size
     return kind(size, cast(Box, spec.action).size, net.hidden, net.activation, net.layer_norm, group, encoder)
+
+
+@torch.no_grad()
+def _squashes(policy: nn.Module, spec: EnvSpec) -> bool:
+    """Whether a network of one's own gives what its tanh takes; tried on two rows."""
+    gen = torch.Generator().manual_seed(0)
+    obs = {k: (torch.rand(2, *s.shape, generator=gen) * 2).to(s.dtype) for k, s in spec.obs.items()}
+    before = getattr(policy, "before_tanh", None)
+    return before is not None and torch.allclose(torch.tanh(before(obs)), policy(obs), atol=1e-5)
 
 
 def make_critic(config: Config, spec: EnvSpec) -> Critic:

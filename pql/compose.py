@@ -206,6 +206,11 @@ def idle(config: Config) -> dict[str, str]:
     off = {
         "algo.ppo.kl_target": ("algo.ppo.lr_schedule=adaptive", ppo.lr_schedule == "adaptive"),
         "algo.policy.weight_decay": (f"algo.{family}.optimizer=adam", optimizers.get(family, "adam") == "adam"),
+        "algo.policy.tau": ("algo.policy.target=true", config.algo.policy.target),
+        **dict.fromkeys(
+            ("task.process.step_seconds", "task.process.start_seconds"),
+            ("task.process.python", config.task.process.python is not None),
+        ),
         "algo.dqn.priority.": ("algo.dqn.priority.alpha above 0", dqn.priority.alpha > 0),
         "algo.dqn.rms_decay": ("algo.dqn.optimizer=rmsprop", dqn.optimizer == "rmsprop"),
         "algo.dqn.huber": ("algo.critic.atoms=null: a categorical loss is the cross-entropy", critic.atoms is None),

@@ -361,13 +361,10 @@ def run_completion(args: argparse.Namespace) -> int:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    from pql.compose import parse_word
-
     if args.env:
         from pql.visit import check
 
-        words = dict(parse_word(o, ("device", "task.process.python")) for o in args.overrides)
-        return check(args.env, args.num_envs, args.steps, words)
+        return check(args.env, args.num_envs, args.steps, args.overrides)
     if args.overrides:
         raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
     from pql.doctor import report

@@ -2,64 +2,71 @@
 
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pql.config import from_dict
+from pql.compose import compose, options, split_word
 from pql.conformance import Checker, check_env
-from pql.env import EnvSpec, VecEnv, find_factory, make_env
+from pql.env import EnvSpec, VecEnv
+from pql.errors import ConfigError
+from pql.task import build_env, describe_env
 from pql.text import table
 from pql.types import Step
-from pql.validate import RANGES, STEPS, check_range
+from pql.validate import RANGES, STEPS, check_range, resolve_device
 
 SPEED_SECONDS = 1.0  # at least so long is stepped to measure the rate
-PROCESS = "task.process."  # settings of a run that hold here, too
 MEANING = {
     "same_step": "same step: the row that ends an episode shows the next one's first observation",
     "next_step": "next step: a filler row follows the end of an episode, and is not learned from",
 }
 
 
-def check(name: str, num_envs: int, steps: int | None, words: dict[str, Any]) -> int:
+def check(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> int:
     """``pql doctor --env``: print what the contract's rules and a visit find. Returns the exit status.
 
+    The environment is the one that ``pql train`` would build.
+
     Args:
+        name: of a task (``task=``, with all that its preset sets), a registered environment, or ``module:attribute``.
         steps: of the main run; None: a little over the time limit.
-        words: keywords for the environment; ``task.process.python`` puts it into a process of that interpreter, and
-            the other settings ``task.process`` are for that.
+        words: ``key=value``; ``device`` and settings ``task.*`` as in training, others are the environment's keywords.
     """
     check_range("--num-envs", num_envs, RANGES["num_envs"])
     check_range("--steps", steps, STEPS)
-    kwargs, described = {k: v for k, v in words.items() if not k.startswith(PROCESS)}, None
-    own = {k.removeprefix(PROCESS): v for k, v in words.items() if k not in kwargs}
-    process = from_dict({"task": {"process": own}}).task.process
-    for key in own.keys() - {"python"}:
-        check_range(f"{PROCESS}{key}", getattr(process, key), RANGES[f"{PROCESS}{key}"])
-    if process.python is not None:
-        from pql.envs.process import ProcessVec
-
-        foreseen: list[EnvSpec] = []
-        device = kwargs.pop("device", "cpu")
-        env: VecEnv = ProcessVec(
-            name, num_envs, device, process.python, kwargs, None, process.step_seconds, process.start_seconds,
-            approve=foreseen.append,
-        )  # fmt: skip
-        described = foreseen[0] if foreseen else None
-    else:
-        env = make_env(name, num_envs=num_envs, **kwargs)
-        if describe := getattr(find_factory(name), "describe", None):
-            described = describe(num_envs=num_envs, **{**kwargs, "device": env.spec.device})
+    config = replace(compose(settings(name, words)), num_envs=num_envs)
+    foreseen: list[EnvSpec] = []
+    if spec := describe_env(config, torch.device(resolve_device(config.device))):
+        foreseen.append(spec)
+    env = build_env(config, approve=foreseen.append)
     try:
         steps = steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
-        report = check_env(env, steps, described=described)
+        report = check_env(env, steps, described=foreseen[0] if foreseen else None)
         print(report)
         if not {"protocol", "shapes"} & {*report.failed}:
             print("\n" + table(visit(env, steps)))
     finally:
         env.close()
     return 0 if report.ok else 1
+
+
+def settings(name: str, words: Sequence[str]) -> list[str]:
+    """The command line's words as a run's settings.
+
+    Raises:
+        ConfigError: ``num_envs`` among them.
+    """
+    known = name in options("task") and name != "env"
+    out = [f"task={name}"] if known else ["task=env", f"task.name={name}"]
+    for word in words:
+        key, value = split_word(word)
+        if key == "num_envs":
+            raise ConfigError(key, value, f"--num-envs {value}")
+        out.append(word if key == "device" or key.startswith("task.") else f"task.kwargs.{word}")
+    return out
 
 
 class Range:

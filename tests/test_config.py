@@ -37,6 +37,19 @@ def test_sac_refuses_what_only_a_deterministic_policy_reads(name):
     assert refusal("algo=sac", word) == f"{word}: expected no such setting: algo=sac does not read it"
 
 
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("algo.policy.tau=0.1", "algo.policy.target=true"),
+        ("task.process.step_seconds=5.0", "task.process.python"),
+        ("task.process.start_seconds=5.0", "task.process.python"),
+    ],
+)
+def test_what_another_setting_switches_off_is_refused(word, wanted):
+    assert refusal("algo=pql", word) == f"{word}: expected {wanted} with it; nothing else reads it"
+    compose(["device=cpu", "algo=pql", "algo.policy.target=true", "task.process.python=/usr/bin/python3", word])
+
+
 def test_pql_refuses_a_temperature():
     wanted = "algo.sac.alpha=0.1: expected no such setting: algo=pql does not read it"
     assert refusal("algo=pql", "algo.sac.alpha=0.1") == wanted
@@ -46,7 +59,7 @@ def test_the_policy_that_sees_the_ball_is_kept_from_saturating():
     def penalty(*words):
         return compose(["device=cpu", *words]).algo.policy.saturation_penalty
 
-    assert penalty("task=ballbalance_pixels") == 0.01
+    assert [penalty("task=ballbalance_pixels", f"algo={a}") for a in ("pql", "pql_d", "ddpg", "td3")] == 4 * [0.01]
     assert penalty("task=ballbalance_pixels", "algo.policy.saturation_penalty=0") == 0
     assert penalty("task=ballbalance") == penalty("task=ballbalance_pixels", "algo=sac") == 0
 

@@ -235,11 +235,19 @@ def test_a_run_trains_saves_and_loads_networks_named_in_its_config(module, tmp_p
     assert main(["train", *words(tmp_path / "third", more[1], f"init_from={tmp_path / 'run'}")]) == 2
 
 
-def test_a_saturation_penalty_asks_for_what_ones_own_tanh_takes(module):
+def test_a_saturation_penalty_asks_for_what_ones_own_tanh_takes(module, monkeypatch):
     config = small_config(algo={"policy": {"net": f"{module}:Bounded", "saturation_penalty": 0.1}})
-    allowed = rf"expected 0, or a method before_tanh\(obs\) -> \[B, A\] of algo.policy.net={module}:Bounded"
+    spec = pql.make_env("pendulum", 1).spec
+    allowed = rf"expected 0, or a method before_tanh\(obs\) of algo.policy.net={module}:Bounded whose tanh is forward"
     with pytest.raises(ConfigError, match=rf"algo.policy.saturation_penalty=0.1: {allowed}"):
-        make_policy(config, pql.make_env("pendulum", 1).spec)
+        make_policy(config, spec)
+    own = type(make_policy(small_config(algo={"policy": {"net": f"{module}:Bounded"}}), spec))
+    with monkeypatch.context() as patch:  # another squash would train another policy than the one that acts
+        patch.setattr(own, "before_tanh", lambda self, obs: 2 * self.forward(obs).atanh() + 1, raising=False)
+        with pytest.raises(ConfigError, match=allowed):
+            make_policy(config, spec)
+    monkeypatch.setattr(own, "before_tanh", lambda self, obs: self.forward(obs).atanh(), raising=False)
+    assert isinstance(make_policy(config, spec), own)
 
 
 def test_ppo_puts_its_heads_on_networks_of_ones_own(module, tmp_path, capsys):

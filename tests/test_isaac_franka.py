@@ -12,6 +12,7 @@ from torch import Tensor
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from by_hand import stacker
+from conftest import Told
 from mujoco_runs import build, needs
 
 from pql.conformance import check_env
@@ -294,6 +295,7 @@ def test_the_same_policy_stacks_on_warp() -> None:
 
 
 @pytest.mark.parametrize("name", ["franka_cube_stack", "franka_cube_stack_torque"])
-def test_the_contract_holds(name: str) -> None:
+def test_the_contract_holds(name: str, told: Told) -> None:
     report = check_env(build(name, 3, max_episode_steps=15), steps=35)
+    told.conformance(report)
     assert report.ok, str(report)

@@ -11,6 +11,7 @@ from torch import Tensor
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from by_hand import HOLD
+from conftest import Told
 from mujoco_runs import build, needs
 
 from pql.conformance import check_env
@@ -348,6 +349,7 @@ def test_a_hand_that_holds_the_cube_beats_random_actions(name: str, margin: floa
 
 
 @pytest.mark.parametrize("name", [SHADOW, ALLEGRO])
-def test_the_contract_holds(name: str) -> None:
+def test_the_contract_holds(name: str, told: Told) -> None:
     report = check_env(build(name, 3, max_episode_steps=8), steps=20)
+    told.conformance(report)
     assert report.ok, str(report)

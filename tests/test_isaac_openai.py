@@ -7,6 +7,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from conftest import Told
 from mujoco_runs import build, needs, random_actions
 
 from pql.conformance import check_env
@@ -130,6 +131,7 @@ def test_the_preset_randomises_and_the_critic_sees_the_truth() -> None:
     env.close()
 
 
-def test_the_contract_holds() -> None:
+def test_the_contract_holds(told: Told) -> None:
     report = check_env(build(NAME, 3, max_episode_steps=6), steps=14)
+    told.conformance(report)
     assert report.ok, str(report)

@@ -66,8 +66,9 @@ class FakeVector:
         pass
 
 
-def test_it_conforms():
+def test_it_conforms(told):
     report = check_env(ManiSkillVec(FakeVector(), "Fake", 5, "cpu"), 30)
+    told.conformance(report)
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
     assert untested == {"filler_flags", "stack", "determinism", "state_dict", "groups", "describe"}

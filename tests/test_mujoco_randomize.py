@@ -276,6 +276,7 @@ def test_a_curriculum_of_ones_own_sees_returns() -> None:
         ("ballbalance_pixels", {"randomize": {"obs_delay": [0, 1]}}, r"randomize.obs_delay=\[0, 1\]: .*no vectors"),
         ("hopper", {"randomize": {"push": -1}}, "randomize.push=-1: expected a number, at least 0"),
         ("hopper", {"randomize": {"push_interval": 0}}, "randomize.push_interval=0: expected a number, above 0"),
+        ("hopper", {"randomize": {"push_interval": 2}}, "randomize.push_interval=2.0: expected randomize.push above 0"),
         ("reacher", {"randomize": {"push": 1}}, "randomize.push=1.0: expected 0: this robot's base"),
         ("hopper", {"randomize": 3}, "randomize=3: expected settings below it"),
         ("hopper", {"curriculum": {"kind": "linar"}}, "curriculum.kind=linar: .*did you mean linear"),

@@ -1,7 +1,7 @@
 """The Warp engine against C, on the CPU: same states, same controls, same numbers within float32 and chaos.
 
 Compiling Warp's kernels takes half a minute of a core for each kind of model, the first time (they are kept in
-``WARP_CACHE_PATH``), so one robot is in the suite and the others are marked slow.
+``WARP_CACHE_PATH``), so two robots are in the suite and the others are marked slow (``make test-warp``).
 """
 
 import copy
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ruff: noqa: E402
@@ -17,7 +18,7 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need them
 pytest.importorskip("mujoco_warp")
 
 import mujoco_runs
-from conftest import never_waiting
+from conftest import Told, never_waiting
 from mujoco_runs import ROBOT_OF, random_actions, task
 
 from pql.conformance import check_env
@@ -30,7 +31,7 @@ from pql.envs.mujoco.warp import WarpEngine
 from pql.errors import ConfigError, PqlWarning
 
 SLOW = (
-    "hopper", "walker2d", "ant", "humanoid", "humanoidstandup", "swimmer", "reacher", "pusher", "invertedpendulum",
+    "walker2d", "ant", "humanoid", "humanoidstandup", "swimmer", "reacher", "pusher", "invertedpendulum",
     "inverteddoublependulum",
 )  # fmt: skip
 # pinned feet on stiff servos, seen by force sensors: float32 shows; fingertips' forces, seen tenfold; the forces on
@@ -39,7 +40,11 @@ STIFF = {"ballbalance": 3000.0, "shadow_hand": 10.0, "shadow_hand_openai": 10.0,
 PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
 # share of rows that may differ: fingers side by side touch in one point or two
 ODD = {"shadow_hand": 0.4, "shadow_hand_openai": 0.4}
-ROBOTS = ["halfcheetah", *(task(name, pytest.mark.slow) for name in (*SLOW, *PAPER, *ROBOT_OF))]
+# random actions never fail in these, or not for hundreds of steps; in others, within so many or 40
+LASTING = ("halfcheetah", "humanoidstandup", "swimmer", "reacher", "pusher", "shadow_hand", "shadow_hand_openai",
+           "franka_cube_stack", "franka_cube_stack_torque")  # fmt: skip
+LIMIT = {"ballbalance": 80, "g1_velocity": 80, "go1_velocity": 160, "anymal": 160, "isaac_ant": 160}
+ROBOTS = ["halfcheetah", "hopper", *(task(name, pytest.mark.slow) for name in (*SLOW, *PAPER, *ROBOT_OF))]
 
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -64,7 +69,9 @@ def follow(env: MujocoVec, other: MujocoVec) -> None:
 
 
 @pytest.mark.parametrize("name", ROBOTS)
-def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_agree_step_by_step_and_over_a_short_horizon(
+    name: str, monkeypatch: pytest.MonkeyPatch, told: Told
+) -> None:
     """Each step from C's own state, and 3 steps without putting it right again."""
     monkeypatch.setattr("pql.envs.mujoco.unitree.Unitree.lasting", None)  # each engine draws commands of its own
     n, steps, stiff, odd = 16, 12, STIFF.get(name, 1.0), ODD.get(name, 0.1)
@@ -73,27 +80,34 @@ def test_engines_agree_step_by_step_and_over_a_short_horizon(name: str, monkeypa
         env.reset(seed=0)
     follow(c, c)  # away from C's memory of its last solution, which Warp has not
     follow(free, c)
+    gaps: dict[str, list[Tensor]] = {"after one step": [], "after three": [], "of the reward": []}
     for t, action in enumerate(random_actions(c, steps)):
         follow(c, c)
         follow(w, c)
         a, b = c.step(action), w.step(action)
         drifted = free.step(action) if t < 3 else None
-        for theirs, size in ((b, 1e-4 * stiff), (drifted, 1e-3 * stiff)):
+        for theirs, size, when in ((b, 1e-4 * stiff, "after one step"), (drifted, 1e-3 * stiff, "after three")):
             if theirs is None:
                 continue
             scale = a.final_obs["policy"].abs().amax(0).clamp(min=1.0)
             gap = ((theirs.final_obs["policy"] - a.final_obs["policy"]).abs() / scale).amax(1)
+            gaps[when].append(gap)
             assert gap.median() < size / 10
             assert (gap > size).float().mean() <= odd, gap  # where a contact begins a substep earlier
             assert torch.equal(theirs.terminated, a.terminated)
             assert not theirs.log["overflow"].any()
         apart = (b.reward - a.reward).abs() / a.reward.abs().clamp(min=1.0)
+        gaps["of the reward"].append(apart)
         assert (apart > 1e-4 * stiff).float().mean() <= odd, apart
+    last = {**gaps, "after three": gaps["after three"][-1:]}
+    found = ", ".join(f"{what} {float(torch.cat(gap).quantile(0.9)):.0e}" for what, gap in last.items())
+    told.row("agreement", f"{name:26} {found}")
 
 
 @pytest.mark.parametrize("name", ROBOTS)
-def test_random_episodes_have_the_same_statistics(name: str) -> None:
-    n, limit = 64, 40
+def test_random_episodes_have_the_same_statistics(name: str, told: Told) -> None:
+    """Tasks that fail do so in some of these episodes, so that their lengths differ."""
+    n, limit = 64, LIMIT.get(name, 40)
     lengths, returns = [], []
     for engine in ("batch", "warp"):
         env = build(name, n, engine, max_episode_steps=limit)
@@ -107,11 +121,15 @@ def test_random_episodes_have_the_same_statistics(name: str) -> None:
             assert engine == "batch" or not step.log["overflow"].any()
         lengths.append(length)
         returns.append(total)
+    assert name in LASTING or all((length < limit).float().mean() > 0.1 for length in lengths)
     for (a, b), least in ((lengths, 0.0), (returns, 1e-3)):
         gen = torch.Generator().manual_seed(0)
         picks = torch.randint(n, (1000, 2, n), generator=gen)
         error = (a[picks[:, 0]].mean(1) - b[picks[:, 1]].mean(1)).std()  # bootstrap
         assert (a.mean() - b.mean()).abs() <= 4 * error + least
+    (length, other), (total_c, total_w) = lengths, returns
+    told.row("episodes", f"{name:26} length C {length.mean():.1f}, Warp {other.mean():.1f} of {limit}; "
+                         f"return C {total_c.mean():.4g}, Warp {total_w.mean():.4g}")  # fmt: skip
 
 
 def test_fields_are_shared_not_copied() -> None:
@@ -151,8 +169,9 @@ def test_resume_repeats_every_bit() -> None:
         assert torch.equal(again.reward, step.reward)
 
 
-def test_the_contract_holds() -> None:
+def test_the_contract_holds(told: Told) -> None:
     report = check_env(build("halfcheetah", 4, max_episode_steps=12), steps=30)
+    told.conformance(report)
     assert report.ok, str(report)
 
 

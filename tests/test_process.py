@@ -337,7 +337,10 @@ def test_the_doctor_visits(python, capsys):
     hangs = [f"task.process.python={python}", "fault=hang", "task.process.step_seconds=0.5"]
     assert main(["doctor", "--env", "far_sims:Walk", *hangs]) == 1
     assert "has not answered for 0.5 s (task.process.step_seconds)" in capsys.readouterr().err
-    wrong = {"start_seconds=-1.5": "a number above 0", "pyhton=x": "a known setting (did you mean python?)"}
+    wrong = {
+        "start_seconds=-1.5": "a number above 0",
+        "pyhton=x": "a known setting (did you mean task.process.python?)",
+    }
     for word, expected in wrong.items():
         assert main(["doctor", "--env", "far_sims:Walk", f"task.process.{word}"]) == 2
         assert f"task.process.{word}: expected {expected}" in capsys.readouterr().err

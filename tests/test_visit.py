@@ -74,3 +74,30 @@ def test_terminations_in_the_row_of_the_limit_are_told():
     for kwargs in ({}, {"autoreset": "next_step"}):
         rows = told(Done(4, episode_length=6, terminate_every=0, **kwargs), 20)
         assert rows["time limit"].startswith("6; 12 terminations in its row")
+
+
+def test_the_doctor_sees_what_a_run_would_build(monkeypatch, capsys):
+    """A preset's own keywords, settings of the task in training's words, and the environment's keywords."""
+    seen = {}
+
+    def make(num_envs, device, **kwargs):
+        seen.update(kwargs, num_envs=num_envs, device=str(device))
+        return Counter(num_envs, episode_length=5)
+
+    monkeypatch.setattr("pql.task.find_factory", lambda name: make)
+    monkeypatch.setattr("pql.task.make_env", lambda name, num_envs, device, **kwargs: make(num_envs, device, **kwargs))
+    words = ["task.model=fast", "task.kwargs.randomize.friction=[0.9,1.1]", "randomize.obs_delay=[1,2]", "stagger=true"]
+    assert main(["doctor", "--env", "shadow_hand_openai", "--num-envs", "3", "device=cpu", *words]) == 0
+    assert seen == {
+        "num_envs": 3,
+        "device": "cpu",
+        "model": "fast",
+        "stagger": True,
+        "randomize": {
+            "mass": [0.5, 1.5],
+            "friction": [0.9, 1.1],
+            "gain": [0.75, 1.5],
+            "obs_noise": 0.002,
+            "obs_delay": [1, 2],
+        },
+    }

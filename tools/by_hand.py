@@ -3,7 +3,7 @@
 python tools/by_hand.py [--tasks isaac_ant ...] [--episodes 16] [--json PATH]
 
 Whole episodes, one of each environment, as ``pql eval`` plays them. The policies read observations alone, as a learner
-does; the tests hold each of them to a margin above random actions.
+does (the trot also counts steps). The tests hold those of the PQL paper's tasks to a margin above random actions.
 """
 
 import argparse
@@ -15,10 +15,11 @@ import torch
 from _bench import save
 from torch import Tensor
 
-from pql.env import Box, Discrete, VecEnv, make_env
+from pql.env import Box, Discrete, VecEnv, env_names, make_env
 from pql.envs.mujoco.isaac.ball import LEGS
 from pql.envs.mujoco.isaac.humanoid import JOINTS
 from pql.envs.mujoco.isaac.measure import product
+from pql.errors import nearest
 from pql.evaluate import run_episodes
 from pql.types import Obs
 
@@ -119,7 +120,9 @@ BY_HAND: dict[str, tuple[str, Callable[[VecEnv], Play]]] = {
     "isaac_ant": ("a trot", trot),
     "isaac_humanoid": ("stiff legs", stiff),
     "walker2d": ("no torque", still),
+    "anymal": ("standing still", still),
     "go1_velocity": ("standing still", still),
+    "g1_velocity": ("standing still", still),
     "ballbalance": ("a tilt against the ball", lambda env: lambda obs: tilt(obs["policy"])),
     "ballbalance_pixels": ("a tray at its top", lambda env: lambda obs: torch.ones(env.spec.num_envs, 3)),
     "franka_cube_stack": ("grasp, lift and place", lambda env: lambda obs: stacker(obs["policy"])),
@@ -150,6 +153,9 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=16)
     parser.add_argument("--json", metavar="PATH")
     args = parser.parse_args()
+    for task in args.tasks:
+        if task not in env_names():
+            parser.error(f"--tasks={task}: expected one of {', '.join(env_names())}{nearest(task, env_names())}")
     found = [row for task in args.tasks for row in rows(task, args.episodes)]
     save(found, args.json)
 

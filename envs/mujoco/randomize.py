@@ -67,6 +67,8 @@ class Randomize:
                 given[name] = _range(name, value)
             else:
                 given[name] = amount(f"randomize.{name}", value, zero=name != "push_interval")
+        if "push_interval" in given and not given.get("push"):
+            raise ConfigError("randomize.push_interval", given["push_interval"], "randomize.push above 0 with it")
         return cls(**given)
 
     @property
