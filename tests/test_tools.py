@@ -184,6 +184,17 @@ def test_random_actions_and_policies_by_hand_play_whole_episodes(tool, tmp_path,
     assert rows["ballbalance", "random actions"]["return_mean"] < 40
 
 
+def test_environments_beside_bare_mujoco_and_gymnasium(tool, tmp_path, monkeypatch):
+    pytest.importorskip("mujoco")
+    path, sizes = tmp_path / "envs.json", ["--num-envs", "2", "--rounds", "1", "--seconds", "0.01"]
+    bench_envs = tool("bench_envs")
+    monkeypatch.setattr(bench_envs, "RECORDED", 3)
+    monkeypatch.setattr(sys, "argv", ["", "--envs", "hopper", "ballbalance", *sizes, "--json", str(path)])
+    bench_envs.main()
+    named = ["hopper (shipped) n=2 / mujoco.batch", "ballbalance (fast) n=2 / mujoco.batch"]
+    check(json.loads(path.read_text()), [*named, "hopper (shipped) n=2 / gymnasium sync n=8"])
+
+
 def test_the_environments_benchmark_keeps_what_it_has(tool, tmp_path, monkeypatch):
     path, seen = tmp_path / "envs.json", []
     bench_envs = tool("bench_envs")
