@@ -4,9 +4,9 @@ python tools/bench_envs.py [--envs ant ...] [--models default] [--num-envs 64 51
 
 All run random actions, in turn. Every row names the model (``shipped`` or ``fast``), which decides the speed more than
 anything else. Bare MuJoCo gets exactly the physics of our run: the same states and actions step by step, with only
-writing the controls and stepping inside its clock. The others follow random trajectories of their own: gymnasium on the
-same model, EnvPool on the shipped one only, which is its own; the PQL paper's tasks stand beside bare MuJoCo alone. Tasks whose
-robot is not installed are left out. All of them at three sizes take half an hour.
+writing the controls and stepping inside its clock. The others follow random trajectories of their own: gymnasium on
+the same model, EnvPool on the shipped one only, which is its own; the paper's tasks stand beside bare MuJoCo alone.
+Tasks whose robot is not installed are left out. All of them at three sizes take half an hour.
 """
 
 import argparse
