@@ -201,13 +201,13 @@ def test_balls_fall_towards_the_trays_axis():
     assert place[:, :2].mean(0).abs().max() < 0.015
 
 
-def play(env, policy, steps=250):
+def play(env, policy, steps=250, group="policy"):
     """Mean reward of the first episode in each environment, cut off after ``steps``."""
-    obs, total = env.reset(0)["policy"], torch.zeros(env.spec.num_envs)
+    obs, total = env.reset(0)[group], torch.zeros(env.spec.num_envs)
     alive = torch.ones_like(total, dtype=torch.bool)
     for _ in range(steps):
         step = env.step(policy(obs).clamp(-1, 1))
-        total, alive, obs = total + step.reward * alive, alive & ~step.first, step.obs["policy"]
+        total, alive, obs = total + step.reward * alive, alive & ~step.first, step.obs[group]
     return total.mean().item()
 
 
@@ -216,6 +216,8 @@ def test_tilting_against_the_ball_beats_chance():
     chance = play(env, lambda obs: torch.rand(24, 3, generator=generator) * 2 - 1)
     assert chance < 25
     assert play(env, tilt) > 80
+    pixels = pql.make_env("ballbalance_pixels", num_envs=4)  # by the state, which its critic sees
+    assert play(pixels, tilt, group="critic") > 60
 
 
 @pytest.mark.parametrize("name", ["ballbalance", "ballbalance_pixels"])

@@ -260,14 +260,14 @@ def test_stacked_is_placed_well_and_let_go(
 # -- solving it -------------------------------------------------------------------------------------------------------
 
 
-def play(policy, num_envs: int, engine: str = "batch") -> tuple[float, float, float]:
+def play(policy, env: MujocoVec) -> tuple[float, float, float]:
     """Mean return of the first episodes, and the shares of them that lifted the cube and that stacked it."""
-    env, task = stack(num_envs, engine=engine)
-    obs, total = env.reset(seed=0)["policy"], torch.zeros(num_envs)
-    alive, lifted, stacked = torch.ones(num_envs, dtype=torch.bool), torch.zeros(num_envs), torch.zeros(num_envs)
-    for _ in range(task.time_limit):
+    n = env.spec.num_envs
+    obs, total = env.reset(seed=0)["policy"], torch.zeros(n)
+    alive, lifted, stacked = torch.ones(n, dtype=torch.bool), torch.zeros(n), torch.zeros(n)
+    for _ in range(env.task.time_limit):
         step = env.step(policy(obs))
-        assert engine == "batch" or not step.log["overflow"].any()
+        assert "overflow" not in step.log or not step.log["overflow"].any()
         total += step.reward * alive
         lifted = lifted.maximum(((step.log["lift"] > 0) & alive).float())
         stacked = stacked.maximum(step.log["success"] * alive)
@@ -277,8 +277,8 @@ def play(policy, num_envs: int, engine: str = "batch") -> tuple[float, float, fl
 
 def test_a_scripted_policy_grasps_lifts_and_stacks() -> None:
     generator = torch.Generator().manual_seed(0)
-    chance = play(lambda obs: torch.rand(4, 7, generator=generator) * 2 - 1, 4)
-    scripted = play(stacker, 12)
+    chance = play(lambda obs: torch.rand(4, 7, generator=generator) * 2 - 1, stack(4)[0])
+    scripted = play(stacker, stack(12)[0])
     print(f"return, lifted, stacked: scripted {scripted}, random {chance}")
     assert chance[0] < 15
     assert scripted[0] > chance[0] + 100
@@ -286,10 +286,27 @@ def test_a_scripted_policy_grasps_lifts_and_stacks() -> None:
     assert scripted[2] >= 0.7
 
 
+def test_by_torques_the_same_policy_stacks_too() -> None:
+    """The torques that the other task's law would ask for, from this one's state."""
+    env, law, generator = stack(6, "franka_cube_stack_torque")[0], stack(1)[1], torch.Generator().manual_seed(0)
+
+    def torques(obs: Tensor) -> Tensor:
+        fields, memory = env.engine.fields, env._memory
+        action = stacker(law.observe(fields, memory)["policy"].float())
+        share = law.torque(action[:, :-1].double(), fields, memory) / torch.tensor(EFFORT, dtype=DOUBLE)
+        return torch.cat((share.float(), action[:, -1:]), 1)
+
+    scripted = play(torques, env)
+    chance = play(lambda obs: torch.rand(6, 8, generator=generator) * 2 - 1, env)
+    print(f"return, lifted, stacked: scripted {scripted}, random {chance}")
+    assert scripted[0] > chance[0] + 100
+    assert scripted[2] >= 0.6
+
+
 @pytest.mark.slow
 def test_the_same_policy_stacks_on_warp() -> None:
     pytest.importorskip("mujoco_warp")
-    _, lifted, stacked = play(stacker, 16, "warp")
+    _, lifted, stacked = play(stacker, stack(16, engine="warp")[0])
     assert lifted >= 0.9
     assert stacked >= 0.7
 

@@ -327,20 +327,16 @@ def test_a_picture_shows_the_goal() -> None:
 # -- as a whole -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "margin"), [(SHADOW, 0.15), (ALLEGRO, 0.3)])
+@pytest.mark.parametrize(("name", "margin"), [(SHADOW, 0.15), ("shadow_hand_openai", 0.25), (ALLEGRO, 0.3)])
 def test_a_hand_that_holds_the_cube_beats_random_actions(name: str, margin: float) -> None:
     n, steps = 16, 45
-    means = []
+    means, cup = [], torch.tensor(HOLD[name.removesuffix("_openai")])
     for holds in (True, False):
         env, gen = build(name, n), torch.Generator().manual_seed(0)
         env.reset(seed=0)
         total, alive = torch.zeros(n), torch.ones(n, dtype=torch.bool)
         for _ in range(steps):
-            action = (
-                torch.tensor(HOLD[name]).expand(n, -1)
-                if holds
-                else torch.rand(n, len(HOLD[name]), generator=gen) * 2 - 1
-            )
+            action = cup.expand(n, -1) if holds else torch.rand(n, len(cup), generator=gen) * 2 - 1
             step = env.step(action)
             total, alive = total + (step.reward - step.log["bonus"]) * alive, alive & ~step.terminated
         means.append(float(total.mean()) / steps)

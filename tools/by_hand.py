@@ -105,7 +105,8 @@ def still(env: VecEnv) -> Play:
 
 
 def hold(env: VecEnv) -> Play:
-    return lambda obs: torch.tensor(HOLD[env.spec.name]).expand(env.spec.num_envs, -1)
+    cup = torch.tensor(HOLD[env.spec.name.removesuffix("_openai")])
+    return lambda obs: cup.expand(env.spec.num_envs, -1)
 
 
 def chance(env: VecEnv, seed: int = 0) -> Play:
@@ -124,9 +125,10 @@ BY_HAND: dict[str, tuple[str, Callable[[VecEnv], Play]]] = {
     "go1_velocity": ("standing still", still),
     "g1_velocity": ("standing still", still),
     "ballbalance": ("a tilt against the ball", lambda env: lambda obs: tilt(obs["policy"])),
-    "ballbalance_pixels": ("a tray at its top", lambda env: lambda obs: torch.ones(env.spec.num_envs, 3)),
+    "ballbalance_pixels": ("the same, by the critic's state", lambda env: lambda obs: tilt(obs["critic"])),
     "franka_cube_stack": ("grasp, lift and place", lambda env: lambda obs: stacker(obs["policy"])),
     "shadow_hand": ("holding", hold),
+    "shadow_hand_openai": ("holding", hold),
     "allegro_hand": ("holding", hold),
 }
 
