@@ -125,7 +125,7 @@ BY_HAND: dict[str, tuple[str, Callable[[VecEnv], Play]]] = {
     "go1_velocity": ("standing still", still),
     "g1_velocity": ("standing still", still),
     "ballbalance": ("a tilt against the ball", lambda env: lambda obs: tilt(obs["policy"])),
-    "ballbalance_pixels": ("the same, by the critic's state", lambda env: lambda obs: tilt(obs["critic"])),
+    "ballbalance_pixels": ("a tilt against the ball", lambda env: lambda obs: tilt(obs["critic"])),
     "franka_cube_stack": ("grasp, lift and place", lambda env: lambda obs: stacker(obs["policy"])),
     "shadow_hand": ("holding", hold),
     "shadow_hand_openai": ("holding", hold),
