@@ -40,7 +40,7 @@ train: setup
 test: setup warp robots
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
-# MuJoCo Warp's engine against C on every robot, on the CPU: half an hour of two cores, most of it compiling kernels.
+# MuJoCo Warp's engine against C on every robot, on the CPU: ten minutes, most of them compiling kernels.
 test-warp: setup warp robots
 	$(BIN)/pytest -m "slow or not slow" tests/test_mujoco_warp.py --timeout 1800 $(ARGS)
 
