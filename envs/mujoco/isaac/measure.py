@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pql.envs.classic import times
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.task import Robot
 
@@ -60,8 +59,13 @@ def conjugate(quat: Tensor) -> Tensor:
 
 
 def into(matrix: Tensor, vector: Tensor) -> Tensor:
-    """World vectors [..., 3] in the frame of ``matrix`` [..., 3, 3] (body to world): its transpose times them."""
-    return times(vector, matrix)
+    """World vectors [..., 3] in the frame of ``matrix`` [..., 3, 3] (body to world): its transpose times them.
+
+    As ``times``, but term by term: a sum over an axis of three is several times slower on a CPU.
+    """
+    x, y, z = vector.split(1, -1)
+    first, second, third = matrix.unbind(-2)
+    return torch.addcmul(torch.addcmul(x * first, y, second), z, third)
 
 
 def roll_yaw(frame: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,9 +102,11 @@ class Wrench:
         # an accelerometer reads -gravity at rest; the other two vectors stay as they are
         self.gravity = robot.tensor(np.outer([1.0, 0.0, 0.0], model.opt.gravity))
         start = [model.sensor(f"{name} {self.KINDS[0]}").adr[0] for name in links]  # the other kinds follow
-        self.columns = torch.tensor(start, device=robot.device)[:, None] + torch.arange(13, device=robot.device)
+        columns = torch.tensor(start)[:, None] + torch.arange(13)
+        self.first, self.count = start[0], len(start)
+        assert columns.flatten().tolist() == [*range(self.first, self.first + 13 * self.count)]  # one link by the other
         axes = torch.tensor(model.body_iquat[ids], device=robot.device, dtype=robot.dtype)
-        self.principal = rotation(axes)  # [K, 3, 3] principal axes -> link
+        self.principal = rotation(axes).mT  # [K, 3, 3] link -> principal axes
 
     @classmethod
     def sense(cls, spec: mujoco.MjSpec, link: str) -> None:
@@ -115,13 +121,14 @@ class Wrench:
 
     def read(self, fields: Fields) -> tuple[Tensor, Tensor]:
         """Force [N, K, 3] and torque about the centre of mass [N, K, 3], both in the link's frame."""
-        vectors, quat = fields["sensordata"][:, self.columns].split(self.SIZES, -1)
+        readings = fields["sensordata"][:, self.first : self.first + 13 * self.count].unflatten(1, (self.count, 13))
+        vectors, quat = readings.split(self.SIZES, -1)
         axes = rotation(quat)  # of the principal axes, in the world
         felt = into(axes.unsqueeze(-3), vectors.unflatten(-1, (3, 3)) + self.gravity)
         linear, turn, spin = felt.unbind(-2)
         torque = self.inertia * turn + torch.linalg.cross(spin, self.inertia * spin)
         both = torch.stack((self.mass[:, None] * linear, torque))
-        force, torque = (self.principal * both.unsqueeze(-2)).sum(-1).unbind(0)
+        force, torque = into(self.principal, both).unbind(0)
         return force, torque
 
     def at_origins(self, fields: Fields) -> Tensor:
