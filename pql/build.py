@@ -3,7 +3,7 @@
 import copy
 from contextlib import ExitStack
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -270,11 +270,16 @@ def make_action_policy(config: Config, spec: EnvSpec) -> nn.Module:
 
 @torch.no_grad()
 def _squashes(policy: nn.Module, spec: EnvSpec) -> bool:
-    """Whether a network of one's own gives what its tanh takes; tried on two rows."""
-    gen = torch.Generator().manual_seed(0)
-    obs = {k: (torch.rand(2, *s.shape, generator=gen) * 2).to(s.dtype) for k, s in spec.obs.items()}
-    before = getattr(policy, "before_tanh", None)
-    return before is not None and torch.allclose(torch.tanh(before(obs)), policy(obs), atol=1e-5)
+    """Whether a network of one's own gives what its tanh takes; tried on two rows, with other weights than it has."""
+    if not hasattr(policy, "before_tanh"):
+        return False
+    moved, gen = cast(Any, copy.deepcopy(policy)), torch.Generator().manual_seed(0)
+    for weight in moved.parameters():
+        weight += 0.1 * torch.randn(weight.shape, generator=gen)
+    drawn = {k: torch.randn(2, *s.shape, generator=gen) for k, s in spec.obs.items()}
+    kinds = {k: s.dtype for k, s in spec.obs.items()}
+    obs = {k: v if kinds[k].is_floating_point else (100 * v.abs()).to(kinds[k]) for k, v in drawn.items()}
+    return torch.allclose(torch.tanh(moved.before_tanh(obs)).float(), moved(obs).float(), atol=1e-5)
 
 
 def make_critic(config: Config, spec: EnvSpec) -> Critic:

@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--num-envs", type=int, default=16)
     doctor.add_argument("--steps", type=int, help="default: a little over the time limit, so that episodes end")
     doctor.add_argument(
-        "overrides", nargs="*", help="keywords for the environment: key=value; task.process.python=PATH"
+        "overrides", nargs="*", help="device=, task.*= as in training; key=value: keywords of the environment"
     )
     doctor.set_defaults(run=run_doctor)
     completion = sub.add_parser("completion", help='for the shell: eval "$(pql completion bash)"')

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pql.compose import compose, options, split_word
+from pql.config import Config, to_dict
 from pql.conformance import Checker, check_env
 from pql.env import EnvSpec, VecEnv
 from pql.errors import ConfigError
@@ -19,6 +20,8 @@ from pql.types import Step
 from pql.validate import RANGES, STEPS, check_range, resolve_device
 
 SPEED_SECONDS = 1.0  # at least so long is stepped to measure the rate
+NAMED = ("id", "game", "model")  # keywords that have a setting of their own
+SECTIONS = {name for name, value in to_dict(Config()).items() if isinstance(value, dict)} - {"task"}
 MEANING = {
     "same_step": "same step: the row that ends an episode shows the next one's first observation",
     "next_step": "next step: a filler row follows the end of an episode, and is not learned from",
@@ -57,7 +60,7 @@ def settings(name: str, words: Sequence[str]) -> list[str]:
     """The command line's words as a run's settings.
 
     Raises:
-        ConfigError: ``num_envs`` among them.
+        ConfigError: a word for something else than the environment.
     """
     known = name in options("task") and name != "env"
     out = [f"task={name}"] if known else ["task=env", f"task.name={name}"]
@@ -65,7 +68,11 @@ def settings(name: str, words: Sequence[str]) -> list[str]:
         key, value = split_word(word)
         if key == "num_envs":
             raise ConfigError(key, value, f"--num-envs {value}")
-        out.append(word if key == "device" or key.startswith("task.") else f"task.kwargs.{word}")
+        if key.partition(".")[0] in SECTIONS:
+            raise ConfigError(key, value, "device, task.* or a keyword of the environment: no run is made")
+        named = known and key in NAMED  # which a preset may have set
+        own = key == "device" or key.startswith("task.")
+        out.append(word if own else f"task.{word}" if named else f"task.kwargs.{word}")
     return out
 
 

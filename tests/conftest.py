@@ -57,7 +57,7 @@ class Told:
     HEADS = {  # noqa: RUF012
         "agreement": "MuJoCo Warp on the CPU against C, from the same states: the largest gap of nine rows in ten",
         "episodes": "random episodes of both engines",
-        "conformance": "the contract's rules",
+        "conformance": "the contract's rules, on most of the environments",
     }
 
     def __init__(self, record: Callable[[str, object], None], case: str):

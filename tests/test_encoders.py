@@ -243,7 +243,7 @@ def test_a_saturation_penalty_asks_for_what_ones_own_tanh_takes(module, monkeypa
         make_policy(config, spec)
     own = type(make_policy(small_config(algo={"policy": {"net": f"{module}:Bounded"}}), spec))
     with monkeypatch.context() as patch:  # another squash would train another policy than the one that acts
-        patch.setattr(own, "before_tanh", lambda self, obs: 2 * self.forward(obs).atanh() + 1, raising=False)
+        patch.setattr(own, "before_tanh", lambda self, obs: 2 * self.forward(obs).atanh(), raising=False)
         with pytest.raises(ConfigError, match=allowed):
             make_policy(config, spec)
     monkeypatch.setattr(own, "before_tanh", lambda self, obs: self.forward(obs).atanh(), raising=False)

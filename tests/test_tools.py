@@ -185,7 +185,7 @@ def test_random_actions_and_policies_by_hand_play_whole_episodes(tool, tmp_path,
 
 
 def test_environments_beside_bare_mujoco_and_gymnasium(tool, tmp_path, monkeypatch):
-    pytest.importorskip("mujoco")
+    pytest.importorskip("gymnasium.envs.mujoco")
     path, sizes = tmp_path / "envs.json", ["--num-envs", "2", "--rounds", "1", "--seconds", "0.01"]
     bench_envs = tool("bench_envs")
     monkeypatch.setattr(bench_envs, "RECORDED", 3)

@@ -1,12 +1,16 @@
 """What ``pql doctor --env`` tells beside the contract's rules, on an environment whose every row is known."""
 
+import re
+
 import pytest
 import torch
 
+from pql.compose import compose
 from pql.env import register
 from pql.envs.toy import FILLER_REWARD, Counter
+from pql.errors import ConfigError
 from pql.main import main
-from pql.visit import Range, visit
+from pql.visit import Range, settings, visit
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +105,19 @@ def test_the_doctor_sees_what_a_run_would_build(monkeypatch, capsys):
             "obs_delay": [1, 2],
         },
     }
+
+
+def test_what_a_preset_names_can_be_named_again():
+    config = compose(settings("pong", ["game=breakout", "noop_max=3"]))
+    assert (config.task.name, config.task.game, config.task.kwargs["noop_max"]) == ("atari", "breakout", 3)
+    assert compose(settings("gymnasium", ["id=Ant-v5"])).task.id == "Ant-v5"
+    assert compose(settings("ant", ["model=fast"])).task.model == "fast"
+    own = compose(settings("my_sim:MySim", ["id=3", "device=cpu"]))  # a keyword as any other
+    assert (own.task.name, own.task.id, own.task.kwargs) == ("my_sim:MySim", None, {"id": 3})
+
+
+@pytest.mark.parametrize("word", ["placement.groups=2", "algo.gamma=0.9", "replay.capacity=10"])
+def test_what_makes_no_environment_is_refused(word):
+    wanted = "expected device, task.* or a keyword of the environment: no run is made"
+    with pytest.raises(ConfigError, match=re.escape(f"{word}: {wanted}")):
+        settings("ant", [word])
