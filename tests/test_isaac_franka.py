@@ -13,7 +13,7 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from by_hand import stacker
 from conftest import Told
-from mujoco_runs import build, needs
+from mujoco_runs import build, derived, needs
 
 from pql.conformance import check_env
 from pql.envs.mujoco.env import MujocoVec
@@ -95,9 +95,9 @@ def test_torques_are_those_of_operational_space_control(seed: int) -> None:
     away = (np.array(HOME) - data.qpos[:7] + np.pi) % (2 * np.pi) - np.pi
     pull = M @ (10 * away - 2 * math.sqrt(10) * data.qvel[:7])
     torque += (np.eye(7) - J.T @ L @ J @ np.linalg.inv(M)) @ pull
-    ours = task.torque(torch.tensor(action)[None], fields, task.track(fields))
+    ours = task.torque(torch.tensor(action)[None], fields, task.track(derived(task, fields)))
     np.testing.assert_allclose(ours[0], torque, rtol=1e-8)
-    ctrl = task.control(torch.tensor([*action, 0.0], dtype=DOUBLE)[None], fields, task.track(fields))[0]
+    ctrl = task.control(torch.tensor([*action, 0.0], dtype=DOUBLE)[None], fields, task.track(derived(task, fields)))[0]
     np.testing.assert_allclose(ctrl[:7], torque.clip([-e for e in EFFORT], EFFORT), rtol=1e-8)
     assert ctrl[7:].tolist() == [0.04, 0.04]  # 0 opens
 
@@ -181,7 +181,7 @@ def test_observations() -> None:
     qpos = fields["qpos"]
     qpos[0, 9:16] = torch.tensor([0.1, -0.2, 1.3, 0.5, 0.1, -0.7, 0.5])
     qpos[0, 16:19] = torch.tensor([0.3, 0.1, 1.06])
-    obs = task.observe(fields, task.track(fields))["policy"][0]
+    obs = task.observe(fields, task.track(derived(task, fields)))["policy"][0]
     hand = env.model.body("hand").id
     turn, w = data.xquat[hand], obs[16]
     expected = [0.1, -0.7, 0.5, 0.5, 0.1, -0.2, 1.3, 0.2, 0.3, 1.06 - 1.3]
@@ -189,9 +189,9 @@ def test_observations() -> None:
     expected += [*(np.roll(turn, -1) * math.copysign(1, turn[0] * w)), *data.qpos[7:9]]
     np.testing.assert_allclose(obs, expected, atol=1e-6)
     qpos[0, 16] = 9.0
-    assert task.observe(fields, task.track(fields))["policy"][0, 7] == 5.0
+    assert task.observe(fields, task.track(derived(task, fields)))["policy"][0, 7] == 5.0
     _, torque_task = stack(1, "franka_cube_stack_torque")
-    seen = torque_task.observe(fields, task.track(fields))["policy"][0]
+    seen = torque_task.observe(fields, task.track(derived(task, fields)))["policy"][0]
     np.testing.assert_allclose(seen[17:], data.qpos[:9])
 
 
@@ -202,7 +202,7 @@ def judged(task: FrankaCubeStack, small: Tensor, large: Tensor, fingers: float) 
     qpos = task.robot.qpos0.clone()[None]
     qpos[0, :7], qpos[0, 7:9] = torch.tensor(HOME, dtype=DOUBLE), fingers
     qpos[0, 9:12], qpos[0, 16:19] = small, large
-    terms, terminated, metrics = task.judge({"qpos": qpos}, {})
+    terms, terminated, metrics = task.judge(derived(task, {"qpos": qpos}), {})
     assert terminated is not None
     return {k: float(v) for k, v in terms.items()}, bool(terminated), float(metrics["success"])
 

@@ -19,7 +19,7 @@ pytest.importorskip("mujoco_warp")
 
 import mujoco_runs
 from conftest import Told, never_waiting
-from mujoco_runs import ROBOT_OF, random_actions, task
+from mujoco_runs import ROBOT_OF, derived, random_actions, task
 
 from pql.conformance import check_env
 from pql.env import make_env
@@ -65,7 +65,7 @@ def follow(env: MujocoVec, other: MujocoVec) -> None:
     qpos, qvel = (other.engine.fields[name].to(env.engine.dtype) for name in ("qpos", "qvel"))
     env.engine.reset(env.engine.rows(torch.ones(n, dtype=torch.bool)), qpos.clone(), qvel.clone())
     memory = {k: v.to(env.engine.dtype) if v.is_floating_point() else v for k, v in other._memory.items()}
-    env._memory = {**memory, **env.task.track(env.engine.fields)}
+    env._memory = {**memory, **env.task.track(derived(env.task, env.engine.fields))}
 
 
 @pytest.mark.parametrize("name", ROBOTS)
@@ -288,7 +288,7 @@ def test_on_a_gpu_steps_agree_with_c_and_wait_for_nothing() -> None:
     follow(c, c)
     qpos, qvel = (c.engine.fields[name].float().cuda() for name in ("qpos", "qvel"))
     w.engine.reset(w.engine.rows(torch.ones(n, dtype=torch.bool, device="cuda")), qpos, qvel)
-    w._memory = {**w._memory, **w.task.track(w.engine.fields)}
+    w._memory = {**w._memory, **w.task.track(derived(w.task, w.engine.fields))}
     a, b = c.step(actions[0]), w.step(actions[0].cuda())
     torch.testing.assert_close(a.final_obs["policy"], b.final_obs["policy"].cpu(), rtol=1e-3, atol=1e-3)
     there = actions.cuda()

@@ -10,6 +10,7 @@ restarts in the step that ends it, with its final observation returned, and has 
 """
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import mujoco
@@ -144,13 +145,17 @@ class FrankaCubeStack(Task):
     def pose(self, fields: Fields) -> Pose:
         return self.arm.pose(fields["qpos"][:, :7].double())
 
-    def track(self, fields: Fields) -> Memory:
-        """The pose, which is seen now and acted in next."""
+    def derive(self, fields: Fields) -> Fields:
         return self.pose(fields)._asdict()
 
+    def track(self, fields: Fields) -> Memory:
+        """The pose, which is seen now and acted in next."""
+        return self.posed(fields)._asdict()
+
     @staticmethod
-    def tracked(memory: Memory) -> Pose:
-        return Pose(*(memory[part] for part in Pose._fields))
+    def posed(values: Mapping[str, Tensor]) -> Pose:
+        """As :meth:`derive` or :meth:`track` left it."""
+        return Pose(*(values[part] for part in Pose._fields))
 
     def grip(self, pose: Pose) -> Tensor:
         """The point between the fingertips: [N, 3]."""
@@ -163,14 +168,14 @@ class FrankaCubeStack(Task):
 
     def torque(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
         """[N, 7], before the motors' limits. Velocity is the grip's, the Jacobian that of the hand, as there."""
-        qpos, dq, pose = fields["qpos"].double(), fields["qvel"][:, :7].double(), self.tracked(memory)
+        qpos, dq, pose = fields["qpos"].double(), fields["qvel"][:, :7].double(), self.posed(memory)
         velocity = (self.arm.jacobian(pose, self.grip(pose)) @ dq.unsqueeze(-1)).squeeze(-1)
         hand = self.arm.jacobian(pose, pose.place[:, -1])
         mass = self.arm.mass(pose, qpos[:, 7:9])
         return self._law.torque(mass, hand, velocity, action * self._delta, qpos[:, :7], dq)
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
-        qpos, pose = fields["qpos"], self.pose(fields)
+        qpos, pose = fields["qpos"], self.posed(fields)
         small, large, grip = qpos[:, self._a], qpos[:, self._b], self.grip(pose)
         aside = (qpos[:, 7:9] + WIDER)[..., None] * self._aside  # [N, 2, 3] in the hand
         tips = grip[:, None] + (pose.frame[:, None, -1] @ aside.unsqueeze(-1)).squeeze(-1)
@@ -195,7 +200,7 @@ class FrankaCubeStack(Task):
         return fields["qpos"][:, 7:9]
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
-        qpos, pose = fields["qpos"], self.tracked(memory)
+        qpos, pose = fields["qpos"], self.posed(memory)
         small, turns = qpos[:, self._a], (qpos[:, self._turn_a], pose.quat[:, -1])
         turn, held = (quat.roll(-1, 1) for quat in turns)  # x, y, z, w
         parts = (turn, small, qpos[:, self._b] - small, self.grip(pose), held, self.joints(fields))

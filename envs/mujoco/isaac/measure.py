@@ -16,10 +16,8 @@ def rotation(quat: Tensor) -> Tensor:
     # at small N the time goes into the number of calls: a constant and two of the products for every entry
     products = (quat.unsqueeze(-1) * (2 * quat[..., None, 1:])).flatten(-2)
     first, second, one, signs = _entries(quat.device, quat.dtype)
-    products = torch.addcmul(one, products.index_select(-1, first), signs[0]).addcmul_(
-        products.index_select(-1, second), signs[1]
-    )
-    return products.unflatten(-1, (3, 3))
+    half = torch.addcmul(one, products.index_select(-1, first), signs[0])
+    return half.addcmul_(products.index_select(-1, second), signs[1]).unflatten(-1, (3, 3))
 
 
 @lru_cache
@@ -102,9 +100,8 @@ class Wrench:
         # an accelerometer reads -gravity at rest; the other two vectors stay as they are
         self.gravity = robot.tensor(np.outer([1.0, 0.0, 0.0], model.opt.gravity))
         start = [model.sensor(f"{name} {self.KINDS[0]}").adr[0] for name in links]  # the other kinds follow
-        columns = torch.tensor(start)[:, None] + torch.arange(13)
         self.first, self.count = start[0], len(start)
-        assert columns.flatten().tolist() == [*range(self.first, self.first + 13 * self.count)]  # one link by the other
+        assert start == [self.first + 13 * i for i in range(self.count)]  # one link by the other
         axes = torch.tensor(model.body_iquat[ids], device=robot.device, dtype=robot.dtype)
         self.principal = rotation(axes).mT  # [K, 3, 3] link -> principal axes
 
