@@ -17,6 +17,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from pql import wrap as wrap
     from pql.conformance import check_env as check_env

@@ -8,7 +8,7 @@ from typing import Any
 
 from pql.text import table
 
-CORE = ("pql", "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "rich")
+CORE = ("pql-rl", "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "rich")
 
 # extra: (what it is for, its packages). One line each; pyproject.toml has the versions (a test compares the two).
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -71,7 +71,7 @@ def extras() -> list[list[str]]:
         told = ", ".join(
             f"{p} {v or 'missing'}" + (f" (needs {needed[p]})" if v and p in wrong else "") for p, v in found.items()
         )
-        rows.append([extra, use, f"pip install 'pql[{extra}]'" if wrong else "ok", told])
+        rows.append([extra, use, f"pip install 'pql-rl[{extra}]'" if wrong else "ok", told])
     return rows
 
 
@@ -80,7 +80,7 @@ def requirements(extra: str) -> dict[str, Any]:
     from packaging.requirements import Requirement
 
     try:
-        words: Iterable[str] = importlib.metadata.requires("pql") or ()
+        words: Iterable[str] = importlib.metadata.requires("pql-rl") or ()
     except importlib.metadata.PackageNotFoundError:
         words = ()
     asked = (r for r in map(Requirement, words) if r.marker is None or r.marker.evaluate({"extra": extra}))

@@ -197,7 +197,7 @@ def find_factory(name: str) -> EnvFactory:
         if extra is None or (error.name or "").startswith("pql"):
             raise
         raise ConfigError(
-            "task", name, f"the package {error.name!r}, which is not installed: pip install 'pql[{extra}]'"
+            "task", name, f"the package {error.name!r}, which is not installed: pip install 'pql-rl[{extra}]'"
         ) from error
 
 

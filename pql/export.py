@@ -31,7 +31,7 @@ from pql.types import Obs
 FORMATS = ("pt2", "onnx")
 FORMAT_VERSION = 1
 PARITY_ROWS, TOLERANCE = 1000, 1e-5
-INSTALL = "pip install 'pql[export]'"
+INSTALL = "pip install 'pql-rl[export]'"
 
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 """Inputs in the order of ``metadata["inputs"]`` -> outputs in that of ``metadata["outputs"]``."""

@@ -295,7 +295,7 @@ def check_logger(config: Config) -> None:
     """Raises ``ConfigError`` where the logger's package is not installed."""
     kind = config.logger.kind
     if kind != "none" and kind not in sys.modules and importlib.util.find_spec(kind) is None:
-        raise ConfigError("logger", kind, f"the package {kind!r}, which is not installed: pip install 'pql[{kind}]'")
+        raise ConfigError("logger", kind, f"the package {kind!r}, which is not installed: pip install 'pql-rl[{kind}]'")
 
 
 def memory(device: torch.device) -> Row:

@@ -169,7 +169,9 @@ def _imageio() -> Any:
         import imageio.v2
         import imageio_ffmpeg  # noqa: F401
     except ModuleNotFoundError as error:
-        what = f"the package {(error.name or '').replace('_', '-')!r}, which is not installed: pip install 'pql[video]'"
+        what = (
+            f"the package {(error.name or '').replace('_', '-')!r}, which is not installed: pip install 'pql-rl[video]'"
+        )
         raise ConfigError("play", "video", what) from error
     return imageio.v2
 

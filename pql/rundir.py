@@ -22,7 +22,7 @@ from pql.machine import available_cores, processor
 from pql.validate import resolve_device
 from pql.world import world
 
-PACKAGES = ("pql", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
+PACKAGES = ("pql-rl", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def main(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     try:
         import optuna
     except ModuleNotFoundError as error:
-        what = f"the package {error.name!r}, which is not installed: pip install 'pql[sweep]'"
+        what = f"the package {error.name!r}, which is not installed: pip install 'pql-rl[sweep]'"
         raise ConfigError("command", "sweep", what) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     plan = make_plan(words)

@@ -17,7 +17,6 @@ def mount(name, folder):
     spec.loader.exec_module(module)
 sys.path[:0] = [{lib!r}, {tests!r}]
 mount("pql", {root!r} + "/pql")
-mount("pql.envs", {root!r} + "/envs")
 missing = [name for name in ("torch", "hydra", "omegaconf", "rich") if importlib.util.find_spec(name) is None]
 assert len(missing) == 4, missing
 from pql.main import main

@@ -132,14 +132,14 @@ def test_a_simulator_that_is_not_installed(capsys, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     text = mistake(capsys, "train", "task=halfcheetah")
     assert text == (
-        f"pql: task=halfcheetah: expected the package '{package}', which is not installed: pip install 'pql[mujoco]'"
+        f"pql: task=halfcheetah: expected the package '{package}', which is not installed: pip install 'pql-rl[mujoco]'"
     )
 
 
 def test_a_logger_that_is_not_installed(capsys, monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'pql[wandb]'" in mistake(capsys, "train", *words(tmp_path / "x", "logger=wandb"))
+    assert "pip install 'pql-rl[wandb]'" in mistake(capsys, "train", *words(tmp_path / "x", "logger=wandb"))
 
 
 @pytest.mark.fault

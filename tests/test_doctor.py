@@ -55,9 +55,9 @@ def test_what_is_missing_or_too_old_is_named_with_the_command(monkeypatch, capsy
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     rows = {line.split("  ")[0]: [cell.strip() for cell in line.split("  ") if cell] for line in said.splitlines()}
-    assert rows["mujoco"][2:] == ["pip install 'pql[mujoco]'", "mujoco 3.16.0 (needs <5,>=3.17), gymnasium 1.4.0"]
+    assert rows["mujoco"][2:] == ["pip install 'pql-rl[mujoco]'", "mujoco 3.16.0 (needs <5,>=3.17), gymnasium 1.4.0"]
     assert rows["gymnasium"][2:] == ["ok", "gymnasium 1.4.0"]
-    assert rows["sweep"][2:] == ["pip install 'pql[sweep]'", "optuna missing"]
+    assert rows["sweep"][2:] == ["pip install 'pql-rl[sweep]'", "optuna missing"]
     assert "torch 2.13.0, numpy -" in said
 
 
@@ -67,14 +67,16 @@ def test_every_extra_is_held_to_its_own_versions(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "3.17.0")
     states = {row[0]: row[2:] for row in doctor.extras()}
     assert states["mujoco"] == ["ok", "mujoco 3.17.0, gymnasium 3.17.0"]
-    assert states["warp"][0] == "pip install 'pql[warp]'"
+    assert states["warp"][0] == "pip install 'pql-rl[warp]'"
     assert "mujoco 3.17.0 (needs <5,>=4.0)" in states["warp"][1]
 
 
 def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
     def find(name):
         if name == "halfcheetah":
-            raise ConfigError("task", name, "the package 'mujoco', which is not installed: pip install 'pql[mujoco]'")
+            raise ConfigError(
+                "task", name, "the package 'mujoco', which is not installed: pip install 'pql-rl[mujoco]'"
+            )
         if name == "theirs":
             raise OSError("libGL.so.1: cannot open\nshared object file")
         return Counter
@@ -82,7 +84,7 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
     monkeypatch.setattr(env, "find_factory", find)
     monkeypatch.setattr(env, "env_names", lambda: ["halfcheetah", "lqr", "pendulum", "theirs"])
     assert doctor.simulators()[1:] == [
-        ["ok", "lqr, pendulum"], ["pip install 'pql[mujoco]'", "halfcheetah"],
+        ["ok", "lqr, pendulum"], ["pip install 'pql-rl[mujoco]'", "halfcheetah"],
         ["OSError: libGL.so.1: cannot open", "theirs"],
     ]  # fmt: skip
 

@@ -344,10 +344,12 @@ def test_mistakes_are_one_line(run: Path, capsys, words: list[str], message: str
 
 def test_a_missing_package_is_named_with_what_installs_it(run: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(ConfigError, match=r"formats=onnx: expected the package 'onnxscript'.*pip install 'pql\[export"):
+    with pytest.raises(
+        ConfigError, match=r"formats=onnx: expected the package 'onnxscript'.*pip install 'pql-rl\[export"
+    ):
         export_policy(run)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ConfigError, match=r"'onnxruntime', which is not installed: pip install 'pql\[export\]'"):
+    with pytest.raises(ConfigError, match=r"'onnxruntime', which is not installed: pip install 'pql-rl\[export\]'"):
         pql.load_policy(run / "export" / "policy.onnx")
 
 

@@ -288,7 +288,7 @@ def test_of_ray_s_words_one_sentence_says_why():
 def test_without_ray_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["fleet", "--connect", "h:1", "--task", "counter"]) == 2
-    assert "pip install 'pql[cluster]'" in capsys.readouterr().err
+    assert "pip install 'pql-rl[cluster]'" in capsys.readouterr().err
 
 
 # -- a cluster ------------------------------------------------------------------------------------------------------

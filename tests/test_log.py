@@ -179,7 +179,7 @@ def test_a_logger_that_is_not_installed_is_refused_at_once(tmp_path, monkeypatch
     monkeypatch.delitem(sys.modules, kind, raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=rf"logger={kind}: expected the package '{kind}'.*pip install 'pql\[{kind}\]'"
+        ConfigError, match=rf"logger={kind}: expected the package '{kind}'.*pip install 'pql-rl\[{kind}\]'"
     ):
         Session(compose(words(tmp_path, f"logger={kind}")), quiet=True)
     assert list(tmp_path.iterdir()) == []

@@ -30,7 +30,7 @@ def test_where_warp_is_missing_c_steps_and_says_so(monkeypatch: pytest.MonkeyPat
     assert choose("auto", torch.device("cuda")) == choose("auto", torch.device("cpu")) == "batch"
     with pytest.raises(ConfigError, match=r"engine=warp: expected batch; .*'mujoco_warp' is not installed: pip"):
         hopper.describe(2, engine="warp")
-    with pytest.warns(PqlWarning, match=r"physics runs on the CPU: .*pip install 'pql\[warp\]'"):
+    with pytest.warns(PqlWarning, match=r"physics runs on the CPU: .*pip install 'pql-rl\[warp\]'"):
         engine = make_engine(hopper.task, load_model(hopper.task), 2, torch.device("cuda"), "auto", 1, ())
     assert isinstance(engine, BatchEngine)
 

@@ -340,8 +340,8 @@ def test_mistakes_are_one_line(run: Path, capsys, more: list[str], message: str)
 
 def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    with pytest.raises(ConfigError, match=r"the package 'imageio-ffmpeg'.*pip install 'pql\[video\]'"):
+    with pytest.raises(ConfigError, match=r"the package 'imageio-ffmpeg'.*pip install 'pql-rl\[video\]'"):
         record_video(run)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ConfigError, match=r"the package 'pillow': pip install 'pql\[video\]'"):
+    with pytest.raises(ConfigError, match=r"the package 'pillow': pip install 'pql-rl\[video\]'"):
         make_env("pendulum", num_envs=1).render()

@@ -348,7 +348,7 @@ def test_a_package_that_is_not_installed_is_named(two, capsys, monkeypatch, pack
     real = __import__("importlib.util").util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else real(name))
     assert main(["compare", str(two)]) == 2
-    assert f"report={package}: expected this package, which is not installed: pip install 'pql[report]'" in (
+    assert f"report={package}: expected this package, which is not installed: pip install 'pql-rl[report]'" in (
         capsys.readouterr().err
     )
 

@@ -118,7 +118,7 @@ def test_a_mistake_shows_before_anything_starts(words, message, capsys, tmp_path
 def test_without_optuna_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert main(["sweep", LR]) == 2
-    assert "the package 'optuna', which is not installed: pip install 'pql[sweep]'" in capsys.readouterr().err
+    assert "the package 'optuna', which is not installed: pip install 'pql-rl[sweep]'" in capsys.readouterr().err
 
 
 # -- trials ---------------------------------------------------------------------------------------------------------

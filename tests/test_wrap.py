@@ -202,7 +202,7 @@ def test_a_missing_library_is_one_line_with_the_command(library, module, package
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     extra = "gymnasium" if library == "gymnasium" else "peers"
-    with pytest.raises(ConfigError, match=rf"^pql\.wrap\.{library}={package}: .*pip install 'pql\[{extra}\]'$"):
+    with pytest.raises(ConfigError, match=rf"^pql\.wrap\.{library}={package}: .*pip install 'pql-rl\[{extra}\]'$"):
         getattr(pql.wrap, library)(Counter(2))
 
 

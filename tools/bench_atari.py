@@ -255,7 +255,7 @@ def memory(args: Any) -> list[dict[str, Any]]:
 def sb3_rounds(args: Any, num_envs: int) -> dict[str, Round]:
     """Stable-Baselines3 on both kinds of environment; without those that miss a package, each of which is named."""
     if importlib.util.find_spec("stable_baselines3") is None:
-        print("training: without Stable-Baselines3, which is not installed (pip install 'pql[peers]')")
+        print("training: without Stable-Baselines3, which is not installed (pip install 'pql-rl[peers]')")
         return {}
     import _atari_peer as peer
 

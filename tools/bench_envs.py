@@ -188,7 +188,7 @@ def importable(package: str) -> bool:
     try:
         importlib.import_module(package)
     except ImportError as error:
-        print(f"{package} left out: {error} (pip install 'pql[bench,dev]')")
+        print(f"{package} left out: {error} (pip install 'pql-rl[bench,dev]')")
         return False
     return True
 

@@ -2,9 +2,9 @@
 
 python tools/bench_learner.py [--presets cpu wide] [--profile] [--rounds 7] [--seconds 0.3] [--smoke] [--json PATH]
 
-Presets: ``cpu`` is cfg/scale/cpu.yaml; ``wide`` the same with 256-256 networks and batch 512; ``gpu`` is
-cfg/scale/gpu.yaml, on whatever ``--device`` says. Observations have 17 features and actions 6, as HalfCheetah's. All
-rows are microseconds per update, so a lower ratio is better:
+Presets: ``cpu`` is pql/cfg/scale/cpu.yaml; ``wide`` the same with 256-256 networks and batch 512; ``gpu`` is
+pql/cfg/scale/gpu.yaml, on whatever ``--device`` says. Observations have 17 features and actions 6, as HalfCheetah's.
+All rows are microseconds per update, so a lower ratio is better:
 
 critic, policy               ``update`` alone, on batches drawn before
 critic burst, policy burst   what a tick runs (one captured graph on CUDA): drawing, updates and metrics, per update

@@ -73,7 +73,7 @@ def case(name: str, num_envs: int, device: torch.device, args: argparse.Namespac
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows; none, said in a line, where something is not installed."""
     if missing():
-        print(f"no MuJoCo Warp rows: {' and '.join(missing())} not installed (pip install 'pql[warp]')")
+        print(f"no MuJoCo Warp rows: {' and '.join(missing())} not installed (pip install 'pql-rl[warp]')")
         return []
     device = torch.device(args.device)
     return [row for name in args.envs for n in args.num_envs for row in case(name, n, device, args)]

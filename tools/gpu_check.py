@@ -31,7 +31,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first 
 
 import argparse
 import gc
-import importlib
 import importlib.util
 import subprocess
 import sys
@@ -45,35 +44,15 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-MAPPED = {"pql.envs": "envs", "pql.cfg": "cfg"}  # import packages that live in top-level folders
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 NAMES = {"v": "critic", "p": "policy"}
 AHEAD = 2  # ticks that may be launched before the host has to wait
 TEST_SECONDS = 180
 
 
-def use_checkout() -> None:
-    """Make ``pql`` of this checkout importable, with the mapping that pyproject.toml gives an installed one."""
-    for path in (ROOT, ROOT / "tools"):
-        if str(path) not in sys.path:
-            sys.path.insert(0, str(path))
-    for name, folder in MAPPED.items():
-        parent, child = name.split(".")
-        if importlib.util.find_spec(name) is not None:
-            continue
-        home = ROOT / folder
-        spec = importlib.util.spec_from_file_location(
-            name, home / "__init__.py", submodule_search_locations=[str(home)]
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        setattr(sys.modules[parent], child, module)
-
-
-use_checkout()
+for folder in (ROOT, ROOT / "tools"):  # this checkout, installed or not
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 import bench_atari  # noqa: E402
 import bench_warp  # noqa: E402
@@ -271,7 +250,7 @@ def atari(args: Any) -> list[dict[str, Any]]:
     """Sampling and learning on a game; nothing, said in a line, where its simulator is missing."""
     missing = [m for m in ("ale_py", "gymnasium") if importlib.util.find_spec(m) is None]
     if missing:
-        print(f"no Atari rows: {' and '.join(missing)} not installed (pip install 'pql[atari]')")
+        print(f"no Atari rows: {' and '.join(missing)} not installed (pip install 'pql-rl[atari]')")
         return []
     num_envs, batches, threads = (4, [8], 1) if args.smoke else (256, [32, 512], available_cores())
     wanted = argparse.Namespace(

@@ -3,7 +3,7 @@
 python tools/picture_tasks.py [NAME ...] [--out docs/tasks] [--steps 12]
 
 Without names, of all whose robot is installed. Of a task from pixels, what its policy sees. Needs a way to draw without
-a screen (EGL or OSMesa), and pillow (``pip install 'pql[mujoco,video]'``).
+a screen (EGL or OSMesa), and pillow (``pip install 'pql-rl[mujoco,video]'``).
 """
 
 import argparse

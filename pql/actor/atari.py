@@ -1,6 +1,6 @@
 """Atari games as an actor's simulator: ``ale_py``'s native vector environment, NumPy in, NumPy out.
 
-Specification, settings and rules are those of ``task=atari`` (``envs/atari.py`` has the facts about ``ale_py`` that
+Specification, settings and rules are those of ``task=atari`` (``pql/envs/atari.py`` has the facts about ``ale_py`` that
 they work around), whose learner's side it replaces.
 """
 

@@ -1,7 +1,7 @@
 """Any gymnasium environment as an actor's simulator: NumPy in, NumPy out, gymnasium's own vector environments.
 
-Specification and steps are those of ``task=gymnasium`` (``envs/gymnasium.py``), whose learner's side it replaces: the
-same names of settings, spaces, rescaling of actions, seeds and rules about episode ends.
+Specification and steps are those of ``task=gymnasium`` (``pql/envs/gymnasium.py``), whose learner's side it replaces:
+the same names of settings, spaces, rescaling of actions, seeds and rules about episode ends.
 """
 
 import copy

@@ -45,7 +45,7 @@ class RayCluster:
         try:
             import ray
         except ModuleNotFoundError as error:
-            needed = f"packages that are installed: pip install 'pql[cluster]' ({error})"
+            needed = f"packages that are installed: pip install 'pql-rl[cluster]' ({error})"
             raise ConfigError("command", "fleet", needed) from error
         self.ray, self.setup = ray, setup
         self._placed: dict[int, Placed] = {}

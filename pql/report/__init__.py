@@ -4,7 +4,6 @@
 looks. matplotlib, scipy and Jinja (the extra ``report``) are imported when a page is made, not before.
 """
 
-import importlib.metadata
 import importlib.util
 import json
 import shlex
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pql
 from pql.errors import ConfigError, nearest
 
 PACKAGES = ("matplotlib", "scipy", "jinja2")
@@ -55,7 +55,7 @@ def write(
     told = numbers.analyse(found, x, thresholds, notes)
     series = numbers.clean(numbers.series(found[0])) if single else None
     parts = page.sections(told, series)
-    text = page.render(told, parts, found[0].settings if single else None, importlib.metadata.version("pql"))
+    text = page.render(told, parts, found[0].settings if single else None, pql.__version__)
     pictures = {f"{p.name}.png": p.png for part in parts for p in part.pictures}
     for name in set(_pictures(folder)) - set(pictures):  # of an earlier page here, which this one replaces
         (folder / name).unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def check_packages() -> None:
     """Raises ``ConfigError`` where a package of the extra ``report`` is missing."""
     missing = [p for p in PACKAGES if importlib.util.find_spec(p) is None]
     if missing:
-        raise ConfigError("report", missing[0], "this package, which is not installed: pip install 'pql[report]'")
+        raise ConfigError("report", missing[0], "this package, which is not installed: pip install 'pql-rl[report]'")
 
 
 def tell(numbers: dict[str, Any]) -> None:

@@ -77,5 +77,5 @@ def _adapter(name: str, package: str, extra: str) -> Any:
     except ImportError as error:
         if (error.name or "").startswith("pql"):
             raise
-        wanted = f"{package}, which cannot be imported ({error}): pip install 'pql[{extra}]'"
+        wanted = f"{package}, which cannot be imported ({error}): pip install 'pql-rl[{extra}]'"
         raise ConfigError(f"pql.wrap.{name}", package, wanted) from error

@@ -8,6 +8,8 @@ steps of 4.2 ms an env step instead of two of 8.3, and force and torque on a fin
 start of the last; the forces that an episode's first observation shows are 0, as nothing has been done yet.
 """
 
+from typing import ClassVar
+
 import mujoco
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ class ShadowHand(Reorient):
     dt = 0.01667
     outputs = ("sensordata", "qfrc_actuator")
     place = (0.0, -0.39, 0.60)
-    parts = STATE
+    parts: ClassVar[tuple[str, ...]] = STATE
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
@@ -103,7 +105,7 @@ class ShadowHandFull(ShadowHand):
 
     name = "shadow_hand_full"
     obs_size = 157
-    parts = tuple(part for part in STATE if not part.endswith("forces"))
+    parts: ClassVar[tuple[str, ...]] = tuple(part for part in STATE if not part.endswith("forces"))
 
 
 class ShadowHandFullNoVel(ShadowHand):
@@ -111,4 +113,4 @@ class ShadowHandFullNoVel(ShadowHand):
 
     name = "shadow_hand_full_no_vel"
     obs_size = 77
-    parts = ("joints", "pose", "goal", "error", "fingertip_places", "action")
+    parts: ClassVar[tuple[str, ...]] = ("joints", "pose", "goal", "error", "fingertip_places", "action")

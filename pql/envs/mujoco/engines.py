@@ -13,7 +13,7 @@ from pql.envs.mujoco.task import Task
 from pql.errors import ConfigError, PqlWarning, nearest
 
 ENGINES = ("auto", "batch", "warp")
-INSTALL = "pip install 'pql[warp]'"
+INSTALL = "pip install 'pql-rl[warp]'"
 
 
 def choose(engine: str, device: torch.device) -> str:

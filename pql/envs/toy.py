@@ -4,6 +4,7 @@
 They are for tests of collectors, replay and learners, and as the smallest examples of the environment contract.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -228,13 +229,11 @@ class LQR(TorchEnv):
         stagger: bool = False,
     ):
         super().__init__(num_envs, device, max_episode_steps, stagger)
-        wide = {"dtype": torch.float64, "device": self.spec.device}
-        self.A = torch.tensor(
-            [[1.0, 0.0, 0.2, 0.0], [0.0, 1.0, 0.0, 0.2], [-0.4, 0.1, 0.5, 0.0], [0.1, -0.4, 0.0, 0.5]], **wide
-        )
-        self.B = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.2, 0.0], [0.0, 0.2]], **wide)
-        self.Q = torch.diag(torch.tensor([1.0, 1.0, 0.1, 0.1], **wide))
-        self.R = torch.diag(torch.tensor([0.5, 0.5], **wide))
+        wide = partial(torch.tensor, dtype=torch.float64, device=self.spec.device)
+        self.A = wide([[1.0, 0.0, 0.2, 0.0], [0.0, 1.0, 0.0, 0.2], [-0.4, 0.1, 0.5, 0.0], [0.1, -0.4, 0.0, 0.5]])
+        self.B = wide([[0.0, 0.0], [0.0, 0.0], [0.2, 0.0], [0.0, 0.2]])
+        self.Q = torch.diag(wide([1.0, 1.0, 0.1, 0.1]))
+        self.R = torch.diag(wide([0.5, 0.5]))
         self._float = tuple(m.float() for m in (self.A, self.B, self.Q, self.R))
 
     def draw(self) -> Tensor:

@@ -73,8 +73,9 @@ class Remote:
         self.timeout, self.task = float(timeout), task
         self.hall = Hall(num_envs, 1, wait)
         self._evaluation = Hall(eval_envs) if eval_envs else None
-        files = {k: None if v is None else Path(v).expanduser() for k, v in (("cert", cert), ("key", key))}
-        self.server = Server(listen, self.hall, self._evaluation, read_token("token_file", token_file), **files)
+        cert_file, key_file = (None if v is None else Path(v).expanduser() for v in (cert, key))
+        secret = read_token("token_file", token_file)
+        self.server = Server(listen, self.hall, self._evaluation, secret, cert_file, key_file)
         try:
             facts = self._first_actor()
             groups = choose_groups(num_envs, facts["num_envs"]) if groups is None else groups

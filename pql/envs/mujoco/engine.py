@@ -159,7 +159,7 @@ class BatchEngine:
     ):
         self._batch: Batch | None = Batch(model, nsim=num_envs, nthread=threads)
         self._rows = torch.from_numpy(self._batch.state)
-        self.fields = {name: _view(self._batch.bind(name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
+        self.fields: Fields = {name: _view(self._batch.bind(name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
         # time, qpos and qvel open a state row, in this order: one view covers the latter two
         start = mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_TIME)
         self._motion = self._rows[:, start : start + model.nq + model.nv]

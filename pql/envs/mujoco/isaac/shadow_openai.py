@@ -39,7 +39,7 @@ class ShadowHandOpenAI(ShadowHand):
     dt = 0.05001
     time_limit = 8000
     terms = (*ShadowHand.terms, "fall", "late")
-    parts = ("fingertip_places", "place", "error", "action")
+    parts: ClassVar[tuple[str, ...]] = ("fingertip_places", "place", "error", "action")
     tolerance = 0.4
     AVERAGE: ClassVar[float] = 0.3
     PATIENCE: ClassVar[int] = 159  # steps without a success

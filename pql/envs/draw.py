@@ -28,7 +28,7 @@ class Canvas:
         try:
             from PIL import Image, ImageDraw
         except ModuleNotFoundError as error:
-            raise ConfigError("render", "2D", "the package 'pillow': pip install 'pql[video]'") from error
+            raise ConfigError("render", "2D", "the package 'pillow': pip install 'pql-rl[video]'") from error
         (left, bottom), (right, top) = view
         self.width, self.height = width, height
         self.scale = min(width / (right - left), height / (top - bottom))  # pixels per metre
@@ -74,7 +74,7 @@ class Canvas:
 class Drawn:
     """``render`` for an environment of ``classic.py`` that says what to show and how to paint it."""
 
-    view: ClassVar[tuple[Point, Point]]
+    view: tuple[Point, Point]
     paint: ClassVar[Callable[..., None]]  # (canvas, one environment's state as floats)
     _state: Tensor
 

@@ -93,7 +93,9 @@ class WarpEngine:
             self._data = mjw.make_data(
                 model, num_envs, nconmax=contacts, njmax=constraints, naconmax=max(LEAST, contacts * num_envs)
             )
-        self.fields = {name: wp.to_torch(getattr(self._data, name)) for name in ("qpos", "qvel", "ctrl", *outputs)}
+        self.fields: Fields = {
+            name: wp.to_torch(getattr(self._data, name)) for name in ("qpos", "qvel", "ctrl", *outputs)
+        }
         self._parameters = {name: wp.to_torch(getattr(self._model, name)) for name in own}
         # Warp could compute them too, but by some hundred launches, which take longer than a step
         self._weights = InverseWeights(model, self.device) if deriving else None

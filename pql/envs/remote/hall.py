@@ -37,7 +37,7 @@ class Peer:
         post: sends a message to it, from any thread.
     """
 
-    def __init__(self, run_id: int, layout: Layout, post: Callable[[bytes], None]):
+    def __init__(self, run_id: int, layout: Layout, post: Callable[[bytes], object]):
         self.run_id, self.layout, self.post = run_id, layout, post
         self.number = NOBODY  # of its admission
         self.seq = 0  # of the last order
