@@ -60,7 +60,7 @@ class Reorient(Task):
     """
 
     time_limit = 599
-    terms: tuple[str, ...] = ("distance", "rotation", "action_cost", "bonus")
+    terms: ClassVar[tuple[str, ...]] = ("distance", "rotation", "action_cost", "bonus")
     metrics = ("success",)
     model = "fast"
     refused = "the task's contacts and integrator are set"
