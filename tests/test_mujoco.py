@@ -68,14 +68,14 @@ TOLERANCE = 1e-5
 pytestmark = pytest.mark.usefixtures("scratch")
 
 
-def reference(name: str, model: str | None = None) -> Any:
-    """Gymnasium's environment: on its own model, or on our edition of it where it is edited."""
+def reference(name: str, model: str | None = None, **kwargs: Any) -> Any:
+    """Gymnasium's environment, built with ``kwargs``: on its own model, or on our edition of it where it is edited."""
     try:
         importlib.import_module("imageio")
     except ImportError:  # only Gymnasium's renderer uses it, and nothing is drawn here
         sys.modules["imageio"] = types.ModuleType("imageio")
     module, cls = CLASSES[name]
-    ref = getattr(importlib.import_module(f"gymnasium.envs.mujoco.{module}"), cls)()
+    ref = getattr(importlib.import_module(f"gymnasium.envs.mujoco.{module}"), cls)(**kwargs)
     if (model or robots.TASKS[name].task.model) != "shipped":
         # not through an XML file: writing one rounds to six digits, which chaos makes visible
         ref.model = load_model(robots.TASKS[name].task, model)
@@ -121,9 +121,35 @@ def steps_of(name: str, model: str | None) -> int:
     ("name", "model"), [*((n, None) for n in NAMES), *((n, "fast") for n in NAMES if n not in REFUSED)]
 )
 def test_matches_gymnasium(name: str, model: str | None) -> None:
-    n, steps = 3, steps_of(name, model)
-    env = build(name, n, max_episode_steps=steps * 2 // 5, model=model)
-    refs = [reference(name, model) for _ in range(n)]
+    steps = steps_of(name, model)
+    env = build(name, 3, max_episode_steps=steps * 2 // 5, model=model)
+    refs = [reference(name, model) for _ in range(3)]
+    terminations = compare(env, refs, steps)
+    assert model == "fast" or (terminations > 0) == (name in FALLING)
+
+
+UNSEEN = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")  # without contact forces
+
+
+@pytest.mark.parametrize(("name", "unseen", "obs_size"), [
+    ("ant", UNSEEN[3:], 27), ("humanoid", UNSEEN, 45), ("humanoidstandup", UNSEEN, 45),
+])  # fmt: skip
+def test_matches_gymnasium_without_contact_forces(name: str, unseen: tuple[str, ...], obs_size: int) -> None:
+    """The contact cost stays in the reward, as in gymnasium's class built with these arguments."""
+    steps = steps_of(name, None)
+    kwargs = {f"include_{field}_in_observation": False for field in unseen}
+    env = build(name, 3, max_episode_steps=steps * 2 // 5, contact_forces=False)
+    refs = [reference(name, **kwargs) for _ in range(3)]
+    assert env.spec.obs["policy"].shape == refs[0].observation_space.shape == (obs_size,)
+    assert robots.TASKS[name].describe(3, max_episode_steps=steps * 2 // 5, contact_forces=False) == env.spec
+    terminations = compare(env, refs, steps)
+    assert (terminations > 0) == (name in FALLING)
+    assert {*env.engine.fields}.isdisjoint({*unseen} - {"cfrc_ext"})
+
+
+def compare(env: MujocoVec, refs: list[Any], steps: int) -> int:
+    """Step ``refs`` beside ``env``: all that both report is equal. The number of terminations."""
+    n = len(refs)
     limit = env.spec.action.bounds[1][0]  # type: ignore[union-attr]
     obs = env.reset(seed=1)["policy"]
     for i, ref in enumerate(refs):
@@ -145,8 +171,8 @@ def test_matches_gymnasium(name: str, model: str | None) -> None:
             restarts += 1
             terminations += int(terminated[i])
     assert restarts >= n
-    assert model == "fast" or (terminations > 0) == (name in FALLING)
     assert env.task.dt == pytest.approx(refs[0].dt)
+    return terminations
 
 
 @pytest.mark.parametrize("name", ["hopper", "walker2d", "ant"])
@@ -436,6 +462,7 @@ def test_torch_threads_are_left_as_they_were() -> None:
         (2, {"engine": "wrap"}, "engine=wrap: expected auto, batch or warp .did you mean warp"),
         (2, {"contacts": [20]}, r"contacts=\[20\]: expected \[contacts, constraint rows\]"),
         (2, {"contacts": 20}, "contacts=20: expected"),
+        (2, {"contact_forces": "no"}, "contact_forces=no: expected true or false"),
         (2, {"contacts": [20, 0.5]}, "contacts=.*whole numbers above 0"),
         (2, {"max_episode_step": 10}, "max_episode_step=10.*did you mean max_episode_steps"),
     ],
@@ -446,6 +473,14 @@ def test_bad_settings_are_named(num_envs: int, kwargs: dict[str, Any], named: st
     if "max_episode_step" not in kwargs:  # an unknown keyword is the registry's to name
         with pytest.raises(ConfigError, match=named):
             robots.ant.describe(num_envs, **kwargs)
+
+
+def test_contact_forces_are_left_out_only_where_they_are() -> None:
+    for asked in (robots.hopper, robots.hopper.describe):
+        with pytest.raises(
+            ConfigError, match="contact_forces=false: expected true: only ant, humanoid, humanoids"
+        ):
+            asked(2, contact_forces=False)  # type: ignore[operator]
 
 
 def test_closed_environment_says_so() -> None:

@@ -104,6 +104,20 @@ def test_engines_agree_step_by_step_and_over_a_short_horizon(
     told.row("agreement", f"{name:26} {found}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ant", "humanoid", "humanoidstandup"])
+def test_engines_agree_without_contact_forces(name: str) -> None:
+    c, w = (build(name, 8, engine, contact_forces=False) for engine in ("batch", "warp"))
+    c.reset(seed=0), w.reset(seed=0)
+    for action in random_actions(c, 4):
+        follow(c, c), follow(w, c)
+        a, b = c.step(action), w.step(action)
+        torch.testing.assert_close(b.final_obs["policy"], a.final_obs["policy"], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(b.reward, a.reward, rtol=1e-3, atol=1e-3)
+        assert torch.equal(b.terminated, a.terminated)
+    assert {*w.engine.fields} == {*c.engine.fields}
+
+
 @pytest.mark.parametrize("name", ROBOTS)
 def test_random_episodes_have_the_same_statistics(name: str, told: Told) -> None:
     """Tasks that fail do so in some of these episodes, so that their lengths differ."""

@@ -38,12 +38,14 @@ class Maker:
         engine: ``batch`` (MuJoCo's C threads), ``warp`` (MuJoCo Warp), or ``auto``: Warp on CUDA where it is installed.
         stagger: start the first episodes at random points of the time limit, so that not all end on the same step.
         contacts: the most contacts and constraint rows of one simulation, (N, N), for Warp's buffers; None: the task's.
+        contact_forces: false: only positions and velocities are observed; for tasks with a ``joints`` variant.
 
     Raises:
         ConfigError: a value out of range, or something that the task has no place for.
     """
 
     task: type[Task]
+    joints: type[Task] | None = None  # the same task, observing positions and velocities alone
 
     def __call__(
         self,
@@ -57,11 +59,12 @@ class Maker:
         stagger: bool = False,
         engine: str = "auto",
         contacts: Sequence[int] | None = None,
+        contact_forces: bool = True,
     ) -> MujocoVec:
         options = _options(
             num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine, contacts
         )
-        return MujocoVec(self.task, num_envs, torch.device(device), options)
+        return MujocoVec(self.variant(contact_forces), num_envs, torch.device(device), options)
 
     def describe(
         self,
@@ -75,12 +78,24 @@ class Maker:
         stagger: bool = False,
         engine: str = "auto",
         contacts: Sequence[int] | None = None,
+        contact_forces: bool = True,
     ) -> EnvSpec:
         """What ``self(...).spec`` would be; nothing is loaded or started."""
         options = _options(
             num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine, contacts
         )
-        return describe(self.task, num_envs, torch.device(device), options)
+        return describe(self.variant(contact_forces), num_envs, torch.device(device), options)
+
+    def variant(self, contact_forces: bool) -> type[Task]:
+        """The task that observes contact forces or, as asked, does not."""
+        if not isinstance(contact_forces, bool):
+            raise ConfigError("contact_forces", contact_forces, "true or false")
+        if contact_forces:
+            return self.task
+        if self.joints is None:
+            names = ", ".join(name for name, maker in TASKS.items() if maker.joints)
+            raise ConfigError("contact_forces", contact_forces, f"true: only {names} can do without")
+        return self.joints
 
 
 def _options(
@@ -122,9 +137,9 @@ def _whole(value: Any, least: int) -> bool:
 halfcheetah = Maker(locomotion.HalfCheetah)
 hopper = Maker(locomotion.Hopper)
 walker2d = Maker(locomotion.Walker2d)
-ant = Maker(locomotion.Ant)
-humanoid = Maker(locomotion.Humanoid)
-humanoidstandup = Maker(locomotion.HumanoidStandup)
+ant = Maker(locomotion.Ant, locomotion.AntJoints)
+humanoid = Maker(locomotion.Humanoid, locomotion.HumanoidJoints)
+humanoidstandup = Maker(locomotion.HumanoidStandup, locomotion.HumanoidStandupJoints)
 swimmer = Maker(locomotion.Swimmer)
 reacher = Maker(control.Reacher)
 pusher = Maker(control.Pusher)

@@ -15,7 +15,7 @@ from pql.envs.mujoco.suite import GymTask, ctrl_cost, measure_contacts
 from pql.envs.mujoco.task import Memory, Robot, Verdict
 from pql.types import Obs
 
-NO_FORCES = "{} needs cfrc_ext, which batched stepping does not compute with the shipped RK4 integrator"
+NO_FORCES = "its reward counts cfrc_ext, which batched stepping does not compute with the shipped RK4 integrator"
 
 
 class Runner(GymTask):
@@ -33,6 +33,13 @@ class Runner(GymTask):
     def gained(self, fields: Fields, memory: Memory) -> Tensor:
         """Metres along x in this step, [N]."""
         return self.position(fields) - memory["position"]
+
+
+class Joints(GymTask):
+    """Observes positions but those along the ground, and velocities."""
+
+    def observe(self, fields: Fields, memory: Memory) -> Obs:
+        return {"policy": torch.cat((fields["qpos"][:, 2:], fields["qvel"]), 1)}
 
 
 class HalfCheetah(Runner):
@@ -114,7 +121,7 @@ class Ant(Runner):
     contacts = (5, 18)
     xml = "ant.xml"
     model = "fast"
-    refused = NO_FORCES.format("its observation")
+    refused = NO_FORCES
     frame_skip = 5
     dt = 0.05
     obs_size = 105
@@ -154,6 +161,12 @@ class Ant(Runner):
         return Verdict(terms, ~healthy, {"distance": gained})
 
 
+class AntJoints(Joints, Ant):
+    """``AntEnv(include_cfrc_ext_in_observation=False)``. Its reward still counts contact forces."""
+
+    obs_size = 27
+
+
 def _body_observe(fields: Fields) -> Obs:
     """What both humanoids see: [N, 348]."""
     parts = [fields["qpos"][:, 2:], fields["qvel"]]
@@ -172,7 +185,7 @@ class Humanoid(Runner):
     contacts = (12, 37)
     xml = "humanoid.xml"
     model = "fast"
-    refused = NO_FORCES.format("its observation")
+    refused = NO_FORCES
     frame_skip = 5
     dt = 0.015
     obs_size = 348
@@ -209,6 +222,13 @@ class Humanoid(Runner):
         return Verdict(terms, ~healthy, {"distance": gained})
 
 
+class HumanoidJoints(Joints, Humanoid):
+    """``HumanoidEnv`` without cinert, cvel, qfrc_actuator and cfrc_ext. Its reward still counts contact forces."""
+
+    obs_size = 45
+    outputs = ("xipos", "cfrc_ext")
+
+
 class HumanoidStandup(GymTask):
     """``reward_alive`` is the constant that gymnasium adds without naming it."""
 
@@ -216,7 +236,7 @@ class HumanoidStandup(GymTask):
     contacts = (40, 37)  # 13 in C; Warp lost some with room for 20, where the body lies
     xml = "humanoidstandup.xml"
     model = "fast"
-    refused = NO_FORCES.format("its observation")
+    refused = NO_FORCES
     frame_skip = 5
     dt = 0.015
     obs_size = 348
@@ -244,7 +264,14 @@ class HumanoidStandup(GymTask):
         return Verdict(terms)
 
 
-class Swimmer(Runner):
+class HumanoidStandupJoints(Joints, HumanoidStandup):
+    """As :class:`HumanoidJoints`."""
+
+    obs_size = 45
+    outputs = ("cfrc_ext",)
+
+
+class Swimmer(Joints, Runner):
     name = "swimmer"
     contacts = (0, 2)
     xml = "swimmer.xml"
@@ -255,9 +282,6 @@ class Swimmer(Runner):
     action_size = 2
     terms = ("reward_forward", "reward_ctrl")
     noise = 0.1
-
-    def observe(self, fields: Fields, memory: Memory) -> Obs:
-        return {"policy": torch.cat((fields["qpos"][:, 2:], fields["qvel"]), 1)}
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         gained = self.gained(fields, memory)
