@@ -286,6 +286,13 @@ def test_a_scripted_policy_grasps_lifts_and_stacks() -> None:
     assert scripted[2] >= 0.7
 
 
+def test_to_hover_for_ever_earns_more_than_to_stack() -> None:
+    """The original's reward: 3.6 a step above the large cube, 16 once for letting go, which ends the episode."""
+    earned, lifted, stacked = play(lambda obs: stacker(obs, keep=True), stack(2)[0])
+    assert (lifted, stacked) == (1, 0)
+    assert earned > 179 + 300  # 179: of the policy that stacks, on the page of results
+
+
 def test_by_torques_the_same_policy_stacks_too() -> None:
     """The torques that the other task's law would ask for, from this one's state."""
     env, law, generator = stack(6, "franka_cube_stack_torque")[0], stack(1)[1], torch.Generator().manual_seed(0)

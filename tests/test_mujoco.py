@@ -477,9 +477,7 @@ def test_bad_settings_are_named(num_envs: int, kwargs: dict[str, Any], named: st
 
 def test_contact_forces_are_left_out_only_where_they_are() -> None:
     for asked in (robots.hopper, robots.hopper.describe):
-        with pytest.raises(
-            ConfigError, match="contact_forces=false: expected true: only ant, humanoid, humanoids"
-        ):
+        with pytest.raises(ConfigError, match="contact_forces=false: expected true: only ant, humanoid, humanoids"):
             asked(2, contact_forces=False)  # type: ignore[operator]
 
 

@@ -62,8 +62,13 @@ def tilt(obs: Tensor) -> Tensor:
     return ((wanted - obs[:, :3]) / 0.2).clamp(-1, 1)
 
 
-def stacker(obs: Tensor) -> Tensor:
-    """``franka_cube_stack``: above the small cube, down, grip, up, over the large one, down, let go, up: [N, 7]."""
+def stacker(obs: Tensor, keep: bool = False) -> Tensor:
+    """``franka_cube_stack``: above the small cube, down, grip, up, over the large one, down, let go, up: [N, 7].
+
+    Args:
+        obs: [N, 19].
+        keep: never let go: the small cube hovers where it would be stacked, which is paid for in every step.
+    """
     small, large, grip = obs[:, 4:7], obs[:, 4:7] + obs[:, 7:10], obs[:, 10:13]
     fingers = obs[:, 17:].sum(1)
     gap = small - grip
@@ -71,6 +76,8 @@ def stacker(obs: Tensor) -> Tensor:
     within = gap.norm(dim=1) < 0.018
     on_top = (over < 0.012) & ((small[:, 2] - large[:, 2] - 0.06).abs() < 0.006)
     held = (gap.norm(dim=1) < 0.035) & (fingers < 0.056)
+    if keep:
+        on_top = torch.zeros_like(on_top)
 
     up = torch.tensor([0.0, 0.0, 1.0])
     fetch = torch.where((beside < 0.012)[:, None], gap, gap + 0.1 * up)
@@ -118,27 +125,30 @@ def chance(env: VecEnv, seed: int = 0) -> Play:
     return lambda obs: torch.rand(n, action.size, generator=gen) * 2 - 1
 
 
-BY_HAND: dict[str, tuple[str, Callable[[VecEnv], Play]]] = {
-    "isaac_ant": ("a trot", trot),
-    "isaac_humanoid": ("stiff legs", stiff),
-    "walker2d": ("no torque", still),
-    "anymal": ("standing still", still),
-    "go1_velocity": ("standing still", still),
-    "g1_velocity": ("standing still", still),
-    "ballbalance": ("a tilt against the ball", lambda env: lambda obs: tilt(obs["policy"])),
-    "ballbalance_pixels": ("a tilt against the ball", lambda env: lambda obs: tilt(obs["critic"])),
-    "franka_cube_stack": ("grasp, lift and place", lambda env: lambda obs: stacker(obs["policy"])),
-    "shadow_hand": ("holding", hold),
-    "shadow_hand_openai": ("holding", hold),
-    "allegro_hand": ("holding", hold),
+BY_HAND: dict[str, dict[str, Callable[[VecEnv], Play]]] = {
+    "isaac_ant": {"a trot": trot},
+    "isaac_humanoid": {"stiff legs": stiff},
+    "walker2d": {"no torque": still},
+    "anymal": {"standing still": still},
+    "go1_velocity": {"standing still": still},
+    "g1_velocity": {"standing still": still},
+    "ballbalance": {"a tilt against the ball": lambda env: lambda obs: tilt(obs["policy"])},
+    "ballbalance_pixels": {"a tilt against the ball": lambda env: lambda obs: tilt(obs["critic"])},
+    "franka_cube_stack": {
+        "grasp, lift and place": lambda env: lambda obs: stacker(obs["policy"]),
+        "grasp, lift and hover": lambda env: lambda obs: stacker(obs["policy"], keep=True),
+    },
+    "shadow_hand": {"holding": hold},
+    "shadow_hand_openai": {"holding": hold},
+    "allegro_hand": {"holding": hold},
 }
+"""Policies by hand by task, and by name."""
 
 
 def rows(task: str, episodes: int) -> list[dict[str, Any]]:
-    """A row for random actions and, where there is one, for the policy by hand."""
+    """A row for random actions and for each policy by hand: returns, lengths and, where the task logs it, success."""
     out: list[dict[str, Any]] = []
-    policies = {"random actions": chance, **dict([BY_HAND[task]] if task in BY_HAND else [])}
-    for name, make in policies.items():
+    for name, make in {"random actions": chance, **BY_HAND.get(task, {})}.items():
         env = make_env(task, episodes, "cpu")
         try:
             played = run_episodes(env, make(env), seed=0)
