@@ -193,7 +193,7 @@ class Humanoid(Runner):
     ctrl_limit = 0.4
     terms = ("reward_survive", "reward_forward", "reward_ctrl", "reward_contact")
     noise = 0.01
-    outputs = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+    outputs: ClassVar[tuple[str, ...]] = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
@@ -244,7 +244,7 @@ class HumanoidStandup(GymTask):
     ctrl_limit = 0.4
     terms = ("reward_linup", "reward_quadctrl", "reward_impact", "reward_alive")
     noise = 0.01
-    outputs = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+    outputs: ClassVar[tuple[str, ...]] = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
