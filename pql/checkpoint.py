@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from pql import tensorfile
 from pql.errors import ConfigError, PqlWarning
 
 FORMAT = 1
@@ -94,21 +95,10 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
 
 
 def _write(folder: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
-    # Views of flat parameter tensors share storage, which safetensors refuses: those are copied (they are small).
-    tensors = {k: _own(v) for k, v in flatten(tree).items()}
-    try:
-        save_file(tensors, folder / TENSORS)
-    except SafetensorError as error:  # its way to say that the disk is full
-        raise OSError(str(error)) from error
-    full = {"format": FORMAT, **manifest, "sha256": _sha256(folder / TENSORS)}
+    full = {"format": FORMAT, **manifest, "sha256": tensorfile.write(folder / TENSORS, flatten(tree))}
     (folder / MANIFEST).write_text(json.dumps({**full, "manifest_sha256": _manifest_hash(full)}, indent=1))
-    for file in (folder / TENSORS, folder / MANIFEST, folder):
+    for file in (folder / MANIFEST, folder):
         _sync(file)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    shared = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-    return tensor.cpu().clone().contiguous() if shared else tensor.cpu().contiguous()
 
 
 def _manifest_hash(manifest: Mapping[str, Any]) -> str:

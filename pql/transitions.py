@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from pql import tensorfile
 from pql.env import ObsSpec
 from pql.errors import ConfigError, nearest
 from pql.flags import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID
@@ -39,10 +40,8 @@ def save(replay: Replay, path: str | Path) -> None:
     aside = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.cpu().contiguous() for k, v in rows_of(replay).items()}, aside, META)
+        tensorfile.write(aside, rows_of(replay), META)
         os.replace(aside, path)
-    except SafetensorError as error:  # its way to say that the disk is full
-        raise OSError(str(error)) from error
     finally:
         aside.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from run_files import points
 
-from pql import checkpoint
+from pql import checkpoint, tensorfile
 from pql.checkpoint import CorruptCheckpointError, flatten, load, newest, recover, rotate, save, set_aside, unflatten
 from pql.errors import ConfigError, PqlWarning
 
@@ -88,7 +88,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     # A dead process cleans nothing up either.
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)
     if stage == "tensors":
-        monkeypatch.setattr(checkpoint, "save_file", die)
+        monkeypatch.setattr(tensorfile, "write", die)
     elif stage == "manifest":
         monkeypatch.setattr(Path, "write_text", die)
     elif stage == "sync":
@@ -305,6 +305,18 @@ def test_a_failed_last_rename_puts_the_old_one_back(tmp_path, monkeypatch):
             save(tmp_path / "last", tree(2.0), {})
     assert [p.name for p in tmp_path.iterdir()] == ["last"]
     assert value_at(tmp_path / "last") == 1.0
+
+
+def test_all_files_have_the_mode_of_any_new_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save(tmp_path / "x", tree(1.0), {})
+    finally:
+        os.umask(before)
+    assert {p.name: oct(p.stat().st_mode & 0o777) for p in (tmp_path / "x").iterdir()} == {
+        "tensors.safetensors": "0o640",
+        "manifest.json": "0o640",
+    }
 
 
 def test_rotation_keeps_the_newest(tmp_path):

@@ -13,7 +13,7 @@ from conftest import differences
 from run_files import manifest, points, resume, rows, run, words
 
 import pql
-from pql import checkpoint
+from pql import checkpoint, tensorfile
 from pql.compose import compose, resume_config
 from pql.env import register
 from pql.envs.classic import Pendulum
@@ -335,15 +335,15 @@ def test_resume_points_are_written_on_time_and_rotate(tmp_path):
 
 @pytest.mark.fault
 def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
-    real, calls = checkpoint.save_file, []
+    real, calls = tensorfile.write, []
 
-    def full(tensors, path):
+    def full(path, tensors):
         calls.append(path)
         if len(calls) > 2:
-            raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
-        real(tensors, path)
+            raise OSError(28, "No space left on device")
+        return real(path, tensors)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(tensorfile, "write", full)
     with pytest.warns(PqlWarning, match="not written, the run goes on: .*No space left"):
         summary = run(*words(tmp_path, "checkpoint.every_seconds=1e-9", "budget.env_steps=208"))
     assert summary.env_steps == 208

@@ -1,0 +1,67 @@
+"""A safetensors file written in one pass: hashed while it is written, and from any device piece by piece.
+
+The layout is the safetensors library's, which reads it: eight bytes with the length of a header, the header (JSON:
+every tensor's type, shape and place), then all tensors' bytes, the widest types first so that each is aligned.
+Source: the format's description, https://github.com/huggingface/safetensors.
+
+The library's own writer takes all tensors from the host's memory, makes files that only their owner may read, and
+leaves the hash to a second pass over the file.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+    torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+}  # fmt: skip
+PIECE = 8 << 20  # bytes that are copied to the host, hashed and written at a time
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
+    """Write a file and sync it. Its mode is that of any new file (the umask's).
+
+    Args:
+        about: text by name, for the header.
+    Returns:
+        the file's SHA-256, in hexadecimal.
+    Raises:
+        OSError: it cannot be written, or the disk is full.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in chain([header(ordered, about)], *map(pieces, ordered.values())):
+            file.write(part)
+            digest.update(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def header(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None) -> bytes:
+    """What stands before the bytes of ``tensors``, which follow in this order."""
+    entries: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        entries[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in order, ``PIECE`` at a time, on the host."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), PIECE):
+        yield memoryview(flat[start : start + PIECE].cpu().numpy())
