@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gates import LearningGate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,6 +84,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         rows = sorted(str(text) for r in passed for key, text in r.user_properties if key == f"told {table}")
         if rows:
             terminalreporter.write_line("\n".join(["", head, *(f"  {row}" for row in rows)]))
+
+
+@pytest.fixture
+def learns(record_property: Callable[[str, object], None]) -> LearningGate:
+    return LearningGate(record_property)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "learns" in getattr(item, "fixturenames", ()):
+            item.add_marker("learning")
 
 
 @pytest.fixture

@@ -13,13 +13,17 @@ from pql.schedule import Inline
 
 
 @pytest.mark.parametrize("algo", ["dqn", "c51", "rainbow", "apex"])
-def test_catch_is_solved_from_pixels(algo):
-    parts = start(compose(["device=cpu", "task=catch", f"algo={algo}", "seed=1"]), Inline())
+def test_catch_is_solved_from_pixels(algo, learns):
+    learns(lambda seed: catch(algo, seed), 0.85)  # of 1: one ball in thirteen may fall
+
+
+def catch(algo, seed):
+    parts = start(compose(["device=cpu", "task=catch", f"algo={algo}", f"seed={seed}"]), Inline())
     assert score(parts, 256) < 0
     ticks = parts.config.budget.env_steps // (parts.counts.horizon * parts.env.spec.num_envs)
-    # Of 1: one ball in thirteen may fall.
-    assert train_until(parts, 0.85, ticks, lambda: score(parts, 256)) > 0.85
+    reached = train_until(parts, 0.85, ticks, lambda: score(parts, 256))
     parts.schedule.executor.close()
+    return reached
 
 
 class Annuity(TorchEnv):
@@ -39,16 +43,21 @@ class Annuity(TorchEnv):
 
 
 @pytest.mark.parametrize("variant", ["dqn", "prioritized", "c51", "ape-x"])
-def test_values_go_on_beyond_time_limits_and_not_beyond_terminations(variant):
+def test_values_go_on_beyond_time_limits_and_not_beyond_terminations(variant, learns):
+    # With a time limit taken for an end, no value would be above 3.4.
+    learns(lambda seed: -error_of_values(variant, seed), -0.2)
+
+
+def error_of_values(variant, seed):
+    """The largest error of a value, of which the true ones are 1 + .9 + ... for all that is left: 1 to 4.69."""
     register("annuity", Annuity)
     change = {"gamma": 0.9, "v_per_step": 4, "normalize_obs": False, "dqn": {"optimizer": "adam"},
               "critic": {"hidden": [32], "lr": 3e-3}}  # fmt: skip
     task = {"name": "annuity", "kwargs": {"stagger": True, "max_episode_steps": 4}}
-    parts = start(config_of(VARIANTS[variant], change, {"task": task, "num_envs": 32}), Inline())
+    parts = start(config_of(VARIANTS[variant], change, {"task": task, "num_envs": 32, "seed": seed}), Inline())
     for _ in range(150):
         parts.schedule.tick()
     left = torch.arange(1.0, 7).unsqueeze(1)
     values = parts.policy.module.values({"policy": torch.cat((left / 6, 1 - left / 6), 1)}).mean(1)
-    # 1 + .9 + ... for all that is left; with a time limit taken for an end, none would be above 3.4
-    assert values.tolist() == pytest.approx([(1 - 0.9**k) / 0.1 for k in range(1, 7)], abs=0.2)
     assert parts.gauges["replay/bootstrap_lost"] == 0
+    return (values - torch.tensor([(1 - 0.9**k) / 0.1 for k in range(1, 7)])).abs().max().item()

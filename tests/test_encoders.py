@@ -64,10 +64,14 @@ class Seek:
 register("seek", Seek)
 
 
-def test_policy_and_critic_learn_from_image_and_vector_together():
+def test_policy_and_critic_learn_from_image_and_vector_together(learns):
+    learns(lambda seed: -error_after_training(seed), -0.1)  # without the image .29 is the best, without the vector .4
+
+
+def error_after_training(seed):
     both = {"hidden": [32], "obs": ["policy", "image"], "grad_clip": None}
     config = small_config(
-        task={"name": "seek"}, num_envs=32, replay={"capacity": 32 * 256},
+        task={"name": "seek"}, num_envs=32, seed=seed, replay={"capacity": 32 * 256},
         algo={"encoder": {"channels": [8], "features": 16}, "critic": both | {"lr": 5e-3}, "policy": both,
               "n_step": 1, "batch_size": 64, "v_per_step": 4, "p_per_v": 0.5},
     )  # fmt: skip
@@ -77,9 +81,8 @@ def test_policy_and_critic_learn_from_image_and_vector_together():
     env = Seek(256, CPU)
     obs = env.reset(5)
     policy = parts.policy.module
-    error = (policy(parts.collector.normalizer(obs)) - env.best).abs()
-    assert error.mean() < 0.1  # 0.05; without the image 0.29 is the best there is, without the vector 0.4
     assert policy.groups == ("policy", "image")
+    return (policy(parts.collector.normalizer(obs)) - env.best).abs().mean().item()
     assert obs["image"].dtype == torch.uint8
     assert parts.collector.replays[0].obs["image"].dtype == torch.uint8
 

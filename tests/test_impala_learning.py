@@ -1,8 +1,8 @@
 """What IMPALA and APPO learn beside their collector, and what V-trace is for."""
 
 import pytest
-from conftest import start, ticks
-from test_ppo_learning import score
+from conftest import start
+from gates import score, train_until
 
 from pql.compose import compose
 from pql.schedule import Inline
@@ -11,17 +11,24 @@ ONE = ("device=cpu", "placement.matmul=exact", "placement.threads.collector=1", 
 
 
 @pytest.mark.parametrize(("name", "count"), [("impala", 290), ("appo", 75)])
-def test_balls_are_caught_from_pixels_with_the_preset(name, count):
-    parts = start(compose([*ONE, f"algo={name}", "task=catch"]), Inline())
+def test_balls_are_caught_from_pixels_with_the_preset(name, count, learns):
+    learns(lambda seed: catch(name, count, seed), 0.8)  # nine balls of ten
+
+
+def catch(name, count, seed):
+    parts = start(compose([*ONE, f"algo={name}", "task=catch", f"seed={seed}"]), Inline())
     assert parts.learners["learner"].state.net.value.body is None  # one network for both
     assert score(parts, 256) < -0.2  # untrained
-    ticks(parts, count)
+    reached = train_until(parts, 0.8, count, lambda: score(parts, 256))
     assert parts.schedule.lag == 1
-    assert score(parts, 256) > 0.8  # nine balls of ten
+    return reached
 
 
-def test_a_cart_pole_is_balanced_with_the_preset():
-    parts = start(compose([*ONE, "algo=impala", "task=cartpole"]), Inline())
+def test_a_cart_pole_is_balanced_with_the_preset(learns):
+    learns(balance, 450)  # of 500
+
+
+def balance(seed):
+    parts = start(compose([*ONE, "algo=impala", "task=cartpole", f"seed={seed}"]), Inline())
     assert score(parts) < 100
-    ticks(parts, 300)
-    assert score(parts) > 450  # of 500
+    return train_until(parts, 450, 300)

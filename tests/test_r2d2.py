@@ -418,9 +418,14 @@ def success(parts, episodes=100):
     return run_episodes(env, policy, seed=7).success
 
 
-def test_the_sign_at_the_entrance_is_remembered_to_the_end_of_the_maze():
-    parts = start(compose(["device=cpu", "task=tmaze", "task.kwargs.length=5", "algo=r2d2", "seed=1"]), Inline())
-    assert train_until(parts, 0.9, 300, lambda: success(parts), every=25) > 0.9  # without a memory .5
+def test_the_sign_at_the_entrance_is_remembered_to_the_end_of_the_maze(learns):
+    learns(remember, 0.9)  # without a memory .5
+
+
+def remember(seed):
+    words = ("device=cpu", "task=tmaze", "task.kwargs.length=5", "algo=r2d2", f"seed={seed}")
+    parts = start(compose(words), Inline())
+    return train_until(parts, 0.9, 300, lambda: success(parts), every=25)
 
 
 def test_it_runs_on_remote_actors_that_come_late(tmp_path):
