@@ -35,7 +35,7 @@ class Exploration:
         self.left = torch.zeros(num_envs, 1, device=device)  # steps for which the noise is still held
         weights = torch.arange(1, REPEAT_MAX + 1, dtype=torch.float64) ** -2
         self.cdf = (weights.cumsum(0) / weights.sum()).float().to(device)
-        self.fresh = torch.ones(num_envs, dtype=torch.bool, device=device)  # an episode begins with this action
+        self.fresh = torch.ones(num_envs, dtype=torch.bool, device=device)  # sigma is to be drawn anew
 
     def __call__(self, action: Tensor, gen: Generator) -> Tensor:
         """Add this step's noise to ``action`` [N, A]."""
@@ -44,6 +44,7 @@ class Exploration:
         if self.kind == "redrawn":
             u = torch.rand(self.sigma.shape, generator=gen, device=action.device)
             self.sigma.copy_(torch.where(self.fresh.unsqueeze(1), self.low + (self.high - self.low) * u, self.sigma))
+            self.fresh.zero_()
         noise = torch.randn(action.shape, generator=gen, device=action.device)
         if self.repeat:
             u = torch.rand(self.left.shape, generator=gen, device=action.device)
@@ -54,8 +55,11 @@ class Exploration:
         return torch.addcmul(action, self.sigma, noise).clamp_(-1, 1)
 
     def observe(self, first: Tensor) -> None:
-        """Note where the next action begins an episode ([N] bool)."""
-        self.fresh.copy_(first)
+        """Note where the next action begins an episode ([N] bool).
+
+        Notes add up until noise is drawn: the warm-up observes episodes and draws none.
+        """
+        self.fresh |= first
 
     def part(self, columns: slice) -> "Exploration":
         """For a range of the environments: views, so the ladder's rungs are those of the whole."""

@@ -67,6 +67,21 @@ def test_redrawn_noise_changes_scale_only_where_an_episode_begins():
     assert explore.sigma.max() <= 0.4
 
 
+def test_a_redraw_that_no_action_has_used_yet_is_not_forgotten():
+    """The warm-up observes steps and draws no noise: every sigma is still to be drawn when it ends."""
+    explore, gen = Exploration("redrawn", 0.1, 0.4, 500, 1, CPU), generator()
+    for _ in range(4):
+        explore.observe(torch.zeros(500, dtype=torch.bool))
+    explore(torch.zeros(500, 1), gen)
+    assert explore.sigma.mean().item() == pytest.approx(0.25, abs=5 * 0.3 / 12**0.5 / 500**0.5)
+    drawn = explore.sigma.clone()
+    begins = torch.arange(500) % 2 == 0
+    explore.observe(begins)
+    explore.observe(~begins & (torch.arange(500) < 100))  # two steps, and an action after both
+    explore(torch.zeros(500, 1), gen)
+    assert torch.equal((explore.sigma != drawn).squeeze(1), begins | (torch.arange(500) < 100))
+
+
 def test_repeated_noise_runs_follow_zeta_2():
     explore, num_envs, steps = Exploration("fixed", 0.1, 0.1, 50, 2, CPU, repeat=True), 50, 1500
     noise = noises(explore, steps, generator())
