@@ -159,6 +159,15 @@ class Ranked:
         self.tree.load_state_dict(state["tree"])
 
 
+def least_rows(horizon: int, n: int, guard: int) -> int:
+    """The smallest ring of which single rows may be drawn by priority.
+
+    At a tick's start rows ``head - n - horizon`` to ``head - n - 1`` enter the tree, and those that the tick may
+    overwrite, up to ``head - (rows - guard) - 1``, leave it. In a smaller ring a row would do both at once.
+    """
+    return guard + horizon + n
+
+
 class Prioritized(Ranked):
     """A ring's rows as what is drawn.
 
@@ -169,13 +178,17 @@ class Prioritized(Ranked):
         n, gamma: of the windows.
         from_actor: a new row's priority is its TD error by the values that its actor stored beside it (Horgan et al.
             2018), where it has them; else, and without, the largest so far.
+    Raises:
+        ValueError: the ring has fewer rows than :func:`least_rows`.
     """
 
     def __init__(
         self, replay: Replay, n: int, gamma: float, alpha: float, beta: float, beta_steps: int | None,
         steps_per_tick: int, from_actor: bool = False, clip: float | None = None,
     ):  # fmt: skip
-        device = replay.device
+        device, least = replay.device, least_rows(replay.horizon, n, replay.guard)
+        if replay.rows < least:
+            raise ValueError(f"a ring of {replay.rows} rows is too small for priorities: expected at least {least}")
         super().__init__(replay.rows * replay.num_envs, device, alpha, beta, beta_steps, steps_per_tick, clip)
         self.replay, self.n, self.gamma, self.from_actor = replay, n, gamma, from_actor
         self.entered = torch.zeros(replay.num_envs, dtype=torch.int64, device=device)  # [N] rows that are through

@@ -72,7 +72,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     target_updates(config, counts)
     states = ("state",) * -(-2 * own.lstm // own.period)  # numbers a row that its share of a stored state takes
     rows = ring_rows(config, spec, counts, device, (*told(config), *states)) // own.period * own.period
-    guard = counts.horizon + deepest(spec.obs.values())
+    guard = counts.horizon * spec.spread + deepest(spec.obs.values())
     least = max(sequence_rows(config) + own.period - 1, config.algo.warmup_steps) + guard
     least = -(-least // own.period) * own.period
     if rows < least:

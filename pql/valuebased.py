@@ -78,8 +78,9 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     """
     check_acting(config, spec)
     target_updates(config, counts)
-    leaf = ("priority",) * 2 if config.algo.dqn.priority.alpha > 0 else ()  # it takes as much as two numbers of a row
-    return ring_rows(config, spec, counts, device, (*told(config), *leaf))
+    prioritized = config.algo.dqn.priority.alpha > 0
+    leaf = ("priority",) * 2 if prioritized else ()  # it takes as much as two numbers of a row
+    return ring_rows(config, spec, counts, device, (*told(config), *leaf), prioritized)
 
 
 def check_acting(config: Config, spec: EnvSpec) -> None:

@@ -15,6 +15,7 @@ from pql.frames import deepest
 from pql.machine import available_bytes
 from pql.nets import Flat
 from pql.normalize import Normalizer
+from pql.priority import least_rows
 from pql.replay import Cursor, Replay, preflight
 from pql.schedule import Counts
 from pql.worker import Learner
@@ -100,30 +101,30 @@ def check_obs(config: Config, spec: EnvSpec) -> None:
 
 
 def ring_rows(
-    config: Config, spec: EnvSpec, counts: Counts, device: torch.device, extra: Sequence[str] = ()
+    config: Config, spec: EnvSpec, counts: Counts, device: torch.device, extra: Sequence[str] = (),
+    prioritized: bool = False,
 ) -> int:  # fmt: skip
     """Rows per environment of a replay of ``replay.capacity`` transitions.
 
     Args:
         extra: names of the columns that it keeps beside the actions.
+        prioritized: single rows are drawn by priority.
     Raises:
-        ConfigError: it is too small for the warm-up, or does not fit into memory.
+        ConfigError: it is too small for the warm-up or a tick, or does not fit into memory.
     """
-    replay = config.replay
+    replay, horizon = config.replay, counts.horizon * spec.spread
     rows = preflight(
-        spec.obs, action_size(spec), spec.num_envs, replay.capacity, counts.horizon * spec.spread,
+        spec.obs, action_size(spec), spec.num_envs, replay.capacity, horizon,
         spec.max_episode_steps, getattr(torch, replay.dtype), available_bytes(device), extra,
     )  # fmt: skip
-    least = (
-        max(config.algo.n_step, config.algo.warmup_steps)
-        + counts.horizon * spec.spread
-        + deepest(spec.obs.values())
-        + 1
-    )
-    if rows < least:
+    guard, n = horizon + deepest(spec.obs.values()), config.algo.n_step
+    tick = least_rows(horizon, n, guard) if prioritized else guard + n + 1
+    warm_up = guard + config.algo.warmup_steps + 1
+    if rows < max(tick, warm_up):
+        least, what = max((warm_up, "the warm-up"), (tick, "a tick and its n-step windows"))
         raise ConfigError(
             "replay.capacity", replay.capacity,
-            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for the warm-up",
+            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for {what}",
         )  # fmt: skip
     return rows
 

@@ -1,6 +1,7 @@
 """The sum tree against plain sums, draws against their probabilities, and who may be drawn at all."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from oracles import Event, importance_weights, n_step
 from scipy.stats import chisquare
 
+from pql import priority
 from pql.env import ObsSpec
-from pql.priority import FANOUT, FLOOR, Prioritized, SumTree
+from pql.priority import FANOUT, FLOOR, Prioritized, SumTree, least_rows
 from pql.replay import Cursor, Replay
 from pql.types import Acted, Step
 
@@ -168,6 +170,27 @@ def test_exactly_the_complete_rows_that_nobody_may_overwrite_are_in_the_tree(hor
         assert history.leaves().keys() == history.expected().keys()
     assert len(history.leaves()) > 30
     assert len({round(v, 9) for v in history.leaves().values()}) == 1  # nobody has learned: the largest so far, for all
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@given(horizon=st.integers(1, 5), n=st.integers(1, 6), stack=st.integers(1, 4))
+def test_the_smallest_ring_is_the_first_whose_guard_band_is_never_drawn(horizon, n, stack):
+    least = least_rows(horizon, n, guard=horizon + stack)
+    with pytest.raises(ValueError, match=f"{least - 1} rows is too small for priorities: expected at least {least}"):
+        History(num_envs=2, horizon=horizon, n=n, stack=stack, rows=least - 1)
+    with mock.patch.object(priority, "least_rows", return_value=0):
+        small = History(num_envs=2, horizon=horizon, n=n, stack=stack, rows=least - 1)
+    history = History(num_envs=2, horizon=horizon, n=n, stack=stack, rows=least)
+    inside = wrong = 0
+    for _ in range(3 * least // horizon):
+        for one in (history, small):
+            one.write(horizon)
+            one.open()
+        assert history.leaves().keys() == history.expected().keys()
+        inside += len(history.leaves())
+        wrong += len(small.leaves().keys() - small.expected().keys())
+    assert inside > 0
+    assert wrong > 0
 
 
 def test_recorded_rows_enter_before_the_first_tick():

@@ -379,6 +379,19 @@ def test_a_replay_too_small_for_the_warm_up_is_refused():
         build(config_of({"replay": {"capacity": 120}}))
 
 
+@pytest.mark.parametrize(("n", "warm_up", "rows"), [(3, 1, 12), (3, 8, 14)])
+def test_the_smallest_prioritised_replay_gives_the_same_bits_in_any_order(n, warm_up, rows):
+    """With one row less, rows in the guard band would be drawn while the collector overwrites them."""
+    change = {**VARIANTS["ape-x"], "n_step": n, "warmup_steps": warm_up, "v_per_step": 0.25}  # 4 rows a tick
+    config = config_of(change, {"replay": {"capacity": rows * 8}})
+    one, other = (bits(run(config, Inline(order), 25)) for order in (("collector", "v"), ("v", "collector")))
+    assert differences(one, other) == []
+    needs = "a tick and its n-step windows" if warm_up < 8 else "the warm-up"
+    match = rf"replay\.capacity={rows * 8 - 1}: expected at least {rows * 8}: {rows} rows of 8 environments for {needs}"
+    with pytest.raises(ConfigError, match=match):
+        build(config_of(change, {"replay": {"capacity": rows * 8 - 1}}))
+
+
 def test_the_optimisers_settings_arrive():
     for kind, name in (("adam", "AdamW"), ("rmsprop", "RMSProp")):
         change = {"critic": {"lr": 3e-4, "eps": 2e-3, "grad_clip": 7.0}, "dqn": {"optimizer": kind, "rms_decay": 0.9}}
