@@ -7,6 +7,7 @@
 Names load on first use, so that ``import pql`` stays light.
 """
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pql import wrap as wrap
+    from pql.api import evaluate as evaluate
+    from pql.api import resume as resume
+    from pql.api import train as train
+    from pql.config import Config as Config
     from pql.conformance import check_env as check_env
+    from pql.env import Box as Box
+    from pql.env import Discrete as Discrete
+    from pql.env import EnvSpec as EnvSpec
+    from pql.env import ObsSpec as ObsSpec
     from pql.env import make_env as make_env
     from pql.env import register as register
+    from pql.errors import ConfigError as ConfigError
+    from pql.errors import RunError as RunError
     from pql.export import export_policy as export_policy
     from pql.play import record_video as record_video
     from pql.policy import load_policy as load_policy
@@ -32,16 +43,17 @@ if TYPE_CHECKING:
     from pql.types import Step as Step
 
 _HOME = {
+    "train": "pql.api", "resume": "pql.api", "evaluate": "pql.api",
     "check_env": "pql.conformance", "make_env": "pql.env", "register": "pql.env", "EnvSpec": "pql.env",
     "ObsSpec": "pql.env", "Box": "pql.env", "Discrete": "pql.env", "Step": "pql.types", "load_policy": "pql.policy",
     "export_policy": "pql.export", "record_video": "pql.play", "Session": "pql.session",
     "Summary": "pql.rundir", "Config": "pql.config", "ConfigError": "pql.errors", "RunError": "pql.errors",
 }  # fmt: skip
 
+__all__ = ["__version__", "wrap", *_HOME]
+
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
     if name == "wrap":
         return importlib.import_module("pql.wrap")
     if name not in _HOME:
@@ -49,40 +61,5 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
-def train(*overrides: str, env: Any = None, callbacks: Any = (), quiet: bool = False) -> "Summary":
-    """Train with the command line's overrides: ``pql.train("task=halfcheetah", "budget.seconds=60")``.
-
-    Ctrl-C ends the run after its tick and saves it, as on the command line.
-
-    Args:
-        env: a live ``VecEnv`` to train on instead of a task; ``num_envs`` and ``device`` are then its own. It is
-            evaluated once, after training, and stays open.
-        callbacks: called as ``callback(session, row)`` with every row of metrics; ``session.stop = True`` ends the run.
-        quiet: nothing on the console.
-    Returns:
-        the run's ``Summary`` (``return_mean``, ``run_dir``, ``checkpoint``, ...).
-    Raises:
-        ConfigError: an override, or the environment, cannot work.
-        RunError: the run failed after it started.
-    """
-    from pql.compose import compose
-    from pql.errors import ConfigError
-    from pql.session import Session
-    from pql.world import world
-
-    words = list(overrides)
-    if env is not None:
-        named = ("task", "task.name", "task.id", "task.game", "task.live")
-        if clash := [w for w in words if w.partition("=")[0] in named]:
-            raise ConfigError("task", clash[0].partition("=")[2], "no task beside env=, which is trained on instead")
-        spec = env.spec
-        words = [
-            "task=env",
-            f"task.name={spec.name}",
-            "task.live=true",
-            f"num_envs={spec.num_envs * world().size}",
-            f"device={spec.device}",
-            *words,
-        ]
-        words.append(f"placement.collector={spec.device}")
-    return Session(compose(words), env=env, callbacks=callbacks, quiet=quiet, overrides=words).train()
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

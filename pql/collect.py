@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.blackbox import BlackBox
-from pql.env import Discrete, EnvSpec, VecEnv
+from pql.env import Discrete, EnvSpec, VecEnv, check_answer
 from pql.explore import Exploration
 from pql.lane import Lane
 from pql.normalize import Normalizer
@@ -250,7 +250,8 @@ class Collector:
     def start(self, seed: int) -> None:
         """Reset the simulator and write the first observation."""
         self.box.forget()
-        obs = self.quarantine.begin(self.env.reset(seed))
+        check_answer("reset", shown := self.env.reset(seed), dict, self.env.spec)
+        obs = self.quarantine.begin(shown)
         self._keep(obs)
         for store in self.stores:
             store.begin({k: v.to(store.device) for k, v in obs.items()})

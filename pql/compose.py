@@ -4,8 +4,9 @@ Hydra and OmegaConf are imported here and in ``space.py`` alone, and only when c
 """
 
 import dataclasses
+import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from importlib.resources import files
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pql.config import Config, from_dict, leaves, to_dict
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, nearest, show
 from pql.large_batch import large_batch
 from pql.validate import corrected, resolve_device, validate
 
@@ -96,6 +97,48 @@ def parse_words(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
         else:
             raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS, BATCH])}")
     return presets, values
+
+
+def words_of(settings: Iterable[str | Mapping[str, Any]]) -> list[str]:
+    """``key=value`` words as they are, and dicts of settings, nested or with dotted names, as such words.
+
+    Raises:
+        ConfigError: something else.
+    """
+    words: list[str] = []
+    for one in settings:
+        if isinstance(one, Mapping):
+            words += [f"{key}={in_words(key, value)}" for key, value in _flat(one)]
+        elif isinstance(one, str):
+            words.append(one)
+        else:
+            raise ConfigError("override", one, "the form 'key=value', or a dict of settings")
+    return words
+
+
+def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def in_words(key: str, value: Any) -> str:
+    """A Python value in the command line's grammar.
+
+    Raises:
+        ConfigError: it has no such form.
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return show(value)
+    if isinstance(value, str | Path):  # quotes are escaped, and backslashes where they stand before one
+        return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(in_words(key, v) for v in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{in_words(key, v)}" for k, v in value.items()) + "}"
+    raise ConfigError(key, value, "null, true, false, a number, text, a list or a dict")
 
 
 def hint_of(name: str) -> Any:

@@ -1,11 +1,7 @@
 """Networks from elsewhere, and encoders: observation groups, images among them, become one vector of features."""
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
@@ -16,6 +12,7 @@ from torch.nn import functional as F
 from pql.config import Config, EncoderConfig
 from pql.env import Box, EnvSpec, ObsSpec
 from pql.errors import ConfigError, nearest
+from pql.registry import import_name
 from pql.types import Obs
 
 Size = tuple[int, int, int]
@@ -272,30 +269,13 @@ def custom_network(config: Config, spec: EnvSpec, which: str) -> nn.Module:
 
 def find_network(setting: str, name: str) -> Callable[[EnvSpec, Config], Any]:
     """``module:Class``, looked for in the working directory too, or a name of the entry-point group ``pql.nets``."""
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         known = {e.name: e for e in entry_points(group="pql.nets")}
         if name not in known:
             there = ", ".join(sorted(known)) or "none is installed"
             raise ConfigError(setting, name, f"module:Class, or a name of pql.nets ({there}){nearest(name, known)}")
         return known[name].load()
-    try:
-        with _working_directory_first():
-            found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(setting, name, f"module:Class of a module that can be imported here ({error})") from error
-    return found
-
-
-@contextmanager
-def _working_directory_first() -> Any:
-    sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path.pop(0)
+    return import_name(setting, name)
 
 
 @torch.no_grad()

@@ -1,21 +1,21 @@
-"""The environment contract: ``VecEnv``, its ``EnvSpec``, and the registry of simulators.
+"""The environment contract: ``VecEnv`` and its ``EnvSpec``; ``make_env``.
 
 A simulator is one object that steps N environments at once and speaks in device tensors. This file imports
-none; names resolve lazily, from the table in ``pql.envs`` and from the entry-point group ``pql.envs``.
+none; names resolve lazily, see ``registry.py``.
 """
 
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from pql.errors import ConfigError, nearest
+from pql.registry import env_names as env_names
+from pql.registry import find_factory
+from pql.registry import register as register
 from pql.types import Obs, Step
 
 
@@ -154,61 +154,6 @@ EnvFactory = Callable[..., VecEnv]
 """``factory(num_envs, device, **kwargs) -> VecEnv``. Where it has an attribute ``describe`` of the same signature,
 that returns the ``EnvSpec`` without starting the simulator, so memory can be checked first."""
 
-_registered: dict[str, EnvFactory] = {}
-
-
-def register(name: str, factory: EnvFactory) -> None:
-    """Make ``factory`` available under ``name`` in this process (packages use the entry-point group ``pql.envs``)."""
-    _registered[name] = factory
-
-
-def env_names() -> list[str]:
-    """All names ``make_env`` knows: built in, registered here, and from installed packages."""
-    from pql.envs import BUILTIN
-
-    return sorted({*BUILTIN, *_registered, *(e.name for e in entry_points(group="pql.envs"))})
-
-
-def find_factory(name: str) -> EnvFactory:
-    """Resolve a task name, or ``module:attribute`` of what nobody has registered.
-
-    Raises:
-        ConfigError: no such name, or its simulator is not installed (the message says what to install).
-    """
-    from pql.envs import BUILTIN, EXTRA_OF, NEEDS
-
-    if name in _registered:
-        return _registered[name]
-    for entry in entry_points(group="pql.envs"):
-        if entry.name == name:
-            return entry.load()
-    if ":" in name:
-        return _import(name)
-    if name not in BUILTIN:
-        raise ConfigError("task", name, f"one of {', '.join(env_names())}{nearest(name, env_names())}")
-    if not all(importlib.util.find_spec(package) for package in NEEDS.get(name, ())):
-        where = "a Python that has it (docs/simulators.md): task.process.python=PATH"
-        raise ConfigError("task", name, f"the whole package {NEEDS[name][0]!r}, or {where}")
-    module, _, attribute = BUILTIN[name].partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        extra = EXTRA_OF.get(module)
-        if extra is None or (error.name or "").startswith("pql"):
-            raise
-        raise ConfigError(
-            "task", name, f"the package {error.name!r}, which is not installed: pip install 'pql-rl[{extra}]'"
-        ) from error
-
-
-def _import(name: str) -> EnvFactory:
-    """``module:attribute``."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ConfigError("task", name, f"module:attribute that can be imported here ({error})") from error
-
 
 def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", **kwargs: Any) -> VecEnv:
     """Build a registered environment: ``make_env("halfcheetah", num_envs=64)``.
@@ -218,7 +163,38 @@ def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", 
     """
     factory = find_factory(name)
     check_keywords(factory, kwargs)
-    return factory(num_envs=num_envs, device=torch.device(device), **kwargs)
+    given = {"num_envs": num_envs, "device": torch.device(device), **kwargs}
+    try:
+        inspect.signature(factory).bind(**given)
+    except TypeError as error:
+        raise ConfigError("task", name, f"a factory that takes (num_envs, device): {error}") from error
+    env = factory(**given)
+    check_protocol(env, "task", name)
+    return env
+
+
+def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> None:
+    """Raises ``ConfigError`` for an object that is no ``VecEnv``; one of gymnasium's is had by its id instead."""
+    methods = all(callable(getattr(env, m, None)) for m in ("reset", "step", "close"))
+    if methods and isinstance(getattr(env, "spec", None), EnvSpec):
+        return
+    kind = type(env).__name__
+    name = kind if name is None else name
+    if hasattr(env, "action_space"):
+        known = getattr(getattr(env, "spec", None), "id", None) or "Pendulum-v1"
+        raise ConfigError(setting, name, f"a pql.VecEnv; {kind} is gymnasium's: 'task=gymnasium', 'task.id={known}'")
+    wanted = "a pql.VecEnv: a spec (pql.EnvSpec), reset, step and close (pql.check_env tests it)"
+    raise ConfigError(setting, name, f"{wanted}, not {kind}" if name != kind else wanted)
+
+
+def check_answer(method: str, answer: Any, kind: type, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` where an environment's ``reset`` or ``step`` returned something else than a ``kind``."""
+    if not isinstance(answer, kind):
+        what = f"{method}() to return a {'dict of observations' if kind is dict else 'pql.Step'}"
+        like = ", as gymnasium has it" if isinstance(answer, tuple) else ""
+        raise ConfigError(
+            "task", spec.name, f"{what}, not a {type(answer).__name__}{like}: pql doctor --env NAME tests it"
+        )
 
 
 def check_keywords(factory: Callable[..., Any], kwargs: Mapping[str, Any], prefix: str = "") -> None:

@@ -328,8 +328,7 @@ class ExportedPolicy(Acting):
 
     @torch.no_grad()
     def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
-        known = obs if isinstance(obs, dict) else {"policy": obs}
-        action, *after = self._function([*(known[k] for k in self.groups), *(state[k] for k in self.state_shapes)])
+        action, *after = self._function([*self.readable(obs).values(), *(state[k] for k in self.state_shapes)])
         return self._to_unit(action), dict(zip(self.state_shapes, after, strict=True))
 
 

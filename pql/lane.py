@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pql.env import Discrete
+from pql.env import Discrete, check_answer
 from pql.graph import Graph
 from pql.normalize import ALL
 from pql.quarantine import both, floats
@@ -101,6 +101,7 @@ class Lane:
 
     def record(self, step: Step) -> None:
         """Write what was done and what followed."""
+        check_answer("step", step, Step, self.env.spec)
         if self.bridged:
             for tensor in named(step).values():
                 tensor.record_stream(torch.cuda.current_stream(self.device))

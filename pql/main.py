@@ -202,7 +202,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    from pql.evaluate import evaluate_saved, evaluation_file
+    from pql.evaluation import evaluate_saved, evaluation_file
     from pql.validate import EPISODES, RANGES, check_range, resolve_device
 
     asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, COMMANDS["eval"])
@@ -333,7 +333,7 @@ def run_list(args: argparse.Namespace) -> int:
     from pql.env import env_names, find_factory
 
     if args.what == "games":
-        print("\n".join(find_factory("atari").games()))  # type: ignore[attr-defined]
+        print("\n".join(find_factory("atari").games()))
         return 0
     group = "task" if args.what == "tasks" else "algo"
     for name in options(group):

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +31,8 @@ EXPORTS = (".pt2", ".onnx")  # suffixes of what ``pql export`` writes
 class Acting:
     """What every loaded policy does, a run's or an exported one.
 
-    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration.
+    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration. NumPy
+    arrays are taken as well, and give one.
 
     A recurrent policy remembers from call to call, for the same N environments: say ``policy.reset()`` before the first
     episode, and ``policy.reset(mask)`` where others begin. :meth:`act` is the same with the state in your hands.
@@ -47,8 +49,20 @@ class Acting:
     device: torch.device
     _state: Obs | None = None
 
+    @overload
+    def __call__(self, obs: Obs | Tensor) -> Tensor: ...
+
+    @overload
+    def __call__(self, obs: Mapping[str, np.ndarray] | np.ndarray) -> np.ndarray: ...
+
     @torch.no_grad()
-    def __call__(self, obs: Obs | Tensor) -> Tensor:
+    def __call__(self, obs: Any) -> Any:
+        arrays = obs.values() if isinstance(obs, Mapping) else (obs,)
+        if any(isinstance(x, np.ndarray) for x in arrays):
+            return self._remembering(self.readable(obs)).cpu().numpy()
+        return self._remembering(obs)
+
+    def _remembering(self, obs: Obs | Tensor) -> Tensor:
         if not self.state_shapes:
             return self.act(obs, {})[0]
         count = (next(iter(obs.values())) if isinstance(obs, dict) else obs).shape[0]
@@ -62,6 +76,33 @@ class Acting:
     def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
         """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
         raise NotImplementedError
+
+    def readable(self, obs: Any) -> Obs:
+        """The groups that the policy reads, as tensors of the types and shapes that it was trained on. Numbers become
+        float32 where it reads that.
+
+        Raises:
+            ValueError: a group is missing.
+            ConfigError: another shape, or numbers where it reads bytes.
+        """
+        known = obs if isinstance(obs, Mapping) else {"policy": obs}
+        if missing := [k for k in self.groups if k not in known]:
+            raise ValueError(f"this policy reads the observation groups {self.groups}: {missing} not among those given")
+        return {k: self._group(k, known[k]) for k in self.groups}
+
+    def _group(self, name: str, given: Any) -> Tensor:
+        wanted = self.spec.obs[name]
+        x = torch.from_numpy(given).to(self.device) if isinstance(given, np.ndarray) else given
+        if isinstance(x, Tensor) and x.dtype != wanted.dtype and wanted.dtype.is_floating_point:
+            x = x.to(wanted.dtype)
+        if not isinstance(x, Tensor) or x.dtype != wanted.dtype or tuple(x.shape[1:]) != wanted.shape or x.dim() < 1:
+            shape = ", ".join(map(str, ("N", *wanted.shape)))
+            of = (
+                f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor | np.ndarray) else type(given).__name__
+            )
+            kind = str(wanted.dtype).removeprefix("torch.")
+            raise ConfigError(f"obs.{name}", of, f"a tensor or NumPy array [{shape}] of {kind}")
+        return x
 
     def initial_state(self, num_envs: int) -> Obs:
         """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
@@ -90,10 +131,7 @@ class Policy(Acting):
 
     @torch.no_grad()
     def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
-        known = obs if isinstance(obs, dict) else {"policy": obs}
-        if missing := [k for k in self.groups if k not in known]:
-            raise ValueError(f"this policy reads the observation groups {self.groups}: {missing} not among those given")
-        inputs = self.norm({k: known[k] for k in self.groups})
+        inputs = self.norm(self.readable(obs))
         if self.state_shapes:
             return self.net.mean_action(inputs, state)  # type: ignore[operator]
         return self.net.mean_action(inputs), {}  # type: ignore[operator]

@@ -108,8 +108,10 @@ def _tensor_fault(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dt
 
 
 def obs_fault(name: str, obs: Any, spec: EnvSpec) -> str:
-    if not isinstance(obs, dict) or set(obs) != set(spec.obs):
-        return f"{name} has groups {sorted(obs) if isinstance(obs, dict) else obs}, expected {sorted(spec.obs)}"
+    if not isinstance(obs, dict):
+        return f"{name} is a {type(obs).__name__}, expected a dict of the groups {sorted(spec.obs)}"
+    if set(obs) != set(spec.obs):
+        return f"{name} has groups {sorted(obs)}, expected {sorted(spec.obs)}"
     for key, part in spec.obs.items():
         if fault := _tensor_fault(f"{name}[{key}]", obs[key], (spec.num_envs, *part.shape), part.dtype, spec.device):
             return fault

@@ -13,7 +13,7 @@ from pql.build import Parts, build, build_env, seeds
 from pql.config import Config, to_dict
 from pql.env import VecEnv
 from pql.errors import ConfigError, PqlWarning, RunError
-from pql.evaluate import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
+from pql.evaluation import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
 from pql.guard import Guard
 from pql.interrupt import Interrupt
 from pql.policy import fresh_policy, init_from, snapshot, spec_to_dict
@@ -23,6 +23,7 @@ from pql.rundir import Summary
 from pql.task import staggered
 
 Callback = Callable[["Session", log.Row], None]
+Callbacks = Callback | Sequence[Callback]
 
 
 class Session:
@@ -31,7 +32,8 @@ class Session:
     Args:
         config: checked by ``validate.validate``.
         env: a live environment to train on instead of the task's; it is also the one evaluated, after training.
-        callbacks: called as ``callback(session, row)`` with every row of metrics; set ``session.stop`` to end the run.
+        callbacks: one or several, called as ``callback(session, row)`` with every row of metrics; set ``session.stop``
+            to end the run.
         quiet: nothing on the console.
         resume: continue the run in ``config.run_dir`` from its newest intact resume point.
         overrides: the words that made ``config``, for the record.
@@ -47,13 +49,13 @@ class Session:
         self,
         config: Config,
         env: VecEnv | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callbacks = (),
         quiet: bool = False,
         resume: bool = False,
         overrides: Sequence[str] = (),
         interrupt: Interrupt | None = None,
     ):
-        self.config, self.callbacks, self.given_env = config, list(callbacks), env
+        self.config, self.callbacks, self.given_env = config, several(callbacks), env
         self.interrupt = interrupt or Interrupt()
         self.ranks = Ranks(config)
         with self.ranks.failing_together():
@@ -395,6 +397,19 @@ class Session:
             self.console.close()
         self.say(log.closing_words(summary, self.parts.busy(), self.seconds - begun["seconds"], self.config.budget))
         return summary
+
+
+def several(callbacks: Callbacks) -> list[Callback]:
+    """One callback, or several, as a list.
+
+    Raises:
+        ConfigError: something that cannot be called.
+    """
+    found = [callbacks] if callable(callbacks) else list(callbacks)
+    for one in found:
+        if not callable(one):
+            raise ConfigError("callbacks", type(one).__name__, "functions that take (session, row)")
+    return found
 
 
 def _build(config: Config, env: VecEnv | None) -> Parts:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 
 from pql.build import Parts
-from pql.evaluate import run_episodes
+from pql.evaluation import run_episodes
 from pql.policy import fresh_policy, snapshot
 
 SEED = "PQL_LEARNING_SEED"  # train with this seed alone: tools/pass_rates.py sets it

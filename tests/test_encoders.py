@@ -289,8 +289,8 @@ def test_installed_packages_offer_networks_by_name(module, monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize(("which", "name", "message"), [
-    ("policy", "nowhere:Net", "module:Class of a module that can be imported here (No module named 'nowhere')"),
-    ("policy", "pql_test_nets:Nett", "module:Class of a module that can be imported here (module 'pql_test_nets'"),
+    ("policy", "nowhere:Net", "the working directory included (No module named 'nowhere')"),
+    ("policy", "pql_test_nets:Nett", "the working directory included (module 'pql_test_nets'"),
     ("policy", "nothing", "module:Class, or a name of pql.nets (none is installed)"),
     ("policy", "pql_test_nets:broken", "takes (spec, config): RuntimeError: no such layer"),
     ("policy", "pql_test_nets:Empty", "a torch module with parameters, not Empty"),

@@ -20,7 +20,7 @@ from pql.compose import compose
 from pql.config import Config, to_dict
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError, RunError
-from pql.evaluate import evaluate_saved
+from pql.evaluation import evaluate_saved
 from pql.export import Deployed, difference, export_policy, random_inputs, unit_map, write
 from pql.main import main
 from pql.normalize import Normalizer

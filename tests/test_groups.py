@@ -317,7 +317,7 @@ def single(num_envs, device):
 
 @pytest.fixture
 def _registered(monkeypatch):
-    monkeypatch.setattr("pql.env._registered", {})
+    monkeypatch.setattr("pql.registry._registered", {})
     register("several", Several)
     register("single", single)
 

@@ -285,7 +285,11 @@ def test_a_curriculum_of_ones_own_sees_returns() -> None:
         ("hopper", {"curriculum": {"kind": "linear", "steps": 0}}, "curriculum.steps=0: expected a number, above 0"),
         ("hopper", {"curriculum": {"kind": "survive", "up": "a"}}, "curriculum.up=a: expected a number, at least 0"),
         ("hopper", {"curriculum": {"kind": "succeed", "down": -1}}, "curriculum.down=-1: expected a number"),
-        ("hopper", {"curriculum": {"kind": ":linear"}}, "curriculum.kind=:linear: expected package.module:function"),
+        (
+            "hopper",
+            {"curriculum": {"kind": ":linear"}},
+            "curriculum.kind=:linear: expected module:attribute of a module",
+        ),
         ("hopper", {"curriculum": {"kind": "pql.envs.mujoco.curriculum:KINDS"}}, "curriculum=.*keywords of .*KINDS"),
         ("hopper", {"stagger": 1}, "stagger=1: expected true or false"),
     ],

@@ -15,7 +15,7 @@ from pql.build import build
 from pql.compose import compose, options
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
-from pql.evaluate import run_episodes
+from pql.evaluation import run_episodes
 from pql.main import main
 from pql.policy import fresh_policy, load_policy, policy_of, snapshot
 from pql.schedule import Inline

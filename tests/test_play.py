@@ -14,7 +14,7 @@ from pql.compose import compose
 from pql.env import Box, EnvSpec, ObsSpec, find_factory, make_env, register
 from pql.envs.draw import Drawn
 from pql.errors import ConfigError
-from pql.evaluate import evaluate_saved, run_episodes
+from pql.evaluation import evaluate_saved, run_episodes
 from pql.main import main
 from pql.play import cadence, filmed_env, record_video
 from pql.policy import Stored, fresh_policy

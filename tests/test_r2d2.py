@@ -20,7 +20,7 @@ from pql.build import build
 from pql.compose import compose
 from pql.config import leaves
 from pql.errors import ConfigError
-from pql.evaluate import run_episodes
+from pql.evaluation import run_episodes
 from pql.nets import Flat
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.qnets import RecurrentQNetwork

@@ -28,7 +28,7 @@ from pql.envs.far_build import describe
 from pql.envs.remote import Remote
 from pql.envs.remote.server import check_safe
 from pql.errors import ConfigError, RunError
-from pql.evaluate import run_episodes
+from pql.evaluation import run_episodes
 from pql.schedule import Inline
 from pql.session import Session
 from pql.task import build_env, describe_env

@@ -19,7 +19,7 @@ from pql.env import register
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning
-from pql.evaluate import Evaluation, Report
+from pql.evaluation import Evaluation, Report
 from pql.interrupt import Interrupt
 from pql.policy import load_policy
 from pql.session import Session

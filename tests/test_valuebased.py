@@ -17,7 +17,7 @@ from pql.build import build
 from pql.compose import compose, options
 from pql.config import leaves
 from pql.errors import ConfigError
-from pql.evaluate import evaluate_saved, random_actions, run_episodes
+from pql.evaluation import evaluate_saved, random_actions, run_episodes
 from pql.main import main
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.schedule import Inline, Threads
@@ -257,7 +257,7 @@ def test_a_runs_own_evaluations_are_as_random_as_it_says(tmp_path, monkeypatch):
         shares.setdefault(threading.current_thread().name, set()).add(epsilon)
         return random_actions(env, epsilon, seed)
 
-    monkeypatch.setattr("pql.evaluate.random_actions", noted)
+    monkeypatch.setattr("pql.evaluation.random_actions", noted)
     more = ["algo=dqn", "eval.final=true", "eval.epsilon=0.25", "budget.env_steps=1000"]
     train(tmp_path / "a", *more)
     words = [w for w in WORDS if not w.startswith(("task", "num_envs", "device"))]

@@ -16,7 +16,7 @@ from pql.visit import Range, settings, visit
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr("pql.visit.SPEED_SECONDS", 0.01)
-    monkeypatch.setattr("pql.env._registered", {})
+    monkeypatch.setattr("pql.registry._registered", {})
 
 
 class Flawed(Counter):

@@ -10,7 +10,7 @@ from gymnasium import spaces
 import pql
 from pql.env import Discrete
 from pql.envs.toy import Counter
-from pql.evaluate import run_episodes
+from pql.evaluation import run_episodes
 
 N = 5
 

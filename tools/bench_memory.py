@@ -21,7 +21,7 @@ from _bench import machine, report
 from pql.build import build, build_env
 from pql.compose import compose
 from pql.config import Config
-from pql.evaluate import run_episodes
+from pql.evaluation import run_episodes
 from pql.policy import fresh_policy, snapshot
 
 SHORT = ("algo.r2d2.burn_in=0", "algo.r2d2.length=12", "algo.r2d2.period=6", "algo.r2d2.replay_ratio=3")

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import operator
+import os
 import sys
 from typing import Any, Callable, Mapping
 
@@ -37,7 +38,8 @@ def nearest(name: str, names: list[str]) -> str:
 
 
 def find(name: str) -> Callable[..., Any]:
-    """``module:attribute``, a name of the entry-point group ``pql.envs`` of this interpreter, or a built-in one."""
+    """``module:attribute`` (also of the working directory), a name of the entry-point group ``pql.envs`` of this
+    interpreter, or a built-in one."""
     here = importlib.import_module("pql.envs")
     builtin, needed = here.BUILTIN, here.NEEDS.get(name, ())
     found: Any = importlib.metadata.entry_points()
@@ -51,6 +53,8 @@ def find(name: str) -> Callable[..., Any]:
     if target == builtin.get(name) and not all(importlib.util.find_spec(package) for package in needed):
         raise UnknownError("task", name, f"the whole package {needed[0]!r}, which {sys.executable} does not have")
     module, _, attribute = target.partition(":")
+    beside = [os.getcwd()] if ":" in name else []  # as the near side's registry looks for it
+    sys.path[:0] = beside
     try:
         factory: Any = importlib.import_module(module)
         for part in attribute.split("."):
@@ -59,6 +63,9 @@ def find(name: str) -> Callable[..., Any]:
         if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or " "):
             raise UnknownError("task", name, f"packages that {sys.executable} has: {error}") from error
         raise UnknownError("task", name, f"what {sys.executable} can import: {error}") from error
+    finally:
+        if beside:
+            sys.path.remove(beside[0])
     return factory
 
 

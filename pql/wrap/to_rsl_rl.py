@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pql.env import Box, VecEnv
 from pql.errors import ConfigError
-from pql.evaluate import LONGEST
+from pql.evaluation import LONGEST
 from pql.types import Obs
 from pql.wrap.rows import SameStep
 

@@ -4,7 +4,6 @@ A curriculum is a pure function over batched tensors, so it runs on either engin
 result, ``level`` [N] in 0..1, scales the randomisation and is the task's to read (``memory["level"]``).
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from pql.env import check_keywords
 from pql.envs.mujoco.engine import Rows
 from pql.envs.mujoco.randomize import amount
 from pql.errors import ConfigError, nearest
+from pql.registry import import_name
 
 
 class Progress(NamedTuple):
@@ -68,7 +68,7 @@ KINDS: dict[str, Callable[..., Curriculum]] = {"survive": survive, "succeed": su
 
 def make_curriculum(settings: Mapping[str, Any] | None) -> Curriculum | None:
     """``{"kind": NAME, **keywords}`` -> the curriculum; None for nothing. NAME is one of ``KINDS`` or
-    ``package.module:function``, where the function returns a :data:`Curriculum`.
+    ``module:function``, where the function returns a :data:`Curriculum`.
 
     Raises:
         ConfigError: no such kind, keywords that it does not take, or values that it cannot use.
@@ -77,16 +77,12 @@ def make_curriculum(settings: Mapping[str, Any] | None) -> Curriculum | None:
         return None
     keywords = {str(name): value for name, value in settings.items()}
     kind = str(keywords.pop("kind", ""))
-    module, _, function = kind.partition(":")
-    if function:
-        try:
-            made = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:  # the last: no module before the colon
-            raise ConfigError("curriculum.kind", kind, f"package.module:function ({error})") from error
+    if ":" in kind:
+        made = import_name("curriculum.kind", kind)
     elif kind in KINDS:
         made = KINDS[kind]
     else:
-        allowed = f"one of {', '.join(KINDS)}, or package.module:function{nearest(kind, KINDS)}"
+        allowed = f"one of {', '.join(KINDS)}, or module:function{nearest(kind, KINDS)}"
         raise ConfigError("curriculum.kind", kind or None, allowed)
     try:
         check_keywords(made, keywords, "curriculum.")
