@@ -60,12 +60,12 @@ def table(runs: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
         for name, result in results.items():
             cases[name].append(result)
     lines = [f"{'passed':>8}  {'goal':>8}  {'least':>8}  {'median':>8}  {'seconds':>7}  test"]
-    for name, results in sorted(cases.items()):
-        passed, reached = sum(r["passed"] for r in results), [r["reached"] for r in results]
-        mark = "" if passed >= ENOUGH * len(results) else "  <- too few"
+    for name, rows in sorted(cases.items()):
+        passed, reached = sum(r["passed"] for r in rows), [r["reached"] for r in rows]
+        mark = "" if passed >= ENOUGH * len(rows) else "  <- too few"
         lines.append(
-            f"{passed:>4} /{len(results):>2}  {results[0]['goal']:8.4g}  {min(reached):8.4g}  "
-            f"{statistics.median(reached):8.4g}  {statistics.median(r['seconds'] for r in results):7.1f}  {name}{mark}"
+            f"{passed:>4} /{len(rows):>2}  {rows[0]['goal']:8.4g}  {min(reached):8.4g}  "
+            f"{statistics.median(reached):8.4g}  {statistics.median(r['seconds'] for r in rows):7.1f}  {name}{mark}"
         )
     return lines
 
