@@ -61,5 +61,5 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
-def __dir__() -> list[str]:
+def __dir__() -> Any:  # a list of names; this file also runs on Python 3.8, beside a simulator that needs it
     return sorted({*globals(), *__all__})
