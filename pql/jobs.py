@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from pql import checkpoint, rundir
+from pql import checkpoint, claim, rundir
 from pql.errors import ConfigError
 
 PROGRAM = (sys.executable, "-m", "pql.main")
@@ -26,13 +26,14 @@ INTERRUPTED = 130
 def next_command(run_dir: Path, words: Sequence[str]) -> list[str] | None:
     """What to give ``pql`` next so that the run in ``run_dir`` comes to its end; None where it has.
 
-    What an earlier sitting left that ended before its first resume point is moved to ``.lost`` beside the run.
+    What an earlier sitting left that ended before its first resume point is moved to ``.lost`` beside the run; a run
+    that a process is still at work on is not: ``resume`` refuses it, and says which process that is.
     """
     state = rundir.state(run_dir)
     if state == "finished":
         return None
     if state == "interrupted":
-        if checkpoint.resume_points(run_dir / "checkpoints"):
+        if checkpoint.resume_points(run_dir / "checkpoints") or claim.holder(run_dir) is not None:
             return ["resume", str(run_dir)]
         lost = run_dir.parent / ".lost" / f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         lost.parent.mkdir(exist_ok=True)

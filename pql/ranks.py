@@ -10,12 +10,12 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ READERS = {
     "algo.batch_size": ("ddpg", "sac", "dqn", "r2d2"),
     "algo.dqn.target_period": ("dqn", "r2d2"),
 }  # families; else all
+
+T = TypeVar("T")
 
 _store: Any = None  # of this process; it joins once, whatever number of runs it makes
 _runs = itertools.count()
@@ -225,6 +227,26 @@ class Ranks:
     def told(self, value: Any) -> Any:
         """Rank 0's ``value``."""
         return self.every(value)[0]
+
+    def by_first(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on rank 0, which alone calls it.
+
+        Raises:
+            ConfigError: on all ranks, where it does on rank 0.
+        """
+        made: T | None = None
+        wrong: tuple[str, str, str] | None = None
+        if self.first:
+            try:
+                made = make()
+            except ConfigError as error:
+                if self.size == 1:
+                    raise
+                wrong = error.setting, show(error.value), error.allowed
+        made, wrong = self.told((made, wrong))
+        if wrong is not None:
+            raise ConfigError(*wrong)
+        return cast(T, made)
 
     def wait(self) -> None:
         """Until all ranks are here."""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from pql.claim import Claim, claim, claim_new
 from pql.config import Config, to_dict
 from pql.errors import ConfigError
 from pql.machine import available_cores, processor
@@ -53,14 +54,23 @@ class Summary:
     success: float | None = None
 
 
-def run_directory(config: Config) -> Path:
-    """``config.run_dir``, or a new one below ``runs``."""
-    if config.run_dir is not None:
-        return Path(config.run_dir).expanduser()
-    task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
-    stem = Path("runs") / f"{task}-{config.algo.name}-s{config.seed}-{now}"
-    tries = (stem, *(stem.with_name(f"{stem.name}-{i}") for i in range(2, 1000)))
-    return next(path for path in tries if not path.exists())
+def claim_directory(config: Config, resume: bool = False) -> Claim:
+    """``config.run_dir``, or a new directory below ``runs``, locked for this process.
+
+    Raises:
+        ConfigError: another process writes to it, it cannot be written, or it holds a run and none is to be resumed.
+    """
+    if config.run_dir is None:
+        task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
+        return claim_new(Path("runs") / f"{task}-{config.algo.name}-s{config.seed}-{now}")
+    held = claim(Path(config.run_dir).expanduser())
+    if not resume:
+        try:
+            check_new(held.path)
+        except ConfigError:
+            held.close()
+            raise
+    return held
 
 
 def check_new(run_dir: Path) -> None:

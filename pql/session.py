@@ -63,18 +63,16 @@ class Session:
 
     def _open(self, quiet: bool, resume: bool, overrides: Sequence[str]) -> None:
         config, ranks = self.config, self.ranks
-        self.run_dir = ranks.told(rundir.run_directory(config))
-        self.checkpoints = self.run_dir / "checkpoints"
-        self.points = checkpoint.of_rank(self.checkpoints, ranks.rank)
         self.stop, self.seconds, self.best = False, 0.0, float("-inf")
         self.last_eval: Evaluation | None = None
         self.prefilled = 0  # transitions that the replay began with
         self._ending = False  # all ranks have agreed to end
-        if not resume:
-            rundir.check_new(self.run_dir)
         log.check_logger(config)
         with ExitStack() as opened:  # what has been opened is closed again if a later step fails
             opened.callback(ranks.close)
+            self.run_dir = ranks.by_first(lambda: opened.enter_context(rundir.claim_directory(config, resume)).path)
+            self.checkpoints = self.run_dir / "checkpoints"
+            self.points = checkpoint.of_rank(self.checkpoints, ranks.rank)
             self.parts: Parts = _build(ranks.share, self.given_env)
             opened.callback(self._close_parts)
             self._check_env()

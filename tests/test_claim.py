@@ -1,0 +1,182 @@
+"""One writer to a run directory: names of the same second, locks, and what is left of a holder that died."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from run_files import points, resume, run, words
+
+from pql import claim, rundir
+from pql.compose import compose, resume_config
+from pql.errors import ConfigError, PqlWarning
+from pql.jobs import next_command
+from pql.main import main
+from pql.session import Session
+
+HERE = f"process {os.getpid()} on "
+
+
+def racing(start, count=4):
+    """What ``count`` threads that call ``start`` at once get: claims, and the errors of the others."""
+    barrier, claims, errors = threading.Barrier(count), [], []
+
+    def enter():
+        barrier.wait()
+        try:
+            claims.append(start())
+        except ConfigError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=enter) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return claims, errors
+
+
+@pytest.mark.fault
+def test_of_runs_that_start_together_in_one_directory_one_holds_it_twenty_times(tmp_path):
+    for i in range(20):
+        path = tmp_path / "runs" / str(i)
+        claims, errors = racing(lambda path=path: claim.claim(path))
+        assert len(claims) == 1
+        assert len(errors) == 3
+        for error in errors:
+            assert error.startswith(f"run_dir={path}: expected a folder that no other run writes to: {HERE}")
+            assert "\n" not in error
+        claims[0].close()
+        assert not path.exists() or not list(path.iterdir())  # another than its holder may have made it
+
+
+@pytest.mark.fault
+def test_runs_of_the_same_second_get_directories_of_their_own_twenty_times(tmp_path):
+    for i in range(20):
+        stem = tmp_path / "runs" / f"pendulum-{i}"
+        claims, errors = racing(lambda stem=stem: claim.claim_new(stem))
+        assert not errors
+        assert sorted(c.path.name for c in claims) == [stem.name, *(f"{stem.name}-{k}" for k in (2, 3, 4))]
+        for one in claims:
+            one.close()
+
+
+def test_a_session_holds_its_directory_until_it_ends(tmp_path, capsys):
+    run(*words(tmp_path / "run"))
+    assert not (tmp_path / "run" / claim.LOCK).exists()
+    first = Session(resume_config(tmp_path / "run", ["budget.env_steps=640"]), resume=True, quiet=True)
+    assert str(claim.holder(tmp_path / "run")).startswith(HERE)
+    with pytest.raises(ConfigError, match=f"expected a folder that no other run writes to: {HERE}"):
+        resume(tmp_path / "run", "budget.env_steps=640")
+    assert main(["resume", str(tmp_path / "run"), "budget.env_steps=640"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(ConfigError, match="no other run writes to"):
+        Session(compose(words(tmp_path / "run")), quiet=True)
+    assert first.train().env_steps == 640
+    assert claim.holder(tmp_path / "run") is None
+    assert resume(tmp_path / "run", "budget.env_steps=800").env_steps == 800
+
+
+def test_a_directory_that_was_there_stays_when_the_start_is_refused(tmp_path):
+    with pytest.raises(ConfigError):
+        run(*words(tmp_path, "init_from=/nowhere"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_automatic_names_are_below_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    stem = "runs/pendulum-pql-s0-20260101-000000"
+    config = compose([*words(tmp_path), "run_dir=null"])
+    with rundir.claim_directory(config) as one, rundir.claim_directory(config) as two:
+        assert [str(c.path) for c in (one, two)] == [stem, f"{stem}-2"]
+    assert not list(Path("runs").iterdir())
+
+
+@pytest.mark.fault
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    script = "import sys, time; from pql.claim import claim; one = claim(__import__('pathlib').Path(sys.argv[1])); "
+    script += "print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match=f"process {holder.pid} on "):
+        claim.claim(tmp_path / "run")
+    holder.kill()
+    holder.communicate()
+    assert claim.holder(tmp_path / "run") is None
+    claim.claim(tmp_path / "run").close()
+
+
+@pytest.mark.fault
+def test_what_a_process_has_forked_does_not_hold_its_directory(tmp_path):
+    one = claim.claim(tmp_path / "run")
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        time.sleep(0.05)  # the child closes its copy first thing
+        one._file.close()  # as the kernel does when this process dies
+        claim.claim(tmp_path / "run").close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch):
+    def unsupported(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.warns(PqlWarning, match="cannot be locked .No locks available.: nothing keeps a second run from"):
+        assert run(*words(tmp_path)).env_steps == 320
+    assert claim.holder(tmp_path) is None
+
+
+@pytest.mark.fault
+def test_several_runs_by_one_command_leave_a_run_alone_that_is_at_work(tmp_path):
+    session = Session(compose(words(tmp_path / "run")), quiet=True)
+    assert next_command(tmp_path / "run", ()) == ["resume", str(tmp_path / "run")]  # which is refused, by name
+    session.closing.close()
+    assert next_command(tmp_path / "run", ("seed=1",)) == ["train", "seed=1", f"run_dir={tmp_path / 'run'}"]
+
+
+# -- the real thing -------------------------------------------------------------------------------------------------
+
+
+def together(*commands: list[str]) -> list[tuple[int, str]]:
+    """Status and errors of several ``pql`` commands, started at once."""
+    pipe = subprocess.PIPE
+    running = [subprocess.Popen([sys.executable, "-m", "pql.main", *c], stdout=pipe, stderr=pipe, text=True)
+               for c in commands]  # fmt: skip
+    errors = [process.communicate(timeout=240)[1] for process in running]
+    return [(process.returncode, error) for process, error in zip(running, errors, strict=True)]
+
+
+def check_one_runs(tmp_path: Path, command: list[str]) -> None:
+    ended = sorted(together(command, command))
+    assert [status for status, _ in ended] == [0, 2], ended
+    assert ended[1][1].count("\n") == 1
+    assert "no other run writes to: process " in ended[1][1]
+    steps = [json.loads(line)["steps/env"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
+
+
+# Long enough that both are at work at once, however far apart a busy machine starts them.
+LONG = ("budget.env_steps=null", "budget.seconds=8", "checkpoint.every_seconds=1")
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(20))
+def test_of_two_commands_in_one_directory_one_is_refused(tmp_path, i):
+    check_one_runs(tmp_path, ["train", *words(tmp_path, *LONG)])
+    check_one_runs(tmp_path, ["resume", str(tmp_path), "budget.seconds=16"])
+    assert points(tmp_path)
