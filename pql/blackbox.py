@@ -157,7 +157,7 @@ def replay(path: str | Path, env: VecEnv | None = None) -> Iterator[tuple[Tensor
     """
     from pql.task import build_env
 
-    found, manifest = checkpoint.load(Path(path).expanduser())
+    found, manifest = checkpoint.load(Path(path).expanduser(), ("dump",))
     own = env or build_env(from_dict(manifest["config"]))
     try:
         if not hasattr(own, "state_dict") or not any(k.startswith("state/") for k in found):

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from pql import tensorfile
 from pql.errors import ConfigError, PqlWarning
+from pql.files import check_header, check_ordinary, read_json
+from pql.manifest import FORMAT, NewerFormatError, check_manifest
 
-FORMAT = 1
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 LATER = ("quarantine",)  # state that checkpoints of older releases lack: it stays as a new run begins with it
 
@@ -106,41 +107,46 @@ def _manifest_hash(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load(path: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by name, and the manifest. Safe beside a run that replaces the checkpoint at this very moment.
 
+    Args:
+        kinds: of which it must be one (``policy``, ``resume``, ``dump``); its manifest is then checked as a whole.
     Raises:
-        CorruptCheckpointError: incomplete, truncated or altered.
+        CorruptCheckpointError: incomplete, truncated, altered, or with a manifest that no run writes.
         ConfigError: written by a newer format.
     """
     try:
-        return _read(path)
+        return _read(path, kinds)
     except CorruptCheckpointError:
         if not path.exists() and _old(path).exists():  # stopped (or still) between the two renames of ``save``
-            return _read(_old(path))
-        return _read(path)  # replaced between the reading of its two files
+            return _read(_old(path), kinds)
+        return _read(path, kinds)  # replaced between the reading of its two files
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = read_json(path / MANIFEST)
+        check_manifest(manifest, kinds)
+        check_ordinary(path / TENSORS)
         intact = manifest["manifest_sha256"] == _manifest_hash(manifest)
         intact = intact and manifest["sha256"] == _sha256(path / TENSORS)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpointError("checkpoint", path, f"a complete checkpoint, not one with {why}") from error
+    except NewerFormatError as error:
+        raise ConfigError("checkpoint", path, str(error)) from error
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpointError("checkpoint", path, f"a complete, intact checkpoint ({error})") from error
     if not intact:
         raise CorruptCheckpointError("checkpoint", path, "an intact checkpoint: its content does not match its hash")
-    if manifest["format"] > FORMAT:
-        raise ConfigError("checkpoint", path, f"format {FORMAT} or older; this is {manifest['format']}: update pql")
     try:
+        check_header(path / TENSORS)
         return load_file(path / TENSORS), manifest
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CorruptCheckpointError("checkpoint", path, f"a readable checkpoint ({error})") from error
 
 
-def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
-    """The newest intact resume point in ``folder``; damaged ones are skipped with a warning.
+def newest(folder: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
+    """The newest intact resume point in ``folder``; damaged ones are skipped with a warning. ``kinds`` as for
+    :func:`load`.
 
     Raises:
         ConfigError: there is none.
@@ -148,7 +154,7 @@ def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
     points = resume_points(folder)
     for path in reversed(points):
         try:
-            return (*load(path), path)
+            return (*load(path, kinds), path)
         except CorruptCheckpointError as error:
             warnings.warn(f"{error}; trying the one before", PqlWarning, stacklevel=2)
     what = "none is intact" if points else "there is none (checkpoint.replay=false keeps none)"
@@ -163,8 +169,10 @@ def resume_points(folder: Path) -> list[Path]:
 def ranks(folder: Path) -> int | None:
     """How many processes wrote the resume points in ``folder``; None: there are none."""
     for path in reversed(resume_points(folder)):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            return int(json.loads((path / MANIFEST).read_text()).get("ranks", 1))
+        with contextlib.suppress(OSError, ValueError):
+            manifest = read_json(path / MANIFEST)
+            check_manifest(manifest, ())
+            return int(manifest.get("ranks", 1))
     return None
 
 

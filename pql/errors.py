@@ -20,8 +20,8 @@ class ConfigError(PqlError):
 
     def __init__(self, setting: str, value: Any, allowed: str):
         self.setting, self.value, self.allowed = setting, value, allowed
-        # One line, whatever a library's message that went into it looks like.
-        super().__init__(" ".join(f"{setting}={show(value)}: expected {allowed}".split()))
+        # One line that can be read, whatever a library's message, or a file, that went into it looks like.
+        super().__init__(" ".join(f"{setting}={brief(show(value))}: expected {brief(allowed, 2000)}".split()))
 
 
 class RunError(PqlError):
@@ -37,6 +37,11 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+def brief(text: str, most: int = 300) -> str:
+    """``text``, or its beginning."""
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

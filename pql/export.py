@@ -24,7 +24,7 @@ from pql import checkpoint
 from pql.config import from_dict, to_dict
 from pql.env import Box
 from pql.errors import ConfigError, RunError, nearest
-from pql.policy import Acting, Policy, policy_of, spec_from_dict, spec_to_dict
+from pql.policy import POLICIES, Acting, Policy, policy_of, spec_from_dict, spec_to_dict
 from pql.rundir import versions
 from pql.types import Obs
 
@@ -89,7 +89,7 @@ def export_policy(
     """
     _check_formats(formats)
     source = checkpoint.find(Path(path))
-    tensors, manifest = checkpoint.load(source)
+    tensors, manifest = checkpoint.load(source, POLICIES)
     policy = policy_of(tensors, manifest, "cpu")
     folder = Path(out).expanduser() if out is not None else checkpoint.home(source) / "export"
     return write(policy, describe(policy, manifest, source, scale), folder, formats)

@@ -49,7 +49,7 @@ class Jsonl:
     def _trim(path: Path, steps: int) -> None:
         kept = []
         for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 if json.loads(line)["steps/env"] <= steps:
                     kept.append(line + "\n")
         aside = path.with_name(f".{path.name}")

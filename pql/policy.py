@@ -3,8 +3,9 @@
 What a policy checkpoint holds is ``Policy.state_dict()``: the network and the normaliser's statistics.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pql import checkpoint
 from pql.build import Parts, build_env, make_policy
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from pql.export import ExportedPolicy
 
 EXPORTS = (".pt2", ".onnx")  # suffixes of what ``pql export`` writes
+POLICIES = ("policy", "resume")  # kinds of checkpoints that hold one
+ALLOCATE = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+SPARE = 1 << 24  # elements beyond what is stored, for what is made on the way
 
 
 class Acting:
@@ -204,15 +209,53 @@ def open_stored(path: str | Path, device: str | torch.device = "cpu") -> Stored:
             file, exported, from_dict({"task": about["task"], "algo": algo, "placement": {"matmul": "exact"}})
         )
     found = checkpoint.find(file)
-    tensors, manifest = checkpoint.load(found)
+    tensors, manifest = checkpoint.load(found, POLICIES)
     return Stored(found, policy_of(tensors, manifest, device), from_dict(manifest["config"]))
 
 
 def policy_of(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], device: str | torch.device) -> Policy:
-    """The policy in a loaded checkpoint of either kind."""
-    policy = fresh_policy(from_dict(manifest["config"]), spec_from_dict(manifest["spec"]), device)
-    policy.load_state_dict(checkpoint.unflatten(_policy_tensors(tensors, manifest), policy.state_dict()))
+    """The policy in a loaded checkpoint of either kind.
+
+    Raises:
+        ConfigError: settings that no run could have been made with.
+        CorruptCheckpointError: tensors that are not finite, or not those of such a policy.
+    """
+    check_finite(tensors, manifest)
+    config, found = from_dict(manifest["config"]), _policy_tensors(tensors, manifest)
+    try:
+        with Allowance(found.values()):
+            policy = fresh_policy(config, spec_from_dict(manifest["spec"]), device)
+    except ConfigError:
+        raise
+    except Exception as error:  # settings that no run was made with fail in as many ways as networks have parts
+        why = f"settings that make a policy of its size ({type(error).__name__}: {error})"
+        raise checkpoint.CorruptCheckpointError("checkpoint", config.task.title, why) from error
+    policy.load_state_dict(checkpoint.unflatten(found, policy.state_dict()))
     return policy
+
+
+def check_finite(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+    """Raises ``CorruptCheckpointError`` where the policy in a loaded checkpoint has weights that are not finite."""
+    for name, tensor in _policy_tensors(tensors, manifest).items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise checkpoint.CorruptCheckpointError("checkpoint", name, "finite numbers in a checkpoint's policy")
+
+
+class Allowance(TorchFunctionMode):
+    """Inside, so much may be allocated for new tensors as the ``stored`` ones justify: the widths in somebody else's
+    settings cannot fill the memory. Beyond it: ``ValueError``."""
+
+    def __init__(self, stored: Iterable[Tensor]):
+        super().__init__()
+        self.left = 4 * sum(t.numel() for t in stored) + SPARE
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ALLOCATE and args:
+            size = args[0] if isinstance(args[0], tuple | list | torch.Size) else args
+            self.left -= math.prod(n for n in size if isinstance(n, int))
+            if self.left < 0:
+                raise ValueError(f"a tensor of {list(size)}, which the weights stored do not fill")
+        return func(*args, **(kwargs or {}))
 
 
 def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -248,7 +291,7 @@ def init_from(parts: Parts, source: Path) -> None:
         ConfigError: no checkpoint there, or one of other networks, observations or actions.
     """
     try:
-        tensors, manifest = checkpoint.load(checkpoint.find(source, whole=True))
+        tensors, manifest = checkpoint.load(checkpoint.find(source, whole=True), POLICIES)
     except ConfigError as error:
         raise ConfigError("init_from", source, error.allowed) from error
     spec, old = spec_to_dict(parts.env.spec), manifest["spec"]

@@ -19,6 +19,7 @@ import torch
 from pql.claim import Claim, claim, claim_new
 from pql.config import Config, to_dict
 from pql.errors import ConfigError
+from pql.files import read_json, read_yaml
 from pql.machine import available_cores, processor
 from pql.validate import resolve_device
 from pql.world import world
@@ -120,9 +121,12 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     Raises:
         ConfigError: no run there, or a damaged config.yaml.
     """
-    data = _read_yaml(run_dir / "config.yaml")
+    try:
+        data = read_yaml(run_dir / "config.yaml")
+    except (OSError, ValueError) as error:
+        raise ConfigError("run", run_dir, f"a run directory, with a readable config.yaml ({error})") from error
     if not isinstance(data, dict):
-        raise ConfigError("run", run_dir, "a run directory (with a readable config.yaml)")
+        raise ConfigError("run", run_dir, "a run directory, with a readable config.yaml")
     return data
 
 
@@ -134,7 +138,7 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """summary.json, or None where there is none that can be read."""
     try:
-        data = json.loads((run_dir / "summary.json").read_text())
+        data = read_json(run_dir / "summary.json")
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
@@ -187,11 +191,9 @@ def _version(package: str) -> str | None:
 
 
 def _read_yaml(path: Path) -> Any:
-    import yaml
-
     try:
-        return yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_yaml(path)
+    except (OSError, ValueError):
         return None
 
 

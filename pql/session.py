@@ -16,7 +16,7 @@ from pql.errors import ConfigError, PqlWarning, RunError
 from pql.evaluation import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
 from pql.guard import Guard
 from pql.interrupt import Interrupt
-from pql.policy import fresh_policy, init_from, snapshot, spec_to_dict
+from pql.policy import check_finite, fresh_policy, init_from, snapshot, spec_to_dict
 from pql.prefill import prefill
 from pql.ranks import Ranks
 from pql.rundir import Summary
@@ -117,6 +117,7 @@ class Session:
     def _load(self) -> None:
         """Continue from the newest intact resume point."""
         tensors, manifest = self.ranks.resume_point(self.checkpoints)
+        check_finite(tensors, manifest)
         parts, counters = self.parts, manifest["counters"]
         parts.load_counters(counters)
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()), counters["ticks"])
@@ -128,7 +129,7 @@ class Session:
         best = self.checkpoints / "best"
         if best.exists():  # its own record: an evaluation after the resume point may have improved it
             try:
-                self.best = checkpoint.load(best)[1]["return_mean"]
+                self.best = checkpoint.load(best)[1].get("return_mean", self.best)
             except checkpoint.CorruptCheckpointError as error:
                 self.warn(f"{error}; the next evaluation replaces it")
 

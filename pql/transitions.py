@@ -19,6 +19,7 @@ from torch import Tensor
 from pql import tensorfile
 from pql.env import ObsSpec
 from pql.errors import ConfigError, nearest
+from pql.files import check_header
 from pql.flags import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID
 from pql.frames import kept_shape
 from pql.replay import Replay
@@ -141,8 +142,9 @@ def read(
         extra: names of the numbers that the ring keeps beside them.
     """
     try:
+        check_header(Path(path).expanduser())
         data = load_file(Path(path).expanduser())
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(setting, path, f"a safetensors file ({error})") from error
 
     def column(name: str) -> Tensor:

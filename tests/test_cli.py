@@ -82,7 +82,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         (["train", "task=pendulum", "replay.capacity=1e12"], "replay.capacity=1000000000000: expected at most "),
         (["train", "task=pendulum", "init_from=/nowhere"], "init_from=/nowhere: expected a run directory with a check"),
         (["eval", "/nowhere"], "run=/nowhere: expected a run directory with a checkpoint"),
-        (["resume", "/nowhere"], "run=/nowhere: expected a run directory (with a readable config.yaml)"),
+        (["resume", "/nowhere"], "run=/nowhere: expected a run directory, with a readable config.yaml"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):

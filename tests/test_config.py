@@ -315,7 +315,7 @@ def test_what_a_resumed_run_may_not_change(tmp_path, word, message):
 def test_resuming_where_no_run_is(tmp_path, text):
     if text is not None:
         (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"run=.*: expected a run directory \(with a readable config.yaml\)"):
+    with pytest.raises(ConfigError, match=r"run=.*: expected a run directory, with a readable config.yaml"):
         resume_config(tmp_path, [])
 
 

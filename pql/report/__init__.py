@@ -13,6 +13,7 @@ from typing import Any
 
 import pql
 from pql.errors import ConfigError, nearest
+from pql.files import read_json
 
 PACKAGES = ("matplotlib", "scipy", "jinja2")
 
@@ -79,7 +80,7 @@ def _make(folder: Path) -> None:
 def _pictures(folder: Path) -> list[str]:
     """The pictures that an earlier page in ``folder`` wrote."""
     try:
-        told = json.loads((folder / "numbers.json").read_text())["pictures"]
+        told = read_json(folder / "numbers.json")["pictures"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [name for name in told if isinstance(name, str) and Path(name).name == name and name.endswith(".png")]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pql.errors import ConfigError, nearest, show
+from pql.files import read_json
 from pql.rundir import read_config
 
 Row = dict[str, float]
@@ -138,7 +139,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
             row = {k: float(v) for k, v in json.loads(line).items() if isinstance(v, int | float)}
             position(row)
             rows.append(row)
-        except (ValueError, OverflowError, AttributeError, KeyError):
+        except (ValueError, OverflowError, AttributeError, KeyError, RecursionError):
             bad.append(i)
     notes = []
     if bad and bad[-1] == len(lines) - 1:  # a whole line ends with a newline
@@ -258,7 +259,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
