@@ -1,6 +1,7 @@
 """The adapters for Isaac Lab and mjlab against stand-ins for their environments. Isaac Lab itself was not run;
 mjlab is, in an environment of its own, by ``make test-adapters``."""
 
+import contextlib
 import sys
 import types
 
@@ -159,10 +160,21 @@ def test_first_episodes_of_random_length():
     assert buffer.max() < 40
 
 
-def test_the_application_starts_first_and_the_configuration_is_the_tasks(monkeypatch):
-    """In the order that Isaac Lab asks for: launcher, tasks, configuration, environment; closed in reverse."""
-    order = []
+def stand_in(monkeypatch, modules, ids):
+    """Modules of Isaac Lab by name, and the ids that its tasks register."""
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(fake_isaaclab, "LAUNCHED", [])
+    monkeypatch.setattr(gymnasium, "registry", {**gymnasium.registry, **dict.fromkeys(ids)})
+    monkeypatch.setattr(gymnasium, "make", lambda task, cfg: types.SimpleNamespace(unwrapped=FakeLabEnv(cfg)))
+
+
+@pytest.fixture
+def version_2(monkeypatch):
+    """Isaac Lab 2.3: the application first, then the tasks. Returns the order of what is called."""
+    order = []
 
     class AppLauncher:
         def __init__(self, launcher_args=None, **kwargs):
@@ -176,20 +188,70 @@ def test_the_application_starts_first_and_the_configuration_is_the_tasks(monkeyp
 
     modules = {"isaaclab": {}, "isaaclab.app": {"AppLauncher": AppLauncher}, "isaaclab_tasks": {},
                "isaaclab_tasks.utils": {"parse_env_cfg": parse_env_cfg}}  # fmt: skip
-    for name, content in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(gymnasium, "make", lambda task, cfg: types.SimpleNamespace(unwrapped=FakeLabEnv(cfg)))
-    env = isaaclab.isaaclab(3, "cpu", "Isaac-Fake-v0", final_obs=True, settings={"episode_length_s": 7.0})
-    assert order == [{"headless": True, "device": "cpu", "enable_cameras": False}, ("Isaac-Fake-v0", "cpu", 3)]
+    stand_in(monkeypatch, modules, ["Isaac-Fake-v0"])
+    return order
+
+
+@pytest.fixture
+def version_3(monkeypatch):
+    """Isaac Lab 3.0: the configuration first, of presets; then what it needs is launched. Returns the order."""
+    order = []
+
+    @contextlib.contextmanager
+    def launch_simulation(cfg, launcher_args=None):
+        order.append((cfg.physics, cfg.sim.device, cfg.scene.num_envs, launcher_args["headless"]))
+        fake_isaaclab.LAUNCHED.append(True)
+        yield cfg.physics
+        order.append("simulation closed")
+
+    def load_cfg_from_registry(task, key):
+        order.append((task, key))
+        config = Config(num_envs=3)
+        config.sim, config.physics = types.SimpleNamespace(device=None), ("physx", "newton_mjwarp")
+        return config
+
+    def resolve_presets(cfg, selected=()):
+        cfg.physics = next((one for one in cfg.physics if one in selected), cfg.physics[0])
+        return cfg
+
+    modules = {"isaaclab": {}, "isaaclab.app": {"launch_simulation": launch_simulation}, "isaaclab_tasks": {},
+               "isaaclab_tasks.utils": {"load_cfg_from_registry": load_cfg_from_registry},
+               "isaaclab_tasks.utils.hydra": {"resolve_presets": resolve_presets}}  # fmt: skip
+    stand_in(monkeypatch, modules, ["Isaac-Fake"])
+    return order
+
+
+def test_version_2_starts_the_application_and_then_reads_the_task(version_2, monkeypatch):
+    env = isaaclab.isaaclab(3, "cpu", "Isaac-Fake", final_obs=True, settings={"episode_length_s": 7.0})
+    assert version_2 == [{"headless": True, "device": "cpu", "enable_cameras": False}, ("Isaac-Fake-v0", "cpu", 3)]
+    assert env.spec.name == "Isaac-Fake-v0"
     assert env.spec.final_obs == "on_done"
     assert env.env.cfg.episode_length_s == 7.0
     env.close()
-    assert order[2:] == ["app closed"]
+    assert version_2[2:] == ["app closed"]
     with pytest.raises(ConfigError, match=r"scene\.num_env=3: .* \(did you mean num_envs\?\)"):
-        isaaclab.isaaclab(3, "cpu", settings={"scene.num_env": 3})
+        isaaclab.isaaclab(3, "cpu", "Isaac-Fake", settings={"scene.num_env": 3})
+    assert version_2[-1] == "app closed"  # after a failure, too
+    with pytest.raises(ConfigError, match=r"presets=\['physx'\]: expected none: Isaac Lab 2 has no presets"):
+        isaaclab.isaaclab(3, "cpu", "Isaac-Fake", presets=["physx"])
     older = types.SimpleNamespace(parse_env_cfg=lambda *task, **sizes: types.SimpleNamespace(seed=None))
     monkeypatch.setitem(sys.modules, "isaaclab_tasks.utils", older)
     with pytest.raises(ConfigError, match=r"final_obs=true: expected false: this version of Isaac Lab cannot"):
-        isaaclab.isaaclab(3, "cpu", final_obs=True)
+        isaaclab.isaaclab(3, "cpu", "Isaac-Fake", final_obs=True)
+
+
+@pytest.mark.parametrize(("presets", "physics"), [((), "physx"), (("newton_mjwarp",), "newton_mjwarp")])
+def test_version_3_resolves_the_task_and_then_launches_what_it_needs(version_3, presets, physics):
+    env = isaaclab.isaaclab(3, "cpu", "Isaac-Fake-v0", settings={"episode_length_s": 7.0}, presets=presets)
+    assert version_3 == [("Isaac-Fake", "env_cfg_entry_point"), (physics, "cpu", 3, True)]
+    assert env.spec.name == "Isaac-Fake"
+    assert env.env.cfg.episode_length_s == 7.0
+    assert env.reset(0)["policy"].shape == (3, 2)
+    env.close()
+    assert version_3[2:] == ["simulation closed"]
+
+
+def test_a_task_that_is_not_registered_is_named_before_anything_is_launched(version_3):
+    with pytest.raises(ConfigError, match=r"task=Isaac-Fale: .* \(did you mean Isaac-Fake\?\)"):
+        isaaclab.isaaclab(3, "cpu", "Isaac-Fale")
+    assert version_3 == []

@@ -1,6 +1,11 @@
-"""Isaac Lab's tasks (2.3, and 3 where it is started the same way): ``task=isaaclab task.kwargs.task=Isaac-Ant-v0``.
+"""Isaac Lab's tasks, of versions 2.3 and 3.0: ``task=isaaclab task.kwargs.task=Isaac-Ant``.
 
 It has its own torch and Python, and room for one environment in a process: give it ``task.process.python``.
+
+The two versions start in opposite orders. 2.3 starts Isaac Sim first (``AppLauncher``), and only then may the tasks be
+imported. 3.0 resolves the task's configuration first (``resolve_presets`` picks among its physics and renderers), and
+``launch_simulation`` then starts what that configuration needs: nothing more than Newton, or Isaac Sim. 3.0 also
+dropped the ``-v0`` of its ids; either form is found here.
 
 Episodes end and begin in the same step. The final observation is lost (``final_obs="never"``), but for versions whose
 configuration has ``compute_final_obs``: there ``final_obs=True`` asks for it, and is refused where an observation group
@@ -12,7 +17,9 @@ The numbers of its log are means over the environments reset in a step; they cou
 reasons for an end it logs how many; here each is the share of episodes that it ended.
 """
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from numbers import Real
 from typing import Any
 
@@ -21,7 +28,7 @@ from torch import Tensor
 
 from pql.env import EnvSpec, ObsSpec
 from pql.envs.adapt import Actions, change
-from pql.errors import ConfigError
+from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step, chosen
 
 COUNTS = "Episode_Termination/"  # how many environments each reason ended
@@ -30,42 +37,102 @@ COUNTS = "Episode_Termination/"  # how many environments each reason ended
 def isaaclab(
     num_envs: int = 4096,
     device: str | torch.device = "cuda:0",
-    task: str = "Isaac-Ant-v0",
+    task: str = "Isaac-Ant",
     action_bound: float = 1.0,
     final_obs: bool = False,
     settings: Mapping[str, Any] | None = None,
     random_lengths: bool = False,
     cameras: bool = False,
+    presets: Sequence[str] = (),
 ) -> "IsaacLabVec":
     """A registered task of ``isaaclab_tasks``.
 
     Args:
         num_envs: N.
         device: of the simulator and the tensors.
-        task: its gymnasium id.
-        action_bound: what an action of 1 is there, where its space has no bounds.
+        task: its gymnasium id, with or without ``-v0``.
+        action_bound: the simulator's action for an action of 1 here, where its space has no bounds.
         final_obs: have final observations computed, where this version can.
         settings: attributes of its configuration, by dotted name: ``{"episode_length_s": 10.0}``.
         random_lengths: first episodes begin at random places, so that their limits do not come all at once.
         cameras: render, for observations from cameras.
+        presets: names of configuration variants such as ``newton_mjwarp`` (3.0 only); default: the task's own.
     Raises:
-        ConfigError: a setting that the configuration does not have, or that cannot be.
+        ConfigError: an unknown task, a setting that the configuration does not have, or one that this version of Isaac
+            Lab cannot serve.
     """
+    start = _start_3 if hasattr(importlib.import_module("isaaclab.app"), "launch_simulation") else _start_2
+    with ExitStack() as running:  # a failure on the way closes what was started
+        name, config = start(running, num_envs, device, task, final_obs, settings, cameras, presets)
+        import gymnasium
+
+        simulator = gymnasium.make(name, cfg=config).unwrapped
+        env = IsaacLabVec(simulator, name, action_bound, random_lengths, running)
+        env.app = running.pop_all()
+    return env
+
+
+def _start_2(
+    running: ExitStack, num_envs: int, device: str | torch.device, task: str, final_obs: bool,
+    settings: Mapping[str, Any] | None, cameras: bool, presets: Sequence[str],
+) -> tuple[str, Any]:  # fmt: skip
+    """Start Isaac Sim, then read the task's configuration: (its id, the configuration)."""
     from isaaclab.app import AppLauncher
 
+    if presets:
+        raise ConfigError("presets", list(presets), "none: Isaac Lab 2 has no presets")
     app = AppLauncher(headless=True, device=str(device), enable_cameras=cameras).app  # before all else of isaaclab
-    import gymnasium
+    running.callback(app.close)
     import isaaclab_tasks  # noqa: F401  registers the ids
     from isaaclab_tasks.utils import parse_env_cfg
 
-    config = parse_env_cfg(task, device=str(device), num_envs=num_envs)
+    name = registered(task)
+    return name, adjusted(parse_env_cfg(name, device=str(device), num_envs=num_envs), final_obs, settings)
+
+
+def _start_3(
+    running: ExitStack, num_envs: int, device: str | torch.device, task: str, final_obs: bool,
+    settings: Mapping[str, Any] | None, cameras: bool, presets: Sequence[str],
+) -> tuple[str, Any]:  # fmt: skip
+    """Resolve the task's configuration, then start what it needs: (its id, the configuration)."""
+    import isaaclab_tasks  # noqa: F401  registers the ids
+    from isaaclab.app import launch_simulation
+    from isaaclab_tasks.utils import load_cfg_from_registry
+    from isaaclab_tasks.utils.hydra import resolve_presets
+
+    name = registered(task)
+    config = resolve_presets(load_cfg_from_registry(name, "env_cfg_entry_point"), tuple(presets))
+    config.sim.device, config.scene.num_envs = str(device), num_envs
+    adjusted(config, final_obs, settings)
+    wanted = {"device": str(device), "headless": True, "enable_cameras": cameras,
+              "visualizer": None, "visualizer_explicit": True}  # fmt: skip
+    running.enter_context(launch_simulation(config, wanted))
+    return name, config
+
+
+def registered(task: str) -> str:
+    """The id under which gymnasium knows ``task``, which may have or lack ``-v0``.
+
+    Raises:
+        ConfigError: neither is registered.
+    """
+    import gymnasium
+
+    for name in (task, f"{task}-v0", task.removesuffix("-v0")):
+        if name in gymnasium.registry:
+            return name
+    raise ConfigError("task", task, f"a registered task of Isaac Lab{nearest(task, gymnasium.registry)}")
+
+
+def adjusted(config: Any, final_obs: bool, settings: Mapping[str, Any] | None) -> Any:
+    """``config`` with the user's settings, changed in place."""
     change(config, settings or {})
     config.seed = 0
     if final_obs:
         if not hasattr(config, "compute_final_obs"):
             raise ConfigError("final_obs", True, "false: this version of Isaac Lab cannot compute them")
         config.compute_final_obs = True
-    return IsaacLabVec(gymnasium.make(task, cfg=config).unwrapped, task, action_bound, random_lengths, app)
+    return config
 
 
 class IsaacLabVec:
@@ -73,7 +140,7 @@ class IsaacLabVec:
 
     Args:
         env: the simulator, manager-based or direct.
-        app: what is closed after it.
+        app: the simulator's runtime, closed after it.
     Raises:
         ConfigError: observations in other than flat groups, or final observations that would be wrong.
     """
