@@ -11,6 +11,14 @@ MESSAGE = b"\npql: stopping after this tick and saving; Ctrl-C again to leave at
 SHOW_CURSOR = b"\x1b[?25h"
 
 
+_entered: "list[Interrupt]" = []
+
+
+def asked() -> bool:
+    """Whether Ctrl-C or SIGTERM came to an entered :class:`Interrupt`: for waits that may not end by themselves."""
+    return any(one.asked for one in _entered)
+
+
 class Interrupt:
     """While it is entered, the first Ctrl-C or SIGTERM sets ``asked``; a second Ctrl-C leaves the process with 130.
 
@@ -27,6 +35,8 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         self._depth += 1
+        if self._depth == 1:
+            _entered.append(self)
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -34,6 +44,7 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
+            _entered.remove(self)
             for number, handler in self._before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             self._before = {}

@@ -123,6 +123,11 @@ class Runner:
             self._child.send_signal(number if self._signals < 3 else signal.SIGKILL)
 
 
+def how_ended(status: int) -> str:
+    """An exit status in words: ``status 1``, ``ended by SIGABRT``."""
+    return f"status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
+
+
 def _wait(child: "subprocess.Popen[bytes]", enough: Callable[[], bool] | None, every: float) -> int:
     told = enough is None
     while True:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import sys
 import traceback
@@ -39,6 +40,7 @@ FLAGS: dict[str, tuple[str, ...]] = {"train": ("-m", "--multirun"), "play": ("--
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 the run failed, 2 wrong input, 130 interrupted and saved."""
     words = list(sys.argv[1:] if argv is None else argv)
+    show_crashes()
     plain, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
@@ -54,11 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error.__cause__)
         print(f"{speaker()}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before, or after, there was something to save
-        print("pql: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:  # before, or after, there was something to save
+        print(f"pql: interrupted: {error}" if error.args else "pql: interrupted", file=sys.stderr)
         return 130
     finally:
         warnings.formatwarning = plain
+
+
+def show_crashes() -> None:
+    """Have the stacks of all threads printed where native code ends this process, unless that is on already."""
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # standard error is no file
+            faulthandler.enable()
 
 
 def speaker() -> str:

@@ -13,7 +13,7 @@ from pql import rundir
 from pql.compose import compose, split_word
 from pql.config import Config, from_dict, leaves
 from pql.errors import ConfigError, show
-from pql.jobs import INTERRUPTED, PROGRAM, Runner, next_command
+from pql.jobs import INTERRUPTED, PROGRAM, Runner, how_ended, next_command
 from pql.space import Space, parse_space
 from pql.text import table
 
@@ -122,7 +122,13 @@ def run(job: Job, runner: Runner, title: str) -> str:
     status = runner.run(command)
     if status == 0:
         return "finished"
-    return "interrupted" if runner.asked else f"failed (status {status})"
+    if runner.asked:
+        return "interrupted"
+    if status < 0:
+        print(
+            f"{title}: {how_ended(status)}; where its threads were stands above, if it could still be said", flush=True
+        )
+    return f"failed ({how_ended(status)})"
 
 
 def results(jobs: Sequence[Job], outcomes: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pql import interrupt
 from pql.types import column
 
 if TYPE_CHECKING:
@@ -50,14 +51,14 @@ class Ragged:
         """A tick: ``steps`` transitions for each environment there could be, or the rest of a short one.
 
         Args:
-            patient: until they are all there, with no limit for a single environment (the warm-up).
+            patient: until they are all there, with no limit for a single environment (the warm-up); Ctrl-C ends it.
         """
         spec = self.env.spec
         if not self.owes():
             self.target += steps * spec.num_envs
         while True:
             self._until(steps * spec.spread if not patient else self.target, choose)
-            if not (patient and self.owes()):
+            if not (patient and self.owes()) or interrupt.asked():
                 return
 
     def _until(self, room: int, choose: Callable[["Lane"], None]) -> None:

@@ -18,7 +18,7 @@ from pql import rundir
 from pql.compose import compose
 from pql.config import Config
 from pql.errors import ConfigError
-from pql.jobs import INTERRUPTED, PROGRAM, Runner, next_command
+from pql.jobs import INTERRUPTED, PROGRAM, Runner, how_ended, next_command
 from pql.space import Space
 from pql.sweep_plan import OBJECTIVES, Plan, chosen, make_plan, show_param
 
@@ -160,7 +160,8 @@ def run_seed(
         return summary
     if runner.asked or (isinstance(watch, Watch) and watch.over and status == INTERRUPTED):
         return None
-    raise TrialFailedError(f"status {status}: {last_line(log)}")
+    why = last_line(log) if status >= 0 else f"the stacks of its threads, if there are any, are in {log}"
+    raise TrialFailedError(f"{how_ended(status)}: {why}")
 
 
 def last_line(log: Path) -> str:

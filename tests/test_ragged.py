@@ -12,6 +12,7 @@ from r2d2_runs import config_of
 from pql.algos import r2d2
 from pql.build import build
 from pql.env import Discrete, ObsSpec
+from pql.interrupt import Interrupt
 from pql.replay import Replay
 from pql.schedule import Inline
 
@@ -141,6 +142,16 @@ def test_ratios_count_transitions(schedule, gone, short):
     assert bool(sat_out) == bool(short)
     assert parts.env_steps == env.rows
     assert parts.counters()["transitions"] == env.rows
+
+
+def test_a_run_that_is_to_end_does_not_wait_for_its_warm_up():
+    """Nobody answers, and nobody will: what is missing of the warm-up is owed."""
+    parts = build(small_config(), env=Late(gone=range(8)), executor=Inline())
+    parts.start()
+    with Interrupt() as interrupt:
+        interrupt.asked = True
+        parts.warm_up(16)
+    assert (parts.env_steps, parts.collector.owes()) == (0, True)
 
 
 def test_no_environment_makes_more_rows_in_a_tick_than_the_guard_band_holds():

@@ -1,15 +1,22 @@
 """Rows 21 to 23 of the fault matrix: actors that are killed or stopped, and a learner that goes and comes back."""
 
+import os
 import signal
 import subprocess
+import threading
 import time
+from pathlib import Path
 
 import bare
 import pytest
-from remotes import remote, wait_until
+import torch
+from remotes import acting, remote, wait_until
+from run_files import WORDS
 
 from pql.actor.sims import make_sim
 from pql.envs.remote import Remote
+from pql.interrupt import Interrupt
+from pql.main import main
 
 pytestmark = pytest.mark.fault
 
@@ -118,3 +125,37 @@ def test_wrong_words_are_one_line(words, why, tmp_path):
     assert done.returncode == 2
     assert why in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+def test_a_signal_ends_the_wait_for_the_first_actor(tmp_path, capfd, signals):
+    """Long before the wait would end by itself, and nothing is left."""
+
+    def press():
+        wait_until(Path(tmp_path / "s").exists)
+        for number in signals:
+            os.kill(os.getpid(), number)
+
+    threading.Thread(target=press).start()
+    words = [w for w in WORDS if not w.startswith("task=")]
+    words += ["task=remote", f"task.kwargs.listen=unix:{tmp_path}/s", "task.kwargs.timeout=60"]
+    before = time.monotonic()
+    assert main(["train", *words, "algo=sac", f"run_dir={tmp_path}/run"]) == 130
+    assert time.monotonic() - before < 50
+    assert capfd.readouterr().err.endswith("pql: interrupted: no actor had connected: nothing to save\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_to_end_waits_for_no_actor(tmp_path):
+    """Steps that all wait for everybody (``ppo``'s) become fillers at once, so that the tick ends and is saved."""
+    address = f"unix:{tmp_path}/s"
+    with acting(address, film(), patience=0.1), Interrupt() as interrupt:
+        env = Remote(4, listen=address)
+        env.reset(0)
+        action = torch.zeros(4, dtype=torch.int64)
+        assert env.step(action).valid.tolist() == [True, True, False, False]
+        env.hall.leave(env.hall.peers[0])
+        interrupt.asked = True
+        for _ in range(100):  # seconds each, otherwise
+            assert not env.step(action).valid.any()
+        env.close()

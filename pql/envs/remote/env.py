@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pql import interrupt
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.envs.remote.board import Board
 from pql.envs.remote.hall import Hall, Taken
@@ -26,6 +27,7 @@ from pql.types import Obs, Step
 
 SPREAD = 4
 PATIENCE = 1.0  # seconds between looks at whether anybody is there
+LOOK = 0.2  # seconds between looks at whether the run is to end, while there is none yet
 NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -51,6 +53,7 @@ class Remote:
     Raises:
         ConfigError: an address that cannot be, or that is open to others without token and TLS.
         RunError: no actor within ``timeout`` seconds.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came to the run while it waited for the first one.
     """
 
     def __init__(
@@ -94,9 +97,13 @@ class Remote:
             f"waiting for the first actor (at most {self.timeout:g} s): "
             f"pql actor --connect {self.server.address} --num-envs K --task {self.task}"
         )
-        if not self.server.known.wait(self.timeout):
-            raise RunError(f"no actor connected to {self.server.address} within {self.timeout:g} s "
-                           "(task.kwargs.timeout)")  # fmt: skip
+        end = time.monotonic() + self.timeout
+        while not self.server.known.wait(max(0.0, min(LOOK, end - time.monotonic()))):
+            if interrupt.asked():
+                raise KeyboardInterrupt("no actor had connected: nothing to save")
+            if time.monotonic() >= end:
+                raise RunError(f"no actor connected to {self.server.address} within {self.timeout:g} s "
+                               "(task.kwargs.timeout)")  # fmt: skip
         return self.server.facts
 
     # -- as any simulator ---------------------------------------------------------------------------------------------
@@ -154,6 +161,7 @@ class Together:
     def __init__(self, hall: Hall, board: Board, server: Server, timeout: float, whom: str = "actor"):
         self.hall, self.board, self.server, self.timeout, self.whom = hall, board, server, timeout, whom
         self._told = -1.0  # of which emptiness people have been told
+        self._ending = False  # the run is: nobody is waited for any more
 
     def reset(self, seed: int | None) -> tuple[Obs, Tensor]:
         """First observations, and who is there: [N] bool, on the CPU."""
@@ -174,7 +182,9 @@ class Together:
         return Step(*map(copy, step))
 
     def _everybody(self) -> list[Taken]:
-        while not (taken := self.hall.take_all(PATIENCE)):
+        """Everybody's answers; once the run is to end, only those of actors that are not waited for."""
+        while not (taken := self.hall.take_all(0.0 if self._ending else PATIENCE)) and not self._ending:
+            self._ending = interrupt.asked()
             self.check_alive()
         return taken
 
