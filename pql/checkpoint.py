@@ -24,9 +24,10 @@ from pql import tensorfile
 from pql.errors import ConfigError, PqlWarning
 from pql.files import check_header, check_ordinary, read_json
 from pql.manifest import FORMAT, NewerFormatError, check_manifest
+from pql.types import Rows
 
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
-LATER = ("quarantine",)  # state that checkpoints of older releases lack: it stays as a new run begins with it
+LATER = ("quarantine", "final_obs")  # what checkpoints of older releases lack: it stays as a new run begins with it
 
 
 class CorruptCheckpointError(ConfigError):
@@ -47,24 +48,28 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Tensor]:
     return out
 
 
-def unflatten(flat: Mapping[str, Tensor], like: Any, prefix: str = "") -> Any:
+def unflatten(flat: Mapping[str, Tensor], like: Any, prefix: str = "", some: bool = False) -> Any:
     """The reverse of :func:`flatten`, in the shape of ``like``.
 
+    Args:
+        some: the first axis may have another length, as everywhere below a :class:`~pql.types.Rows`.
     Raises:
         ConfigError: the checkpoint lacks something that the run has, or holds it in another shape or type.
     """
     if isinstance(like, Mapping):
-        return {k: unflatten(flat, v, f"{prefix}/{k}" if prefix else str(k)) for k, v in like.items()}
+        some = isinstance(like, Rows)
+        return {k: unflatten(flat, v, f"{prefix}/{k}" if prefix else str(k), some) for k, v in like.items()}
     if isinstance(like, list | tuple):
         return [unflatten(flat, v, f"{prefix}/{i}" if prefix else str(i)) for i, v in enumerate(like)]
     if prefix not in flat:
-        if any(part in LATER for part in prefix.split("/")):
+        if any(part.partition(".")[0] in LATER for part in prefix.split("/")):
             return like
         raise ConfigError("checkpoint", prefix, "a checkpoint of the same task, algorithm and version; this lacks it")
     value = flat[prefix]
     if not isinstance(like, Tensor):
         return value.item()
-    if value.shape != like.shape or value.dtype != like.dtype:
+    lead = 1 if some and like.dim() == value.dim() else 0
+    if value.shape[lead:] != like.shape[lead:] or value.dtype != like.dtype:
         # Checked here because copying into place would broadcast, or round, without a word.
         have, want = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (value, like))
         raise ConfigError("checkpoint", prefix, f"{want}, as this run's settings make it; the checkpoint has {have}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pql.files import check_tree
 
-FORMAT = 1
+FORMAT = 2  # 1: replays and their priorities in full, however little they held
 DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
 LARGEST = 2**31 - 1  # of an axis, a number of actions, a time limit
 COUNT = 2**62

@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.replay import Cursor, Replay, Window
-from pql.types import Batch
+from pql.types import Batch, Rows, fill
 
 FANOUT = 128
 FLOOR = 1e-6  # added to |priority|, so that every row may come up again (Schaul et al. 2016, section 3.3)
@@ -81,12 +81,18 @@ class SumTree:
             node = node * self.fanout + child.squeeze(1)
         return node, value
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {f"level{i}": level for i, level in enumerate(self.levels)}
+    def state_dict(self, used: int) -> Rows:
+        """The first ``used`` leaves and what stands above them (views); all others must be 0."""
+        out = Rows()
+        for i, level in enumerate(self.levels):
+            out[f"level{i}"] = level[:used]
+            used = -(-used // self.fanout)
+        return out
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
+        for i, level in enumerate(self.levels):
+            fill(f"level{i}", level, state[f"level{i}"])
+            level[len(state[f"level{i}"]) :] = 0
 
 
 def valued_when_acted(replay: Replay, window: Window) -> tuple[Tensor, Tensor]:
@@ -113,7 +119,7 @@ class Ranked:
         self, size: int, device: torch.device, alpha: float, beta: float, beta_steps: int | None, steps_per_tick: int,
         clip: float | None = None,
     ):  # fmt: skip
-        self.alpha, self.clip, self.first_beta = alpha, clip, beta
+        self.size, self.alpha, self.clip, self.first_beta = size, alpha, clip, beta
         self.beta_per_tick = 0.0 if beta_steps is None else (1 - beta) * steps_per_tick / beta_steps
         self.tree = SumTree(size, device)
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
@@ -149,13 +155,18 @@ class Ranked:
         self.largest.copy_(torch.maximum(self.largest, leaf.amax()))
         self.tree.set(index, leaf)
 
+    def used(self) -> int:
+        """As many of the first leaves as may be other than 0. Waits for the device."""
+        return self.size
+
     def state_dict(self) -> dict[str, Any]:
-        return {"ticks": self.ticks, "beta": self.beta, "largest": self.largest, "tree": self.tree.state_dict()}
+        """Waits for the device."""
+        tree = self.tree.state_dict(self.used())
+        return {"ticks": self.ticks, "beta": self.beta, "largest": self.largest, "tree": tree}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, tensor in self.state_dict().items():
-            if name != "tree":
-                tensor.copy_(state[name])
+        for name in ("ticks", "beta", "largest"):
+            getattr(self, name).copy_(state[name])
         self.tree.load_state_dict(state["tree"])
 
 
@@ -271,5 +282,12 @@ class Prioritized(Ranked):
         out = replay.windows(cursor, row, column, head, self.n, self.gamma)
         return out._replace(mask=out.mask * (leaf > 0), weight=weight)
 
+    def used(self) -> int:
+        return self.replay.used() * self.replay.num_envs
+
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "entered": self.entered}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.entered.copy_(state["entered"])

@@ -37,7 +37,7 @@ from pql.errors import ConfigError
 from pql.flags import NEXT_FIRST, pack, tables
 from pql.frames import Stacker, deepest, kept_shape, newest, put
 from pql.normalize import clip
-from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Step
+from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Rows, Step, fill
 
 
 class Cursor:
@@ -345,19 +345,48 @@ class Replay:
 
         transitions.load(self, path)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Every stored tensor, by name; the ring's positions too."""
-        state = {f"obs.{k}": v for k, v in self.obs.items()}
-        state |= {"flags": self.flags, "head": self.live.head, "finals": self.live.finals}
+    def used(self) -> int:
+        """Rows from the top that hold something. Waits for the device."""
+        # Two beyond the longest column: the head's observation, and what was written for an answer yet to come.
+        return min(int(self.live.head.max()) + 2, self.rows)
+
+    def _by_row(self) -> dict[str, Tensor]:
+        """What is stored of every row, [rows * N, ...] each."""
+        cells = self.rows * self.num_envs
+        out = {**{f"obs.{k}": v[:cells] for k, v in self.obs.items()}, "flags": self.flags}
         if not self.obs_only:
-            state |= {"action": self.action, "reward": self.reward, "final": self.final}
-            state |= {f"extra.{k}": v for k, v in self.extra.items()}
-        return state
+            out |= {"action": self.action, "reward": self.reward, "final": self.final}
+        return out | {f"extra.{k}": v for k, v in self.extra.items()}
+
+    def _by_final(self) -> dict[str, Tensor]:
+        """The final observations, [K * N, ...] each."""
+        start, end = (rows * self.num_envs for rows in (self.rows, self.rows + self.finals))
+        return {f"final_obs.{k}": v[start:end] for k, v in self.obs.items() if self.finals}
+
+    def state_dict(self) -> Rows:
+        """The rows and final observations in use (views), and the ring's positions. Waits for the device."""
+        cells = self.used() * self.num_envs
+        finals = min(int(self.live.finals.max()) + 1, self.finals) * self.num_envs  # the one to be overwritten, too
+        state = {k: v[:cells] for k, v in self._by_row().items()} | {"head": self.live.head, "finals": self.live.finals}
+        return Rows(state | {k: v[:finals] for k, v in self._by_final().items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy in place (captured graphs keep their addresses)."""
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
+        """Copy in place (captured graphs keep their addresses).
+
+        Raises:
+            ConfigError: more rows than this ring has, or fewer than its positions say.
+        """
+        n = self.num_envs
+        for name, position in (("head", self.live.head), ("finals", self.live.finals)):
+            fill(name, position, state[name], n)
+        least = min(int(state["head"].max()), self.rows) * n
+        # Older releases saved all of a ring, with its final observations behind its rows in one tensor.
+        older = all(len(state[f"obs.{k}"]) == len(v) > self.rows * n for k, v in self.obs.items())
+        stores = self._by_row() | ({f"obs.{k}": v for k, v in self.obs.items()} if older else {})
+        for name, store in stores.items():
+            fill(name, store, state[name], least)
+        for name, store in self._by_final().items() if not older else ():
+            fill(name, store, state[name], min(int(state["finals"].max()), self.finals) * n)
 
 
 def storage_dtype(spec: ObsSpec, dtype: torch.dtype) -> torch.dtype:

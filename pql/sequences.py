@@ -23,7 +23,7 @@ from torch import Generator, Tensor
 
 from pql.priority import Ranked, valued_when_acted
 from pql.replay import Cursor, Replay
-from pql.types import Acted, Memory, Obs, Step
+from pql.types import Acted, Memory, Obs, Rows, Step, fill
 
 Target = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -94,11 +94,16 @@ class States:
         """Before aligned logical ``row`` of ``column`` (both [B]): [B, C]."""
         return self.carry.index_select(0, row // self.period % self.slots * self.ring.num_envs + column)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"carry": self.carry[: self.slots * self.ring.num_envs]}
+    def used(self) -> int:
+        """Places from the first on that hold something, N to a period of rows. Waits for the device."""
+        return -(-self.ring.used() // self.period) * self.ring.num_envs
+
+    def state_dict(self) -> Rows:
+        """Those in use (views). Waits for the device."""
+        return Rows(carry=self.carry[: self.used()])
 
     def load_state_dict(self, state: Any) -> None:
-        self.state_dict()["carry"].copy_(state["carry"])
+        fill("carry", self.carry[: self.slots * self.ring.num_envs], state["carry"])
 
 
 class Sequences:
@@ -243,8 +248,16 @@ class RankedSequences(Ranked):
         out = self.sequences.read(cursor, start, self.sequences.column(index))
         return out._replace(mask=out.mask * (leaf > 0), weight=weight, index=index)
 
+    def used(self) -> int:
+        return self.sequences.states.used()
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "entered": self.entered}
+        return Rows({**super().state_dict(), "entered": self.entered[: self.used()]})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        fill("entered", self.entered, state["entered"])
+        self.entered[len(state["entered"]) :] = -1
 
 
 def finals_within(rows: int, limit: int | None) -> int:

@@ -37,9 +37,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | 
         OSError: it cannot be written, or the disk is full.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    parts: Iterator[bytes | memoryview] = chain([header(ordered, about)], *map(pieces, ordered.values()))
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for part in chain([header(ordered, about)], *map(pieces, ordered.values())):
+        for part in parts:
             file.write(part)
             digest.update(part)
         file.flush()
@@ -64,4 +65,4 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
     """A tensor's bytes in order, ``PIECE`` at a time, on the host."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for start in range(0, flat.numel(), PIECE):
-        yield memoryview(flat[start : start + PIECE].cpu().numpy())
+        yield flat[start : start + PIECE].cpu().numpy().data

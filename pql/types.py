@@ -15,9 +15,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from pql.errors import ConfigError
+
 Obs = dict[str, Tensor]
 """Observation groups by name. ``"policy"`` is always there; ``"critic"`` where an environment has
 privileged observations for the value function. Each is ``[N, ...]``."""
+
+
+class Rows(dict[str, Any]):
+    """State by name, of whose tensors a checkpoint holds the first rows alone, those in use: how many, it knows."""
+
 
 Metrics = dict[str, Tensor]
 """Name -> 0-dim float tensor on the device. Reading one on the host would wait for the device: don't."""
@@ -96,6 +103,18 @@ def split(batch: AnyBatch, count: int) -> list[AnyBatch]:
     if count == 1:
         return [batch]
     return [type(batch)(*fields) for fields in zip(*map(cut, batch), strict=True)]
+
+
+def fill(name: str, store: Tensor, rows: Tensor, least: int = 0) -> None:
+    """Copy ``rows`` [n, ...] to the beginning of ``store`` [m, ...].
+
+    Raises:
+        ConfigError: there are fewer than ``least`` of them, or more than the store takes; names the state.
+    """
+    count, most = rows.shape[0], store.shape[0]
+    if not least <= count <= most:
+        raise ConfigError("checkpoint", name, f"{least} to {most} rows, as this run's settings make it, not {count}")
+    store[:count].copy_(rows)
 
 
 def column(mask: Tensor, value: Tensor) -> Tensor:

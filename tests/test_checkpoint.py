@@ -244,7 +244,7 @@ def test_a_newer_format_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", 99)
         save(tmp_path / "x", tree(1.0), {})
-    with pytest.raises(ConfigError, match="format 1 or older; this is 99: update pql"):
+    with pytest.raises(ConfigError, match="format 2 or older; this is 99: update pql"):
         load(tmp_path / "x")
 
 

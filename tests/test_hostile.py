@@ -73,10 +73,10 @@ def put(value: Any, *names: str) -> Callable[[dict[str, Any]], object]:
 
 
 MANIFESTS = [
-    (put("1", "format"), "format is not a whole number from 1 to 1, not '1'"),
+    (put("1", "format"), "format is not a whole number from 1 to 2, not '1'"),
     (put(0, "format"), "format is not a whole number"),
     (put(True, "format"), "format is not a whole number"),
-    (put(7, "format"), "format 1 or older; this is 7: update pql"),
+    (put(7, "format"), "format 2 or older; this is 7: update pql"),
     (drop("format"), "format is not a whole number"),
     (put("pickle", "kind"), "kind is not policy or resume"),
     (drop("spec"), "spec is not a mapping"),

@@ -73,7 +73,8 @@ def collected(env, fault=None, steps=STEPS_MADE):
 def content(collector):
     """The ring's tensors as [rows, N, ...]."""
     (ring,) = collector.replays
-    state = {k: v for k, v in ring.state_dict().items() if k not in ("head", "finals")}
+    state = {f"obs.{k}": v for k, v in ring.obs.items()}
+    state |= {k: getattr(ring, k) for k in ("flags", "action", "reward", "final")}
     return {k: v.unflatten(0, (-1, ring.num_envs)) for k, v in state.items()}
 
 

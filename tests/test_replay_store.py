@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import chi_square_fits
 
+from pql.checkpoint import flatten, unflatten
 from pql.env import ObsSpec
 from pql.errors import ConfigError
 from pql.replay import Replay, preflight, replay_bytes
@@ -183,7 +184,9 @@ def test_state_restores_in_place_and_continues_bit_for_bit():
     addresses = {k: t.data_ptr() for k, t in two.replay.state_dict().items()}
     two.replay.load_state_dict({k: t.clone() for k, t in one.replay.state_dict().items()})
     two.sims, two.events = one.sims, one.events
-    assert {k: t.data_ptr() for k, t in two.replay.state_dict().items()} == addresses
+    after = {k: t.data_ptr() for k, t in two.replay.state_dict().items()}
+    assert after == addresses
+    assert {"obs.policy", "obs.frame", "final_obs.policy", "reward", "head"} <= set(after)
     for kinds in plan[20:]:
         for ring in (one, two):
             ring.seal()
@@ -195,3 +198,88 @@ def test_state_restores_in_place_and_continues_bit_for_bit():
         step = stack([events[-1] for events in one.events])
         assert [e[-1].obs for e in one.events] == start
         two.replay.insert(*step)
+
+
+def test_state_is_the_rows_in_use_and_no_more():
+    ring = Recorded(3, 100, 2, 4)
+    sizes = []
+    for count in range(120):
+        sizes.append({k: len(v) // 3 for k, v in ring.replay.state_dict().items()})
+        ring.insert(["truncate" if count % 4 == 3 else "step"] * 3)
+    kept = ring.replay.finals
+    for head, size in enumerate(sizes):
+        assert (size["head"], size["finals"]) == (1, 1)
+        assert {size[k] for k in size if k in ("flags", "obs.frame", "action")} == {min(head + 2, 100)}
+        assert size["final_obs.policy"] == min(head // 4 + 1, kept) < 100
+
+
+def copied(ring: Replay) -> Replay:
+    """What a checkpoint makes of a ring: a new one, filled from a flat copy of its state."""
+    flat = {k: v.clone() for k, v in flatten({"ring": ring.state_dict()}).items()}
+    fresh = Recorded(ring.num_envs, ring.rows, ring.horizon, 4, depth=max(ring.stacks.values())).replay
+    fresh.load_state_dict(unflatten(flat, {"ring": fresh.state_dict()})["ring"])
+    return fresh
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_restored_ring_holds_the_same_bits_however_full_it_was(depth, apart):
+    """All that was ever written is restored: what the first writes later, the second does, to the last bit."""
+    rng = random.Random(0)
+    one = Recorded(3, 16, 2, 4, depth=depth)
+    for _ in range(40):
+        two = copied(one.replay)
+        assert all(torch.equal(v, getattr(two, k)) for k, v in vars(one.replay).items() if k in STORED)
+        assert all(torch.equal(v, two.obs[k]) for k, v in one.replay.obs.items())
+        assert all(map(torch.equal, one.replay.live.tensors(), two.live.tensors()))
+        who = [i for i in range(3) if not apart or rng.random() < 0.6 or i == 1]
+        one.insert([rng.choice(("step", "step", "truncate", "terminate")) for _ in who], who)
+
+
+def test_what_was_written_for_an_answer_yet_to_come_is_kept():
+    """It lies above the head: unread, but part of what an uninterrupted run saves when its rows have grown past it."""
+    ring = Recorded(2, 12, 2, 4)
+    for _ in range(3):
+        ring.insert(["step"] * 2)
+    action, step = stack([sim.event("step", 5.0) for sim in ring.sims])
+    ring.replay.insert(action, step, None, torch.tensor([False, False]))
+    assert torch.equal(copied(ring.replay).obs["policy"], ring.replay.obs["policy"])
+
+
+def older(ring: Replay) -> dict[str, torch.Tensor]:
+    """The state of a ring as format 1 has it: every tensor in full."""
+    whole = {f"obs.{k}": v for k, v in ring.obs.items()} | {k: getattr(ring, k) for k in STORED}
+    return whole | {"head": ring.live.head, "finals": ring.live.finals}
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_full_state_of_an_older_release_is_taken(depth):
+    one, two = (Recorded(3, 16, 2, 4, depth=depth).replay for _ in range(2))
+    ring = Recorded(3, 16, 2, 4, depth=depth)
+    for kinds in (["truncate"] * 3, ["step"] * 3) * 7:
+        ring.insert(kinds)
+    one = ring.replay
+    flat = {k: v.clone() for k, v in flatten({"ring": older(one)}).items()}
+    two.load_state_dict(unflatten(flat, {"ring": two.state_dict()})["ring"])
+    assert all(torch.equal(a, b) for a, b in zip(older(one).values(), older(two).values(), strict=True))
+    assert one.live.finals.tolist() == [7] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s | {"reward": s["reward"][:9]}, "checkpoint=reward: expected 12 to 36 rows, as this run's"),
+        (lambda s: s | {"flags": s["flags"].repeat(20)}, "checkpoint=flags: expected 12 to 36 rows, .*, not 360"),
+        (
+            lambda s: s | {"final_obs.policy": s["final_obs.policy"][:0]},
+            "final_obs.policy: expected 12 to 18 rows",
+        ),
+        (lambda s: s | {"head": s["head"][:1]}, "checkpoint=head: expected 3 to 3 rows"),
+    ],
+)
+def test_rows_that_do_not_fit_the_ring_or_its_positions_are_refused(change, message):
+    ring = Recorded(3, 12, 2, 4)
+    for _ in range(4):
+        ring.insert(["truncate"] * 3)
+    with pytest.raises(ConfigError, match=message):
+        Recorded(3, 12, 2, 4).replay.load_state_dict(change(dict(ring.replay.state_dict())))

@@ -22,7 +22,9 @@ from pql.errors import ConfigError, PqlWarning
 from pql.evaluation import Evaluation, Report
 from pql.interrupt import Interrupt
 from pql.policy import load_policy
+from pql.replay import Replay
 from pql.session import Session
+from pql.types import Rows
 
 
 def opened(*overrides: str, **options) -> Session:
@@ -70,6 +72,62 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, task, alg
     assert [facts_a["counters"][k] for k in counters] == [facts_b["counters"][k] for k in counters]
     assert second.updates_v == 34 * (config.algo.v_per_step)
     assert second.seconds > first.seconds
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("rows", [27, 26, 25, 24, 20])
+def test_resuming_keeps_the_bits_however_full_the_replay_was(tmp_path, rows):
+    """Of 25 rows a column: one short of full with the head's observation, full, and turned over."""
+    setting = (*TASKS["lqr"], f"replay.capacity={16 * rows}")
+    for name, split in (("whole", ()), ("parts", (f"budget.env_steps={16 * 25}",))):
+        run(*words(tmp_path / name, *setting, *(split or (f"budget.env_steps={16 * 42}",))))
+    resume(tmp_path / "parts", f"budget.env_steps={16 * 42}")
+    hashes = {manifest(points(tmp_path / name)[-1])["sha256"] for name in ("whole", "parts")}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("algo", ["pql", "eps_rainbow"])
+def test_a_resume_point_of_an_older_release_goes_on_to_the_same_bits(tmp_path, monkeypatch, algo):
+    """Format 1 held all of a ring, final observations and all, and all of a sum tree."""
+
+    def whole(ring):
+        stores = {k: getattr(ring, k) for k in ("flags", "action", "reward", "final")}
+        counters = {"head": ring.live.head, "finals": ring.live.finals}
+        return Rows({f"obs.{k}": v for k, v in ring.obs.items()} | stores | counters)
+
+    task = "pendulum" if algo == "pql" else "cartpole"
+    setting = [f"algo={algo}", f"task={task}", "task.kwargs.max_episode_steps=4", "algo.batch_size=8"]
+    skipped = () if algo == "pql" else ("algo.policy.hidden", "placement.threads.p")
+    steps = [f"budget.env_steps={16 * n}" for n in (25, 42)]
+    run(*(w for w in words(tmp_path / "whole", *setting, steps[1]) if not w.startswith(skipped)))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT", 1)
+        patch.setattr(Replay, "state_dict", whole)
+        patch.setattr(Replay, "used", lambda ring: ring.rows)
+        run(*(w for w in words(tmp_path / "parts", *setting, steps[0]) if not w.startswith(skipped)))
+    assert len(checkpoint.load(points(tmp_path / "parts")[-1])[0]["collector/replay/0/flags"]) == 4096
+    resume(tmp_path / "parts", steps[1])
+    assert len({manifest(points(tmp_path / name)[-1])["sha256"] for name in ("whole", "parts")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("algo", "task", "head"),
+    [("pql", "pendulum", "obs.policy"), ("eps_rainbow", "cartpole", "level0"), ("r2d2", "tmaze", "carry")],
+)
+def test_a_resume_point_is_as_large_as_what_the_replay_holds(tmp_path, algo, task, head):
+    """Of a ring of a thousand times the rows the point takes no more, but for a few nodes of a sum tree."""
+    only = {"r2d2": ("algo.warmup_steps=64", "algo.r2d2.lstm=8", "algo.r2d2.length=8", "algo.r2d2.burn_in=4",
+                     "algo.r2d2.period=4", "algo.r2d2.replay_ratio=0.5", "budget.env_steps=1040")}  # fmt: skip
+    sizes, lengths = [], []
+    for capacity in (4096, 4096000):
+        given = words(tmp_path / str(capacity), f"task={task}", f"algo={algo}", *only.get(algo, ()))
+        skipped = ("algo.policy.hidden", "placement.threads.p") if algo != "pql" else ()
+        run(*(w for w in given if not w.startswith(skipped)), f"replay.capacity={capacity}", "algo.batch_size=8")
+        point = points(tmp_path / str(capacity))[-1]
+        sizes.append((point / "tensors.safetensors").stat().st_size)
+        lengths.append({k: len(v) for k, v in checkpoint.load(point)[0].items() if k.endswith(head)})
+    assert sizes[0] <= sizes[1] < sizes[0] + 4096
+    assert lengths[0] == lengths[1] != {}
 
 
 def test_another_seed_gives_other_bits(tmp_path):
