@@ -26,7 +26,7 @@ from pql.machine import (
 from pql.nets import Critic, DeterministicPolicy, Flat, GaussianPolicy, seeded
 from pql.normalize import Normalizer
 from pql.onpolicy import ROLLOUT
-from pql.optim import AdamW
+from pql.optim import AdamW, Clock
 from pql.parts import Parts as Parts
 from pql.parts import Replica
 from pql.recurrent import RECURRENT
@@ -178,6 +178,7 @@ def value_role(
         critic=flat, target=Flat(copy.deepcopy(critic).to(device)),
         optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps), tau=net.tau,
         smoothing=algo.smoothing, smoothing_clip=algo.smoothing_clip, atoms=make_atoms(config, device),
+        target_every=net.target_every, clock=Clock(device) if net.target_every > 1 else None,
     )  # fmt: skip
     replay.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
     mine, cursor, private = copy.deepcopy(policy).to(device), Cursor(replay.num_envs, device), norm.copy_to(device)

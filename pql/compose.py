@@ -180,15 +180,15 @@ def compose(overrides: Sequence[str]) -> Config:
 
 
 NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.",
-           "critic.ensemble", "critic.atoms", "critic.v_min", "critic.v_max", "critic.tau", "critic.lr",
-           "critic.weight_decay", "critic.grad_clip", "critic.eps", "policy.target", "policy.tau",
+           "critic.ensemble", "critic.atoms", "critic.v_min", "critic.v_max", "critic.tau", "critic.target_every",
+           "critic.lr", "critic.weight_decay", "critic.grad_clip", "critic.eps", "policy.target", "policy.tau",
            "policy.reduce", "policy.saturation_penalty")  # fmt: skip
 NOT_SAC = ("smoothing", "smoothing_clip", "policy.tau", "policy.saturation_penalty")
 
 
 OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
 NOT_DQN = ("p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.", "policy.", "critic.ensemble",
-           "critic.tau")  # fmt: skip
+           "critic.tau", "critic.target_every")  # fmt: skip
 NOT_PQN = (*NOT_DQN, "batch_size", "n_step", "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
 NOT_R2D2 = (*NOT_DQN, "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
 UNREAD = {"ddpg": ("sac.",), "sac": NOT_SAC, "ppo": NOT_PPO, "impala": NOT_PPO, "dqn": NOT_DQN, "r2d2": NOT_R2D2,
@@ -201,9 +201,10 @@ INSTEAD = {
     "impala": {"batch_size": "algo.impala.minibatches", "n_step": "algo.impala.trace_lambda",
                "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.impala.entropy_coef"},
     "dqn": {"explore.": "algo.dqn.epsilon", "policy.": "algo.critic, of the one network",
-            "critic.tau": "algo.dqn.target_period"},
+            "critic.tau": "algo.dqn.target_period", "critic.target_every": "algo.dqn.target_period"},
     "r2d2": {"v_per_step": "algo.r2d2.replay_ratio", "explore.": "algo.dqn.epsilon",
-             "policy.": "algo.critic, of the one network", "critic.tau": "algo.dqn.target_period"},
+             "policy.": "algo.critic, of the one network", "critic.tau": "algo.dqn.target_period",
+             "critic.target_every": "algo.dqn.target_period"},
     "pqn": {"batch_size": "algo.pqn.minibatches", "v_per_step": "algo.pqn.epochs", "n_step": "algo.pqn.q_lambda",
             "explore.": "algo.pqn.epsilon", "policy.": "algo.critic, of the one network"},
 }  # fmt: skip

@@ -67,7 +67,8 @@ class CriticConfig(NetConfig):
     atoms: int | None = None  # categorical (C51) with this many atoms; null: scalar
     v_min: float = -10.0
     v_max: float = 10.0
-    tau: float = 0.05  # target network: share of the new weights per update
+    tau: float = 0.05  # target network: share of the new weights when it moves
+    target_every: int = 1  # critic updates between its moves; TD3: 1 / algo.p_per_v
 
 
 @dataclass(frozen=True)

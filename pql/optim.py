@@ -204,3 +204,25 @@ def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
 def polyak(target: Flat, source: Flat, tau: float | Tensor) -> None:
     """target <- (1 - tau) target + tau source, in one kernel."""
     target.data.lerp_(source.data, tau)
+
+
+class Clock:
+    """Updates so far, on the device: it says when a target network is due."""
+
+    def __init__(self, device: torch.device):
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.updates.copy_(state["updates"])
+
+
+@torch.no_grad()
+def follow(target: Flat, source: Flat, clock: Clock, period: int, tau: float = 1.0) -> None:
+    """Count an update, and move the target with every ``period``-th by :func:`polyak`, without a branch."""
+    clock.updates += 1
+    due = (clock.updates % period == 0).to(source.data.dtype)
+    # A share of 1 copies bit for bit, one of 0 changes nothing.
+    polyak(target, source, due if tau == 1 else due * tau)

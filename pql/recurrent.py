@@ -24,6 +24,7 @@ from pql.feedback import GROUP
 from pql.frames import deepest
 from pql.nets import Flat, seeded
 from pql.normalize import Normalizer
+from pql.optim import Clock
 from pql.qnets import RecurrentQNetwork
 from pql.replay import Cursor
 from pql.schedule import Counts
@@ -140,7 +141,7 @@ def value_role(
         sequences, wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, algo.dqn.huber,
         own.eta, partial(r2d2.targets, epsilon=own.rescale) if told(config) else None,
     )  # fmt: skip
-    state = dqn.ValueState(flat, target, make_optimizer(config, flat), dqn.Clock(device), ranked)
+    state = dqn.ValueState(flat, target, make_optimizer(config, flat), Clock(device), ranked)
     settings = r2d2.Settings(
         own.burn_in, algo.dqn.double, algo.dqn.huber, own.rescale, own.eta, target_updates(config, counts)
     )

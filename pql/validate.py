@@ -53,6 +53,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.critic.ensemble": (1, 100, True),
     "algo.critic.atoms": (2, 1001, True),
     "algo.critic.tau": (0, 1, False),
+    "algo.critic.target_every": (1, 10**6, True),
     "algo.policy.tau": (0, 1, False),
     "algo.policy.saturation_penalty": (0, 1e3, True),
     **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {

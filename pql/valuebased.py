@@ -25,7 +25,7 @@ from pql.epsilon import TOLD, Epsilon, EpsilonActor
 from pql.errors import ConfigError
 from pql.nets import Flat, seeded
 from pql.normalize import Normalizer
-from pql.optim import AdamW, Optimizer, RMSProp
+from pql.optim import AdamW, Clock, Optimizer, RMSProp
 from pql.priority import Prioritized
 from pql.qnets import QNetwork
 from pql.replay import Cursor, Replay
@@ -118,7 +118,7 @@ def value_role(config: Config, net: QNetwork, norm: Normalizer, ring: Replay, co
     algo, device = config.algo, ring.device
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = make_priorities(config, ring, counts)
-    state = dqn.ValueState(flat, target, make_optimizer(config, flat), dqn.Clock(device), ranked)
+    state = dqn.ValueState(flat, target, make_optimizer(config, flat), Clock(device), ranked)
     settings = dqn.Settings(algo.dqn.double, algo.dqn.huber, target_updates(config, counts))
     ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)

@@ -1,16 +1,20 @@
 """The updates of DDPG and SAC against the same step in float64 with layers written out, and what a mask means."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
+from conftest import go_on, small_config, start
 from oracles import AdamW as SlowAdamW
 from oracles import c51_projection, tanh_gaussian_log_prob
 from torch.nn import functional as F
 
 from pql.algos import ddpg, sac
+from pql.compose import compose
 from pql.nets import LOG_STD_MAX, LOG_STD_MIN, Critic, DeterministicPolicy, EnsembleLinear, Flat, GaussianPolicy
 from pql.optim import AdamW
+from pql.schedule import Inline
 from pql.types import Batch, ObsBatch
 
 B, D, P, A = 24, 4, 3, 2  # batch, features of "critic" and "policy", actions
@@ -226,6 +230,32 @@ def test_sac_value_update(atoms):
     moved = check_step(state.critic, metrics, "critic", plain, loss)
     check_polyak(state.target, target.values(), moved)
     assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
+
+
+def test_both_targets_move_with_the_delayed_policy_update(monkeypatch):
+    """TD3's order in a run: two critic updates, one of the policy, then one move of each target (its Algorithm 1)."""
+    seen = []
+
+    def spy(name, update):
+        def wrapped(state, *args):
+            net, before = state.critic if name == "v" else state.policy, state.target.data.detach().clone()
+            out = update(state, *args)
+            expected = before.lerp(net.data.detach(), 0.005)
+            after = state.target.data.detach()
+            moved = bool((expected != before).any()) and torch.equal(after, expected)
+            assert moved or torch.equal(after, before)
+            seen.append(name + ("+" if moved else ""))
+            return out
+
+        monkeypatch.setattr(ddpg, update.__name__, wrapped)
+
+    spy("v", ddpg.value_update)
+    spy("p", ddpg.policy_update)
+    algo = compose(["device=cpu", "algo=td3"]).algo
+    critic, policy = (dataclasses.replace(net, hidden=[8]) for net in (algo.critic, algo.policy))
+    algo = dataclasses.replace(algo, critic=critic, policy=policy, v_per_step=3.0, warmup_steps=4, batch_size=8)
+    go_on(start(dataclasses.replace(small_config(), algo=algo), Inline()), 3)
+    assert seen == ["v", "v+", "p+"] * 9
 
 
 def test_the_target_is_the_lower_of_the_ensemble():

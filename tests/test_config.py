@@ -64,6 +64,21 @@ def test_the_policy_that_sees_the_ball_is_kept_from_saturating():
     assert penalty("task=ballbalance") == penalty("task=ballbalance_pixels", "algo=sac") == 0
 
 
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
+def test_td3_is_as_published_at_every_scale(scale):
+    algo = compose(["device=cpu", "algo=td3", f"scale={scale}"]).algo
+    assert (algo.critic.tau, algo.policy.tau, algo.policy.target) == (0.005, 0.005, True)
+    assert (algo.p_per_v, algo.critic.target_every) == (0.5, 2)
+    assert (algo.n_step, algo.smoothing, algo.smoothing_clip, algo.policy.reduce) == (1, 0.2, 0.5, "first")
+    assert (algo.explore.kind, algo.explore.low, algo.critic.ensemble) == ("fixed", 0.1, 2)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "dqn", "r2d2", "pqn"])
+def test_a_target_that_an_algorithm_has_not_is_not_delayed(algo):
+    task = "task=hopper" if algo == "ppo" else "task=cartpole"
+    assert f"algo={algo} does not read it" in refusal(f"algo={algo}", task, "algo.critic.target_every=2")
+
+
 def test_the_categorical_support_holds_good_returns_of_the_mujoco_tasks():
     """A mean reward of 10 a step (HalfCheetah near 10,000) must stay inside the support."""
     config = compose(["device=cpu", "algo=pql_d", "task=halfcheetah"])

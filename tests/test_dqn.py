@@ -10,7 +10,7 @@ from oracles import c51_projection, huber, kl_divergence, q_target
 
 from pql.algos import dqn
 from pql.nets import Flat
-from pql.optim import AdamW
+from pql.optim import AdamW, Clock
 from pql.qnets import QNetwork, redraw_noise
 from pql.types import Batch
 
@@ -49,7 +49,7 @@ def state_of(variant, priorities=None):
     kwargs = {k: v for k, v in variant.items() if k in ("atoms", "dueling", "noisy", "shared_grad")}
     flat = Flat(network(0, **kwargs), trained=True)
     optimizer = AdamW(flat, **OPTIMIZER)
-    return dqn.ValueState(flat, Flat(network(1, **kwargs)), optimizer, dqn.Clock(torch.device("cpu")), priorities)
+    return dqn.ValueState(flat, Flat(network(1, **kwargs)), optimizer, Clock(torch.device("cpu")), priorities)
 
 
 def settings_of(variant, period=1000):

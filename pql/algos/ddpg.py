@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from pql.dist import lower_mean, project
 from pql.nets import Critic, Flat
-from pql.optim import AdamW, polyak
+from pql.optim import AdamW, Clock, follow, polyak
 from pql.types import Batch, Metrics, Obs, ObsBatch
 from pql.worker import State
 
@@ -27,6 +27,8 @@ class ValueState(State):
     smoothing: float = 0.0  # standard deviation of the target action's noise
     smoothing_clip: float = 0.0
     atoms: Tensor | None = None
+    target_every: int = 1  # updates between moves of the target
+    clock: Clock | None = None  # None: it moves with each
 
 
 @dataclass
@@ -67,7 +69,7 @@ def value_update(state: ValueState, inputs: ValueInputs, batch: Batch, gen: Gene
 
 
 def critic_step(state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None) -> Metrics:
-    """Regress every critic of the ensemble on one shared target, then move the target network.
+    """Regress every critic of the ensemble on one shared target, then move the target network where it is due.
 
     Args:
         next_action: [B, A] at ``batch.next_obs``.
@@ -80,7 +82,10 @@ def critic_step(state: ValueState, batch: Batch, next_action: Tensor, bonus: Ten
     state.optimizer.zero_grad()
     total.backward()
     norm = state.optimizer.step(mask=batch.mask)
-    polyak(state.target, state.critic, state.tau)
+    if state.clock is None:
+        polyak(state.target, state.critic, state.tau)
+    else:
+        follow(state.target, state.critic, state.clock, state.target_every, state.tau)
     return {"loss/critic": total.detach(), "value/q": (q * share).sum(), "grad_norm/critic": norm}
 
 

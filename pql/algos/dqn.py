@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from pql.algos.ddpg import loss_share
 from pql.dist import project
 from pql.nets import Flat
-from pql.optim import Optimizer, polyak
+from pql.optim import Clock, Optimizer, follow
 from pql.priority import Ranked
 from pql.qnets import QNetwork, redraw_noise
 from pql.types import Batch, Metrics
@@ -27,19 +27,6 @@ class Settings:
     double: bool
     huber: float | None
     target_period: int  # updates between copies to the target network
-
-
-class Clock:
-    """Updates so far, on the device: it says when the target network is due."""
-
-    def __init__(self, device: torch.device):
-        self.updates = torch.zeros((), dtype=torch.int64, device=device)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.updates.copy_(state["updates"])
 
 
 @dataclass
@@ -69,7 +56,7 @@ def update(state: ValueState, inputs: Settings, batch: Batch, gen: Generator) ->
     state.optimizer.zero_grad()
     total.backward()
     norm = state.optimizer.step(mask=batch.mask)
-    follow(state, inputs.target_period)
+    follow(state.target, state.q, state.clock, inputs.target_period)
     if state.priorities is not None:
         state.priorities.update(batch.index, error, batch.mask)
     share = loss_share(batch.mask, torch.ones_like(batch.weight))
@@ -128,11 +115,3 @@ def huber(error: Tensor, delta: float | None) -> Tensor:
     size = error.abs()
     inside = size.clamp(max=delta)
     return inside * (size - 0.5 * inside)
-
-
-@torch.no_grad()
-def follow(state: ValueState, period: int) -> None:
-    """Count the update, and copy the network to its target after every ``period``-th, without a branch."""
-    state.clock.updates += 1
-    due = (state.clock.updates % period == 0).to(state.q.data.dtype)
-    polyak(state.target, state.q, due)  # a share of 1 copies bit for bit, one of 0 changes nothing
