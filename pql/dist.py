@@ -19,19 +19,19 @@ def project(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
     goes to the ends.
 
     Args:
-        support: [B, Z'] where the mass sits.
+        support: [B, Z'] where the mass sits, ascending in each row (as r + discount * z is).
         probs: [B, Z'] how much.
         atoms: [Z] the fixed support.
     Returns:
         [B, Z] probabilities with the same total mass.
     """
+    # A CUDA scatter adds in any order, so that its bits differ from run to run.
+    return (_project_scatter if support.device.type == "cpu" else _project_sums)(support, probs, atoms)
+
+
+def _project_scatter(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
     size = atoms.shape[0]
     position = ((support - atoms[0]) / (atoms[1] - atoms[0])).clamp_(0, size - 1)  # in units of atoms
-    # Atomic adds make a CUDA scatter depend on their order; the kernel form does not, and there the waste is cheap.
-    return (_project_scatter if support.device.type == "cpu" else _project_kernel)(position, probs, size)
-
-
-def _project_scatter(position: Tensor, probs: Tensor, size: int) -> Tensor:
     lower = position.floor()
     upper_share = probs * (position - lower)
     index = lower.to(torch.int64)
@@ -40,11 +40,21 @@ def _project_scatter(position: Tensor, probs: Tensor, size: int) -> Tensor:
     return out.scatter_add_(1, (index + 1).clamp_(max=size - 1), upper_share)
 
 
-def _project_kernel(position: Tensor, probs: Tensor, size: int) -> Tensor:
-    """The same as a product with triangular weights max(0, 1 - |distance|), [B, Z', Z]."""
-    grid = torch.arange(size, device=position.device, dtype=position.dtype)
-    negated = (position.unsqueeze(-1) - grid).abs_().sub_(1).clamp_(max=0)
-    return torch.bmm(probs.neg().unsqueeze(1), negated).squeeze(1)
+def _project_sums(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
+    """The same by gathers from running sums, so in a fixed order, and without a product that TF32 would round.
+
+    An atom's share, sum_j p_j max(0, 1 - |x_j - k|), is the second difference at k of the ramp
+    R(k) = sum_j p_j max(0, k - x_j) = k sum_{x_j <= k} p_j - sum_{x_j <= k} p_j x_j. In float64, as ramps are up to Z
+    times as large as their differences.
+    """
+    size, fixed = atoms.shape[0], atoms.double()
+    position = ((support.double() - fixed[0]) / ((fixed[-1] - fixed[0]) / (size - 1))).clamp_(0, size - 1)
+    mass = probs.double()
+    sums = F.pad(torch.stack((mass, mass * position)).cumsum(-1), (1, 0))  # [2, B, 1 + Z']
+    grid = torch.arange(-1, size + 1, dtype=torch.float64, device=atoms.device).repeat(len(probs), 1)  # [B, Z + 2]
+    below = torch.searchsorted(position, grid, right=True)
+    mass_below, moment_below = sums.gather(-1, below.expand(2, -1, -1))
+    return (grid * mass_below - moment_below).diff(n=2).clamp_(min=0).to(probs.dtype)
 
 
 def lower_mean(probs: Tensor, atoms: Tensor) -> Tensor:

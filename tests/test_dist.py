@@ -1,13 +1,13 @@
 """Distributions against numbers worked out by hand, slow oracles and their own samples."""
 
 import math
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import c51_projection, chi_square_fits, tanh_gaussian_log_prob
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pql import dist
 from pql.dist import Categorical, DiagGaussian, lower_mean, project, squashed_gaussian
@@ -15,11 +15,10 @@ from pql.dist import Categorical, DiagGaussian, lower_mean, project, squashed_ga
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
-def both_forms(support, probs, atoms):
-    """The projection in the form that the CPU runs and in the one that CUDA runs."""
-    with mock.patch.object(dist, "_project_scatter", dist._project_kernel):
-        other = project(support, probs, atoms)
-    return project(support, probs, atoms), other
+# The projection in the form that the CPU runs and in the one that CUDA runs, and how near each is to the oracle: the
+# former computes positions in float32.
+FORMS = {"cpu": (project, 2e-4), "cuda": (dist._project_sums, 1e-6)}
+EVERY_FORM = pytest.mark.parametrize("form", FORMS)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,8 @@ def both_forms(support, probs, atoms):
 )
 def test_projection_of_known_distributions(atoms, support, probs, want):
     row = [torch.tensor([x], dtype=torch.float32) for x in (support, probs)]
-    for out in both_forms(*row, torch.tensor(atoms).float()):
+    for form, _ in FORMS.values():
+        out = form(*row, torch.tensor(atoms).float())
         torch.testing.assert_close(out, torch.tensor([want], dtype=torch.float32), rtol=0, atol=1e-6)
     assert c51_projection(support, probs, atoms) == pytest.approx(want, abs=1e-12)
 
@@ -43,29 +43,74 @@ def distributions(draw):
     atoms, low = draw(st.integers(2, 51)), draw(st.floats(-50, 50))
     high = low + draw(st.floats(0.5, 100))
     count = draw(st.integers(1, 51))
-    support = draw(st.lists(st.floats(-300, 300, width=32), min_size=count, max_size=count))
+    size = draw(st.sampled_from([300.0, 2.0**30]))
+    support = sorted(draw(st.lists(st.floats(-size, size, width=32), min_size=count, max_size=count)))
     weights = draw(st.lists(st.floats(0.0, 1.0, width=32), min_size=count, max_size=count))
     weights = [w + 1e-3 for w in weights]
     return torch.linspace(low, high, atoms), support, [w / sum(weights) for w in weights]
 
 
+@EVERY_FORM
 @QUICK
 @given(case=distributions())
-def test_projection_keeps_the_mass_and_equals_the_loop(case):
+def test_projection_keeps_the_mass_and_equals_the_loop(form, case):
     atoms, support, probs = case
-    for out in both_forms(torch.tensor([support]), torch.tensor([probs]), atoms):
-        assert out.shape == (1, len(atoms))
-        assert out.min() >= 0
-        assert out.sum().item() == pytest.approx(1, abs=1e-5)
-        assert out[0].tolist() == pytest.approx(c51_projection(support, probs, atoms.tolist()), abs=2e-4)
+    (projected, tolerance), rows = FORMS[form], torch.tensor([probs])
+    out = projected(torch.tensor([support]), rows, atoms)
+    assert out.shape == (1, len(atoms))
+    assert out.min() >= 0
+    assert out.double().sum().item() == pytest.approx(rows.double().sum().item(), abs=1e-6)
+    assert out[0].tolist() == pytest.approx(c51_projection(support, probs, atoms.tolist()), abs=tolerance)
+
+
+@EVERY_FORM
+def test_projection_of_extreme_rewards_and_of_ends(form):
+    """r + discount z for rewards far outside of the support, on its atoms, and where episodes end (discount 0)."""
+    projected, tolerance = FORMS[form]
+    atoms = torch.linspace(-10, 10, 51)
+    gen = torch.Generator().manual_seed(3)
+    probs = (4 * torch.randn(9, 51, generator=gen)).softmax(-1)
+    reward = torch.tensor([0.0, 1e9, -1e9, 10.0, -10.0, 0.3, 0.0, 3.1e38, -3.1e38]).unsqueeze(1)
+    discount = torch.tensor([0.0, 0.99, 0.99, 0.99, 0.0, 1e-6, 1.0, 1.0, 1.0]).unsqueeze(1)
+    support = reward + discount * atoms
+    out = projected(support, probs, atoms)
+    torch.testing.assert_close(out.double().sum(-1), probs.double().sum(-1), rtol=0, atol=1e-6)
+    for row in range(9):
+        want = c51_projection(support[row].tolist(), probs[row].tolist(), atoms.tolist())
+        assert out[row].tolist() == pytest.approx(want, abs=tolerance)
+    assert [out[i, k].item() for i, k in ((0, 25), (1, 50), (2, 0), (4, 0))] == pytest.approx([1.0] * 4, abs=tolerance)
+
+
+def test_projection_on_cuda_has_no_product_of_matrices_and_nothing_larger_than_its_sums():
+    """Nothing for TF32 to round, nothing that is added up in any order, and no [B, Z, Z] in memory."""
+
+    class Watch(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names, self.bytes = set(), 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.names.add(func.overloadpacket.__name__)
+            self.bytes = max(self.bytes, out.untyped_storage().nbytes())
+            return out
+
+    batch, size = 64, 51
+    probs = torch.full((batch, size), 1 / size)
+    with Watch() as seen:
+        dist._project_sums(torch.linspace(-9, 11, size).repeat(batch, 1), probs, torch.linspace(-10, 10, size))
+    assert not seen.names & {"mm", "bmm", "addmm", "baddbmm", "mv", "scatter_add", "scatter_add_", "index_add_"}
+    assert "cumsum" in seen.names
+    assert seen.bytes <= 2 * batch * (size + 2) * 8
 
 
 def test_projection_keeps_the_mean_inside_the_support():
     gen = torch.Generator().manual_seed(0)
     atoms = torch.linspace(-10, 10, 51)
-    support = torch.rand(64, 51, generator=gen) * 18 - 9
+    support = (torch.rand(64, 51, generator=gen) * 18 - 9).sort(-1).values
     probs = torch.rand(64, 51, generator=gen).softmax(-1)
-    for out in both_forms(support, probs, atoms):
+    for form, _ in FORMS.values():
+        out = form(support, probs, atoms)
         torch.testing.assert_close(out @ atoms, (support * probs).sum(-1), rtol=0, atol=1e-4)
         torch.testing.assert_close(out.sum(-1), torch.ones(64), rtol=0, atol=1e-5)
 
