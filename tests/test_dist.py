@@ -92,7 +92,8 @@ def test_projection_on_cuda_has_no_product_of_matrices_and_nothing_larger_than_i
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             self.names.add(func.overloadpacket.__name__)
-            self.bytes = max(self.bytes, out.untyped_storage().nbytes())
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
             return out
 
     batch, size = 64, 51
