@@ -20,6 +20,7 @@ from pql.validate import corrected, resolve_device, validate
 
 BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
+ALGORITHMS = "algorithms"  # in a scale's file: those that it is for, where not all
 ATARI = ("atari", "pong")  # tasks that come in its protocols
 FREE = ("task.kwargs.", "task.remote.")  # below these any name is a simulator's to know
 SEVERAL = " (pql train -m takes several)"
@@ -141,6 +142,19 @@ def in_words(key: str, value: Any) -> str:
     raise ConfigError(key, value, "null, true, false, a number, text, a list or a dict")
 
 
+@lru_cache
+def _algorithms_of(scale: str) -> list[str] | None:
+    """The algorithms that a scale is for; None: all."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(files("pql.cfg").joinpath("scale", f"{scale}.yaml").read_text()).get(ALGORITHMS)
+
+
+def scales(algo: str) -> list[str]:
+    """The scales that there are for an algorithm."""
+    return [name for name in options("scale") if algo in (_algorithms_of(name) or [algo])]
+
+
 def hint_of(name: str) -> Any:
     """The declared type of a dotted setting."""
     hint: Any = Config
@@ -170,6 +184,10 @@ def compose(overrides: Sequence[str]) -> Config:
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
     chosen = {"scale": "cpu" if device == "cpu" else "gpu", **presets}
+    algo, scale = chosen.get("algo", Config().algo.name), chosen["scale"]
+    if scale not in scales(algo):
+        allowed = f"one of {', '.join(scales(algo))} with algo={algo}{nearest(scale, scales(algo))}"
+        raise ConfigError("scale", scale, f"{allowed}; it is for {', '.join(_algorithms_of(scale) or ())}")
     if chosen.get("task") in ATARI:
         chosen.setdefault("atari", "paper")
     elif "atari" in chosen:
@@ -317,11 +335,15 @@ def _load_presets(presets: tuple[tuple[str, str], ...]) -> Any:
     from hydra import initialize_config_module
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
 
     ConfigStore.instance().store(name="schema", node=to_dict(Config()))
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # a program of yours may use Hydra too
     try:
         with initialize_config_module("pql.cfg", version_base="1.3"):
-            return hydra_compose("train", overrides=[f"{k}={v}" for k, v in presets])
+            raw = hydra_compose("train", overrides=[f"{k}={v}" for k, v in presets])
     finally:
         GlobalHydra.instance().hydra = outer
+    OmegaConf.set_struct(raw, False)
+    raw.pop(ALGORITHMS, None)  # no setting: compose has looked at it
+    return raw

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from run_files import words
 
-from pql.compose import GROUPS, compose, hint_of, options, parse_word, resume_config
+from pql.compose import GROUPS, compose, hint_of, options, parse_word, resume_config, scales
 from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest
 from pql.rundir import create
@@ -219,11 +219,45 @@ def test_the_scale_follows_the_device(monkeypatch):
     assert None not in (large.budget.seconds, small.budget.seconds)  # every scale ends by itself
 
 
+ON_POLICY = ("a2c", "a3c", "appo", "appo_replicas", "impala", "ppo", "pqn")
+
+
 @pytest.mark.parametrize("algo", options("algo"))
 def test_every_algorithm_composes_at_every_scale(algo):
-    for scale in options("scale"):
+    assert {"cpu", "gpu"} <= {*scales(algo)}
+    for scale in scales(algo):
         config = compose(["device=cpu", f"algo={algo}", f"scale={scale}"])
         assert config.algo.name == algo
+        assert (config.algo.family in ("ppo", "impala", "pqn")) == (algo in ON_POLICY)
+
+
+@pytest.mark.parametrize("scale", [s for s in options("scale") if s.startswith("ppo_")])
+def test_a_scale_is_refused_to_algorithms_that_it_is_not_for(scale):
+    takes = [algo for algo in options("algo") if scale in scales(algo)]
+    assert takes == ["appo", "appo_replicas", "ppo"]
+    for algo in ("pql", "a2c", "impala"):
+        wanted = f"scale={scale}: expected one of cpu, gpu with algo={algo}; it is for ppo, appo, appo_replicas"
+        assert refusal(f"algo={algo}", f"scale={scale}") == wanted
+    assert refusal(f"scale={scale}").startswith(f"scale={scale}: expected one of cpu, gpu with algo=pql")
+
+
+@pytest.mark.parametrize("algo", ON_POLICY)
+def test_an_on_policy_algorithm_acts_randomly_no_longer_than_statistics_need(algo):
+    """The off-policy warm-up fills a replay, which these have not."""
+    for scale in scales(algo):
+        config = compose(["device=cpu", f"algo={algo}", f"scale={scale}"])
+        assert config.algo.warmup_steps == (0 if algo == "pqn" else 16)
+    words = ["task=cartpole"] if algo == "pqn" else ["task=halfcheetah"]
+    config = compose(["device=cpu", f"algo={algo}", *words, "budget.env_steps=20000"])
+    assert config.algo.warmup_steps * config.num_envs <= 4096
+
+
+def test_off_policy_algorithms_keep_the_random_steps_that_fill_their_replay():
+    for algo in ("pql", "ddpg", "td3", "sac", "pql_d", "pql_sac"):
+        assert [compose(["device=cpu", f"algo={algo}", f"scale={s}"]).algo.warmup_steps for s in ("cpu", "gpu")] == [
+            300,
+            32,
+        ]
 
 
 @pytest.mark.parametrize("task", [t for t in options("task") if t != "env"])
