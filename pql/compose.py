@@ -147,7 +147,8 @@ def _algorithms_of(scale: str) -> list[str] | None:
     """The algorithms that a scale is for; None: all."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.create(files("pql.cfg").joinpath("scale", f"{scale}.yaml").read_text()).get(ALGORITHMS)
+    raw = OmegaConf.create(files("pql.cfg").joinpath("scale", f"{scale}.yaml").read_text())
+    return typing.cast(Mapping[str, list[str]], raw).get(ALGORITHMS)
 
 
 def scales(algo: str) -> list[str]:

@@ -11,7 +11,8 @@ import torch
 from torch import Generator, Tensor
 
 from pql.algos.ddpg import loss_share
-from pql.algos.dqn import ValueState, follow, huber
+from pql.algos.dqn import ValueState, huber
+from pql.optim import follow
 from pql.qnets import RecurrentQNetwork
 from pql.sequences import Sequence, mixed
 from pql.types import Metrics
@@ -44,7 +45,7 @@ def update(state: ValueState, inputs: Settings, batch: Sequence, gen: Generator)
     state.optimizer.zero_grad()
     total.backward()
     norm = state.optimizer.step(mask=batch.mask)
-    follow(state, inputs.target_period)
+    follow(state.target, state.q, state.clock, inputs.target_period)
     error, q = error.detach(), q.detach()
     assert state.priorities is not None
     state.priorities.update(batch.index, mixed(error, batch.mask, inputs.eta), batch.mask.amax(0))
