@@ -166,7 +166,8 @@ class BallBalance(Task):
 
 class BallBalancePixels(BallBalance):
     """Ball Balance from pictures: ``policy`` sees the newest 4 of one frame a step, grey, 84 x 84 (:mod:`.raster`);
-    ``critic``, which is there in training alone, sees the state."""
+    ``critic``, which is there in training alone, sees the state. The view is this library's own, not the PQL paper's;
+    the ball is in it when an episode begins."""
 
     name = "ballbalance_pixels"
     outputs = ("sensordata", "xpos", "xquat")

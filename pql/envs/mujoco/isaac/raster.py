@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 SIZE = 84
-WIDTH = 1.6  # metres that a picture shows
-MIDDLE = 0.5  # what is in its middle, metres along the view's upward axis
+WIDTH = 2.3  # metres that a picture shows: from the feet to the highest start of the ball
+MIDDLE = 0.9  # what is in its middle, metres along the view's upward axis
 ELEVATION = math.radians(35)
 NIGHT, LEG, SHADE, TRAY, BALL = 40.0, 100.0, 90.0, 160.0, 255.0  # brightness
 
