@@ -19,6 +19,7 @@ from pql.errors import ConfigError
 ROBOT_OF = {
     "anymal": "anymal_c", "go1_velocity": "go1", "g1_velocity": "g1",
     "shadow_hand": "shadow_hand", "shadow_hand_openai": "shadow_hand", "allegro_hand": "allegro_hand",
+    "dclaw": "dclaw",
     "franka_cube_stack": "panda", "franka_cube_stack_torque": "panda",
 }  # fmt: skip
 """Tasks whose robot is a file of somebody's package."""

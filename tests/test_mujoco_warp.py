@@ -42,7 +42,7 @@ PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
 ODD = {"shadow_hand": 0.4, "shadow_hand_openai": 0.4}
 # in these, fewer than a tenth of random episodes end within 40 steps; in the others more do within LIMIT, or 40
 LASTING = ("halfcheetah", "humanoidstandup", "swimmer", "reacher", "pusher", "shadow_hand", "shadow_hand_openai",
-           "franka_cube_stack", "franka_cube_stack_torque")  # fmt: skip
+           "franka_cube_stack", "franka_cube_stack_torque", "dclaw")  # fmt: skip
 LIMIT = {"ballbalance": 80, "g1_velocity": 80, "go1_velocity": 160, "anymal": 160, "isaac_ant": 160}
 ROBOTS = ["halfcheetah", "hopper", *(task(name, pytest.mark.slow) for name in (*SLOW, *PAPER, *ROBOT_OF))]
 

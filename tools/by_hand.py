@@ -141,12 +141,13 @@ BY_HAND: dict[str, dict[str, Callable[[VecEnv], Play]]] = {
     "shadow_hand": {"holding": hold},
     "shadow_hand_openai": {"holding": hold},
     "allegro_hand": {"holding": hold},
+    "dclaw": {"holding still": still},
 }
-"""Policies by hand by task, and by name."""
+"""Scripted policies by task, and by name."""
 
 
 def rows(task: str, episodes: int) -> list[dict[str, Any]]:
-    """A row for random actions and for each policy by hand: returns, lengths and, where the task logs it, success."""
+    """A row for random actions and for each scripted policy: returns, lengths and, where the task logs it, success."""
     out: list[dict[str, Any]] = []
     for name, make in {"random actions": chance, **BY_HAND.get(task, {})}.items():
         env = make_env(task, episodes, "cpu")

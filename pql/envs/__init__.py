@@ -38,6 +38,7 @@ BUILTIN = {
     "shadow_hand_full_no_vel": "pql.envs.mujoco:shadow_hand_full_no_vel",
     "shadow_hand_openai": "pql.envs.mujoco:shadow_hand_openai",
     "allegro_hand": "pql.envs.mujoco:allegro_hand",
+    "dclaw": "pql.envs.mujoco:dclaw",
     "franka_cube_stack": "pql.envs.mujoco:franka_cube_stack",
     "franka_cube_stack_torque": "pql.envs.mujoco:franka_cube_stack_torque",
     "atari": "pql.envs.atari:AtariVec",

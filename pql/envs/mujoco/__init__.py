@@ -18,6 +18,7 @@ from pql.envs.mujoco.isaac import allegro_hand as allegro_hands
 from pql.envs.mujoco.isaac import ant as isaac_ants
 from pql.envs.mujoco.isaac import anymal as anymals
 from pql.envs.mujoco.isaac import ball, franka, shadow_openai
+from pql.envs.mujoco.isaac import dclaw as dclaws
 from pql.envs.mujoco.isaac import humanoid as isaac_humanoids
 from pql.envs.mujoco.isaac import shadow_hand as shadow_hands
 from pql.envs.mujoco.randomize import Randomize
@@ -157,6 +158,7 @@ shadow_hand_full = Maker(shadow_hands.ShadowHandFull)
 shadow_hand_full_no_vel = Maker(shadow_hands.ShadowHandFullNoVel)
 shadow_hand_openai = Maker(shadow_openai.ShadowHandOpenAI)
 allegro_hand = Maker(allegro_hands.AllegroHand)
+dclaw = Maker(dclaws.DClaw)
 franka_cube_stack = Maker(franka.FrankaCubeStack)
 franka_cube_stack_torque = Maker(franka.FrankaCubeStackTorque)
 

@@ -24,6 +24,7 @@ ROBOTS = {
     "g1": Model("mjlab", "asset_zoo/robots/unitree_g1/xmls/g1.xml", "mjlab>=1.6,<2"),
     "shadow_hand": Model("gymnasium_robotics", "envs/assets/hand/manipulate_block.xml", "gymnasium-robotics>=1.4.2,<2"),
     "allegro_hand": Model("mani_skill", "assets/robots/allegro/allegro_hand_right.urdf", "mani-skill>=3.0.1,<4"),
+    "dclaw": Model("robel", "robel-scenes/dclaw/assets/chain3xh.xml", "robel>=0.1.2,<0.2"),
     "panda": Model("genesis", "assets/xml/franka_emika_panda/panda.xml", "genesis-world>=1.4.5,<2"),
 }  # fmt: skip
 

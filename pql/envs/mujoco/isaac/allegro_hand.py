@@ -2,7 +2,8 @@
 
 The task of Isaac Gym's environments (Makoviychuk et al. 2021). The hand is the one of the mani-skill package, with the
 place, the joints' ranges and the motors of Isaac's; links have the same lengths, but for a thumb that is 2 mm longer.
-What is different from Isaac's is in :mod:`.reorient`; also, links are the package's boxes and fingertips capsules, all
+What is different from Isaac's is in :mod:`.reorient`; also, the last links and fingertips have other masses (middle
+finger: .0388 and .0096 kg; there, .0096 and .021), links are the package's boxes and fingertips capsules, all
 of which touch the cube, but of one another only the fingertips do, without friction (there, convex hulls, longer
 fingertips, and contacts of all; boxes on boxes as light as these diverge in single precision); joints have no friction
 (there, a hundredth of the force on them) and no limit of speed (there, 6.3 rad/s); eight physics steps of 4.2 ms an env
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
-from pql.envs.mujoco.isaac.reorient import DISPLAYED, Reorient, look
+from pql.envs.mujoco.isaac.reorient import Reorient, furnish, look
 from pql.envs.mujoco.robots import model_file
 from pql.envs.mujoco.task import Memory
 
@@ -70,7 +71,7 @@ class AllegroHand(Reorient):
             spec.delete(mesh)
         for joint, limits in zip(spec.joints, RANGES, strict=True):
             _drive(spec, joint, limits)
-        _scene(spec, cls.place)
+        furnish(spec, cls.place, HALF, DENSITY)
         look(spec, cls.place)
         return spec
 
@@ -87,28 +88,3 @@ def _drive(spec: mujoco.MjSpec, joint: mujoco.MjsJoint, limits: tuple[float, flo
         ctrlrange=limits, ctrllimited=True, forcerange=[-EFFORT, EFFORT], forcelimited=True,
     )  # fmt: skip
     motor.set_to_position(kp=STIFFNESS, kv=DAMPING)
-
-
-def _scene(spec: mujoco.MjSpec, place: tuple[float, float, float]) -> None:
-    """The cube, what shows the goal, and for the eye a floor and a light."""
-    world = spec.worldbody
-    spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
-    world.add_light(pos=[0, 0, 2], dir=[0, 0, -1])
-    world.add_geom(
-        name="floor", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[1, 1, 0.1], rgba=[0.75, 0.78, 0.8, 1],
-        contype=0, conaffinity=0,
-    )  # fmt: skip
-    cube = world.add_body(name="object", pos=place)
-    cube.add_freejoint(name="object")
-    goal = world.add_body(name="goal", pos=[a + b for a, b in zip(place, DISPLAYED, strict=True)], mocap=True)
-    for body, touches in ((cube, 1), (goal, 0)):
-        body.add_geom(
-            type=mujoco.mjtGeom.mjGEOM_BOX, size=[HALF] * 3, density=DENSITY, friction=[1, 0.005, 0.001], condim=4,
-            contype=touches, conaffinity=touches, rgba=[0.9, 0.9, 0.9, 1],
-        )  # fmt: skip
-        for axis in range(3):  # a mark in red, green and blue, so that no two orientations look alike
-            mark = [float(axis == other) for other in range(3)]
-            size = [0.001 if axis == other else 0.7 * HALF for other in range(3)]
-            body.add_site(
-                type=mujoco.mjtGeom.mjGEOM_BOX, pos=[HALF * one for one in mark], size=size, rgba=[*mark, 1.0]
-            )

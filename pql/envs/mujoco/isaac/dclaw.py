@@ -1,0 +1,223 @@
+"""D'Claw, as far as it is known: four fingers of three motors, over a table, turn a cube to a given orientation.
+
+An approximation. The PQL paper's task came from dexenv (Chen et al. 2022, Visual Dexterity), whose robot and objects
+are a download of their own; its definition is followed here, on four copies of the finger of ROBEL's three-fingered
+D'Claw (Ahn et al. 2019, Apache 2.0), from the package ``robel``. Known differences: one cube of 6 cm (there, many
+shapes); a success ends the episode, and cube and fingers begin anew (there, the cube stays and the goal is drawn);
+nothing is randomised and nothing pushes the cube unless asked for; an episode has 119 steps and restarts in the step
+that ends it. Of links, the boxes and tips that are ROBEL's touch cube and table, and of one another the tips alone.
+Chosen here, for want of a source: where and how the four fingers stand (on a circle of ROBEL's radius, bent outwards at
+the middle joint), masses and damping (ROBEL's), the spread of start poses, fingers without weight, and the norms in
+the test for success.
+"""
+
+import copy
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import ClassVar
+
+import mujoco
+import torch
+from torch import Tensor
+
+from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.isaac.reorient import Reorient, angle_between, furnish, xyzw
+from pql.envs.mujoco.isaac.shadow_hand import MOTION, ORDER
+from pql.envs.mujoco.robots import model_file
+from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Verdict
+
+FINGERS = 4
+RADIUS, HEIGHT = 0.06, 0.25  # of the circle on which fingers stand, and of its plate above the table: metres
+STIFFNESS, DAMPING, EFFORT = (2.77, 3.56, 3.56), (0.274, 0.382, 0.382), 2.6  # of the joints of a finger, from the plate
+POSE = (0.0, -0.8, 1.1)  # where they begin, radians; outwards at the second joint, inwards at the third
+SPREAD = 0.1  # around it
+HALF, DENSITY = 0.03, 400.0  # of the cube
+CUBE, TABLE, LINK, TIP = 1, 2, 4, 8  # what touches what, as bits
+
+
+def _included(file: Path) -> list[ET.Element]:
+    """The elements of one of ROBEL's files, whose XML declaration comes after a comment: no parser takes it there."""
+    return list(ET.fromstring(file.read_text().partition("?>")[2]))
+
+
+def _finger(first: ET.Element, index: int) -> ET.Element:
+    """Copy ``index`` of ROBEL's first finger, in its place on the plate."""
+    finger, angle = copy.deepcopy(first), 2 * math.pi * index / FINGERS
+    for element in finger.iter():
+        if name := element.get("name"):
+            element.set("name", name.replace("FF", f"F{index}"))
+    finger.set("pos", f"{RADIUS * math.cos(angle)} {RADIUS * math.sin(angle)} 0.003")
+    finger.set("euler", f"0 0 {angle + math.pi / 2}")
+    return finger
+
+
+def _claw() -> mujoco.MjSpec:
+    """ROBEL's plate with four of its fingers, hanging above the origin."""
+    file = model_file("dclaw")
+    (plate,) = _included(file)
+    fingers = [body for body in plate.findall("body") if (body.get("name") or "").endswith("base")]
+    for finger in fingers:
+        plate.remove(finger)
+    plate.extend(_finger(fingers[0], index) for index in range(FINGERS))
+    plate.set("pos", f"0 0 {HEIGHT}")
+    root = ET.Element("mujoco", model="dclaw")
+    parts = _included(file.parent / "dependencies3xh.xml")
+    root.extend(part for part in parts if part.tag not in ("actuator", "sensor"))  # which are those of its fingers
+    ET.SubElement(root, "worldbody").append(plate)
+    spec = mujoco.MjSpec.from_string(ET.tostring(root, encoding="unicode"))
+    spec.meshdir = str(file.parent.parent)
+    return spec
+
+
+def _joint(finger: int, joint: int) -> str:
+    return f"F{finger}J1{joint}"
+
+
+class DClaw(Reorient):
+    """Observation (109): of 12 joints the position in its range and a fifth of the velocity; the cube's position,
+    orientation, velocity and a fifth of its angular velocity; the goal's orientation, and the rotation from it to the
+    cube's; of four fingertips position, orientation, velocity and angular velocity; the action. All within +-5, in the
+    world's frame, quaternions (x, y, z, w). Action (12): .8 of it and .2 of what was done in the step before, times
+    0.29 rad, is how far each joint's target lies from where the joint is.
+
+    reward = -(mean distance of fingertips and cube) + 1 / (a + .1) - 20 min(sum |torque x speed|, 10) + 800 on success
+    - 100 where the cube is 0.15 m or more from its place; a is the angle to the goal. Success: a <= .4, and joints,
+    cube and targets nearly at rest. Both ends end the episode.
+    """
+
+    name = "dclaw"
+    contacts = (24, 96)
+    obs_size = 109
+    action_size = 12
+    frame_skip = 20
+    dt = 0.08335
+    time_limit = 119
+    terms: ClassVar[tuple[str, ...]] = ("distance", "rotation", "energy", "bonus", "fall")
+    outputs = ("sensordata", "qfrc_actuator")
+    place = (0.0, 0.0, 0.12)
+    tolerance = 0.4
+    fall = 0.15
+    parts: ClassVar[tuple[str, ...]] = (
+        "joints", "joint_speeds", "pose", "motion", "goal_turn", "error", "fingertips", "action",
+    )  # fmt: skip
+    STRIDE: ClassVar[float] = 3.5 * 0.0833
+    SMOOTH: ClassVar[float] = 0.2
+    RATES: ClassVar[tuple[float, float, float]] = (0.25, 0.04, 0.5)  # of joints rad/s, of the cube m/s and rad/s
+
+    def __init__(self, robot: Robot):
+        super().__init__(robot)
+        self._pose = robot.tensor(POSE * FINGERS)
+        first = robot.model.sensor(f"F0tip {MOTION[0]}").adr[0]
+        order = torch.tensor(ORDER, device=robot.device)
+        self._tips = first + 13 * torch.arange(FINGERS, device=robot.device)[:, None] + order  # [4, 13] columns
+
+    @classmethod
+    def source(cls) -> mujoco.MjSpec:
+        spec = _claw()
+        for geom in spec.geoms:
+            touches = geom.type != mujoco.mjtGeom.mjGEOM_MESH
+            tip = geom.type == mujoco.mjtGeom.mjGEOM_CAPSULE
+            geom.contype, geom.conaffinity = (LINK | TIP * tip, TIP * tip) if touches else (0, 0)
+            geom.condim = 3
+            if not touches:
+                geom.mass = geom.density = 0  # for the eye alone; the shapes that touch have the masses
+        spec.compiler.inertiagrouprange = [0, 5]
+        for body in spec.bodies[1:]:
+            body.gravcomp = 1
+        for finger in range(FINGERS):
+            for joint in range(3):
+                _drive(spec, finger, joint)
+        furnish(spec, cls.place, HALF, DENSITY)
+        spec.geom("floor").contype, spec.geom("floor").conaffinity = TABLE, CUBE | LINK
+        cube = spec.body("object").geoms[0]
+        cube.contype, cube.conaffinity = CUBE, LINK
+        spec.stat.center, spec.stat.extent = [-0.03, 0.0, 0.12], 0.4
+        spec.visual.global_.azimuth, spec.visual.global_.elevation = 115.0, -20.0
+        return spec
+
+    @classmethod
+    def edit(cls, spec: mujoco.MjSpec) -> None:
+        super().edit(spec)
+        spec.option.impratio = 10.0  # else what fingers hold creeps
+        for finger in range(FINGERS):
+            for kind in MOTION:
+                spec.add_sensor(
+                    name=f"F{finger}tip {kind}", type=getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}"),
+                    objtype=mujoco.mjtObj.mjOBJ_SITE, objname=f"F{finger}tip",
+                )  # fmt: skip
+
+    # -- episodes -----------------------------------------------------------------------------------------------------
+
+    def start(self, count: int, draw: Draw) -> Start:
+        """Fingers near their pose, the cube between them; its orientation and the goal's uniform on the sphere."""
+        hand = self._pose + draw.uniform(-SPREAD, SPREAD, count, self.joints)
+        place = self._begin + draw.uniform(-0.01, 0.01, count, 3)
+        qpos = torch.cat((hand, place, _anyhow(count, draw)), 1)
+        still = hand.new_zeros(count, self.action_size)
+        memory = {"goal": _anyhow(count, draw), "action": still, "done": still}
+        return Start(qpos, self.robot.qvel0.repeat(count, 1), memory)
+
+    def goal(self, memory: Memory) -> Tensor:
+        return memory["goal"]
+
+    def track(self, fields: Fields) -> Memory:
+        return {"angles": fields["qpos"][:, : self.joints].clone()}
+
+    def control(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
+        stride = (1 - self.SMOOTH) * action + self.SMOOTH * memory["done"]
+        return (memory["angles"] + self.STRIDE * stride).clamp(self.low, self.high)
+
+    def done(self, fields: Fields, memory: Memory) -> Tensor:
+        """How far targets were set from joints in the step, of what an action can do: [N, 12] in -1..1."""
+        return ((fields["ctrl"] - memory["angles"]) / self.STRIDE).clamp(-1.0, 1.0)
+
+    def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
+        done = self.done(fields, memory)
+        # where a joint's limit cut the target off, the action that would have led there
+        action = ((done - self.SMOOTH * memory["done"]) / (1 - self.SMOOTH)).clamp(-1.0, 1.0)
+        return {"done": done, "action": action}
+
+    def judge(self, fields: Fields, memory: Memory) -> Verdict:
+        place, quat = self.cube(fields)
+        hand, speeds = slice(self.joints), fields["qvel"]
+        tips = fields["sensordata"][:, self._tips[:, :3]]  # [N, 4, 3]
+        angle = angle_between(quat, self.goal(memory))
+        power = (fields["qfrc_actuator"][:, hand] * speeds[:, hand]).abs().sum(1)
+        fell = torch.linalg.vector_norm(place - self.goal_place, dim=1) >= self.fall
+        solved = (angle <= self.tolerance) & self._rests(fields, memory)
+        terms = {
+            "distance": -torch.linalg.vector_norm(tips - place[:, None], dim=2).mean(1),
+            "rotation": 1 / (angle + 0.1),
+            "energy": -20 * power.clamp(max=10.0),
+            "bonus": 800 * solved.to(angle),
+            "fall": -100 * fell.to(angle),
+        }
+        return Verdict(terms, fell | solved, {"success": solved})
+
+    def _rests(self, fields: Fields, memory: Memory) -> Tensor:
+        """[N] bool; joints, cube and targets nearly do."""
+        j, speeds = self.joints, fields["qvel"]
+        parts = (speeds[:, :j], speeds[:, j : j + 3], speeds[:, j + 3 :], self.done(fields, memory))
+        rates = [torch.linalg.vector_norm(part, dim=1) for part in parts]
+        return torch.stack([rate <= most for rate, most in zip(rates, (*self.RATES, 1.0), strict=True)]).all(0)
+
+    def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
+        tips = fields["sensordata"][:, self._tips].flatten(1)
+        return {**super().measure(fields, memory), "goal_turn": xyzw(memory["goal"]), "fingertips": tips}
+
+
+def _anyhow(count: int, draw: Draw) -> Tensor:
+    """Orientations uniform on the sphere of unit quaternions: [count, 4]."""
+    return torch.nn.functional.normalize(draw.normal(1.0, count, 4), dim=1)
+
+
+def _drive(spec: mujoco.MjSpec, finger: int, joint: int) -> None:
+    """A motor that follows a target angle, without the damping that ROBEL gives the joint beside its own."""
+    hinge = spec.joint(_joint(finger, joint))
+    hinge.damping = [0, 0, 0]
+    motor = spec.add_actuator(
+        name=hinge.name, target=hinge.name, trntype=mujoco.mjtTrn.mjTRN_JOINT, ctrlrange=hinge.range,
+        ctrllimited=True, forcerange=[-EFFORT, EFFORT], forcelimited=True,
+    )  # fmt: skip
+    motor.set_to_position(kp=STIFFNESS[joint], kv=DAMPING[joint])
