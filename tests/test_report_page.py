@@ -156,15 +156,57 @@ def test_the_first_words_are_the_findings(page):
     assert findings(numbers)[1] == (
         "pendulum",
         "pql is ahead at 40 s, IQM 150 (100 to 200) over 2 runs; next a<b>& with 75 (50 to 100). "
-        "Their intervals overlap.",
+        "2 runs are too few for an interval that says which is better: use 5 seeds or more.",
     )
     slow = numbers["tasks"][1]["groups"][1]["score"]["iqm"]
     slow |= {"low": None, "high": None}  # one run against two
     assert findings(numbers)[1][1].endswith("next a<b>& with 75. A single run tells nothing about other seeds.")
     text = page.read_text()
     assert "<h1>pql and a&lt;b&gt;&amp; on hopper and pendulum</h1>" in text
-    assert "next a&lt;b&gt;&amp; with 75 (50 to 100). Their intervals overlap." in text
+    assert "next a&lt;b&gt;&amp; with 75 (50 to 100). 2 runs are too few" in text
     assert "8 runs · 2 algorithms · 2 tasks · compared at equal wall-clock time" in text
+
+
+@pytest.mark.parametrize(("runs", "low", "said"), [
+    (5, 120.0, "Their intervals do not overlap."), (5, 90.0, "Their intervals overlap."),
+    (4, 120.0, "4 runs are too few"),
+])  # fmt: skip
+def test_intervals_are_compared_from_five_runs_on(runs, low, said):
+    groups = [
+        {"label": label, "scores": [0.0] * runs, "score": {"iqm": {"value": value, "low": least, "high": most}}}
+        for label, value, least, most in (("a", 150.0, low, 180.0), ("b", 75.0, 50.0, 100.0))
+    ]
+    numbers = {"x": "seconds", "tasks": [{"task": "t", "groups": groups, "end": {"seconds": 40.0}}]}
+    assert said in findings(numbers)[0][1]
+
+
+def test_settings_stand_side_by_side_where_algorithms_differ(tmp_path):
+    for algo, rate in (("pql", 1e-3), ("ppo", 3e-4)):
+        for seed in (1, 2):
+            more = {"batch_size": 512} if algo == "pql" else {}
+            write_run(tmp_path / f"{algo}{seed}", [(1.0, 10, 0.0)], algo=algo, seed=seed, lr=rate, gamma=0.99, **more)
+    path, _ = write([str(tmp_path)], tmp_path / "out")
+    rows = [[" ".join(c.split()) for c in row] for row in Checked(path.read_text()).cells]
+    labels = next(row[1:] for row in rows if row and row[0] == "setting" and len(row) == 3)
+    told = {row[0]: dict(zip(labels, row[1:], strict=True)) for row in rows if len(row) == 3 and row[0] != "setting"}
+    assert told["algo.lr"] == {"pql": "0.001", "ppo": "0.0003"}
+    assert told["algo.batch_size"] == {"pql": "512", "ppo": "–"}
+    assert "algo.gamma" not in told
+    assert ["algo.gamma", "0.99"] in rows
+    assert not any(row and row[0] == "seed" for row in rows if len(row) < 5)
+
+
+def test_axes_have_labels_and_narrow_cells_their_columns_names(page):
+    text = page.read_text()
+    curves = [svg for svg in re.findall(r"<svg.*?</svg>", text, re.S) if "Return on" in svg[:400]]
+    assert len(curves) == 6
+    assert all(">return</text>" in svg for svg in curves)
+    for table in re.findall(r"<table>.*?</table>", text, re.S):
+        names = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', table)
+        for row in re.findall(r"<tr>(.*?)</tr>", table.split("</thead>")[1], re.S):
+            columns = re.findall(r'data-column="([^"]*)"', row)
+            assert columns == names[len(names) - len(columns) :]
+    assert "content: attr(data-column)" in text
 
 
 def test_a_narrow_screen_keeps_the_name_of_every_row(page):
@@ -228,6 +270,8 @@ def test_every_run_is_inside_its_picture():
     low, high = draw.rates(task, runs, ["a"], "env_steps_per_s").axes[0].get_xlim()
     assert low == 0
     assert 90 < high < 100
+    low, high = draw.rates(task, runs[:1], ["a"], "env_steps_per_s").axes[0].get_xlim()
+    assert (low, high) == (0, pytest.approx(5.25))  # all equal: the mark is not cut at the edge
 
 
 def test_labels_at_the_ends_do_not_touch():

@@ -55,7 +55,7 @@ def write(
     _make(folder)  # before the work, not after
     told = numbers.analyse(found, x, thresholds, notes)
     series = numbers.clean(numbers.series(found[0])) if single else None
-    parts = page.sections(told, series)
+    parts = page.sections(told, series, found)
     text = page.render(told, parts, found[0].settings if single else None, pql.__version__)
     pictures = {f"{p.name}.png": p.png for part in parts for p in part.pictures}
     for name in set(_pictures(folder)) - set(pictures):  # of an earlier page here, which this one replaces

@@ -77,7 +77,7 @@ def learning_curves(
     """IQM over runs with its band; every run behind it, thin."""
     drawn = [g for g in task["groups"] if g["curves"].get(axis, {}).get("x")]
     unit = axis.replace("_", " ") + shown({len(g["scores"]) for g in drawn})
-    fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", unit)
+    fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", unit, "return")
     ends: list[tuple[float, str, int]] = []
     for group in drawn:
         curve, look_of = group["curves"][axis], style(labels.index(group["label"]))
@@ -123,7 +123,7 @@ def overall_intervals(overall: Mapping[str, Any], labels: Sequence[str]) -> Figu
 
 def profiles(overall: Mapping[str, Any], task: Mapping[str, Any] | None, labels: Sequence[str]) -> Figure:
     """Performance profiles. Of a single ``task`` the axis shows its returns instead of shares of its range."""
-    fig, ax = panel("share of runs above a score", "return" if task else "normalised score")
+    fig, ax = panel("share of runs above a score", "return" if task else "normalised score", "share of runs")
     tau, ends = np.array(overall["tau"]), []
     x = tau if task is None else task["low"] + tau * (task["high"] - task["low"])
     for group in overall["groups"]:
@@ -150,15 +150,26 @@ def rates(task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Se
             middle = {"value": group["speed"][key], "low": None, "high": None}
             rows.append((group["label"], middle, [v for v in mine if v is not None]))
     interval_rows(ax, rows, labels)
-    ax.set_xlim(left=0)
+    most = max((v for _, middle, mine in rows for v in (middle["value"], *mine)), default=0.0)
+    ax.set_xlim(0, 1.05 * most or 1.0)  # equal speeds leave no margin of their own
     return fig
 
 
 def lines(
-    title: str, parts: Mapping[str, Mapping[str, Sequence[float]]], share: bool = False, zero: bool = False
+    title: str,
+    parts: Mapping[str, Mapping[str, Sequence[float]]],
+    share: bool = False,
+    zero: bool = False,
+    unit: str | None = None,
 ) -> Figure:
-    """Numbers of one run over its seconds, each labelled where it ends. ``share``: 0 to 100 %; ``zero``: from 0 on."""
-    fig, ax = panel(title, "seconds")
+    """Numbers of one run over its seconds, each labelled where it ends.
+
+    Args:
+        share: from 0 to 100 %.
+        zero: from 0 on.
+        unit: of the vertical axis; default: ``title``.
+    """
+    fig, ax = panel(title, "seconds", clip(title if unit is None else unit, 40))
     ends = []
     for i, (name, part) in enumerate(parts.items()):
         of = style(i)
@@ -183,12 +194,13 @@ def lines(
 # -- pieces ---------------------------------------------------------------------------------------------------------
 
 
-def panel(title: str, unit: str) -> tuple[Figure, Axes]:
-    """An empty picture: horizontal rules, few ticks."""
+def panel(title: str, unit: str, vertical: str = "") -> tuple[Figure, Axes]:
+    """An empty picture: horizontal rules, few ticks; ``unit`` and ``vertical`` label the two axes."""
     fig = Figure(figsize=SIZE, layout="constrained")
     ax = fig.add_subplot()
     ax.set_title("\n".join(textwrap.wrap(title, 46)))  # what fits beside the names at the curves' ends
     ax.set_xlabel(unit)
+    ax.set_ylabel(vertical)
     ax.grid(axis="y")
     ax.margins(x=0.02, y=0.08)
     ax.xaxis.set_major_locator(MaxNLocator(5))

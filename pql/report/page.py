@@ -8,9 +8,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from pql.errors import show
 from pql.report import draw, words
 from pql.report.numbers import UNITS
-from pql.report.runs import AXES
+from pql.report.runs import ASIDE, AXES, Run
 from pql.report.words import ABOUT, DASH, compact, num, percent, spoken
 
 Numbers = Mapping[str, Any]
@@ -58,8 +59,13 @@ class Section:
         return "".join(c if c.isalnum() else "-" for c in self.title.lower())
 
 
-def sections(numbers: Numbers, series: Mapping[str, Any] | None = None) -> list[Section]:
-    """All of a page. ``series``: one run's numbers over time, for a page about that run."""
+def sections(numbers: Numbers, series: Mapping[str, Any] | None = None, runs: Sequence[Run] = ()) -> list[Section]:
+    """All of a page.
+
+    Args:
+        series: one run's numbers over time, for a page about that run.
+        runs: those compared, for the table of their settings.
+    """
     with draw.look():
         out = [curves_section(numbers, series)]
         if len(numbers["runs"]) > 1:
@@ -68,6 +74,8 @@ def sections(numbers: Numbers, series: Mapping[str, Any] | None = None) -> list[
         if series:
             out.append(rest_section(series))
     out.append(runs_section(numbers))
+    if len(runs) > 1:
+        out.append(settings_section(runs, numbers["labels"]))
     return [s for s in out if s.pictures or s.tables]
 
 
@@ -101,11 +109,13 @@ def curves_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Sectio
             out.pictures.append(picture(f"score-{i}", figure, f"IQM on {task['task']}: {alt}."))
     if series and (part := series.get("eval/success")):
         alt = f"Success of evaluated episodes over time; at the end {percent(part['y'][-1])}."
-        figure = draw.lines("success of evaluated episodes", {"success": part}, share=True)
+        figure = draw.lines("success of evaluated episodes", {"success": part}, share=True, unit="success")
         out.pictures.append(picture("success", figure, alt))
     if series and (part := series.get("train/return_mean")):
         alt = f"Return of training episodes over time, with exploration noise; at the end {num(part['y'][-1])}."
-        out.pictures.append(picture("train", draw.lines("return of training episodes", {"train": part}), alt))
+        out.pictures.append(
+            picture("train", draw.lines("return of training episodes", {"train": part}, unit="return"), alt)
+        )
     return out
 
 
@@ -212,6 +222,27 @@ def runs_section(numbers: Numbers) -> Section:
     ends = [a.replace("_", " ") for a in AXES]
     heads = ["run", "task", "algorithm", "seed", *ends, "evaluations", "last return", "best return"]
     out.tables.append(Table("Every run of this page", heads, rows))
+    return out
+
+
+def settings_section(runs: Sequence[Run], labels: Sequence[str]) -> Section:
+    """The settings in which the algorithms of a page differ, side by side, and those that all runs share."""
+    values: dict[str, dict[str, list[str]]] = {}  # setting -> label -> its values, in order of appearance
+    for run in runs:
+        for name, value in run.settings.items():
+            if not name.startswith(ASIDE):
+                mine = values.setdefault(name, {}).setdefault(run.label, [])
+                mine += [show(value)] if show(value) not in mine else []
+    differing = {k: v for k, v in values.items() if len({str(v.get(name)) for name in labels}) > 1}
+    alike = {k: next(iter(v.values())) for k, v in values.items() if k not in differing}
+    out = Section("Settings", ABOUT["settings"], folded=len(differing) + len(alike) > 12)
+    if differing:
+        rows = [[Cell(k, left=True), *(Cell(", ".join(v.get(name, [DASH]))) for name in labels)]
+                for k, v in sorted(differing.items())]  # fmt: skip
+        out.tables.append(Table("Settings that differ", ["setting", *labels], rows))
+    if alike:
+        same = [[Cell(k, left=True), Cell(", ".join(v))] for k, v in sorted(alike.items())]
+        out.tables.append(Table("Settings of all algorithms", ["setting", "value"], same))
     return out
 
 

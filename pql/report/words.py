@@ -9,6 +9,7 @@ from pql.report.numbers import UNITS
 Numbers = Mapping[str, Any]
 DASH = "–"
 UNITS_SHORT = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+ENOUGH = 5  # runs; the bootstrap of fewer gives intervals that are far too narrow
 AXIS_WORDS = {"seconds": "wall-clock time", "env_steps": "environment steps", "updates": "gradient updates"}
 
 
@@ -113,6 +114,8 @@ def findings(numbers: Numbers) -> list[tuple[str, str]]:
         )
         if ours["low"] is None or theirs["high"] is None:
             text += "A single run tells nothing about other seeds."
+        elif (fewest := min(len(g["scores"]) for g in groups[:2])) < ENOUGH:
+            text += f"{fewest} runs are too few for an interval that says which is better: use {ENOUGH} seeds or more."
         else:
             text += "Their intervals overlap." if ours["low"] <= theirs["high"] else "Their intervals do not overlap."
         out.append((task["task"], text))
@@ -155,6 +158,10 @@ ABOUT = {
         "Medians over runs, whose strokes stand below; for lag, memory and dropped evaluations the largest. Ratios are "
         "counted, with the configured one below. Lag: ticks by which the acting policy trails the newest. Busy: share "
         "of the time that a worker was at work."
+    ),
+    "settings": (
+        "From each run's config.yaml. Where the runs of one algorithm differ, all their values are listed. Seeds and "
+        "directories are left out."
     ),
     "rest": "Everything else in metrics.jsonl.",
 }
