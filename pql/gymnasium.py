@@ -44,6 +44,7 @@ TASKS = {
     "ShadowHandFullNoVel": "shadow_hand_full_no_vel",
     "ShadowHandOpenAI": "shadow_hand_openai",
     "AllegroHand": "allegro_hand",
+    "DClaw": "dclaw",
     "Pendulum": "pendulum",
     "Cartpole": "cartpole",
     "CartpoleSwingup": "cartpole_swingup",
