@@ -16,6 +16,7 @@ from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Box, EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.explore import Exploration
+from pql.graph import Graph
 from pql.machine import (
     keep_freed_memory,
     make_executor,
@@ -61,7 +62,7 @@ def build(
     devices = [worker_devices(share, family.learners) for share in each]
     set_precision(config.placement)
     keep_freed_memory()
-    if config.cuda_graphs == "on" and any(d.type != "cuda" for d in devices[0].values()):
+    if config.cuda_graphs == "on" and not all(Graph.possible(d) for d in devices[0].values()):
         raise ConfigError("cuda_graphs", "on", "auto or off where a worker sits on the CPU")
     counts = family.counts(config)
     home, together = devices[0][family.learners[0]], all(d == devices[0] for d in devices)

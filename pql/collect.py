@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.blackbox import BlackBox
-from pql.env import Discrete, EnvSpec, VecEnv, check_answer
+from pql.env import Discrete, EnvSpec, VecEnv, check_answer, make_ready
 from pql.explore import Exploration
 from pql.lane import Lane
 from pql.normalize import Normalizer
@@ -197,7 +197,7 @@ class Collector:
     Args:
         actor: the policy that acts.
         stores: where rows go: rings (all but the first are observation-only copies on other devices) or a rollout.
-        capture: put acting and recording into CUDA graphs (the simulator's own step stays outside).
+        capture: put acting and recording into CUDA graphs, and the simulator's step where it can be captured.
 
     Attributes:
         overlap: groups of environments step while others' actions are computed; False: one after the other, which gives
@@ -243,7 +243,8 @@ class Collector:
         return [s for s in self.stores if isinstance(s, Replay)]
 
     def prepare(self) -> None:
-        """Capture, where that is on; before the first reset, while the stores are empty."""
+        """Make the simulator ready, and capture where that is on; before the first reset, while stores are empty."""
+        make_ready(self.env)
         for lane in self.lanes:
             lane.prepare()
 
@@ -289,6 +290,16 @@ class Collector:
             return
         with self.lanes[0].simulator():
             self.box.open(self.obs)
+        if choose is Lane.act and self.lanes[0].captured:
+            for _ in range(steps):
+                self.lanes[0].step()
+        else:
+            self._by_turns(steps, choose)
+        self.steps += steps
+        self.normalizer.freeze()
+        self._mend()
+
+    def _by_turns(self, steps: int, choose: Callable[[Lane], None]) -> None:
         lanes, turns = self.lanes, steps * len(self.lanes)
         behind = len(lanes) - 1 if self.overlap else 0  # turns between a step's start and its end
         for turn in range(turns + behind):
@@ -297,9 +308,6 @@ class Collector:
                 lanes[turn % len(lanes)].send()
             if turn >= behind:
                 lanes[(turn - behind) % len(lanes)].receive()
-        self.steps += steps
-        self.normalizer.freeze()
-        self._mend()
 
     @property
     def restarts(self) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.env import Box, Discrete, EnvSpec, VecEnv
+from pql.env import Box, Discrete, EnvSpec, VecEnv, capturable
+from pql.errors import RunError
 from pql.grouped import join_steps
 from pql.rules import (
     STEP_RULES,
@@ -28,6 +29,7 @@ from pql.rules import (
     stack_fault,
     tensors,
 )
+from pql.tape import Tape
 from pql.types import Step
 
 
@@ -164,7 +166,30 @@ class Checker:
             env.load_state_dict(state)  # type: ignore[attr-defined]
             self.fault("state_dict", compare(once, self.rollout(self.actions(few)), "load_state_dict"))
         self.groups(digests[:few], stable)
+        self.capture(digests, stable)
         self.clamp(few, stable)
+
+    def capture(self, digests: list[dict[str, bytes]], stable: bool) -> None:
+        """A step that is recorded once and run again and again must do what stepping does."""
+        env = self.env
+        if not capturable(env) or not stable:
+            self.skipped["capturable"] = "needs determinism" if capturable(env) else "not declared"
+            return
+        env.reset(self.seed)
+        given, found = [action.clone() for action in self.actions(len(digests))], []
+        action = given[0].clone()
+        try:
+            with Tape(env.generators) as tape:  # type: ignore[attr-defined]
+                step = env.step(action)
+            found.append(digest(step))
+            for one in given[1:]:
+                action.copy_(one)
+                tape.replay()
+                found.append(digest(step))
+        except RunError as error:
+            self.fault("capturable", str(error))
+        else:
+            self.fault("capturable", compare(digests, found, "a step that was recorded once"))
 
     def groups(self, digests: list[dict[str, bytes]], stable: bool) -> None:
         """Groups of environments must do by turns what they do all at once."""
@@ -253,6 +278,7 @@ RULES = {
     "action_range": "actions outside [-1, 1] act as if clamped",
     "determinism": "reset(seed) and the same actions give the same bits",
     "groups": "send and recv, group by group, do what step does",
+    "capturable": "a step that is recorded once, as in a CUDA graph, goes on with the same bits",
     "state_dict": "load_state_dict continues with the same bits",
     "describe": "describe gives the specification without building",
 }
@@ -285,6 +311,8 @@ def protocol_fault(env: Any) -> str:
     for one, other in (("state_dict", "load_state_dict"), ("send", "recv")):
         if hasattr(env, one) != hasattr(env, other):
             return f"{one} and {other} belong together: one of them is missing"
+    if capturable(env) and not (hasattr(env, "generators") and hasattr(env, "state_dict")):
+        return "capturable needs generators, state_dict and load_state_dict"
     if spec.groups < 1 or spec.num_envs % spec.groups or (spec.groups > 1 and not hasattr(env, "send")):
         return f"spec.groups={spec.groups}: equal groups of environments, and send and recv where they are several"
     if spec.num_envs < 1 or "policy" not in spec.obs or not isinstance(spec.action, Box | Discrete):

@@ -122,6 +122,17 @@ class VecEnv(Protocol):
     both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.
     ``spec.info["dt"]``, the seconds of a step, sets a video's speed.
 
+    ``prepare()``, optional: do now what the first step or reset would do once, compile kernels and capture graphs say.
+    Called once, before the first reset, while nothing of the run is under way on a GPU; the state is as before. (While
+    one thread captures, in mid-run for an evaluation say, CUDA forbids all others the legacy default stream.)
+
+    ``capturable``, optional, False where it is missing: True says that ``step`` can be put into a CUDA graph, together
+    with the policy's action before it and the recording after it. Then ``step`` never waits for the device, and takes
+    no way in Python that depends on values or on how often it was called; it keeps its state at fixed addresses
+    (``copy_``, never a new tensor in place of an old one), and draws from ``generators`` (a list of
+    ``torch.Generator``, which is there too) alone; ``state_dict`` and ``load_state_dict``, which writes in place, are
+    there and work before the first reset. What ``step`` returns is read before the next one.
+
     Where ``spec.groups`` is above 1: ``send(action, ids)`` starts a step of one group and returns at once; ``ids`` [n]
     int64, on the CPU, are the group's environments in order; ``action`` [n, ...] is left alone until the answer.
     ``recv() -> (ids, Step)`` waits for the oldest group sent; its step's fields are [n, ...], and stay as they are
@@ -153,6 +164,17 @@ class VecEnv(Protocol):
 EnvFactory = Callable[..., VecEnv]
 """``factory(num_envs, device, **kwargs) -> VecEnv``. Where it has an attribute ``describe`` of the same signature,
 that returns the ``EnvSpec`` without starting the simulator, so memory can be checked first."""
+
+
+def capturable(env: VecEnv) -> bool:
+    """Whether a step of ``env`` can be put into a CUDA graph; see :class:`VecEnv`."""
+    return bool(getattr(env, "capturable", False))
+
+
+def make_ready(env: VecEnv) -> None:
+    """Let ``env`` do now what its first step would do once; see :class:`VecEnv`."""
+    if hasattr(env, "prepare"):
+        env.prepare()
 
 
 def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", **kwargs: Any) -> VecEnv:

@@ -18,6 +18,10 @@ class Restorable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Captured(Protocol):
+    def replay(self) -> None: ...
+
+
 def clone_state(state: Any) -> Any:
     """A deep copy of nested dicts of tensors."""
     if isinstance(state, Tensor):
@@ -46,18 +50,21 @@ class Graph:
         capture: bool,
     ):
         self.body, self.device, self.generators, self.owner = body, device, generators, owner
-        self.capture = capture and device.type == "cuda"
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.capture = capture and self.possible(device)
+        self.graph: Captured | None = None
 
-    def prepare(self) -> None:
-        """Warm up and capture. Called before the loop starts, with the device otherwise idle."""
-        if not self.capture or self.graph is not None:
-            return
+    # The three below are all that touches CUDA: a stand-in on the CPU (``tape.py``) replaces them.
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        """Whether work on ``device`` can be captured. There the host runs ahead, and must not wait to read a value."""
+        return device.type == "cuda"
+
+    def take(self) -> Captured:
+        """Warm up and capture, on a stream of its own."""
         with torch.cuda.device(self.device):  # a generator's seed is stored on the current device
-            self._capture()
+            return self._take()
 
-    def _capture(self) -> None:
-        saved = clone_state(self.owner.state_dict())
+    def _take(self) -> Captured:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -73,8 +80,20 @@ class Graph:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.body()
         torch.cuda.current_stream(self.device).wait_stream(stream)
+        return graph
+
+    def finish(self) -> None:
+        """Wait for the device. Before the loop: nothing runs beside us yet."""
+        torch.cuda.synchronize(self.device)
+
+    def prepare(self) -> None:
+        """Warm up and capture; the owner's state is as before. Called before the loop, with the device idle."""
+        if not self.capture or self.graph is not None:
+            return
+        saved = clone_state(self.owner.state_dict())
+        graph = self.take()
         self.owner.load_state_dict(saved)
-        torch.cuda.synchronize(self.device)  # before the loop: nothing runs beside us yet
+        self.finish()
         self.graph = graph
 
     def __call__(self) -> None:

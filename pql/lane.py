@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pql.env import Discrete, check_answer
+from pql.env import Discrete, capturable, check_answer
 from pql.graph import Graph
 from pql.normalize import ALL
 from pql.quarantine import both, floats
@@ -31,7 +31,8 @@ class Lane:
     Args:
         whole: its policy, simulator, stores, statistics and generator.
         columns: the range; None: every environment, by a simulator that steps all at once.
-        capture: put acting and recording into CUDA graphs (the simulator's own step stays outside).
+        capture: put acting and recording into CUDA graphs; into one, with the simulator's step between them, where that
+            can be captured (``VecEnv.capturable``).
     """
 
     def __init__(self, whole: "Collector", columns: slice | None, capture: bool):
@@ -52,13 +53,21 @@ class Lane:
         self.made = floats((self.actor.action, self.actor.record(self.actor.action.device), self.actor.memory))
         self.bridged = self.env.spec.stream == "default" and self.device.type == "cuda"
         self.now: Step | None = None
-        self._act = Graph(self._act_body, self.device, [self.gen], _ActState(self), capture)
         # A copy to another device joins that device's current stream, which no capture may do.
         here = all(store.device == self.actor.action.device for store in self.stores)
-        self._record = Graph(self._record_body, self.device, [], _RecordState(self), capture and here)
+        whole_step = capture and here and self.ids is None and not self.bridged and capturable(self.env)
+        drawn = [self.gen, *(self.env.generators if whole_step else ())]  # type: ignore[attr-defined]
+        self._act = Graph(self._act_body, self.device, [self.gen], _ActState(self), capture and not whole_step)
+        self._record = Graph(
+            self._record_body, self.device, [], _RecordState(self), capture and here and not whole_step
+        )
+        self._step = Graph(self._step_body, self.device, drawn, _StepState(self), whole_step)
+        self._answer: Step | None = None  # what the captured step returns, at the graph's own addresses
 
     def prepare(self) -> None:
         """Capture, where that is on; before the first reset, while the stores are empty."""
+        self._step.prepare()
+        self._answer = self.now
         if self._act.capture:
             zero = torch.zeros(self.actor.action.shape[0], device=self.device)
             obs = {k: v.clone() for k, v in self.obs.items()}
@@ -70,6 +79,17 @@ class Lane:
             self._record.prepare()
 
     # -- one step ---------------------------------------------------------------------------------------------------
+
+    @property
+    def captured(self) -> bool:
+        """Whether :meth:`step` is one graph."""
+        return self._step.graph is not None
+
+    def step(self) -> None:
+        """Choose actions with the policy, step the simulator, and write what was done and what followed: one graph."""
+        self._step()
+        self.now = self._answer
+        self.box.sent(self.actor.action)
 
     def act(self) -> None:
         """Choose actions with the policy."""
@@ -142,6 +162,13 @@ class Lane:
             self.actor.observe(step.first)
         self.keep(step.obs)
 
+    def _step_body(self) -> None:
+        self._act_body()
+        step = self.env.step(self.actor.action)
+        check_answer("step", step, Step, self.env.spec)
+        self.now = step
+        self._record_body()
+
     def _load(self, step: Step) -> None:
         """Copy a simulator's step to the addresses that the captured recording reads, groups and terms by name."""
         source = named(step)
@@ -201,6 +228,25 @@ class _RecordState:
         self.lane.quarantine.load_state_dict(state["quarantine"])
         for k, t in self._cursors().items():
             t.copy_(state["cursors"][k])
+
+
+class _StepState:
+    """What a warm-up of a whole step must leave as it was: acting, recording and the simulator."""
+
+    def __init__(self, lane: Lane):
+        self.lane, self.act, self.record = lane, _ActState(lane), _RecordState(lane)
+
+    def state_dict(self) -> dict[str, Any]:
+        env: Any = self.lane.env
+        obs = {k: v.clone() for k, v in self.lane.obs.items()}
+        return {"act": self.act.state_dict(), "record": self.record.state_dict(), "env": env.state_dict(), "obs": obs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        env: Any = self.lane.env
+        self.act.load_state_dict(state["act"])
+        self.record.load_state_dict(state["record"])
+        env.load_state_dict(state["env"])
+        self.lane.keep(state["obs"])
 
 
 def named(step: Step | None) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pql.graph import Graph
 from pql.nets import Flat
 from pql.parallel import ALONE, Group
 
@@ -51,14 +52,14 @@ class Optimizer:
         skip = self._guard(norm, skip)
         if self.clip is not None:
             scale = (self.clip / (norm + 1e-6)).clamp_(max=1.0)
-            if scale.is_cuda or not scale >= 1:  # a host may look: it saves a pass over all gradients
+            if Graph.possible(scale.device) or not scale >= 1:  # a host may look: it saves a pass over all gradients
                 grad.mul_(scale)
         self.apply(grad, skip)
         return norm
 
     def _guard(self, norm: Tensor, skip: Tensor | None) -> Tensor | None:
         """``skip``, and 1 where ``norm`` is not finite."""
-        if not norm.is_cuda and math.isfinite(norm):  # a host may look
+        if not Graph.possible(norm.device) and math.isfinite(norm):  # a host may look
             self.broken = self._whole
             return skip
         self.broken = (norm - norm != 0).to(norm)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from pql.errors import RunError
+from pql.graph import Graph
 from pql.types import Obs, Step, chosen, column
 
 LAG = 3
@@ -60,10 +61,10 @@ class Quarantine:
         self.dropped, self.restarted = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         # Reading a value back waits for nobody on a CPU. There a step in which all is well costs a few sums, and
         # everything else here runs only where it is needed.
-        self.host = device.type == "cpu"
+        self.host = not Graph.possible(device)
         self.together, self.over = together and self.host, False
         self.restart = restart if self.together else None
-        self._told = torch.zeros(LAG, 2, dtype=torch.bool, pin_memory=not self.host)  # (any, all) out, by tick
+        self._told = torch.zeros(LAG, 2, dtype=torch.bool, pin_memory=device.type == "cuda")  # (any, all) out, by tick
         self._events: list[Any] = [None] * LAG
         self._looks = 0
 
@@ -170,7 +171,8 @@ class Quarantine:
         self._arrive(place)
         known = self._told[place].clone()
         self._told[place].copy_(flags, non_blocking=True)
-        self._events[place] = torch.cuda.current_stream(flags.device).record_event()
+        if flags.is_cuda:
+            self._events[place] = torch.cuda.current_stream(flags.device).record_event()
         self._looks += 1
         return known
 

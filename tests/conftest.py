@@ -2,7 +2,7 @@
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -44,6 +44,30 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", None)
         yield
+
+
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+HERE_TOO = pytest.mark.parametrize("machine", [CUDA, "stand-in"], indirect=True)
+"""On a CUDA device where there is one, and on a stand-in of it (``stand_in.py``)."""
+
+
+def everywhere(cases: dict[str, Any], here: Iterable[str] = (), name: str = "algo") -> pytest.MarkDecorator:
+    """Every case on a CUDA device, and those named in ``here`` on a stand-in, too."""
+    there = [pytest.param("cuda", v, id=f"{k}-cuda", marks=CUDA.marks) for k, v in cases.items()]
+    pretended = [pytest.param("stand-in", cases[k], id=f"{k}-stand-in") for k in here]
+    return pytest.mark.parametrize(("machine", name), [*there, *pretended], indirect=["machine"])
+
+
+@pytest.fixture(params=[CUDA])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where a test marked ``gpu`` runs: "cuda", or "stand-in"."""
+    if request.param == "stand-in":
+        from stand_in import pretend
+
+        pretend(monkeypatch)
+    return request.param
 
 
 @pytest.fixture
@@ -198,6 +222,12 @@ def start(config: Config, executor: Executor | None = None, trace: Trace | None 
 def bits(parts: Parts) -> dict[str, torch.Tensor]:
     """A copy of everything the next tick depends on."""
     return {k: v.clone() for k, v in flatten(parts.state_dict()).items()}
+
+
+def traces(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    """``differences`` but for cells of a store: its positions are among them, and beyond these it holds nothing."""
+    positions = ("head", "finals", "row", "count")
+    return [k for k in differences(before, after) if "/replay/" not in k or k.rsplit("/", 1)[-1] in positions]
 
 
 def learners(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -78,7 +78,7 @@ def test_conforms(atari, kwargs, told):
     told.conformance(report)
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
-    assert untested <= {"filler_flags", "final_obs_kept", "action_range", "state_dict", "groups"}, report
+    assert untested <= {"filler_flags", "final_obs_kept", "action_range", "state_dict", "groups", "capturable"}, report
 
 
 @MODES

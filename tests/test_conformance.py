@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pql.conformance import RULES, check_env
-from pql.env import Discrete, find_factory, make_env
+from pql.env import Discrete, capturable, find_factory, make_env
 from pql.envs.catch import Catch
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
@@ -25,6 +25,8 @@ SHIPPED = [
     ("ball_balance", {"max_episode_steps": 60}),
     ("catch", {"max_episode_steps": 5}),
     ("tmaze", {"length": 2}),
+    ("cartpole", {"max_episode_steps": 20}),
+    ("recall", {}),
     ("gymnasium", {"id": "Pendulum-v1", "kwargs": {"max_episode_steps": 20}}),
     ("gymnasium", {"id": "Pendulum-v1", "kwargs": {"max_episode_steps": 20}, "autoreset": "same_step"}),
 ]
@@ -42,8 +44,10 @@ def test_shipped_environments_conform(name, kwargs, told):
     untested = {r.name for r in report.results if r.ok is None}
     idle = {"filler_flags", "final_obs_kept", "state_dict", "groups"}
     idle |= {"action_range"} if isinstance(env.spec.action, Discrete) else set()
+    idle |= set() if capturable(env) else {"capturable"}
     idle |= {"stack"} if all(part.stack == 1 for part in env.spec.obs.values()) else set()
     assert untested <= idle, report
+    assert capturable(env) == (name != "gymnasium")
 
 
 class Altered:
@@ -248,8 +252,63 @@ def test_broken_stacks_fail_exactly_their_rule(frames, words):
     assert check_env(Frames(lambda env, obs, begins: obs), 40).ok
 
 
+class NewState(Pendulum):
+    """Puts a new tensor in the place of its state."""
+
+    def step(self, action):
+        self._state = self._state.clone()
+        return super().step(action)
+
+
+class CountsInPython(Pendulum):
+    """Pays more on every tenth step."""
+
+    calls = 0
+
+    def reset(self, seed=None):
+        self.calls = 0
+        return super().reset(seed)
+
+    def step(self, action):
+        self.calls += 1
+        step = super().step(action)
+        return step._replace(reward=step.reward + (self.calls % 10 == 0))
+
+
+class Looks(Pendulum):
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(reward=step.reward * 2) if step.truncated.any() else step
+
+
+class HidesGenerator(Pendulum):
+    generators = ()
+
+
+@pytest.mark.parametrize(("broken", "words"), [
+    (NewState, "obs[policy] differs after a step that was recorded once, step 1"),
+    (CountsInPython, "reward differs after a step that was recorded once, step 9"),
+    (Looks, "the host would wait for the device"),
+    (HidesGenerator, "draws from a generator that is not among the registered"),
+])  # fmt: skip
+def test_what_cannot_be_captured_fails_exactly_its_rule(broken, words):
+    report = check_env(broken(4, max_episode_steps=12), 30)
+    said = next(r.message for r in report.results if r.name == "capturable")
+    assert words in said
+    assert report.failed == ["capturable"], report
+    undeclared = type("Undeclared", (broken,), {"capturable": False})
+    assert {r.name: r.ok for r in check_env(undeclared(4), 20).results}["capturable"] is None
+
+
+def test_an_environment_that_is_captured_must_save_its_state():
+    env = Altered(Counter(4))
+    env.capturable = True
+    message = next(r.message for r in check_env(env, 10).results if r.name == "protocol")
+    assert message == "capturable needs generators, state_dict and load_state_dict"
+
+
 def test_every_rule_has_a_broken_environment():
-    tested = {case[0] for case in BROKEN.values()} | {"state_dict", "describe", "stack", "groups"}
+    tested = {case[0] for case in BROKEN.values()} | {"state_dict", "describe", "stack", "groups", "capturable"}
     assert {*RULES, "protocol"} == tested
 
 

@@ -77,6 +77,7 @@ def test_it_conforms():
     untested = {r.name for r in report.results if r.ok is None}
     assert untested == {
         "final_obs_kept", "filler_flags", "time_limit", "stack", "action_range", "state_dict", "groups", "describe",
+        "capturable",
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def test_its_tasks_conform(id, limit, told):
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
     discrete = {"action_range"} if isinstance(env.spec.action, Discrete) else set()
-    assert untested == {"final_obs_kept", "stack", "state_dict", "groups", "describe"} | discrete
+    assert untested == {"final_obs_kept", "stack", "state_dict", "groups", "capturable", "describe"} | discrete
     assert env.spec.max_episode_steps == limit
 
 

@@ -1,6 +1,7 @@
-"""What only a CUDA device can show: captured graphs, streams side by side, and a tick that never waits.
+"""What a CUDA device shows: captured graphs, streams side by side, and a tick that never waits.
 
-All of it is skipped without one. ``python tools/gpu_check.py`` runs these tests and nothing else of the suite.
+``python tools/gpu_check.py`` runs these tests on one. Elsewhere most run on a stand-in (``stand_in.py``), with smaller
+networks, so that their bodies are known to run; the others are skipped.
 """
 
 import gc
@@ -14,7 +15,18 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first 
 import pytest
 import torch
 from breaking import Breaking
-from conftest import bits, differences, learners, merge, never_waiting, small_config, start
+from conftest import (
+    HERE_TOO,
+    bits,
+    differences,
+    everywhere,
+    learners,
+    merge,
+    never_waiting,
+    small_config,
+    start,
+    traces,
+)
 from torch import Generator
 
 from pql.build import build, build_env, seeds
@@ -22,10 +34,10 @@ from pql.graph import Graph
 from pql.grouped import joined
 from pql.machine import worker_devices
 from pql.schedule import Inline, Streams
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+from pql.tape import NoWaiting
 
 DEVICE = "cuda"
+TICKS = 20
 CYCLES = 200_000_000  # of the device's clock: about a tenth of a second
 ORDERS = list(itertools.permutations(("collector", "v", "p")))
 BASE = {
@@ -36,17 +48,17 @@ BASE = {
     "placement": {"executor": "auto"},
     "algo": {"batch_size": 512, "v_per_step": 4, "critic": {"hidden": [64, 32]}, "policy": {"hidden": [64, 32]}},
 }
+HELD = "reward scale, target policy, held noise"
 ALGOS = {
     "pql": {},
     "pql_d": {"critic": {"atoms": 51, "v_min": 0.0, "v_max": 50.0}},
     "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
-    "reward scale, target policy, held noise": {
+    HELD: {
         "normalize_reward": True,
         "policy": {"target": True},
         "explore": {"kind": "redrawn", "repeat": True},
     },
 }
-EVERY_ALGO = pytest.mark.parametrize("algo", ALGOS.values(), ids=ALGOS)
 PPO = {
     "family": "ppo", "schedule": "lockstep", "normalize_reward": True,
     "ppo": {"horizon": 8, "epochs": 2, "minibatches": 4, "entropy_coef": 0.01},
@@ -58,19 +70,31 @@ ON_POLICY = {
     "a2c": {**PPO, "ppo": {"horizon": 5, "epochs": 1, "minibatches": 1, "clip": None, "optimizer": "rmsprop",
                            "lr_schedule": "linear", "anneal_steps": 100_000}},
 }  # fmt: skip
-EVERYTHING = pytest.mark.parametrize("algo", [*ALGOS.values(), *ON_POLICY.values()], ids=[*ALGOS, *ON_POLICY])
+BOTH = {**ALGOS, **ON_POLICY}
+FEW = ("pql", "pql_sac", "ppo", "a2c")
+
+
+SMALLER = {
+    "device": "cpu", "num_envs": 16, "replay": {"capacity": 4096},
+    "algo": {"batch_size": 32, "warmup_steps": 6, "critic": {"hidden": [8, 8]}, "policy": {"hidden": [8, 8]}},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def _clean():
+def _place(machine, monkeypatch):
     """PyTorch reuses its 32 streams: graphs captured on them must be gone before others are."""
+    if machine == "stand-in":
+        monkeypatch.setitem(globals(), "DEVICE", "cpu")
+        monkeypatch.setitem(globals(), "TICKS", 3)
+        monkeypatch.setitem(globals(), "never_waiting", NoWaiting)
     yield
-    gc.collect()
-    torch.cuda.synchronize()
+    if machine == "cuda":
+        gc.collect()
+        torch.cuda.synchronize()
 
 
 def gpu_config(**changes):
-    return small_config(**merge(BASE, changes))
+    return small_config(**merge(merge(BASE, SMALLER if DEVICE == "cpu" else {}), changes))
 
 
 def settle(parts):
@@ -109,16 +133,16 @@ class Ordered(Streams):
         self.order = order
 
     def run(self, jobs):
-        super().run({name: jobs[name] for name in self.order})
+        return super().run({name: jobs[name] for name in self.order if name in jobs})
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-@EVERY_ALGO
+@everywhere(ALGOS, ALGOS)
 def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
     captured, eager = (start(gpu_config(algo=algo, cuda_graphs=g)) for g in ("on", "off"))
-    assert all((job.graph.graph is not None) == (DEVICE == "cuda") for job in captured.jobs.values())
+    assert all(job.graph.graph is not None for job in captured.jobs.values())
     assert all(job.graph.graph is None for job in eager.jobs.values())
     ours, theirs = (parts.collector.replays[0] for parts in (captured, eager))
     untouched = learners(settle(captured))
@@ -138,9 +162,9 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
         assert all(torch.equal(one[k], other[k]) for k in one)
 
 
-@EVERYTHING
+@everywhere(BOTH, BOTH)
 def test_a_captured_run_equals_an_eager_one(algo):
-    captured, eager = (run(gpu_config(algo=algo, cuda_graphs=g), ticks=20) for g in ("on", "off"))
+    captured, eager = (run(gpu_config(algo=algo, cuda_graphs=g), ticks=TICKS) for g in ("on", "off"))
     assert differences(captured, eager) == []
 
 
@@ -166,20 +190,21 @@ class Turns:
         pass
 
 
-@pytest.mark.parametrize("algo", [ALGOS["reward scale, target policy, held noise"], ON_POLICY["ppo, lstm"]])
+@everywhere({k: BOTH[k] for k in (HELD, "ppo, lstm")}, [HELD])
 def test_groups_by_turns_are_captured_each(algo):
     config = gpu_config(algo=algo)
-    serial = run(gpu_config(algo=algo, cuda_graphs="off", placement={"overlap": False}), 20, env=Turns(config))
+    serial = run(gpu_config(algo=algo, cuda_graphs="off", placement={"overlap": False}), TICKS, env=Turns(config))
     for graphs in ("on", "off"):
-        assert differences(serial, run(replace(config, cuda_graphs=graphs), 20, env=Turns(config))) == [], graphs
+        assert differences(serial, run(replace(config, cuda_graphs=graphs), TICKS, env=Turns(config))) == [], graphs
 
 
-@EVERYTHING
+@everywhere(BOTH, FEW)
 def test_what_is_not_finite_is_left_out_by_a_graph_too(algo):
     config = gpu_config(algo=algo, task={"kwargs": {"max_episode_steps": 1000}})
-    faults = {24: [("state", [5, 200])], 40: [("reward", [7])]}
+    late, ticks = (config.num_envs * 200) // 256, 2 * TICKS
+    faults = {config.algo.warmup_steps + 1: [("state", [5, late])], config.algo.warmup_steps + 3: [("reward", [7])]}
     captured, eager = (
-        run(replace(config, cuda_graphs=g), 40, env=Breaking(build_env(config), faults)) for g in ("on", "off")
+        run(replace(config, cuda_graphs=g), ticks, env=Breaking(build_env(config), faults)) for g in ("on", "off")
     )
     assert differences(captured, eager) == []
     assert 0 < int(captured["collector/quarantine/restarted"]) <= 3  # or its pole ends the episode first
@@ -187,12 +212,12 @@ def test_what_is_not_finite_is_left_out_by_a_graph_too(algo):
     assert [k for k, v in captured.items() if not v.isfinite().all()] == []
 
 
-@EVERYTHING
+@everywhere(BOTH, FEW)
 def test_warm_up_and_capture_leave_no_trace(algo):
     parts = build(gpu_config(algo=algo, cuda_graphs="on"))
     before, generator = settle(parts), torch.cuda.get_rng_state()
     parts.prepare()
-    assert differences(before, settle(parts)) == []
+    assert traces(before, settle(parts)) == []
     assert torch.equal(generator, torch.cuda.get_rng_state())
     assert parts.collector.steps == 0
     for job in parts.jobs.values():
@@ -209,15 +234,18 @@ DISCRETE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("task", ["cartpole", "catch"])
-@pytest.mark.parametrize("algo", DISCRETE.values(), ids=DISCRETE)
-def test_discrete_actions_are_captured(algo, task):
+@everywhere(
+    {f"{k}, {task}": (v, task) for k, v in DISCRETE.items() for task in ("cartpole", "catch")},
+    ["ppo, catch", "pqn, cartpole"], "case",
+)  # fmt: skip
+def test_discrete_actions_are_captured(case):
+    algo, task = case
     config = gpu_config(task={"name": task, "kwargs": {"stagger": True} if task == "cartpole" else {}}, algo=algo)
-    captured, eager = (run(replace(config, cuda_graphs=g), ticks=20) for g in ("on", "off"))
+    captured, eager = (run(replace(config, cuda_graphs=g), ticks=TICKS) for g in ("on", "off"))
     assert differences(captured, eager) == []
 
 
-@pytest.mark.parametrize("algo", ON_POLICY.values(), ids=ON_POLICY)
+@everywhere(ON_POLICY, ["ppo"])
 def test_the_first_minibatch_on_the_device_is_on_policy(algo):
     from pql.algos import ppo
 
@@ -257,6 +285,7 @@ class Draws:
         return self.normal.tolist(), self.whole.tolist()
 
 
+@HERE_TOO
 def test_replays_draw_new_numbers_and_repeat_them_after_reseeding():
     captured, eager = Draws(True), Draws(False)
     first, second = captured(), captured()
@@ -320,9 +349,9 @@ def test_three_graphs_replayed_together_equal_three_replayed_one_after_another()
 # -- the tick ---------------------------------------------------------------------------------------------------------
 
 
-@EVERYTHING
-@pytest.mark.parametrize("graphs", ["on", "off"])
-def test_a_tick_never_waits_for_the_device(algo, graphs):
+@everywhere({f"{k}, {g}": (v, g) for k, v in BOTH.items() for g in ("on", "off")}, [f"{k}, off" for k in FEW], "case")
+def test_a_tick_never_waits_for_the_device(case):
+    algo, graphs = case
     parts = start(gpu_config(algo=algo, cuda_graphs=graphs))
     parts.schedule.tick()  # what is made on first use is made here
     with never_waiting():
@@ -330,18 +359,19 @@ def test_a_tick_never_waits_for_the_device(algo, graphs):
             parts.schedule.tick()
 
 
-@pytest.mark.parametrize("algo", ["pql", "pql_sac"])
+@everywhere({k: ALGOS[k] for k in ("pql", "pql_sac")}, ["pql"])
 def test_every_order_on_three_streams_gives_the_same_bits(algo):
-    config = gpu_config(algo=ALGOS[algo])
-    reference = run(config, 20, Inline())
+    config = gpu_config(algo=algo)
+    reference = run(config, TICKS, Inline())
     for order in ORDERS:
-        assert differences(reference, run(config, 20, Ordered(config, order))) == [], order
+        assert differences(reference, run(config, TICKS, Ordered(config, order))) == [], order
 
 
+@HERE_TOO
 def test_random_delays_on_the_streams_change_nothing():
     config = gpu_config()
-    reference = run(config, 20, Inline())
-    for seed in range(3):
+    reference = run(config, TICKS, Inline())
+    for seed in range(3 if DEVICE == "cuda" else 1):
         generator = torch.Generator().manual_seed(seed)
 
         def hold_up(parts, generator=generator):
@@ -355,15 +385,17 @@ def test_random_delays_on_the_streams_change_nothing():
 
                 worker.job = job
 
-        assert differences(reference, run(config, 20, delay=hold_up)) == []
+        assert differences(reference, run(config, TICKS, delay=hold_up)) == []
 
 
+@HERE_TOO
 def test_the_first_tick_waits_for_what_was_set_up():
     config = gpu_config()
     reference = run(config, 3, Inline())
     assert differences(reference, run(config, 3, delay=lambda parts: torch.cuda._sleep(CYCLES))) == []
 
 
+@HERE_TOO
 def test_a_simulator_on_the_default_stream_is_waited_for():
     config = gpu_config()
     env = build_env(config)
@@ -378,6 +410,7 @@ def test_a_simulator_on_the_default_stream_is_waited_for():
     assert differences(run(config, 10, Inline()), run(config, 10, env=env)) == []
 
 
+@HERE_TOO
 def test_reading_between_ticks_is_ordered_with_them():
     parts = start(gpu_config())
     torch.cuda.synchronize()
@@ -395,11 +428,12 @@ def test_reading_between_ticks_is_ordered_with_them():
 def test_a_worker_on_a_second_device_learns_the_same(worker):
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device")
-    one = run(gpu_config(), 20)
-    two = run(gpu_config(placement={worker: "cuda:1"}), 20)
+    one = run(gpu_config(), TICKS)
+    two = run(gpu_config(placement={worker: "cuda:1"}), TICKS)
     assert differences(learners(one), learners(two)) == []
 
 
+@HERE_TOO
 def test_the_host_runs_ahead_by_two_ticks_at_most():
     parts = start(gpu_config())
     torch.cuda.synchronize()
@@ -408,7 +442,8 @@ def test_the_host_runs_ahead_by_two_ticks_at_most():
         torch.cuda._sleep(CYCLES)
     for _ in range(2):
         parts.schedule.tick()
-    first = executor.flight[0]
+    first = [event for events in executor.flight[0].values() for event in events]
+    assert len(first) == 6
     assert not any(event.query() for event in first)  # two ticks are launched, and the device has begun neither
     parts.schedule.tick()  # the third returns once the first has ended
     assert all(event.query() for event in first)

@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 import torch
 from conftest import bits, differences, go_on, small_config, start
+from stand_in import RecordingStreams
 
 from pql.errors import ConfigError, RunError
-from pql.schedule import Inline, Streams, Threads, Trace, tick_counts
+from pql.schedule import Inline, Threads, Trace, tick_counts
 
 ORDERS = list(itertools.permutations(("collector", "v", "p")))
 TICKS = 200
@@ -126,53 +127,6 @@ def test_lockstep_interleaves_on_the_newest_weights():
             newest[slot] = version
         else:
             assert version == newest.get(slot, 0), (worker, slot)
-
-
-class RecordingStreams(Streams):
-    """The CUDA executor with its four calls to CUDA replaced by a log of the edges they would make."""
-
-    def __init__(self, names, log):
-        self.log, self.count = log, 0
-        super().__init__(dict.fromkeys(names, "fake"))
-
-    def _stream(self, device):
-        self.count += 1
-        return f"stream{self.count}"
-
-    def _on(self, stream):
-        self.log("on", stream)
-        return super_null()
-
-    def _wait(self, stream, event):
-        self.log("wait", stream, event)
-
-    def _record(self, stream):
-        self.count += 1
-        self.log("record", stream, f"event{self.count}")
-        return FakeEvent(f"event{self.count}", self.log)
-
-    def _current(self):
-        return ["main"]
-
-
-class FakeEvent(str):
-    def __new__(cls, name, log):
-        event = super().__new__(cls, name)
-        event.log = log
-        return event
-
-    def query(self):
-        self.log("host", str(self))
-        return True
-
-    def elapsed_time(self, end):
-        return 1000.0 * (int(end[5:]) - int(self[5:]))  # in milliseconds: a second between events
-
-
-def super_null():
-    import contextlib
-
-    return contextlib.nullcontext()
 
 
 def happens_before(events):

@@ -28,6 +28,7 @@ class Catch(Drawn, TorchEnv):
     size = 8  # rows and columns
     time_limit = size - 1
     terms = ("success",)  # 1 where the ball is caught
+    capturable = True
     dt = 0.1
     view, paint = ((-1.0, -1.0), (size, size)), staticmethod(draw.catch)
 

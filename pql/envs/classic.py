@@ -2,8 +2,7 @@
 
 Nothing here waits for the device: shapes are static, resets are masked, and every step draws fresh start states
 for all rows, so the random stream does not depend on who ended. State lives at fixed addresses and is written in
-place; ``step`` can be captured in a CUDA graph (register ``env.generator`` with it). This file knows nothing of
-learners.
+place, so that a run puts ``step`` into a CUDA graph (``VecEnv.capturable``). This file knows nothing of learners.
 """
 
 import math
@@ -68,6 +67,7 @@ class TorchEnv:
     state_size: ClassVar[int]
     time_limit: ClassVar[int]
     terms: ClassVar[tuple[str, ...]]
+    capturable: ClassVar[bool] = False  # ``advance``, ``draw`` and ``observe`` keep the rules of ``VecEnv.capturable``
     dt: ClassVar[float] = 0.05  # seconds of a step
 
     def __init__(
@@ -85,6 +85,11 @@ class TorchEnv:
         self._state = torch.zeros(num_envs, self.state_size, device=device)
         self._steps = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self._true = torch.ones(num_envs, dtype=torch.bool, device=device)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What a step draws from."""
+        return [self.generator]
 
     @classmethod
     def describe(
@@ -205,6 +210,7 @@ class Pendulum(Drawn, TorchEnv):
 
     name, obs_size, action_size, state_size, time_limit = "pendulum", 3, 1, 2, 200
     terms = ("angle", "speed", "torque")
+    capturable = True
     gravity, mass, length, dt, max_torque, max_speed = 10.0, 1.0, 1.0, 0.05, 2.0, 8.0
     action_limit = max_torque
     view, paint = ((-1.3, -1.15), (1.3, 1.15)), staticmethod(draw.pendulum)
@@ -241,6 +247,7 @@ class CartpoleSwingup(Drawn, TorchEnv):
 
     name, obs_size, action_size, state_size, time_limit = "cartpole_swingup", 5, 1, 4, 500
     terms = ("upright", "centred", "calm", "effort")
+    capturable = True
     gravity, mass_cart, mass_pole, half_length, max_force, dt, rail = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02, 2.4
     action_limit = max_force
     view, paint = ((-3.45, -1.1), (3.45, 1.1)), staticmethod(draw.cartpole)
@@ -288,6 +295,7 @@ class Cartpole(Drawn, TorchEnv):
 
     name, obs_size, action_size, state_size, time_limit = "cartpole", 4, 2, 4, 500
     terms, discrete = (), True
+    capturable = True
     gravity, mass_cart, mass_pole, half_length, force, dt = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
     rail, tilt = 2.4, math.radians(12)
     view, paint = ((-3.45, -1.1), (3.45, 1.1)), staticmethod(draw.cartpole)
@@ -328,6 +336,7 @@ class BallBalance(Drawn, TorchEnv):
 
     name, obs_size, action_size, state_size, time_limit = "ball_balance", 12, 3, 12, 500
     terms = ("centred", "calm")
+    capturable = True
     gravity, ball, plate, leg_radius, leg_range, lag = 9.81, 0.05, 0.5, 0.4, 0.05, 0.1
     action_limit = leg_range
     view, paint = ((-0.7, -0.5), (0.7, 0.5)), staticmethod(draw.ball_balance)

@@ -28,6 +28,7 @@ class TMaze(Drawn, TorchEnv):
 
     name, obs_size, action_size, discrete, state_size = "tmaze", 2, 3, True, 2
     terms = ("success",)  # 1 where the turn is right
+    capturable = True
     dt = 0.1
     paint = staticmethod(draw.tmaze)
 

@@ -50,6 +50,9 @@ class Counter:
         ConfigError: a value out of range.
     """
 
+    capturable = True
+    generators: tuple[()] = ()  # nothing is drawn
+
     def __init__(
         self,
         num_envs: int = 64,
@@ -190,6 +193,7 @@ class Recall(TorchEnv):
 
     name, obs_size, action_size, state_size, time_limit = "recall", 2, 1, 2, 6
     terms = ("success",)
+    capturable = True
 
     def draw(self) -> Tensor:
         cue = torch.where(self.uniform(1) < 0, -1.0, 1.0)
@@ -219,6 +223,7 @@ class LQR(TorchEnv):
 
     name, obs_size, action_size, state_size, time_limit = "lqr", 4, 2, 4, 50
     terms = ("state_cost", "action_cost")
+    capturable = True
     start_range = 0.5
 
     def __init__(

@@ -1,0 +1,104 @@
+"""A stand-in for a CUDA device on the CPU, so that the bodies of the ``gpu`` tests run everywhere.
+
+Graphs are tapes (``pql.tape``), streams and events a log, and nothing may read a value back to the host where a device
+would be waited for. What it cannot show: what a real device does at the same time, and how fast.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pql.graph import Graph
+from pql.schedule import Streams
+from pql.tape import TapedGraph
+
+HELD = 30
+"""Looks at an event that was recorded while the device was held up, until it has happened."""
+
+
+class RecordingStreams(Streams):
+    """The CUDA executor with its calls to CUDA replaced by a log of the edges they would make.
+
+    Attributes:
+        device: what every one of them works on; tests hold it up.
+    """
+
+    def __init__(self, names: Any, log: Callable[..., None]):
+        self.log, self.count, self.device = log, 0, Device()
+        super().__init__(dict.fromkeys(names, torch.device("cpu")))
+
+    def _stream(self, device: Any) -> Any:
+        self.count += 1
+        return f"stream{self.count}"
+
+    def _on(self, stream: Any) -> Any:
+        self.log("on", stream)
+        return contextlib.nullcontext()
+
+    def _wait(self, stream: Any, event: Any) -> None:
+        self.log("wait", stream, event)
+
+    def _record(self, stream: Any) -> Any:
+        self.count += 1
+        self.log("record", stream, f"event{self.count}")
+        return FakeEvent(f"event{self.count}", self.log, self.device)
+
+    def _current(self) -> list[Any]:
+        return ["main"]
+
+
+class Device:
+    """How long it is still held up, in looks of the host."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def sleep(self, cycles: int = 0) -> None:
+        self.left = HELD
+
+    def done(self) -> bool:
+        self.left = max(0, self.left - 1)
+        return self.left == 0
+
+
+class FakeEvent(str):
+    """An event by its name; it has happened when its device is no longer held up."""
+
+    log: Callable[..., None]
+    device: Device
+
+    def __new__(cls, name: str, log: Callable[..., None], device: Device) -> "FakeEvent":
+        event = super().__new__(cls, name)
+        event.log, event.device = log, device
+        return event
+
+    def query(self) -> bool:
+        self.log("host", str(self))
+        return self.device.done()
+
+    def elapsed_time(self, end: str) -> float:
+        return 1000.0 * (int(end[5:]) - int(self[5:]))  # in milliseconds: a second between events
+
+
+def pretend(patch: pytest.MonkeyPatch) -> Device:
+    """Until ``patch`` is undone: graphs, streams and waits as on a CUDA device, on the CPU."""
+    device = Device()
+    for name in ("possible", "take", "finish"):
+        patch.setattr(Graph, name, TapedGraph.__dict__[name])
+
+    def begin(self: Any, devices: Any, watchdog: float = 30.0) -> None:
+        self.log, self.count, self.device = (lambda *event: None), 0, device
+        original(self, devices, watchdog)
+
+    original = Streams.__init__
+    patch.setattr(Streams, "__init__", begin)
+    for name in ("_stream", "_on", "_wait", "_record", "_current"):
+        patch.setattr(Streams, name, RecordingStreams.__dict__[name])
+    patch.setattr("pql.build.make_executor", lambda place, devices: Streams(devices, place.watchdog_seconds))
+    patch.setattr(torch.cuda, "_sleep", device.sleep)
+    patch.setattr(torch.cuda, "synchronize", lambda *args: setattr(device, "left", 0))
+    patch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    return device
