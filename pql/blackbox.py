@@ -19,6 +19,7 @@ from pql.config import Config, from_dict, to_dict
 from pql.env import Discrete, VecEnv
 from pql.errors import ConfigError, RunError
 from pql.quarantine import LAG
+from pql.trust import check_task
 from pql.types import Obs, Step
 
 if TYPE_CHECKING:
@@ -146,19 +147,23 @@ def dump(path: Path, config: Config, collector: "Collector", counters: dict[str,
     checkpoint.save(path, tree, {"kind": "dump", "counters": counters, **facts})
 
 
-def replay(path: str | Path, env: VecEnv | None = None) -> Iterator[tuple[Tensor, Step]]:
+def replay(path: str | Path, env: VecEnv | None = None, trust: bool = False) -> Iterator[tuple[Tensor, Step]]:
     """Do again what a dump holds: (action [N, ...], the step that followed), one after the other.
 
     Args:
         path: of a dump.
         env: a simulator as that of the run; None: the run's task, built anew.
+        trust: also a task that names code, a program or a path of the dump's maker (``docs/security.md``).
     Raises:
         ConfigError: no such dump, or one of a simulator that cannot be put into a state.
     """
     from pql.task import build_env
 
     found, manifest = checkpoint.load(Path(path).expanduser(), ("dump",))
-    own = env or build_env(from_dict(manifest["config"]))
+    config = from_dict(manifest["config"])
+    if env is None and not trust:
+        check_task(config, path)
+    own = env or build_env(config)
     try:
         if not hasattr(own, "state_dict") or not any(k.startswith("state/") for k in found):
             raise ConfigError("dump", path, "one of a simulator that saves its state, as this one does not")

@@ -16,6 +16,7 @@ from typing import Any
 from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest, show
 from pql.large_batch import large_batch
+from pql.trust import PYTHON, check_networks, check_task, names_code
 from pql.validate import corrected, resolve_device, validate
 
 BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
@@ -292,11 +293,15 @@ RESUMABLE = ("budget", "eval", "logger", "checkpoint")
 RESUMABLE_TOO = ("replay.save",)
 
 
-def resume_config(run_dir: Path, overrides: Sequence[str]) -> Config:
+def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) -> Config:
     """A run's config with ``overrides`` of its budget, evaluation, logger or checkpoints.
 
+    Args:
+        overrides: settings that name code may be among them, as they were: so they need not be trusted. The simulator's
+            interpreter may be another one.
+        trust: the settings that name code, programs or paths are taken from the run as they are.
     Raises:
-        ConfigError: no run there, or an override that would make it another run.
+        ConfigError: no run there, an override that would make it another run, or settings that are not trusted.
     """
     from omegaconf import OmegaConf
 
@@ -306,10 +311,18 @@ def resume_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     presets, values = parse_words(overrides)
     values |= {f"{group}.kind": name for group, name in presets.items() if group == "logger"}
     for key, value in {**presets, **values}.items():
-        if key.partition(".")[0] not in RESUMABLE and key not in RESUMABLE_TOO:
+        if key.partition(".")[0] not in RESUMABLE and key not in RESUMABLE_TOO and not names_code(key):
             known = [*(f"{g}.*" for g in RESUMABLE), *RESUMABLE_TOO]
             raise ConfigError(key, value, f"one of {', '.join(known)}: the rest stays as it was")
-    return dataclasses.replace(_overlay(OmegaConf.create(data), values), run_dir=str(run_dir))
+    config, saved = _overlay(OmegaConf.create(data), values), dict(leaves(from_dict(data)))
+    for name, value in leaves(config):
+        moved = name == PYTHON and None not in (value, saved[name])
+        if names_code(name) and value != saved[name] and not moved:
+            raise ConfigError(name, value, f"{show(saved[name])}, as the run has it")
+    if not trust:
+        check_task(config, run_dir, values)
+        check_networks(config, run_dir, values)
+    return dataclasses.replace(config, run_dir=str(run_dir))
 
 
 def _overlay(raw: Any, values: Mapping[str, Any]) -> Config:

@@ -226,18 +226,19 @@ class Evaluator:
 
 
 def evaluate_saved(
-    path: Path, num_envs: int, episodes: int, seed: int, device: str, epsilon: float | None = None
+    path: Path, num_envs: int, episodes: int, seed: int, device: str, epsilon: float | None = None, trust: bool = False
 ) -> dict[str, Any]:
     """Evaluate the policy of a run, checkpoint or export on an environment built from its own config.
 
     Args:
         epsilon: share of random actions; None: as in the run's own evaluations.
+        trust: also where it names code, a program or a path of its maker's (``docs/security.md``).
     Returns:
         What ``pql eval`` writes: the measures, the extremes, and the episodes themselves.
     Raises:
         ConfigError: no policy there, or a damaged one.
     """
-    found, policy, config = stored = open_stored(path, device)
+    found, policy, config = stored = open_stored(path, device, trust)
     set_precision(config.placement)
     num_envs = min(num_envs, episodes)
     env = stored.make_env(num_envs)

@@ -75,14 +75,16 @@ class Deployed(nn.Module):
 
 
 def export_policy(
-    path: str | Path, out: str | Path | None = None, formats: Sequence[str] = FORMATS, scale: bool = True
-) -> Export:
+    path: str | Path, out: str | Path | None = None, formats: Sequence[str] = FORMATS, scale: bool = True,
+    trust: bool = False,
+) -> Export:  # fmt: skip
     """Write the policy of a run or checkpoint as ``policy.pt2``, ``policy.onnx`` and ``policy.json``, and check them.
 
     Args:
         out: folder to write to; default ``export`` in the run directory. What it holds of an earlier export goes.
         formats: which files.
         scale: actions in the simulator's own bounds; False: in [-1, 1].
+        trust: also where the run names networks that are neither built in nor registered (``docs/security.md``).
     Raises:
         ConfigError: no checkpoint there, an unknown format, or a package that is not installed.
         RunError: a file does not give what the live policy gives; nothing is left behind.
@@ -90,7 +92,7 @@ def export_policy(
     _check_formats(formats)
     source = checkpoint.find(Path(path))
     tensors, manifest = checkpoint.load(source, POLICIES)
-    policy = policy_of(tensors, manifest, "cpu")
+    policy = policy_of(tensors, manifest, "cpu", trust)
     folder = Path(out).expanduser() if out is not None else checkpoint.home(source) / "export"
     return write(policy, describe(policy, manifest, source, scale), folder, formats)
 

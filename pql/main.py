@@ -33,7 +33,10 @@ COMMANDS: dict[str, dict[str, type]] = {
     "doctor": {},
     "completion": {},
 }
-FLAGS: dict[str, tuple[str, ...]] = {"train": ("-m", "--multirun"), "play": ("--live",)}
+FLAGS: dict[str, tuple[str, ...]] = {
+    "train": ("-m", "--multirun"), "resume": ("--trust",), "eval": ("--trust",), "play": ("--live", "--trust"),
+    "export": ("--trust",),
+}  # fmt: skip
 """Options that may stand anywhere among a command's words."""
 
 
@@ -124,10 +127,12 @@ def parser() -> argparse.ArgumentParser:
     resume = sub.add_parser("resume", help="continue a run: pql resume RUN budget.seconds=600")
     resume.add_argument("run_dir", metavar="RUN")
     resume.add_argument("overrides", nargs="*")
+    add_trust(resume, "resume")
     resume.set_defaults(run=run_resume)
     evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
     evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 out=FILE")
+    add_trust(evaluate, "eval")
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
     compare.add_argument("words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...]")
@@ -143,14 +148,13 @@ def parser() -> argparse.ArgumentParser:
     play = sub.add_parser("play", help="a video of a policy: pql play RUN|CHECKPOINT episodes=1")
     play.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
     play.add_argument("overrides", nargs="*", help="out=FILE.mp4 episodes=1 steps=N width=N height=N seed=0 device=cpu")
-    play.flags = FLAGS["play"]
-    play.add_argument(
-        *FLAGS["play"], action="store_true", help="the simulator's own window instead of a video (MuJoCo)"
-    )
+    add_trust(play, "play")
+    play.add_argument("--live", action="store_true", help="the simulator's own window instead of a video (MuJoCo)")
     play.set_defaults(run=run_play)
     export = sub.add_parser("export", help="a policy as .pt2 and .onnx files: pql export RUN|CHECKPOINT formats=onnx")
     export.add_argument("path", metavar="RUN|CHECKPOINT")
     export.add_argument("overrides", nargs="*", help="out=FOLDER formats=pt2,onnx scale=true")
+    add_trust(export, "export")
     export.set_defaults(run=run_export)
     bench = sub.add_parser("bench", help="what makes a run's ticks fastest here: pql bench placement task=ant algo=sac")
     bench.add_argument("what", choices=("placement",))
@@ -182,6 +186,13 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def add_trust(command: Parser, name: str) -> None:
+    command.flags = FLAGS[name]
+    command.add_argument(
+        "--trust", action="store_true", help="run the code, programs and paths that the file names (docs/security.md)"
+    )
+
+
 def run_train(args: argparse.Namespace) -> int:
     if args.multirun:
         from pql import multirun
@@ -205,7 +216,7 @@ def run_resume(args: argparse.Namespace) -> int:
         from pql.compose import resume_config
         from pql.session import Session
 
-        config = resume_config(Path(args.run_dir), args.overrides)
+        config = resume_config(Path(args.run_dir), args.overrides, args.trust)
         summary = Session(config, resume=True, overrides=args.overrides, interrupt=interrupt).train()
     return 130 if summary.interrupted else 0
 
@@ -224,7 +235,13 @@ def run_eval(args: argparse.Namespace) -> int:
     if out:
         check_writable(out)  # before the episodes, not after
     row = evaluate_saved(
-        Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device, asked.get("epsilon")
+        Path(args.path),
+        asked["num_envs"],
+        asked["episodes"],
+        asked["seed"],
+        device,
+        asked.get("epsilon"),
+        args.trust,
     )
     print_evaluation(row)
     if row["episodes"] < asked["episodes"]:
@@ -304,9 +321,9 @@ def run_play(args: argparse.Namespace) -> int:
     kinds = {k: kind for k, kind in COMMANDS["play"].items() if not (args.live and k in of_videos)}
     asked: dict[str, Any] = {"episodes": 1, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)
     if args.live:
-        watch(args.path, **asked)
+        watch(args.path, **asked, trust=args.trust)
         return 0
-    video = record_video(args.path, **asked)
+    video = record_video(args.path, **asked, trust=args.trust)
     for i, (total, length) in enumerate(zip(video.returns, video.lengths, strict=True), 1):
         print(f"episode {i}: return {total:.6g}, {length} steps")
     print(f"{video.path}: {video.frames} frames of {video.size[0]} x {video.size[1]}, {video.fps:.4g} per second")
@@ -318,7 +335,7 @@ def run_export(args: argparse.Namespace) -> int:
 
     asked: dict[str, Any] = {"formats": "pt2,onnx", "scale": True} | parse_pairs(args.overrides, COMMANDS["export"])
     formats = asked.pop("formats").strip("[]").replace(" ", "").split(",")
-    export = export_policy(args.path, formats=formats, **asked)
+    export = export_policy(args.path, formats=formats, **asked, trust=args.trust)
     for file in (*export.files.values(), export.metadata):
         print(f"{file}  {file.stat().st_size:,} bytes")
     found = ", ".join(f"{k} {v:.3g}" for k, v in export.parity.items())

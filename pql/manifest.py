@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pql.files import check_tree
+from pql.files import check_tree, walk
 
 FORMAT = 2  # 1: replays and their priorities in full, however little they held
 DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
@@ -39,13 +39,22 @@ def check_manifest(data: Any, kinds: Sequence[str]) -> None:
     if not kinds:
         return
     _need(data.get("kind") in kinds, "kind", " or ".join(kinds))
-    _need(isinstance(data.get("config"), dict), "config", "a mapping")
-    try:
-        check_tree(data["config"], values=SETTINGS)
-    except ValueError as error:
-        raise ValueError(f"config: {error}") from None
+    check_settings("config", data.get("config"))
     check_spec(data.get("spec"))
     _check_counters(data.get("counters", {}), ("ticks", "seconds") if data["kind"] == "resume" else ())
+
+
+def check_settings(name: str, settings: Any) -> None:
+    """A config, or a part of one, as it is saved: with values, and no ``${...}`` that would be looked up elsewhere.
+    Raises ``ValueError``."""
+    _need(isinstance(settings, dict), name, "a mapping")
+    try:
+        check_tree(settings, values=SETTINGS)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    for _, value in walk(settings):
+        for text in (value, *value) if isinstance(value, dict) else (value,):
+            _need(not (isinstance(text, str) and "${" in text), name, f"without interpolations: {text!s:.60}")
 
 
 def check_version(name: str, value: Any, known: int) -> None:

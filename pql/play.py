@@ -43,6 +43,7 @@ def record_video(
     height: int | None = None,
     seed: int = 0,
     device: str = "cpu",
+    trust: bool = False,
 ) -> Video:
     """Film the greedy policy of a run, checkpoint or export: an mp4 of whole episodes, one after the other.
 
@@ -50,12 +51,13 @@ def record_video(
         out: the file; default ``videos/<checkpoint>-seed<seed>.mp4`` in the run directory.
         episodes, steps: the video ends after so many episodes or steps, whichever is first.
         width, height: pixels, even numbers; default: the environment's choice.
+        trust: also where it names code, a program or a path of its maker's (``docs/security.md``).
     Raises:
         ConfigError: no policy there, an environment without pictures, a missing package.
     """
     check_numbers(episodes, steps, width, height, seed)
     imageio, frames, size = _imageio(), 0, (0, 0)
-    with Stage(path, seed, device) as stage:
+    with Stage(path, seed, device, trust) as stage:
         file = Path(out).expanduser() if out is not None else stage.default_file()
         if file.suffix != ".mp4":
             raise ConfigError("out", file, "a file name that ends in .mp4")
@@ -70,14 +72,17 @@ def record_video(
     return Video(file, frames, fps, size, stage.returns, stage.lengths)
 
 
-def watch(path: str | Path, episodes: int = 1, steps: int | None = None, seed: int = 0, device: str = "cpu") -> None:
+def watch(
+    path: str | Path, episodes: int = 1, steps: int | None = None, seed: int = 0, device: str = "cpu",
+    trust: bool = False,
+) -> None:  # fmt: skip
     """Show the greedy policy in the simulator's own window, in simulated time, until it ends or the window is closed.
 
     Raises:
         ConfigError: as :func:`record_video`; no screen, or an environment without a window.
     """
     check_numbers(episodes, steps, None, None, seed)
-    with Stage(path, seed, device) as stage:
+    with Stage(path, seed, device, trust) as stage:
         if not hasattr(stage.env, "viewer"):
             raise ConfigError("--live", True, "a task with a window (MuJoCo); without --live, a video is written")
         window = stage.env.viewer()
@@ -93,8 +98,8 @@ def watch(path: str | Path, episodes: int = 1, steps: int | None = None, seed: i
 class Stage:
     """One environment and the policy that acts in it."""
 
-    def __init__(self, path: str | Path, seed: int, device: str):
-        stored = open_stored(path, resolve_device(device))
+    def __init__(self, path: str | Path, seed: int, device: str, trust: bool = False):
+        stored = open_stored(path, resolve_device(device), trust)
         set_precision(stored.config.placement)
         self.source, self.policy = stored.path, stored.policy
         self.env: Any = filmed_env(stored)

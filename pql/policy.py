@@ -22,6 +22,7 @@ from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
 from pql.errors import ConfigError, show
 from pql.nets import Flat, groups_read
 from pql.normalize import Normalizer
+from pql.trust import check_networks, check_task
 from pql.types import Obs, column
 
 if TYPE_CHECKING:
@@ -166,15 +167,18 @@ def snapshot(parts: Parts) -> dict[str, Any]:
     return {"policy": parts.policy.state_dict(), "norm": parts.collector.normalizer.state_dict()}
 
 
-def load_policy(path: str | Path, device: str | torch.device = "cpu") -> "Policy | ExportedPolicy":
+def load_policy(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> "Policy | ExportedPolicy":
     """The policy of a run directory, checkpoint or export (``.pt2``, ``.onnx``): obs [N, D] -> action [N, A].
 
     The normaliser is included, and actions are in [-1, 1], as every environment here takes them, whichever it is.
 
+    Args:
+        trust: also where the file names networks that are neither built in nor registered (``docs/security.md``).
     Raises:
-        ConfigError: nothing of these there, a damaged one, or an export whose package is not installed.
+        ConfigError: nothing of these there, a damaged one, one that names code of its maker's, or an export whose
+            package is not installed.
     """
-    return open_stored(path, device).policy
+    return _open(path, device, trust).policy
 
 
 class Stored(NamedTuple):
@@ -196,8 +200,15 @@ class Stored(NamedTuple):
         return build_env(replace(self.config, task=task, device=device, placement=PlacementConfig()), num_envs)
 
 
-def open_stored(path: str | Path, device: str | torch.device = "cpu") -> Stored:
-    """Find and load a policy; see :func:`load_policy`."""
+def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> Stored:
+    """Find and load a policy whose task is to be built; see :func:`load_policy`. ``trust`` goes for both."""
+    stored = _open(path, device, trust)
+    if not trust:
+        check_task(stored.config, path)
+    return stored
+
+
+def _open(path: str | Path, device: str | torch.device, trust: bool) -> Stored:
     file = Path(path).expanduser()
     if file.suffix in EXPORTS:
         from pql.export import ExportedPolicy
@@ -210,11 +221,13 @@ def open_stored(path: str | Path, device: str | torch.device = "cpu") -> Stored:
         )
     found = checkpoint.find(file)
     tensors, manifest = checkpoint.load(found, POLICIES)
-    return Stored(found, policy_of(tensors, manifest, device), from_dict(manifest["config"]))
+    return Stored(found, policy_of(tensors, manifest, device, trust), from_dict(manifest["config"]))
 
 
-def policy_of(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], device: str | torch.device) -> Policy:
-    """The policy in a loaded checkpoint of either kind.
+def policy_of(
+    tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], device: str | torch.device, trust: bool = False
+) -> Policy:
+    """The policy in a loaded checkpoint of either kind. ``trust``: also one of networks that it names by module.
 
     Raises:
         ConfigError: settings that no run could have been made with.
@@ -222,6 +235,8 @@ def policy_of(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], device
     """
     check_finite(tensors, manifest)
     config, found = from_dict(manifest["config"]), _policy_tensors(tensors, manifest)
+    if not trust:
+        check_networks(config, manifest["spec"]["name"])
     try:
         with Allowance(found.values()):
             policy = fresh_policy(config, spec_from_dict(manifest["spec"]), device)
@@ -304,7 +319,7 @@ def init_from(parts: Parts, source: Path) -> None:
     for name in same:
         if mine[name] != theirs[name]:
             raise ConfigError(name, mine[name], f"{show(theirs[name])}, as in init_from={source}")
-    policy = policy_of(tensors, manifest, "cpu").state_dict()["policy"]
+    policy = policy_of(tensors, manifest, "cpu", trust=True).state_dict()["policy"]  # its networks are this run's
     parts.policy.load_state_dict(policy)
     for worker, learner in parts.learners.items():
         networks = _networks(learner.state)

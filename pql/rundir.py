@@ -21,6 +21,7 @@ from pql.config import Config, to_dict
 from pql.errors import ConfigError
 from pql.files import read_json, read_yaml
 from pql.machine import available_cores, processor
+from pql.manifest import check_settings
 from pql.validate import resolve_device
 from pql.world import world
 
@@ -123,10 +124,9 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """
     try:
         data = read_yaml(run_dir / "config.yaml")
+        check_settings("config.yaml", data)
     except (OSError, ValueError) as error:
         raise ConfigError("run", run_dir, f"a run directory, with a readable config.yaml ({error})") from error
-    if not isinstance(data, dict):
-        raise ConfigError("run", run_dir, "a run directory, with a readable config.yaml")
     return data
 
 

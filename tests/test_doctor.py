@@ -141,7 +141,8 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
         ("pql eval runs/x s", ["seed="]),
         ("pql eval runs/x ep", ["episodes=", "epsilon="]),
         ("pql play runs/x w", ["width="]),
-        ("pql play runs/x --", ["--live"]),
+        ("pql play runs/x --", ["--live", "--trust"]),
+        ("pql eval runs/x --", ["--trust"]),
         ("pql train task=ant -", ["-m", "--multirun"]),
         ("pql export ", []),  # a path
         ("pql export runs/x formats=pt2,o", ["formats=pt2,onnx"]),

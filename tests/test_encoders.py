@@ -227,7 +227,7 @@ def test_a_run_trains_saves_and_loads_networks_named_in_its_config(module, tmp_p
     more = (f"algo.policy.net={module}:Bounded", f"algo.critic.net={module}:Pair")
     assert main(["train", *words(tmp_path / "run", *more)]) == 0
     assert sys.path == before
-    policy = pql.load_policy(tmp_path / "run")
+    policy = pql.load_policy(tmp_path / "run", trust=True)
     assert type(policy.net).__name__ == "Bounded"
     assert policy.net.gain.abs().max() > 1e-4  # it learned something
     obs = torch.randn(4, 3)
@@ -259,7 +259,7 @@ def test_ppo_puts_its_heads_on_networks_of_ones_own(module, tmp_path, capsys):
     left = [w for w in words(tmp_path / "run") if not w.startswith(unread)]
     ppo = [*left, "algo=ppo", "algo.ppo.minibatches=2", *nets]
     assert main(["train", *ppo, "budget.env_steps=2000"]) == 0
-    policy = pql.load_policy(tmp_path / "run")
+    policy = pql.load_policy(tmp_path / "run", trust=True)
     obs = torch.randn(5, 3)
     features = torch.tanh(policy.net.body.network.layer(policy.norm({"policy": obs})["policy"]))
     torch.testing.assert_close(policy(obs), policy.net.head(features).clamp(-1, 1))
@@ -345,4 +345,4 @@ def test_the_documented_network_trains(tmp_path, monkeypatch):
     (tmp_path / "documented_nets.py").write_text(text.split("```python\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
     run = pql.train(*words(tmp_path / "run", "algo.policy.net=documented_nets:MyPolicy"), quiet=True)
-    assert type(pql.load_policy(run.run_dir).net).__name__ == "MyPolicy"
+    assert type(pql.load_policy(run.run_dir, trust=True).net).__name__ == "MyPolicy"

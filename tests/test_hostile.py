@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from run_files import points, words
 from safetensors.torch import load_file, save_file
 
 import pql
 from pql import checkpoint
+from pql.compose import compose, resume_config
 from pql.errors import ConfigError
+from pql.files import read_yaml, walk
+from pql.jobs import next_command
 from pql.main import main
 from pql.report import runs
+from pql.trust import ELSEWHERE, MODULE, check_networks, check_task
 
 SECONDS = 10.0  # on a busy machine; by itself each takes well below 2
 
@@ -181,3 +187,150 @@ def test_the_run_itself_still_loads(run: Path) -> None:
     assert pql.load_policy(run)(torch.zeros(4, 3)).shape == (4, 1)
     with pytest.raises(ConfigError, match="a run directory with a checkpoint"):
         pql.load_policy(run / "nothing")
+
+
+# -- settings that name code, a program or a path ----------------------------------------------------------------------
+
+SPY = "import pathlib\npathlib.Path({mark!r}).touch()\n"
+NETWORK = SPY + "from pql.nets import DeterministicPolicy\n\ndef make(spec, config):\n    return None\n"
+
+
+def plant(run: Path, setting: str, value: Any) -> None:
+    """Write a setting into every file of a run that holds its config."""
+
+    def change(facts: dict[str, Any]) -> None:
+        put(value, "config", *setting.split("."))(facts)
+
+    for point in (run / "checkpoints" / "last", points(run)[-1]):
+        rewrite(point, change)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    put(value, *setting.split("."))(config)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that the payloads here would leave: a program ``evil`` and a module ``evil_module``."""
+    mark = tmp_path / "executed"
+    program = tmp_path / "evil"
+    program.write_text(f"#!/bin/sh\ntouch {mark}\nexit 1\n")
+    program.chmod(0o755)
+    (tmp_path / "evil_module.py").write_text(NETWORK.format(mark=str(mark)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    sys.modules.pop("evil_module", None)
+    return mark
+
+
+TASKS: list[tuple[str, Any]] = [
+    ("task.process.python", "./evil"),
+    ("task.name", "evil_module:make"),
+    ("task.kwargs.curriculum", {"kind": "evil_module:make"}),
+    ("task.kwargs.anything", [{"deep": ["evil_module:make"]}]),
+    ("task.kwargs.xml_file", "/etc/passwd"),
+    ("task.kwargs.cache", "~/cache"),
+    ("task.kwargs.level", "maps/../../../secret"),
+    ("task.id", "evil_module:Env-v0"),
+    ("task.remote", {"token_file": "token"}),
+    ("task.remote", {"listen": "0.0.0.0:5555"}),
+]
+
+
+@pytest.mark.parametrize(("setting", "value"), TASKS, ids=range(len(TASKS)))
+def test_a_task_that_names_code_a_program_or_a_path_is_refused(run: Path, mark: Path, capsys, setting, value) -> None:
+    plant(run, setting, value)
+    for command in (("eval", run), ("play", run, "steps=1"), ("resume", run, "budget.env_steps=900")):
+        line = refused(*command, capsys=capsys)
+        assert line.startswith(f"pql: {setting}")
+        assert "--trust (in Python trust=True)" in line
+    assert pql.load_policy(run)(torch.zeros(4, 3)).shape == (4, 1)  # which needs no task
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("setting", ["algo.policy.net", "algo.critic.net"])
+def test_a_network_by_module_is_refused(run: Path, mark: Path, capsys, setting: str) -> None:
+    plant(run, setting, "evil_module:make")
+    for command in (
+        ("eval", run), ("play", run), ("export", run, "formats=pt2"), ("resume", run, "budget.env_steps=900"),
+    ):  # fmt: skip
+        assert f"pql: {setting}=evil_module:make: expected only what is" in refused(*command, capsys=capsys)
+    with pytest.raises(ConfigError, match="trust=True"):
+        pql.load_policy(run)
+    assert not mark.exists()
+
+
+def test_trust_is_one_flag_for_all_commands(run: Path, mark: Path, capsys) -> None:
+    plant(run, "algo.policy.net", "evil_module:make")
+    for command in (("eval", run), ("play", run), ("export", run, "formats=pt2")):
+        assert "a torch module with parameters, not NoneType" in refused(*command, "--trust", capsys=capsys)
+        assert mark.exists()
+    with pytest.raises(ConfigError, match="NoneType"):
+        pql.load_policy(run, trust=True)
+    plant(run, "algo.policy.net", None)
+    mark.unlink()
+    for command in (("eval", run, "--trust"), ("resume", "--trust", run, "budget.env_steps=900")):
+        plant(run, "task.process.python", "./evil")
+        assert main([str(word) for word in command]) == 1  # no simulator, but it was started
+        assert mark.exists()
+        mark.unlink()
+
+
+def test_what_is_typed_anew_needs_no_trust(run: Path, mark: Path, capsys) -> None:
+    plant(run, "task.process.python", "./nothing")
+    assert main(["resume", str(run), "budget.env_steps=900", f"task.process.python={mark.parent / 'evil'}"]) == 1
+    assert mark.exists()  # the interpreter may be another one: it is the user's
+    plant(run, "task.process.python", None)
+    plant(run, "algo.policy.net", "evil_module:make")
+    command = ["resume", run, "budget.env_steps=900"]
+    assert "NoneType" in refused(*command, "algo.policy.net=evil_module:make", capsys=capsys)
+    assert "algo.policy.net=evil_module:other: expected evil_module:make, as the run has it" in refused(
+        *command, "algo.policy.net=evil_module:other", capsys=capsys
+    )
+    plant(run, "algo.policy.net", None)
+    for word in ("task.process.python=./evil", "task.name=evil_module:make", "task.kwargs.x=1"):
+        assert "as the run has it" in refused(*command, word, capsys=capsys)  # it had none: it would be another run
+
+
+def test_an_interpolation_is_neither_resolved_nor_kept(run: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    before = (run / "config.yaml").read_text()
+    for setting in ("logger.project", "task.kwargs.note"):
+        plant(run, setting, "${oc.env:SECRET}")
+        for command in (("resume", run, "budget.env_steps=900"), ("eval", run), ("export", run)):
+            for trust in ((), ("--trust",)):
+                line = refused(*command, *trust, capsys=capsys)
+                assert "without interpolations: ${oc.env:SECRET}" in line
+                assert "hunter2" not in line
+        (run / "config.yaml").write_text(before)
+    (run / "config.yaml").write_text(before.replace("\ndevice: cpu", "\n${oc.env:SECRET}: cpu"))
+    assert "without interpolations" in refused("resume", run, capsys=capsys)
+    assert not any(b"hunter2" in p.read_bytes() for p in run.rglob("*") if p.is_file())
+
+
+def test_a_user_s_own_words_keep_their_interpolations(run: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PROJECT", "mine")
+    assert resume_config(run, ["logger.project=${oc.env:PROJECT}"]).logger.project == "mine"
+    assert compose(["device=cpu", "run_dir=${oc.env:PROJECT}/x"]).run_dir == "mine/x"
+
+
+def test_no_preset_needs_trust() -> None:
+    files = sorted(Path(pql.__file__).parent.glob("cfg/*/*.yaml"))
+    assert len(files) > 50
+    for file in files:
+        texts = [v for _, v in walk(read_yaml(file) or {}) if isinstance(v, str)]
+        assert not [text for text in texts if MODULE.match(text) or ELSEWHERE.match(text)], file
+
+
+def test_what_is_built_in_and_its_ordinary_keywords_need_no_trust() -> None:
+    keywords = "task.kwargs.kwargs={render_fps: 30, mode: a/b-c.d, text: 'to: be'}"
+    check_task(compose(["device=cpu", "task=gymnasium", "task.id=ALE/Pong-v5", keywords]), "x")
+    check_task(compose(["device=cpu", "task=remote", "task.kwargs.listen=127.0.0.1:0"]), "x")
+    check_networks(compose(["device=cpu", "algo.policy.net=registered"]), "x")
+
+
+def test_runs_of_one_command_resume_by_its_own_words(run: Path) -> None:
+    (run / "summary.json").unlink(missing_ok=True)
+    given = ["task=env", "task.name=my:Env", "num_envs=16", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "seed=1"]
+    assert next_command(run, given) == [
+        "resume", str(run), "task.name=my:Env", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1",
+    ]  # fmt: skip

@@ -290,11 +290,13 @@ def test_a_run_in_another_python_resumes_bit_for_bit_and_is_evaluated(tmp_path, 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps, more in ((whole, 640, ()), (parts, 320, ("eval.final=true",))):
         Session(compose(walk_words(folder, python, f"budget.env_steps={steps}", *more)), quiet=True).train()
-    Session(resume_config(parts, ["budget.env_steps=640", "eval.final=false"]), resume=True, quiet=True).train()
+    Session(
+        resume_config(parts, ["budget.env_steps=640", "eval.final=false"], trust=True), resume=True, quiet=True
+    ).train()
     a, b = (checkpoint.load(points(folder)[-1])[0] for folder in (whole, parts))
     assert "collector/env/keys" in a
     assert differences(a, b) == []
-    assert main(["eval", str(parts), "episodes=3"]) == 0
+    assert main(["eval", str(parts), "--trust", "episodes=3"]) == 0
     assert "3 episodes" in capsys.readouterr().out
 
 
