@@ -1,4 +1,4 @@
-"""A stand-in for Isaac Gym that has no physics: IsaacGymEnvs' own task classes run on tensors that somebody else fills.
+"""A stand-in for Isaac Gym that has no physics: IsaacGymEnvs' own task classes run on tensors that the caller fills.
 
 ``load`` imports one module of a checkout of IsaacGymEnvs. Its ``isaacgym`` and its ``VecTask`` are those of this file:
 ``acquire_*`` gives the tensors of the :class:`Scene`, ``refresh_*`` does nothing, and what is sent to the simulator is
@@ -25,7 +25,7 @@ DOUBLE = torch.float64
 
 @dataclass
 class Scene:
-    """What the simulator would know.
+    """The simulator's state and constants.
 
     Attributes:
         num_envs: N.
@@ -197,7 +197,7 @@ def install(root: Path) -> None:
 
 @cache
 def load(root: Path, module: str, name: str) -> type[Any]:
-    """Class ``name`` of ``isaacgymenvs/tasks/<module>.py`` below ``root``. No import is changed for anybody else."""
+    """Class ``name`` of ``isaacgymenvs/tasks/<module>.py`` below ``root``; ``sys.modules`` is left as it was."""
     scripted = mock.patch("torch.jit.script", lambda function: function)  # every helper there would have to compile
     with mock.patch.dict(sys.modules), scripted:
         install(root)

@@ -1,4 +1,4 @@
-"""How states of our tasks look to IsaacGymEnvs' own: a :class:`Pair` for each, for ``check_originals.py``.
+"""States of our tasks as IsaacGymEnvs' classes see them: a :class:`Pair` for each task of ``check_originals.py``.
 
 The hands' are in ``_originals_hands.py``.
 
@@ -84,7 +84,7 @@ class Pair:
         return torch.rand(self.n, self.task.action_size, generator=gen) * 2 - 1
 
     def controls(self, fields: Fields) -> Sides:
-        """What was sent to the motors in the step that led to ``fields``."""
+        """Commands of the motors in the step that led to ``fields``."""
         raise NotImplementedError
 
     def starts(self, start: Start) -> Sides:

@@ -55,7 +55,7 @@ def doubles() -> Iterator[None]:
 
 
 class Seen:
-    """What a step of ours computed, before ended episodes begin anew."""
+    """The results of a step of ours, before ended episodes begin anew."""
 
     def __init__(self, pair: Pair):
         self.env, self.ended, self.solved = pair.env, 0, 0

@@ -169,7 +169,7 @@ class DClaw(Reorient):
         return (memory["angles"] + self.STRIDE * stride).clamp(self.low, self.high)
 
     def done(self, fields: Fields, memory: Memory) -> Tensor:
-        """How far targets were set from joints in the step, of what an action can do: [N, 12] in -1..1."""
+        """Distance of targets from joints in the step, as a share of the largest: [N, 12] in -1..1."""
         return ((fields["ctrl"] - memory["angles"]) / self.STRIDE).clamp(-1.0, 1.0)
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
