@@ -260,7 +260,7 @@ def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(("task", "count", "before", "enough"), [
     ("catch", 90, -0.2, 0.9),  # of 1; chasing what the newest frame shows gives -0.5
-    ("cartpole", 90, 100, 450),  # of 500
+    ("cartpole", 90, 400, 450),  # of 500
 ])  # fmt: skip
 def test_the_presets_learn(task, count, before, enough, learns):
     learns(lambda seed: learn(task, count, before, enough, seed), enough)
