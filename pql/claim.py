@@ -52,6 +52,17 @@ class Claim:
                 self.path.rmdir()
         self._file, self._made = None, False
 
+    def renew(self) -> None:
+        """Lock the directory again, which somebody has deleted and which is made anew.
+
+        Raises:
+            ConfigError: another process holds one of that name, or it cannot be written.
+        """
+        again = claim(self.path)
+        if self._file is not None:
+            self._file.close()
+        self._file, again._file = again._file, None
+
 
 _open: "weakref.WeakSet[Claim]" = weakref.WeakSet()
 

@@ -43,7 +43,12 @@ class Jsonl:
     def __init__(self, path: Path, resumed_at: int | None = None):
         if resumed_at is not None and path.exists():
             self._trim(path, resumed_at)
-        self.file = path.open("a", buffering=1)
+        self.path = path
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Go on in the file of that name, made anew where there is none."""
+        self.file = self.path.open("a", buffering=1)
 
     @staticmethod
     def _trim(path: Path, steps: int) -> None:
@@ -266,6 +271,13 @@ class Sinks:
                     what = f"{type(sink).__name__}: {type(error).__name__}: {error}"
                     warnings.warn(f"a log is incomplete, the run goes on: {what}", PqlWarning, stacklevel=2)
                 self.failed.add(sink)
+
+    def reopen(self) -> None:
+        """The run directory was deleted and made anew: metrics.jsonl goes on there."""
+        for sink in self.sinks:
+            if isinstance(sink, Jsonl):
+                sink.close()
+                sink.reopen()
 
     def close(self) -> None:
         for sink in self.sinks:

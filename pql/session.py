@@ -5,18 +5,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from pql import checkpoint, log, rundir
+from pql.archive import Archive
 from pql.blackbox import dumping
 from pql.build import Parts, build, build_env, seeds
-from pql.config import Config, to_dict
+from pql.claim import Claim
+from pql.config import Config
 from pql.env import VecEnv
 from pql.errors import ConfigError, PqlWarning, RunError
 from pql.evaluation import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
 from pql.guard import Guard
 from pql.interrupt import Interrupt
-from pql.policy import check_finite, fresh_policy, init_from, snapshot, spec_to_dict
+from pql.policy import check_finite, fresh_policy, init_from, snapshot
 from pql.prefill import prefill
 from pql.ranks import Ranks
 from pql.rundir import Summary
@@ -70,9 +71,11 @@ class Session:
         log.check_logger(config)
         with ExitStack() as opened:  # what has been opened is closed again if a later step fails
             opened.callback(ranks.close)
-            self.run_dir = ranks.by_first(lambda: opened.enter_context(rundir.claim_directory(config, resume)).path)
+            self._held: Claim | None = None
+            self.run_dir = ranks.by_first(lambda: self._hold(opened, resume))
             self.checkpoints = self.run_dir / "checkpoints"
-            self.points = checkpoint.of_rank(self.checkpoints, ranks.rank)
+            self.archive = Archive(config, ranks, self.run_dir, self._held, overrides, self.warn)
+            opened.callback(self.archive.close)
             self.parts: Parts = _build(ranks.share, self.given_env)
             opened.callback(self._close_parts)
             self._check_env()
@@ -113,6 +116,11 @@ class Session:
             self.say("replicas run free: the same seed would give other bits (algo.central.order=turns repeats them)")
         if resume:
             self.say(f"resumed at tick {self.parts.schedule.ticks:,}, {self.env_steps:,} env steps")
+
+    def _hold(self, opened: ExitStack, resume: bool) -> Path:
+        """Lock the run directory until ``opened`` is closed."""
+        self._held = opened.enter_context(rundir.claim_directory(self.config, resume))
+        return self._held.path
 
     def _load(self) -> None:
         """Continue from the newest intact resume point."""
@@ -168,13 +176,18 @@ class Session:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> Summary:
-        """Run until the budget ends, a callback or Ctrl-C stops it; then save, evaluate and sum up. Once."""
+        """Run until the budget ends, a callback or Ctrl-C stops it; then save, evaluate and sum up. Once.
+
+        Raises:
+            RunError: the run failed; or, at its very end, something that it was to leave could not be written.
+        """
         with self.ranks.failing_together(), self.interrupt, self.closing:
             with dumping(self.run_dir, self.parts, self.ranks.rank):
                 self._loop()
                 self.save()
             if self.config.replay.save:
-                self._save_replay()
+                self.archive.save_replay(self.parts)
+            self.archive.missing = {k: v for one in self.ranks.every(self.archive.missing) for k, v in one.items()}
             return self._finish(self._final_evaluation())
 
     def _loop(self) -> None:
@@ -191,15 +204,18 @@ class Session:
                 self._write(pending.collect())
                 pending = None
             self._collect_evaluations()
+            self.archive.settle(wait=False)
             wanted = [k for k, t in due.items() if self.seconds >= t and not (k == "log" and pending)]
             due |= {k: self.seconds + (every[k] or 0.0) for k in wanted}
+            if "log" in wanted and self._keep_directory():
+                wanted.append("save")  # the policy is nowhere else
             for what in self.ranks.agree([*wanted, *self._to_end()]):
                 if what == "log":
                     if pending:
                         self._write(pending.collect())
                     pending = self._drain()
                 elif what == "save":
-                    self.save()
+                    self.save(background=True)
                 elif what == "eval":
                     self._request_evaluation()
                 else:
@@ -314,7 +330,7 @@ class Session:
         if result.mean > self.best:
             self.best = result.mean
             facts = {"return_mean": result.mean, "counters": report.counters}
-            self._save(self.checkpoints / "best", "policy", report.state, facts)
+            self.archive.save_best(self.parts, report.state, facts)
 
     def _final_evaluation(self) -> Evaluation | None:
         """Of the policy as it stands; None where none is wanted, or Ctrl-C came."""
@@ -342,39 +358,20 @@ class Session:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Write the current policy and, unless ``checkpoint.replay`` is off, a resume point."""
-        parts, counters = self.parts, {"counters": self._counters(), "ranks": self.ranks.size}
-        with parts.schedule.executor.exclusive():
-            parts.check_environments()
-            self.ranks.check_same(parts)
-            if self.ranks.first:
-                self._save(self.checkpoints / "last", "policy", self._policy_state(), counters)
-            if self.config.checkpoint.replay:
-                self._save(self.points / f"tick-{parts.schedule.ticks:012d}", "resume", parts.state_dict(), counters)
-        self.ranks.wait()  # a point counts once all ranks have theirs: until then the one before stays
-        checkpoint.rotate(self.points, self.config.checkpoint.keep)
+    def save(self, background: bool = False) -> None:
+        """Write the current policy and, unless ``checkpoint.replay`` is off, a resume point. Between ticks.
 
-    def _save_replay(self) -> None:
-        name = "replay.safetensors" if self.ranks.first else f"replay-rank{self.ranks.rank}.safetensors"
-        try:
-            self.parts.collector.replays[0].save(self.run_dir / name)
-        except OSError as error:
-            self.warn(f"{name} not written: {error}")
+        Args:
+            background: only copy them here; a thread writes them while the run goes on.
+        """
+        self._keep_directory()
+        self.archive.save(self.parts, self._counters(), background)
 
-    def _policy_state(self) -> dict[str, Any]:
-        """The current policy, without what only training needs."""
-        state = snapshot(self.parts)
-        needed = fresh_policy(self.config, self.parts.env.spec, "cpu").norm.state_dict()
-        return {**state, "norm": {k: state["norm"][k] for k in needed}}
-
-    def _save(self, path: Path, kind: str, state: Any, facts: dict[str, Any]) -> None:
-        spec = spec_to_dict(self.parts.env.spec)
-        manifest = {"kind": kind, "config": to_dict(self.config), "spec": spec, **facts}
-        try:
-            checkpoint.save(path, state, manifest)
-        except OSError as error:  # a full disk must not end a run: earlier checkpoints stay
-            self.warn(f"checkpoint {path.name} not written, the run goes on: {error}")
+    def _keep_directory(self) -> bool:
+        """Whether somebody had deleted the run directory: it has been made anew, and what was in it is lost."""
+        if anew := self.archive.restore(self.env_steps):
+            self.sinks.reopen()
+        return anew
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -387,14 +384,20 @@ class Session:
             **({} if result is None else
                {"return_median": result.median, "length_mean": result.length, "success": result.success}),
         )  # fmt: skip
-        try:
-            if self.ranks.first:
+        if self.ranks.first:
+            if self._keep_directory():
+                self.archive.save_policy(self.parts, {"counters": self._counters(), "ranks": self.ranks.size})
+            self.archive.settle()
+            try:
                 rundir.write_summary(self.run_dir, summary)
-        except OSError as error:
-            self.warn(f"summary.json not written: {error}")
+            except OSError as error:
+                self.archive.lost("summary.json", error)
         if self.console:
             self.console.close()
         self.say(log.closing_words(summary, self.parts.busy(), self.seconds - begun["seconds"], self.config.budget))
+        if self.archive.missing and self.ranks.first:
+            lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
+            raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")
         return summary
 
 

@@ -18,11 +18,12 @@ from pql.compose import compose, resume_config
 from pql.env import register
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
-from pql.errors import ConfigError, PqlWarning
+from pql.errors import ConfigError, PqlWarning, RunError
 from pql.evaluation import Evaluation, Report
 from pql.interrupt import Interrupt
 from pql.policy import load_policy
 from pql.replay import Replay
+from pql.rundir import read_summary
 from pql.session import Session
 from pql.types import Rows
 
@@ -402,9 +403,13 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
         return real(path, tensors)
 
     monkeypatch.setattr(tensorfile, "write", full)
-    with pytest.warns(PqlWarning, match="not written, the run goes on: .*No space left"):
-        summary = run(*words(tmp_path, "checkpoint.every_seconds=1e-9", "budget.env_steps=208"))
-    assert summary.env_steps == 208
+    missing = "but not all of it could be kept in .*: checkpoint last .*No space left.*; checkpoint tick-0.*5 "
+    with (
+        pytest.warns(PqlWarning, match="not written, the run goes on: .*No space left"),
+        pytest.raises(RunError, match=missing),
+    ):
+        run(*words(tmp_path, "checkpoint.every_seconds=1e-9", "budget.env_steps=208"))
+    assert read_summary(tmp_path)["env_steps"] == 208
     assert len(calls) == 12  # a policy and a resume point, after each of five ticks and at the end
     monkeypatch.undo()
     assert manifest(points(tmp_path)[-1])["counters"]["ticks"] == 1

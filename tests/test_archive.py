@@ -1,0 +1,133 @@
+"""What a run leaves where its directory is deleted, or something cannot be written: a word, and exit status 1."""
+
+import shutil
+
+import pytest
+import torch
+from run_files import points, resume, rows, run, words
+
+from pql import rundir, tensorfile
+from pql.claim import holder
+from pql.errors import PqlWarning, RunError
+from pql.main import main
+from pql.policy import load_policy
+from pql.rundir import read_summary
+from pql.session import Session
+
+
+def everything(path):
+    shutil.rmtree(path)
+
+
+def content(path):
+    for entry in path.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("delete", [everything, content])
+def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_path, delete):
+    folder, seen = tmp_path / "run", []
+
+    def cut(session, row):
+        seen.append(row["steps/env"])
+        if len(seen) == 1:
+            delete(folder)
+
+    lost = "metrics and checkpoints from before .* env steps"
+    with (
+        pytest.warns(PqlWarning, match=f"{folder} was deleted while the run was at work: made anew, without {lost}"),
+        pytest.raises(RunError, match=f"could be kept in {folder}: {lost} .the run directory was deleted.$"),
+    ):
+        run(*words(folder, "budget.env_steps=2400", "logger.every_seconds=0.01"), callbacks=[cut])
+    assert load_policy(folder)(torch.zeros(2, 3)).shape == (2, 1)
+    assert {"config.yaml", "env.json", "git.json", "overrides.yaml", "summary.json"} <= {
+        p.name for p in folder.iterdir()
+    }
+    kept = [row["steps/env"] for row in rows(folder)]
+    assert kept[-1] == read_summary(folder)["env_steps"] == 2400
+    assert kept == seen[-len(kept) :]
+    assert holder(folder) is None
+    assert resume(folder, "budget.env_steps=2480").env_steps == 2480
+
+
+@pytest.mark.fault
+def test_a_deletion_is_noticed_at_the_next_row_and_saved_at_once(tmp_path):
+    folder, found = tmp_path / "run", []
+
+    def watch(session, row):
+        if not found:
+            shutil.rmtree(folder)
+            found.append(row["steps/env"])
+        elif session.archive.missing:
+            session.archive.settle()
+            found.append((load_policy(folder) is not None, [p.name for p in points(folder)]))
+            session.stop = True
+
+    with pytest.warns(PqlWarning, match="was deleted"), pytest.raises(RunError):
+        run(*words(folder, "budget.env_steps=240000", "logger.every_seconds=0.01"), callbacks=[watch])
+    assert found[1][0]
+    assert len(found[1][1]) == 1
+
+
+@pytest.mark.fault
+def test_the_policy_is_kept_where_the_directory_went_during_the_final_evaluation(tmp_path, monkeypatch):
+    folder, real = tmp_path / "run", Session._final_evaluation
+
+    def evaluate(session):
+        result = real(session)
+        shutil.rmtree(folder)
+        return result
+
+    monkeypatch.setattr(Session, "_final_evaluation", evaluate)
+    with pytest.warns(PqlWarning, match="was deleted"), pytest.raises(RunError, match="the run directory was deleted"):
+        run(*words(folder))
+    assert load_policy(folder)(torch.zeros(2, 3)).shape == (2, 1)
+    assert read_summary(folder)["env_steps"] == 320
+
+
+@pytest.mark.fault
+def test_a_directory_that_another_run_has_taken_is_left_alone(tmp_path):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    run(*words(other))
+
+    def swap(session, row):
+        if not (folder / "theirs").exists():
+            shutil.rmtree(folder)
+            other.rename(folder)
+            (folder / "theirs").write_text("")
+
+    with pytest.raises(RunError, match=r"was deleted while the run was at work .*expected a new folder"):
+        run(*words(folder, "budget.env_steps=240000", "logger.every_seconds=0.01"), callbacks=[swap])
+    assert read_summary(folder)["env_steps"] == 320
+    assert len(points(folder)) == 1
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("last", "checkpoint last ([Errno 28] No space left on device)"),
+        ("tick-000000000012", "checkpoint tick-000000000012 ([Errno 28] No space left on device)"),
+        ("best", "checkpoint best ([Errno 28] No space left on device)"),
+        ("replay.safetensors", "replay.safetensors ([Errno 28] No space left on device)"),
+        ("summary.json", "summary.json ([Errno 28] No space left on device)"),
+    ],
+)
+def test_the_exit_status_is_1_where_something_could_not_be_kept(tmp_path, monkeypatch, capsys, broken, said):
+    def full(real):
+        def write(path, *rest):
+            if broken in str(path):
+                raise OSError(28, "No space left on device")
+            return real(path, *rest)
+
+        return write
+
+    monkeypatch.setattr(tensorfile, "write", full(tensorfile.write))
+    monkeypatch.setattr(rundir, "_write_json", full(rundir._write_json))
+    with pytest.warns(PqlWarning, match="not written.*No space left") as told:
+        assert main(["train", *words(tmp_path / "run", "eval.final=true", "replay.save=true")]) == 1
+    assert len(told) == 1
+    errors = capsys.readouterr().err.strip().splitlines()
+    line = f"pql: the run has come to its end, but not all of it could be kept in {tmp_path / 'run'}: {said}"
+    assert errors == [line]

@@ -1,0 +1,208 @@
+"""Checkpoints in the background: copies of one moment, one after the other, within memory, and killed at any time."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from conftest import differences
+from run_files import manifest, points, resume, run, words
+
+from pql import checkpoint, saver, tensorfile
+from pql.compose import compose
+from pql.errors import PqlWarning, RunError
+from pql.saver import Saver
+from pql.session import Session
+
+
+def tree(value: float) -> dict:
+    return {"a": torch.full((3,), value), "b": [torch.full((2, 2), value).t(), 7]}
+
+
+def value_at(path) -> float:
+    tensors, _ = checkpoint.load(path)
+    (value,) = {float(v) for k in ("a", "b/0") for v in tensors[k].flatten()}
+    return value
+
+
+class Gate:
+    """Writing waits until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.reached, self.opened, self.writers = threading.Event(), threading.Event(), []
+        self.real = tensorfile.write
+        monkeypatch.setattr(tensorfile, "write", self.write)
+
+    def write(self, path, tensors):
+        self.writers.append(threading.current_thread().name)
+        self.reached.set()
+        assert self.opened.wait(30)
+        return self.real(path, tensors)
+
+
+@pytest.fixture
+def one():
+    it = Saver()
+    yield it
+    it.close()
+
+
+def test_what_is_written_is_what_stood_there_when_it_was_asked_for(tmp_path, monkeypatch, one):
+    gate, state = Gate(monkeypatch), tree(1.0)
+    one.later(tmp_path / "x", state, {})
+    assert gate.reached.wait(30)
+    assert not one.idle
+    assert one.outcomes() == []
+    for tensor in (state["a"], state["b"][0]):
+        tensor.fill_(2.0)
+    gate.opened.set()
+    assert one.outcomes(wait=True) == [("x", None)]
+    assert one.idle
+    assert value_at(tmp_path / "x") == 1.0
+    assert gate.writers == ["pql-saver"]
+
+
+def test_one_comes_after_the_other_and_all_are_told(tmp_path, one):
+    (tmp_path / "file").write_text("")
+    for i in range(5):
+        one.later(tmp_path / "last", tree(float(i)), {"ticks": i})
+    one.later(tmp_path / "file" / "x", tree(0.0), {})
+    one.now(tmp_path / "now", tree(9.0), {})
+    told = one.outcomes(wait=True)
+    assert [name for name, _ in told] == ["last"] * 5 + ["x", "now"]
+    assert [type(error) for _, error in told[:5] + told[6:]] == [type(None)] * 6
+    assert isinstance(told[5][1], OSError)
+    assert (value_at(tmp_path / "last"), value_at(tmp_path / "now")) == (4.0, 9.0)
+
+
+@pytest.mark.parametrize("why", ["free memory", "an allocation"])
+def test_where_a_copy_would_not_fit_it_is_written_at_once(tmp_path, monkeypatch, one, why):
+    gate = Gate(monkeypatch)
+    gate.opened.set()
+    if why == "free memory":
+        monkeypatch.setattr(saver, "host_memory", lambda: 71)  # 36 bytes are more than half
+    else:
+        monkeypatch.setattr(torch.Tensor, "clone", lambda self, **_: torch.empty(1 << 60))
+    one.later(tmp_path / "x", tree(1.0), {})
+    assert gate.writers == [threading.current_thread().name]
+    assert one.outcomes() == [("x", None)]
+    assert value_at(tmp_path / "x") == 1.0
+
+
+def test_what_the_disk_is_not_to_blame_for_ends_the_run(tmp_path, one):
+    one.later(tmp_path / "x", {"a": torch.zeros(2, dtype=torch.complex64)}, {})
+    with pytest.raises(RunError, match=r"x could not be written: KeyError: torch\.complex64"):
+        one.outcomes(wait=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_waits_no_longer_than_it_says(tmp_path, monkeypatch):
+    gate, one = Gate(monkeypatch), Saver()
+    one.later(tmp_path / "x", tree(1.0), {})
+    begin = time.monotonic()
+    one.close(0.05)
+    assert time.monotonic() - begin < 5
+    gate.opened.set()
+    one._thread.join(30)
+    assert value_at(tmp_path / "x") == 1.0
+
+
+def keep_saving(folder) -> None:
+    """The life of a run that saves all the time: a policy, a resume point, fewer old ones."""
+    one = Saver()
+    for i in range(1, 10**6):
+        one.later(folder / "last", tree(float(i)), {})
+        one.later(folder / f"tick-{i:06d}", tree(float(i)), {"ticks": i})
+        one.do("older", lambda: checkpoint.rotate(folder, 2))
+        one.outcomes(wait=True)
+
+
+@pytest.mark.fault
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_killed_at_any_time_the_newest_point_but_one_stands(tmp_path):
+    rng, found = random.Random(0), set()
+    for trial in range(6):
+        folder = tmp_path / str(trial)
+        child = multiprocessing.get_context("fork").Process(target=keep_saving, args=(folder,), daemon=True)
+        child.start()
+        while not (folder / "tick-000002").exists():
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.03)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        before = len(list(folder.glob(".writing-*")))
+        _, facts, path = checkpoint.newest(folder)
+        assert value_at(path) == facts["ticks"] == int(path.name[5:])
+        assert value_at(folder / "last") in (facts["ticks"], facts["ticks"] + 1)
+        found.add(before)
+    assert 1 in found  # some were cut off while they wrote
+
+
+# -- in a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_ticks_go_on_while_a_point_is_written_and_the_next_one_waits_for_it(tmp_path, monkeypatch):
+    session = Session(compose(words(tmp_path)), quiet=True)
+    with session.closing:
+        gate = Gate(monkeypatch)
+        session.save(background=True)
+        for _ in range(3):
+            session.parts.schedule.tick()
+            session.archive.settle(wait=False)
+        assert gate.reached.wait(30)
+        assert points(tmp_path) == []
+        threading.Timer(0.05, gate.opened.set).start()
+        session.save(background=True)
+        assert gate.opened.is_set()
+        assert manifest(points(tmp_path)[0])["counters"]["ticks"] == 0
+        session.save()
+    assert gate.writers == 4 * ["pql-saver"] + 2 * [threading.current_thread().name]
+    assert [manifest(p)["counters"]["ticks"] for p in points(tmp_path)] == [0, 3]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("algo", ["pql"])
+def test_a_point_that_was_written_while_ticks_went_on_resumes_to_the_same_bits(tmp_path, monkeypatch, algo):
+    real = tensorfile.write
+
+    def slow(path, tensors):
+        time.sleep(0.01)
+        return real(path, tensors)
+
+    common = (f"algo={algo}", "replay.capacity=320", "task.kwargs.max_episode_steps=7", "budget.env_steps=480")
+    run(*words(tmp_path / "whole", *common))
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorfile, "write", slow)
+        run(*words(tmp_path / "parts", *common, "checkpoint.every_seconds=0.001", "checkpoint.keep=100"))
+    written = points(tmp_path / "parts")
+    assert len(written) > 4
+    for path in written[len(written) // 2 :]:
+        shutil.rmtree(path)  # as if it had been killed there
+    resume(tmp_path / "parts", "checkpoint.every_seconds=null")
+    (a, facts_a), (b, facts_b) = (checkpoint.load(points(tmp_path / name)[-1]) for name in ("whole", "parts"))
+    assert differences(a, b) == []
+    assert facts_a["sha256"] == facts_b["sha256"]
+
+
+@pytest.mark.fault
+def test_a_point_that_failed_on_the_way_is_told_at_the_end(tmp_path, monkeypatch):
+    real, calls = tensorfile.write, []
+
+    def once(path, tensors):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(path, tensors)
+
+    monkeypatch.setattr(tensorfile, "write", once)
+    with (
+        pytest.warns(PqlWarning, match=r"checkpoint tick-0*1 not written, the run goes on: .*No space left"),
+        pytest.raises(RunError, match=r"kept in .*: checkpoint tick-0*1 \(.*No space left on device\)$"),
+    ):
+        run(*words(tmp_path, "checkpoint.every_seconds=1e-9", "budget.env_steps=208"))
+    assert [manifest(p)["counters"]["ticks"] for p in points(tmp_path)] == [4, 5]
