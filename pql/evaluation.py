@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pql.checkpoint import home
-from pql.env import Discrete, EnvSpec, VecEnv
+from pql.env import Discrete, EnvSpec, VecEnv, make_ready
 from pql.errors import ConfigError
 from pql.graph import clone_state
 from pql.machine import set_precision
@@ -172,10 +172,14 @@ class Report:
 
 
 class Evaluator:
-    """Evaluates snapshots in a thread of its own. A request that comes while it is busy is dropped and counted."""
+    """Evaluates snapshots in a thread of its own. A request that comes while it is busy is dropped and counted.
+
+    Made before the first tick: ``env`` is made ready here, so that its thread captures nothing beside a run at work.
+    """
 
     def __init__(self, env: VecEnv, policy: Policy, seed: int, epsilon: float = 0.0):
         self.env, self.policy, self.seed, self.epsilon = env, policy, seed, epsilon
+        make_ready(env)
         self.dropped = 0
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()

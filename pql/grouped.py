@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from pql.env import EnvSpec, VecEnv
+from pql.env import EnvSpec, VecEnv, make_ready
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -57,6 +57,11 @@ class Grouped:
             grouped = cls(envs)
             opened.pop_all()
         return grouped
+
+    def prepare(self) -> None:
+        """Of each."""
+        for env in self.envs:
+            make_ready(env)
 
     def reset(self, seed: int | None = None) -> Obs:
         seeds: list[Any] = [None] * len(self.envs)

@@ -219,6 +219,28 @@ def state_of(one: Evaluator, value: float) -> dict[str, Any]:
     }
 
 
+def test_the_environment_is_made_ready_before_its_thread_runs():
+    """What it captures then, on a GPU, it need not capture in mid-run."""
+    asked: list[tuple[str, str]] = []
+
+    class Captures(Gate):
+        def prepare(self):
+            asked.append(("prepare", threading.current_thread().name))
+
+        def reset(self, seed=None):
+            asked.append(("reset", threading.current_thread().name))
+            return super().reset(seed)
+
+    env = Captures()
+    env.open.set()
+    one = evaluator(env)
+    assert asked == [("prepare", threading.current_thread().name)]
+    assert one.request(state_of(one, 1.0), {})
+    assert one.wait(5)
+    one.close()
+    assert asked[1:] == [("reset", "pql-evaluator")]
+
+
 def test_a_request_while_busy_is_dropped_counted_and_returns_at_once():
     env = Gate()
     one = evaluator(env)

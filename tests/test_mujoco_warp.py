@@ -251,6 +251,23 @@ def test_a_step_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyP
     assert torch.stack(ended).any()
 
 
+def test_what_is_prepared_is_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation's thread must capture nothing beside a run. Preparing changes no bit of what follows."""
+    wanted = {"mass": [0.8, 1.2]}
+    ready, lazy = (build("halfcheetah", 4, max_episode_steps=3, randomize=wanted) for _ in range(2))
+    ready.prepare()
+    captured: list[Any] = []
+    capture = WarpEngine._capture
+    monkeypatch.setattr(WarpEngine, "_capture", lambda self, launch: captured.append(self) or capture(self, launch))
+    for env in (ready, lazy):
+        env.reset(seed=0)
+        for action in random_actions(env, 5):
+            step = env.step(action)
+        assert not step.log["overflow"].any()
+    assert torch.equal(ready.engine.state(), lazy.engine.state())
+    assert captured == [lazy.engine] * 3  # constants, reset, and a step
+
+
 def test_memory_per_environment() -> None:
     """Almost all of it belongs to simulations, so it hardly depends on their number."""
     few, many = (warp_of(build("halfcheetah", n)).bytes_per_env() for n in (256, 1024))

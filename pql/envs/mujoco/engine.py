@@ -84,6 +84,10 @@ class Engine(Protocol):
         """The environments of ``mask`` ([N] bool), in the form that :meth:`reset` takes."""
         ...
 
+    def prepare(self, substeps: int) -> None:
+        """Do now what the first calls would do once; the state is as before. Before the first reset."""
+        ...
+
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Hold ``ctrl`` ([N, nu], in the model's units) for ``substeps`` steps.
 
@@ -178,6 +182,9 @@ class BatchEngine:
 
     def rows(self, mask: Tensor) -> Listed:
         return Listed(mask)
+
+    def prepare(self, substeps: int) -> None:
+        """Nothing: no call is dearer than the others."""
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         self.fields["ctrl"].copy_(ctrl)

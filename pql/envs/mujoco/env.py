@@ -119,6 +119,11 @@ class MujocoVec:
         self._renderer: Renderer | None = None  # made by the first picture
 
     @_one_thread()
+    def prepare(self) -> None:
+        """Compile and capture what steps and resets launch, on a GPU. See ``VecEnv.prepare``."""
+        self.engine.prepare(self.task.frame_skip)
+
+    @_one_thread()
     def reset(self, seed: int | None = None) -> Obs:
         """Restart all environments: observations by group, [N, ...]. See ``VecEnv.reset``."""
         if seed is not None:

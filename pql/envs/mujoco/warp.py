@@ -1,7 +1,9 @@
 """``WarpEngine``: MuJoCo Warp behind the ``Engine`` protocol. The state lives on the GPU, as tensors that torch shares.
 
 Nothing here waits for the device. Stepping, resetting and the forward pass are captured once, as CUDA graphs, and
-launched on PyTorch's current stream. Resets are masked: they work on all simulations and change those meant.
+launched on PyTorch's current stream. :meth:`WarpEngine.prepare` does that before a run begins: while one thread
+captures on Warp's stream, CUDA forbids all others the legacy default stream. Resets are masked: they work on all
+simulations and change those meant.
 
 Warp holds contacts and constraints in buffers of fixed size (C allocates as it goes): 1.5 times the most that C was
 seen to need. Where that is too little, contacts are lost; :meth:`WarpEngine.overflowed` says in which simulations, and
@@ -15,6 +17,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mujoco
@@ -109,13 +112,15 @@ class WarpEngine:
     def rows(self, mask: Tensor) -> Masked:
         return Masked(mask)
 
-    def step(self, ctrl: Tensor, substeps: int) -> None:
-        def steps() -> None:
-            for _ in range(substeps):
-                mjw.step(self._model, self._data)
+    def prepare(self, substeps: int) -> None:
+        """Compile and capture all that is launched later."""
+        forward, constants = ["forward"] * self._derived, ["constants"] * (self._weights is not None)
+        for key in (*constants, "reset", *forward, substeps):
+            self._graph(key)
 
+    def step(self, ctrl: Tensor, substeps: int) -> None:
         self.fields["ctrl"].copy_(ctrl)
-        self._run(substeps, steps)
+        self._run(substeps)
         self._watch.look()
 
     def overflowed(self) -> Tensor:
@@ -125,18 +130,17 @@ class WarpEngine:
     def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
         assert isinstance(rows, Masked)
         self._mask.copy_(rows.mask)
-        self._run("reset", lambda: mjw.reset_data(self._model, self._data, reset=wp.from_torch(self._mask)))
+        self._run("reset")
         for name, new in (("qpos", qpos), ("qvel", qvel)):
             self.fields[name].copy_(rows.put(self.fields[name], new))
         if self._derived:
-            self._run("forward", lambda: mjw.forward(self._model, self._data))
+            self._run("forward")
 
     def set_parameters(self, rows: Rows, values: Fields) -> None:
         for name, value in values.items():
             self._parameters[name].copy_(rows.put(self._parameters[name], value))
         if self._weights is not None:
-            fixed = mjw.SetConstGroup.FIXED
-            self._run("constants", lambda: mjw.set_const(self._model, self._data, fixed, restore=False))
+            self._run("constants")
             new = self._weights(*(self._parameters[name] for name in DERIVING))
             for name, values_of_all in zip(WEIGHTS, new, strict=True):
                 self._parameters[name].copy_(values_of_all)
@@ -168,17 +172,32 @@ class WarpEngine:
             torch.cuda.synchronize(self.device)  # a graph may still run on the arrays
         self._graphs = None
 
-    def _run(self, key: Any, launch: Callable[[], None]) -> None:
-        """``launch``, as a graph that the first call captures."""
-        if self._graphs is None:
-            raise RuntimeError("the environment is closed")
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._capture(launch)
+    def _launch(self, key: Any) -> None:
+        """What the graph ``key`` holds: "reset", "forward", "constants", or a number of substeps."""
+        if key == "reset":
+            mjw.reset_data(self._model, self._data, reset=wp.from_torch(self._mask))
+        elif key == "forward":
+            mjw.forward(self._model, self._data)
+        elif key == "constants":
+            mjw.set_const(self._model, self._data, mjw.SetConstGroup.FIXED, restore=False)
+        else:
+            for _ in range(key):
+                mjw.step(self._model, self._data)
+
+    def _run(self, key: Any) -> None:
+        """Launch a graph; one that is not there yet is captured."""
+        graph = self._graph(key)
         if self.device.type == "cuda":
             wp.capture_launch(graph, stream=wp.stream_from_torch(torch.cuda.current_stream(self.device)))
         else:
             wp.capture_launch(graph)
+
+    def _graph(self, key: Any) -> Any:
+        if self._graphs is None:
+            raise RuntimeError("the environment is closed")
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(partial(self._launch, key))
+        return self._graphs[key]
 
     def _capture(self, launch: Callable[[], None]) -> Any:
         """Compile, warm up and capture; the simulations' state is as before."""
@@ -194,6 +213,7 @@ class WarpEngine:
             wp.synchronize_device(device)
         self.load_state(saved)
         self.fields["ctrl"].copy_(ctrl)
+        self._watch.forget()
         return capture.graph
 
 
@@ -210,6 +230,10 @@ class Overflows:
         self._seen = torch.zeros((), dtype=torch.int64, pin_memory=self._cuda)  # the total, some steps ago
         self._copied = torch.cuda.Event() if self._cuda else None
         self._steps, self._warned = 0, 0
+
+    def forget(self) -> None:
+        """What was not a step of a run has set bits."""
+        self._flags.zero_()
 
     def look(self) -> None:
         """After a step."""
