@@ -4,7 +4,7 @@ import queue
 import statistics
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,12 +27,14 @@ CHECK_EVERY = 64  # steps between looks at whether all episodes have ended (a lo
 class Evaluation:
     """Undiscounted returns and lengths (in steps) of whole episodes, and whether each succeeded.
 
-    ``successes`` is None where the environment logs no term ``success``.
+    ``successes`` is None where the environment logs no term ``success``. ``terms``: each logged number's mean over
+    the steps of all episodes, by name: terms of the reward, tracking errors.
     """
 
     returns: list[float]
     lengths: list[float]
     successes: list[bool] | None = None
+    terms: dict[str, float] = field(default_factory=dict)
 
     @property
     def mean(self) -> float:
@@ -63,7 +65,9 @@ class Evaluation:
         out = {
             "return_mean": self.mean, "return_median": self.median, "return_iqm": self.iqm, "length_mean": self.length,
         }  # fmt: skip
-        return out if self.success is None else {**out, "success": self.success}
+        if self.success is not None:
+            out["success"] = self.success
+        return {**out, **{f"step/{name}": value for name, value in self.terms.items()}}
 
 
 class StoppedError(Exception):
@@ -109,6 +113,8 @@ def run_episodes(
     place, count = torch.arange(most, device=device), torch.zeros_like(quota)
     running = torch.zeros(3, n, device=device)  # return, length, successful rows of the episode in hand
     done = torch.zeros(3, n, most, device=device)
+    named = [name for name in env.spec.log if name != "success"]
+    sums = torch.zeros(len(named), dtype=torch.float64, device=device)  # of what is logged, over rows that count
     live = (quota > 0) & (not staggered)  # inside an episode that counts
     there = torch.zeros_like(live)  # has made a step: a remote actor's place may be empty
     longest = env.spec.max_episode_steps or LONGEST
@@ -119,7 +125,11 @@ def run_episodes(
         step = env.step(explore(policy(obs)))
         success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
         row = torch.stack([step.reward, torch.ones_like(step.reward), success])
-        running += torch.where(live & step.valid, row, 0)
+        counts = live & step.valid
+        running += torch.where(counts, row, 0)
+        if named:
+            logged = torch.stack([step.log[name].double() for name in named])
+            sums += torch.where(counts, logged, 0.0).sum(1)
         there |= step.valid
         ended = live & step.first & (running[1] > 0)  # the filler row that a new actor begins with ends nothing
         done = torch.where(ended[:, None] & (place == count[:, None]), running[..., None], done)
@@ -134,7 +144,9 @@ def run_episodes(
     done = torch.where(live[:, None] & (place == count[:, None]), running[..., None], done)
     played = (place < (count + live)[:, None]).T  # [most, N]
     returns, lengths, successes = done.transpose(1, 2)[:, played].tolist()
-    return Evaluation(returns, lengths, [rows > 0 for rows in successes] if judged else None)
+    steps = max(sum(lengths), 1.0)
+    terms = dict(zip(named, (total / steps for total in sums.tolist()), strict=True))
+    return Evaluation(returns, lengths, [rows > 0 for rows in successes] if judged else None, terms)
 
 
 def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor], Tensor]:

@@ -146,6 +146,26 @@ def test_an_episode_succeeds_where_any_of_its_rows_does():
     assert "success" not in Evaluation([1.0], [1.0]).measures()
 
 
+def test_what_is_logged_is_averaged_over_the_steps_of_all_episodes():
+    """Episodes of 2 rows in environment 0 and 6 in environment 1; filler rows and later episodes do not count."""
+    env = Counter(num_envs=2, episode_length=6, terminate_every=1, autoreset="next_step")
+    env.length_of = lambda env, episode: torch.where(env == 0, 2, 6) + episode * 0  # type: ignore[method-assign]
+    env.spec = dataclasses.replace(env.spec, log=("error", "success"))
+    real = env.step
+
+    def step(action):
+        first = env._episode == 0
+        row = real(action)
+        error = torch.where(row.valid & first, torch.tensor([1.0, 5.0]), torch.nan)
+        return row._replace(log={"error": error, "success": torch.zeros(2)})
+
+    env.step = step  # type: ignore[method-assign]
+    result = run_episodes(env, zero, seed=0)
+    assert result.lengths == [2.0, 6.0]
+    assert result.terms == {"error": (2 * 1.0 + 6 * 5.0) / 8}
+    assert result.measures()["step/error"] == 4.0
+
+
 def test_an_environment_that_does_not_end_counts_as_far_as_it_came(monkeypatch):
     monkeypatch.setattr("pql.evaluation.LONGEST", 10)
     env = Counter(num_envs=2, episode_length=10**6, terminate_every=0)
