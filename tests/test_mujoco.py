@@ -25,6 +25,8 @@ from pql.env import find_factory, make_env
 from pql.envs.mujoco.engine import BatchEngine
 from pql.envs.mujoco.engines import measure
 from pql.envs.mujoco.env import MujocoVec
+from pql.envs.mujoco.isaac.ball import BallBalance
+from pql.envs.mujoco.isaac.franka import FrankaCubeStack
 from pql.envs.mujoco.locomotion import Ant, Planar, Walker2d
 from pql.envs.mujoco.suite import GymTask
 from pql.envs.mujoco.task import Robot, load_model, load_spec
@@ -244,6 +246,15 @@ def test_the_fast_model_has_what_both_engines_have(name: str) -> None:
     assert opt.solver == mujoco.mjtSolver.mjSOL_NEWTON
     assert opt.cone == mujoco.mjtCone.mjCONE_ELLIPTIC
     assert robots.TASKS[name].describe(2, model="fast").info["model"] == "fast"
+
+
+def test_friction_holds_where_something_stands_or_is_held() -> None:
+    """All but gymnasium's models, the arm, whose contacts are stiff already, and the ball, which rolls."""
+    soft = (GymTask, FrankaCubeStack, BallBalance)
+    for maker in robots.TASKS.values():
+        assert maker.task.impratio == (None if issubclass(maker.task, soft) else 10.0), maker.task.name
+    ratios = {name: load_model(robots.TASKS[name].task).opt.impratio for name in ("ant", "isaac_ant")}
+    assert ratios == {"ant": 1.0, "isaac_ant": 10.0}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])

@@ -274,6 +274,11 @@ def test_memory_per_environment() -> None:
     assert 8_000 < many <= few < 20_000
 
 
+def test_friction_is_as_stiff_as_in_c() -> None:
+    for name, ratio in (("hopper", 1.0), ("isaac_ant", 10.0)):
+        assert warp_of(build(name, 2))._model.opt.impratio_invsqrt.numpy() == pytest.approx(ratio**-0.5)
+
+
 def test_buffers_are_as_large_as_asked_for() -> None:
     given, small, large = (build("halfcheetah", 64, contacts=sizes) for sizes in (None, [6, 24], [60, 240]))
     assert warp_of(given).bytes_per_env() == warp_of(small).bytes_per_env()  # the task's own

@@ -4,6 +4,7 @@ env = halfcheetah(num_envs=128, device="cpu", threads=0, max_episode_steps=1000,
 spec = halfcheetah.describe(num_envs=128, device="cpu")
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from pql.envs.mujoco.isaac import humanoid as isaac_humanoids
 from pql.envs.mujoco.isaac import shadow_hand as shadow_hands
 from pql.envs.mujoco.randomize import Randomize
 from pql.envs.mujoco.task import Task
+from pql.envs.mujoco.velocity import Velocity
 from pql.errors import ConfigError
 
 
@@ -40,6 +42,8 @@ class Maker:
         stagger: start the first episodes at random points of the time limit, so that not all end on the same step.
         contacts: the most contacts and constraint rows of one simulation, (N, N), for Warp's buffers; None: the task's.
         contact_forces: false: only positions and velocities are observed; for tasks with a ``joints`` variant.
+        action_scale: how far an action of 1 moves a servo's target, times the original's way, in tasks that follow
+            commanded velocities; None: the task's.
 
     Raises:
         ConfigError: a value out of range, or something that the task has no place for.
@@ -61,11 +65,12 @@ class Maker:
         engine: str = "auto",
         contacts: Sequence[int] | None = None,
         contact_forces: bool = True,
+        action_scale: float | None = None,
     ) -> MujocoVec:
         options = _options(
             num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine, contacts
         )
-        return MujocoVec(self.variant(contact_forces), num_envs, torch.device(device), options)
+        return MujocoVec(self.variant(contact_forces, action_scale), num_envs, torch.device(device), options)
 
     def describe(
         self,
@@ -80,23 +85,40 @@ class Maker:
         engine: str = "auto",
         contacts: Sequence[int] | None = None,
         contact_forces: bool = True,
+        action_scale: float | None = None,
     ) -> EnvSpec:
         """What ``self(...).spec`` would be; nothing is loaded or started."""
         options = _options(
             num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine, contacts
         )
-        return describe(self.variant(contact_forces), num_envs, torch.device(device), options)
+        return describe(self.variant(contact_forces, action_scale), num_envs, torch.device(device), options)
 
-    def variant(self, contact_forces: bool) -> type[Task]:
-        """The task that observes contact forces or, as asked, does not."""
+    def variant(self, contact_forces: bool, action_scale: float | None) -> type[Task]:
+        """The task that observes contact forces or, as asked, does not, and whose actions reach as far as asked."""
         if not isinstance(contact_forces, bool):
             raise ConfigError("contact_forces", contact_forces, "true or false")
         if contact_forces:
-            return self.task
+            return scaled(self.task, action_scale)
         if self.joints is None:
             names = ", ".join(name for name, maker in TASKS.items() if maker.joints)
             raise ConfigError("contact_forces", contact_forces, f"true: only {names} can do without")
-        return self.joints
+        return scaled(self.joints, action_scale)
+
+
+def scaled(task: type[Task], action_scale: float | None) -> type[Task]:
+    """``task``, with actions that reach ``action_scale`` times as far as the original's (None: as its class says).
+
+    Raises:
+        ConfigError: not a number above 0, or a task whose actions are no servos' targets.
+    """
+    if action_scale is None:
+        return task
+    if not issubclass(task, Velocity):
+        raise ConfigError("action_scale", action_scale, f"nothing with {task.name}: it is for velocity tasks")
+    number = isinstance(action_scale, int | float) and not isinstance(action_scale, bool)
+    if not (number and 0 < action_scale < math.inf):
+        raise ConfigError("action_scale", action_scale, "a number above 0")
+    return type(task.__name__, (task,), {"action_scale": float(action_scale), "__doc__": task.__doc__})
 
 
 def _options(

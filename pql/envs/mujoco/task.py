@@ -51,6 +51,10 @@ MODELS = ("shipped", "fast")
 """``shipped``: the model as its package has it. ``fast``: Newton's solver, elliptic friction cones and a one-stage
 integrator, which both engines have and which cost a fraction of RK4 or PGS."""
 
+HOLD = 10.0
+"""``Task.impratio`` under which what stands or is held stays where it is. MuJoCo's friction is soft: at its default of
+1 a standing robot's feet creep by millimetres a second (mjlab's velocity tasks take 10 as well)."""
+
 
 class Start(NamedTuple):
     """States that episodes begin in."""
@@ -115,6 +119,8 @@ class Task:
         model: which of ``MODELS`` is used unless asked for another.
         refused: why the shipped model cannot be used; empty: it can.
         integrator: of the fast model.
+        impratio: of the fast model: how much stiffer friction is than what keeps bodies apart (MuJoCo's option of that
+            name, with elliptic cones); None: as the file has it.
         contacts: the most contacts and constraint rows of one simulation that C was seen to have, on any of the models,
             for an engine with buffers of fixed size; None: to be measured when one starts.
     """
@@ -132,6 +138,7 @@ class Task:
     model: ClassVar[str] = "shipped"
     refused: ClassVar[str] = ""
     integrator: ClassVar[mujoco.mjtIntegrator] = mujoco.mjtIntegrator.mjINT_EULER
+    impratio: ClassVar[float | None] = None
     contacts: ClassVar[tuple[int, int] | None] = None
 
     def __init__(self, robot: Robot):
@@ -220,6 +227,8 @@ def load_spec(task: type[Task], model: str | None = None) -> mujoco.MjSpec:
         spec.option.integrator = task.integrator
         spec.option.solver = mujoco.mjtSolver.mjSOL_NEWTON
         spec.option.cone = mujoco.mjtCone.mjCONE_ELLIPTIC
+        if task.impratio is not None:
+            spec.option.impratio = task.impratio
     task.edit(spec)
     return spec
 

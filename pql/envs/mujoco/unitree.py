@@ -41,6 +41,7 @@ class Unitree(Velocity):
         robot_name: in ``robots.ROBOTS``.
         slack: how far each joint may be from its pose for most of that reward, rad.
         feet: geoms that have friction; all others slide.
+        feet_condim: MuJoCo's number of directions in which their contacts resist: 3 (sliding) or 6 (turning, too).
     """
 
     time_limit = 1000
@@ -51,6 +52,7 @@ class Unitree(Velocity):
     robot_name: ClassVar[str]
     slack: ClassVar[tuple[float, ...]]
     feet: ClassVar[tuple[str, ...]]
+    feet_condim: ClassVar[int] = 3
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
@@ -73,7 +75,8 @@ class Unitree(Velocity):
             geom.condim, geom.solref = 1, [0.01, 1]
         for name in cls.feet:
             foot = spec.geom(name)
-            foot.condim, foot.priority, foot.friction, foot.rgba = 3, 1, [1, 0.005, 0.0005], [0.1, 0.1, 0.1, 1]
+            foot.condim, foot.priority, foot.friction = cls.feet_condim, 1, [1, 0.005, 0.0005]
+            foot.rgba = [0.1, 0.1, 0.1, 1]
         return spec
 
     def terms_of(self, fields: Fields, memory: Memory, motion: Motion, lack: Lack) -> dict[str, Tensor]:
@@ -89,7 +92,8 @@ class Unitree(Velocity):
         beyond = (joints - joints.clamp(self._low, self._high)).abs()
         change = self.action(fields) - memory["action"]
         rates = (near * self._worth).unbind(0)
-        costs = (-self.dt * beyond.sum(1), -0.1 * self.dt * change.square().sum(1))
+        rough = self.action_scale**2 * change.square().sum(1)  # in mjlab's units
+        costs = (-self.dt * beyond.sum(1), -0.1 * self.dt * rough)
         return dict(zip(self.terms, (*rates, *costs), strict=True))
 
 
@@ -103,7 +107,7 @@ class Go1(Unitree):
     """
 
     name = "go1_velocity"
-    contacts = (9, 27)
+    contacts = (9, 34)
     robot_name = "go1"
     obs_size = 48
     action_size = 12
@@ -120,6 +124,7 @@ class Go1(Unitree):
     fragile = ("trunk", *(f"{leg}_thigh" for leg in ("FR", "FL", "RR", "RL")))
     slack = (0.3, 0.3, 0.6) * 4
     feet = tuple(f"{leg}_foot_collision" for leg in ("FR", "FL", "RR", "RL"))
+    feet_condim = 6
     height = 0.35
     spread = 0.2
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.measure import into, rotation
-from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict
+from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict
 from pql.types import Obs
 
 NET_FORCE = [1 << mujoco.mjtConDataField.mjCONDATA_FORCE.value, 3, 1]  # the force; reduced to the net one; of all
@@ -28,7 +28,7 @@ class Servo(NamedTuple):
     stiffness: float  # Nm/rad
     damping: float  # Nm s/rad
     effort: float  # Nm
-    reach: float  # how far an action of 1 moves the target from the pose, rad
+    reach: float  # how far an action of 1 moves the target from the pose, rad, where ``action_scale`` is 1
     armature: float = 0.0  # kg m^2
 
 
@@ -100,6 +100,7 @@ class Velocity(Task):
         resting: share of the commands that are to stand still.
         height: of the base where an episode begins, metres.
         spread: joints begin within this share of the pose.
+        action_scale: targets are within this many times the servo's ``reach`` of the pose.
     """
 
     dt = 0.02
@@ -109,6 +110,7 @@ class Velocity(Task):
     model = "fast"
     refused = "the robot's package has no other"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST  # of the servos' damping, which explicit steps would overdo
+    impratio = HOLD
     joints: ClassVar[dict[str, Joint]]
     base: ClassVar[str]
     fragile: ClassVar[tuple[str, ...]]
@@ -117,6 +119,7 @@ class Velocity(Task):
     resting: ClassVar[float] = 0.0
     height: ClassVar[float]
     spread: ClassVar[float]
+    action_scale: ClassVar[float] = 1.0
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
@@ -139,9 +142,10 @@ class Velocity(Task):
         for name, (pose, servo) in cls.joints.items():
             joint = spec.joint(name)
             joint.armature, joint.damping, joint.frictionloss = servo.armature, [0, 0, 0], 0
+            reach = cls.action_scale * servo.reach
             drive = spec.add_actuator(
                 name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT,
-                ctrllimited=True, ctrlrange=[pose - servo.reach, pose + servo.reach],
+                ctrllimited=True, ctrlrange=[pose - reach, pose + reach],
                 forcelimited=True, forcerange=[-servo.effort, servo.effort],
             )  # fmt: skip
             drive.set_to_position(kp=servo.stiffness, kv=servo.damping)

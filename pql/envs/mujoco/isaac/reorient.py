@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.measure import conjugate, product, rotation, unscale
-from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict
+from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict
 from pql.types import Obs
 
 DISPLAYED = (-0.2, -0.06, 0.12)  # where the goal is shown, from where the cube starts: metres
@@ -65,6 +65,7 @@ class Reorient(Task):
     model = "fast"
     refused = "the task's contacts and integrator are set"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
+    impratio = HOLD
     place: ClassVar[tuple[float, float, float]]
     parts: ClassVar[tuple[str, ...]]
     tolerance: ClassVar[float] = 0.1

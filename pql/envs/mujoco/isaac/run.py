@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.measure import Wrench, into, roll_yaw, rotation, unscale
-from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict
+from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict
 from pql.types import Obs
 
 TARGET = 1000.0  # metres along x, where the robot is to run
@@ -40,6 +40,7 @@ class Runner(Task):
     outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
     model = "fast"
     refused = "the task has a robot of its own"
+    impratio = HOLD
     links: ClassVar[tuple[str, ...]]
     height: ClassVar[float]
     lowest: ClassVar[float]
