@@ -5,6 +5,7 @@ keeps one workspace per stream, so graphs captured on one stream must not be rep
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -53,18 +54,18 @@ class Graph:
         self.capture = capture and self.possible(device)
         self.graph: Captured | None = None
 
-    # The three below are all that touches CUDA: a stand-in on the CPU (``tape.py``) replaces them.
+    # The four below are all that touches CUDA: a stand-in on the CPU (``tape.py``) replaces them.
     @staticmethod
     def possible(device: torch.device) -> bool:
         """Whether work on ``device`` can be captured. There the host runs ahead, and must not wait to read a value."""
         return device.type == "cuda"
 
+    def place(self) -> AbstractContextManager[Any]:
+        """The device made current: a generator's seed is stored there."""
+        return torch.cuda.device(self.device)
+
     def take(self) -> Captured:
         """Warm up and capture, on a stream of its own."""
-        with torch.cuda.device(self.device):  # a generator's seed is stored on the current device
-            return self._take()
-
-    def _take(self) -> Captured:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -90,10 +91,11 @@ class Graph:
         """Warm up and capture; the owner's state is as before. Called before the loop, with the device idle."""
         if not self.capture or self.graph is not None:
             return
-        saved = clone_state(self.owner.state_dict())
-        graph = self.take()
-        self.owner.load_state_dict(saved)
-        self.finish()
+        with self.place():
+            saved = clone_state(self.owner.state_dict())
+            graph = self.take()
+            self.owner.load_state_dict(saved)
+            self.finish()
         self.graph = graph
 
     def __call__(self) -> None:

@@ -10,6 +10,7 @@ This file knows nothing of environments, networks or workers.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -109,6 +110,9 @@ class TapedGraph(Graph):
     @staticmethod
     def possible(device: torch.device) -> bool:
         return True
+
+    def place(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def take(self) -> Tape:
         for _ in range(WARMUP):

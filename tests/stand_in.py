@@ -86,7 +86,7 @@ class FakeEvent(str):
 def pretend(patch: pytest.MonkeyPatch) -> Device:
     """Until ``patch`` is undone: graphs, streams and waits as on a CUDA device, on the CPU."""
     device = Device()
-    for name in ("possible", "take", "finish"):
+    for name in ("possible", "place", "take", "finish"):
         patch.setattr(Graph, name, TapedGraph.__dict__[name])
 
     def begin(self: Any, devices: Any, watchdog: float = 30.0) -> None:
