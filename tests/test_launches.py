@@ -1,8 +1,8 @@
 """How many operations a GPU would be given: by a step of the collector, an update, a tick beside its graphs.
 
 Counted on the CPU, on the way that is taken on a GPU, where nobody looks at a value. An operation is about a kernel,
-those of the backward pass too; views do not count. These are upper bounds: a change that adds launches is seen here, and one that
-saves some lowers them.
+those of the backward pass too; views do not count. These are upper bounds: a change that adds launches is seen here,
+and one that saves some lowers them.
 """
 
 import pytest
