@@ -7,34 +7,30 @@ policy takes its state and returns the next one. An export stands only once file
 import contextlib
 import copy
 import json
-import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pql import checkpoint
 from pql.config import from_dict, to_dict
 from pql.env import Box
-from pql.errors import ConfigError, RunError, nearest
-from pql.policy import POLICIES, Acting, Policy, policy_of, spec_from_dict, spec_to_dict
+from pql.errors import ConfigError, PqlWarning, RunError, nearest
+from pql.exported import Function, need, open_export, quiet, unit_map
+from pql.manifest import EXPORT_FORMAT
+from pql.policy import POLICIES, Policy, policy_of, spec_to_dict
+from pql.program import UnknownOperatorError
 from pql.rundir import versions
-from pql.types import Obs
 
 FORMATS = ("pt2", "onnx")
-FORMAT_VERSION = 1
 PARITY_ROWS, TOLERANCE = 1000, 1e-5
-INSTALL = "pip install 'pql-rl[export]'"
-
-Function = Callable[[Sequence[Tensor]], list[Tensor]]
-"""Inputs in the order of ``metadata["inputs"]`` -> outputs in that of ``metadata["outputs"]``."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +104,15 @@ def write(policy: Policy, metadata: dict[str, Any], folder: Path, formats: Seque
     try:
         with exact_products():
             _write(model, metadata, aside, formats)
-            parity = {f: difference(policy, model, metadata, _reader(aside / f"policy.{f}")) for f in formats}
+            parity = {
+                f: max(difference(policy, model, metadata, read) for read in _readers(aside / f"policy.{f}"))
+                for f in formats
+            }
         _check_parity(parity)
-        metadata |= {"parity": {"rows": PARITY_ROWS, "tolerance": TOLERANCE, "largest_difference": parity}}
+        metadata |= {
+            "parity": {"rows": PARITY_ROWS, "tolerance": TOLERANCE, "largest_difference": parity},
+            "sha256": {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(aside.iterdir())},
+        }
         (aside / "policy.json").write_text(json.dumps(metadata, indent=1) + "\n")
         for suffix in (*FORMATS, "json"):
             (folder / f"policy.{suffix}").unlink(missing_ok=True)
@@ -129,17 +131,7 @@ def _check_formats(formats: Sequence[str]) -> None:
         raise ConfigError("formats", ",".join(formats), f"one or more of {', '.join(FORMATS)}, each once")
     if "onnx" in formats:
         for package in ("onnx", "onnxscript", "onnxruntime"):
-            _need(package, "formats", "onnx")
-
-
-def _need(package: str, setting: str, value: Any) -> Any:
-    """Import an optional package."""
-    import importlib
-
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ConfigError(setting, value, f"the package {package!r}, which is not installed: {INSTALL}") from error
+            need(package, "formats", "onnx")
 
 
 # -- what the files say of themselves ---------------------------------------------------------------------------------
@@ -160,7 +152,7 @@ def describe(policy: Policy, manifest: Mapping[str, Any], source: Path, scale: b
     after = [_tensor(f"next_state.{k}", s, "torch.float32") for k, s in policy.state_shapes.items()]
     return {
         "format": "pql-policy",
-        "format_version": FORMAT_VERSION,
+        "format_version": EXPORT_FORMAT,
         "algorithm": config.algo.name,
         "family": config.algo.family,
         "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "game", "model", "kwargs")},
@@ -187,8 +179,11 @@ def _write(model: Deployed, metadata: dict[str, Any], folder: Path, formats: Seq
     inputs, text = random_inputs(metadata, 2, model), json.dumps(metadata)
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)
-    with _quiet():
+    with quiet():
         program = torch.export.export(model, tuple(inputs), dynamic_shapes=(shapes,))
+        program.example_inputs = None  # they would be pickled
+        for node in program.graph.nodes:  # no path of this machine leaves it
+            node.meta.pop("stack_trace", None)
         if "pt2" in formats:
             torch.export.save(program, folder / "policy.pt2", extra_files={"metadata.json": text})
         if "onnx" in formats:
@@ -208,20 +203,6 @@ def onnx_shape(shape: Any) -> Any:
     import onnx_ir
 
     return onnx_ir.Shape([size if isinstance(size, int) else "batch" for size in shape])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporters' remarks on their own workings off the console."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -291,82 +272,12 @@ def _check_parity(parity: Mapping[str, float]) -> None:
             )
 
 
-def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """What takes an export's action to [-1, 1]; ``about`` is the metadata's entry ``action``."""
-    low, high = (torch.tensor(about.get(end, ())) for end in ("low", "high"))
-    if not about["scaled"] or bool((low == -1).all() and (high == 1).all()):
-        return lambda action: action
-    low, half = low.to(device), ((high - low) / 2).to(device)
-    return lambda action: (action - low) / half - 1
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-class ExportedPolicy(Acting):
-    """A policy read back from its export. Acts as a run's own ``Policy`` does: actions in [-1, 1].
-
-    Args:
-        path: ``policy.pt2`` or ``policy.onnx``.
-        device: where tensors come from and go to. ONNX Runtime itself computes on the CPU.
-
-    Attributes:
-        metadata: what ``policy.json`` holds.
-
-    Raises:
-        ConfigError: no such file, one that is no export of pql, or a missing package.
-    """
-
-    def __init__(self, path: str | Path, device: str | torch.device = "cpu"):
-        self.path, self.device = Path(path), torch.device(device)
-        if not self.path.is_file():
-            raise ConfigError("policy", path, "a file")
-        self._function, self.metadata = _open(self.path, self.device)
-        self._to_unit = unit_map(self.metadata["action"], self.device)
-        self.spec = spec_from_dict(self.metadata["spec"])
-        inputs = {i["name"]: tuple(i["shape"][1:]) for i in self.metadata["inputs"]}
-        self.groups = tuple(k.removeprefix("obs.") for k in inputs if k.startswith("obs."))
-        self.state_shapes = {k.removeprefix("state."): s for k, s in inputs.items() if k.startswith("state.")}
-
-    @torch.no_grad()
-    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
-        action, *after = self._function([*self.readable(obs).values(), *(state[k] for k in self.state_shapes)])
-        return self._to_unit(action), dict(zip(self.state_shapes, after, strict=True))
-
-
-def _reader(path: Path) -> Function:
-    return _open(path, torch.device("cpu"))[0]
-
-
-def _open(path: Path, device: torch.device) -> tuple[Function, dict[str, Any]]:
-    return _open_onnx(path, device) if path.suffix == ".onnx" else _open_pt2(path, device)
-
-
-def _open_pt2(path: Path, device: torch.device) -> tuple[Function, dict[str, Any]]:
-    from torch.export.passes import move_to_device_pass
-
-    extra: dict[str, Any] = {"metadata.json": ""}
+def _readers(path: Path) -> Iterator[Function]:
+    """Every way in which it will be read: as anybody's programs do, and as :class:`ExportedPolicy` does."""
+    yield open_export(path, torch.device("cpu"), trust=True)[0]
     try:
-        with _quiet():
-            program = torch.export.load(path, extra_files=extra)
-            module = move_to_device_pass(program, device).module()
-        metadata = json.loads(extra["metadata.json"])
-    except Exception as error:  # a damaged archive shows in as many ways as there are parts in it
-        raise ConfigError("policy", path, f"a .pt2 file that pql export wrote ({error})") from error
-    return (lambda inputs: list(module(*inputs))), metadata
-
-
-def _open_onnx(path: Path, device: torch.device) -> tuple[Function, dict[str, Any]]:
-    runtime = _need("onnxruntime", "policy", path)
-    try:
-        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        metadata = json.loads(session.get_modelmeta().custom_metadata_map["pql"])
-    except Exception as error:  # the runtime's own errors have no common base
-        raise ConfigError("policy", path, f"an .onnx file that pql export wrote ({error})") from error
-    names = [i["name"] for i in metadata["inputs"]]
-
-    def function(inputs: Sequence[Tensor]) -> list[Tensor]:
-        arrays: list[np.ndarray] = [x.cpu().numpy() for x in inputs]
-        return [torch.from_numpy(y).to(device) for y in session.run(None, dict(zip(names, arrays, strict=True)))]
-
-    return function, metadata
+        yield open_export(path, torch.device("cpu"), trust=False)[0]
+    except ConfigError as error:
+        if not isinstance(error.__cause__, UnknownOperatorError):
+            raise
+        warnings.warn(f"{path.name}: pql loads it with --trust alone: {error.__cause__}", PqlWarning, stacklevel=2)

@@ -10,6 +10,7 @@ from typing import Any
 from pql.files import check_tree, walk
 
 FORMAT = 2  # 1: replays and their priorities in full, however little they held
+EXPORT_FORMAT = 1  # of what is exported
 DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
 LARGEST = 2**31 - 1  # of an axis, a number of actions, a time limit
 COUNT = 2**62
@@ -85,6 +86,39 @@ def check_spec(spec: Any) -> None:
           "null or a whole number from 1 on")  # fmt: skip
 
 
+def check_export(data: Any) -> None:
+    """An export's metadata. Raises as :func:`check_manifest`."""
+    types = {"algorithm": str, "family": str, "inputs": list, "outputs": list, "action": dict, "task": dict}
+    check_mapping("the metadata", data, {"format": str, **types})
+    _need(data["format"] == "pql-policy", "format", "pql-policy")
+    check_version("format_version", data.get("format_version"), EXPORT_FORMAT)
+    check_settings("task", data["task"])
+    _need(data["task"].keys() <= {"name", "id", "game", "model", "kwargs"}, "task", "name, id, game, model and kwargs")
+    spec = data.get("spec")
+    check_spec(spec)
+    names = []
+    for end in ("inputs", "outputs"):
+        for entry in data[end]:
+            check_mapping(end, entry, {"name": str, "shape": list, "dtype": str})
+            _need(entry["shape"][:1] == ["batch"], f"{end}.shape", "a batch")
+            check_tensor(f"{end}.{entry['name']}", entry["shape"][1:], entry["dtype"])
+            names.append(entry["name"])
+    _need(len({*names}) == len(names) and bool(data["inputs"]) and names[len(data["inputs"]) :][:1] == ["action"],
+          "outputs", "an action, and names that differ")  # fmt: skip
+    for entry in data["inputs"]:
+        kind, _, group = entry["name"].partition(".")
+        known = kind == "state" or (kind == "obs" and group in spec["obs"])
+        _need(known, f"inputs.{entry['name']}", "a group or a state")
+    _check_action(data["action"])
+
+
+def _check_action(about: Mapping[str, Any]) -> None:
+    _need(about.get("kind") in ("box", "discrete") and _whole(about.get("size"), 1), "action", "a kind and a size")
+    _need(isinstance(about.get("scaled"), bool), "action.scaled", "true or false")
+    for name in ("low", "high") if about["kind"] == "box" else ():
+        check_bounds(f"action.{name}", about.get(name), about["size"])
+
+
 def check_tensor(name: str, shape: Any, dtype: Any) -> None:
     """A shape (without the batch) and a type. Raises ``ValueError``."""
     _need(isinstance(shape, list) and len(shape) <= 8 and all(_whole(n, 0) for n in shape), f"{name}.shape", "sizes")
@@ -105,11 +139,11 @@ def _check_counters(counters: Any, required: Sequence[str]) -> None:
         _need(_number(value) and 0 <= value <= COUNT, f"counters.{name}", "a number from 0 on")
 
 
-def check_mapping(name: str, value: Any, entries: Mapping[str, type | tuple[type, ...]]) -> None:
+def check_mapping(name: str, value: Any, entries: Mapping[str, type]) -> None:
     """A mapping with entries of these types. Raises ``ValueError``."""
     _need(isinstance(value, dict), name, "a mapping")
     for key, kind in entries.items():
-        _need(isinstance(value.get(key), kind), f"{name}.{key}" if name else key, "there, of the type that pql writes")
+        _need(isinstance(value.get(key), kind), f"{key} of {name}", "there, of the type that pql writes")
 
 
 def _whole(value: Any, least: int) -> bool:

@@ -26,7 +26,7 @@ from pql.trust import check_networks, check_task
 from pql.types import Obs, column
 
 if TYPE_CHECKING:
-    from pql.export import ExportedPolicy
+    from pql.exported import ExportedPolicy
 
 EXPORTS = (".pt2", ".onnx")  # suffixes of what ``pql export`` writes
 POLICIES = ("policy", "resume")  # kinds of checkpoints that hold one
@@ -211,9 +211,9 @@ def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: boo
 def _open(path: str | Path, device: str | torch.device, trust: bool) -> Stored:
     file = Path(path).expanduser()
     if file.suffix in EXPORTS:
-        from pql.export import ExportedPolicy
+        from pql.exported import ExportedPolicy
 
-        exported = ExportedPolicy(file, device)
+        exported = ExportedPolicy(file, device, trust)
         about = exported.metadata
         algo = {"name": about["algorithm"], "family": about["family"]}
         return Stored(

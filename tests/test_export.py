@@ -1,5 +1,6 @@
 """Exports: what the files compute, what they say of themselves, and that a wrong one never stands."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -120,7 +121,9 @@ def test_a_policy_that_learned_in_bfloat16_leaves_in_float32(tmp_path: Path) -> 
 
 def test_files_and_folder_tell_the_same_metadata(run: Path) -> None:
     beside = json.loads((run / "export" / "policy.json").read_text())
-    parity = beside.pop("parity")
+    parity, hashes = beside.pop("parity"), beside.pop("sha256")
+    for name in ("policy.pt2", "policy.onnx"):
+        assert hashes[name] == hashlib.sha256((run / "export" / name).read_bytes()).hexdigest()
     assert parity["rows"] == 1000
     assert all(0 <= worst <= 1e-5 for worst in parity["largest_difference"].values())
     session = ort.InferenceSession(str(run / "export" / "policy.onnx"))
