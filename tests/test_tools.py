@@ -52,13 +52,6 @@ SMOKE = {
     ),
     "bench_replay": ("sample B=", "sample_obs B=", "insert N=4 D=17 / copy_"),
     "bench_learner": ("cpu: critic / matmuls", "cpu: policy burst of 1 / matmuls", "wide: critic / matmuls"),
-    "gpu_check": (
-        "concurrent / lockstep",
-        "graphs on / off",
-        "host per tick",
-        "n=8 graphs off: kernels per critic update",
-        "catch DQN n=8 graphs off: kernels per critic update",
-    ),
     "bench_process": (
         "round trip, 64 envs / bare",
         "round trip, 64 envs / in this process",
@@ -69,16 +62,14 @@ SMOKE = {
     "bench_lag": ("ball_balance: vtrace, lag 8 / 0", "one_step", "none"),
     "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
-EXTRA = {"gpu_check": ["--device", "cpu"], "bench_warp": ["--device", "cpu"]}
+EXTRA = {"bench_warp": ["--device", "cpu"]}
 NEEDS = {"bench_atari": "ale_py", "bench_remote": "ale_py", "bench_warp": "mujoco_warp"}
 
 
 @pytest.mark.parametrize("name", SMOKE)
-def test_a_benchmark_runs_and_reports(name, tool, tmp_path, capsys, monkeypatch):
+def test_a_benchmark_runs_and_reports(name, tool, tmp_path, capsys):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    if name == "gpu_check":
-        monkeypatch.setattr(tool(name), "atari", lambda args: [])  # these are rows of bench_atari
     path = tmp_path / "rows.json"
     assert not tool(name).main(["--smoke", "--json", str(path), *EXTRA.get(name, [])])
     rows = json.loads(path.read_text())
@@ -138,32 +129,6 @@ def test_bare_convolutions_are_those_of_the_real_update(tool):
             fn()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
-
-
-def test_the_gpu_check_asks_bench_atari_as_its_own_command_line_does(tool, monkeypatch, capsys):
-    module, bench, asked = tool("gpu_check"), tool("bench_atari"), []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    for case in ("sampling", "learning"):
-        monkeypatch.setattr(bench, case, lambda args, case=case: asked.append((case, vars(args))) or [])
-    monkeypatch.setitem(bench.CASES, "memory", lambda args: asked.append(("memory", vars(args))) or [])
-    bench.main(["--smoke", "--cases", "memory"])
-    (_, own), _ = asked.pop(), capsys.readouterr()
-    module.atari(bench.argparse.Namespace(smoke=True, device="cpu", rounds=own["rounds"], seconds=own["seconds"]))
-    assert [case for case, _ in asked] == ["sampling", "learning"]
-    assert all(args == {k: v for k, v in own.items() if k not in ("cases", "json")} for _, args in asked)
-
-
-def test_without_ale_py_the_gpu_check_goes_without_atari(tool, capsys, monkeypatch):
-    module = tool("gpu_check")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ale_py" else object())
-    assert module.atari(None) == []
-    assert "ale_py not installed" in capsys.readouterr().out
-
-
-def test_without_cuda_the_gpu_check_says_so_in_one_line(tool, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tool("gpu_check").main([]) == 2
-    assert len(capsys.readouterr().out.strip().splitlines()) == 1
 
 
 def test_random_actions_and_policies_by_hand_play_whole_episodes(tool, tmp_path, monkeypatch):

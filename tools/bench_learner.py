@@ -161,17 +161,18 @@ def bench(preset: str, config: Config, args: Any) -> list[dict[str, Any]]:
 def profile(preset: str, config: Config, args: Any) -> None:
     """Print the operations on which each update spends its time."""
     parts, threads = ready(config, torch.device(args.device)), thread_counts(config)
+    count = 2 if args.smoke else PROFILED
     cuda = args.device.startswith("cuda")
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
     for worker, name in NAMES.items():
         one = updates(parts, worker)
         with intra_op(args.threads or threads[worker]):
-            for _ in range(PROFILED):
+            for _ in range(count):
                 one()
             with torch.profiler.profile(activities=kinds, acc_events=True) as recorded:
-                for _ in range(PROFILED):
+                for _ in range(count):
                     one()
-        print(f"{preset}: {PROFILED} {name} updates")
+        print(f"{preset}: {count} {name} updates")
         sort = "self_cuda_time_total" if cuda else "self_cpu_time_total"
         print(recorded.key_averages().table(sort_by=sort, row_limit=25, max_name_column_width=40))
     parts.schedule.executor.close()

@@ -1,0 +1,238 @@
+"""``tools/gpu_check.py``: its parts hold what comes, go on where they stopped, and build what can be built."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import _gpu_cases
+import bench_atari
+import gpu_check
+import pytest
+import torch
+from test_tools import check
+
+from pql.build import FAMILIES, _check
+from pql.task import describe_env
+from pql.validate import validate
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("env", "tests", "pql", "update", "envs", "learn", "peers", "bench", "warp", "long")
+REAL = gpu_check.parse([])
+
+
+@pytest.mark.parametrize("name", _gpu_cases.configs(REAL))
+def test_every_configuration_fits_its_task_at_its_real_size(name, monkeypatch):
+    for place in ("pql.wiring", "pql.onpolicy"):
+        monkeypatch.setattr(f"{place}.available_bytes", lambda device: 80 << 30)  # as much as a large GPU has
+    config = _gpu_cases.configs(REAL)[name]
+    if config.task.name == "ant":
+        pytest.importorskip("mujoco")
+        pytest.importorskip("gymnasium")
+    assert config.num_envs >= 4096
+    config = validate(replace(config, device="cpu"))
+    spec = describe_env(config, torch.device("cpu"))
+    counts = FAMILIES[config.algo.family].counts(config)
+    assert _check(config, spec, counts, torch.device("cpu"), None) > 0
+
+
+def test_parts_are_those_promised_and_end_within_nine_minutes(capsys):
+    assert tuple(_gpu_cases.PARTS) == PARTS
+    assert all(0 < part.seconds < 540 for part in _gpu_cases.PARTS.values())
+    assert gpu_check.main(["--list", "--device", "cuda"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{part} " in printed for part in PARTS)
+    assert "test_gpu, " in printed
+    assert "65536" in printed
+
+
+def test_what_builds_nothing_is_not_missed():
+    """A part that builds runs is asked for its configurations above."""
+    named = {case for part in PARTS for case in (f"{part} {c.name}" for c in _gpu_cases.PARTS[part].cases(REAL))}
+    assert {name for name in _gpu_cases.configs(REAL) if name != "long"} <= named
+
+
+def row(name):
+    return {"name": name, "value": 1.0, "unit": "x", "baseline": None, "ratio": None, "runs": 1, "machine": "m"}
+
+
+@pytest.fixture
+def part(monkeypatch):
+    """A part whose cases a test chooses: name -> function that yields."""
+    cases = {}
+
+    def listed(args):
+        return [_gpu_cases.Case(name, run) for name, run in cases.items()]
+
+    monkeypatch.setattr(gpu_check, "PARTS", {"mine": _gpu_cases.Part(60, "", listed)})
+    return cases
+
+
+def run(out, *words):
+    status = gpu_check.main(["--device", "cpu", "--parts", "mine", "--out", str(out), *words])
+    return status, json.loads((out / "mine.json").read_text())["cases"]
+
+
+def test_a_case_that_fails_is_recorded_and_the_next_runs(part, tmp_path, capsys):
+    calls = []
+
+    def good():
+        calls.append("good")
+        yield row("a")
+        yield "a note"
+
+    def bad():
+        calls.append("bad")
+        yield row("b")
+        raise ValueError("no such number")
+
+    def lacking():
+        _gpu_cases.need("a_package_that_nobody_has")
+        yield row("c")
+
+    part.update(bad=bad, good=good, lacking=lacking)
+    status, cases = run(tmp_path, "--here")
+    assert status == 1
+    assert cases["bad"] | {"seconds": 0} == {
+        "status": "failed", "rows": [row("b")], "notes": [], "error": "ValueError: no such number", "seconds": 0,
+    }  # fmt: skip
+    assert (cases["good"]["status"], cases["good"]["rows"], cases["good"]["notes"]) == ("done", [row("a")], ["a note"])
+    assert cases["lacking"]["error"] == "not installed: a_package_that_nobody_has"
+    part["bad"] = lambda: iter([row("b")])
+    status, cases = run(tmp_path, "--here")
+    assert (status, calls) == (0, ["bad", "good"])  # what was done is not done again
+    assert cases["bad"]["status"] == "done"
+    run(tmp_path, "--here", "--again")
+    assert calls == ["bad", "good", "good"]
+    assert "good: done before" in capsys.readouterr().out
+
+
+def test_rows_are_saved_as_they_come(part, tmp_path):
+    def watched():
+        yield row("first")
+        yield str(len(json.loads((tmp_path / "mine.json").read_text())["cases"]["watched"]["rows"]))
+
+    part["watched"] = watched
+    assert run(tmp_path, "--here")[1]["watched"]["notes"] == ["1"]
+
+
+def test_what_does_not_fit_into_the_bound_is_left(part, tmp_path, capsys):
+    part.update(one=lambda: iter([row("a")]), two=lambda: iter([row("b")]))
+    clock = iter([0.0, 0.0, 59.0, *[60.0] * 5])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_check.time, "monotonic", lambda: next(clock))
+        status, cases = run(tmp_path, "--here")
+    assert (status, [*cases]) == (1, ["one"])
+    assert "left for want of time: two" in capsys.readouterr().out
+    status, cases = run(tmp_path, "--here")
+    assert (status, [*cases]) == (0, ["one", "two"])
+
+
+CHILD = """
+import json, os, sys, time
+words = sys.argv
+case, lines = words[words.index("--case") + 1], words[words.index("--lines") + 1]
+with open(lines, "a") as out:
+    print(json.dumps({"note": case}), file=out, flush=True)
+    if case == "crash":
+        os.abort()
+    if case == "hang":
+        time.sleep(60)
+    print(json.dumps({"status": "done", "seconds": 1}), file=out)
+"""
+
+
+def test_a_crash_and_a_hang_end_their_own_case_alone(part, tmp_path, monkeypatch):
+    """In a process each."""
+    child = tmp_path / "child.py"
+    child.write_text(CHILD)
+    monkeypatch.setattr(gpu_check, "SCRIPT", str(child))
+    part.update(dict.fromkeys(("crash", "fine", "hang")))
+    status, cases = run(tmp_path, "--limit", "1.5")
+    assert status == 1
+    assert cases["crash"]["error"] == "the process ended with status -6"
+    assert cases["fine"]["status"] == "done"
+    assert cases["hang"]["error"].startswith("not over after ")
+    assert [one["notes"] for one in cases.values()] == [["crash"], ["fine"], ["hang"]]
+
+
+BARE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("hydra", "omegaconf", "rich", "mujoco_warp", "ale_py", "rsl_rl"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+import importlib.util
+find = importlib.util.find_spec
+def find_spec(name, package=None):
+    try:
+        return find(name, package)
+    except ModuleNotFoundError:
+        return None
+importlib.util.find_spec = find_spec
+sys.argv = ["gpu_check.py"]
+sys.path.insert(0, "tools")
+import gpu_check
+sys.exit(gpu_check.main(sys.orig_argv[3:]))
+"""
+
+
+def test_it_runs_without_hydra_and_reports(tmp_path):
+    """Tiny, on the CPU, all parts but one whose cases the others have; what it measures here means nothing."""
+    parts = [name for name in PARTS if name != "peers"]
+    words = ["--device", "cpu", "--smoke", "--here", "--out", str(tmp_path), "--parts", *parts]
+    command = [sys.executable, "-c", BARE, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text())["cases"] for name in parts if name != "tests"}
+    rows = [one for cases in found.values() for case in cases.values() for one in case["rows"]]
+    for part, name in (("pql", "concurrent / lockstep"), ("pql", "graphs on / off"), ("pql", "host per tick"),
+                       ("pql", "n=8 graphs off: kernels per critic update"), ("pql", "worker orders with other bits"),
+                       ("bench", "catch DQN n=8 graphs off: kernels per critic update"),
+                       ("update", "pql_d: critic / matmuls"), ("envs", "pendulum n=8: captured / eager"),
+                       ("learn", "last return")):  # fmt: skip
+        assert any(name in one["name"] for case in found[part].values() for one in case["rows"]), name
+    check([one for one in rows if "made of every bit" not in one["name"] and "long run" not in one["name"]], [])
+    (one, other) = (found["long"][k]["notes"][-1] for k in ("first", "second"))
+    assert one == other
+    assert one.startswith("sha256")
+    assert {case["status"] for case in found["warp"].values()} == {"missing"}
+    assert all(one["value"] == 0 for one in rows if "rules broken" in one["name"] or "other bits" in one["name"])
+
+
+def test_without_cuda_it_says_so_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main([]) == 2
+    assert len(capsys.readouterr().out.strip().splitlines()) == 1
+
+
+def test_an_unknown_part_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--parts", "env,tset"])
+    assert "--parts tset: expected some of env,tests" in capsys.readouterr().err
+
+
+def test_pytest_is_asked_for_marked_tests_by_several_processes_where_it_can(monkeypatch):
+    file, xml = Path("tests/test_gpu.py"), Path("x.xml")
+    command = _gpu_cases.pytest_command(file, xml, 4)
+    assert command[command.index("-m", 3) + 1] == "gpu and not slow"
+    assert "--durations=15" in command
+    assert command[-2:] == ["-n", "4"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "-n" not in _gpu_cases.pytest_command(file, xml, 4)
+    assert {"test_gpu.py", "test_gpu_dqn.py", "test_gpu_r2d2.py", "test_gpu_atari.py", "test_mujoco_warp.py"} <= {
+        f.name for f in _gpu_cases.test_files()
+    }
+
+
+def test_bench_atari_is_asked_as_its_own_command_line_does(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setitem(bench_atari.CASES, "memory", lambda args: asked.append(vars(args)) or [])
+    bench_atari.main(["--smoke", "--cases", "memory"])
+    (own,) = asked
+    capsys.readouterr()
+    args = gpu_check.parse(["--smoke", "--device", "cpu"])
+    args.rounds, args.seconds = own["rounds"], own["seconds"]
+    assert vars(_gpu_cases.atari_arguments(args)) == {k: v for k, v in own.items() if k not in ("cases", "json")}

@@ -1,0 +1,268 @@
+"""What ``gpu_check.py`` builds and measures: the runs' configurations, and their rates, launches and curves.
+
+Configurations are made of the dataclasses, so that a machine without Hydra has them. A test checks every one of them
+against its task's specification, at its real size.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from _bench import alternate, compare
+
+from pql.build import Parts, build, seeds
+from pql.checkpoint import flatten
+from pql.config import (
+    AlgoConfig,
+    BudgetConfig,
+    Config,
+    CriticConfig,
+    DqnConfig,
+    PlacementConfig,
+    PolicyConfig,
+    PpoConfig,
+    ReplayConfig,
+    TaskConfig,
+    ThreadsConfig,
+)
+from pql.evaluation import run_episodes
+from pql.machine import worker_devices
+from pql.policy import fresh_policy, snapshot
+from pql.schedule import Executor, Inline, Streams
+from pql.task import build_env
+
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+NAMES = {"v": "critic", "p": "policy", "learner": "learner"}
+AHEAD = 2  # ticks that may be launched before the host has to wait
+EVERY = 3.0  # seconds of training between two evaluations
+ONE_THREAD = PlacementConfig(threads=ThreadsConfig(1, 1, 1, 1))  # on the CPU, where a test may not have it to itself
+BUDGET = BudgetConfig(seconds=60)  # not looked at: every case has a clock of its own
+PPO = AlgoConfig(
+    name="ppo", family="ppo", schedule="lockstep", warmup_steps=16, ppo=PpoConfig(horizon=16),
+    policy=PolicyConfig(lr=3e-4, weight_decay=0.0, grad_clip=1.0),
+)  # fmt: skip
+SAC = replace(AlgoConfig(name="pql_sac", family="sac"), explore=replace(AlgoConfig().explore, kind="none"))
+
+Row = dict[str, Any]
+
+
+def make_config(args: Any, num_envs: int, task: str = "cartpole_swingup", algo: AlgoConfig | None = None) -> Config:
+    """At the paper's scale, the schema's own; or tiny. ``algo``: PQL."""
+    algo, name = algo or AlgoConfig(), TaskConfig(name=task)
+    if not args.smoke:
+        return Config(task=name, algo=algo, num_envs=num_envs, device=args.device, budget=BUDGET)
+    algo = replace(
+        algo, batch_size=32, v_per_step=2, warmup_steps=4, critic=replace(algo.critic, hidden=[16, 16]),
+        policy=replace(algo.policy, hidden=[16, 16]), ppo=replace(algo.ppo, horizon=4, epochs=1, minibatches=2),
+    )  # fmt: skip
+    ring = ReplayConfig(capacity=64 * num_envs)
+    return Config(
+        task=name, algo=algo, replay=ring, num_envs=num_envs, device=args.device, placement=ONE_THREAD, budget=BUDGET,
+    )  # fmt: skip
+
+
+def catch_config(args: Any, num_envs: int) -> Config:
+    """DQN on Catch, each row used eight times, in large batches; or tiny."""
+    hidden, batch, warm_up = ([16], 32, 4) if args.smoke else ([512], 2 * num_envs, 32)
+    algo = AlgoConfig(
+        name="dqn", family="dqn", schedule="lockstep", batch_size=batch, n_step=1, v_per_step=8 * num_envs / batch,
+        warmup_steps=warm_up, normalize_obs=False, dqn=DqnConfig(target_period=16 * num_envs),
+        critic=CriticConfig(hidden=hidden, activation="relu", weight_decay=0.0),
+    )  # fmt: skip
+    return Config(
+        task=TaskConfig(name="catch"), algo=algo, replay=ReplayConfig(capacity=1024 * num_envs), num_envs=num_envs,
+        device=args.device, placement=ONE_THREAD if args.smoke else PlacementConfig(), budget=BUDGET,
+    )  # fmt: skip
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def ready(config: Config, schedule: str, graphs: bool, warm_ticks: int = 5, executor: Executor | None = None) -> Parts:
+    """A run that has gone through its first ticks."""
+    algo = replace(config.algo, schedule=schedule)
+    parts = build(replace(config, algo=algo, cuda_graphs="auto" if graphs else "off"), executor=executor)
+    parts.prepare()
+    parts.collector.start(seeds(config.seed)["env"])
+    parts.collector.warm_up(config.algo.warmup_steps)
+    parts.begin()
+    wait(parts)
+    for _ in range(warm_ticks):
+        parts.schedule.tick()
+    wait(parts)
+    return parts
+
+
+def close(parts: Parts) -> None:
+    parts.schedule.executor.close()
+    parts.env.close()
+
+
+def wait(parts: Parts) -> None:
+    """Until the device has done everything."""
+    if parts.env.spec.device.type == "cuda":
+        torch.cuda.synchronize(parts.env.spec.device)
+
+
+def ticks_per_second(parts: Parts, seconds: float) -> Callable[[], float]:
+    def one() -> float:
+        count, began = 0, time.perf_counter()
+        while count == 0 or time.perf_counter() - began < seconds:
+            parts.schedule.tick()
+            count += 1
+        wait(parts)
+        return count / (time.perf_counter() - began)
+
+    return one
+
+
+def host_ms(parts: Parts, repeats: int) -> float:
+    """Milliseconds that the host needs to launch a tick (median)."""
+    spent = []
+    for _ in range(repeats):
+        wait(parts)
+        began = time.perf_counter()
+        for _ in range(AHEAD):
+            parts.schedule.tick()
+        spent.append((time.perf_counter() - began) / AHEAD * 1e3)
+    wait(parts)
+    return sorted(spent)[repeats // 2]
+
+
+def count_work(parts: Parts, job: Callable[[], Any]) -> tuple[int, int]:
+    """(kernels run on the device, host calls that launch work) of one ``job``."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if parts.env.spec.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with parts.schedule.executor.exclusive():
+        job()
+        wait(parts)
+        with torch.profiler.profile(activities=kinds) as recorded:
+            job()
+            wait(parts)
+    events = list(recorded.events() or [])
+    kernels = [
+        e for e in events
+        if e.device_type == torch.autograd.DeviceType.CUDA
+        and not e.is_user_annotation and not e.name.startswith(("Memcpy", "Memset"))
+    ]  # fmt: skip
+    return len(kernels), sum(e.name.startswith(LAUNCHES) for e in events)
+
+
+def launch_rows(case: str, parts: Parts) -> Iterator[Row]:
+    """Kernels and launches per update of each learner and per step of the collector."""
+    horizon = parts.counts.horizon
+    jobs: dict[str, tuple[Callable[[], Any], int]] = {
+        f"{NAMES[worker]} update": (partial(job, 1), job.size) for worker, job in parts.jobs.items()
+    }
+    jobs["collector step"] = (lambda: parts.collector.run(horizon), horizon)
+    for name, (job, count) in jobs.items():
+        kernels, launches = count_work(parts, job)
+        yield compare(f"{case}: kernels per {name}", "kernels", [kernels / count])
+        yield compare(f"{case}: launches per {name}", "calls", [launches / count])
+
+
+def measure(case: str, config: Config, args: Any) -> Iterator[Row]:
+    """Both schedules of one algorithm (rollouts: its own alone), with graphs and without, in turn."""
+    own = config.algo.schedule
+    schedules = (own,) if config.algo.family == "ppo" else ("concurrent", "lockstep")
+    runs = {(schedule, graphs): ready(config, schedule, graphs) for schedule in schedules for graphs in (True, False)}
+    names = {key: f"{key[0]}, graphs {'on' if key[1] else 'off'}" for key in runs}
+    try:
+        rates = alternate({names[k]: ticks_per_second(p, args.seconds) for k, p in runs.items()}, args.rounds)
+        yield from rate_rows(case, config, {key: rates[name] for key, name in names.items()}, runs[schedules[0], True])
+        for key, parts in runs.items():
+            tick = [1e3 / r for r in rates[names[key]]]
+            host = host_ms(parts, 2 if args.smoke else 20)
+            yield compare(f"{case} {names[key]}: host per tick / tick", "ms", [host] * len(tick), tick)
+        for graphs in (True, False) if config.device != "cpu" else (False,):
+            yield from launch_rows(f"{case} graphs {'on' if graphs else 'off'}", runs[schedules[0], graphs])
+    finally:
+        for parts in runs.values():
+            close(parts)
+
+
+def rate_rows(case: str, config: Config, rates: dict[tuple[str, bool], list[float]], parts: Parts) -> Iterator[Row]:
+    """Of ticks per second by (schedule, graphs)."""
+    counts, unit = parts.counts, "env-steps/s"
+    rate = {key: [r * counts.horizon * config.num_envs for r in ticks] for key, ticks in rates.items()}
+    first = next(iter(rates))[0]
+    if ("lockstep", True) in rates and first == "concurrent":
+        for g in (True, False):
+            title = f"{case} graphs {'on' if g else 'off'}: concurrent / lockstep"
+            yield compare(title, unit, rate["concurrent", g], rate["lockstep", g])
+    yield compare(f"{case} {first}: graphs on / off", unit, rate[first, True], rate[first, False])
+    updates = [t * sum(counts.updates.values()) for t in rates[first, True]]
+    yield compare(f"{case}: updates", "updates/s", updates)
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------
+
+
+class Ordered(Streams):
+    """A stream for each worker, launched in a chosen order."""
+
+    def __init__(self, config: Config, order: tuple[str, ...]):
+        super().__init__(worker_devices(config, [name for name in order if name != "collector"]))
+        self.order = order
+
+    def run(self, jobs: Any) -> Any:
+        return super().run({name: jobs[name] for name in self.order if name in jobs})
+
+
+def state_after(config: Config, ticks: int, executor: Executor) -> dict[str, torch.Tensor]:
+    """Everything the next tick depends on, on the host."""
+    parts = ready(config, "concurrent", True, 0, executor)
+    for _ in range(ticks):
+        parts.schedule.tick()
+    wait(parts)
+    with parts.schedule.executor.exclusive():
+        state = {k: v.cpu() for k, v in flatten(parts.state_dict()).items()}
+    close(parts)
+    return state
+
+
+def order_rows(config: Config, args: Any) -> Iterator[Row]:
+    """Worker orders whose bits differ from those of one stream: 0."""
+    ticks, cuda = (3, False) if args.device == "cpu" else (50, True)
+    reference, wrong = state_after(config, ticks, Inline()), 0
+    for order in itertools.permutations(("collector", "v", "p")):
+        state = state_after(config, ticks, Ordered(config, order) if cuda else Inline(order))
+        wrong += any(not torch.equal(v.nan_to_num(), reference[k].nan_to_num()) for k, v in state.items())
+    yield compare(f"n={config.num_envs}: worker orders with other bits", "orders", [float(wrong)])
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def learn_rows(case: str, config: Config, threshold: float, seconds: float) -> Iterator[Row | str]:
+    """Train until an evaluation reaches ``threshold`` or ``seconds`` of training are over; the clock stands meanwhile.
+
+    Every evaluation is a note; the rows say how long it took, or that it was not reached (minus one).
+    """
+    parts = ready(config, config.algo.schedule, True, 0)
+    env = build_env(config, min(64, config.num_envs))
+    policy = fresh_policy(config, parts.env.spec, env.spec.device)
+    spent, reached = 0.0, False
+    try:
+        while spent < seconds and not reached:
+            began = time.perf_counter()
+            while time.perf_counter() - began < min(EVERY, seconds - spent):
+                parts.schedule.tick()
+            wait(parts)
+            spent += time.perf_counter() - began
+            with parts.schedule.executor.exclusive():
+                policy.load_state_dict(snapshot(parts))
+            mean = run_episodes(env, policy, seed=1).mean
+            reached = mean >= threshold
+            yield f"{case}: {spent:.1f} s, {parts.env_steps:,} env steps: return {mean:.4g}"
+    finally:
+        env.close()
+        close(parts)
+    yield compare(f"{case}: training to a return of {threshold:g}", "s", [spent if reached else -1.0])
+    yield compare(f"{case}: env steps to it", "steps", [float(parts.env_steps if reached else -1)])
+    yield compare(f"{case}: last return", "return", [mean])
