@@ -91,7 +91,7 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
         aside.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException:
         if old.exists() and not path.exists():
             old.rename(path)
@@ -101,10 +101,30 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
 
 
 def _write(folder: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
-    full = {"format": FORMAT, **manifest, "sha256": tensorfile.write(folder / TENSORS, flatten(tree))}
-    (folder / MANIFEST).write_text(json.dumps({**full, "manifest_sha256": _manifest_hash(full)}, indent=1))
-    for file in (folder / MANIFEST, folder):
-        _sync(file)
+    digest = tensorfile.write(folder / TENSORS, flatten(tree))
+    _write_manifest(folder, {"format": FORMAT, **manifest, "sha256": digest})
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    aside = folder / f".{MANIFEST}"
+    aside.write_text(json.dumps({**manifest, "manifest_sha256": _manifest_hash(manifest)}, indent=1))
+    sync(aside)
+    aside.replace(folder / MANIFEST)
+    sync(folder)
+
+
+def _manifest(path: Path, kinds: Sequence[str]) -> dict[str, Any]:
+    """A checkpoint's manifest alone.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or none that a run writes.
+    """
+    manifest: dict[str, Any] = read_json(path / MANIFEST)
+    check_manifest(manifest, kinds)
+    if manifest["manifest_sha256"] != _manifest_hash(manifest):
+        raise ValueError("its content does not match its hash")
+    return manifest
 
 
 def _manifest_hash(manifest: Mapping[str, Any]) -> str:
@@ -131,11 +151,9 @@ def load(path: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict
 
 def _read(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
-        manifest = read_json(path / MANIFEST)
-        check_manifest(manifest, kinds)
+        manifest = _manifest(path, kinds)
         check_ordinary(path / TENSORS)
-        intact = manifest["manifest_sha256"] == _manifest_hash(manifest)
-        intact = intact and manifest["sha256"] == _sha256(path / TENSORS)
+        intact = manifest["sha256"] == _sha256(path / TENSORS)
     except NewerFormatError as error:
         raise ConfigError("checkpoint", path, str(error)) from error
     except (OSError, ValueError) as error:
@@ -175,10 +193,28 @@ def ranks(folder: Path) -> int | None:
     """How many processes wrote the resume points in ``folder``; None: there are none."""
     for path in reversed(resume_points(folder)):
         with contextlib.suppress(OSError, ValueError):
-            manifest = read_json(path / MANIFEST)
-            check_manifest(manifest, ())
-            return int(manifest.get("ranks", 1))
+            return int(_manifest(path, ()).get("ranks", 1))
     return None
+
+
+def settings(folder: Path) -> dict[str, Any] | None:
+    """The config in the newest intact manifest of the resume points in ``folder``; None: there is none. Their tensors
+    are not looked at."""
+    for path in reversed(resume_points(folder)):
+        with contextlib.suppress(OSError, ValueError):
+            return dict(_manifest(path, ("resume",))["config"])
+    return None
+
+
+def amend(folder: Path, config: Mapping[str, Any]) -> None:
+    """Give all resume points in ``folder`` whose manifests are intact another config.
+
+    Raises:
+        OSError: it cannot be written; the manifest that was there is.
+    """
+    for path in resume_points(folder):
+        with contextlib.suppress(ValueError):
+            _write_manifest(path, {**_manifest(path, ("resume",)), "config": config})
 
 
 def of_rank(folder: Path, rank: int) -> Path:
@@ -186,22 +222,35 @@ def of_rank(folder: Path, rank: int) -> Path:
     return folder if rank == 0 else folder / f"rank-{rank}"
 
 
-def find(path: Path, whole: bool = False) -> Path:
-    """A checkpoint directory itself, or a run's: the last policy, else the best, else the newest resume point.
+def find(
+    path: Path, kinds: Sequence[str] = (), whole: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any], Path]:  # fmt: skip
+    """A checkpoint itself, or a run's: the last policy, else the best, else the newest resume point.
+
+    Of a run's, damaged ones are skipped, each with a warning.
 
     Args:
+        kinds: as for :func:`load`.
         whole: rather the newest resume point, which holds the critics too.
     Raises:
         ConfigError: none of these is there.
+        CorruptCheckpointError: none of them is intact.
     """
     if (path / MANIFEST).exists() or (path / TENSORS).exists():
-        return path
+        return (*load(path, kinds), path)
     folder = path / "checkpoints"
     policies, points = [folder / "last", folder / "best"], resume_points(folder)[::-1]
-    for candidate in points + policies if whole else policies + points:
-        if candidate.exists() or _old(candidate).exists():
-            return candidate
-    raise ConfigError("run", path, "a run directory with a checkpoint, or a checkpoint in one (with manifest.json)")
+    known = [p for p in (points + policies if whole else policies + points) if p.exists() or _old(p).exists()]
+    if not known:
+        raise ConfigError("run", path, "a run directory with a checkpoint, or a checkpoint in one (with manifest.json)")
+    for i, candidate in enumerate(known, 1):
+        try:
+            return (*load(candidate, kinds), candidate)
+        except CorruptCheckpointError as error:
+            if i == len(known):
+                raise
+            warnings.warn(f"{error}; taking {known[i].name} instead", PqlWarning, stacklevel=2)
+    raise AssertionError("one was returned, or raised")
 
 
 def home(path: Path) -> Path:
@@ -243,7 +292,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

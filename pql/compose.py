@@ -305,9 +305,9 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     """
     from omegaconf import OmegaConf
 
-    from pql.rundir import read_config
+    from pql.rundir import settings
 
-    data = read_config(run_dir)
+    data = settings(run_dir)
     presets, values = parse_words(overrides)
     values |= {f"{group}.kind": name for group, name in presets.items() if group == "logger"}
     for key, value in {**presets, **values}.items():

@@ -86,8 +86,7 @@ def export_policy(
         RunError: a file does not give what the live policy gives; nothing is left behind.
     """
     _check_formats(formats)
-    source = checkpoint.find(Path(path))
-    tensors, manifest = checkpoint.load(source, POLICIES)
+    tensors, manifest, source = checkpoint.find(Path(path), POLICIES)
     policy = policy_of(tensors, manifest, "cpu", trust)
     folder = Path(out).expanduser() if out is not None else checkpoint.home(source) / "export"
     return write(policy, describe(policy, manifest, source, scale), folder, formats)

@@ -103,7 +103,7 @@ def check_same(job: Job) -> None:
     """Raises ``ConfigError`` where the run in the job's folder was made with other settings."""
     if rundir.state(job.run_dir) == "missing":
         return
-    saved = dict(leaves(from_dict(rundir.read_config(job.run_dir))))
+    saved = dict(leaves(from_dict(rundir.settings(job.run_dir))))
     for name, value in leaves(job.config):
         if name != "run_dir" and saved[name] != value:
             like = f"{show(saved[name])}, as in {job.run_dir}; for other settings, another multirun_dir"

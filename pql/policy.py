@@ -219,8 +219,7 @@ def _open(path: str | Path, device: str | torch.device, trust: bool) -> Stored:
         return Stored(
             file, exported, from_dict({"task": about["task"], "algo": algo, "placement": {"matmul": "exact"}})
         )
-    found = checkpoint.find(file)
-    tensors, manifest = checkpoint.load(found, POLICIES)
+    tensors, manifest, found = checkpoint.find(file, POLICIES)
     return Stored(found, policy_of(tensors, manifest, device, trust), from_dict(manifest["config"]))
 
 
@@ -306,7 +305,7 @@ def init_from(parts: Parts, source: Path) -> None:
         ConfigError: no checkpoint there, or one of other networks, observations or actions.
     """
     try:
-        tensors, manifest = checkpoint.load(checkpoint.find(source, whole=True), POLICIES)
+        tensors, manifest, _ = checkpoint.find(source, POLICIES, whole=True)
     except ConfigError as error:
         raise ConfigError("init_from", source, error.allowed) from error
     spec, old = spec_to_dict(parts.env.spec), manifest["spec"]

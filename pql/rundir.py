@@ -9,16 +9,18 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from pql import checkpoint
 from pql.claim import Claim, claim, claim_new
 from pql.config import Config, to_dict
-from pql.errors import ConfigError
+from pql.errors import ConfigError, PqlWarning
 from pql.files import read_json, read_yaml
 from pql.machine import available_cores, processor
 from pql.manifest import check_settings
@@ -75,9 +77,14 @@ def claim_directory(config: Config, resume: bool = False) -> Claim:
     return held
 
 
+def holds_run(run_dir: Path) -> bool:
+    """Whether a run is there, be it that its config.yaml is lost."""
+    return (run_dir / "config.yaml").exists() or bool(checkpoint.resume_points(run_dir / "checkpoints"))
+
+
 def check_new(run_dir: Path) -> None:
     """Raises ``ConfigError`` where ``run_dir`` holds a run already."""
-    if (run_dir / "config.yaml").exists():
+    if holds_run(run_dir):
         raise ConfigError(
             "run_dir", run_dir, f"a new folder; to go on with this run: pql resume {shlex.quote(str(run_dir))}"
         )
@@ -94,7 +101,7 @@ def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
         _write_yaml(run_dir / "overrides.yaml", list(overrides))
         _write_json(run_dir / "git.json", git_state())
         _write_json(run_dir / "env.json", machine(config))
-        _write_yaml(run_dir / "config.yaml", to_dict(config))
+        _write_config(run_dir, config)
     except OSError as error:
         raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
 
@@ -106,14 +113,57 @@ def check_shared(run_dir: Path) -> None:
 
 
 def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
-    """A resumed run's config, and the words that changed it after those it was started with.
+    """A resumed run's config, in its resume points too, and the words that changed it after those it was started with.
 
     A summary of the sitting before is no longer the run's end, should this one not come to one.
+
+    Raises:
+        ConfigError: the directory cannot be written.
     """
-    if (before := read_summary(run_dir)) is not None:
-        _write_json(run_dir / "summary.json", {**before, "interrupted": True})
-    _write_yaml(run_dir / "config.yaml", to_dict(config))
-    _write_yaml(run_dir / "overrides.yaml", [*(_read_yaml(run_dir / "overrides.yaml") or ()), *overrides])
+    said = _read_yaml(run_dir / "overrides.yaml")
+    try:
+        if (before := read_summary(run_dir)) is not None:
+            _write_json(run_dir / "summary.json", {**before, "interrupted": True})
+        checkpoint.amend(run_dir / "checkpoints", to_dict(config))
+        _write_config(run_dir, config)
+        _write_yaml(run_dir / "overrides.yaml", [*(said if isinstance(said, list) else ()), *overrides])
+    except OSError as error:
+        raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
+
+
+def settings(run_dir: Path) -> dict[str, Any]:
+    """The config of a run that is to go on, as plain dicts: that of its newest intact resume point.
+
+    config.yaml is for people: where it says something else, a warning names the settings. It counts only where there
+    is no resume point.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    kept = checkpoint.settings(run_dir / "checkpoints")
+    if kept is None:
+        return read_config(run_dir)
+    try:
+        shown = read_config(run_dir)
+    except ConfigError as error:
+        what = f"{error}: the settings in its newest resume point are used"
+        warnings.warn(what, PqlWarning, stacklevel=2)
+        return kept
+    one, two = ({k: repr(v) for k, v in _flat(tree) if k != "run_dir"} for tree in (kept, shown))
+    if other := [k for k in {**one, **two} if one.get(k) != two.get(k)]:
+        names = f"{', '.join(other[:5])}{' and more' if len(other) > 5 else ''}"
+        what = f"{run_dir / 'config.yaml'} differs from the run in {names}: the settings in its resume point are used"
+        warnings.warn(what, PqlWarning, stacklevel=2)
+    return kept
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of all that is no mapping, or an empty one."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -146,7 +196,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 def state(run_dir: Path) -> Literal["missing", "interrupted", "finished"]:
     """How far the run in ``run_dir`` has come. One that failed counts as interrupted, as does one still at work."""
-    if not (run_dir / "config.yaml").exists():
+    if not holds_run(run_dir):
         return "missing"
     summary = read_summary(run_dir)
     return "interrupted" if summary is None or summary.get("interrupted") else "finished"
@@ -201,6 +251,13 @@ def _write_yaml(path: Path, data: Any) -> None:
     import yaml
 
     _write(path, yaml.safe_dump(data, sort_keys=False))
+
+
+def _write_config(run_dir: Path, config: Config) -> None:
+    """config.yaml, on the disk when this returns."""
+    _write_yaml(run_dir / "config.yaml", to_dict(config))
+    for path in (run_dir / "config.yaml", run_dir):
+        checkpoint.sync(path)
 
 
 def _write_json(path: Path, data: Any) -> None:

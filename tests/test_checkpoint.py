@@ -332,11 +332,11 @@ def test_finding_a_checkpoint(tmp_path):
     with pytest.raises(ConfigError, match="expected a run directory with a checkpoint"):
         checkpoint.find(tmp_path)
     save(folder / "tick-1", tree(1.0), {})
-    assert checkpoint.find(tmp_path) == folder / "tick-1"
+    assert checkpoint.find(tmp_path)[2] == folder / "tick-1"
     save(folder / "best", tree(2.0), {})
-    assert checkpoint.find(tmp_path) == folder / "best"
+    assert checkpoint.find(tmp_path)[2] == folder / "best"
     save(folder / "last", tree(3.0), {})
-    assert checkpoint.find(tmp_path) == folder / "last"
-    assert checkpoint.find(folder / "tick-1") == folder / "tick-1"
+    assert checkpoint.find(tmp_path)[2] == folder / "last"
+    assert checkpoint.find(folder / "tick-1")[2] == folder / "tick-1"
     (folder / "last").rename(folder / ".old-last")  # the moment between a save's renames
-    assert value_at(checkpoint.find(tmp_path)) == 3.0
+    assert checkpoint.find(tmp_path)[0]["a/w"][0, 0] == 3.0

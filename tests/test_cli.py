@@ -153,7 +153,7 @@ def test_a_damaged_policy_is_named(capsys, finished, name, damage):
         path.unlink()
     else:
         path.write_bytes(data if damage == "flip" else data[:100])
-    text = mistake(capsys, "eval", finished)
+    text = mistake(capsys, "eval", path.parent)
     assert f"checkpoint={path.parent}: expected a" in text
 
 

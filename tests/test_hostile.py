@@ -105,7 +105,7 @@ MANIFESTS = [
 @pytest.mark.parametrize(("change", "why"), MANIFESTS, ids=range(len(MANIFESTS)))
 def test_a_manifest_that_no_run_writes_is_one_line(run: Path, capsys, change, why: str) -> None:
     rewrite(run / "checkpoints" / "last", change)
-    assert why in refused("eval", run, capsys=capsys)
+    assert why in refused("eval", run / "checkpoints" / "last", capsys=capsys)
 
 
 def test_a_resume_point_needs_its_counters(run: Path, capsys) -> None:
@@ -122,7 +122,7 @@ def test_a_resume_point_needs_its_counters(run: Path, capsys) -> None:
                                   "1" * 10_000, '{"format": 1e999}', "\x00", "", "null", " " * (17 << 20)])  # fmt: skip
 def test_a_manifest_of_brackets_or_noise_is_one_line(run: Path, capsys, text: str) -> None:
     (run / "checkpoints" / "last" / "manifest.json").write_text(text)
-    assert "a complete, intact checkpoint" in refused("eval", run, capsys=capsys)
+    assert "a complete, intact checkpoint" in refused("eval", run / "checkpoints" / "last", capsys=capsys)
 
 
 def test_weights_that_are_not_finite_are_one_line(run: Path, capsys) -> None:
@@ -144,7 +144,7 @@ def test_a_header_of_a_million_tensors_is_not_read(run: Path, capsys) -> None:
     point = run / "checkpoints" / "last"
     (point / "tensors.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     rewrite(point, lambda facts: None)
-    assert "a header of" in refused("eval", run, capsys=capsys)
+    assert "a header of" in refused("eval", point, capsys=capsys)
 
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -166,6 +166,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 def test_a_config_that_no_run_writes_is_one_line(run: Path, capsys, text: str, why: str) -> None:
     (run / "config.yaml").write_text(text)
+    shutil.rmtree(points(run)[-1])  # whose config would count
     assert why in refused("resume", run, "budget.env_steps=900", capsys=capsys)
     with pytest.raises(ConfigError, match=why):
         runs.read([run])
@@ -178,7 +179,7 @@ def test_a_pipe_is_not_waited_for(run: Path, capsys) -> None:
         whole = path.read_bytes()
         path.unlink()
         os.mkfifo(path)
-        assert "no ordinary file" in refused("eval", run, capsys=capsys)
+        assert "no ordinary file" in refused("eval", path.parent, capsys=capsys)
         path.unlink()
         path.write_bytes(whole)
 

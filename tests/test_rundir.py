@@ -1,0 +1,186 @@
+"""A run directory whose config.yaml or policy is damaged: what counts instead, and that it is told."""
+
+import dataclasses
+import os
+import random
+import shutil
+import warnings
+
+import pytest
+import torch
+from run_files import points, resume, run, words
+
+from pql import checkpoint, rundir
+from pql.checkpoint import CorruptCheckpointError
+from pql.compose import compose, resume_config
+from pql.config import from_dict
+from pql.errors import ConfigError, PqlWarning
+from pql.main import main
+from pql.policy import load_policy, open_stored
+from pql.session import Session
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run with two resume points, a last and a best policy."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    run(*words(folder, "eval.final=true", "checkpoint.every_seconds=1e-9"))
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    shutil.copytree(made, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def resumed(folder):
+    return dataclasses.replace(resume_config(folder, []), run_dir=None)
+
+
+# -- config.yaml ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault
+def test_no_flipped_bit_in_config_yaml_makes_it_another_run_or_ends_it(folder):
+    good, rng = (folder / "config.yaml").read_bytes(), random.Random(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        want = rundir.settings(folder)
+    config = resumed(folder)
+    meant, told = rundir.read_config(folder), 0
+    for trial in range(200):
+        data = bytearray(good)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        (folder / "config.yaml").write_bytes(data)
+        try:
+            # Where the run lies is known from where it was found.
+            other = rundir.read_config(folder) | {"run_dir": meant["run_dir"]} != meant
+        except ConfigError:
+            other = True
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert rundir.settings(folder) == want
+            assert trial % 20 or resumed(folder) == config
+        messages = {str(w.message) for w in found if issubclass(w.category, PqlWarning)}
+        assert len(messages) == other, (messages, data)
+        told += other
+    assert told > 150
+
+
+@pytest.mark.fault
+def test_a_run_without_its_config_yaml_goes_on_and_writes_it_anew(folder):
+    before = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").unlink()
+    assert rundir.state(folder) == "finished"
+    with pytest.raises(ConfigError, match="a new folder; to go on with this run: pql resume"):
+        rundir.check_new(folder)
+    with pytest.warns(PqlWarning, match=r"readable config.yaml .*: the settings in its newest resume point are used"):
+        summary = resume(folder, "budget.env_steps=640")
+    assert summary.env_steps == 640
+    want = before.replace("env_steps: 320", "env_steps: 640").splitlines()
+    after = (folder / "config.yaml").read_text().splitlines()
+    assert [a for a, b in zip(after, want, strict=True) if a != b] == [f"run_dir: {folder}"]
+
+
+def test_what_people_write_into_config_yaml_is_named_and_does_not_count(folder):
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("gamma: 0.99", "gamma: 0.5").replace("seed: 0", "seed: 9"))
+    want = r"config\.yaml differs from the run in algo\.gamma, seed: the settings in its resume point are used"
+    with pytest.warns(PqlWarning, match=want):
+        config = resume_config(folder, [])
+    assert (config.algo.gamma, config.seed) == (0.99, 0)
+
+
+def test_the_manifest_before_counts_where_the_newest_is_damaged(folder):
+    (points(folder)[-1] / "manifest.json").write_text("{")
+    (folder / "config.yaml").write_text("")
+    with pytest.warns(PqlWarning, match="the settings in its newest resume point are used"):
+        assert resume_config(folder, []).num_envs == 16
+    for path in points(folder):
+        shutil.rmtree(path)
+    with pytest.raises(ConfigError, match=r"expected a run directory, with a readable config\.yaml"):
+        resume_config(folder, [])
+
+
+@pytest.mark.fault
+def test_a_new_budget_outlives_a_sitting_that_was_killed_before_it_saved(folder):
+    before = {p.name: checkpoint.load(p) for p in points(folder)}
+    Session(resume_config(folder, ["budget.env_steps=640"]), resume=True, quiet=True).closing.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resume_config(folder, []).budget.env_steps == 640
+    for path in points(folder):
+        tensors, manifest = checkpoint.load(path)  # intact, and the same but for the config
+        assert all(torch.equal(v, before[path.name][0][k]) for k, v in tensors.items())
+        known = before[path.name][1]
+        assert {k for k in known if manifest[k] != known[k]} == {"config", "manifest_sha256"}
+    assert resume(folder).env_steps == 640
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("text", ["3", "{a: 1}", "text", "[", "\x00"])
+def test_a_damaged_overrides_yaml_does_not_end_a_run(folder, text):
+    (folder / "overrides.yaml").write_text(text)
+    rundir.amend(folder, from_dict(rundir.read_config(folder)), ["budget.env_steps=640"])
+    assert rundir._read_yaml(folder / "overrides.yaml") == ["budget.env_steps=640"]
+
+
+def test_config_yaml_is_on_the_disk_when_a_run_begins(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(handle):
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    rundir.create(tmp_path / "run", compose(words(tmp_path / "run")), [])
+    assert synced == [str(tmp_path / "run" / "config.yaml"), str(tmp_path / "run")]
+
+
+# -- policies -------------------------------------------------------------------------------------------------------
+
+
+def damage(path):
+    data = bytearray((path / "tensors.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "tensors.safetensors").write_bytes(data)
+
+
+@pytest.mark.fault
+def test_a_damaged_policy_is_named_and_the_next_best_is_taken(folder):
+    kept = folder / "checkpoints"
+    newest, before = points(folder)[::-1]
+    order = [kept / "last", kept / "best", newest, before]
+    for i, path in enumerate(order[:-1]):
+        damage(path)
+        with pytest.warns(PqlWarning) as told:
+            assert open_stored(folder).path == order[i + 1]
+        said = [str(w.message) for w in told]
+        assert len(said) == i + 1
+        assert all(
+            f"checkpoint={bad}: expected an intact checkpoint" in text
+            for bad, text in zip(order[: i + 1], said, strict=True)
+        )
+        assert said[-1].endswith(f"; taking {order[i + 1].name} instead")
+        assert load_policy(order[i + 1])(torch.zeros(2, 3)).shape == (2, 1)
+    damage(order[-1])
+    with pytest.warns(PqlWarning), pytest.raises(CorruptCheckpointError, match=before.name):
+        open_stored(folder)
+    with pytest.raises(CorruptCheckpointError, match="checkpoints/last: expected an intact"):
+        open_stored(kept / "last")  # asked for by name: nothing else will do
+
+
+@pytest.mark.fault
+def test_the_command_evaluates_the_next_best_policy_and_says_so(folder, capsys):
+    damage(folder / "checkpoints" / "last")
+    with pytest.warns(PqlWarning, match="checkpoints/last: .*; taking best instead"):
+        assert main(["eval", str(folder), "num_envs=1", "episodes=1"]) == 0
+    assert f"policy: {folder / 'checkpoints' / 'best'}" in capsys.readouterr().out
+
+
+@pytest.mark.fault
+def test_a_run_that_starts_from_old_weights_takes_the_point_before(folder, tmp_path):
+    damage(points(folder)[-1])
+    with pytest.warns(PqlWarning, match=f"; taking {points(folder)[0].name} instead"):
+        Session(compose(words(tmp_path / "new", f"init_from={folder}")), quiet=True).closing.close()
