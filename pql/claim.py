@@ -26,11 +26,11 @@ class Claim:
 
     Args:
         path: the directory.
-        made: it was made for this claim: closing removes it again where nothing was written to it.
+        made: directories that were made for this claim: closing removes them again where nothing was written to them.
         file: the locked one; None: the file system has no locks.
     """
 
-    def __init__(self, path: Path, made: bool, file: IO[str] | None):
+    def __init__(self, path: Path, made: list[Path], file: IO[str] | None):
         self.path, self._made, self._file, self._process = path, made, file, os.getpid()
         _open.add(self)
 
@@ -47,10 +47,10 @@ class Claim:
         if self._file is not None:
             (self.path / LOCK).unlink(missing_ok=True)  # while it is locked: nobody else's
             self._file.close()
-        if self._made:
-            with contextlib.suppress(OSError):  # it holds a run, or is gone
-                self.path.rmdir()
-        self._file, self._made = None, False
+        with contextlib.suppress(OSError):  # it holds a run, or others, or is gone
+            for path in self._made:
+                path.rmdir()
+        self._file, self._made = None, []
 
     def renew(self) -> None:
         """Lock the directory again, which somebody has deleted and which is made anew.
@@ -84,7 +84,8 @@ def claim(path: Path) -> Claim:
     """
     for _ in range(TRIES):
         try:
-            made = _make(path)
+            made = _missing(path)
+            path.mkdir(parents=True, exist_ok=True)
             file = (path / LOCK).open("a+")
         except FileNotFoundError:  # whoever had made it has just removed it
             continue
@@ -109,15 +110,16 @@ def claim_new(stem: Path) -> Claim:
     """
     for i in range(1, TRIES):
         path = stem if i == 1 else stem.with_name(f"{stem.name}-{i}")
+        made = _missing(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir()
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):  # others were quicker, or have removed a folder above it
             continue
         except OSError as error:
             raise ConfigError("run_dir", path, f"a folder that can be written ({error})") from error
         held = claim(path)
-        held._made = True
+        held._made = made
         return held
     raise ConfigError("run_dir", stem, f"fewer than {TRIES} runs of the same second")
 
@@ -134,16 +136,9 @@ def holder(path: Path) -> str | None:
     return None
 
 
-def _make(path: Path) -> bool:
-    """Whether the directory had to be made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.mkdir()
-    except FileExistsError:
-        if not path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
-        return False
-    return True
+def _missing(path: Path) -> list[Path]:
+    """``path`` and the folders above it that are not there, the innermost first."""
+    return [one for one in (path, *path.parents) if not one.exists()]
 
 
 def _lock(file: IO[str], path: Path) -> bool:

@@ -97,7 +97,7 @@ def test_automatic_names_are_below_runs(tmp_path, monkeypatch):
     config = compose([*words(tmp_path), "run_dir=null"])
     with rundir.claim_directory(config) as one, rundir.claim_directory(config) as two:
         assert [str(c.path) for c in (one, two)] == [stem, f"{stem}-2"]
-    assert not list(Path("runs").iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.fault
