@@ -20,6 +20,7 @@ from pql.graph import Graph
 from pql.machine import (
     keep_freed_memory,
     make_executor,
+    make_inline,
     set_precision,
     thread_counts,
     worker_devices,
@@ -104,7 +105,9 @@ def check_several(config: Config, spec: EnvSpec, env: VecEnv | None) -> None:
 def make_crew(config: Config) -> Threads | Inline:
     """What runs the replicas' ticks."""
     place = config.placement
-    return Inline() if place.executor == "inline" else Threads(names(config.algo.replicas), place.watchdog_seconds)
+    if place.executor == "inline":
+        return make_inline(place)
+    return Threads(names(config.algo.replicas), place.watchdog_seconds, place.start_seconds)
 
 
 def _assemble(
@@ -134,7 +137,8 @@ def _assemble(
     if kind == "concurrent":
         schedule = Concurrent(workers, counts, executor or make_executor(config.placement, devices), collector.owes)
     else:
-        schedule = Lockstep(workers, counts, executor or Inline(), collector.owes)
+        alone = Inline() if kind == "replicas" else make_inline(config.placement)  # the crew looks after replicas
+        schedule = Lockstep(workers, counts, executor or alone, collector.owes)
     cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
     return Replica(
         config, env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy

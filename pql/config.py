@@ -283,7 +283,8 @@ class PlacementConfig:
     overlap: bool = True  # one group's actions are computed while the others step; false: one after the other
     executor: str = "auto"  # auto | threads | inline | streams: how the workers of a tick are run
     threads: ThreadsConfig = field(default_factory=ThreadsConfig)
-    watchdog_seconds: float = 30.0  # a worker that needs longer for one tick is hung
+    watchdog_seconds: float = 30.0  # a worker that needs longer for a tick (lockstep on the CPU: for a step) hangs
+    start_seconds: float = 600.0  # as long may building, a reset, and each worker's first tick or step take
     matmul: str = "fast"  # fast: TF32 on CUDA, oneDNN's reduced-precision mode on the CPU | exact: plain float32
 
 

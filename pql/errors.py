@@ -28,8 +28,21 @@ class RunError(PqlError):
     """The run failed after it started. Exit status 1."""
 
 
+class HungError(RunError):
+    """Something has not answered within its deadline: the stacks of all threads, and in the last line the cause.
+
+    What hangs may go on for ever on a thread of its own, and keep the process from ending.
+    """
+
+
 class PqlWarning(UserWarning):
     """Something is wrong that does not end the run: ``main.py`` prints it as one line."""
+
+
+def with_cause(prefix: str, text: str) -> str:
+    """``prefix`` before the last line of ``text``, where a message of several lines says the cause."""
+    above, line, last = text.rpartition("\n")
+    return f"{above}{line}{prefix}{last}"
 
 
 def show(value: Any) -> str:

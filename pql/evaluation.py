@@ -3,7 +3,8 @@
 import queue
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -11,13 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pql import watchdog
 from pql.checkpoint import home
 from pql.env import Discrete, EnvSpec, VecEnv, make_ready
-from pql.errors import ConfigError
+from pql.errors import ConfigError, HungError
 from pql.graph import clone_state
 from pql.machine import set_precision
 from pql.policy import Policy, open_stored
 from pql.types import Obs
+from pql.watchdog import Limit, Watch
 
 LONGEST = 100_000  # steps, where an environment has no time limit
 CHECK_EVERY = 64  # steps between looks at whether all episodes have ended (a look is a host sync)
@@ -103,7 +106,10 @@ def run_episodes(
     Raises:
         StoppedError: ``stop`` was set.
     """
-    obs, forget = env.reset(seed), getattr(policy, "reset", lambda first=None: None)
+    title, forget = f"the simulator {env.spec.name}", getattr(policy, "reset", lambda first=None: None)
+    watchdog.touch(title)
+    obs = env.reset(seed)
+    watchdog.touch()
     forget()
     explore = random_actions(env, epsilon, seed)
     n, device, judged = env.spec.num_envs, env.spec.device, "success" in env.spec.log
@@ -122,7 +128,10 @@ def run_episodes(
     for i in range(1, (most + staggered) * longest + 1):
         if stop is not None and stop.is_set():
             raise StoppedError
-        step = env.step(explore(policy(obs)))
+        action = explore(policy(obs))
+        watchdog.touch(title)
+        step = env.step(action)
+        watchdog.stepped()
         success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
         row = torch.stack([step.reward, torch.ones_like(step.reward), success])
         counts = live & step.valid
@@ -187,9 +196,17 @@ class Evaluator:
     """Evaluates snapshots in a thread of its own. A request that comes while it is busy is dropped and counted.
 
     Made before the first tick: ``env`` is made ready here, so that its thread captures nothing beside a run at work.
+
+    Args:
+        step, start: without progress, after which an evaluation hangs, and before its first step; None: it never does.
     """
 
-    def __init__(self, env: VecEnv, policy: Policy, seed: int, epsilon: float = 0.0):
+    def __init__(
+        self, env: VecEnv, policy: Policy, seed: int, epsilon: float = 0.0, step: Limit | None = None,
+        start: Limit | None = None,
+    ):  # fmt: skip
+        self.step, self.start = step, start or step
+        self.watch: Watch | None = None  # of the evaluation in hand
         self.env, self.policy, self.seed, self.epsilon = env, policy, seed, epsilon
         make_ready(env)
         self.dropped = 0
@@ -220,13 +237,27 @@ class Evaluator:
         while (counters := self._inbox.get()) is not None:
             outcome: Evaluation | BaseException
             try:
-                with torch.cuda.stream(self._stream):  # None: nothing. It ends in a host read, so the stream is idle
+                with torch.cuda.stream(self._stream), self._watched():  # it ends in a host read: the stream is idle
                     outcome = run_episodes(self.env, self.policy, self.seed, self._stop, epsilon=self.epsilon)
             except BaseException as error:
                 outcome = error
             # A copy: the next request may come before this report is read.
             self.reports.put(Report(counters, clone_state(self.policy.state_dict()), outcome))
             self._idle.set()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        if self.start is None:
+            yield
+            return
+        with watchdog.watching("the evaluation", self.start, self.step, polled=True) as self.watch:
+            yield
+        self.watch = None
+
+    def hung(self) -> HungError | None:
+        """What there is to say of an evaluation that makes no progress; None where it does, or there is none."""
+        watch = self.watch
+        return watch.error() if watch is not None and watch.late else None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until the request in hand is done. False: it was not within ``timeout`` seconds."""
@@ -236,7 +267,7 @@ class Evaluator:
         """Stop, without waiting for episodes to end."""
         self._stop.set()
         self._inbox.put(None)
-        self._thread.join(timeout=5.0)
+        self._thread.join(timeout=0.0 if self.hung() else 5.0)
         if not self._thread.is_alive():  # else the simulator hangs, and closing it under a step could crash
             self.env.close()
 

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 MESSAGE = b"\npql: stopping after this tick and saving; Ctrl-C again to leave at once\n"
 SHOW_CURSOR = b"\x1b[?25h"
@@ -32,6 +32,7 @@ class Interrupt:
         self.asked, self._message = False, message
         self._before: dict[int, Any] = {}
         self._depth = 0
+        self._thrown: Exception | None = None
 
     def __enter__(self) -> "Interrupt":
         self._depth += 1
@@ -49,7 +50,18 @@ class Interrupt:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             self._before = {}
 
+    def throw(self, error: Exception) -> bool:
+        """Raise ``error`` on the main thread, as soon as that is in Python. False: no handler of this is in place."""
+        if not self._before:
+            return False
+        self._thrown = error
+        signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)  # ends a sleep, or a wait
+        return True
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._thrown is not None:
+            error, self._thrown = self._thrown, None
+            raise error
         # Bare writes: print's buffer, or the live panel's lock, may be in use by the very code that was interrupted.
         if self.asked and number == signal.SIGINT:
             if sys.stdout.isatty():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pql import watchdog
 from pql.env import Discrete, capturable, check_answer
 from pql.graph import Graph
 from pql.normalize import ALL
@@ -40,6 +41,7 @@ class Lane:
         self.box, self.quarantine = whole.box, whole.quarantine
         self.gen, self.device = whole.gen, whole.device
         self.actor, self.episodes, self.obs = whole.actor, whole.episodes, whole.obs
+        self.title = f"the simulator {self.env.spec.name}"
         self.columns, self.ids = ALL, None
         self.places: list[Tensor | None] = [None for _ in self.stores]
         if columns is not None:
@@ -88,6 +90,7 @@ class Lane:
     def step(self) -> None:
         """Choose actions with the policy, step the simulator, and write what was done and what followed: one graph."""
         self._step()
+        watchdog.stepped()
         self.now = self._answer
         self.box.sent(self.actor.action)
 
@@ -117,6 +120,7 @@ class Lane:
             self.box.sent(self.actor.action)
         with self.simulator():
             step = self.env.step(self.actor.action) if self.ids is None else self.env.recv()[1]  # type: ignore[attr-defined]
+        watchdog.stepped()
         self.record(step)
 
     def record(self, step: Step) -> None:
@@ -178,8 +182,10 @@ class Lane:
     @contextmanager
     def simulator(self) -> Iterator[None]:
         """Inside, work is the simulator's: on the stream it uses, ordered with the collector's before and after."""
+        watchdog.touch(self.title)
         if not self.bridged:
             yield
+            watchdog.touch()
             return
         # The simulator works on the legacy default stream, which PyTorch's side streams are not ordered with.
         mine, theirs = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
@@ -187,6 +193,7 @@ class Lane:
         with torch.cuda.stream(theirs):
             yield
         mine.wait_stream(theirs)
+        watchdog.touch()
 
 
 class _ActState:

@@ -13,6 +13,7 @@ from pql.config import Config, PlacementConfig
 from pql.errors import ConfigError
 from pql.schedule import Executor, Inline, Streams, Threads
 from pql.validate import resolve_device
+from pql.watchdog import start_limit, step_limit
 
 
 def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict[str, torch.device]:
@@ -83,7 +84,14 @@ def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> E
         if not on_cuda:
             raise ConfigError("placement.executor", kind, "threads or inline where a worker sits on the CPU")
         return Streams(devices, place.watchdog_seconds)
-    return Threads(list(devices), place.watchdog_seconds) if kind == "threads" else Inline()
+    if kind == "threads":
+        return Threads(list(devices), place.watchdog_seconds, place.start_seconds)
+    return make_inline(place)
+
+
+def make_inline(place: PlacementConfig) -> Inline:
+    """The workers one after the other, under the placement's deadlines."""
+    return Inline(step=step_limit(place), start=start_limit(place))
 
 
 def set_precision(place: PlacementConfig) -> None:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pql.actor import command as actor_command
-from pql.errors import ConfigError, PqlError, PqlWarning, nearest
+from pql.errors import ConfigError, HungError, PqlError, PqlWarning, nearest, with_cause
 from pql.fleet import command as fleet_command
 from pql.world import world
 
@@ -57,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PqlError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"{speaker()}: {error}", file=sys.stderr)
+        print(with_cause(f"{speaker()}: ", str(error)), file=sys.stderr)
+        if isinstance(error, HungError) and argv is None:  # this is a program: what hangs must not keep it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         return 1
     except KeyboardInterrupt as error:  # before, or after, there was something to save
         print(f"pql: interrupted: {error}" if error.args else "pql: interrupted", file=sys.stderr)

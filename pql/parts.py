@@ -5,6 +5,7 @@ its rows. All schedules but ``Replicas`` have one. What the session asks of a ru
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from pql.parallel import ALONE, Group
 from pql.replay import Cursor
 from pql.schedule import Counts, Schedule
 from pql.slots import WeightSlot
+from pql.watchdog import start_limit, step_limit, touch, watching
 from pql.wiring import seeds
 from pql.worker import Learner, LearnerJob, MetricSum, Worker
 
@@ -145,18 +147,26 @@ class Parts:
 
     def prepare(self) -> None:
         """Capture graphs where they are on. Before the first reset."""
-        for one in self.replicas:
-            one.prepare()
+        with self._starting("the capture of graphs"):
+            for one in self.replicas:
+                one.prepare()
 
     def start(self) -> None:
         """Reset the simulators, each with a seed of its own."""
-        for one in self.replicas:
-            one.collector.start(seeds(one.config.seed)["env"])
+        with self._starting(f"the reset of {self.env.spec.name}"):
+            for one in self.replicas:
+                one.collector.start(seeds(one.config.seed)["env"])
+                touch()
 
     def warm_up(self, steps: int) -> None:
         """``steps`` random steps of every environment."""
         for one in self.replicas:
-            one.collector.warm_up(steps)
+            with self._starting("the warm-up"):
+                one.collector.warm_up(steps)
+
+    def _starting(self, what: str) -> AbstractContextManager[Any]:
+        place = self.config.placement
+        return watching(what, start_limit(place), step_limit(place))
 
     def begin(self, ticks: int = 0) -> None:
         """Publish everything as it stands; tick ``ticks`` comes next."""
@@ -172,8 +182,9 @@ class Parts:
             one.collector.quarantine.check()
 
     def close_envs(self) -> None:
-        for one in self.replicas:
-            one.env.close()
+        with self._starting(f"closing {self.env.spec.name}"):
+            for one in self.replicas:
+                one.env.close()
 
     # -- what was done ----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from torch import distributed as dist
 from pql import checkpoint
 from pql.build import Parts
 from pql.config import Config, from_dict, leaves, to_dict
-from pql.errors import ConfigError, PqlError, RunError, show
+from pql.errors import ConfigError, HungError, PqlError, RunError, show
 from pql.jobs import end_with_parent
 from pql.machine import available_cores, thread_counts
 from pql.nets import Flat
@@ -293,7 +293,7 @@ class Ranks:
         except Exception as error:
             if self.size == 1 or _store is None:
                 raise
-            hung = self._waited and type(error) is RunError and error.__cause__ is None  # the watchdog, in a collective
+            hung = self._waited and isinstance(error, HungError)  # the watchdog, in a collective
             reached = hung or _reached(error)
             found = self._last_words("" if reached else _words(error))
             if not reached or not found:
@@ -361,7 +361,7 @@ def _reached(error: BaseException | None) -> bool:
 def _words(error: BaseException) -> str:
     """One line."""
     told = str(error) if isinstance(error, PqlError) else f"{type(error).__name__}: {error}"
-    return told.splitlines()[0]
+    return told.splitlines()[-1]
 
 
 def _networks(state: Any) -> list[Tensor]:

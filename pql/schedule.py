@@ -10,10 +10,8 @@ An executor says how the jobs of a tick are run: on three threads (CPU), on thre
 
 import math
 import queue
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,7 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pql.errors import ConfigError, RunError
+from pql.errors import ConfigError, HungError, RunError, with_cause
+from pql.watchdog import Limit, stacks, watching
 from pql.worker import Worker
 
 Job = Callable[[], None]
@@ -87,13 +86,29 @@ class Executor(Protocol):
 
 
 class Inline:
-    """One after the other on the calling thread, in ``order`` (default: as given). A hang has no watchdog here."""
+    """One after the other on the calling thread.
 
-    def __init__(self, order: Sequence[str] | None = None):
-        self.order = order
+    Args:
+        order: default: as given.
+        step, start: without progress, after which a worker hangs, and of its first job; None: nobody looks.
+    """
+
+    def __init__(self, order: Sequence[str] | None = None, step: Limit | None = None, start: Limit | None = None):
+        self.order, self.step, self.start = order, step, start
+        self.begun: set[str] = set()  # workers that have done a job
 
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
-        return {name: timed(partial(named, name, jobs[name])) for name in self.order or jobs if name in jobs}
+        return {name: self._do(name, jobs[name]) for name in self.order or jobs if name in jobs}
+
+    def _do(self, name: str, job: Job) -> float:
+        """The seconds it took."""
+        limit = self.step if name in self.begun else self.start or self.step
+        if limit is None:
+            return timed(partial(named, name, job))
+        with watching(f"worker {name}", limit, self.step):
+            seconds = timed(partial(named, name, job))
+        self.begun.add(name)
+        return seconds
 
     def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
         """As that of ``Threads``: a job of each worker's in turn, until nothing is left."""
@@ -103,7 +118,7 @@ class Inline:
                 if (job := next(queues[name], None)) is None:
                     live.remove(name)
                 else:
-                    seconds[name] += timed(partial(named, name, job))
+                    seconds[name] += self._do(name, job)
         return seconds
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
@@ -122,10 +137,12 @@ class Threads:
 
     Args:
         watchdog: seconds after which a worker that has not finished its tick counts as hung.
+        start: the same for its first one; None: the same seconds.
     """
 
-    def __init__(self, names: Sequence[str], watchdog: float = 30.0):
-        self.watchdog = watchdog
+    def __init__(self, names: Sequence[str], watchdog: float = 30.0, start: float | None = None):
+        self.watchdog, self.start = watchdog, max(watchdog, start or 0.0)
+        self.begun: set[str] = set()  # workers that have done a job
         self.done: queue.SimpleQueue[tuple[str, float | BaseException]] = queue.SimpleQueue()
         self.inbox: dict[str, queue.SimpleQueue[Iterator[Job] | None]] = {n: queue.SimpleQueue() for n in names}
         self.handing = threading.Lock()  # held to take a job: workers may draw from one supply
@@ -142,6 +159,7 @@ class Threads:
             try:
                 while (job := self._next(name, jobs)) is not None:
                     seconds += timed(job)
+                    self.begun.add(name)
                 self.done.put((name, seconds))
             except BaseException as error:
                 self.failed = True
@@ -149,8 +167,16 @@ class Threads:
 
     def _next(self, name: str, jobs: Iterator[Job]) -> Job | None:
         with self.handing:
-            self.due[name] = time.monotonic() + self.watchdog
+            self.due[name] = self._deadline(name)
             return None if self.failed else next(jobs, None)
+
+    def _limit(self, name: str) -> Limit:
+        if name in self.begun or self.start == self.watchdog:
+            return Limit(self.watchdog, "placement.watchdog_seconds")
+        return Limit(self.start, "placement.start_seconds")
+
+    def _deadline(self, name: str) -> float:
+        return time.monotonic() + self._limit(name).seconds
 
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
         return self.share({name: iter((job,)) for name, job in jobs.items()})
@@ -161,12 +187,12 @@ class Threads:
         Workers may draw from one iterator. Once one has failed nothing more is handed out. The watchdog is for each
         single job, and for what is left of it after a wait for others (:meth:`waiting`).
         """
-        self.failed, self.due = False, dict.fromkeys(queues, time.monotonic() + self.watchdog)
+        self.failed, self.due = False, {name: self._deadline(name) for name in queues}
         for name, jobs in queues.items():
             self.inbox[name].put(jobs)
         waiting, failed, seconds = set(queues), None, {}
         while waiting:
-            left = min(self.watchdog, min(self.due[name] for name in waiting) - time.monotonic())
+            left = min(self.watchdog, *(self.due[name] - time.monotonic() for name in waiting))
             try:
                 # Once a worker has failed the others get a moment to finish, so that its error comes first.
                 name, outcome = self.done.get(timeout=max(0.01, left if failed is None else min(5.0, left)))
@@ -189,11 +215,11 @@ class Threads:
         """Inside, a worker waits for others: whoever hangs, it is another."""
         self.due[name] = math.inf
         yield
-        self.due[name] = time.monotonic() + self.watchdog
+        self.due[name] = self._deadline(name)
 
     def _check_hung(self, waiting: set[str]) -> None:
-        if names := ", ".join(sorted(n for n in waiting if self.due[n] <= time.monotonic())):
-            raise RunError(f"worker {names} has not finished its tick in {self.watchdog:g} s\n{stacks()}")
+        if late := sorted(n for n in waiting if self.due[n] <= time.monotonic()):
+            raise hung(", ".join(late), self._limit(late[0]))
 
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -270,7 +296,7 @@ class Streams:
         for name, (_, end) in tick.items():
             while not end.query():
                 if time.monotonic() > deadline:
-                    raise RunError(f"worker {name} has not finished its tick in {self.watchdog:g} s\n{stacks()}")
+                    raise hung(name, Limit(self.watchdog, "placement.watchdog_seconds"))
                 time.sleep(2e-5)
         return {name: start.elapsed_time(end) / 1e3 for name, (start, end) in tick.items()}
 
@@ -375,14 +401,23 @@ class Lockstep(_Ticks):
 
 
 def failure(name: str, error: BaseException) -> RunError:
-    what = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-    return RunError(f"worker {name} failed: {what}")
+    if isinstance(error, RunError):
+        return RunError(with_cause(f"worker {name} failed: ", str(error)))
+    first = next((line for line in str(error).splitlines() if line.strip()), "")  # ``from`` keeps the others
+    return RunError(f"worker {name} failed: {type(error).__name__}: {first}")
+
+
+def hung(name: str, limit: Limit) -> HungError:
+    """Where all threads are, and in the last line whose tick is not over."""
+    return HungError(f"{stacks()}worker {name} has not finished its tick in {limit.seconds:g} s ({limit.setting})")
 
 
 def named(name: str, job: Job) -> None:
     """Run ``job``; what it raises becomes a ``RunError`` that names its worker."""
     try:
         job()
+    except HungError:  # of the watchdog, which has named the worker
+        raise
     except Exception as error:
         raise failure(name, error) from error
 
@@ -404,12 +439,3 @@ def policy_lag(workers: Mapping[str, Worker]) -> int:
     """Versions between the policy that acted for the newest rows and the one published when they were sealed."""
     newest = next(s.version for w in workers.values() for s in w.publishes if s.name == "policy")
     return newest - workers["collector"].pulled["policy"]
-
-
-def stacks() -> str:
-    """The Python stack of every thread of this package."""
-    names = {t.ident: t.name for t in threading.enumerate()}
-    return "\n".join(
-        f"--- {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame))
-        for ident, frame in sys._current_frames().items()
-    )

@@ -22,6 +22,7 @@ from pql.prefill import prefill
 from pql.ranks import Ranks
 from pql.rundir import Summary
 from pql.task import staggered
+from pql.watchdog import Watchdog, start_limit, step_limit, watching
 
 Callback = Callable[["Session", log.Row], None]
 Callbacks = Callback | Sequence[Callback]
@@ -68,15 +69,18 @@ class Session:
         self.last_eval: Evaluation | None = None
         self.prefilled = 0  # transitions that the replay began with
         self._ending = False  # all ranks have agreed to end
+        self._failed: RunError | None = None  # of an evaluation: the run ends, saved, with this error
         log.check_logger(config)
         with ExitStack() as opened:  # what has been opened is closed again if a later step fails
             opened.callback(ranks.close)
+            opened.enter_context(Watchdog(self.interrupt))
             self._held: Claim | None = None
             self.run_dir = ranks.by_first(lambda: self._hold(opened, resume))
             self.checkpoints = self.run_dir / "checkpoints"
             self.archive = Archive(config, ranks, self.run_dir, self._held, overrides, self.warn)
             opened.callback(self.archive.close)
-            self.parts: Parts = _build(ranks.share, self.given_env)
+            with watching(f"building {config.task.title}", start_limit(config.placement)):
+                self.parts: Parts = _build(ranks.share, self.given_env)
             opened.callback(self._close_parts)
             self._check_env()
             ranks.connect(self.parts)
@@ -188,7 +192,10 @@ class Session:
             if self.config.replay.save:
                 self.archive.save_replay(self.parts)
             self.archive.missing = {k: v for one in self.ranks.every(self.archive.missing) for k, v in one.items()}
-            return self._finish(self._final_evaluation())
+            result = self._final_evaluation()
+            if self._failed is not None:
+                raise self._failed
+            return self._finish(result)
 
     def _loop(self) -> None:
         config, schedule = self.config, self.parts.schedule
@@ -237,6 +244,7 @@ class Session:
         target = budget.target_return
         stop = (
             self.stop
+            or self._failed is not None
             or (target is not None and result is not None and result.mean >= target)
             or (budget.seconds is not None and self.seconds >= budget.seconds and self.ranks.first)
         )
@@ -300,9 +308,12 @@ class Session:
         wanted = self.config.eval.every_seconds is not None or self.config.eval.final
         if not (wanted and self._evaluates_beside() and self.ranks.first):
             return None
-        env = self._env_beside() or build_env(self.ranks.share, self.config.eval.num_envs)
-        policy = fresh_policy(self.config, self.parts.env.spec, env.spec.device)
-        return Evaluator(env, policy, seeds(self.config.seed)["eval"], self.config.eval.epsilon)
+        place = self.config.placement
+        with watching("building the evaluation's environments", start_limit(place)):
+            env, seed = self._env_beside() or build_env(self.ranks.share, self.config.eval.num_envs), self.config.seed
+            policy = fresh_policy(self.config, self.parts.env.spec, env.spec.device)
+            limits = step_limit(place), start_limit(place)
+            return Evaluator(env, policy, seeds(seed)["eval"], self.config.eval.epsilon, *limits)
 
     def _now(self) -> log.Row:
         return {"time/seconds": self.seconds, "steps/env": float(self.env_steps)}
@@ -315,13 +326,17 @@ class Session:
     def _collect_evaluations(self) -> None:
         while self.evaluator and not self.evaluator.reports.empty():
             self._record(self.evaluator.reports.get())
+        if self.evaluator and self._failed is None:
+            self._failed = self.evaluator.hung()
 
     def _record(self, report: Report) -> None:
         result = report.outcome
         if isinstance(result, StoppedError):
             return
         if isinstance(result, BaseException):
-            raise RunError(f"the evaluator failed: {type(result).__name__}: {result}") from result
+            self._failed = RunError(f"the evaluator failed: {type(result).__name__}: {result}")
+            self._failed.__cause__ = result
+            return
         self.last_eval = result
         self._write({
             **report.counters, **{f"eval/{k}": v for k, v in result.measures().items()},
@@ -336,7 +351,7 @@ class Session:
         """Of the policy as it stands; None where none is wanted, or Ctrl-C came."""
         if self.evaluator:
             self._wait_for_evaluator()
-        if not self.config.eval.final or self.interrupted or not self.ranks.first:
+        if not self.config.eval.final or self.interrupted or not self.ranks.first or self._failed is not None:
             return None
         if self.evaluator:
             self._request_evaluation()
@@ -346,14 +361,16 @@ class Session:
             policy = fresh_policy(self.config, env.spec, env.spec.device)
             policy.load_state_dict(snapshot(self.parts))
             seed, epsilon = seeds(self.config.seed)["eval"], self.config.eval.epsilon
-            outcome = run_episodes(env, policy, seed, epsilon=epsilon, staggered=staggered(self.config))
+            place = self.config.placement
+            with watching("the evaluation", start_limit(place), step_limit(place)):
+                outcome = run_episodes(env, policy, seed, epsilon=epsilon, staggered=staggered(self.config))
             self._record(Report(self._now(), policy.state_dict(), outcome))
         return None if self.interrupted else self.last_eval
 
     def _wait_for_evaluator(self) -> None:
         assert self.evaluator is not None
-        while not self.interrupted and not self.evaluator.wait(0.2):
-            pass
+        while not self.interrupted and self._failed is None and not self.evaluator.wait(0.2):
+            self._collect_evaluations()
         self._collect_evaluations()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------

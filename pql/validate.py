@@ -112,6 +112,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "placement.threads.simulator": (1, 1024, True),
     "placement.groups": (1, 1024, True),
     "placement.watchdog_seconds": (0, 1e6, False),
+    "placement.start_seconds": (0, 1e6, False),
     "budget.seconds": (0, 1e9, False),
     "budget.env_steps": (1, 10**15, True),
     "eval.num_envs": (1, 100_000, True),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from pql import watchdog
 from pql.graph import Graph
 from pql.optim import Optimizer
 from pql.parallel import ALONE, Group
@@ -112,6 +113,7 @@ class LearnerJob:
             metrics = one.update(one.state, one.inputs, batch, one.gen)
             broken = [optimizer.broken for optimizer in one.state.optimizers()]
             self.metrics.add({**metrics, f"skipped/{one.name}": functools.reduce(torch.maximum, broken)})
+            watchdog.touch()
 
     def __call__(self, bursts: int) -> None:
         if bursts == 0 and self.learner.rest is not None:

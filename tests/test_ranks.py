@@ -364,7 +364,7 @@ def failing(run_dir: str, how: str) -> None:
     [
         ("raise", "rank 1 failed: worker collector failed: ValueError: the simulator broke", "RunError"),
         ("die", "rank 1 has ended, or hangs", "Exit"),
-        ("hang", "rank 1 failed: worker collector has not finished its tick in 4 s", "RunError"),
+        ("hang", "rank 1 failed: worker collector has not finished its tick in 4 s", "HungError"),
     ],
 )
 def test_the_failure_of_one_ends_all_by_its_name(tmp_path, how, first, second):

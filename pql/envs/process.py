@@ -38,6 +38,7 @@ from pql.envs import far, shared_cuda
 from pql.envs.far_build import ORDINARY
 from pql.errors import ConfigError, RunError
 from pql.types import Obs, Step
+from pql.watchdog import touch
 
 GRACE = 5.0  # seconds for a simulator to close, and for a signal to be answered
 LOOK = 1.0  # seconds without an answer after which the process is looked after
@@ -118,6 +119,7 @@ class Far:
             RunError: a crash, or no answer within ``seconds``; the process is then gone.
         """
         if not self._poll.poll(1000 * min(seconds, LOOK)):
+            touch()
             self._look_after(seconds, setting)
         return os.read(self.answers, 1)
 
@@ -139,6 +141,7 @@ class Far:
             if left <= 0:
                 raise self._hung(seconds, setting)
             self._poll.poll(1000 * min(left, LOOK))
+            touch()  # this wait has a deadline of its own
 
     def _answer(self, kind: bytes) -> tuple[Any, bytes]:
         """The rest of an answer of this kind."""

@@ -1,0 +1,254 @@
+"""Deadlines: who is named, what ends, and that what gets on is left alone."""
+
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+from conftest import small_config, ticks
+from run_files import points, resume, run, words
+
+from pql import watchdog
+from pql.build import build
+from pql.env import register
+from pql.envs.toy import Counter
+from pql.errors import HungError, RunError, with_cause
+from pql.interrupt import Interrupt
+from pql.schedule import Inline, Threads
+from pql.watchdog import Limit, Watchdog, stepped, touch, watching
+
+pytestmark = pytest.mark.fault
+SHORT = Limit(0.2, "placement.watchdog_seconds")
+LONG = Limit(1000.0, "placement.start_seconds")
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(watchdog, "LOOK", 0.02)
+
+
+@pytest.fixture
+def guarded():
+    """A watchdog that breaks off what the main thread waits for."""
+    with Interrupt() as interrupt, Watchdog(interrupt):
+        yield
+
+
+def cause(caught):
+    """The last line."""
+    return str(caught.value).splitlines()[-1]
+
+
+def forever(*_):
+    time.sleep(1000)
+
+
+def test_a_wait_is_broken_off_and_named_with_all_stacks(guarded):
+    with pytest.raises(HungError) as caught, watching("worker v", SHORT):
+        forever(touch("the simulator toy"))
+    assert cause(caught) == (
+        "worker v has made no progress for 0.2 s, in the simulator toy (placement.watchdog_seconds)"
+    )
+    assert "--- MainThread\n" in str(caught.value)
+    assert "time.sleep(1000)" in str(caught.value)
+
+
+def test_progress_begins_the_deadline_anew(guarded):
+    with watching("worker v", SHORT):
+        for _ in range(8):
+            time.sleep(0.05)
+            touch()
+    time.sleep(0.3)  # and nothing is looked after any more
+
+
+def test_what_surrounds_a_watch_has_its_time_afterwards(guarded):
+    with watching("the run", SHORT):
+        with watching("the save", LONG):
+            time.sleep(0.3)
+        touch()
+        with pytest.raises(HungError, match="the run has made no progress"):
+            forever()
+
+
+def test_after_the_first_step_the_limit_is_that_of_steps(guarded):
+    def step():
+        time.sleep(0.3)  # compiles
+        stepped()
+
+    with pytest.raises(HungError) as caught, watching("the warm-up", LONG, SHORT):
+        forever(step())
+    assert cause(caught) == "the warm-up has made no progress for 0.2 s (placement.watchdog_seconds)"
+
+
+def test_the_thread_ends_with_it(threads_left):
+    with Watchdog():
+        assert threads_left() == ["pql-watchdog"]
+    assert not threads_left()
+    with watching("nobody looks", Limit(0.0, "")) as watch:
+        assert watch is None
+
+
+# A main thread that is stuck in C: a mutex that it has locked itself. Its child, which holds its output open, is to
+# go, too.
+STUCK = """
+import ctypes, multiprocessing, sys, time
+from pql import watchdog
+from pql.interrupt import Interrupt
+watchdog.GRACE = 0.2
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+child.start()
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with Interrupt() as interrupt, watchdog.Watchdog(interrupt):
+    with watchdog.watching("the reset of toy", watchdog.Limit(0.2, "placement.start_seconds")):
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_what_cannot_be_broken_off_ends_the_process():
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.endswith("\npql: the reset of toy has made no progress for 0.2 s (placement.start_seconds)\n")
+    assert 'File "<string>", line 12, in <module>' in done.stderr
+
+
+# -- a run's parts --------------------------------------------------------------------------------------------------
+
+
+def made(**limits):
+    return build(small_config(algo={"schedule": "lockstep"}, placement={**limits, "executor": "inline"}))
+
+
+def begun(parts, count):
+    """After its warm-up and some ticks."""
+    parts.start()
+    parts.warm_up(16)
+    parts.begin()
+    return ticks(parts, count)
+
+
+def test_a_reset_that_hangs(guarded):
+    parts = made(watchdog_seconds=0.1, start_seconds=0.3)
+    parts.env.reset = forever
+    with pytest.raises(HungError) as caught:
+        parts.start()
+    assert cause(caught) == "the reset of pendulum has made no progress for 0.3 s (placement.start_seconds)"
+
+
+def hanging(env, at):
+    """``env``, whose step number ``at`` never returns."""
+    plain, count = env.step, iter(range(1, 10**9))
+    env.step = lambda action: forever() if next(count) == at else plain(action)
+
+
+@pytest.mark.parametrize(("at", "who"), [(3, "the warm-up"), (20, "worker collector")])
+def test_a_step_that_hangs_under_lockstep(guarded, at, who):
+    parts = made(watchdog_seconds=0.5)
+    hanging(parts.env, at)
+    with pytest.raises(HungError) as caught:
+        begun(parts, 20)
+    said = f"{who} has made no progress for 0.5 s, in the simulator pendulum (placement.watchdog_seconds)"
+    assert cause(caught) == said
+    assert "in forever" in str(caught.value)
+
+
+def test_an_update_that_hangs_under_lockstep(guarded):
+    parts = begun(made(watchdog_seconds=0.3), 2)
+    parts.workers["p"].job = forever
+    with pytest.raises(HungError) as caught:
+        ticks(parts, 1)
+    assert cause(caught) == "worker p has made no progress for 0.3 s (placement.watchdog_seconds)"
+
+
+def test_a_long_first_tick_compiles_and_a_long_job_that_gets_on_does_not_hang(guarded):
+    alone = Inline(step=SHORT, start=LONG)
+    alone.run({"collector": partial(time.sleep, 0.3)})
+
+    def job():
+        for _ in range(8):
+            time.sleep(0.05)
+            touch()
+
+    alone.run({"collector": job})
+    with pytest.raises(HungError, match="worker collector"):
+        alone.run({"collector": forever})
+    threads = Threads(("a", "b"), watchdog=0.3, start=1000.0)
+    threads.run({"a": partial(time.sleep, 0.5), "b": partial(time.sleep, 0)})
+    release = threading.Event()
+    with pytest.raises(HungError) as caught:
+        threads.run({"a": lambda: release.wait(60), "b": partial(time.sleep, 0)})
+    assert cause(caught) == "worker a has not finished its tick in 0.3 s (placement.watchdog_seconds)"
+    release.set()
+    threads.close()
+
+
+def test_the_cause_stays_the_last_line():
+    assert with_cause("pql: ", "why") == "pql: why"
+    assert with_cause("pql: ", "a\nb\nwhy") == "a\nb\npql: why"
+
+
+# -- whole runs -----------------------------------------------------------------------------------------------------
+
+
+class Stuck(Counter):
+    """Where there are two environments, those of an evaluation, the third step takes until it is released."""
+
+    release = threading.Event()
+    steps = 0
+
+    def step(self, action):
+        self.steps += self.spec.num_envs == 2
+        if self.steps == 3:
+            self.release.wait(60)
+        return super().step(action)
+
+
+@pytest.fixture
+def stuck():
+    register("stuck", lambda num_envs, device: Stuck(num_envs, device, episode_length=10**6, terminate_every=0))
+    Stuck.release.clear()
+    yield ("task=env", "task.name=stuck", "placement.watchdog_seconds=1", "eval.final=true")
+    Stuck.release.set()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_evaluation_that_hangs_ends_the_run_saved(tmp_path, stuck, beside):
+    """At its end, or in the middle of an endless run."""
+    endless = ("budget.env_steps=null", "budget.seconds=1000", "eval.every_seconds=0.01") if beside else ()
+    with pytest.raises(HungError) as caught:
+        run(*words(tmp_path, *stuck, *endless))
+    said = "the evaluation has made no progress for 1 s, in the simulator counter (placement.watchdog_seconds)"
+    assert cause(caught) == said
+    assert "--- pql-evaluator" in str(caught.value)
+    assert "self.release.wait(60)" in str(caught.value)
+    assert len(points(tmp_path)) == 1
+    last = int(points(tmp_path)[-1].name.removeprefix("tick-"))
+    steps, calm = 16 * (8 + last + 4), ("budget.seconds=null", "eval.final=false", "eval.every_seconds=null")
+    assert resume(tmp_path, f"budget.env_steps={steps}", *calm).env_steps == steps
+
+
+def test_an_evaluation_on_the_run_s_own_environments_that_hangs(tmp_path):
+    env = Counter(16, "cpu", episode_length=10**6, terminate_every=0)
+    hanging(env, 25)  # 20 are the run's
+    import pql
+
+    more = [w for w in words(tmp_path) if not w.startswith(("task=", "num_envs=", "eval.final"))]
+    with pytest.raises(HungError, match="the evaluation has made no progress for 1 s"):
+        pql.train(*more, "placement.watchdog_seconds=1", env=env, quiet=True)
+    assert len(points(tmp_path)) == 1
+
+
+def test_an_evaluation_that_fails_ends_the_run_saved(tmp_path):
+    class Broken(Counter):
+        def step(self, action):
+            if self.spec.num_envs == 2:
+                raise ValueError("no more")
+            return super().step(action)
+
+    register("broken", lambda num_envs, device: Broken(num_envs, device))
+    endless = ("budget.env_steps=null", "budget.seconds=1000", "eval.every_seconds=0.01")
+    with pytest.raises(RunError, match="the evaluator failed: ValueError: no more"):
+        run(*words(tmp_path, "task=env", "task.name=broken", *endless))
+    assert len(points(tmp_path)) == 1
