@@ -1,14 +1,21 @@
 """A simulator of stacked frames for tests of remote actors: NumPy alone."""
 
+import time
+
 import numpy as np
 
 from pql.envs.plain import Discrete, EnvSpec, ObsSpec, Step
 
 
 class Film:
-    """Stacks of three 2 x 2 frames whose pixels count the rows of an episode; it ends after ``length`` rows."""
+    """Stacks of three 2 x 2 frames whose pixels count the rows of an episode; it ends after ``length`` rows.
 
-    def __init__(self, num_envs, device="cpu", length=4):
+    Args:
+        hangs_at: number of the step that never ends.
+    """
+
+    def __init__(self, num_envs, device="cpu", length=4, hangs_at=None):
+        self.hangs_at, self.steps = hangs_at, 0
         obs = {"policy": ObsSpec((3, 2, 2), "uint8", 3)}
         self.spec = EnvSpec("film", num_envs, obs, Discrete(2), device, max_episode_steps=length, final_obs="always")
         self.length, self.shown = length, np.zeros((num_envs, 3, 2, 2), np.uint8)
@@ -20,6 +27,9 @@ class Film:
         return {"policy": self.shown.copy()}
 
     def step(self, action):
+        self.steps += 1
+        if self.steps == self.hangs_at:
+            time.sleep(1000)
         self.at += 1
         shown = np.concatenate((self.shown[:, 1:], (10 + self.at).astype(np.uint8)[:, None, None, None].repeat(2, 2)
                                 .repeat(2, 3)), 1)  # fmt: skip

@@ -90,6 +90,39 @@ def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path):
     assert process.wait(10) == 0
 
 
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_actor_whose_simulator_hangs_is_dropped_and_ends(actor, tmp_path, capfd, at):
+    """Row 30: it goes on answering pings. The others' steps go on, and what is counted is who is there."""
+    limits = {"step_seconds": 1.0, "start_seconds": 1.5}
+    with remote(f"unix:{tmp_path}/s", [film()], 4, **limits) as env:
+        process = actor("film:Film", f"hangs_at={at}")
+        wait_until(lambda: env.hall.live == 2)
+        env.reset(0)
+        action = torch.zeros(4, dtype=torch.int64)
+        for _ in range(at - 1):
+            assert env.step(action).valid.all()
+        assert env.step(action).valid.sum() == 2
+        assert env.measures() == {"remote/actors": 1, "remote/envs": 2, "remote/admitted": 2}
+        assert env.step(action).valid.sum() == 2
+        said = process.communicate(timeout=60)[1].splitlines()
+    setting = "1.5 s (task.kwargs.start_seconds" if at == 1 else "1 s (task.kwargs.step_seconds"
+    assert process.returncode == 1
+    assert said[-1] == f"pql: the simulator film has made no progress for {setting} of the learner)"
+    assert any("time.sleep(1000)" in line for line in said)
+    assert f"environments) has not answered for {setting})" in capfd.readouterr().err
+
+
+def test_a_simulator_that_rests_between_orders_does_not_hang(tmp_path):
+    """The clock runs from an order to its answer."""
+    with remote(f"unix:{tmp_path}/s", [film()], 2, step_seconds=0.3, start_seconds=0.3) as env:
+        env.reset(0)
+        action = torch.zeros(2, dtype=torch.int64)
+        for _ in range(3):
+            assert env.step(action).valid.all()
+            time.sleep(0.5)
+        assert env.measures()["remote/admitted"] == 1
+
+
 @pytest.mark.parametrize(("name", "words"), [("gymnasium", ["id=CartPole-v1"]), ("atari", ["game=breakout"])])
 def test_an_actor_needs_no_torch(name, words, tmp_path):
     pytest.importorskip({"gymnasium": "gymnasium", "atari": "ale_py"}[name])
@@ -115,7 +148,7 @@ def test_an_actor_needs_no_torch(name, words, tmp_path):
     [
         (["--task", "pendulum"], "--task=pendulum"),
         (["--task", "gymnasiun"], "did you mean gymnasium"),
-        (["--task", "film:Film", "lenght=3"], "lenght=3: expected one of the keywords length"),
+        (["--task", "film:Film", "lenght=3"], "lenght=3: expected one of the keywords length, hangs_at"),
         (["--task", "film:Film", "--connect", "nowhere"], "--connect=nowhere: expected HOST:PORT"),
     ],
 )

@@ -9,7 +9,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import numpy as np
 from pql import wire
 from pql.envs.far_build import describe
 from pql.errors import ConfigError, RunError
+from pql.watchdog import Limit, watching
 from pql.wire import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, WireError, newest, read_json
 
 OPTIONS = (
@@ -32,6 +34,7 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+LIMITS = ("step_seconds", "start_seconds")  # as the learner says them
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds between attempts
 FINAL = {  # answers that another attempt would not change: what to look at
     grpc.StatusCode.UNAUTHENTICATED: "--token-file",
@@ -87,6 +90,8 @@ class Actor:
         if token is not None and ca is None and not address.startswith(LOOPBACK):
             raise ConfigError("--ca", None, "a file: a token is not sent to another machine without TLS")
         self.steps, self.admitted, self.connected = 0, 0, False
+        self.limits: dict[str, Limit] = {}
+        self.stepped = False  # since it was let in
 
     def run(self) -> str | None:
         """Connect, and connect again, until the learner ends the run. Returns its words; None: the actor has left.
@@ -151,21 +156,36 @@ class Actor:
             if frame.kind == WELCOME:
                 self.connected = True
                 self.admitted += 1
-                self.tell(f"connected to {self.address} as actor {read_json(frame.body).get('actor')}")
+                self._welcome(read_json(frame.body))
             elif self.leave.is_set():
                 return None  # its last answer has been taken, or there would be no order
             else:
                 outbox.put(self._obey(frame))
         raise EndedError("the learner has closed the stream")
 
+    def _welcome(self, said: Mapping[str, Any]) -> None:
+        """The learner's number for this actor, and for how long it waits for an answer: a hang here is one there."""
+        given = {k: v for k in LIMITS if isinstance(v := said.get(k), int | float) and v > 0}
+        self.limits = {k: Limit(float(v), f"task.kwargs.{k} of the learner") for k, v in given.items()}
+        self.stepped = False
+        self.tell(f"connected to {self.address} as actor {said.get('actor')}")
+
+    def _watching(self, limit: str) -> AbstractContextManager[Any]:
+        """Where ``pql actor`` has a watchdog, a simulator that hangs ends its process: a supervisor starts another."""
+        if limit not in self.limits:
+            return nullcontext()
+        return watching(f"the simulator {self.facts['name']}", self.limits[limit])
+
     def _obey(self, frame: Frame) -> bytes:
         if frame.kind == RESET:
-            obs = self.sim.reset(int.from_bytes(frame.body, "little"))
+            with self._watching("start_seconds"):
+                obs = self.sim.reset(int.from_bytes(frame.body, "little"))
             return self.layout.pack_obs(frame.run_id, frame.seq, newest(obs, self.stacks))
         if frame.kind != ACT:
             raise WireError(f"an order of kind {frame.kind}")
-        step = self.sim.step(self.layout.read_action(frame.body))
-        self.steps += 1
+        with self._watching("step_seconds" if self.stepped else "start_seconds"):
+            step = self.sim.step(self.layout.read_action(frame.body))
+        self.steps, self.stepped = self.steps + 1, True
         obs, final = newest(step.obs, self.stacks), newest(step.final_obs, self.stacks)
         return self.layout.pack_step(frame.run_id, frame.seq, step._replace(obs=obs, final_obs=final))
 

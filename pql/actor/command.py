@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pql.errors import ConfigError
 from pql.secret import CERTIFICATE, read_file, read_token
+from pql.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from pql.actor.client import Actor
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     actor = make_actor(setup_of(args))
     before = {s: signal.signal(s, _stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        actor.run()
+        with Watchdog():
+            actor.run()
     except StopError:
         actor.tell("stopped")
         return 130

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from pql.actor.command import Setup, make_actor
 from pql.errors import ConfigError
 from pql.fleet.supervisor import FAILED, OVER, REFUSED, STOPPED, Ending, Look
+from pql.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from pql.actor.client import Actor
@@ -25,7 +26,8 @@ class Host:
         """
         try:
             self.actor = make_actor(self.setup, self._tell, self._leave)
-            why = self.actor.run()
+            with Watchdog():  # a simulator that hangs ends this process, and another is placed
+                why = self.actor.run()
             self.actor.sim.close()
         except ConfigError as error:
             return Ending(REFUSED, str(error), (error.setting, str(error.value), error.allowed))

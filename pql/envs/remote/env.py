@@ -24,6 +24,7 @@ from pql.envs.remote.server import Server
 from pql.errors import ConfigError, RunError
 from pql.secret import read_token
 from pql.types import Obs, Step
+from pql.watchdog import touch
 
 SPREAD = 4
 PATIENCE = 1.0  # seconds between looks at whether anybody is there
@@ -47,6 +48,8 @@ class Remote:
         wait: seconds for which those who have answered wait for the rest of their group; null: until all have.
         groups: that act by turns; null: 2 where the first actor fills no more than half of the slots, else 1.
         timeout: seconds without a single actor after which the run fails.
+        step_seconds: an actor that takes longer for a step is dropped, and ends; its slots are free.
+        start_seconds: as long may a reset take, and an actor's first step.
         eval_envs: slots more, whose environments serve evaluations alone (``pql actor --role eval``).
         task: name and settings that actors are to be started with, for people to read.
 
@@ -68,9 +71,11 @@ class Remote:
         groups: int | None = None,
         timeout: float = 600.0,
         eval_envs: int = 0,
+        step_seconds: float = 20.0,
+        start_seconds: float = 600.0,
         task: str = "NAME",
     ):
-        check(wait, timeout, eval_envs)
+        check(wait, timeout, eval_envs, step_seconds, start_seconds)
         if groups is not None and not (type(groups) is int and groups > 0 and num_envs % groups == 0):
             raise ConfigError("groups", groups, f"null, or a divisor of num_envs={num_envs}")
         self.timeout, self.task = float(timeout), task
@@ -78,7 +83,9 @@ class Remote:
         self._evaluation = Hall(eval_envs) if eval_envs else None
         cert_file, key_file = (None if v is None else Path(v).expanduser() for v in (cert, key))
         secret = read_token("token_file", token_file)
-        self.server = Server(listen, self.hall, self._evaluation, secret, cert_file, key_file)
+        self.server = Server(
+            listen, self.hall, self._evaluation, secret, cert_file, key_file, None, step_seconds, start_seconds
+        )
         try:
             facts = self._first_actor()
             groups = choose_groups(num_envs, facts["num_envs"]) if groups is None else groups
@@ -99,6 +106,7 @@ class Remote:
         )
         end = time.monotonic() + self.timeout
         while not self.server.known.wait(max(0.0, min(LOOK, end - time.monotonic()))):
+            touch()  # this wait has a deadline of its own
             if interrupt.asked():
                 raise KeyboardInterrupt("no actor had connected: nothing to save")
             if time.monotonic() >= end:
@@ -194,6 +202,7 @@ class Together:
         Raises:
             RunError: nobody has been there for that long, or the hall was closed.
         """
+        touch()  # as does this one
         if self.hall.closed:
             raise RunError("the server for remote actors was closed")
         if self.hall.live:
@@ -222,9 +231,12 @@ class Beside:
         """Nothing: the server is the training environment's."""
 
 
-def check(wait: float | None, timeout: float, eval_envs: int) -> None:
+def check(wait: float | None, timeout: float, eval_envs: int, step_seconds: float, start_seconds: float) -> None:
     """Raises ``ConfigError`` for numbers that cannot be."""
-    for name, value, least in (("wait", wait, 0), ("timeout", timeout, 0.001), ("eval_envs", eval_envs, 0)):
+    for name, value, least in (
+        ("wait", wait, 0), ("timeout", timeout, 0.001), ("eval_envs", eval_envs, 0),
+        ("step_seconds", step_seconds, 0.001), ("start_seconds", start_seconds, 0.001),
+    ):  # fmt: skip
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
             raise ConfigError(name, value, f"a number from {least} up")
     if not isinstance(eval_envs, int):

@@ -46,6 +46,7 @@ class Peer:
         self.action = np.zeros(layout.action_shape, layout.action_type)
         self.missing = 0  # rows of ``action`` still to come before it can be told
         self.reset_due = False  # its next answer is of no use any more
+        self.stepped = False  # it has answered a step
         self.gone = False
 
     def order_reset(self, seed: int) -> None:

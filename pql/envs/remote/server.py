@@ -19,6 +19,7 @@ from pql import wire
 from pql.envs.remote.hall import FullError, Hall, Peer, TooManyError
 from pql.errors import ConfigError
 from pql.secret import CERTIFICATE, KEY, read_file
+from pql.watchdog import Limit
 from pql.wire import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpack
 
 # A peer whose process has stopped, or whose cable was pulled, is noticed by pings: 10 s + 5 s.
@@ -38,6 +39,10 @@ GRACE = 2.0  # seconds that actors have to hear that it is over
 OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # that all actors must have alike
 
 
+class LateError(Exception):
+    """An actor has not answered in time: how long it had."""
+
+
 class Server:
     """Listens until closed.
 
@@ -46,6 +51,8 @@ class Server:
         hall: slots of training, evaluation's slots (None: there are none).
         token: that actors must show; None: nobody asks (on this machine alone).
         cert, key: files for TLS (PEM).
+        step_seconds: an actor that has not answered a step by then is dropped; its first step, and a reset, may take
+            ``start_seconds``. That its machine still answers pings says nothing of its simulator.
         tell: takes lines for people.
 
     Attributes:
@@ -59,7 +66,10 @@ class Server:
     def __init__(
         self, address: str, hall: Hall, evaluation: Hall | None = None, token: str | None = None,
         cert: Path | None = None, key: Path | None = None, tell: Callable[[str], None] | None = None,
+        step_seconds: float = 20.0, start_seconds: float = 600.0,
     ):  # fmt: skip
+        self.step = Limit(step_seconds, "task.kwargs.step_seconds")
+        self.start = max(self.step, Limit(start_seconds, "task.kwargs.start_seconds"))
         self.halls: dict[str, Hall | None] = {"train": hall, "eval": evaluation}
         self.token, self.facts, self.known = token, dict[str, Any](), threading.Event()
         self.tell = tell or say
@@ -128,6 +138,8 @@ class Server:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except TooManyError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
+        except LateError as error:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
 
     async def _check_token(self, context: grpc.aio.ServicerContext) -> None:
         if self.token is None:
@@ -157,22 +169,32 @@ class Server:
         self.tell(f"{who} has joined: {hall.live} now")
         since = time.monotonic()
         try:
-            await context.write(wire.pack_json(wire.WELCOME, peer.run_id, 0, {"actor": peer.number}))
+            facts = {"actor": peer.number, "step_seconds": self.step.seconds, "start_seconds": self.start.seconds}
+            await context.write(wire.pack_json(wire.WELCOME, peer.run_id, 0, facts))
             while await self._exchange(context, hall, peer, await orders.get()):
                 pass
+        except LateError as error:
+            self.tell(f"{who} {error}")
+            raise
         finally:  # it said goodbye, broke the rules, or is gone (then this task is cancelled)
             hall.leave(peer)
             self.tell(f"{who} has left after {time.monotonic() - since:.0f} s: {hall.live} now")
 
     async def _exchange(self, context: grpc.aio.ServicerContext, hall: Hall, peer: Peer, order: bytes) -> bool:
         """One order and its answer. False: there are no more."""
-        await context.write(order)
-        message = await context.read()
         asked = unpack(order)
+        limit = self.start if asked.kind == RESET or not peer.stepped else self.step
+        try:
+            async with asyncio.timeout(limit.seconds):
+                await context.write(order)
+                message = await context.read()
+        except TimeoutError:
+            raise LateError(f"has not answered for {limit.seconds:g} s ({limit.setting})") from None
         if message is grpc.aio.EOF or asked.kind == BYE:
             return False
         frame, kind = unpack(message), OBS if asked.kind == RESET else STEP
         wire.expect(frame, kind, peer.run_id, asked.seq)
+        peer.stepped = peer.stepped or kind == STEP
         read = peer.layout.read_obs if kind == OBS else peer.layout.read_step
         hall.answered(peer, read(frame.body))
         return True
