@@ -45,7 +45,9 @@ class Claim:
         if self._process != os.getpid():
             return
         if self._file is not None:
-            (self.path / LOCK).unlink(missing_ok=True)  # while it is locked: nobody else's
+            with contextlib.suppress(OSError):
+                if _is(self._file, self.path / LOCK):  # else the directory was deleted, and is another run's by now
+                    (self.path / LOCK).unlink()  # while it is locked: nobody else's
             self._file.close()
         with contextlib.suppress(OSError):  # it holds a run, or others, or is gone
             for path in self._made:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,16 @@ def test_several_runs_by_one_command_leave_a_run_alone_that_is_at_work(tmp_path)
     assert next_command(tmp_path / "run", ()) == ["resume", str(tmp_path / "run")]  # which is refused, by name
     session.closing.close()
     assert next_command(tmp_path / "run", ("seed=1",)) == ["train", "seed=1", f"run_dir={tmp_path / 'run'}"]
+
+
+def test_a_lock_of_another_run_by_the_same_name_stays(tmp_path):
+    """The first one's directory was deleted in the middle of its run."""
+    one = claim.claim(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with claim.claim(tmp_path / "run"):
+        one.close()
+        with pytest.raises(ConfigError, match="no other run writes to"):
+            claim.claim(tmp_path / "run")
 
 
 # -- the real thing -------------------------------------------------------------------------------------------------
