@@ -84,7 +84,14 @@ class Remote:
         cert_file, key_file = (None if v is None else Path(v).expanduser() for v in (cert, key))
         secret = read_token("token_file", token_file)
         self.server = Server(
-            listen, self.hall, self._evaluation, secret, cert_file, key_file, None, step_seconds, start_seconds
+            listen,
+            self.hall,
+            self._evaluation,
+            secret,
+            cert_file,
+            key_file,
+            step_seconds=step_seconds,
+            start_seconds=start_seconds,
         )
         try:
             facts = self._first_actor()
