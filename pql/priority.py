@@ -133,7 +133,7 @@ class Ranked:
 
     def count_tick(self) -> None:
         """Move beta on."""
-        self.beta.copy_((self.first_beta + self.beta_per_tick * self.ticks).clamp(max=1))
+        self.beta.copy_((self.first_beta + self.beta_per_tick * self.ticks.double()).clamp(max=1))
         self.ticks += 1
 
     def draw(self, batch: int, gen: Generator) -> tuple[Tensor, Tensor, Tensor]:
