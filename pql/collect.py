@@ -23,6 +23,7 @@ from pql.parallel import ALONE, Group
 from pql.quarantine import Quarantine, both
 from pql.ragged import Ragged
 from pql.replay import Replay
+from pql.saturation import Saturation
 from pql.types import Memory, Obs, Step
 
 ActFunction = Callable[[nn.Module, Obs, Generator], Tensor]
@@ -72,6 +73,11 @@ class Actor(Protocol):
         """A private copy, that pulls land in."""
         ...
 
+    @property
+    def squashed(self) -> Tensor | None:
+        """What a policy bounded by a tanh gave last, before exploration noise, [N, A]; None: it is of another kind."""
+        ...
+
     def act(self, obs: Obs, gen: Generator) -> None:
         """Normalised observations -> ``action``."""
         ...
@@ -103,10 +109,11 @@ class NoisyActor:
 
     def __init__(self, policy: nn.Module, act: ActFunction, explore: Exploration, spec: EnvSpec):
         self.policy, self.explore, self._act = policy, explore, act
-        self.action = action_buffer(spec)
+        self.action, self.squashed = action_buffer(spec), action_buffer(spec)
 
     def act(self, obs: Obs, gen: Generator) -> None:
-        self.action.copy_(self.explore(self._act(self.policy, obs, gen), gen))
+        self.squashed.copy_(self._act(self.policy, obs, gen))
+        self.action.copy_(self.explore(self.squashed, gen))
 
     def record(self, device: torch.device) -> Tensor:
         return self.action.to(device)
@@ -119,7 +126,8 @@ class NoisyActor:
 
     def part(self, columns: slice) -> "NoisyActor":
         part = copy.copy(self)
-        part.action, part.explore = self.action[columns], self.explore.part(columns)
+        part.action, part.squashed = self.action[columns], self.squashed[columns]
+        part.explore = self.explore.part(columns)
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -202,6 +210,7 @@ class Collector:
     Attributes:
         overlap: groups of environments step while others' actions are computed; False: one after the other, which gives
             the same bits later.
+        saturation: how much the policy uses the ends of its range; None: it has no tanh.
         quarantine: the environments whose numbers are not finite.
         box: what led to where the simulator stands.
     """
@@ -220,6 +229,8 @@ class Collector:
         spec = env.spec
         self.device = spec.device
         self.episodes = EpisodeStats(spec.num_envs, spec.log, self.device)
+        ends = actor.squashed
+        self.saturation = None if ends is None else Saturation(ends.shape[0], ends.shape[1], self.device)
         self.obs = {
             k: torch.zeros(spec.num_envs, *s.shape, dtype=s.dtype, device=self.device) for k, s in spec.obs.items()
         }
@@ -251,6 +262,8 @@ class Collector:
     def start(self, seed: int) -> None:
         """Reset the simulator and write the first observation."""
         self.box.forget()
+        if self.saturation is not None:
+            self.saturation.reset()  # a capture has acted
         check_answer("reset", shown := self.env.reset(seed), dict, self.env.spec)
         obs = self.quarantine.begin(shown)
         self._keep(obs)

@@ -74,6 +74,7 @@ class EpsilonActor:
             ``value`` = max_a Q(s, a); NaN on rows of the warm-up, which no network acted on.
     """
 
+    squashed: Tensor | None = None
     memory: Memory | None = None
 
     def __init__(self, policy: nn.Module, epsilon: Epsilon, spec: EnvSpec, tells: bool = False):

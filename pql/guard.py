@@ -1,7 +1,8 @@
-"""What a run does about numbers that are not finite: what is left out for them is counted, and told here.
+"""Warnings about a run's health, from its rows of metrics: numbers that are not finite, and a frozen policy.
 
 Updates whose gradient is not finite are skipped by the optimisers, and rows of environments that show, pay or are
-asked for such numbers by ``quarantine.py``.
+asked for such numbers by ``quarantine.py``. How far a policy uses the ends of its range is measured by
+``saturation.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +11,9 @@ from pql.errors import RunError
 from pql.log import Row
 
 LIMIT = 100  # updates in a row of one learner
+FROZEN_SHARE, FROZEN_UPDATES = 0.5, 5_000  # of all action components; policy updates in a row
+PENALTY = "algo.policy.saturation_penalty=0.01 (or more)"
+REMEDIES = "a smaller algo.policy.lr, a larger action scale of the task"
 
 
 class Guard:
@@ -62,4 +66,35 @@ class Guard:
         then += "" if self.restarts else "environment, begins an episode"
         self.warn(
             f"{dropped:,.0f} rows left out: an observation, reward or action was not finite; the environment {then}"
+        )
+
+
+class FrozenPolicy:
+    """Reads ``policy/frozen``, the share of action components that stay at one end of their range over time.
+
+    Args:
+        warn: takes a line for people; once.
+        updates: of the policy so far.
+        penalized: the algorithm reads ``algo.policy.saturation_penalty``.
+    """
+
+    def __init__(self, warn: Callable[[str], None], updates: int, penalized: bool):
+        self.warn, self.remedies = warn, f"{PENALTY}, {REMEDIES}" if penalized else REMEDIES
+        self._seen: float = updates
+        self._row: float = 0  # updates one after the other
+        self._warned = False
+
+    def look(self, row: Row) -> None:
+        """One row after the other."""
+        if "policy/frozen" not in row:
+            return
+        new, self._seen = row["updates/p"] - self._seen, row["updates/p"]
+        self._row = self._row + new if row["policy/frozen"] >= FROZEN_SHARE else 0
+        if self._row < FROZEN_UPDATES or self._warned:
+            return
+        self._warned = True
+        self.warn(
+            f"{row['policy/frozen']:.0%} of all action components stayed at one end of their range for "
+            f"{self._row:,.0f} policy updates, in nearly every step; a saturated tanh hardly learns its way back. "
+            f"Remedies: {self.remedies}"
         )

@@ -42,12 +42,14 @@ class Lane:
         self.gen, self.device = whole.gen, whole.device
         self.actor, self.episodes, self.obs = whole.actor, whole.episodes, whole.obs
         self.title = f"the simulator {self.env.spec.name}"
+        self.saturation = whole.saturation
         self.columns, self.ids = ALL, None
         self.places: list[Tensor | None] = [None for _ in self.stores]
         if columns is not None:
             self.actor, self.episodes = whole.actor.part(columns), whole.episodes.part(columns)
             self.obs = {k: v[columns] for k, v in whole.obs.items()}
             self.quarantine = whole.quarantine.part(columns)
+            self.saturation = whole.saturation and whole.saturation.part(columns)
             self.columns, self.ids = columns, torch.arange(whole.env.spec.num_envs)[columns]
             self.places = [self.ids.to(store.device) for store in self.stores]
         # Where answers come late: whom the next act, or record, is for.
@@ -148,6 +150,8 @@ class Lane:
         with only(self.actor, self.mask):
             self.actor.act(self.normalizer(self.obs), self.gen)
             self.quarantine.act(self.made, self.mask)
+        if self.saturation is not None and self.actor.squashed is not None:
+            self.saturation(self.actor.squashed, self.mask)
 
     def _record_body(self) -> None:
         assert self.now is not None

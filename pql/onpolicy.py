@@ -44,6 +44,8 @@ class StochasticActor:
         carry = torch.zeros(n, carry_size, device=device)
         # Where answers come late, what was remembered is needed with them.
         before = carry.clone() if spec.spread > 1 else None
+        squashes = isinstance(policy.dist, DiagGaussian) and policy.dist.squash
+        self.squashed = self.action if squashes else None
         self.acted = Acted(action_buffer(spec), torch.zeros(n, size, device=device), versions, before)
         fresh = torch.ones(n, dtype=torch.bool, device=device)
         self.memory = Memory(carry, fresh) if carry_size else None
@@ -79,6 +81,7 @@ class StochasticActor:
     def part(self, columns: slice) -> "StochasticActor":
         part = copy.copy(self)
         part.action, part.acted = self.action[columns], self.acted.map(lambda t: t[columns])
+        part.squashed = None if self.squashed is None else part.action
         part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
         return part
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pql import saturation
 from pql.collect import Collector
 from pql.config import Config
 from pql.env import VecEnv
@@ -231,6 +232,9 @@ class Parts:
             for other in sums[1:]:
                 sums[0].absorb(other)
             values |= sums[0].drain(group(name))
+        meters = [one.collector.saturation for one in self.replicas if one.collector.saturation is not None]
+        if meters:
+            values |= saturation.drain(meters, group("collector"))
         learner = next(iter(first.jobs))
         for worker, gauges in (
             (learner, [one.gauges for one in self.replicas]),

@@ -15,7 +15,7 @@ from pql.config import Config
 from pql.env import VecEnv
 from pql.errors import ConfigError, PqlWarning, RunError
 from pql.evaluation import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
-from pql.guard import Guard
+from pql.guard import FrozenPolicy, Guard
 from pql.interrupt import Interrupt
 from pql.policy import check_finite, fresh_policy, init_from, snapshot
 from pql.prefill import prefill
@@ -113,7 +113,9 @@ class Session:
             rundir.check_shared(self.run_dir)
             self.closing = opened.pop_all()
         self._window = self._begun = self._totals()
-        self._guard = Guard(self.warn, self.parts.updates(), self.parts.collector.restarts)
+        updates = self.parts.updates()
+        self._guard = Guard(self.warn, updates, self.parts.collector.restarts)
+        self._frozen = FrozenPolicy(self.warn, updates["p"], config.algo.family == "ddpg")
         if self.prefilled:
             self.say(f"replay starts with {self.prefilled:,} transitions of {config.replay.prefill}")
         if not self.parts.schedule.reproducible:
@@ -280,6 +282,7 @@ class Session:
             row = {k: v for k, v in row.items() if not k.startswith(("train/", "episode/"))}
         self.sinks.write(row)
         self._guard.look(row)
+        self._frozen.look(row)
         for callback in self.callbacks if self.ranks.first else ():
             callback(self, row)
 

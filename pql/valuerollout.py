@@ -32,6 +32,7 @@ class GreedyActor:
         amp: see :func:`pqn.values`.
     """
 
+    squashed: Tensor | None = None
     memory: Memory | None = None
 
     def __init__(self, policy: nn.Module, epsilon: Epsilon, spec: EnvSpec, amp: bool = False):

@@ -200,8 +200,9 @@ def test_the_parts_of_an_actor_are_views_with_the_rungs_of_the_whole():
     assert whole.action[:4].eq(0).all()
     assert torch.equal(whole.action[4:], part.action)
     assert part.action.ne(0).all()
+    noise.fresh.zero_()
     part.observe(torch.tensor([False, True, False, True]))
-    assert whole.explore.fresh.tolist() == [True] * 4 + [False, True, False, True]
+    assert whole.explore.fresh.tolist() == [False] * 4 + [False, True, False, True]
     stats = EpisodeStats(8, (), torch.device("cpu"))
     stats.part(slice(0, 4)).running.fill_(3.0)
     assert stats.running[:, :4].eq(3).all()

@@ -7,12 +7,12 @@ import torch
 from run_files import points, resume, rows, run, words
 from torch import nn
 
-from pql import checkpoint
+from pql import checkpoint, guard, saturation
 from pql.algos import ddpg
 from pql.central import Central, CentralOptimizer
 from pql.errors import PqlWarning, RunError
-from pql.guard import LIMIT, Guard
-from pql.nets import Flat, mlp
+from pql.guard import FROZEN_UPDATES, LIMIT, FrozenPolicy, Guard
+from pql.nets import DeterministicPolicy, Flat, mlp
 from pql.optim import AdamW, RAdam, RMSProp, RMSPropTF
 
 NAN, INF = float("nan"), float("inf")
@@ -102,17 +102,58 @@ def test_a_run_of_nothing_else_ends_and_its_weights_are_those_from_before(tmp_pa
     assert resume(run_dir, "budget.env_steps=640").env_steps >= 640
 
 
+# -- a frozen policy --------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_stays_frozen_is_warned_of_once_and_with_what_helps():
+    said, half = [], FROZEN_UPDATES // 2
+    monitor = FrozenPolicy(said.append, 10, penalized=True)
+    for i, frozen in enumerate([0.8, 0.4, 0.5], 1):  # not in a row; a bang-bang policy has none at all
+        monitor.look({"updates/p": 10 + i * half, "policy/frozen": frozen, "policy/saturated": 0.9})
+    monitor.look({"eval/return_mean": 3.0})
+    assert said == []
+    for i in (4, 5, 6):
+        monitor.look({"updates/p": 10 + i * half, "policy/frozen": 0.75, "policy/saturated": 0.9})
+    assert len(said) == 1
+    assert said[0].startswith("75% of all action components stayed at one end of their range for 5,000 policy updates")
+    for remedy in ("algo.policy.saturation_penalty=0.01", "algo.policy.lr", "action scale"):
+        assert remedy in said[0]
+    FrozenPolicy(said.append, 0, penalized=False).look({"updates/p": FROZEN_UPDATES, "policy/frozen": 1.0})
+    assert "saturation_penalty" not in said[1]  # SAC and PPO do not read it
+
+
+@pytest.mark.parametrize("algo", ["pql", "td3", "sac", "ppo"])
+def test_the_log_of_every_policy_with_a_tanh_has_its_saturation(tmp_path, algo):
+    squash = ["algo.ppo.squash=true", "algo.ppo.minibatches=2"] if algo == "ppo" else []
+    common = [w for w in words(tmp_path / "run") if algo != "ppo" or not w.startswith(("replay.", "algo.batch"))]
+    run(*common, f"algo={algo}", *squash, "budget.env_steps=1200")
+    logged = [row for row in rows(tmp_path / "run") if "loss/policy" in row]
+    assert any(row["policy/saturated"] > 0 for row in logged) == (algo in ("sac", "ppo"))  # fresh weights, and noise
+    assert all(0 <= row["policy/frozen"] <= 1 for row in logged)
+    assert all(0 <= row["policy/saturated"] <= 1 for row in logged)
+
+
+def test_a_run_whose_policy_freezes_warns(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "FROZEN_UPDATES", 4)
+    monkeypatch.setattr(saturation, "WINDOW", 2)
+    forward = DeterministicPolicy.before_tanh
+    monkeypatch.setattr(DeterministicPolicy, "before_tanh", lambda self, obs: forward(self, obs) + 30)
+    with pytest.warns(PqlWarning, match="100% of all action components stayed at one end"):
+        run(*words(tmp_path / "run"))
+    assert rows(tmp_path / "run")[-1]["policy/saturated"] == 1
+
+
 def test_only_updates_in_a_row_end_a_run():
     said = []
-    guard = Guard(said.append, {"v": 10, "p": 5})
+    watch = Guard(said.append, {"v": 10, "p": 5})
     half = LIMIT // 2
     for i, (v, p) in enumerate([(0.5, 0.0), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.9, 1.0)], 1):
-        guard.look({"updates/v": 10 + i * half, "updates/p": 5 + i * half / 5, "skipped/v": v, "skipped/p": p})
+        watch.look({"updates/v": 10 + i * half, "updates/p": 5 + i * half / 5, "skipped/v": v, "skipped/p": p})
     assert said == [
         f"{half / 2:.0f} of {half} updates of v left out: gradient not finite",
         f"{half / 5:.0f} of {half / 5:.0f} updates of p left out: gradient not finite",
     ]
-    guard.look({"eval/return_mean": 3.0})  # an evaluation's row: nothing was updated
-    guard.look({"updates/v": 10 + 6 * half, "updates/p": 5 + 6 * half / 5, "skipped/v": 1.0, "skipped/p": 0.0})
+    watch.look({"eval/return_mean": 3.0})  # an evaluation's row: nothing was updated
+    watch.look({"updates/v": 10 + 6 * half, "updates/p": 5 + 6 * half / 5, "skipped/v": 1.0, "skipped/p": 0.0})
     with pytest.raises(RunError, match=rf"^{2 * half} updates of v in a row"):
-        guard.look({"updates/v": 10 + 7 * half, "updates/p": 5 + 7 * half / 5, "skipped/v": 1.0, "skipped/p": 0.0})
+        watch.look({"updates/v": 10 + 7 * half, "updates/p": 5 + 7 * half / 5, "skipped/v": 1.0, "skipped/p": 0.0})
