@@ -26,26 +26,27 @@ class Saturation:
 
     def __init__(self, num_envs: int, size: int, device: torch.device):
         self.mean = torch.zeros(num_envs, size, device=device)  # [N, A] running, of each environment's own actions
-        self.sums = torch.zeros(2, device=device)  # shares of components beyond SATURATED, and steps, since a drain
+        # Since a drain: components beyond SATURATED, of how many.
+        self.sums = torch.zeros(2, dtype=torch.int64, device=device)
+        self.size = torch.tensor(num_envs * size, device=device)
 
     def __call__(self, action: Tensor, mask: Tensor | None = None) -> None:
         """A step: ``action`` [N, A] in [-1, 1]; ``mask`` [N] bool: those that act (None: all)."""
         finite = action.nan_to_num(0.0, 0.0, 0.0)
-        beyond = (finite.abs() > SATURATED).float()
+        beyond = finite.abs() > SATURATED
         if mask is None:
             self.mean.lerp_(finite, 1 / WINDOW)
-            self.sums[0] += beyond.mean()
-            self.sums[1] += 1
+            self.sums += torch.stack((beyond.sum(), self.size))
             return
-        acts = mask.unsqueeze(1).float()  # [N, 1]
-        self.mean.lerp_(finite, acts / WINDOW)
-        self.sums[0] += (beyond * acts).mean()
-        self.sums[1] += acts.mean()
+        acts = mask.unsqueeze(1)  # [N, 1]
+        self.mean.lerp_(finite, acts.float() / WINDOW)
+        self.sums += torch.stack((torch.logical_and(beyond, acts).sum(), mask.sum() * beyond.shape[1]))
 
     def part(self, columns: slice) -> "Saturation":
         """For a range of the environments: the same sums."""
         part = copy.copy(self)
         part.mean = self.mean[columns]
+        part.size = torch.tensor(part.mean.numel(), device=self.mean.device)
         return part
 
     def reset(self) -> None:
@@ -54,9 +55,8 @@ class Saturation:
         self.sums.zero_()
 
     def take(self) -> Tensor:
-        """[4]: the sums, which start over; and how many components are frozen now, of how many."""
-        frozen = (self.mean.abs() > FROZEN).sum()
-        out = torch.stack((*self.sums, frozen.float(), torch.full_like(self.sums[0], self.mean.numel())))
+        """[4] int64: the sums, which start over; and how many components are frozen now, of how many."""
+        out = torch.stack((*self.sums, (self.mean.abs() > FROZEN).sum(), self.size))
         self.sums.zero_()
         return out
 
@@ -70,4 +70,4 @@ def drain(meters: Sequence[Saturation], group: Group = ALONE) -> dict[str, Tenso
     """
     first, *others = [meter.take() for meter in meters]
     sums = group.sum_(sum((other.to(first.device) for other in others), first))
-    return {"policy/saturated": sums[0] / sums[1].clamp(min=1e-6), "policy/frozen": sums[2] / sums[3]}
+    return {"policy/saturated": sums[0] / sums[1].clamp(min=1), "policy/frozen": sums[2] / sums[3]}
