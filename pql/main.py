@@ -291,6 +291,9 @@ def print_evaluation(row: dict[str, Any]) -> None:
     where = f"{row['episodes']} episodes in {row['num_envs']} environments, seed {row['seed']}"
     console.print(f"{row['algo']} on {row['task']}: {where}", highlight=False, markup=False, soft_wrap=True)
     console.print(table)
+    terms = {name.removeprefix("step/"): value for name, value in row.items() if name.startswith("step/")}
+    if terms:
+        print("a step: " + ", ".join(f"{name} {value:.3g}" for name, value in terms.items()))
     print(f"policy: {row['checkpoint']}")
 
 

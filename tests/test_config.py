@@ -64,6 +64,18 @@ def test_the_policy_that_sees_the_ball_is_kept_from_saturating():
     assert penalty("task=ballbalance") == penalty("task=ballbalance_pixels", "algo=sac") == 0
 
 
+def test_robots_that_follow_commands_have_presets_of_their_own():
+    """Small against saturation; actions that reach as far as mjlab's, which are not cut off at 1."""
+    for task, reach in (("go1_velocity", {"action_scale": 2}), ("anymal", {})):
+        config = compose(["device=cpu", f"task={task}"])
+        algo = config.algo
+        assert (algo.policy.saturation_penalty, algo.n_step, algo.gamma) == (0.01, 3, 0.97)
+        assert (algo.explore.high, algo.explore.repeat) == (0.3, True)
+        assert config.task.kwargs == reach
+        assert compose(["device=cpu", f"task={task}", "algo=sac"]).algo.policy.saturation_penalty == 0
+    assert compose(["device=cpu", "task=g1_velocity", "task.kwargs.action_scale=1"]).task.kwargs == {"action_scale": 1}
+
+
 @pytest.mark.parametrize("scale", ["cpu", "gpu"])
 def test_td3_is_as_published_at_every_scale(scale):
     algo = compose(["device=cpu", "algo=td3", f"scale={scale}"]).algo

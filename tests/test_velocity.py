@@ -11,6 +11,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from by_hand import follower
 from mujoco_runs import Base, build, derived, needs
 
 from pql.conformance import check_env
@@ -421,6 +422,30 @@ def test_holding_the_pose_beats_random_actions(name: str, margin: float) -> None
         means.append(float(total) / steps)
     print(f"{name}: reward per step, holding the pose {means[0]:.4f}, random {means[1]:.4f}")
     assert means[0] > means[1] + margin
+
+
+@pytest.mark.parametrize(("name", "pace", "margin"), [("anymal", 0.8, 0.006), ("go1_velocity", 0.6, 0.005)])
+def test_a_scripted_trot_follows_and_earns_more_than_standing(name: str, pace: float, margin: float) -> None:
+    n, steps, start = 4, 120, 40
+    means, speeds = [], []
+    for walks in (True, False):
+        env = build(name, n, **({"action_scale": 2} if name == "go1_velocity" else {}))
+        obs, play = env.reset(seed=0), follower(env)
+        command, total, moved = torch.tensor([[pace, 0.0, 0.0]]).expand(n, 3), 0.0, 0.0
+        for t in range(steps):
+            env._memory = {**env._memory, "command": command.to(DOUBLE)}
+            obs["policy"][:, 9:12] = command * torch.tensor([2.0, 2.0, 0.25])
+            step = env.step(play(obs) if walks else torch.zeros(n, 12))
+            assert not step.terminated.any()
+            obs = {"policy": step.obs["policy"].clone()}
+            total += float(step.reward.mean()) * (t >= start)
+            moved += float(obs["policy"][:, 0].mean() / 2) * (t >= start)
+        means.append(total / (steps - start))
+        speeds.append(moved / (steps - start))
+    print(f"{name}: reward a step {means[0]:.4f}, standing {means[1]:.4f}; {speeds[0]:.2f} m/s of {pace}")
+    assert means[0] > means[1] + margin
+    assert speeds[0] == pytest.approx(pace, abs=0.2)
+    assert speeds[1] == pytest.approx(0.0, abs=0.05)
 
 
 def test_a_missing_package_is_named_with_the_command_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:

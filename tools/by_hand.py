@@ -3,17 +3,20 @@
 python tools/by_hand.py [--tasks isaac_ant ...] [--episodes 16] [--json PATH]
 
 Whole episodes, one of each environment, as ``pql eval`` plays them. The policies read observations alone, as a learner
-does; but the trot counts steps, stiff legs know the joints' ranges, and where the policy sees pictures they read the
+does; but the trots count steps, stiff legs know the joints' ranges, and where the policy sees pictures they read the
 state that the critic sees. The tests hold those of the PQL paper's tasks to a margin above random actions.
 """
 
 import argparse
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from _bench import save
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from pql.env import Box, Discrete, VecEnv, env_names, make_env
@@ -44,6 +47,87 @@ def gait(obs: Tensor, t: int) -> Tensor:
     hip, ankle = 0.7 * forward * phase.sin(), outward * (-0.39 + 0.42 * (phase + 0.45).sin())
     goal = torch.stack((hip, ankle), 1).flatten()
     return (1.86 * (goal - obs[:, 12:20]) - 0.28 * obs[:, 20:28]).clamp(-1, 1)
+
+
+class Trot(NamedTuple):
+    """Opposite legs together. Each joint's target is a sine around its pose, whose size, and for the thighs whose
+    middle, follows from how fast the command wants that leg's foot to move; and where the base is too fast, feet are
+    put down further ahead. The servos give so much under a load that no kinematics leads there: numbers of a random
+    search (the cross-entropy method) over the task's own reward.
+    """
+
+    ahead: tuple[float, ...]  # of each leg: 1 in front, -1 behind
+    aside: tuple[float, ...]  # 1 left, -1 right
+    mirrored: bool  # hind knees bend the other way
+    place: tuple[float, float]  # of a foot beside the base's middle: ahead, aside, m
+    most: tuple[float, float, float, float]  # that it follows: back, ahead, aside, m/s; around, rad/s
+    frequency: float  # Hz
+    hip: tuple[float, float, float]  # rad per m/s asked for; phase; rad per m/s too fast
+    thigh: tuple[float, float, float]  # the same
+    middle: tuple[float, float, float]  # of the thighs: rad; more in front than behind; rad per m/s asked for
+    calf: tuple[float, float, float, float]  # rad; phase; middle, rad; more in front than behind
+    level: tuple[float, float, float, float, float]  # against a tilt: hips by roll and its rate; calves by roll, pitch
+    # and the rates of both
+
+
+SETTLE = 25  # steps for which it stands first: episodes begin in the air, with bent legs
+TROTS = {
+    "go1_velocity": Trot(
+        ahead=(1, 1, -1, -1),
+        aside=(-1, 1, -1, 1),
+        mirrored=False,
+        place=(0.19, 0.13),
+        most=(-0.4, 0.6, 0.4, 0.5),
+        frequency=4.679,
+        hip=(0.281, 5.801, 0.59),
+        thigh=(0.429, 2.612, -0.243),
+        middle=(0.004, -0.077, 0.058),
+        calf=(0.372, 2.677, 0.131, -0.016),
+        level=(-0.086, 0.024, -0.453, -0.388, 0.006),
+    ),
+    "anymal": Trot(
+        ahead=(1, -1, 1, -1),
+        aside=(1, 1, -1, -1),
+        mirrored=True,
+        place=(0.36, 0.3),
+        most=(-1.4, 1.4, 0.7, 0.7),
+        frequency=4.02,
+        hip=(0.234, 5.342, 0.155),
+        thigh=(0.208, 1.826, -0.153),
+        middle=(-0.01, 0.05, 0.089),
+        calf=(0.643, 2.574, 0.227, 0.041),
+        level=(0, 0, 0, 0, 0),
+    ),
+}
+
+
+def follow(trot: Trot, obs: Tensor, t: int) -> Tensor:
+    """``go1_velocity``, ``anymal``: how far from the pose each joint's target is in step ``t``, for observations
+    [N, 48]: [N, 12] rad. It stands where the command is to stand."""
+    ahead, aside = torch.tensor(trot.ahead), torch.tensor(trot.aside)
+    back, front, side, around = trot.most
+    low, high = torch.tensor([back, -side, -around]), torch.tensor([front, side, around])
+    velocity, turn = obs[:, :2] / 2, obs[:, 5:6] / 0.25
+    command = (obs[:, 9:12] / torch.tensor([2.0, 2.0, 0.25])).clamp(low, high)
+    x, y = trot.place[0] * ahead, trot.place[1] * aside
+
+    def at_feet(linear: Tensor, around: Tensor) -> tuple[Tensor, Tensor]:
+        """How fast the base moves above each foot: ahead and aside, [N, 4] each."""
+        return linear[:, :1] - around * y, linear[:, 1:] + around * x
+
+    wanted, moving = at_feet(command[:, :2], command[:, 2:]), at_feet(velocity, turn)
+    phase = 2 * math.pi * 0.02 * trot.frequency * t + math.pi * (ahead != aside)
+    hip = trot.hip[0] * wanted[1] * (phase + trot.hip[1]).sin() + trot.hip[2] * (moving[1] - wanted[1])
+    swing = trot.thigh[0] * wanted[0] * (phase + trot.thigh[1]).sin() + trot.thigh[2] * (moving[0] - wanted[0])
+    thigh = swing + trot.middle[0] + trot.middle[1] * ahead + trot.middle[2] * wanted[0]
+    knee = ahead if trot.mirrored else torch.ones(4)
+    calf = knee * (trot.calf[0] * (phase + trot.calf[1]).sin() + trot.calf[2] + trot.calf[3] * ahead)
+    (pitch, roll), rates = (obs[:, [6]], -obs[:, [7]]), obs[:, 3:5] / 0.25
+    hip = hip + trot.level[0] * roll + trot.level[1] * rates[:, :1]
+    level = trot.level[4] * (rates[:, :1] * aside - rates[:, 1:] * ahead)
+    calf = calf + trot.level[2] * roll * aside + trot.level[3] * pitch * ahead + level
+    walks = (command.abs().sum(1) > 0.05) & (t >= SETTLE)
+    return (torch.stack((hip, thigh, calf), 2) * walks[:, None, None]).flatten(1)
 
 
 def stand(obs: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -103,6 +187,12 @@ def trot(env: VecEnv) -> Play:
     return lambda obs: gait(obs["policy"], next(steps))
 
 
+def follower(env: VecEnv) -> Play:
+    steps, gait = iter(range(10**9)), TROTS[env.spec.name]
+    reach = env.task.robot.ctrl_half.float()  # type: ignore[attr-defined]
+    return lambda obs: (follow(gait, obs["policy"], next(steps)) / reach).clamp(-1, 1)
+
+
 def stiff(env: VecEnv) -> Play:
     low, high = torch.tensor(env.model.jnt_range[1:]).float().unbind(1)  # type: ignore[attr-defined]
     return lambda obs: stand(obs["policy"], low, high)
@@ -129,8 +219,8 @@ BY_HAND: dict[str, dict[str, Callable[[VecEnv], Play]]] = {
     "isaac_ant": {"a trot": trot},
     "isaac_humanoid": {"stiff legs": stiff},
     "walker2d": {"no torque": still},
-    "anymal": {"standing still": still},
-    "go1_velocity": {"standing still": still},
+    "anymal": {"standing still": still, "a trot": follower},
+    "go1_velocity": {"standing still": still, "a trot": follower},
     "g1_velocity": {"standing still": still},
     "ballbalance": {"a tilt against the ball": lambda env: lambda obs: tilt(obs["policy"])},
     "ballbalance_pixels": {"a tilt against the ball": lambda env: lambda obs: tilt(obs["critic"])},
@@ -146,11 +236,20 @@ BY_HAND: dict[str, dict[str, Callable[[VecEnv], Play]]] = {
 """Scripted policies by task, and by name."""
 
 
+def preset(task: str) -> dict[str, Any]:
+    """Keywords of the task's environment that its preset sets."""
+    path = Path(str(files("pql.cfg"))) / "task" / f"{task}.yaml"
+    settings = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+    return settings.get("kwargs") or {} if isinstance(settings, dict) else {}
+
+
 def rows(task: str, episodes: int) -> list[dict[str, Any]]:
-    """A row for random actions and for each scripted policy: returns, lengths and, where the task logs it, success."""
+    """A row for random actions and for each scripted policy: returns, lengths, the mean of each logged term a step
+    and, where the task logs it, success."""
     out: list[dict[str, Any]] = []
+    kwargs = {name: value for name, value in preset(task).items() if name != "randomize"}  # the nominal robot
     for name, make in {"random actions": chance, **BY_HAND.get(task, {})}.items():
-        env = make_env(task, episodes, "cpu")
+        env = make_env(task, episodes, "cpu", **kwargs)
         try:
             played = run_episodes(env, make(env), seed=0)
         finally:

@@ -1,12 +1,9 @@
 """Unitree's Go1 and G1 follow commanded velocities on flat ground (:mod:`.velocity` has most of it).
 
-Robots, servos and rewards are those of mjlab's velocity tasks (Zakka et al., mujocolab/mjlab 1.6), the servos' gains
+Robots, servos and rewards are those of mjlab's velocity tasks (Zakka et al., mujocolab/mjlab 1.6.0), the servos' gains
 from the motors' inertias; observations and their scales are legged_gym's (Rudin et al. 2021). Kept small, so differing
-from mjlab in this: flat ground, no noise, pushes or drift of parameters (``task.kwargs.randomize`` has those), no
-critic's observations; no terms for the feet's height and slip, nor for the body's momentum; one tolerance for the pose
-at all speeds; commands within 1 m/s and 1 rad/s from the start, without a heading to turn to; bodies do not collide
-with one another, and an episode ends where parts that should not touch the ground do, not by the tilt; G1's soles are
-two capsules each instead of seven, with a friction of 1 (there, .6).
+from mjlab in what ``docs/tasks/differences.md`` lists: commands, terms of the reward, ends and starts of episodes, G1's
+soles and friction. Actions are cut off at ``action_scale`` times mjlab's unit (there, nowhere).
 """
 
 import math
@@ -101,7 +98,8 @@ HIP, CALF = servo(0.004026312, 23.7), servo(0.009059202, 35.55)  # a rotor of 1.
 
 
 class Go1(Unitree):
-    """Go1: 48 observations, 12 actions (targets of the joints, up to .37 rad from the pose, of the calves .25).
+    """Go1: 48 observations, 12 actions (targets of the joints, up to ``action_scale`` times .37 rad from the pose, of
+    the calves .25).
 
     An episode ends where trunk or thighs touch the ground.
     """
@@ -160,7 +158,8 @@ PARTS = {
 
 
 class G1(Unitree):
-    """G1: 99 observations, 29 actions (targets of the joints, up to .07 to .55 rad from the pose).
+    """G1: 99 observations, 29 actions (targets of the joints, up to ``action_scale`` times .07 to .55 rad from the
+    pose).
 
     An episode ends where other parts than feet and arms touch the ground.
     """

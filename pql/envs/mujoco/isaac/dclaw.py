@@ -139,7 +139,6 @@ class DClaw(Reorient):
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
         super().edit(spec)
-        spec.option.impratio = 10.0  # else what fingers hold creeps
         for finger in range(FINGERS):
             for kind in MOTION:
                 spec.add_sensor(
