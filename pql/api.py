@@ -4,6 +4,7 @@ Nothing here imports torch before it is needed.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +41,10 @@ def train(
         ConfigError: an override, or the environment, cannot work.
         RunError: the run failed after it started.
     """
-    from pql.compose import compose, words_of
-    from pql.session import Session
+    from pql.compose import words_of
 
     words = words_of(overrides)
-    if env is not None:
-        words = words_for(env, words)
-    return Session(compose(words), env=env, callbacks=callbacks, quiet=quiet, overrides=words).train()
+    return launch(words if env is None else words_for(env, words), env=env, callbacks=callbacks, quiet=quiet)
 
 
 def resume(
@@ -55,26 +53,25 @@ def resume(
     env: "VecEnv | None" = None,
     callbacks: "Callbacks" = (),
     quiet: bool = False,
+    trust: bool = False,
 ) -> "Summary":
     """Go on with a run, as ``pql resume``: ``pql.resume("runs/x", "budget.seconds=600")``.
 
     Args:
         overrides: of ``budget``, ``eval``, ``logger``, ``checkpoint`` and ``replay.save``; the rest stays as it was.
         env: the live environment, where the run was made on one.
+        trust: run the code, programs and paths that the run's settings name (docs/security.md).
     Raises:
         ConfigError: no run there, nothing to resume from, or an override that would make it another run.
         RunError: the run failed.
     """
-    from pql.compose import resume_config, words_of
-    from pql.env import check_protocol
-    from pql.session import Session
+    from pql.compose import words_of
 
-    words = words_of(overrides)
-    config = resume_config(Path(run_dir).expanduser(), words)
     if env is not None:
+        from pql.env import check_protocol
+
         check_protocol(env)
-    session = Session(config, env=env, callbacks=callbacks, quiet=quiet, resume=True, overrides=words)
-    return session.train()
+    return launch(words_of(overrides), Path(run_dir).expanduser(), quiet, trust, env=env, callbacks=callbacks)
 
 
 def evaluate(
@@ -84,11 +81,13 @@ def evaluate(
     seed: int = 0,
     device: str = "cpu",
     epsilon: float | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Play whole episodes with the policy of a run, checkpoint or export, as ``pql eval``. Writes nothing.
 
     Args:
         epsilon: share of random actions, where they are discrete; None: as in the run's own evaluations.
+        trust: also where it names code, a program or a path of its maker's (docs/security.md).
     Returns:
         ``return_mean``, ``return_median``, ``return_iqm``, ``return_std``, ``length_mean``, ``success`` (where the task
         defines it), ``returns`` and ``lengths`` of the single episodes, and what was asked for.
@@ -105,7 +104,50 @@ def evaluate(
     device = resolve_device(device)
     from pql.evaluation import evaluate_saved
 
-    return evaluate_saved(Path(path).expanduser(), num_envs, episodes, seed, device, epsilon)
+    return evaluate_saved(Path(path).expanduser(), num_envs, episodes, seed, device, epsilon, trust)
+
+
+def launch(
+    words: list[str], run_dir: Path | None = None, quiet: bool = False, trust: bool = False, **options: Any
+) -> "Summary":  # fmt: skip
+    """Say what the run will do, then load what it takes (torch, for seconds on a busy machine), and run.
+
+    Args:
+        words: of the command line.
+        run_dir: of the run to resume; None: a new one.
+        trust: run what the settings of the run to resume name, as ``--trust``.
+        options: of ``Session``.
+    """
+    from pql import rundir
+    from pql.compose import compose, resume_config
+    from pql.console import announced, opening
+    from pql.registry import check_name
+    from pql.validate import likely_device
+    from pql.world import world
+
+    resume, alone = run_dir is not None, world().size == 1
+    speaks = not quiet and not world().rank
+    if run_dir is not None and speaks and rundir.holds_run(run_dir):
+        print(f"resumes {run_dir}", flush=True)  # its settings are in a checkpoint, which takes torch to read
+    config = compose(words, likely_device) if run_dir is None else resume_config(run_dir, words, trust)
+    if not (config.task.live or config.task.process.python or config.task.remote):
+        check_name(config.task.name)
+    with ExitStack() as opened:
+        # Several processes agree on a directory first, which takes torch.
+        claim = opened.enter_context(rundir.claim_directory(config, resume)) if alone else None
+        where = None if claim is None or resume else claim.path
+        console = announced(config, where) if speaks else None
+        if console:
+            opened.callback(console.close)
+        with console.doing("loading") if console else nullcontext():
+            from pql.session import Session
+
+            if not resume and (sure := compose(words)) != config:  # a driver, but no GPU that torch can use
+                config = sure
+                if console:
+                    console.say(opening(config, where))
+        options |= {"console": console, "claim": claim, "resume": resume, "overrides": words, "quiet": quiet}
+        return Session(config, **options).train()
 
 
 def words_for(env: "VecEnv", words: list[str]) -> list[str]:

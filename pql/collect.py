@@ -285,42 +285,57 @@ class Collector:
         self._step(steps, Lane.act)
 
     @torch.no_grad()
-    def warm_up(self, steps: int) -> None:
-        """``steps`` steps with actions uniform in [-1, 1], or among all discrete ones."""
-        self._step(steps, Lane.wander, patient=True)
+    def warm_up(self, steps: int, going: Callable[[], bool] = lambda: True) -> None:
+        """``steps`` steps with actions uniform in [-1, 1], or among all discrete ones.
 
-    def _step(self, steps: int, choose: Callable[[Lane], None], patient: bool = False) -> None:
+        Args:
+            going: is asked before each, with ``self.steps`` up to date; False ends the warm-up there. The rest may be
+                made later: nothing shows that it was interrupted.
+        """
+        self._step(steps, Lane.wander, going)
+
+    def _step(
+        self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None = None
+    ) -> None:  # fmt: skip
         """All lanes by turns, until none is under way; then freeze the statistics for the next tick.
 
         Lanes choose and record in the same order with overlap and without, so what they share (the generator, sums of
         statistics) goes through the same values.
         """
         if self.ragged is not None:
-            self.ragged.step(steps, choose, patient)
-            self.steps = self.ragged.transitions / self.env.spec.num_envs
+            complete = self.ragged.step(steps, choose, going)
+        else:
+            complete = self._all_step(steps, choose, going)
+        if complete:
             self.normalizer.freeze()
             self._mend()
-            return
+
+    def _all_step(self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None) -> bool:
+        """False: it was ended before its last step."""
         with self.lanes[0].simulator():
             self.box.open(self.obs)
         if choose is Lane.act and self.lanes[0].captured:
             for _ in range(steps):
                 self.lanes[0].step()
-        else:
-            self._by_turns(steps, choose)
-        self.steps += steps
-        self.normalizer.freeze()
-        self._mend()
+            self.steps += steps
+            return True
+        return self._by_turns(steps, choose, going)
 
-    def _by_turns(self, steps: int, choose: Callable[[Lane], None]) -> None:
-        lanes, turns = self.lanes, steps * len(self.lanes)
+    def _by_turns(self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None) -> bool:
+        lanes, turns, turn, before = self.lanes, steps * len(self.lanes), 0, self.steps
         behind = len(lanes) - 1 if self.overlap else 0  # turns between a step's start and its end
-        for turn in range(turns + behind):
+        while turn < turns + behind:
+            if going is not None and turn < turns and turn % len(lanes) == 0:
+                self.steps = before + turn // len(lanes)
+                turns = turns if going() else turn  # what is under way comes to its end
             if turn < turns:
                 choose(lanes[turn % len(lanes)])
                 lanes[turn % len(lanes)].send()
-            if turn >= behind:
+            if behind <= turn < turns + behind:
                 lanes[(turn - behind) % len(lanes)].receive()
+            turn += 1
+        self.steps = before + turns // len(lanes)
+        return turns == steps * len(lanes)
 
     @property
     def restarts(self) -> bool:

@@ -6,7 +6,7 @@ Hydra and OmegaConf are imported here and in ``space.py`` alone, and only when c
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from importlib.resources import files
@@ -170,17 +170,19 @@ def plain_text_keys() -> list[str]:
     return [*GROUPS, *(k for k, _ in leaves(Config()) if hint_of(k) in (str, str | None))]
 
 
-def compose(overrides: Sequence[str]) -> Config:
+def compose(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> Config:
     """Presets plus ``key=value`` overrides -> a checked :class:`Config`.
 
     Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU. Atari
     games come in the protocol ``atari=paper`` unless another is chosen.
 
+    Args:
+        resolve: says what ``device=auto`` is; None: ``resolve_device``, which may have to import torch.
     Raises:
         ConfigError: unknown group, key or option, wrong type or range; names the nearest valid name.
     """
     presets, values = parse_words(overrides)
-    device = resolve_device(str(values.get("device", "auto")))
+    device = (resolve or resolve_device)(str(values.get("device", "auto")))
     if (batch := values.pop(BATCH, None)) is not None:
         values = {**large_batch(presets.get("algo", "pql"), batch), **values}
     if any(k.startswith("budget.") for k in values):

@@ -290,7 +290,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    seconds: float | None = None  # of training; null: no limit
+    seconds: float | None = None  # from the first env step on, warm-up included; null: no limit
     env_steps: int | None = None  # transitions, all environments together, warm-up included
     target_return: float | None = None  # stop once an evaluation's mean return reaches this
 

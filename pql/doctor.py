@@ -1,9 +1,11 @@
 """``pql doctor``: what this machine and this installation have, what is missing, and the command that installs it."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable
+from importlib.resources import files
 from typing import Any
 
 from pql.text import table
@@ -88,21 +90,43 @@ def requirements(extra: str) -> dict[str, Any]:
 
 
 def simulators() -> list[list[str]]:
-    """A row per state: the tasks' environments that can be had, and those that cannot, with the reason."""
-    from pql.env import env_names, find_factory
-    from pql.errors import ConfigError
+    """A row per state: the tasks that can be had here, robots included, and those that cannot, with the reason."""
+    from pql.compose import options
+    from pql.registry import env_names
 
+    tasks = {task: simulator_of(task) for task in options("task") if task != "env"}
+    tasks |= {name: name for name in env_names() if name not in tasks}
     states: dict[str, list[str]] = {"ok": []}
-    for name in env_names():
-        try:
-            find_factory(name)
-            state = "ok"
-        except ConfigError as error:
-            state = error.allowed.rpartition(": ")[2]  # the command that installs it
-        except Exception as error:  # installed, but broken: somebody else's package, as a rule
-            state = f"{type(error).__name__}: {error}".splitlines()[0]
-        states.setdefault(state, []).append(name)
-    return [["state", "environments"], *([state, ", ".join(names)] for state, names in states.items())]
+    for task, name in sorted(tasks.items()):
+        states.setdefault(state_of(name), []).append(task)
+    return [["state", "tasks"], *([state, ", ".join(names)] for state, names in states.items())]
+
+
+def simulator_of(task: str) -> str:
+    """The environment that a preset names, or the one that it is made from."""
+    import yaml
+
+    raw = yaml.safe_load(files("pql.cfg").joinpath("task", f"{task}.yaml").read_text())
+    return raw["name"] if "name" in raw else simulator_of(raw["defaults"][0])
+
+
+def state_of(name: str) -> str:
+    """ok, or what installs what this environment needs."""
+    from pql.errors import ConfigError
+    from pql.registry import find_factory
+
+    try:
+        find_factory(name)
+        with contextlib.suppress(ModuleNotFoundError):
+            from pql.envs.mujoco.robots import TASKS, model_file
+
+            if name in TASKS:
+                model_file(TASKS[name])
+        return "ok"
+    except ConfigError as error:
+        return error.allowed.rpartition(": ")[2]  # the command that installs it
+    except Exception as error:  # installed, but broken: somebody else's package, as a rule
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def robots() -> list[list[str]]:

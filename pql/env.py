@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pql.errors import ConfigError, nearest
+from pql.registry import check_chosen, find_factory
 from pql.registry import env_names as env_names
-from pql.registry import find_factory
 from pql.registry import register as register
 from pql.types import Obs, Step
 
@@ -185,6 +185,7 @@ def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", 
     """
     factory = find_factory(name)
     check_keywords(factory, kwargs)
+    check_chosen(name, kwargs)
     given = {"num_envs": num_envs, "device": torch.device(device), **kwargs}
     try:
         inspect.signature(factory).bind(**given)

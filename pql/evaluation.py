@@ -86,6 +86,7 @@ def run_episodes(
     episodes: int | None = None,
     epsilon: float = 0.0,
     staggered: bool = False,
+    ended: Callable[[int], object] = lambda count: None,
 ) -> Evaluation:
     """Whole episodes from a reset with ``seed`` on: the first of every environment, or ``episodes`` in all.
 
@@ -99,6 +100,7 @@ def run_episodes(
     Args:
         epsilon: share of actions that are random instead, where they are discrete; drawn from ``seed``.
         staggered: a reset begins in the middle of episodes; these do not count, the next ones do.
+        ended: is given the number of episodes that have ended, now and again.
     Returns:
         All first episodes in the order of the environments, then all second ones, and so on. Where an environment
         without a time limit does not end an episode within ``LONGEST`` steps, it counts up to there, and episodes
@@ -140,15 +142,18 @@ def run_episodes(
             logged = torch.stack([step.log[name].double() for name in named])
             sums += torch.where(counts, logged, 0.0).sum(1)
         there |= step.valid
-        ended = live & step.first & (running[1] > 0)  # the filler row that a new actor begins with ends nothing
-        done = torch.where(ended[:, None] & (place == count[:, None]), running[..., None], done)
-        count += ended
-        running = torch.where(ended, 0, running)
+        over = live & step.first & (running[1] > 0)  # the filler row that a new actor begins with ends nothing
+        done = torch.where(over[:, None] & (place == count[:, None]), running[..., None], done)
+        count += over
+        running = torch.where(over, 0, running)
         live = (live | step.first) & (count < quota)
         obs = step.obs
         forget(step.first)
-        if i % CHECK_EVERY == 0 and not bool((there & (count < quota)).any()):
-            break
+        if i % CHECK_EVERY == 0:
+            so_far, missing = torch.stack([count.sum(), (there & (count < quota)).sum()]).tolist()
+            ended(so_far)
+            if not missing:
+                break
     live &= running[1] > 0
     done = torch.where(live[:, None] & (place == count[:, None]), running[..., None], done)
     played = (place < (count + live)[:, None]).T  # [most, N]
@@ -210,6 +215,7 @@ class Evaluator:
         self.env, self.policy, self.seed, self.epsilon = env, policy, seed, epsilon
         make_ready(env)
         self.dropped = 0
+        self.ended = 0  # episodes of the evaluation in hand, as far as has been looked
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
         self._idle, self._stop = threading.Event(), threading.Event()
@@ -226,6 +232,7 @@ class Evaluator:
             self.dropped += 1
             return False
         self._idle.clear()
+        self.ended = 0
         self.policy.load_state_dict(state)
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -238,7 +245,9 @@ class Evaluator:
             outcome: Evaluation | BaseException
             try:
                 with torch.cuda.stream(self._stream), self._watched():  # it ends in a host read: the stream is idle
-                    outcome = run_episodes(self.env, self.policy, self.seed, self._stop, epsilon=self.epsilon)
+                    outcome = run_episodes(
+                        self.env, self.policy, self.seed, self._stop, epsilon=self.epsilon, ended=self._count
+                    )
             except BaseException as error:
                 outcome = error
             # A copy: the next request may come before this report is read.
@@ -258,6 +267,9 @@ class Evaluator:
         """What there is to say of an evaluation that makes no progress; None where it does, or there is none."""
         watch = self.watch
         return watch.error() if watch is not None and watch.late else None
+
+    def _count(self, ended: int) -> None:
+        self.ended = ended
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until the request in hand is done. False: it was not within ``timeout`` seconds."""

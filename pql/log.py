@@ -7,10 +7,12 @@ asynchronously, and written a tick later: no sink ever makes a worker wait.
 import contextlib
 import importlib.util
 import json
+import math
 import resource
 import shlex
 import subprocess
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,10 +22,10 @@ import torch
 from torch import Tensor
 
 from pql.config import BudgetConfig, Config, to_dict
+from pql.console import WIDTH, Console, Row
 from pql.errors import ConfigError, PqlWarning
 from pql.rundir import Summary
 
-Row = dict[str, float]
 PATIENCE = 5.0  # seconds that the end of a run waits for wandb
 
 
@@ -135,95 +137,6 @@ class Wandb:
             self.say(f"wandb: offline; to upload: {upload}")
 
 
-class Console:
-    """A live panel on a terminal, plain lines when piped (at most one every ``every`` seconds, and evaluations).
-
-    Args:
-        budget: what ends the run, for the time left: ``seconds``, ``env_steps``.
-        console: where to print instead of standard output.
-    """
-
-    def __init__(self, title: str, budget: Row, every: float = 10.0, console: Any = None):
-        from rich.console import Console as RichConsole
-        from rich.live import Live
-
-        self.title, self.budget, self.every = title, budget, every
-        self.console = console or RichConsole()
-        self.last = -1e9
-        self.seen: Row = {}
-        self.live = Live(console=self.console, refresh_per_second=4) if self.console.is_terminal else None
-        if self.live:
-            self.live.start()
-
-    def write(self, row: Row) -> None:
-        ahead = {k: max(row[k], self.seen.get(k, 0.0)) for k in ("time/seconds", "steps/env")}
-        self.seen |= row | ahead  # an evaluation comes with the counters of its request
-        if self.live:
-            self.live.update(self._panel())
-        elif ahead["time/seconds"] - self.last >= self.every or "eval/return_mean" in row:
-            self.last = ahead["time/seconds"]
-            self.say(plain_line(self.seen, self._eta()))
-
-    def say(self, text: str) -> None:
-        # A reader that has gone (a closed pipe; rich turns it into SystemExit) is no reason to stop training.
-        with contextlib.suppress(OSError, ValueError, SystemExit):
-            self.console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
-
-    def close(self) -> None:
-        if self.live:
-            self.live.stop()
-            self.live = None
-
-    def _eta(self) -> float | None:
-        """Seconds left by the budget that ends first; None where nothing bounds the run."""
-        seconds, steps = self.seen["time/seconds"], self.seen["steps/env"]
-        left = []
-        if "seconds" in self.budget:
-            left.append(self.budget["seconds"] - seconds)
-        if "env_steps" in self.budget and steps > 0:
-            left.append((self.budget["env_steps"] - steps) * seconds / steps)
-        return max(0.0, min(left)) if left else None
-
-    def _panel(self) -> Any:
-        from rich.panel import Panel
-        from rich.table import Table
-
-        table = Table.grid(padding=(0, 2))
-        for label, text in describe(self.seen, self._eta()):
-            table.add_row(label, text)
-        return Panel(table, title=self.title, expand=False)
-
-
-def describe(row: Row, eta: float | None) -> list[tuple[str, str]]:
-    """(label, text) of what a person wants to see of a run."""
-
-    def number(key: str, form: str = ",.0f") -> str:
-        return format(row[key], form) if key in row else "-"
-
-    lag = "lag/policy_mean" if "lag/policy_mean" in row else "lag/policy_ticks"  # the former: of replicas, in pushes
-    return [
-        ("time", f"{number('time/seconds')} s" + (f", {eta:,.0f} s left" if eta is not None else "")),
-        ("env steps", f"{number('steps/env')}  ({number('throughput/env_steps_per_s')}/s)"),
-        ("updates", f"v {number('updates/v')}, p {number('updates/p')}  ({number('throughput/updates_per_s')}/s)"),
-        ("ratios", f"v/step {number('ratio/v_per_step', 'g')}, p/v {number('ratio/p_per_v', 'g')}, "
-                   f"lag {number(lag, '.3g')}"),
-        ("return", f"train {number('train/return_mean', ',.1f')}, eval {number('eval/return_mean', ',.1f')}"),
-        ("busy", ", ".join(f"{w} {number(f'busy/{w}', '.0%')}" for w in _workers(row))),
-        ("memory", f"{number('memory/host_gib', '.2f')} GiB"
-                   + (f", GPU {number('memory/gpu_gib', '.2f')} GiB" if "memory/gpu_gib" in row else "")),
-    ]  # fmt: skip
-
-
-def _workers(row: Row) -> list[str]:
-    """Those whose busy share the row has, the collector first."""
-    names = [k.removeprefix("busy/") for k in row if k.startswith("busy/")]
-    return sorted(names, key=lambda w: w != "collector") or ["collector"]
-
-
-def plain_line(row: Row, eta: float | None) -> str:
-    return " | ".join(f"{label} {text}" for label, text in describe(row, eta))
-
-
 class Pending:
     """Device scalars on their way to the host."""
 
@@ -285,16 +198,14 @@ class Sinks:
                 sink.close()
 
 
-def make_sinks(config: Config, run_dir: Path, quiet: bool, resumed_at: int | None = None) -> Sinks:
-    """metrics.jsonl and the console always (unless quiet), plus the chosen logger.
+def make_sinks(config: Config, run_dir: Path, console: Console | None, resumed_at: int | None = None) -> Sinks:
+    """metrics.jsonl always, the console unless the run is quiet, plus the chosen logger.
 
     Raises:
         ConfigError: the logger's package is not installed.
     """
     metrics = run_dir / "metrics.jsonl"
     sinks: list[Sink] = [Jsonl(metrics, resumed_at)]
-    budget = {k: float(v) for k, v in to_dict(config.budget).items() if v is not None}
-    console = None if quiet else Console(f"{config.algo.name} on {config.task.title}", budget)
     if config.logger.kind == "tensorboard":
         sinks.append(TensorBoard(run_dir / "tensorboard", resumed_at))
     elif config.logger.kind == "wandb":
@@ -319,33 +230,56 @@ def memory(device: torch.device) -> Row:
     return row
 
 
-def closing_words(summary: Summary, busy: Row, seconds: float, budget: BudgetConfig) -> str:
+ADVICE = {
+    "collector": "fewer environments or a faster simulator would speed it up; more updates per step would be free",
+    "v": "a smaller critic or batch, fewer updates per step or more threads for v would speed it up",
+    "p": "a smaller policy or batch, or fewer policy updates per critic update would speed it up",
+    "learner": "smaller networks, fewer epochs or more threads for v would speed it up",
+}
+
+
+def closing_words(summary: Summary, busy: Row, seconds: float, ticks: int, budget: BudgetConfig) -> str:
     """The last lines of a run: what came out, what bounded it, where it is, what to type next.
 
     Args:
-        busy: seconds of work by worker in this sitting, which took ``seconds``.
+        busy: seconds of work by worker in this sitting, whose ``ticks`` took ``seconds``.
     """
-    advice = {
-        "collector": "fewer environments or a faster simulator would speed it up; more updates per step would be free",
-        "v": "a smaller critic or batch, fewer updates per step or more threads for v would speed it up",
-        "p": "a smaller policy or batch, or fewer policy updates per critic update would speed it up",
-        "learner": "smaller networks, fewer epochs or more threads for v would speed it up",
-    }
-    bound = max(busy, key=lambda k: busy[k])
-    shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())
     score = "not evaluated" if summary.return_mean is None else scores(summary)
     run = shlex.quote(summary.run_dir)
-    more = f" budget.seconds={2 * max(summary.seconds, 1):.0f}" if budget.seconds else ""
-    more += f" budget.env_steps={2 * summary.env_steps}" if budget.env_steps else ""
     return "\n".join([
         f"{'interrupted, saved' if summary.interrupted else 'done'}: {score}",
         f"{summary.seconds:,.0f} s, {summary.env_steps:,} env steps, {summary.updates_v:,} critic and "
         f"{summary.updates_p:,} policy updates",
-        f"the tick is bounded by {bound} (busy: {shares}): {advice[bound]}",
+        bounded(busy, seconds) if ticks else idle(summary),
         f"run: {summary.run_dir}",
         f"policy: {summary.checkpoint}",
-        f"next: pql eval {run}   |   pql resume {run}{'' if summary.interrupted else more}",
+        f"next: pql eval {run}",
+        f"      pql resume {run}{'' if summary.interrupted else more(summary, budget)}",
     ])  # fmt: skip
+
+
+def bounded(busy: Row, seconds: float) -> str:
+    """Which worker the ticks wait for, and what to do about it."""
+    bound = max(busy, key=lambda k: busy[k])
+    shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())
+    return textwrap.fill(f"the tick is bounded by {bound} (busy: {shares}): {ADVICE[bound]}", WIDTH)
+
+
+def idle(summary: Summary) -> str:
+    """Why a sitting came to no tick."""
+    if summary.interrupted or summary.updates_v == 0:
+        return "nothing was learned in this sitting: it ended before the first tick"
+    return "nothing was learned in this sitting: the run had used up its budget before"
+
+
+def more(summary: Summary, budget: BudgetConfig) -> str:
+    """What to resume with: twice what the run took, and no bound below its own."""
+    words = ""
+    if budget.seconds:
+        words += f" budget.seconds={math.ceil(max(2 * max(summary.seconds, 1), budget.seconds))}"
+    if budget.env_steps:
+        words += f" budget.env_steps={max(2 * summary.env_steps, budget.env_steps)}"
+    return words
 
 
 def scores(summary: Summary) -> str:

@@ -5,7 +5,9 @@ import contextlib
 import faulthandler
 import json
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pql.actor import command as actor_command
+from pql.api import launch
 from pql.errors import ConfigError, HungError, PqlError, PqlWarning, nearest, with_cause
 from pql.fleet import command as fleet_command
 from pql.world import world
@@ -43,7 +46,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 the run failed, 2 wrong input, 130 interrupted and saved."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     show_crashes()
     plain, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
@@ -206,11 +209,7 @@ def run_train(args: argparse.Namespace) -> int:
     from pql.interrupt import Interrupt
 
     with Interrupt() as interrupt:  # from the start: what is slow to build is saved, too, once it stands
-        from pql.compose import compose
-        from pql.session import Session
-
-        config = compose(args.overrides)
-        summary = Session(config, overrides=args.overrides, interrupt=interrupt).train()
+        summary = launch(args.overrides, interrupt=interrupt)
     return 130 if summary.interrupted else 0
 
 
@@ -218,11 +217,7 @@ def run_resume(args: argparse.Namespace) -> int:
     from pql.interrupt import Interrupt
 
     with Interrupt() as interrupt:
-        from pql.compose import resume_config
-        from pql.session import Session
-
-        config = resume_config(Path(args.run_dir), args.overrides, args.trust)
-        summary = Session(config, resume=True, overrides=args.overrides, interrupt=interrupt).train()
+        summary = launch(args.overrides, Path(args.run_dir), trust=args.trust, interrupt=interrupt)
     return 130 if summary.interrupted else 0
 
 
@@ -364,14 +359,19 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def run_list(args: argparse.Namespace) -> int:
     from pql.compose import options
-    from pql.env import env_names, find_factory
+    from pql.registry import env_names, find_factory
 
     if args.what == "games":
         print("\n".join(find_factory("atari").games()))
         return 0
     group = "task" if args.what == "tasks" else "algo"
+    wide = shutil.get_terminal_size().columns
+    column = max(map(len, options(group))) + 2
     for name in options(group):
-        print(f"{name:20} {first_comment(group, name)}".rstrip())
+        about = f"{name:{column}}{first_comment(group, name)}"
+        print(
+            textwrap.fill(about, wide, subsequent_indent=" " * column, break_on_hyphens=False, break_long_words=False)
+        )
     if group == "task":
         extra = sorted({*env_names()} - {*options("task")})
         print("".join(f"task=env task.name={name}\n" for name in extra), end="")

@@ -4,6 +4,7 @@ A :class:`Replica` is a whole learner: an environment, the collector that steps 
 its rows. All schedules but ``Replicas`` have one. What the session asks of a run it asks of :class:`Parts`.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -159,11 +160,19 @@ class Parts:
                 one.collector.start(seeds(one.config.seed)["env"])
                 touch()
 
-    def warm_up(self, steps: int) -> None:
-        """``steps`` random steps of every environment."""
+    def warm_up(self, steps: int, going: Callable[[], bool] = lambda: True) -> bool:
+        """Random steps of every environment until each has made ``steps``, those before this call included.
+
+        Args:
+            going: is asked before every step; False ends the warm-up there.
+        Returns:
+            Whether all have been made. The rest may be made later: that gives the same bits.
+        """
         for one in self.replicas:
-            with self._starting("the warm-up"):
-                one.collector.warm_up(steps)
+            if (left := math.ceil(steps - one.collector.steps)) > 0:
+                with self._starting("the warm-up"):
+                    one.collector.warm_up(left, going)
+        return self.steps >= steps
 
     def _starting(self, what: str) -> AbstractContextManager[Any]:
         place = self.config.placement
@@ -259,11 +268,12 @@ class Parts:
         first, *others = (one.state_dict() for one in self.replicas)
         return {**first, "replicas": others}
 
-    def load_state_dict(self, state: dict[str, Any], ticks: int) -> None:
-        """Restore in place, as if ``ticks`` ticks had been run."""
+    def load_state_dict(self, state: dict[str, Any], ticks: int | None = None) -> None:
+        """Restore in place, as if ``ticks`` ticks had been run; None: :meth:`begin` comes later."""
         for one, saved in zip(self.replicas, [state, *state["replicas"]], strict=True):
             one.load_state_dict(saved)
-        self.begin(ticks)
+        if ticks is not None:
+            self.begin(ticks)
 
     def load_counters(self, counters: dict[str, float]) -> None:
         """The reverse of :meth:`counters`, but for the ticks.

@@ -47,24 +47,33 @@ class Ragged:
         """The last tick ended short."""
         return self.transitions < self.target
 
-    def step(self, steps: int, choose: Callable[["Lane"], None], patient: bool = False) -> None:
+    def step(
+        self, steps: int, choose: Callable[["Lane"], None], going: Callable[[], bool] | None = None
+    ) -> bool:  # fmt: skip
         """A tick: ``steps`` transitions for each environment there could be, or the rest of a short one.
 
         Args:
-            patient: until they are all there, with no limit for a single environment (the warm-up); Ctrl-C ends it.
+            going: until they are all there, with no limit for a single environment (the warm-up), or this is False, or
+                Ctrl-C came.
+        Returns:
+            False: it was ended.
         """
         spec = self.env.spec
         if not self.owes():
             self.target += steps * spec.num_envs
-        while True:
-            self._until(steps * spec.spread if not patient else self.target, choose)
-            if not (patient and self.owes()) or interrupt.asked():
-                return
+        if going is None:
+            self._until(steps * spec.spread, choose)
+            return True
+        while self.owes() and going() and not interrupt.asked():
+            self._until(self.target, choose, going)
+        return not self.owes()
 
-    def _until(self, room: int, choose: Callable[["Lane"], None]) -> None:
+    def _until(
+        self, room: int, choose: Callable[["Lane"], None], going: Callable[[], bool] = lambda: True
+    ) -> None:  # fmt: skip
         """Until the target, or until nothing comes any more; at most ``room`` rows of each environment."""
         left, idle = np.full(self.due.shape, room), 0
-        while self.owes() and idle <= len(self.lanes):
+        while self.owes() and idle <= len(self.lanes) and going():
             self._send(self.lanes[self._turn], left > 0, choose)
             self._turn = (self._turn + 1) % len(self.lanes)
             ids = self._receive(self.lanes[self._turn])
@@ -95,6 +104,7 @@ class Ragged:
             return arrived
         self.due[arrived] = True
         self.transitions += len(arrived)
+        self.whole.steps = self.transitions / len(self.due)
         came = np.zeros(self.due.shape, dtype=bool)
         came[arrived] = True
         lane.mask.copy_(torch.from_numpy(came[lane.columns]))

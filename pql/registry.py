@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
@@ -30,6 +30,26 @@ def env_names() -> list[str]:
     return sorted({*BUILTIN, *_registered, *(e.name for e in entry_points(group="pql.envs"))})
 
 
+def check_name(name: str) -> None:
+    """Raises ``ConfigError`` for a task that nobody knows, without looking at those that somebody does."""
+    if ":" not in name and name not in env_names():
+        raise ConfigError("task", name, f"one of {', '.join(env_names())}{nearest(name, env_names())}")
+
+
+def check_chosen(name: str, given: Container[str], prefix: Mapping[str, str] | None = None) -> None:
+    """Raises ``ConfigError`` where ``name`` is a simulator of many tasks and the keywords ``given`` choose none.
+
+    Args:
+        prefix: what the user writes before a keyword; "" stands for all others.
+    """
+    from pql.envs import CHOOSES
+
+    if name in CHOOSES and (chosen := CHOOSES[name])[0] not in given:
+        keyword, example = chosen
+        setting = f"{(prefix or {}).get(keyword, (prefix or {}).get('', ''))}{keyword}"
+        raise ConfigError(setting, None, f"one of the tasks that {name} has, such as {setting}={example}")
+
+
 def find_factory(name: str) -> Any:
     """Resolve a task name, or ``module:attribute`` of what nobody has registered.
 
@@ -45,8 +65,7 @@ def find_factory(name: str) -> Any:
             return entry.load()
     if ":" in name:
         return import_name("task", name)
-    if name not in BUILTIN:
-        raise ConfigError("task", name, f"one of {', '.join(env_names())}{nearest(name, env_names())}")
+    check_name(name)
     if not all(importlib.util.find_spec(package) for package in NEEDS.get(name, ())):
         where = "a Python that has it (docs/simulators.md): task.process.python=PATH"
         raise ConfigError("task", name, f"the whole package {NEEDS[name][0]!r}, or {where}")

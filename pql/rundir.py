@@ -15,14 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from pql import checkpoint
 from pql.claim import Claim, claim, claim_new
 from pql.config import Config, to_dict
 from pql.errors import ConfigError, PqlWarning
 from pql.files import read_json, read_yaml
-from pql.machine import available_cores, processor
 from pql.manifest import check_settings
 from pql.validate import resolve_device
 from pql.world import world
@@ -79,7 +75,7 @@ def claim_directory(config: Config, resume: bool = False) -> Claim:
 
 def holds_run(run_dir: Path) -> bool:
     """Whether a run is there, be it that its config.yaml is lost."""
-    return (run_dir / "config.yaml").exists() or bool(checkpoint.resume_points(run_dir / "checkpoints"))
+    return (run_dir / "config.yaml").exists() or any((run_dir / "checkpoints").glob("tick-*"))
 
 
 def check_new(run_dir: Path) -> None:
@@ -120,6 +116,8 @@ def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: the directory cannot be written.
     """
+    from pql import checkpoint
+
     said = _read_yaml(run_dir / "overrides.yaml")
     try:
         if (before := read_summary(run_dir)) is not None:
@@ -140,7 +138,11 @@ def settings(run_dir: Path) -> dict[str, Any]:
     Raises:
         ConfigError: neither is there.
     """
-    kept = checkpoint.settings(run_dir / "checkpoints")
+    kept = None
+    if (run_dir / "checkpoints").exists():
+        from pql import checkpoint
+
+        kept = checkpoint.settings(run_dir / "checkpoints")
     if kept is None:
         return read_config(run_dir)
     try:
@@ -204,6 +206,10 @@ def state(run_dir: Path) -> Literal["missing", "interrupted", "finished"]:
 
 def machine(config: Config) -> dict[str, Any]:
     """Versions and devices: what another run must share to give the same bits."""
+    import torch
+
+    from pql.machine import available_cores, processor
+
     device = resolve_device(config.device)
     return {
         "argv": sys.argv, "python": platform.python_version(), "torch": torch.__version__, "packages": versions(),
@@ -255,6 +261,8 @@ def _write_yaml(path: Path, data: Any) -> None:
 
 def _write_config(run_dir: Path, config: Config) -> None:
     """config.yaml, on the disk when this returns."""
+    from pql import checkpoint
+
     _write_yaml(run_dir / "config.yaml", to_dict(config))
     for path in (run_dir / "config.yaml", run_dir):
         checkpoint.sync(path)

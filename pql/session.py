@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from pql import checkpoint, log, rundir
@@ -12,6 +12,7 @@ from pql.blackbox import dumping
 from pql.build import Parts, build, build_env, seeds
 from pql.claim import Claim
 from pql.config import Config
+from pql.console import Console, announced
 from pql.env import VecEnv
 from pql.errors import ConfigError, PqlWarning, RunError
 from pql.evaluation import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
@@ -26,6 +27,7 @@ from pql.watchdog import Watchdog, start_limit, step_limit, watching
 
 Callback = Callable[["Session", log.Row], None]
 Callbacks = Callback | Sequence[Callback]
+AGREE_EVERY = 32  # steps of the warm-up between two looks of several processes at whether it is to end
 
 
 class Session:
@@ -40,10 +42,12 @@ class Session:
         resume: continue the run in ``config.run_dir`` from its newest intact resume point.
         overrides: the words that made ``config``, for the record.
         interrupt: where Ctrl-C shows; a new one by default, which listens while :meth:`train` runs.
+        console: that has said what the run will do; by default a new one, which says it.
+        claim: of the run's directory, where it was made before; it is closed at the run's end.
 
     Attributes:
         stop: set it to end the run after this tick; it is saved and evaluated as at its budget's end.
-        seconds: of training, earlier sittings included.
+        seconds: from the first env step on, warm-up and earlier sittings included.
         best: mean return of the best evaluation so far.
     """
 
@@ -56,85 +60,139 @@ class Session:
         resume: bool = False,
         overrides: Sequence[str] = (),
         interrupt: Interrupt | None = None,
+        console: Console | None = None,
+        claim: Claim | None = None,
     ):
         self.config, self.callbacks, self.given_env = config, several(callbacks), env
         self.interrupt = interrupt or Interrupt()
         self.ranks = Ranks(config)
-        with self.ranks.failing_together():
-            self._open(quiet, resume, overrides)
+        self.console = console
+        with self.ranks.failing_together(), ExitStack() as opened:  # closed again if a later step fails
+            self._open(opened, quiet, resume, overrides, claim)
+            self.closing = opened.pop_all()
 
-    def _open(self, quiet: bool, resume: bool, overrides: Sequence[str]) -> None:
+    def _open(
+        self, opened: ExitStack, quiet: bool, resume: bool, overrides: Sequence[str], claim: Claim | None
+    ) -> None:  # fmt: skip
         config, ranks = self.config, self.ranks
         self.stop, self.seconds, self.best = False, 0.0, float("-inf")
         self.last_eval: Evaluation | None = None
         self.prefilled = 0  # transitions that the replay began with
         self._ending = False  # all ranks have agreed to end
         self._failed: RunError | None = None  # of an evaluation: the run ends, saved, with this error
+        self._resumed, self._ready = resume, False  # ready: the warm-up is done
         log.check_logger(config)
-        with ExitStack() as opened:  # what has been opened is closed again if a later step fails
-            opened.callback(ranks.close)
-            opened.enter_context(Watchdog(self.interrupt))
-            self._held: Claim | None = None
-            self.run_dir = ranks.by_first(lambda: self._hold(opened, resume))
-            self.checkpoints = self.run_dir / "checkpoints"
-            self.archive = Archive(config, ranks, self.run_dir, self._held, overrides, self.warn)
-            opened.callback(self.archive.close)
-            with watching(f"building {config.task.title}", start_limit(config.placement)):
-                self.parts: Parts = _build(ranks.share, self.given_env)
-            opened.callback(self._close_parts)
-            self._check_env()
-            ranks.connect(self.parts)
-            self.parts.prepare()
-            self.parts.start()
-            if resume:
-                self._load()
-                if ranks.first:
-                    rundir.amend(self.run_dir, config, overrides)
-            else:
-                if config.init_from:
-                    init_from(self.parts, Path(config.init_from).expanduser())
-                if config.replay.prefill:
-                    taken = prefill(self.parts.collector, config.replay.prefill, ranks.rank, ranks.size)
-                    self.prefilled = sum(ranks.every(taken))
-                ranks.spread(self.parts)
-                if ranks.first:
-                    rundir.create(self.run_dir, config, overrides)
-                with dumping(self.run_dir, self.parts, self.ranks.rank):
-                    self.parts.warm_up(config.algo.warmup_steps)
-                self.parts.begin()
-            resumed_at = self.env_steps if resume else None
-            self.sinks = log.make_sinks(config, self.run_dir, quiet, resumed_at) if ranks.first else log.Sinks([])
-            self.console = next((s for s in self.sinks.sinks if isinstance(s, log.Console)), None)
-            opened.callback(self.sinks.close)
+        opened.callback(ranks.close)
+        opened.enter_context(Watchdog(self.interrupt))
+        self._held: Claim | None = None
+        self.run_dir = ranks.by_first(lambda: self._hold(opened, claim or rundir.claim_directory(config, resume)))
+        self.checkpoints = self.run_dir / "checkpoints"
+        self.archive = Archive(config, ranks, self.run_dir, self._held, overrides, self.warn)
+        opened.callback(self.archive.close)
+        if self.console is None and ranks.first and not quiet:
+            self.console = announced(config, self.run_dir)
+        if self.console:
+            opened.callback(self.console.close)
+        self._make_parts(opened)
+        if resume:
+            with self.doing("loading the resume point"):
+                ticks = self._load()
+            if ranks.first:
+                rundir.amend(self.run_dir, config, overrides)
+        else:
+            ticks = 0
+            self._start_new(overrides)
+        resumed_at = self.env_steps if resume else None
+        self._warm_up(ticks)
+        self.sinks = log.Sinks([])
+        if ranks.first:
+            self.sinks = log.make_sinks(config, self.run_dir, self.console, resumed_at)
+        opened.callback(self.sinks.close)
+        with self.doing("building the evaluation's environments"):
             self.evaluator = self._make_evaluator()
-            if self.evaluator:
-                opened.callback(self.evaluator.close)
-            ranks.check_same(self.parts)
-            rundir.check_shared(self.run_dir)
-            self.closing = opened.pop_all()
+        if self.evaluator:
+            opened.callback(self.evaluator.close)
+        ranks.check_same(self.parts)
+        rundir.check_shared(self.run_dir)
         self._window = self._begun = self._totals()
         updates = self.parts.updates()
         self._guard = Guard(self.warn, updates, self.parts.collector.restarts)
         self._frozen = FrozenPolicy(self.warn, updates["p"], config.algo.family == "ddpg")
+        self._say_more()
+
+    def _make_parts(self, opened: ExitStack) -> None:
+        """Simulators, networks and workers, ready for their first step."""
+        with self.doing("building the simulator and the networks"):
+            with watching(f"building {self.config.task.title}", start_limit(self.config.placement)):
+                self.parts: Parts = _build(self.ranks.share, self.given_env)
+            opened.callback(self._close_parts)
+            self._check_env()
+            self.ranks.connect(self.parts)
+        if self.console:
+            self.console.progress.now = self._now
+        with self.doing("compiling"):
+            self.parts.prepare()
+        with self.doing("resetting the simulator"):
+            self.parts.start()
+
+    def _start_new(self, overrides: Sequence[str]) -> None:
+        """What a new run begins with: other weights, data, and a directory."""
+        config, ranks = self.config, self.ranks
+        if config.init_from:
+            init_from(self.parts, Path(config.init_from).expanduser())
+        if config.replay.prefill:
+            with self.doing(f"reading {config.replay.prefill}"):
+                taken = prefill(self.parts.collector, config.replay.prefill, ranks.rank, ranks.size)
+            self.prefilled = sum(ranks.every(taken))
+        ranks.spread(self.parts)
+        if ranks.first:
+            rundir.create(self.run_dir, config, overrides)
+
+    def _warm_up(self, ticks: int) -> None:
+        """The warm-up, or what is left of it, within the budget; then tick ``ticks`` can come."""
+        steps, start, before = self.config.algo.warmup_steps, time.perf_counter(), self.seconds
+        total = steps * self.config.num_envs
+
+        def going() -> bool:
+            self.seconds = before + time.perf_counter() - start
+            wanted = bool(self._to_end())
+            if self.ranks.size == 1:
+                return not wanted
+            # All end it at the same step, for which they wait for each other: seldom.
+            return self.parts.collector.steps % AGREE_EVERY > 0 or not any(self.ranks.every(wanted))
+
+        with dumping(self.run_dir, self.parts, self.ranks.rank):
+            if ticks == 0:
+                with self.doing("warm-up", lambda: f"{self.env_steps:,} of {total:,} random env steps"):
+                    self._ready = self.parts.warm_up(steps, going)
+            else:
+                self._ready = True
+            if self._ready:
+                self.parts.begin(ticks)
+        if ticks == 0:
+            self.seconds = before + time.perf_counter() - start
+
+    def _say_more(self) -> None:
+        """What is worth knowing at the start."""
         if self.prefilled:
-            self.say(f"replay starts with {self.prefilled:,} transitions of {config.replay.prefill}")
+            self.say(f"replay starts with {self.prefilled:,} transitions of {self.config.replay.prefill}")
         if not self.parts.schedule.reproducible:
             self.say("replicas run free: the same seed would give other bits (algo.central.order=turns repeats them)")
-        if resume:
+        if self._resumed:
             self.say(f"resumed at tick {self.parts.schedule.ticks:,}, {self.env_steps:,} env steps")
 
-    def _hold(self, opened: ExitStack, resume: bool) -> Path:
-        """Lock the run directory until ``opened`` is closed."""
-        self._held = opened.enter_context(rundir.claim_directory(self.config, resume))
-        return self._held.path
+    def _hold(self, opened: ExitStack, claim: Claim) -> Path:
+        """Keep the run directory until ``opened`` is closed."""
+        self._held = opened.enter_context(claim)
+        return claim.path
 
-    def _load(self) -> None:
-        """Continue from the newest intact resume point."""
+    def _load(self) -> int:
+        """The newest intact resume point: its state, and returned its ticks."""
         tensors, manifest = self.ranks.resume_point(self.checkpoints)
         check_finite(tensors, manifest)
         parts, counters = self.parts, manifest["counters"]
         parts.load_counters(counters)
-        parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()), counters["ticks"])
+        parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()))
         self.seconds = counters["seconds"]
         if not hasattr(parts.env, "state_dict"):
             self.warn(
@@ -146,6 +204,7 @@ class Session:
                 self.best = checkpoint.load(best)[1].get("return_mean", self.best)
             except checkpoint.CorruptCheckpointError as error:
                 self.warn(f"{error}; the next evaluation replaces it")
+        return int(counters["ticks"])
 
     def _close_parts(self) -> None:
         self.parts.schedule.executor.close()
@@ -166,6 +225,10 @@ class Session:
         """Print a line, unless the run is quiet."""
         if self.console:
             self.console.say(text)
+
+    def doing(self, what: str, detail: Callable[[], str] = str) -> AbstractContextManager[None]:
+        """Inside, the console shows ``what`` and ``detail``, unless the run is quiet."""
+        return self.console.doing(what, detail) if self.console else nullcontext()
 
     def warn(self, text: str) -> None:
         """Tell of something wrong that does not end the run."""
@@ -192,7 +255,8 @@ class Session:
                 self._loop()
                 self.save()
             if self.config.replay.save:
-                self.archive.save_replay(self.parts)
+                with self.doing("saving the replay"):
+                    self.archive.save_replay(self.parts)
             self.archive.missing = {k: v for one in self.ranks.every(self.archive.missing) for k, v in one.items()}
             result = self._final_evaluation()
             if self._failed is not None:
@@ -206,7 +270,8 @@ class Session:
                  "eval": config.eval.every_seconds if self.evaluator else None}  # fmt: skip
         due = {k: before + v for k, v in every.items() if v is not None and self.ranks.first}
         pending: log.Pending | None = None
-        while not self._over():
+        # What has begun has a first tick, whatever comes: a run is saved before it begins, or after a tick.
+        while self._ready and (schedule.ticks == 0 or not self._over()):
             schedule.tick()
             self.seconds = before + time.perf_counter() - start
             if pending and pending.ready():
@@ -353,22 +418,35 @@ class Session:
     def _final_evaluation(self) -> Evaluation | None:
         """Of the policy as it stands; None where none is wanted, or Ctrl-C came."""
         if self.evaluator:
-            self._wait_for_evaluator()
+            with self.doing("the last evaluation beside the run", self._episodes):
+                self._wait_for_evaluator()
         if not self.config.eval.final or self.interrupted or not self.ranks.first or self._failed is not None:
             return None
         if self.evaluator:
-            self._request_evaluation()
-            self._wait_for_evaluator()
+            with self.doing("evaluation", self._episodes):
+                self._request_evaluation()
+                self._wait_for_evaluator()
         else:
-            env = self.parts.env
-            policy = fresh_policy(self.config, env.spec, env.spec.device)
-            policy.load_state_dict(snapshot(self.parts))
-            seed, epsilon = seeds(self.config.seed)["eval"], self.config.eval.epsilon
+            self._evaluate_here()
+        return None if self.interrupted else self.last_eval
+
+    def _evaluate_here(self) -> None:
+        """On the environments that were trained on."""
+        env, seed, epsilon = self.parts.env, seeds(self.config.seed)["eval"], self.config.eval.epsilon
+        policy, ended = fresh_policy(self.config, env.spec, env.spec.device), [0]
+        policy.load_state_dict(snapshot(self.parts))
+        with self.doing("evaluation", lambda: f"{ended[-1]} of {env.spec.num_envs} episodes"):
             place = self.config.placement
             with watching("the evaluation", start_limit(place), step_limit(place)):
-                outcome = run_episodes(env, policy, seed, epsilon=epsilon, staggered=staggered(self.config))
-            self._record(Report(self._now(), policy.state_dict(), outcome))
-        return None if self.interrupted else self.last_eval
+                outcome = run_episodes(
+                    env, policy, seed, epsilon=epsilon, staggered=staggered(self.config), ended=ended.append
+                )
+        self._record(Report(self._now(), policy.state_dict(), outcome))
+
+    def _episodes(self) -> str:
+        """How far the evaluator is."""
+        assert self.evaluator is not None
+        return f"{self.evaluator.ended} of {self.evaluator.env.spec.num_envs} episodes"
 
     def _wait_for_evaluator(self) -> None:
         assert self.evaluator is not None
@@ -385,7 +463,8 @@ class Session:
             background: only copy them here; a thread writes them while the run goes on.
         """
         self._keep_directory()
-        self.archive.save(self.parts, self._counters(), background)
+        with self.doing("saving"):
+            self.archive.save(self.parts, self._counters(), background)
 
     def _keep_directory(self) -> bool:
         """Whether somebody had deleted the run directory: it has been made anew, and what was in it is lost."""
@@ -414,7 +493,8 @@ class Session:
                 self.archive.lost("summary.json", error)
         if self.console:
             self.console.close()
-        self.say(log.closing_words(summary, self.parts.busy(), self.seconds - begun["seconds"], self.config.budget))
+        seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
+        self.say(log.closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget))
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")

@@ -3,10 +3,16 @@
 This file imports nothing but the standard library (and torch, to look for a device).
 """
 
+import contextlib
+import importlib.util
 import math
+import re
+import sys
+from pathlib import Path
 
 from pql.config import AlgoConfig, Config, EpsilonConfig, leaves
 from pql.errors import ConfigError, nearest, show
+from pql.registry import check_chosen
 
 CHOICES = {
     "algo.family": ("ddpg", "sac", "ppo", "impala", "dqn", "r2d2", "pqn"),
@@ -166,6 +172,10 @@ def check_range(setting: str, value: float | None, limits: tuple[float, float, b
 
 def _check_together(config: Config) -> None:
     algo, budget = config.algo, config.budget
+    if not config.task.live:
+        task = config.task
+        chosen = {k for k, v in (("id", task.id), ("game", task.game)) if v is not None} | task.kwargs.keys()
+        check_chosen(task.name, chosen, {"": "task.kwargs.", "id": "task.", "game": "task."})
     if config.task.live and config.task.process.python is not None:
         raise ConfigError("task.process.python", config.task.process.python, "null: a live environment is where it is")
     if config.task.remote and config.task.name == "remote":
@@ -349,14 +359,33 @@ def _check_r2d2(config: Config) -> None:
             raise ConfigError(name, given, f"null with algo={algo.name}")
 
 
+def likely_device(name: str) -> str:
+    """What :func:`resolve_device` will say, if the GPU that seems to be there can be used. Imports no torch."""
+    return name if name != "auto" else "cuda" if gpu_in_sight() else "cpu"
+
+
+def gpu_in_sight() -> bool:
+    """Whether it is worth asking torch for a GPU: its build can use one, and there is a driver. Imports no torch."""
+    if torch := sys.modules.get("torch"):
+        return torch.cuda.is_available()
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True
+    with contextlib.suppress(OSError):
+        build = Path(spec.origin).with_name("version.py").read_text()
+        if re.search(r"^cuda\b.*= None$", build, re.M) and re.search(r"^hip\b.*= None$", build, re.M):
+            return False
+    return sys.platform != "linux" or any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
 def resolve_device(name: str, setting: str = "device") -> str:
     """``auto`` -> ``cuda`` where there is one, else ``cpu``. Says what is there if a device is not.
 
     Raises:
         ConfigError: no such device.
     """
-    if name == "cpu":
-        return name
+    if name == "cpu" or (name == "auto" and not gpu_in_sight()):
+        return "cpu"
     import torch
 
     if name == "auto":

@@ -253,7 +253,7 @@ def test_a_picture_is_the_newest_frame(atari):
 ])  # fmt: skip
 def test_what_is_refused(kwargs, message):
     with pytest.raises(ConfigError, match=message):
-        make_env("atari", 4, **kwargs)
+        make_env("atari", 4, **{"game": "pong", **kwargs})
 
 
 # --- as a task ---
@@ -267,12 +267,13 @@ def test_the_games_are_listed(capsys):
 
 
 def test_protocols_are_presets():
-    paper, sticky = (compose(["task=atari", "device=cpu", *more]) for more in ([], ["atari=sticky", "task.game=qbert"]))
+    chosen = (["task.game=pong"], ["atari=sticky", "task.game=qbert"])
+    paper, sticky = (compose(["task=atari", "device=cpu", *more]) for more in chosen)
     assert paper.task.kwargs == {"noop_max": 30, "sticky": 0.0, "full_actions": False, "life_loss": True}
     assert sticky.task.kwargs == {"noop_max": 0, "sticky": 0.25, "full_actions": True, "life_loss": False}
     assert (paper.task.game, sticky.task.game) == ("pong", "qbert")
     assert paper.task.reward_clip == sticky.task.reward_clip == 1.0
-    assert compose(["task=atari", "task.kwargs.life_loss=false"]).task.kwargs["life_loss"] is False
+    assert compose(["task=atari", "task.game=pong", "task.kwargs.life_loss=false"]).task.kwargs["life_loss"] is False
     assert compose(["device=cpu"]).task.reward_clip is None
     with pytest.raises(ConfigError, match="atari=paper: expected task=atari with it"):
         compose(["task=pendulum", "atari=paper"])
@@ -319,7 +320,7 @@ def test_random_steps_draw_the_games_apart_as_the_seed_says():
 
 
 def test_threads_come_from_the_placement():
-    config = compose(["task=atari", "device=cpu", "num_envs=2", "placement.threads.simulator=1"])
+    config = compose(["task=atari", "task.game=pong", "device=cpu", "num_envs=2", "placement.threads.simulator=1"])
     env = build_env(config)
     assert env.spec.name == "pong"
     env.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,9 +14,12 @@ from pathlib import Path
 import pytest
 from run_files import manifest, points, rows, words
 
+import pql
 from pql import checkpoint
+from pql.actor.sims import make_sim
+from pql.compose import compose, options
 from pql.envs.toy import Counter
-from pql.errors import PqlWarning
+from pql.errors import ConfigError, PqlWarning
 from pql.interrupt import Interrupt
 from pql.main import COMMANDS, main
 
@@ -38,7 +42,9 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     capsys.readouterr()
     assert main([str(word) for word in argv]) == 2
     said = capsys.readouterr()
-    assert said.out == ""
+    shown = said.out.splitlines()  # what a run was to do, where reading or building it shows the mistake
+    assert len(shown) in (0, 1, 3)
+    assert all(re.match(r"resumes |run: |budget: |\w+ on .* environments on ", line) for line in shown)
     assert said.err.startswith("pql: ")
     assert said.err.endswith("\n")
     assert said.err.count("\n") == 1, said.err
@@ -52,7 +58,6 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     ("argv", "message"),
     [
         (["trian"], f"pql: command=trian: expected one of {', '.join(COMMANDS)} (did you mean train?)"),
-        ([], "pql: command=pql: expected other words: the following arguments are required"),
         (["--verbose"], "pql: command=pql: expected other words:"),
         (["train", "--fast"], "unrecognized arguments: --fast (pql --help)"),
         (["resume"], "pql: command=pql resume: expected other words: the following arguments are required: RUN"),
@@ -174,9 +179,10 @@ def test_training_says_how_it_went_and_what_to_type_next(capsys, tmp_path):
     lines = said.out.splitlines()
     assert said.err == ""
     assert "\x1b" not in said.out
-    assert any(line.startswith("time ") and "env steps" in line for line in lines)
+    assert lines[:2] == ["pql on pendulum: 16 environments on cpu, seed 0", "budget: 320 env steps"]
+    assert any(line.split()[:4] == ["time", "left", "env", "steps"] for line in lines)
     assert any(line.startswith("done: return -") for line in lines)
-    assert lines[-1] == f"next: pql eval {tmp_path}   |   pql resume {tmp_path} budget.env_steps=640"
+    assert lines[-2:] == [f"next: pql eval {tmp_path}", f"      pql resume {tmp_path} budget.env_steps=640"]
 
 
 def test_resuming_goes_on(capsys, finished):
@@ -224,12 +230,72 @@ def test_listing(capsys):
     assert main(["list", "tasks"]) == 0
     tasks = capsys.readouterr().out
     assert {line.split()[0] for line in tasks.splitlines()} >= {"pendulum", "halfcheetah", "gymnasium", "lqr"}
-    assert [line for line in tasks.splitlines() if len(line.split()) < 3 and not line.startswith("task=env ")] == []
+    about = re.sub(r"\n +", " ", tasks).splitlines()  # a description goes on below itself
+    assert [line for line in about if len(line.split()) < 3 and not line.startswith("task=env ")] == []
+    assert {line.split()[0] for line in about} >= {*options("task")}
     assert main(["list", "algos"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "] == [
         "a2c", "a3c", "apex", "appo", "appo_replicas", "c51", "ddpg", "dqn", "eps_rainbow", "impala", "ppo", "pql",
         "pql_d", "pql_sac", "pqn", "r2d2", "rainbow", "sac", "td3",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("80", 80), ("120", 120)])
+def test_lists_fit_the_terminal(capsys, monkeypatch, columns, widest):
+    monkeypatch.setenv("COLUMNS", columns)
+    for what in ("tasks", "algos"):
+        assert main(["list", what]) == 0
+        long = [line for line in capsys.readouterr().out.splitlines() if len(line) > widest]
+        assert [line for line in long if len(line.split()) > 1] == []  # a path is not broken
+
+
+def test_help_where_nothing_is_asked(capsys):
+    """Bare ``pql`` is ``pql --help``, with the status of one that was asked for."""
+    shown = []
+    for argv in ([], ["--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(argv)
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert all(command in shown[0] for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [
+        (["list", "tasks"], 0), (["list", "algos"], 0), (["--help"], 0), ([], 0), (["train", "--help"], 0),
+        (["completion", "--words", "pql train task=half"], 0), (["trian"], 2), (["train", "taks=ant"], 2),
+        (["train", "task=ants"], 2), (["train", "algo.gama=1"], 2), (["train", "task=env", "task.name=pendulun"], 2),
+        (["train", "task=gymnasium"], 2), (["resume", "nowhere"], 2),
+    ],
+)  # fmt: skip
+def test_what_needs_no_torch_loads_none(tmp_path, argv, status):
+    """It takes seconds: four to seventeen on a busy machine."""
+    code = "import json, sys; from pql.main import main\ntry: status = main(sys.argv[1:])\n"
+    code += "except SystemExit as ended: status = ended.code\nprint(json.dumps([status, 'torch' in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [status, False], done.stderr
+
+
+@pytest.mark.parametrize(("task", "want"), [
+    ("gymnasium", "task.id=null: expected one of the tasks that gymnasium has, such as task.id=Pendulum-v1"),
+    ("envpool", "task.id=null: expected one of the tasks that envpool has, such as task.id=HalfCheetah-v5"),
+    ("atari", "task.game=null: expected one of the tasks that atari has, such as task.game=pong"),
+    *((t, f"task.kwargs.{k}=null: expected one of the tasks that {t} has, such as task.kwargs.{k}=") for t, k in (
+        ("playground", "env"), ("mjlab", "task"), ("maniskill", "task"), ("isaaclab", "task"), ("isaacgym", "task"),
+        ("dmlab", "level"))),
+])  # fmt: skip
+def test_a_simulator_of_many_tasks_asks_for_one(capsys, task, want):
+    assert want in mistake(capsys, "train", f"task={task}")
+
+
+def test_so_it_does_in_python_and_for_actors(tmp_path):
+    with pytest.raises(ConfigError, match=r"id=null: expected one of the tasks that gymnasium has, such as id=Pend"):
+        pql.make_env("gymnasium", 2)
+    with pytest.raises(ConfigError, match=r"game=null: expected one of the tasks that atari has, such as game=pong"):
+        make_sim("atari", 2, {})
+    assert compose(["task=gymnasium", "task.kwargs.id=Ant-v5", "device=cpu"]).task.kwargs == {"id": "Ant-v5"}
 
 
 def test_doctor(capsys):

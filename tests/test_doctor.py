@@ -1,5 +1,6 @@
 """What ``pql doctor`` finds, and what the shell is offered at Tab."""
 
+import importlib.util
 import subprocess
 import sys
 import tomllib
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from pql import doctor, env
+from pql import compose, doctor, registry
 from pql.completion import OWN, SCRIPTS, candidates
 from pql.envs.mujoco.robots import ROBOTS
+from pql.envs.mujoco.robots import TASKS as TASK_ROBOTS
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.export import FORMATS
@@ -81,12 +83,42 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
             raise OSError("libGL.so.1: cannot open\nshared object file")
         return Counter
 
-    monkeypatch.setattr(env, "find_factory", find)
-    monkeypatch.setattr(env, "env_names", lambda: ["halfcheetah", "lqr", "pendulum", "theirs"])
+    monkeypatch.setattr(registry, "find_factory", find)
+    monkeypatch.setattr(registry, "env_names", lambda: ["halfcheetah", "lqr", "pendulum", "theirs"])
+    monkeypatch.setattr(compose, "options", lambda group: ["env", "halfcheetah", "pendulum"])
     assert doctor.simulators()[1:] == [
         ["ok", "lqr, pendulum"], ["pip install 'pql-rl[mujoco]'", "halfcheetah"],
         ["OSError: libGL.so.1: cannot open", "theirs"],
     ]  # fmt: skip
+
+
+def test_every_task_is_in_one_state(monkeypatch):
+    """Also those whose preset has another name than its simulator, and those whose robot is missing."""
+    pytest.importorskip("mujoco")
+    monkeypatch.setattr(registry, "find_factory", lambda name: name)
+    monkeypatch.setattr("pql.envs.mujoco.robots.importlib.util.find_spec", lambda name: None)
+    states = {task: state for state, tasks in doctor.simulators()[1:] for task in tasks.split(", ")}
+    assert set(states) >= {*compose.options("task")} - {"env"}
+    assert states["football"] == states["pong"] == states["halfcheetah"] == "ok"
+    for task, robot in TASK_ROBOTS.items():
+        assert states[task] == f"make robots, or pip install --no-deps '{ROBOTS[robot].project}'"
+    assert sum(state != "ok" for state in states.values()) == len(TASK_ROBOTS)
+
+
+def test_the_tasks_that_have_a_robot_of_somebody_else(monkeypatch):
+    """By asking each for its model where no such package is there."""
+    pytest.importorskip("mujoco")
+    from pql.envs.mujoco import TASKS
+
+    found, packages = importlib.util.find_spec, {model.package for model in ROBOTS.values()}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in packages else found(name))
+    wanting = {}
+    for name, maker in TASKS.items():
+        try:
+            maker.task.source()
+        except ConfigError as error:
+            wanting[name] = error.value
+    assert wanting == TASK_ROBOTS
 
 
 def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path):

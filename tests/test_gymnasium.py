@@ -198,4 +198,4 @@ REFUSED = [
 @pytest.mark.parametrize(("kwargs", "message"), REFUSED)
 def test_refusals_name_the_setting_and_the_space(kwargs, message):
     with pytest.raises(ConfigError, match=message):
-        make_env("gymnasium", **{"num_envs": 2, **kwargs})
+        make_env("gymnasium", **{"num_envs": 2, "id": "Pendulum-v1", **kwargs})

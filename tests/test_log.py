@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import re
 import shutil
 import struct
 import sys
@@ -14,7 +13,6 @@ import warnings
 
 import pytest
 import torch
-from rich.console import Console as RichConsole
 from run_files import points, rows, words
 
 from pql import log, wandb_feed
@@ -30,107 +28,52 @@ ROW = {
     "throughput/updates_per_s": 765.0, "busy/collector": 0.25, "busy/v": 0.5, "busy/p": 0.125,
     "train/return_mean": -123.45, "memory/host_gib": 1.25,
 }  # fmt: skip
-EVAL = {"time/seconds": 40.0, "steps/env": 16_000.0, "eval/return_mean": 77.7, "eval/return_iqm": 70.0}
-
-
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-
-
-# -- console --------------------------------------------------------------------------------------------------------
-
-
-def test_plain_lines_where_nobody_looks():
-    out = io.StringIO()
-    console = log.Console("pql on x", {"env_steps": 80_000.0}, console=RichConsole(file=out, width=400))
-    console.write(ROW)
-    console.write({**ROW, "time/seconds": 55.0})  # within ten seconds of the last: not told
-    console.write(EVAL)
-    console.write({**ROW, "time/seconds": 65.0, "memory/gpu_gib": 3.0})
-    lines = out.getvalue().splitlines()
-    assert lines[0] == (
-        "time 50 s, 150 s left | env steps 20,000  (4,321/s) | updates v 2,400, p 1,200  (765/s) | "
-        "ratios v/step 8, p/v 0.5, lag 1 | return train -123.5, eval - | busy collector 25%, v 50%, p 12% | "
-        "memory 1.25 GiB"
-    )
-    assert len(lines) == 3
-    assert lines[1].startswith("time 55 s")  # not back to when the evaluation was asked for
-    assert "eval 77.7" in lines[1]
-    assert "GPU 3.00 GiB" in lines[2]
-    assert "\x1b" not in out.getvalue()
-
-
-def test_the_lag_of_replicas_is_told_in_its_place():
-    row = {**{k: v for k, v in ROW.items() if k != "lag/policy_ticks"}, "lag/policy_mean": 0.954, "lag/policy_max": 3}
-    assert "p/v 0.5, lag 0.954 |" in log.plain_line(row, None)
-
-
-def test_a_panel_on_a_terminal():
-    out = io.StringIO()
-    rich = RichConsole(file=out, force_terminal=True, width=120)
-    console = log.Console("pql on x", {"seconds": 240.0}, console=rich)
-    assert console.live is not None
-    console.write(ROW)
-    console.write(EVAL)
-    console.close()
-    text = plain(out.getvalue())
-    for part in (
-        "pql on x", "20,000  (4,321/s)", "v 2,400, p 1,200  (765/s)", "v/step 8, p/v 0.5, lag 1",
-        "train -123.5, eval 77.7", "50 s, 190 s left", "1.25 GiB", "collector 25%, v 50%, p 12%",
-    ):  # fmt: skip
-        assert part in text, part
-    assert "\x1b[?25h" in out.getvalue()  # the cursor is back
-    assert console.live is None
-
-
-@pytest.mark.parametrize(
-    ("budget", "left"),
-    [
-        ({"seconds": 60.0}, 10.0),
-        ({"env_steps": 40_000.0}, 50.0),
-        ({"seconds": 60.0, "env_steps": 40_000.0}, 10.0),
-        ({"seconds": 5.0}, 0.0),
-        ({"target_return": 5.0}, None),
-    ],
-)
-def test_the_time_left_is_that_of_the_budget_that_ends_first(budget, left):
-    console = log.Console("", budget, console=RichConsole(file=io.StringIO()))
-    console.write(ROW)
-    assert console._eta() == left
-
-
-def test_what_is_said_is_not_taken_for_markup():
-    out = io.StringIO()
-    log.Console("", {}, console=RichConsole(file=out)).say("hidden=[64,64] [bold]x[/bold] :smile:")
-    assert out.getvalue() == "hidden=[64,64] [bold]x[/bold] :smile:\n"
-
-
-def test_a_closed_pipe_does_not_end_a_run():
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    console = log.Console("", {}, console=RichConsole(file=Gone()))
-    console.say("nobody reads this")
-    console.write(ROW)
 
 
 def test_closing_words_name_the_worker_that_bounds_the_tick():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "runs/x/checkpoints/last")
     busy = {"collector": 5.0, "v": 9.0, "p": 1.0}
-    text = log.closing_words(summary, busy, 10.0, BudgetConfig(seconds=50.0, env_steps=20_000))
+    text = log.closing_words(summary, busy, 10.0, 300, BudgetConfig(seconds=50.0, env_steps=20_000))
     assert "done: return -1.2 (IQM -1.5) over 16 episodes" in text
     assert "the tick is bounded by v (busy: collector 50%, v 90%, p 10%): a smaller critic or batch" in text
     assert "pql resume runs/x budget.seconds=100 budget.env_steps=40000" in text
+    assert max(map(len, text.splitlines())) <= 100
     full = dataclasses.replace(summary, return_median=-1.0, length_mean=12.0, success=0.25)
-    text = log.closing_words(full, busy, 10.0, BudgetConfig(seconds=50.0))
+    text = log.closing_words(full, busy, 10.0, 300, BudgetConfig(seconds=50.0))
     assert "done: return -1.2 (median -1.0, IQM -1.5), success 25% over 16 episodes of 12.0 steps" in text
     stopped = Summary("runs/x", None, None, 0, 50.0, 20_000, 2_400, 1_200, "c", interrupted=True)
-    text = log.closing_words(stopped, busy, 10.0, BudgetConfig(seconds=500.0))
+    text = log.closing_words(stopped, busy, 10.0, 300, BudgetConfig(seconds=500.0))
     assert text.startswith("interrupted, saved: not evaluated")
     assert text.endswith("pql resume runs/x")
-    spaced = log.closing_words(dataclasses.replace(stopped, run_dir="my runs/x"), busy, 10.0, BudgetConfig(seconds=5.0))
-    assert spaced.endswith("next: pql eval 'my runs/x'   |   pql resume 'my runs/x'")  # to be pasted as it stands
+    spaced = dataclasses.replace(stopped, run_dir="my runs/x")
+    text = log.closing_words(spaced, busy, 10.0, 300, BudgetConfig(seconds=5.0))
+    assert text.endswith("next: pql eval 'my runs/x'\n      pql resume 'my runs/x'")  # to be pasted as it stands
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        (BudgetConfig(env_steps=5_000_000), " budget.env_steps=5000000"),  # it ended early, by a callback say
+        (BudgetConfig(env_steps=2048), " budget.env_steps=4096"),
+        (BudgetConfig(seconds=1_000_000.4, env_steps=2048), " budget.seconds=1000001 budget.env_steps=4096"),
+        (BudgetConfig(seconds=0.3), " budget.seconds=6"),
+        (BudgetConfig(target_return=3.0), ""),
+    ],
+)
+def test_the_next_command_has_no_budget_below_the_runs_own(budget, words):
+    summary = Summary("runs/x", None, None, 0, 3.0, 2048, 24, 12, "c")
+    assert log.closing_words(summary, {"v": 1.0}, 3.0, 5, budget).endswith(f"pql resume runs/x{words}")
+
+
+def test_a_sitting_without_a_tick_names_no_worker():
+    summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "c")
+    text = log.closing_words(summary, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
+    assert "bounded" not in text
+    assert "nothing was learned in this sitting: the run had used up its budget before" in text
+    assert text.endswith("pql resume runs/x budget.seconds=100")
+    cut = dataclasses.replace(summary, updates_v=0, updates_p=0)
+    text = log.closing_words(cut, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
+    assert "nothing was learned in this sitting: it ended before the first tick" in text
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

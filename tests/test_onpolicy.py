@@ -234,12 +234,12 @@ def test_presets_of_rollouts_for_atari_are_those_of_the_papers():
     assert ppo.algo.encoder.kind == a2c.algo.encoder.kind == q.algo.encoder.kind == "nature"
     assert min(c.algo.warmup_steps for c in (ppo, a2c, q)) > 0  # games that do not run in step
     assert ppo.task.reward_clip == a2c.task.reward_clip == q.task.reward_clip == 1.0
-    short = compose(["device=cpu", "algo=ppo", "task=atari", "budget.env_steps=1_000_000"])
+    short = compose(["device=cpu", "algo=ppo", "task=atari", "task.game=pong", "budget.env_steps=1_000_000"])
     assert short.algo.ppo.anneal_steps == 1_000_000
     pong = compose(["device=cpu", "algo=ppo", "task=pong", "atari=sticky"])
     assert (pong.task.name, pong.task.game, pong.task.kwargs["sticky"]) == ("atari", "pong", 0.25)
     assert (pong.algo.encoder.channels, pong.algo.ppo.anneal_steps) == ([16, 32], 5_000_000)
-    lstm = compose(["device=cpu", "algo=ppo", "task=atari", "algo.ppo.lstm=512"])
+    lstm = compose(["device=cpu", "algo=ppo", "task=atari", "task.game=pong", "algo.ppo.lstm=512"])
     assert lstm.num_envs % lstm.algo.ppo.minibatches == 0
 
 

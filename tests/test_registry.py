@@ -43,7 +43,7 @@ def test_a_simulator_of_the_working_directory_trains_and_is_checked(here, capsys
     more = ("task=env", "task.name=pql_test_sim:Sims.Chase", "run_dir=run")
     assert pql.train(*WORDS, *more, quiet=True).env_steps == 320
     assert sys.path == before
-    assert pql.evaluate("run", episodes=1)["task"] == "pql_test_sim:Sims.Chase"
+    assert pql.evaluate("run", episodes=1, trust=True)["task"] == "pql_test_sim:Sims.Chase"
     assert main(["doctor", "--env", "pql_test_sim:Sims.Chase", "--num-envs", "2", "--steps", "12"]) == 0
     assert "conforms" in capsys.readouterr().out
 

@@ -351,8 +351,79 @@ def test_interrupting_before_the_first_tick_still_saves(tmp_path):
     interrupt = Interrupt()
     interrupt.asked = True
     summary = Session(compose(words(tmp_path)), quiet=True, interrupt=interrupt).train()
-    assert (summary.updates_v, summary.env_steps) == (0, 128)
+    assert (summary.updates_v, summary.env_steps) == (0, 0)
     assert resume(tmp_path).env_steps == 320
+
+
+class Slow(Counter):
+    """A step takes 10 ms."""
+
+    def step(self, action):
+        time.sleep(0.01)
+        return super().step(action)
+
+
+def test_seconds_bound_the_warm_up_too(tmp_path):
+    """A hundred times longer than the budget; what is left of it comes when the run is resumed."""
+    register("slow", lambda num_envs, device: Slow(num_envs, device))
+    more = (
+        "task=env",
+        "task.name=slow",
+        "algo.warmup_steps=2000",
+        "replay.capacity=40000",
+        "budget.seconds=0.2",
+        "budget.env_steps=null",
+    )
+    summary = run(*words(tmp_path, *more))
+    assert 0.2 <= summary.seconds < 10
+    assert summary.updates_v == 0
+    assert 0 < summary.env_steps < 16 * 2000
+    assert manifest(points(tmp_path)[-1])["counters"]["seconds"] == summary.seconds
+    again = resume(tmp_path, f"budget.seconds={summary.seconds + 0.2}")
+    assert again.updates_v == 0
+    assert again.env_steps > summary.env_steps
+
+
+def test_seconds_of_all_rows_include_the_warm_up(tmp_path):
+    register("slow", lambda num_envs, device: Slow(num_envs, device))
+    run(*words(tmp_path, "task=env", "task.name=slow"))
+    assert rows(tmp_path)[0]["time/seconds"] >= 0.01 * 8
+    assert all(row["throughput/env_steps_per_s"] <= 16 / 0.01 for row in rows(tmp_path))  # since the first tick
+
+
+CUT = [("algo=pql",), ("algo=impala", "algo.warmup_steps=8"), ("algo=a3c", "algo.warmup_steps=8", "algo.replicas=2",
+        "algo.central.order=turns"),
+       ("algo=pql", "placement.groups=2")]  # fmt: skip
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("setting", CUT, ids=lambda s: "-".join(s))
+def test_a_warm_up_that_was_cut_goes_on_bit_for_bit(tmp_path, setting):
+    """At its fourth step; also where the learner's first rows, or the second replica's warm-up, are still to come."""
+    interrupt, made = Interrupt(), []
+
+    class Pressed(Pendulum):
+        def step(self, action):
+            made.append(self)
+            interrupt.asked = interrupt.asked or len(made) == 4
+            return super().step(action)
+
+    register("pressed", lambda num_envs, device: Pressed(num_envs, device, max_episode_steps=5))
+    same = ("task=env", "task.name=pressed", *setting, "budget.env_steps=640")
+    base = words(Path()) if setting[0] == "algo=pql" else AS_ROLLOUTS
+    config, whole = (compose([*base, *same, f"run_dir={tmp_path / name}"]) for name in ("parts", "whole"))
+    first = Session(config, quiet=True, interrupt=interrupt).train()
+    assert (first.interrupted, first.updates_v) == (True, 0)
+    assert 0 < first.env_steps < 8 * config.num_envs
+    resume(tmp_path / "parts")
+    Session(whole, quiet=True).train()
+    (a, facts_a), (b, facts_b) = (checkpoint.load(points(tmp_path / name)[-1]) for name in ("whole", "parts"))
+    assert differences(a, b) == []
+    names = [k for k in facts_a["counters"] if k != "seconds"]
+    assert [facts_a["counters"][k] for k in names] == [facts_b["counters"][k] for k in names]
+
+
+AS_ROLLOUTS = [w for w in words(Path()) if not w.startswith(("replay.", "algo.", "run_dir=", "placement."))]
 
 
 @pytest.mark.fault

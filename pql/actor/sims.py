@@ -10,6 +10,7 @@ import numpy as np
 from pql.actor.client import Simulator
 from pql.envs.far_build import UnknownError, build
 from pql.errors import ConfigError
+from pql.registry import check_chosen
 
 PLAIN = {"gymnasium": "pql.actor.gymnasium:GymnasiumSim", "atari": "pql.actor.atari:AtariSim"}
 """In place of the learner's own adapters, with the same settings."""
@@ -22,8 +23,9 @@ def make_sim(name: str, num_envs: int, kwargs: Mapping[str, Any]) -> Simulator:
         name: one of ``PLAIN``, of the entry-point group ``pql.envs`` or built in; or ``module:attribute``.
 
     Raises:
-        ConfigError: no such name, packages are missing, or a keyword it does not take.
+        ConfigError: no such name, packages are missing, a keyword it does not take, or none that chooses a task.
     """
+    check_chosen(name, kwargs)
     request = {"name": PLAIN.get(name, name), "num_envs": num_envs, "device": "cpu", "kwargs": kwargs, "offered": {}}
     try:
         with no_grad():  # building turns gradients off for good, which is the caller's to say

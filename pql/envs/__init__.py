@@ -53,6 +53,14 @@ BUILTIN = {
     "maniskill": "pql.envs.maniskill:maniskill",
 }
 
+CHOOSES = {
+    "gymnasium": ("id", "Pendulum-v1"), "envpool": ("id", "HalfCheetah-v5"), "atari": ("game", "pong"),
+    "dmlab": ("level", "contributed/dmlab30/explore_goal_locations_small"), "playground": ("env", "CartpoleSwingup"),
+    "mjlab": ("task", "Mjlab-Velocity-Flat-Unitree-Go1"), "maniskill": ("task", "PickCube-v1"),
+    "isaaclab": ("task", "Isaac-Ant"), "isaacgym": ("task", "Ant"),
+}  # fmt: skip
+"""Simulators of many tasks: the keyword that chooses one of these, and an example. None is taken unasked."""
+
 EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari",
             "pql.envs.remote": "remote",
             "pql.envs.envpool": "bench"}  # fmt: skip

@@ -29,6 +29,14 @@ ROBOTS = {
 }  # fmt: skip
 
 
+TASKS = {
+    "anymal": "anymal_c", "go1_velocity": "go1", "g1_velocity": "g1", "allegro_hand": "allegro_hand", "dclaw": "dclaw",
+    **dict.fromkeys(("franka_cube_stack", "franka_cube_stack_torque"), "panda"),
+    **{f"shadow_hand{seen}": "shadow_hand" for seen in ("", "_full", "_full_no_vel", "_openai")},
+}  # fmt: skip
+"""The robot of each task that has one of these."""
+
+
 def model_file(robot: str) -> Path:
     """The model of one of ``ROBOTS``.
 
