@@ -22,7 +22,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pql import wrap as wrap
+    from pql.api import compare as compare
     from pql.api import evaluate as evaluate
+    from pql.api import report as report
     from pql.api import resume as resume
     from pql.api import train as train
     from pql.config import Config as Config
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
     from pql.types import Step as Step
 
 _HOME = {
-    "train": "pql.api", "resume": "pql.api", "evaluate": "pql.api",
+    "train": "pql.api", "resume": "pql.api", "evaluate": "pql.api", "compare": "pql.api",
+    "report": "pql.api",
     "check_env": "pql.conformance", "make_env": "pql.env", "register": "pql.env", "EnvSpec": "pql.env",
     "ObsSpec": "pql.env", "Box": "pql.env", "Discrete": "pql.env", "Step": "pql.types", "load_policy": "pql.policy",
     "export_policy": "pql.export", "record_video": "pql.play", "Session": "pql.session",

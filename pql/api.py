@@ -3,7 +3,7 @@
 Nothing here imports torch before it is needed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,48 @@ def evaluate(
     from pql.evaluation import evaluate_saved
 
     return evaluate_saved(Path(path).expanduser(), num_envs, episodes, seed, device, epsilon, trust)
+
+
+def report(
+    run: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
+) -> dict[str, Any]:  # fmt: skip
+    """Write a page about one run, as ``pql report``. Needs the extra ``report``.
+
+    Args:
+        out: the page's folder; None: ``report`` in the run.
+        x: the axis: ``seconds``, ``env_steps`` or ``updates``.
+        thresholds: returns, for the times at which they were reached.
+    Returns:
+        the page's numbers, with ``page``, the path of its HTML.
+    Raises:
+        ConfigError: no run there, one without metrics, an unknown axis, or a folder that cannot be written.
+    """
+    return _page([run], out, x, thresholds, single=True)
+
+
+def compare(
+    *runs: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
+) -> dict[str, Any]:  # fmt: skip
+    """Write a page that compares runs, as ``pql compare``: ``pql.compare("runs", x="env_steps")``.
+
+    Args:
+        runs: run directories, or folders of runs.
+        out: the page's folder; None: ``comparison`` here.
+        x, thresholds: as for :func:`report`, which says what is returned and raised.
+    """
+    return _page(runs, out, x, thresholds, single=False)
+
+
+def _page(
+    runs: Sequence[str | Path], out: str | Path | None, x: str, thresholds: Sequence[float], single: bool
+) -> dict[str, Any]:  # fmt: skip
+    from pql.reports import write
+
+    if not runs:
+        raise ConfigError("run", None, "run directories")
+    folder = None if out is None else Path(out).expanduser()
+    path, numbers = write([str(Path(run).expanduser()) for run in runs], folder, x, thresholds, single)
+    return {"page": str(path), **numbers}
 
 
 def launch(

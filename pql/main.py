@@ -293,7 +293,7 @@ def print_evaluation(row: dict[str, Any]) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    from pql import report
+    from pql import reports
 
     runs = [
         w for w in args.words if "=" not in w or Path(w).expanduser().exists()
@@ -305,8 +305,8 @@ def run_report(args: argparse.Namespace) -> int:
     if any(isinstance(v, bool) or not isinstance(v, int | float) for v in levels):
         raise ConfigError("thresholds", levels, "a list of numbers such as [100,200]")
     out = Path(asked["out"]).expanduser() if "out" in asked else None
-    path, numbers = report.write(runs, out, asked.get("x", "seconds"), levels, args.single)
-    report.tell(numbers)
+    path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single)
+    reports.tell(numbers)
     print(f"page: {path}\nnumbers: {path.with_name('numbers.json')}")
     return 0
 

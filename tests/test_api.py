@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from run_files import rows, words
+from run_files import rows, words, write_run
 
 import pql
 from pql.api import NAMES_A_TASK
@@ -19,8 +19,8 @@ from pql.session import Session
 
 NAMES = {
     "Box", "Config", "ConfigError", "Discrete", "EnvSpec", "ObsSpec", "RunError", "Session", "Step", "Summary",
-    "__version__", "check_env", "evaluate", "export_policy", "load_policy", "make_env", "record_video", "register",
-    "resume", "train", "wrap",
+    "__version__", "check_env", "compare", "evaluate", "export_policy", "load_policy", "make_env", "record_video",
+    "register", "report", "resume", "train", "wrap",
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_all_public_names_show_before_anything_is_loaded():
 def test_every_public_name_is_there_and_a_verb_is_a_function():
     for name in pql.__all__:
         assert getattr(pql, name) is not None
-    for name in ("train", "resume", "evaluate"):
+    for name in ("train", "resume", "evaluate", "report", "compare"):
         assert getattr(pql, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = pql.trian
@@ -67,6 +67,24 @@ def test_evaluate_refuses_what_the_command_refuses(trained):
         pql.evaluate(trained, episodes=0)
     with pytest.raises(ConfigError, match="device=cuda:9: expected a device of this machine"):
         pql.evaluate(trained, device="cuda:9")
+
+
+def test_pages_are_written_from_python_too(tmp_path):
+    """The names stay functions once the modules that do the work are loaded."""
+    pytest.importorskip("jinja2")
+    one, two = (write_run(tmp_path / f"s{seed}", [(1, 16, 5.0), (2, 32, 10.0 * seed)], seed=seed) for seed in (1, 2))
+    about = pql.report(one)
+    assert about["page"] == str(one / "report" / "index.html")
+    assert (one / "report" / "index.html").stat().st_size > 1000
+    both = pql.compare(one, two, out=tmp_path / "page", x="env_steps")
+    assert both["page"] == str(tmp_path / "page" / "index.html")
+    assert [len(g["runs"]) for task in both["tasks"] for g in task["groups"]] == [2]
+    assert callable(pql.report)
+    assert callable(pql.compare)
+    with pytest.raises(ConfigError, match="run=null: expected run directories"):
+        pql.compare()
+    with pytest.raises(ConfigError, match="x=hours: expected one of"):
+        pql.report(one, x="hours")
 
 
 # -- settings as dicts ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.export import FORMATS
 from pql.main import COMMANDS, FLAGS, main
-from pql.report.runs import AXES
+from pql.reports.runs import AXES
 from pql.text import table
 
 

@@ -24,7 +24,7 @@ from pql.errors import ConfigError
 from pql.files import read_yaml, walk
 from pql.jobs import next_command
 from pql.main import main
-from pql.report import runs
+from pql.reports import runs
 from pql.trust import ELSEWHERE, MODULE, check_networks, check_task
 
 SECONDS = 10.0  # on a busy machine; by itself each takes well below 2

@@ -12,8 +12,8 @@ from run_files import write_run
 from pql.errors import ConfigError
 
 pytest.importorskip("scipy")
-from pql.report import numbers, runs, stats
-from pql.report.words import subtitle
+from pql.reports import numbers, runs, stats
+from pql.reports.words import subtitle
 
 # -- statistics -----------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from pql.main import main
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
-from pql.report import draw, write
-from pql.report.words import compact, findings, num
+from pql.reports import draw, write
+from pql.reports.words import compact, findings, num
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -400,7 +400,7 @@ def test_a_package_that_is_not_installed_is_named(two, capsys, monkeypatch, pack
 def test_the_command_line_does_not_need_them(tmp_path):
     import subprocess
 
-    script = "import sys; import pql.main; pql.main.main(['list', 'algos']); import pql.report; "
+    script = "import sys; import pql.main; pql.main.main(['list', 'algos']); import pql.reports; "
     script += "print(sorted({'matplotlib', 'scipy', 'jinja2'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

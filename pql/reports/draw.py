@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from matplotlib.transforms import offset_copy
 
-from pql.report.numbers import UNITS
-from pql.report.words import AXIS_WORDS, UNITS_SHORT, compact
+from pql.reports.numbers import UNITS
+from pql.reports.words import AXIS_WORDS, UNITS_SHORT, compact
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6f7783")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

@@ -40,7 +40,7 @@ def write(
             or a package that is missing.
     """
     check_packages()
-    from pql.report import numbers, page, runs
+    from pql.reports import numbers, page, runs
 
     if x not in runs.AXES:
         raise ConfigError("x", x, f"one of {', '.join(runs.AXES)}{nearest(x, runs.AXES)}")
@@ -98,7 +98,7 @@ def tell(numbers: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from pql.report.words import findings, num, spoken
+    from pql.reports.words import findings, num, spoken
 
     console = Console()
     if not console.is_terminal:  # nobody's window: whole lines

@@ -9,10 +9,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from pql.errors import show
-from pql.report import draw, words
-from pql.report.numbers import UNITS
-from pql.report.runs import ASIDE, AXES, Run
-from pql.report.words import ABOUT, DASH, compact, num, percent, spoken
+from pql.reports import draw, words
+from pql.reports.numbers import UNITS
+from pql.reports.runs import ASIDE, AXES, Run
+from pql.reports.words import ABOUT, DASH, compact, num, percent, spoken
 
 Numbers = Mapping[str, Any]
 
@@ -341,7 +341,7 @@ def render(numbers: Numbers, parts: Sequence[Section], settings: Mapping[str, An
     """One HTML text that needs nothing else. ``settings``: of the one run that the page is about."""
     import jinja2
 
-    source = files("pql.report")
+    source = files("pql.reports")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(source.joinpath("page.html").read_text())
     single = settings is not None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pql.report.numbers import UNITS
+from pql.reports.numbers import UNITS
 
 Numbers = Mapping[str, Any]
 DASH = "–"
@@ -136,10 +136,10 @@ def facts(run: Numbers) -> list[tuple[str, str]]:
 ABOUT = {
     "curves": (
         "Thick: interquartile mean (IQM) over runs of each evaluation's mean undiscounted return, with its 95 % "
-        "bootstrap band. Thin: every run. Seconds are of training, without start and warm-up. The last picture of "
+        "bootstrap band. Thin: every run. Seconds count from the first env step on. The last picture of "
         "each task shows the scores below: mark and bar are IQM and interval, strokes the runs."
     ),
-    "curve": "Mean undiscounted return of each evaluation. Seconds are of training, without start and warm-up.",
+    "curve": "Mean undiscounted return of each evaluation. Seconds count from the first env step on.",
     "scores": (
         "A run's score is its mean return, read off its curve, at the {axis} to which all finished runs of "
         "the task have come. Small: the 95 % percentile interval of the stratified bootstrap over runs."

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pql.errors import show
-from pql.report import stats
-from pql.report.runs import AXES, Run, configured, position
+from pql.reports import stats
+from pql.reports.runs import AXES, Run, configured, position
 
 Array = NDArray[np.float64]
 GRID = 100  # points of a group's curve
