@@ -55,7 +55,7 @@ BUILTIN = {
 
 CHOOSES = {
     "gymnasium": ("id", "Pendulum-v1"), "envpool": ("id", "HalfCheetah-v5"), "atari": ("game", "pong"),
-    "dmlab": ("level", "contributed/dmlab30/explore_goal_locations_small"), "playground": ("env", "CartpoleSwingup"),
+    "dmlab": ("level", "contributed/dmlab30/rooms_watermaze"), "playground": ("env", "CartpoleSwingup"),
     "mjlab": ("task", "Mjlab-Velocity-Flat-Unitree-Go1"), "maniskill": ("task", "PickCube-v1"),
     "isaaclab": ("task", "Isaac-Ant"), "isaacgym": ("task", "Ant"),
 }  # fmt: skip
