@@ -16,7 +16,7 @@ from typing import Any
 from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest, show
 from pql.large_batch import large_batch
-from pql.trust import PYTHON, check_networks, check_task, names_code
+from pql.trust import PYTHON, check_links, check_networks, check_task, names_code
 from pql.validate import corrected, resolve_device, validate
 
 BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
@@ -324,6 +324,7 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     if not trust:
         check_task(config, run_dir, values)
         check_networks(config, run_dir, values)
+        check_links(run_dir)
     return dataclasses.replace(config, run_dir=str(run_dir))
 
 

@@ -82,8 +82,8 @@ def check_spec(spec: Any) -> None:
     for name in ("action_low", "action_high"):
         if (bounds := spec.get(name)) is not None:
             check_bounds(f"spec.{name}", bounds, count)
-    _need(spec.get("max_episode_steps") is None or _whole(spec["max_episode_steps"], 1), "spec.max_episode_steps",
-          "null or a whole number from 1 on")  # fmt: skip
+    limit = spec.get("max_episode_steps", 0)
+    _need(limit is None or _whole(limit, 1), "spec.max_episode_steps", "null or a whole number from 1 on")
 
 
 def check_export(data: Any) -> None:
@@ -106,9 +106,10 @@ def check_export(data: Any) -> None:
     _need(len({*names}) == len(names) and bool(data["inputs"]) and names[len(data["inputs"]) :][:1] == ["action"],
           "outputs", "an action, and names that differ")  # fmt: skip
     for entry in data["inputs"]:
-        kind, _, group = entry["name"].partition(".")
-        known = kind == "state" or (kind == "obs" and group in spec["obs"])
-        _need(known, f"inputs.{entry['name']}", "a group or a state")
+        kind, _, name = entry["name"].partition(".")
+        group = spec["obs"].get(name, {}) if kind == "obs" else {"shape": entry["shape"][1:], "dtype": "float32"}
+        same = group.get("shape") == entry["shape"][1:] and group.get("dtype") == entry["dtype"]
+        _need(kind in ("obs", "state") and same, f"inputs.{entry['name']}", "a group of spec.obs, or a state")
     _check_action(data["action"])
 
 

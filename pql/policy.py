@@ -22,7 +22,7 @@ from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
 from pql.errors import ConfigError, show
 from pql.nets import Flat, groups_read
 from pql.normalize import Normalizer
-from pql.trust import check_networks, check_task
+from pql.trust import check_links, check_networks, check_task
 from pql.types import Obs, column
 
 if TYPE_CHECKING:
@@ -205,6 +205,7 @@ def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: boo
     stored = _open(path, device, trust)
     if not trust:
         check_task(stored.config, path)
+        check_links(checkpoint.home(stored.path))
     return stored
 
 

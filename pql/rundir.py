@@ -118,13 +118,13 @@ def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     """
     from pql import checkpoint
 
-    said = _read_yaml(run_dir / "overrides.yaml")
+    said = _read_words(run_dir / "overrides.yaml")
     try:
         if (before := read_summary(run_dir)) is not None:
             _write_json(run_dir / "summary.json", {**before, "interrupted": True})
         checkpoint.amend(run_dir / "checkpoints", to_dict(config))
         _write_config(run_dir, config)
-        _write_yaml(run_dir / "overrides.yaml", [*(said if isinstance(said, list) else ()), *overrides])
+        _write_yaml(run_dir / "overrides.yaml", [*said, *overrides])
     except OSError as error:
         raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
 
@@ -246,11 +246,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_words(path: Path) -> list[str]:
     try:
-        return read_yaml(path)
+        words = read_yaml(path)
     except (OSError, ValueError):
-        return None
+        return []
+    return [str(word) for word in words] if isinstance(words, list) else []
 
 
 def _write_yaml(path: Path, data: Any) -> None:

@@ -18,6 +18,8 @@ NAMING = (PYTHON, "task.name", "task.id", "task.game", "task.model", "task.kwarg
 """Where such things can be named."""
 WORDS_OF_OTHERS = {"isaacgym": ("overrides",)}  # keywords that another program's own configuration reads
 
+WRITTEN_TO = ("evaluations", "videos", "report", "checkpoints")  # folders of a run directory
+
 MODULE = re.compile(r"\s*[A-Za-z_][\w.]*:[A-Za-z_]")  # module:attribute, and gymnasium's module:Id
 ELSEWHERE = re.compile(r"\s*(/|~|\\|[A-Za-z]:[\\/]|[a-z+]+://)|(^|.*[\\/])\.\.([\\/]|$)", re.DOTALL)
 
@@ -42,6 +44,17 @@ def check_networks(config: Config, source: object, given: Collection[str] = ()) 
     """The networks of a config that was read from ``source``. Arguments and errors as for :func:`check_task`."""
     nets = ((name, getattr(config.algo, name.split(".")[1]).net) for name in NETWORKS)
     _refuse(((name, net) for name, net in nets if net is not None and ":" in net), source, given)
+
+
+def check_links(run: Path) -> None:
+    """Raises ``ConfigError`` for a symbolic link to a file elsewhere where a command may write: in a run directory that
+    came from somebody else it would have that file overwritten. Links to folders are the user's to make."""
+    inside = run.resolve()
+    for folder in (run, *(run / name for name in WRITTEN_TO)):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_symlink() and not path.is_dir() and inside not in path.resolve().parents:
+                what = f"a run directory without links to files elsewhere; {path} is one. --trust takes it as it is"
+                raise ConfigError("run", run, what)
 
 
 def _refuse(found: Iterator[tuple[str, Any]], source: object, given: Collection[str]) -> None:

@@ -1,6 +1,7 @@
 """Small runs in the words of the command line, for the tests of what surrounds the tick."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,22 @@ def write_run(
     if finished:
         (path / "summary.json").write_text(json.dumps({"return_mean": evals[-1][2] if evals else None}))
     return path
+
+
+ODD = [None, -1, 0, 2**40, 1.5, "x", "", [], {}, True, "1e999", [[]], {"as_int": 2**62}, "torch.ops.aten.cat.default"]
+
+
+def mutate(tree: Any, rng: random.Random) -> None:
+    """Replace or drop one value somewhere in a JSON tree."""
+    places: list[tuple[Any, Any]] = []
+    left = [tree]
+    while left:
+        node = left.pop()
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            places.append((node, key))
+            left += [value] if isinstance(value, dict | list) else []
+    node, key = rng.choice(places)
+    if rng.random() < 0.3:
+        del node[key]
+    else:
+        node[key] = rng.choice(ODD)

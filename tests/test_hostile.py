@@ -1,8 +1,11 @@
 """Files that somebody else has made: each is refused in one line, in bounded time, and nothing in it is executed."""
 
+import contextlib
+import copy
 import hashlib
 import json
 import os
+import random
 import shutil
 import struct
 import sys
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from run_files import points, words
+from run_files import mutate, points, words
 from safetensors.torch import load_file, save_file
 
 import pql
@@ -25,6 +28,7 @@ from pql.files import read_yaml, walk
 from pql.jobs import next_command
 from pql.main import main
 from pql.reports import runs
+from pql.reports import write as write_report
 from pql.trust import ELSEWHERE, MODULE, check_networks, check_task
 
 SECONDS = 10.0  # on a busy machine; by itself each takes well below 2
@@ -188,6 +192,50 @@ def test_the_run_itself_still_loads(run: Path) -> None:
     assert pql.load_policy(run)(torch.zeros(4, 3)).shape == (4, 1)
     with pytest.raises(ConfigError, match="a run directory with a checkpoint"):
         pql.load_policy(run / "nothing")
+
+
+@pytest.mark.parametrize("name", ["summary.json", ".config.yaml", "evaluations/last-seed0-1episodes.json",
+                                  "videos/x.mp4", "report/index.html", "checkpoints/.writing-last"])  # fmt: skip
+def test_a_link_to_a_file_elsewhere_is_not_written_through(run: Path, tmp_path: Path, capsys, name: str) -> None:
+    other = tmp_path / "precious"
+    other.write_text("kept")
+    link = run / name
+    link.unlink(missing_ok=True)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(other)
+    for command in (("eval", run, "episodes=1"), ("play", run), ("resume", run, "budget.env_steps=900")):
+        assert "without links to files elsewhere" in refused(*command, capsys=capsys)
+    with pytest.raises(ConfigError, match="links to files elsewhere"):
+        write_report([str(run)], None, "seconds", [], True)
+    assert other.read_text() == "kept"
+
+
+def test_a_run_on_another_disk_is_its_owner_s(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints").rename(tmp_path / "scratch")
+    (run / "checkpoints").symlink_to(tmp_path / "scratch")
+    (run / "newest.jsonl").symlink_to("metrics.jsonl")
+    assert main(["eval", str(run), "episodes=1"]) == 0
+
+
+def test_mutated_runs_load_as_they_were_or_are_refused(run: Path) -> None:
+    """Values of a manifest and of a config changed at random: one line, or a policy; never another exception."""
+    rng, want, loaded = random.Random(5), pql.load_policy(run)(torch.ones(2, 3)), 0
+    manifest, config = run / "checkpoints" / "last" / "manifest.json", run / "config.yaml"
+    whole, settings = manifest.read_text(), yaml.safe_load(config.read_text())
+    for i in range(150):
+        manifest.write_text(whole)
+        rewrite(manifest.parent, lambda facts: mutate(facts, rng))
+        changed = copy.deepcopy(settings)
+        mutate(changed, rng)
+        config.write_text(yaml.safe_dump(changed) if i % 3 else yaml.safe_dump(settings)[: rng.randrange(4000)])
+        try:
+            assert pql.load_policy(run)(torch.ones(2, 3)).shape == want.shape
+            loaded += 1
+        except ConfigError:
+            pass
+        with contextlib.suppress(ConfigError):
+            resume_config(run, [])
+    assert 0 < loaded < 150
 
 
 # -- settings that name code, a program or a path ----------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import pql
 from pql.errors import ConfigError, nearest
 from pql.files import read_json
+from pql.trust import check_links
 
 PACKAGES = ("matplotlib", "scipy", "jinja2")
 
@@ -52,6 +53,8 @@ def write(
     if untold:
         raise ConfigError("x", x, f"an axis that all runs tell; {untold[0]} does not")
     folder = out or (paths[0] / "report" if single else Path("comparison"))
+    if single and out is None:
+        check_links(paths[0])
     _make(folder)  # before the work, not after
     told = numbers.analyse(found, x, thresholds, notes)
     series = numbers.clean(numbers.series(found[0])) if single else None
