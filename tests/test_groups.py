@@ -296,10 +296,11 @@ def test_simulators_made_before_one_that_fails_are_closed():
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-class Several:
+class Several(Counter):
     """Forms its groups itself."""
 
     def __init__(self, num_envs=8, device="cpu", groups=1):
+        super().__init__(num_envs, device)
         self.spec = self.describe(num_envs, device, groups)
 
     @classmethod

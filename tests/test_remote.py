@@ -27,6 +27,7 @@ from pql.env import make_env
 from pql.envs.far_build import describe
 from pql.envs.remote import Remote
 from pql.envs.remote.server import check_safe
+from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
 from pql.evaluation import run_episodes
 from pql.schedule import Inline
@@ -454,7 +455,12 @@ def test_actors_step_a_task_that_keeps_its_presets(address, capfd, monkeypatch):
     config = compose([*words, "task.remote.timeout=20"])
     assert config == replace(compose(words[:-1]), task=config.task)
     asked = []
-    monkeypatch.setattr("pql.envs.remote.Remote", lambda num_envs, device, **kwargs: asked.append((num_envs, kwargs)))
+
+    def remote(num_envs, device, **kwargs):
+        asked.append((num_envs, kwargs))
+        return Counter(num_envs, device)
+
+    monkeypatch.setattr("pql.envs.remote.Remote", remote)
     build_env(config)
     ((slots, given),) = asked
     assert (slots, given["listen"], given["timeout"]) == (4, address, 20)

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="key=value")
     args = parser.parse_args(argv)
     if args.smoke:
-        args.seeds, args.steps = [0], 5000
+        args.seeds, args.steps = [0], 30_000  # so that episodes end
     torch.set_num_threads(1)
     own = OWN if args.task == "ball_balance" else ()
     words = [f"task={args.task}", *own, *args.words]
