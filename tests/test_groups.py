@@ -296,11 +296,12 @@ def test_simulators_made_before_one_that_fails_are_closed():
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-class Several(Counter):
+class Several:
     """Forms its groups itself."""
 
     def __init__(self, num_envs=8, device="cpu", groups=1):
-        super().__init__(num_envs, device)
+        self.env = Counter(num_envs, device)
+        self.reset, self.step = self.env.reset, self.env.step
         self.spec = self.describe(num_envs, device, groups)
 
     @classmethod
