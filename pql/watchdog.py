@@ -144,7 +144,7 @@ class Watchdog:
     def _look(self) -> None:
         while not self._over.wait(LOOK):
             late = [watch for watch in list(_watches.values()) if watch.late and not watch.polled]
-            if late:
+            if late and _dogs[-1:] == [self]:  # of several, the one entered last: each would end the process
                 self._end(late[0])
 
     def _end(self, watch: Watch) -> None:

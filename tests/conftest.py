@@ -14,6 +14,7 @@ from gates import LearningGate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pql import watchdog
 from pql.build import Parts, build
 from pql.checkpoint import flatten
 from pql.config import Config, from_dict
@@ -108,6 +109,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         rows = sorted(str(text) for r in passed for key, text in r.user_properties if key == f"told {table}")
         if rows:
             terminalreporter.write_line("\n".join(["", head, *(f"  {row}" for row in rows)]))
+
+
+@pytest.fixture(autouse=True)
+def _no_watchdog_left() -> Iterator[None]:
+    """One that a test leaves behind would end the process of a later test that hangs on purpose."""
+    yield
+    left, watchdog._dogs[:] = watchdog._dogs[:], []
+    assert not left
 
 
 @pytest.fixture

@@ -275,8 +275,12 @@ def test_off_policy_algorithms_keep_the_random_steps_that_fill_their_replay():
 @pytest.mark.parametrize("task", [t for t in options("task") if t != "env"])
 def test_every_task_composes(task):
     from pql.env import env_names
+    from pql.envs import CHOOSES
 
-    assert compose(["device=cpu", f"task={task}"]).task.name in env_names()
+    keyword, example = CHOOSES.get(task, ("", ""))
+    field = keyword if keyword in ("id", "game") else f"kwargs.{keyword}"
+    chosen = [f"task.{field}={example}"] if keyword else []
+    assert compose(["device=cpu", f"task={task}", *chosen]).task.name in env_names()
 
 
 def test_composing_inside_a_program_that_uses_hydra():

@@ -41,7 +41,7 @@ def test_every_timing_conforms(when, told):
     untested = {r.name for r in report.results if r.ok is None}
     never = {"final_obs_kept"} if when in ("same", "post", "pre") else set()
     same = {"filler_flags"} if when in ("same", "manual") else set()
-    assert untested == {"stack", "determinism", "state_dict", "groups", "describe"} | never | same
+    assert untested == {"stack", "determinism", "state_dict", "groups", "describe", "capturable"} | never | same
 
 
 ROWS = {"post": L - 1, "pre": L - 2, "same": L - 1, "manual": L - 1}

@@ -49,7 +49,8 @@ def test_they_conform(kind, both, told):
     assert report.ok, report
     lost = {"final_obs_kept"} if kind == "lost" else set()
     untested = {r.name for r in report.results if r.ok is None}
-    assert untested == {"filler_flags", "stack", "determinism", "state_dict", "groups", "describe"} | lost
+    always = {"filler_flags", "stack", "determinism", "state_dict", "groups", "describe", "capturable"}
+    assert untested == always | lost
 
 
 @pytest.mark.parametrize("kind", KINDS)

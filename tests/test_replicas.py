@@ -331,7 +331,7 @@ def test_a_failing_replica_ends_the_run_with_its_name_and_traceback(order, threa
 @pytest.mark.fault
 def test_a_hung_replica_is_named_with_all_stacks(order, threads_left):
     """Though its tick of the run is long: the watchdog is for a replica's own tick."""
-    change = {"num_envs": 12, "placement": {"watchdog_seconds": 2.0}}
+    change = {"num_envs": 12, "placement": {"watchdog_seconds": 2.0, "start_seconds": 2.0}}
     parts, release = start(replicas(3, change, order=order, each=20)), threading.Event()
     parts.replicas[1].workers["learner"].job = lambda count: release.wait(20)
     begun = time.monotonic()

@@ -95,8 +95,8 @@ def test_a_run_writes_what_every_run_writes_and_its_lag(tmp_path, capsys):
     assert main(["eval", str(tmp_path), "num_envs=4"]) == 0
     assert main(["list", "algos"]) == 0
     out = capsys.readouterr().out
-    assert "a3c                  A3C (Mnih et al. 2016)" in out
-    assert "appo_replicas        Asynchronous PPO" in out
+    assert "a3c            A3C (Mnih et al. 2016)" in out
+    assert "appo_replicas  Asynchronous PPO" in out
 
 
 def test_the_central_policy_is_what_is_saved(tmp_path):
@@ -122,7 +122,7 @@ def test_a_new_run_starts_from_a_replicas_run_and_the_other_way_round(tmp_path):
             for part in ("policy", "value"):
                 mine = checkpoint.flatten(getattr(one.learners["learner"].state, part).state_dict())
                 assert differences(mine, {k: old[f"learners/learner/state/{part}/{k}"] for k in mine}) == []
-        session._close_parts()
+        session.closing.close()
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pql.checkpoint import CorruptCheckpointError
 from pql.compose import compose, resume_config
 from pql.config import from_dict
 from pql.errors import ConfigError, PqlWarning
+from pql.files import read_yaml
 from pql.main import main
 from pql.policy import load_policy, open_stored
 from pql.session import Session
@@ -123,7 +124,7 @@ def test_a_new_budget_outlives_a_sitting_that_was_killed_before_it_saved(folder)
 def test_a_damaged_overrides_yaml_does_not_end_a_run(folder, text):
     (folder / "overrides.yaml").write_text(text)
     rundir.amend(folder, from_dict(rundir.read_config(folder)), ["budget.env_steps=640"])
-    assert rundir._read_yaml(folder / "overrides.yaml") == ["budget.env_steps=640"]
+    assert read_yaml(folder / "overrides.yaml") == ["budget.env_steps=640"]
 
 
 def test_config_yaml_is_on_the_disk_when_a_run_begins(tmp_path, monkeypatch):

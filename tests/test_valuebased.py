@@ -310,7 +310,7 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
     )
     monkeypatch.chdir(tmp_path)
     summary = train(tmp_path / "run", "algo=rainbow", "algo.critic.net=mine:Net", "budget.env_steps=600")
-    assert load_policy(summary.run_dir)(torch.zeros(2, 4)).shape == (2,)
+    assert load_policy(summary.run_dir, trust=True)(torch.zeros(2, 4)).shape == (2,)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -72,6 +72,13 @@ def test_what_surrounds_a_watch_has_its_time_afterwards(guarded):
             forever()
 
 
+def test_of_two_the_one_entered_last_breaks_off():
+    """The other, of a run that this one is inside of, has no handler in place and would end the process."""
+    late = pytest.raises(HungError, match="worker v has made no progress")
+    with Watchdog(), Interrupt() as interrupt, Watchdog(interrupt), late, watching("worker v", SHORT):
+        forever()
+
+
 def test_after_the_first_step_the_limit_is_that_of_steps(guarded):
     def step():
         time.sleep(0.3)  # compiles

@@ -161,12 +161,10 @@ def pql_settings(algo: str, task: str) -> Settings:
 
 
 def train_pql(task: str, seed: int, budget: Budget, settings: Settings) -> Trained:
-    """By the command line, as a user would. Neither time nor steps of its random warm-up (about a second) count."""
-    config = compose([*settings["words"], "budget.seconds=1"])
-    before = config.algo.warmup_steps * config.num_envs
+    """By the command line, as a user would. Its random warm-up counts, in seconds and in steps."""
     limits = {"seconds": budget.seconds, "env_steps": "null"}
     if budget.env_steps is not None:
-        limits = {"seconds": "null", "env_steps": before + budget.env_steps}
+        limits = {"seconds": "null", "env_steps": budget.env_steps}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         words = [*settings["words"], f"seed={seed}", *(f"budget.{k}={v}" for k, v in limits.items())]
@@ -175,7 +173,7 @@ def train_pql(task: str, seed: int, budget: Budget, settings: Settings) -> Train
         if done.returncode:
             raise RuntimeError((done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1])
         summary = json.loads((run_dir / "summary.json").read_text())
-        return Trained(pql.load_policy(run_dir), summary["seconds"], summary["env_steps"] - before)
+        return Trained(pql.load_policy(run_dir), summary["seconds"], summary["env_steps"])
 
 
 def train_rsl_rl(task: str, seed: int, budget: Budget, settings: Settings) -> Trained:
