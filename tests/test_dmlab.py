@@ -14,6 +14,7 @@ from pql.envs import dmlab
 from pql.errors import ConfigError
 
 LENGTH = 20  # frames of an episode
+LEVEL = "contributed/dmlab30/rooms_watermaze"
 
 
 class Lab:
@@ -71,8 +72,12 @@ def simulator(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepmind_lab", SimpleNamespace(Lab=Lab))
 
 
+def make_lab(num_envs, **kwargs):
+    return make_env("dmlab", num_envs, level=LEVEL, **kwargs)
+
+
 def test_it_conforms():
-    report = check_env(make_env("dmlab", 3, width=8, height=6), 30)
+    report = check_env(make_lab(3, width=8, height=6), 30)
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
     assert untested == {
@@ -82,7 +87,7 @@ def test_it_conforms():
 
 
 def test_what_is_seen_done_and_paid():
-    env = make_env("dmlab", 2, width=8, height=6, repeat=3, settings={"mixerSeed": 5})
+    env = make_lab(2, width=8, height=6, repeat=3, settings={"mixerSeed": 5})
     assert (env.spec.obs["policy"].shape, env.spec.action.n, env.spec.info["dt"]) == ((3, 6, 8), 9, 0.05)
     obs = env.reset(3)["policy"]
     assert obs.dtype == torch.uint8
@@ -118,11 +123,11 @@ def test_action_sets(count, look):
     assert len({tuple(row) for row in table}) == count
     assert table[-1].tolist() == [0, 0, 0, 0, 1, 0, 0]
     assert not table[:, 5:].any()  # nobody jumps or crouches
-    assert make_env("dmlab", 1, actions=count).spec.action.n == count
+    assert make_lab(1, actions=count).spec.action.n == count
 
 
 def test_an_actor_has_it_as_arrays():
-    sim = make_sim("dmlab", 2, {"width": 8, "height": 6})
+    sim = make_sim("dmlab", 2, {"level": LEVEL, "width": 8, "height": 6})
     obs = sim.reset(1)["policy"]
     step = sim.step(np.array([0, 1]))
     assert obs.shape == step.obs["policy"].shape == (2, 3, 6, 8)
@@ -131,7 +136,7 @@ def test_an_actor_has_it_as_arrays():
 
 
 def test_compiled_maps_are_kept(tmp_path):
-    make_env("dmlab", 1, cache=str(tmp_path / "maps"))
+    make_lab(1, cache=str(tmp_path / "maps"))
     cache, made, wanted = Lab.made[-1].level_cache, tmp_path / "made.pk3", tmp_path / "wanted.pk3"
     assert not cache.fetch("a key/of theirs", str(wanted))
     made.write_bytes(b"a map")
@@ -145,9 +150,9 @@ def test_mistakes_are_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"level=nowhere: expected a level and settings that DeepMind Lab takes"):
         make_env("dmlab", 1, level="nowhere")
     with pytest.raises(ConfigError, match="actions=7: expected 9 or 15"):
-        make_env("dmlab", 1, actions=7)
+        make_lab(1, actions=7)
     with pytest.raises(ConfigError, match="repeat=0: expected a whole number"):
-        make_env("dmlab", 1, repeat=0)
+        make_lab(1, repeat=0)
     monkeypatch.setitem(sys.modules, "deepmind_lab", None)
     with pytest.raises(ConfigError, match=r"github.com.google-deepmind.lab .* bazel build .*: task.process.python"):
-        make_env("dmlab", 1)
+        make_lab(1)

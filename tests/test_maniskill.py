@@ -71,7 +71,7 @@ def test_it_conforms(told):
     told.conformance(report)
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
-    assert untested == {"filler_flags", "stack", "determinism", "state_dict", "groups", "describe"}
+    assert untested == {"filler_flags", "stack", "determinism", "state_dict", "groups", "describe", "capturable"}
 
 
 def test_rows_are_what_really_happened():
