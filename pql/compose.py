@@ -1,36 +1,33 @@
-"""The command line's words -> a checked ``Config``: Hydra overlays the presets of ``pql.cfg``, then the words win.
+"""The command line's words -> a checked ``Config``: presets (:mod:`pql.presets`), over which the words are laid.
 
-Hydra and OmegaConf are imported here and in ``space.py`` alone, and only when called.
+Hydra's grammar is used here and in ``space.py`` alone, and imported only when called.
 """
 
 import dataclasses
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pql.config import Config, from_dict, leaves, to_dict
+from pql.config import AlgoConfig, Config, from_dict, leaves, to_dict
+from pql.config.algorithms import RECORDS
+from pql.config.families import record_of
+from pql.config.fields import condition_text, is_read, settings
 from pql.errors import ConfigError, nearest, show
 from pql.large_batch import large_batch
+from pql.presets import GROUPS, Layer, Presets
 from pql.trust import PYTHON, check_links, check_networks, check_task, names_code
-from pql.validate import corrected, resolve_device, validate
+from pql.validate import resolve_device, validate
 
 BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.large_batch
-GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
-ALGORITHMS = "algorithms"  # in a scale's file: those that it is for, where not all
-ATARI = ("atari", "pong")  # tasks that come in its protocols
+ATARI = "atari"  # the task that comes in protocols, which are a group of presets of this name
+DEFAULT = {"algo": "pql", "task": "halfcheetah", "placement": "auto", "logger": "none"}
+PRESETS = "presets"  # presets=DIR: a folder of the user's presets
+SPECIAL = (BATCH, PRESETS)
 FREE = ("task.kwargs.", "task.remote.")  # below these any name is a simulator's to know
 SEVERAL = " (pql train -m takes several)"
-
-
-def options(group: str) -> list[str]:
-    """The presets of a config group."""
-    folder = files("pql.cfg").joinpath(group)
-    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
 
 
 def split_word(word: str) -> tuple[str, str]:
@@ -78,26 +75,27 @@ def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
     return key, override.value()
 
 
-def parse_words(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
+def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """The command line's words -> (preset by group, value by setting); of two for the same thing the later wins.
 
+    Names below ``algo.`` are not checked: which there are depends on the algorithm.
+
+    Args:
+        known: names of settings.
     Raises:
-        ConfigError: an unknown group, preset or setting, or a value that cannot be read.
+        ConfigError: an unknown group or setting, or a value that cannot be read.
     """
-    known, text_keys = dict(leaves(Config())), plain_text_keys()
+    known, text_keys = [*known], plain_text_keys()
     presets: dict[str, str] = {}
     values: dict[str, Any] = {}
     for word in words:
         key, value = parse_word(word, text_keys)
         if key in GROUPS:
-            if value not in options(key):
-                hint = SEVERAL if "," in str(value) else nearest(str(value), options(key))
-                raise ConfigError(key, value, f"one of {', '.join(options(key))}{hint}")
-            presets[key] = value
-        elif key == BATCH or key in known or (key.startswith(FREE) and all(key.split("."))):
+            presets[key] = str(value)
+        elif key in SPECIAL or key in known or key.startswith("algo.") or (key.startswith(FREE) and all(key.split("."))):
             values[key] = value
         else:
-            raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS, BATCH])}")
+            raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS, *SPECIAL])}")
     return presets, values
 
 
@@ -143,31 +141,28 @@ def in_words(key: str, value: Any) -> str:
     raise ConfigError(key, value, "null, true, false, a number, text, a list or a dict")
 
 
+def type_of(config: Config, name: str) -> Any:
+    """The declared type of a dotted setting of ``config``."""
+    record: Any = config
+    *groups, last = name.split(".")
+    for part in groups:
+        record = getattr(record, part)
+    return typing.get_type_hints(type(record))[last]
+
+
 @lru_cache
-def _algorithms_of(scale: str) -> list[str] | None:
-    """The algorithms that a scale is for; None: all."""
-    from omegaconf import OmegaConf
-
-    raw = OmegaConf.create(files("pql.cfg").joinpath("scale", f"{scale}.yaml").read_text())
-    return typing.cast(Mapping[str, list[str]], raw).get(ALGORITHMS)
-
-
-def scales(algo: str) -> list[str]:
-    """The scales that there are for an algorithm."""
-    return [name for name in options("scale") if algo in (_algorithms_of(name) or [algo])]
+def plain_text_keys() -> tuple[str, ...]:
+    """Settings of any algorithm whose values are text, which needs no quotes."""
+    found = dict.fromkeys((*GROUPS, PRESETS))
+    for record in RECORDS.values():
+        config = Config(algo=record())
+        found |= dict.fromkeys(k for k, _ in leaves(config) if type_of(config, k) in (str, str | None))
+    return tuple(found)
 
 
-def hint_of(name: str) -> Any:
-    """The declared type of a dotted setting."""
-    hint: Any = Config
-    for part in name.split("."):
-        hint = typing.get_type_hints(hint)[part]
-    return hint
-
-
-def plain_text_keys() -> list[str]:
-    """Settings whose values are text, which needs no quotes."""
-    return [*GROUPS, *(k for k, _ in leaves(Config()) if hint_of(k) in (str, str | None))]
+def known_settings() -> list[str]:
+    """Names of the settings of all built-in algorithms."""
+    return [*dict.fromkeys(name for record in RECORDS.values() for name, _ in leaves(Config(algo=record())))]
 
 
 def compose(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> Config:
@@ -181,114 +176,77 @@ def compose(overrides: Sequence[str], resolve: Callable[[str], str] | None = Non
     Raises:
         ConfigError: unknown group, key or option, wrong type or range; names the nearest valid name.
     """
-    presets, values = parse_words(overrides)
+    return trace(overrides, resolve)[0]
+
+
+def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> tuple[Config, list[Layer]]:
+    """As :func:`compose`; also the layers that the settings come from, weakest first."""
+    chosen, values = parse_words(overrides, known_settings())
+    presets = Presets([values.pop(PRESETS)] if PRESETS in values else [])
+    for group, name in chosen.items():
+        presets.check(group, name, SEVERAL if "," in name else "")
     device = (resolve or resolve_device)(str(values.get("device", "auto")))
     if (batch := values.pop(BATCH, None)) is not None:
-        values = {**large_batch(presets.get("algo", "pql"), batch), **values}
+        values = {**large_batch(chosen.get("algo", DEFAULT["algo"]), batch), **values}
+    given = dict(values)
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
-    chosen = {"scale": "cpu" if device == "cpu" else "gpu", **presets}
-    algo, scale = chosen.get("algo", Config().algo.name), chosen["scale"]
-    if scale not in scales(algo):
-        allowed = f"one of {', '.join(scales(algo))} with algo={algo}{nearest(scale, scales(algo))}"
-        raise ConfigError("scale", scale, f"{allowed}; it is for {', '.join(_algorithms_of(scale) or ())}")
-    if chosen.get("task") in ATARI:
-        chosen.setdefault("atari", "paper")
-    elif "atari" in chosen:
-        raise ConfigError("atari", chosen["atari"], "task=atari with it: a protocol of its games")
-    config = _overlay(deepcopy(_load_presets(tuple(chosen.items()))), values)
-    check_used(config, values)
-    return config
+    chosen = {**DEFAULT, "scale": "cpu" if device == "cpu" else "gpu", **chosen}
+    if ATARI in presets.line("task", chosen["task"]):
+        chosen.setdefault(ATARI, "paper")
+    elif ATARI in chosen:
+        raise ConfigError(ATARI, chosen[ATARI], "task=atari with it: a protocol of its games")
+    layers = [*presets.layers(chosen), Layer("command line", unflatten(values))]
+    config = _resolve(layers, given)
+    check_read(config, given)
+    return config, layers
 
 
-NOT_PPO = ("batch_size", "n_step", "v_per_step", "p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.",
-           "critic.ensemble", "critic.atoms", "critic.v_min", "critic.v_max", "critic.tau", "critic.target_every",
-           "critic.lr", "critic.weight_decay", "critic.grad_clip", "critic.eps", "policy.target", "policy.tau",
-           "policy.reduce", "policy.saturation_penalty")  # fmt: skip
-NOT_SAC = ("smoothing", "smoothing_clip", "policy.tau", "policy.saturation_penalty")
+def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name, as a tree."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *groups, last = name.split(".")
+        node = tree
+        for part in groups:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(name, value, f"no value of {part} beside it")
+        node[last] = value
+    return tree
 
 
-OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
-NOT_DQN = ("p_per_v", "smoothing", "smoothing_clip", "explore.", "sac.", "policy.", "critic.ensemble",
-           "critic.tau", "critic.target_every")  # fmt: skip
-NOT_PQN = (*NOT_DQN, "batch_size", "n_step", "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
-NOT_R2D2 = (*NOT_DQN, "v_per_step", "critic.atoms", "critic.v_min", "critic.v_max")
-UNREAD = {"ddpg": ("sac.",), "sac": NOT_SAC, "ppo": NOT_PPO, "impala": NOT_PPO, "dqn": NOT_DQN, "r2d2": NOT_R2D2,
-          "pqn": NOT_PQN}  # fmt: skip
-INSTEAD = {
-    "ppo": {"batch_size": "algo.ppo.minibatches", "v_per_step": "algo.ppo.epochs", "n_step": "algo.ppo.gae_lambda",
-            "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.ppo.init_std",
-            "critic.grad_clip": "algo.policy.grad_clip, of the one optimiser",
-            "critic.eps": "algo.policy.eps, of the one optimiser"},
-    "impala": {"batch_size": "algo.impala.minibatches", "n_step": "algo.impala.trace_lambda",
-               "critic.lr": "algo.policy.lr, of the one optimiser", "explore.": "algo.impala.entropy_coef"},
-    "dqn": {"explore.": "algo.dqn.epsilon", "policy.": "algo.critic, of the one network",
-            "critic.tau": "algo.dqn.target_period", "critic.target_every": "algo.dqn.target_period"},
-    "r2d2": {"v_per_step": "algo.r2d2.replay_ratio", "explore.": "algo.dqn.epsilon",
-             "policy.": "algo.critic, of the one network", "critic.tau": "algo.dqn.target_period",
-             "critic.target_every": "algo.dqn.target_period"},
-    "pqn": {"batch_size": "algo.pqn.minibatches", "v_per_step": "algo.pqn.epochs", "n_step": "algo.pqn.q_lambda",
-            "explore.": "algo.pqn.epsilon", "policy.": "algo.critic, of the one network"},
-}  # fmt: skip
-EPSILON_OF = {"start": ("annealed",), "end": ("annealed", "fixed"), "steps": ("annealed",), "base": ("ladder",),
-              "exponent": ("ladder",)}  # fmt: skip
-SWITCHES = ("algo.dqn.priority.alpha",)
-OWNED = {"algo.ppo.": (("ppo",), "ppo or a2c"), "algo.impala.": (("impala",), "impala"),
-         "algo.dqn.": (("dqn", "r2d2"), "dqn and its like"), "algo.r2d2.": (("r2d2",), "r2d2"),
-         "algo.pqn.": (("pqn",), "pqn")}  # fmt: skip
-
-
-def check_used(config: Config, names: Iterable[str]) -> None:
-    """Refuse settings that this algorithm reads nowhere, of those that somebody asked for by name.
+def check_read(config: Config, names: Iterable[str]) -> None:
+    """Refuse settings that are not read, of those that somebody asked for by name.
 
     Raises:
-        ConfigError: names the first, and what does its job here.
+        ConfigError: names the first, and the condition under which it is read.
     """
-    family, algo = config.algo.family, config.algo.name
-    values, off = dict(leaves(config)), idle(config)
+    found = {one.name: one for one in settings(config)}
     for name in names:
-        if name in OF_A_REPLAY and family in ("ppo", "impala", "pqn"):
-            raise ConfigError(name, values[name], f"no such setting: algo={algo} does not read it")
-        part = name.removeprefix("algo.")
-        if name.startswith("algo.central.") and config.algo.schedule != "replicas":
-            raise ConfigError(name, values[name], "algo.schedule=replicas with it (algo=a3c, algo=appo_replicas)")
-        if name.startswith("algo.vtrace.") and not corrected(config.algo):
-            raise ConfigError(name, values[name], f"algo=impala or appo with it; algo={algo} does not read it")
-        for prefix, (owners, who) in OWNED.items():
-            if name.startswith(prefix) and family not in owners:
-                raise ConfigError(name, values[name], f"algo={who} with it; algo={algo} does not read it")
-        hit = next((k for k in UNREAD[family] if part == k or (k.endswith(".") and part.startswith(k))), None)
-        if name.startswith("algo.") and hit:
-            more = f": see {INSTEAD[family][hit]}" if hit in INSTEAD.get(family, {}) else ""
-            raise ConfigError(name, values[name], f"no such setting: algo={algo} does not read it{more}")
-        if wanted := next((v for k, v in off.items() if name.startswith(k) and name not in SWITCHES), None):
-            raise ConfigError(name, values[name], f"{wanted} with it; nothing else reads it")
+        if name.startswith("replay.") and config.algo.data == "rollout" and name in ("replay.capacity", "replay.dtype"):
+            raise ConfigError(name, found[name].value, f"no such setting: algo={config.algo.name} has no replay")
+        if name in found and not is_read(config, found[name]) and name not in SWITCHES:
+            raise ConfigError(name, found[name].value, f"{condition_text(found[name])} with it; nothing else reads it")
 
 
-def idle(config: Config) -> dict[str, str]:
-    """Settings that another one switches off, by the beginning of their names, and what would have them read."""
-    dqn, critic, ppo = config.algo.dqn, config.algo.critic, config.algo.ppo
-    family, optimizers = config.algo.family, {"ppo": ppo.optimizer, "impala": config.algo.impala.optimizer}
-    off = {
-        "algo.ppo.kl_target": ("algo.ppo.lr_schedule=adaptive", ppo.lr_schedule == "adaptive"),
-        "algo.policy.weight_decay": (f"algo.{family}.optimizer=adam", optimizers.get(family, "adam") == "adam"),
-        "algo.policy.tau": ("algo.policy.target=true", config.algo.policy.target),
-        **dict.fromkeys(
-            ("task.process.step_seconds", "task.process.start_seconds"),
-            ("task.process.python", config.task.process.python is not None),
-        ),
-        "algo.dqn.priority.": ("algo.dqn.priority.alpha above 0", dqn.priority.alpha > 0),
-        "algo.dqn.rms_decay": ("algo.dqn.optimizer=rmsprop", dqn.optimizer == "rmsprop"),
-        "algo.dqn.huber": ("algo.critic.atoms=null: a categorical loss is the cross-entropy", critic.atoms is None),
-        **dict.fromkeys(("algo.critic.v_min", "algo.critic.v_max"), ("algo.critic.atoms", critic.atoms is not None)),
-    }
-    for name, epsilon in (("dqn", dqn.epsilon), ("pqn", config.algo.pqn.epsilon)):
-        for part, kinds in EPSILON_OF.items():
-            off[f"algo.{name}.epsilon.{part}"] = (
-                f"algo.{name}.epsilon.kind={' or '.join(kinds)}",
-                epsilon.kind in kinds,
-            )
-    return {name: wanted for name, (wanted, read) in off.items() if not read}
+SWITCHES: tuple[str, ...] = ()
+
+
+def check_known(algo: AlgoConfig | type[AlgoConfig], name: str, value: Any, preset: str) -> None:
+    """Raises ``ConfigError`` for a setting that the algorithm does not have; says what has its purpose, or who has it."""
+    record = algo() if isinstance(algo, type) else algo
+    mine = [*settings(record, "algo.")]
+    if name in (one.name for one in mine):
+        return
+    part = name.removeprefix("algo.")
+    for one in mine:
+        if any(part == other or part.startswith(f"{other}.") for other in one.declaration.replaces):
+            raise ConfigError(name, value, f"no such setting: algo={preset} does not read it: see {one.name}")
+    others = [f for f, r in RECORDS.items() if name in (k for k, _ in leaves(r(), "algo."))]
+    if others:
+        raise ConfigError(name, value, f"an algorithm that reads it ({', '.join(others)}): algo={preset} does not")
+    raise ConfigError(name, value, f"a known setting{nearest(name, [one.name for one in mine])}")
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
@@ -305,18 +263,16 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     Raises:
         ConfigError: no run there, an override that would make it another run, or settings that are not trusted.
     """
-    from omegaconf import OmegaConf
+    from pql.rundir import settings as settings_of
 
-    from pql.rundir import settings
-
-    data = settings(run_dir)
-    presets, values = parse_words(overrides)
+    data = settings_of(run_dir)
+    presets, values = parse_words(overrides, dict(leaves(from_dict(data))))
     values |= {f"{group}.kind": name for group, name in presets.items() if group == "logger"}
     for key, value in {**presets, **values}.items():
         if key.partition(".")[0] not in RESUMABLE and key not in RESUMABLE_TOO and not names_code(key):
             known = [*(f"{g}.*" for g in RESUMABLE), *RESUMABLE_TOO]
             raise ConfigError(key, value, f"one of {', '.join(known)}: the rest stays as it was")
-    config, saved = _overlay(OmegaConf.create(data), values), dict(leaves(from_dict(data)))
+    config, saved = _resolve([Layer("run", data), Layer("command line", unflatten(values))], values), dict(leaves(from_dict(data)))
     for name, value in leaves(config):
         moved = name == PYTHON and None not in (value, saved[name])
         if names_code(name) and value != saved[name] and not moved:
@@ -328,39 +284,25 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     return dataclasses.replace(config, run_dir=str(run_dir))
 
 
-def _overlay(raw: Any, values: Mapping[str, Any]) -> Config:
-    """``values`` over the OmegaConf tree ``raw``, resolved and checked."""
+def _resolve(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
+    """The layers' settings, interpolated and checked.
+
+    Args:
+        given: of them, those of the command line.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    OmegaConf.set_struct(raw, False)
+    schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
     try:
-        for key, value in values.items():
-            OmegaConf.update(raw, key, value, merge=False, force_add=True)
+        raw = OmegaConf.merge(OmegaConf.create(schema), *(OmegaConf.create(layer.tree) for layer in layers))
         data = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
         key = error.full_key or "override"
-        raise ConfigError(key, values.get(key), f"a value ({str(error).splitlines()[0]})") from error
+        raise ConfigError(key, given.get(key), f"a value ({str(error).splitlines()[0]})") from error
     assert isinstance(data, dict)
+    algo = data["algo"]
+    for name, value in given.items():
+        if name.startswith("algo."):
+            check_known(record_of(algo), name, value, algo.get("name", "?"))
     return validate(from_dict({str(k): v for k, v in data.items()}))
-
-
-@lru_cache
-def _load_presets(presets: tuple[tuple[str, str], ...]) -> Any:
-    """The schema's defaults overlaid with the chosen presets, by Hydra. Not to be changed: several runs share it."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_module
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import OmegaConf
-
-    ConfigStore.instance().store(name="schema", node=to_dict(Config()))
-    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # a program of yours may use Hydra too
-    try:
-        with initialize_config_module("pql.cfg", version_base="1.3"):
-            raw = hydra_compose("train", overrides=[f"{k}={v}" for k, v in presets])
-    finally:
-        GlobalHydra.instance().hydra = outer
-    OmegaConf.set_struct(raw, False)
-    raw.pop(ALGORITHMS, None)  # no setting: compose has looked at it
-    return raw

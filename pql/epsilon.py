@@ -28,14 +28,14 @@ class Epsilon:
     """The share of random actions of each environment, [N].
 
     ``annealed`` falls linearly from ``start`` to ``end`` within ``steps`` env steps of the policy (all environments
-    together); ``ladder`` and ``fixed`` stay as they are.
+    together); ``ladder`` and ``fixed`` stay as they are; ``none`` is 0.
 
     Attributes:
         mean: over the environments, of the last step; for the log.
     """
 
     def __init__(self, config: EpsilonConfig, num_envs: int, device: torch.device):
-        final = torch.full((num_envs,), config.end)
+        final = torch.full((num_envs,), 0.0 if config.kind == "none" else config.end)
         if config.kind == "ladder":
             final = ladder(num_envs, config.base, config.exponent)
         self.final, self.final_mean = final.to(device), final.mean().item()

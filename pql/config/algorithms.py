@@ -1,0 +1,491 @@
+"""Settings of the built-in algorithms: a record for each family of update functions.
+
+A record also declares what validation, reports and the command line need to know of its family. No torch: the command
+line checks settings before it loads any.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pql.config.fields import group, setting
+from pql.config.groups import (
+    CentralConfig, ClimbingPolicyConfig, CriticConfig, DeterministicPolicyConfig, DistributionalNetConfig,
+    EncoderConfig, EpsilonConfig, ExploreConfig, NetConfig, OptionalVtraceConfig, PriorityConfig, RolloutPolicyConfig,
+    TrainedNetConfig, VtraceConfig,
+)  # fmt: skip
+from pql.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pql.config.schema import Config
+
+OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf")
+
+
+def schedule_setting(default: str) -> Any:
+    """The setting ``algo.schedule``."""
+    doc = "concurrent: collector and learners run at once; lockstep: one after the other; replicas: whole learners on "
+    return setting(default, doc + "shared parameters.", choices=("concurrent", "lockstep", "replicas"))
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    """Settings of every algorithm. A family's record inherits from this, and adds its own.
+
+    Attributes:
+        data: where batches come from: "replay", "sequences" (of a replay) or "rollout".
+        schedules: those that it may run under.
+        learners: workers beside the collector.
+        discrete: the actions that it learns: True: discrete, False: continuous, None: both.
+    """
+
+    data: ClassVar[str]
+    schedules: ClassVar[tuple[str, ...]] = ("concurrent", "lockstep")
+    learners: ClassVar[tuple[str, ...]] = ("learner",)
+    discrete: ClassVar[bool | None] = None
+
+    name: str = setting("", "Name of the preset.")
+    family: str = setting("", "Update functions.", weights="policy")
+    schedule: str = schedule_setting("concurrent")
+    gamma: float = setting(0.99, "Discount factor.", low=0, high=1)
+    warmup_steps: int = setting(32, "Random steps of every environment before learning.", low=0, high=10**9)
+    normalize_obs: bool = setting(True, "Normalise observations by running mean and variance.", weights="policy")
+    reward_scale: float = setting(
+        1.0, "Constant factor on rewards, on top of the task's: for an algorithm that needs returns of a certain size."
+    )
+    normalize_reward: bool = setting(False, "Divide rewards by the running standard deviation of returns.")
+    encoder: EncoderConfig = group(EncoderConfig, "Network of each image observation.")
+
+    @property
+    def on_policy_corrected(self) -> bool:
+        """Whether rollouts are corrected for the policy that acted."""
+        return False
+
+    def check(self, config: "Config") -> None:
+        """Raises ``ConfigError`` where settings do not go together."""
+        if self.schedule not in self.schedules:
+            allowed = " or ".join(self.schedules)
+            raise ConfigError("algo.schedule", self.schedule, f"{allowed} with algo={self.name}")
+
+
+# -- replay -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplayAlgoConfig(AlgoConfig):
+    """Learns from a replay."""
+
+    data: ClassVar[str] = "replay"
+
+    batch_size: int = setting(8192, "Transitions of an update.", low=1, high=2**24, ranks="divide")
+    n_step: int = setting(3, "Rewards of an n-step return.", low=1, high=100)
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        if self.warmup_steps < 1:
+            raise ConfigError("algo.warmup_steps", self.warmup_steps, "at least 1: updates need something to sample")
+        if self.batch_size > config.replay.capacity:
+            allowed = f"at most replay.capacity={config.replay.capacity}"
+            raise ConfigError("algo.batch_size", self.batch_size, allowed)
+
+
+@dataclass(frozen=True)
+class ActorCriticConfig(ReplayAlgoConfig):
+    """A V-learner and a P-learner on a replay, for continuous actions."""
+
+    learners: ClassVar[tuple[str, ...]] = ("v", "p")
+    discrete: ClassVar[bool | None] = False
+
+    v_per_step: float = setting(
+        8.0, "Critic updates per step of all environments (the paper's beta_a:v is 1 : this).", above=0, high=1000
+    )
+    p_per_v: float = setting(0.5, "Policy updates per critic update (the paper's beta_p:v).", above=0, high=1000)
+    critic: CriticConfig = group(CriticConfig, "Critics.")
+    policy: ClimbingPolicyConfig = group(ClimbingPolicyConfig, "Policy.")
+    explore: ExploreConfig = group(ExploreConfig, "Noise on actions.")
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        check_support(self.critic)
+        if self.explore.kind in ("mixed", "redrawn") and self.explore.low > self.explore.high:
+            raise ConfigError("algo.explore.low", self.explore.low, f"at most algo.explore.high={self.explore.high:g}")
+
+
+@dataclass(frozen=True)
+class DdpgConfig(ActorCriticConfig):
+    """DDPG(n), TD3 and PQL."""
+
+    family: str = setting("ddpg", "Update functions.", weights="policy")
+    policy: DeterministicPolicyConfig = group(DeterministicPolicyConfig, "Policy.")
+    smoothing: float = setting(0.8, "Standard deviation of the noise on target actions (TD3).", low=0, high=10)
+    smoothing_clip: float = setting(0.2, "Largest such noise.", low=0, high=2)
+
+
+@dataclass(frozen=True)
+class SacConfig(ActorCriticConfig):
+    """SAC(n)."""
+
+    family: str = setting("sac", "Update functions.", weights="policy")
+    alpha: float = setting(1.0, "Temperature at first.", above=0, high=100)
+    auto_alpha: bool = setting(True, "Learn the temperature.")
+    alpha_lr: float = setting(0.005, "Learning rate of the temperature.", above=0, high=1, when="auto_alpha")
+    target_entropy: float | None = setting(
+        None, "Entropy that the temperature is steered to; null: -A.", when="auto_alpha"
+    )
+
+
+# -- values of discrete actions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DuelingConfig(ReplayAlgoConfig):
+    """Values of discrete actions, learned from a replay."""
+
+    learners: ClassVar[tuple[str, ...]] = ("v",)
+    discrete: ClassVar[bool | None] = True
+
+    schedule: str = schedule_setting("lockstep")
+    double: bool = setting(False, "The newest network chooses the action that the target network values.")
+    dueling: bool = setting(
+        False, "Streams for value and advantages, which share all layers but the last hidden one.", weights="policy"
+    )
+    shared_grad: float = setting(
+        1.0, "Factor on the gradient that both streams send into shared layers.", above=0, high=1
+    )
+    huber: float | None = setting(
+        1.0, "TD error from which on the loss is linear, and to which priorities are clipped; null: none.",
+        above=0, high=1e6,
+    )  # fmt: skip
+    target_period: int = setting(
+        10_000, "Env steps between copies to the target network.", low=1, high=10**12, ranks="divide",
+        replaces=("critic.tau", "critic.target_every"),
+    )  # fmt: skip
+    optimizer: str = setting("adam", "Optimiser.", choices=("adam", "rmsprop"))
+    rms_decay: float = setting(
+        0.95, "Decay of the running mean of squared gradients.", low=0, high=1, when="optimizer=rmsprop"
+    )
+    critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.")
+    epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.")
+    priority: PriorityConfig = group(PriorityConfig, "Prioritised replay.")
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        refuse_p_learner(config, "the V-learner's network is the policy (placement.v_learner)")
+        if self.shared_grad != 1 and not self.dueling:
+            raise ConfigError("algo.shared_grad", self.shared_grad, "1, or algo.dueling=true with it")
+        check_epsilon(self.epsilon)
+
+
+@dataclass(frozen=True)
+class DqnConfig(DuelingConfig):
+    """DQN, C51, Rainbow and Ape-X."""
+
+    family: str = setting("dqn", "Update functions.", weights="policy")
+    v_per_step: float = setting(8.0, "Updates per step of all environments.", above=0, high=1000)
+    noisy: float | None = setting(
+        None, "Initial noise (sigma_0) of noisy layers; null: ordinary layers.", above=0, high=10, weights="policy"
+    )
+    huber: float | None = setting(
+        1.0, "TD error from which on the loss is linear, and to which priorities are clipped; null: none.",
+        above=0, high=1e6, when="critic.atoms=null",
+    )  # fmt: skip
+    critic: DistributionalNetConfig = group(DistributionalNetConfig, "The one network.")
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        check_support(self.critic)
+        if self.priority.initial == "actor" and self.critic.atoms is not None:
+            raise ConfigError(
+                "algo.priority.initial", "actor",
+                "max with algo.critic.atoms: there priorities are divergences, which the values when acted do not give",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class R2d2Config(DuelingConfig):
+    """R2D2: a recurrent DQN on prioritised sequences."""
+
+    data: ClassVar[str] = "sequences"
+
+    family: str = setting("r2d2", "Update functions.", weights="policy")
+    lstm: int = setting(
+        512, "Units of the LSTM between the observation and the layers of critic.hidden.", low=1, high=100_000,
+        weights="policy",
+    )  # fmt: skip
+    length: int = setting(80, "Rows of a sequence that are trained on.", low=1, high=100_000)
+    burn_in: int = setting(
+        40, "Rows before those, which only bring the LSTM's state up to date.", low=0, high=100_000
+    )
+    period: int = setting(
+        40, "A sequence begins at every so many rows: their states alone are stored.", low=1, high=100_000
+    )
+    replay_ratio: float = setting(
+        1.0, "Rows trained on per row collected, burn-in not counted; exact.", above=0, high=1e6,
+        replaces=("v_per_step",),
+    )  # fmt: skip
+    eta: float = setting(
+        0.9, "A sequence's priority: this times its largest TD error, plus the rest of 1 times the mean.", low=0, high=1
+    )
+    rescale: float | None = setting(
+        1e-3, "Epsilon of h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x; null: values as they are.", above=0, high=1
+    )
+    stored_state: bool = setting(True, "Sequences begin with the state that acted; false: with zeros.")
+    feedback: bool = setting(True, "The network also reads the last action and reward.", weights="policy")
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        if self.period > self.length:
+            raise ConfigError("algo.period", self.period, f"at most algo.length={self.length}: no row is left out")
+        rows = self.burn_in + self.length + self.n_step
+        if self.warmup_steps < rows:
+            raise ConfigError("algo.warmup_steps", self.warmup_steps, f"at least {rows}, the rows of a sequence")
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RolloutAlgoConfig(AlgoConfig):
+    """Learns from rollouts, each of which is one tick."""
+
+    data: ClassVar[str] = "rollout"
+
+    horizon: int = setting(16, "Steps of every environment per tick: the rollout's rows.", low=1, high=100_000)
+    minibatches: int = setting(
+        2, "Equal parts of a rollout, one update each.", low=1, high=100_000, replaces=("batch_size",)
+    )
+    anneal_steps: int | None = setting(
+        None, "Env steps over which the learning rate falls to 0, warm-up not counted; null: it stays.",
+        low=1, high=10**15, ranks="floor",
+    )  # fmt: skip
+    amp: bool = setting(False, "Networks in bfloat16 (autocast), acting included; evaluations are in float32.")
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether minibatches are parts of the environments, and not of the rows."""
+        return False
+
+    def check(self, config: "Config") -> None:
+        for name, given, unset in (
+            ("replay.prefill", config.replay.prefill, None), ("replay.save", config.replay.save, False),
+        ):  # fmt: skip
+            if given != unset:
+                shown = "null" if unset is None else "false"
+                raise ConfigError(name, given, f"{shown}: for off-policy algorithms alone, not algo={self.name}")
+        super().check(config)
+        if self.schedule == "concurrent" and not self.on_policy_corrected:
+            raise ConfigError("algo.schedule", self.schedule, self.fresh_schedules)
+        refuse_p_learner(config, "one learner trains policy and value, and placement.v_learner places it")
+        size, unit = config.num_envs // config.replicas, f"num_envs={config.num_envs}"
+        unit += f" / algo.replicas={config.replicas}" if config.replicas > 1 else ""
+        if not self.whole_sequences:
+            size, unit = size * self.horizon, f"{unit} x algo.horizon={self.horizon} rows"
+        if size % self.minibatches:
+            parts = [d for d in range(1, min(size, 1000) + 1) if size % d == 0]
+            near = min(parts, key=lambda d: abs(d - self.minibatches))
+            raise ConfigError("algo.minibatches", self.minibatches, f"a divisor of {unit}, such as {near}")
+
+    @property
+    def fresh_schedules(self) -> str:
+        """Those under which a rollout is of the policy that learns from it, for an error."""
+        return f"lockstep: {self.name} learns from what its policy did"
+
+
+@dataclass(frozen=True)
+class StochasticConfig(RolloutAlgoConfig):
+    """A stochastic policy and a value on rollouts, trained by one optimiser."""
+
+    entropy_coef: float = setting(
+        0.0, "Weight of the policy's entropy.", low=0, high=1e6, replaces=("explore",)
+    )
+    value_coef: float = setting(1.0, "Weight of the value's loss.", low=0, high=1e6)
+    squash: bool = setting(
+        False, "tanh of a Gaussian; false: the Gaussian clamped to [-1, 1]. Continuous actions only.", weights="policy"
+    )
+    init_std: float = setting(1.0, "Standard deviation of that Gaussian, at first.", above=0, high=100)
+    shared: bool = setting(False, "The value takes the policy's last hidden layer.", weights="policy")
+    lstm: int | None = setting(
+        None, "Units of an LSTM before the hidden layers; null: no memory.", low=1, high=100_000, weights="policy"
+    )
+    optimizer: str = setting("adam", "rmsprop_tf has eps under the root, as TensorFlow has it.", choices=OPTIMIZERS)
+    policy_lag: int = setting(
+        0, "Ticks by which the policy that acts is older than the schedule has it: for experiments.", low=0, high=1000
+    )
+    policy: RolloutPolicyConfig = group(RolloutPolicyConfig, "Policy, and the one optimiser's settings.")
+    critic: NetConfig = group(NetConfig, "Value.")
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        if self.shared and self.critic.net:
+            raise ConfigError("algo.critic.net", self.critic.net, "null: algo.shared takes the policy's layers")
+
+
+@dataclass(frozen=True)
+class PpoConfig(StochasticConfig):
+    """PPO and A2C; by replicas: asynchronous PPO and A3C."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("concurrent", "lockstep", "replicas")
+
+    family: str = setting("ppo", "Update functions.", weights="policy")
+    schedule: str = schedule_setting("lockstep")
+    epochs: int = setting(4, "Passes over a rollout.", low=1, high=1000, replaces=("v_per_step",))
+    gae_lambda: float = setting(0.95, "Lambda of GAE.", low=0, high=1, replaces=("n_step",))
+    clip: float | None = setting(
+        0.2, "Largest change of the probability ratio; null: the plain policy gradient.", above=0, high=10
+    )
+    value_clip: float | None = setting(
+        None, "Largest change of a value within a tick, in units of normalised values.", above=0, high=1e6
+    )
+    normalize_advantage: bool = setting(True, "Over the whole rollout.")
+    normalize_value: bool = setting(
+        True, "The critic predicts returns less their running mean, over their running deviation.", weights="critic"
+    )
+    lr_schedule: str = setting(
+        "adaptive", "adaptive: by the KL; fixed; linear: to 0 over anneal_steps.",
+        choices=("adaptive", "fixed", "linear"),
+    )  # fmt: skip
+    kl_target: float = setting(
+        0.01, "Mean KL that the learning rate is steered to.", above=0, high=100, when="lr_schedule=adaptive"
+    )
+    kl_stop: float | None = setting(
+        None, "A tick's remaining updates change nothing once the KL is above this.", above=0, high=100
+    )
+    anneal_clip: bool = setting(False, "With lr_schedule=linear the clip range falls with the learning rate.")
+    vtrace: OptionalVtraceConfig = group(OptionalVtraceConfig, "Correction of rollouts of an older policy.")
+    replicas: int = setting(
+        1, "Whole learners on shared parameters, with an equal part of the environments each.", low=1, high=1024
+    )
+    central: CentralConfig = group(CentralConfig, "How replicas share parameters.")
+
+    @property
+    def on_policy_corrected(self) -> bool:
+        return self.vtrace.enabled
+
+    @property
+    def whole_sequences(self) -> bool:
+        return self.lstm is not None
+
+    @property
+    def fresh_schedules(self) -> str:
+        what = f"lockstep or replicas: {self.name} learns from what its policy did"
+        return f"{what} (algo.vtrace.enabled=true: from what an older one did)"
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        check_cutoffs(self.vtrace)
+        if self.policy_lag and self.schedule == "replicas":
+            raise ConfigError("algo.policy_lag", self.policy_lag, "0 with algo.schedule=replicas")
+        if self.lstm is not None and (self.policy.net or self.critic.net):
+            raise ConfigError("algo.lstm", self.lstm, "null: networks from elsewhere (algo.*.net) have no memory here")
+        if self.lr_schedule == "linear" and self.anneal_steps is None:
+            raise ConfigError("algo.anneal_steps", None, "env steps, with algo.lr_schedule=linear")
+        for name, value in (("anneal_steps", self.anneal_steps), ("anneal_clip", self.anneal_clip)):
+            if value and self.lr_schedule != "linear":
+                raise ConfigError(f"algo.{name}", value, "algo.lr_schedule=linear with it")
+
+
+@dataclass(frozen=True)
+class ImpalaConfig(StochasticConfig):
+    """IMPALA."""
+
+    family: str = setting("impala", "Update functions.", weights="policy")
+    horizon: int = setting(20, "Steps of every environment per tick: the rollout's rows.", low=1, high=100_000)
+    minibatches: int = setting(
+        1, "Equal parts of the environments, one update each.", low=1, high=100_000, replaces=("batch_size",)
+    )
+    trace_lambda: float = setting(
+        1.0, "Lambda of V-trace: 1: rewards up to the rollout's end; 0: one-step targets.", low=0, high=1,
+        replaces=("n_step",),
+    )  # fmt: skip
+    correction: str = setting(
+        "vtrace", "vtrace; one_step: of the policy gradient alone; none: as if on-policy.",
+        choices=("vtrace", "one_step", "none"),
+    )  # fmt: skip
+    reduce: str = setting(
+        "sum", "Losses over a minibatch's rows. Learning rates do not carry over.", choices=("sum", "mean")
+    )
+    value_coef: float = setting(0.5, "Weight of half the value's squared error.", low=0, high=1e6)
+    entropy_coef: float = setting(0.01, "Weight of the policy's entropy.", low=0, high=1e6, replaces=("explore",))
+    kl_coef: float = setting(0.0, "Weight of KL(policy that acted || policy).", low=0, high=1e6)
+    shared: bool = setting(True, "The value takes the policy's last hidden layer.", weights="policy")
+    optimizer: str = setting(
+        "rmsprop_tf", "rmsprop_tf has eps under the root, as TensorFlow has it.", choices=OPTIMIZERS
+    )
+    vtrace: VtraceConfig = group(VtraceConfig, "Truncated importance weights.")
+
+    @property
+    def on_policy_corrected(self) -> bool:
+        return True
+
+    @property
+    def whole_sequences(self) -> bool:
+        return True
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        check_cutoffs(self.vtrace)
+        if self.lstm is not None and not self.shared:
+            raise ConfigError("algo.shared", False, "true with algo.lstm: policy and value share a memory")
+        if self.lstm is not None and self.policy.net:
+            raise ConfigError("algo.lstm", self.lstm, "null: a network from elsewhere (algo.policy.net) has none")
+
+
+@dataclass(frozen=True)
+class PqnConfig(RolloutAlgoConfig):
+    """PQN: Q(lambda) on rollouts, without replay or target network."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("lockstep",)
+    discrete: ClassVar[bool | None] = True
+
+    family: str = setting("pqn", "Update functions.", weights="policy")
+    schedule: str = schedule_setting("lockstep")
+    horizon: int = setting(32, "Steps of every environment per tick: the rollout's rows.", low=1, high=100_000)
+    epochs: int = setting(2, "Passes over a rollout.", low=1, high=1000, replaces=("v_per_step",))
+    minibatches: int = setting(
+        32, "Equal parts of a rollout, one update each.", low=1, high=100_000, replaces=("batch_size",)
+    )
+    q_lambda: float = setting(
+        0.65, "Lambda of the Q(lambda) return: 0: one-step targets; 1: rewards up to the rollout's end.", low=0, high=1,
+        replaces=("n_step",),
+    )  # fmt: skip
+    optimizer: str = setting("radam", "Optimiser.", choices=("radam", "adam"))
+    critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.")
+    epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.")
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        check_epsilon(self.epsilon)
+
+
+RECORDS: dict[str, type[AlgoConfig]] = {
+    record.family: record  # type: ignore[attr-defined]
+    for record in (DdpgConfig, SacConfig, DqnConfig, R2d2Config, PpoConfig, ImpalaConfig, PqnConfig)
+}
+"""The built-in families' records, by name."""
+
+
+# -- checks that several share ----------------------------------------------------------------------------------------
+
+
+def check_support(critic: DistributionalNetConfig) -> None:
+    """Raises ``ConfigError`` for an empty support of a categorical critic."""
+    if critic.v_min >= critic.v_max:
+        raise ConfigError("algo.critic.v_min", critic.v_min, f"below algo.critic.v_max={critic.v_max:g}")
+
+
+def check_epsilon(epsilon: EpsilonConfig) -> None:
+    """Raises ``ConfigError`` for an epsilon that would rise."""
+    if epsilon.kind == "annealed" and epsilon.start < epsilon.end:
+        raise ConfigError("algo.epsilon.start", epsilon.start, f"at least algo.epsilon.end={epsilon.end:g}")
+
+
+def check_cutoffs(vtrace: VtraceConfig) -> None:
+    """Raises ``ConfigError`` for a trace that is cut later than its temporal differences."""
+    if vtrace.c_bar > vtrace.rho_bar:
+        raise ConfigError("algo.vtrace.c_bar", vtrace.c_bar, f"at most algo.vtrace.rho_bar={vtrace.rho_bar:g}")
+
+
+def refuse_p_learner(config: "Config", why: str) -> None:
+    """Raises ``ConfigError`` where the P-learner of an algorithm without one has been placed."""
+    place: Any = config.placement.p_learner
+    if place is not None:
+        raise ConfigError("placement.p_learner", place, f"null: {why}")

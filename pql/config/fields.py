@@ -1,0 +1,154 @@
+"""Declarations of settings: default, range or choices, comment and condition, once, where the setting is defined.
+
+Validation, ``--help``, completion, the reference page and the bounds of a sweep all read these declarations.
+"""
+
+import copy
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pql.errors import ConfigError, nearest, show
+
+KEY = "pql"  # of a dataclass field's metadata
+
+
+class Range(NamedTuple):
+    """Allowed numbers: from ``low`` (or above it) up to ``high``."""
+
+    low: float
+    high: float
+    inclusive: bool = True
+
+    def check(self, name: str, value: float | None) -> None:
+        """Raises ``ConfigError`` for a number outside. None is always inside: the type decides about it."""
+        if value is None:
+            return
+        if not ((self.low <= value if self.inclusive else self.low < value) and value <= self.high):
+            raise ConfigError(name, value, f"a number {self}")
+
+    def __str__(self) -> str:
+        return f"{'from' if self.inclusive else 'above'} {self.low} up to {self.high}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """What is known of a setting beside its name, type and default.
+
+    Attributes:
+        doc: one sentence.
+        range: of a number.
+        choices: of a text.
+        when: the condition under which it is read, see :func:`is_read`; "": always.
+        replaces: settings of other algorithms that have the same purpose; a wrong name is answered with this one.
+        ranks: how several processes of one run divide it: "divide" (evenly), "floor", or "" (they do not).
+        weights: weights can only be taken from a run with the same value: "policy", "critic" or "" (any value).
+    """
+
+    doc: str = ""
+    range: Range | None = None
+    choices: tuple[str, ...] = ()
+    when: str = ""
+    replaces: tuple[str, ...] = ()
+    ranks: str = ""
+    weights: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ``ConfigError`` for a value that is not allowed."""
+        if self.choices and value not in self.choices:
+            raise ConfigError(name, value, f"one of {', '.join(self.choices)}{nearest(str(value), self.choices)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(name, value, "a finite number")
+        if self.range is not None:
+            self.range.check(name, value)
+
+
+def setting(
+    default: Any, doc: str = "", *, low: float | None = None, above: float | None = None, high: float = math.inf,
+    choices: tuple[str, ...] = (), when: str = "", replaces: tuple[str, ...] = (), ranks: str = "", weights: str = "",
+) -> Any:  # fmt: skip
+    """A dataclass field that is a setting.
+
+    Args:
+        low, above, high: of a number: smallest allowed, largest that is too small, largest allowed.
+
+    Others as in :class:`Declaration`.
+    """
+    limits = None
+    if low is not None or above is not None:
+        limits = Range(low if low is not None else above, high, low is not None)  # type: ignore[arg-type]
+    metadata = {KEY: Declaration(doc, limits, choices, when, replaces, ranks, weights)}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def group(record: type, doc: str = "", **defaults: Any) -> Any:
+    """A dataclass field that is a group of settings; ``defaults`` differ from those of ``record``."""
+    return dataclasses.field(default_factory=lambda: record(**defaults), metadata={KEY: Declaration(doc)})
+
+
+class Setting(NamedTuple):
+    """A setting of a configuration: dotted name, value, declaration, and the record that it is a field of."""
+
+    name: str
+    value: Any
+    declaration: Declaration
+    record: Any
+
+
+def settings(record: Any, prefix: str = "") -> Iterator[Setting]:
+    """Every setting in a record and the groups below it."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings(value, f"{prefix}{field.name}.")
+        else:
+            yield Setting(prefix + field.name, value, field.metadata.get(KEY, Declaration()), record)
+
+
+CONDITION = re.compile(r"(?P<name>[\w.]+?)(?P<test>=|>|$)(?P<values>.*)")
+
+
+def is_read(config: Any, found: Setting) -> bool:
+    """Whether a setting's condition holds.
+
+    A condition is ``name`` (neither null nor false), ``name=a|b`` (one of these) or ``name>0``; ``name`` is a field of
+    the same record, or, with a dot at the beginning, a dotted name from the root: ``.algo.optimizer=adam``.
+    """
+    if not found.declaration.when:
+        return True
+    name, value = _condition(config, found)
+    match = CONDITION.fullmatch(found.declaration.when.removeprefix("."))
+    assert match is not None, found.declaration.when
+    if match["test"] == "":
+        return value is not None and value is not False
+    if match["test"] == ">":
+        return value is not None and value > float(match["values"])
+    return show(value) in match["values"].split("|")
+
+
+def condition_text(found: Setting) -> str:
+    """A setting's condition for people, with full names: ``algo.priority.alpha above 0``."""
+    when = found.declaration.when
+    match = CONDITION.fullmatch(when.removeprefix("."))
+    assert match is not None, when
+    parent = "" if when.startswith(".") else found.name.rpartition(".")[0] + "."
+    name = parent + match["name"]
+    if match["test"] == "":
+        return name
+    if match["test"] == ">":
+        return f"{name} above {match['values']}"
+    return f"{name}={match['values'].replace('|', ' or ')}"
+
+
+def _condition(config: Any, found: Setting) -> tuple[str, Any]:
+    """The setting that a condition looks at, and its value."""
+    when = found.declaration.when
+    absolute, name = when.startswith("."), CONDITION.fullmatch(when.removeprefix("."))["name"]  # type: ignore[index]
+    value = config if absolute else found.record
+    for part in name.split("."):
+        value = getattr(value, part)
+    return name, value

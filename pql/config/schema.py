@@ -1,0 +1,253 @@
+"""The configuration: frozen dataclasses whose fields declare themselves (:mod:`pql.config.fields`).
+
+``algo`` is the record of the chosen algorithm (:mod:`pql.config.algorithms`): what it does not read does not exist.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pql.config.algorithms import AlgoConfig, DdpgConfig
+from pql.config.families import record_of
+from pql.config.fields import group, setting, settings
+from pql.errors import ConfigError, nearest
+
+MANY = 10**15
+DEVICE = "a device; null: the run's device."
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """A process of its own for the simulator."""
+
+    python: str | None = setting(
+        None, "The interpreter that it runs in, a path or a name on PATH; null: no such process."
+    )
+    step_seconds: float = setting(20.0, "A step that takes longer hangs.", above=0, high=1e6, when="python")
+    start_seconds: float = setting(
+        600.0, "Starting, and the first step, may take as long.", above=0, high=1e6, when="python"
+    )
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """The environment."""
+
+    name: str = setting("halfcheetah", "The registered environment.")
+    live: bool = setting(False, "An object given from Python: it cannot be built again by name.")
+    id: str | None = setting(None, "Of task=gymnasium: the gymnasium id.")
+    game: str | None = setting(None, "Of task=atari: the game.")
+    model: str | None = setting(None, "Of a MuJoCo task: shipped, fast; null: what suits the task.")
+    kwargs: dict[str, Any] = setting({}, "Keywords of the environment's factory.")
+    reward_clip: float | None = setting(
+        None, "Each reward is clipped to +- this before learning; null: as it is.", above=0, high=1e9
+    )
+    reward_scale: float = setting(1.0, "Constant factor on rewards before learning, after clipping.")
+    process: ProcessConfig = group(ProcessConfig, "A process of its own for the simulator.")
+    remote: dict[str, Any] = setting({}, "Keywords of task=remote: actors elsewhere step this task; {}: none do.")
+
+    @property
+    def title(self) -> str:
+        """What it is called: the gymnasium id or the game, where that says more than the simulator's name."""
+        return self.id or self.game or self.name
+
+    @property
+    def by_actors(self) -> bool:
+        """Whether actors elsewhere step it: ``task=remote``, or any task with ``task.remote.*``."""
+        return bool(self.remote) or self.name == "remote"
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """The replay of an off-policy algorithm."""
+
+    capacity: int = setting(
+        5_000_000, "Transitions, all environments together.", low=1, high=10**12, ranks="floor"
+    )
+    dtype: str = setting(
+        "float32", "Storage of floating observations; uint8 stays uint8.", choices=("float32", "float16", "bfloat16")
+    )
+    prefill: str | None = setting(None, "File of recorded transitions that a new run's replay starts with.")
+    save: bool = setting(False, "Write the replay to replay.safetensors in the run directory when a run ends.")
+
+
+@dataclass(frozen=True)
+class ThreadsConfig:
+    """Intra-op threads; ``pql bench placement`` measures what is fastest. Another split gives other bits."""
+
+    collector: int | None = setting(None, "Of the collector; null: by core count.", low=1, high=1024)
+    v: int | None = setting(None, "Of the V-learner, or the only learner.", low=1, high=1024)
+    p: int | None = setting(None, "Of the P-learner.", low=1, high=1024)
+    simulator: int | None = setting(
+        None, "Of a simulator that steps on threads of its own (MuJoCo).", low=1, high=1024
+    )
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Devices, threads and deadlines of the workers."""
+
+    collector: str | None = setting(None, f"Collector: {DEVICE}")
+    v_learner: str | None = setting(None, f"V-learner, or the only learner: {DEVICE}")
+    p_learner: str | None = setting(None, f"P-learner: {DEVICE}")
+    replicas: list[str] | None = setting(
+        None, "A device for each replica; null: the run's, or all GPUs in turn.", when=".algo.schedule=replicas"
+    )
+    groups: int | None = setting(
+        None, "Groups of environments that step by turns; null: the simulator's own, in most all at once.",
+        low=1, high=1024,
+    )  # fmt: skip
+    overlap: bool = setting(
+        True, "One group's actions are computed while the others step; false: one after the other."
+    )
+    executor: str = setting(
+        "auto", "How the workers of a tick are run.", choices=("auto", "threads", "inline", "streams")
+    )
+    threads: ThreadsConfig = group(ThreadsConfig, "Intra-op threads.")
+    watchdog_seconds: float = setting(
+        30.0, "A worker that needs longer for a tick (lockstep on the CPU: for a step) hangs.", above=0, high=1e6
+    )
+    start_seconds: float = setting(
+        600.0, "As long may building, a reset, and each worker's first tick or step take.", above=0, high=1e6
+    )
+    matmul: str = setting(
+        "fast", "fast: TF32 on CUDA, oneDNN's reduced-precision mode on the CPU; exact: plain float32.",
+        choices=("fast", "exact"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """When a run ends: at the first of these."""
+
+    seconds: float | None = setting(
+        None, "From the first env step on, warm-up included; null: no limit.", above=0, high=1e9
+    )
+    env_steps: int | None = setting(
+        None, "Transitions, all environments together, warm-up included.", low=1, high=MANY
+    )
+    target_return: float | None = setting(None, "Stop once an evaluation's mean return reaches this.")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluations of the deterministic policy."""
+
+    num_envs: int = setting(16, "Episodes of an evaluation: exactly one per environment.", low=1, high=100_000)
+    every_seconds: float | None = setting(30.0, "Null: only at the end.", above=0, high=1e9)
+    final: bool = setting(True, "Evaluate at the end.")
+    epsilon: float = setting(0.0, "Share of random actions, where they are discrete.", low=0, high=1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Resume points."""
+
+    every_seconds: float | None = setting(300.0, "Null: only at the end.", above=0, high=1e9)
+    keep: int = setting(2, "Resume points kept.", low=1, high=1000)
+    replay: bool = setting(True, "They hold the replay, so that resuming continues bit for bit.")
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Where metrics go beside the console and metrics.jsonl."""
+
+    kind: str = setting("none", "Logger.", choices=("none", "tensorboard", "wandb"))
+    every_seconds: float = setting(2.0, "Between rows of the log.", above=0, high=1e6)
+    project: str = setting("pql", "Project of wandb.")
+    mode: str = setting("offline", "Mode of wandb.", choices=("offline", "online"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    task: TaskConfig = group(TaskConfig, "The environment.")
+    algo: AlgoConfig = group(DdpgConfig, "The algorithm.", name="pql")
+    replay: ReplayConfig = group(ReplayConfig, "The replay.")
+    placement: PlacementConfig = group(PlacementConfig, "Devices, threads and deadlines.")
+    budget: BudgetConfig = group(BudgetConfig, "When the run ends.")
+    eval: EvalConfig = group(EvalConfig, "Evaluations.")
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "Resume points.")
+    logger: LoggerConfig = group(LoggerConfig, "Where metrics go.")
+    num_envs: int = setting(4096, "Environments.", low=1, high=1_000_000, ranks="divide")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:0, ...")
+    seed: int = setting(0, "Seed of networks, environments and draws.", low=0, high=2**62)
+    cuda_graphs: str = setting("auto", "Capture updates and steps as CUDA graphs.", choices=("auto", "on", "off"))
+    run_dir: str | None = setting(None, "Run directory; null: runs/<task>-<algo>-s<seed>-<time>.")
+    init_from: str | None = setting(None, "Run or checkpoint whose weights a new run starts from.")
+
+    @property
+    def replicas(self) -> int:
+        """Whole learners of one run on this machine."""
+        return getattr(self.algo, "replicas", 1)
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every setting."""
+    for found in settings(config, prefix):
+        yield found.name, found.value
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain nested dicts, for YAML and JSON."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(data: Mapping[str, Any]) -> Config:
+    """The reverse of :func:`to_dict`: types and names are checked, ranges are not (see :func:`validate`).
+
+    Raises:
+        ConfigError: an unknown name, or a value of the wrong type.
+    """
+    return _build(Config, data, "")
+
+
+def _build(cls: type, data: Any, prefix: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise ConfigError(prefix.rstrip("."), data, "a group of settings")
+    hints = typing.get_type_hints(cls)
+    for key in data:
+        if key not in hints:
+            raise ConfigError(f"{prefix}{key}", data[key], f"a known setting{nearest(str(key), hints)}")
+    values = {}
+    for key, value in data.items():
+        hint, name = hints[key], f"{prefix}{key}"
+        if hint is AlgoConfig:
+            hint = record_of(value)
+        is_group = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        values[key] = _build(hint, value, f"{name}.") if is_group else _typed(name, value, hint)
+    return cls(**values)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as one of ``hint``'s types, where that loses nothing."""
+    for option in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        kind = typing.get_origin(option) or option
+        if kind is type(None) and value is None:
+            return None
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if kind is list and isinstance(value, list) and all(type(v) is typing.get_args(option)[0] for v in value):
+            return list(value)
+        if kind in (str, int, bool, dict) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+            return value
+    raise ConfigError(name, value, _words(hint))
+
+
+def _words(hint: Any) -> str:
+    """A type, for people."""
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_words(h) for h in typing.get_args(hint))
+    if hint == list[str]:
+        return "a list of names such as [policy,image]"
+    names = {
+        "str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "NoneType": "null",
+        "list": "a list of whole numbers such as [128,128]", "dict": "key=value settings",
+    }  # fmt: skip
+    return names[(typing.get_origin(hint) or hint).__name__]
