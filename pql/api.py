@@ -94,13 +94,13 @@ def evaluate(
     Raises:
         ConfigError: no policy there, a damaged one, or a number out of range.
     """
-    from pql.validate import EPISODES, RANGES, check_range, resolve_device
+    from pql.validate import EPISODES, limits, resolve_device
 
-    for key, value, limits in (
-        ("num_envs", num_envs, RANGES["eval.num_envs"]), ("episodes", episodes, EPISODES),
-        ("seed", seed, RANGES["seed"]), ("epsilon", epsilon, RANGES["eval.epsilon"]),
+    for key, value, allowed in (
+        ("num_envs", num_envs, limits("eval.num_envs")), ("episodes", episodes, EPISODES),
+        ("seed", seed, limits("seed")), ("epsilon", epsilon, limits("eval.epsilon")),
     ):  # fmt: skip
-        check_range(key, value, limits)
+        allowed.check(key, value)
     device = resolve_device(device)
     from pql.evaluation import evaluate_saved
 

@@ -7,10 +7,12 @@ second: nothing here may import torch or Hydra.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
-from pql.compose import BATCH, GROUPS, RESUMABLE, RESUMABLE_TOO, hint_of, options
-from pql.config import Config, leaves
+from pql.compose import BATCH, RESUMABLE, RESUMABLE_TOO, known_settings
+from pql.config import Config
+from pql.config.algorithms import RECORDS
+from pql.config.fields import reads, settings
+from pql.presets import GROUPS, Presets
 from pql.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
-from pql.validate import CHOICES
 
 BASH = """\
 _pql() {
@@ -85,22 +87,34 @@ def candidates(
     elif command in ("compare", "report") and not word:
         found = ()  # another run, rather
     else:
-        found = next_parts(word, [*names(command), *commands.get(command, ())])
+        chosen = next((w.removeprefix("algo=") for w in before if w.startswith("algo=")), "pql")
+        algo = chosen if chosen in Presets().names("algo") else None
+        found = next_parts(word, [*names(command, algo), *commands.get(command, ())])
     return [w for w in found if w.startswith(word)]
 
 
-def names(command: str) -> list[str]:
-    """What of a run's settings, and of a tool's that makes several, may stand before ``=`` after ``pql command``."""
-    settings = [name for name, _ in leaves(Config())]
+def names(command: str, algo: str | None = None) -> list[str]:
+    """What of a run's settings, and of a tool's that makes several, may stand before ``=`` after ``pql command``.
+
+    Args:
+        algo: the preset that is named on the line already; None: settings of every algorithm are offered.
+    """
+    known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
     if command == "train":
-        return [*GROUPS, BATCH, *settings, "multirun_dir"]
+        return [*GROUPS, BATCH, *known, "multirun_dir"]
     if command == "bench":
-        return [*GROUPS, BATCH, *settings]
+        return [*GROUPS, BATCH, *known]
     if command == "sweep":
-        return [*GROUPS, BATCH, *settings, *(f.name for f in fields(Settings))]
+        return [*GROUPS, BATCH, *known, *(f.name for f in fields(Settings))]
     if command == "resume":
-        return [s for s in settings if s.partition(".")[0] in RESUMABLE or s in RESUMABLE_TOO]
+        return [s for s in known if s.partition(".")[0] in RESUMABLE or s in RESUMABLE_TOO]
     return []
+
+
+def is_of(name: str, algo: str) -> bool:
+    """Whether the algorithm of the preset ``algo`` reads the setting ``name``."""
+    record = RECORDS.get(Presets().family(algo))  # others would import their packages, and these torch
+    return record is None or not name.startswith("algo.") or reads(Config(algo=record()), name)
 
 
 def next_parts(word: str, found: Sequence[str]) -> list[str]:
@@ -119,11 +133,17 @@ def values(command: str, word: str) -> list[str]:
     head = f"{key}={text[: text.rfind(',') + 1]}"
     allowed: Sequence[str] = ()
     if key in GROUPS and command in ("train", "sweep", "bench", "resume"):
-        allowed = options(key)
+        allowed = Presets().names(key)
     elif key in OWN:
         allowed = OWN[key]
-    elif key in CHOICES:
-        allowed = CHOICES[key]
-    elif key in (name for name, _ in leaves(Config())) and hint_of(key) is bool:
+    elif choices := choices_of(key):
+        allowed = choices
+    elif known_settings().get(key) is bool:
         allowed = ("true", "false")
     return [head + value for value in allowed]
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values that a setting may have in any algorithm, where they can be counted."""
+    found = (one for record in RECORDS.values() for one in settings(Config(algo=record())) if one.name == name)
+    return tuple(dict.fromkeys(choice for one in found for choice in one.declaration.choices))

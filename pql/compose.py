@@ -7,14 +7,14 @@ import dataclasses
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pql.config import AlgoConfig, Config, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
-from pql.config.families import record_of
+from pql.config.families import record_of, registered
 from pql.config.fields import condition_text, is_read, settings
+from pql.config.schema import nested
 from pql.errors import ConfigError, nearest, show
 from pql.large_batch import large_batch
 from pql.presets import GROUPS, Layer, Presets
@@ -92,7 +92,7 @@ def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, s
         key, value = parse_word(word, text_keys)
         if key in GROUPS:
             presets[key] = str(value)
-        elif key in SPECIAL or key in known or key.startswith("algo.") or (key.startswith(FREE) and all(key.split("."))):
+        elif key in (*SPECIAL, *known) or (key.startswith(("algo.", *FREE)) and all(key.split("."))):
             values[key] = value
         else:
             raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS, *SPECIAL])}")
@@ -150,19 +150,23 @@ def type_of(config: Config, name: str) -> Any:
     return typing.get_type_hints(type(record))[last]
 
 
-@lru_cache
-def plain_text_keys() -> tuple[str, ...]:
-    """Settings of any algorithm whose values are text, which needs no quotes."""
-    found = dict.fromkeys((*GROUPS, PRESETS))
-    for record in RECORDS.values():
+def known_settings() -> Mapping[str, Any]:
+    """Settings of all built-in and registered algorithms, with their types."""
+    found: dict[str, Any] = {}
+    for record in (*RECORDS.values(), *registered.values()):
         config = Config(algo=record())
-        found |= dict.fromkeys(k for k, _ in leaves(config) if type_of(config, k) in (str, str | None))
-    return tuple(found)
+        found |= {name: type_of(config, name) for name, _ in leaves(config)}
+    return found
 
 
-def known_settings() -> list[str]:
-    """Names of the settings of all built-in algorithms."""
-    return [*dict.fromkeys(name for record in RECORDS.values() for name, _ in leaves(Config(algo=record())))]
+def plain_text_keys() -> tuple[str, ...]:
+    """Settings whose values are text, which needs no quotes."""
+    return (*GROUPS, PRESETS, *(name for name, kind in known_settings().items() if kind in (str, str | None)))
+
+
+def whole_numbers() -> list[str]:
+    """Settings whose values are whole numbers."""
+    return [name for name, kind in known_settings().items() if kind in (int, int | None)]
 
 
 def compose(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> Config:
@@ -196,24 +200,10 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
         chosen.setdefault(ATARI, "paper")
     elif ATARI in chosen:
         raise ConfigError(ATARI, chosen[ATARI], "task=atari with it: a protocol of its games")
-    layers = [*presets.layers(chosen), Layer("command line", unflatten(values))]
+    layers = [*presets.layers(chosen), Layer("command line", nested(values))]
     config = _resolve(layers, given)
     check_read(config, given)
     return config, layers
-
-
-def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name, as a tree."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        *groups, last = name.split(".")
-        node = tree
-        for part in groups:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                raise ConfigError(name, value, f"no value of {part} beside it")
-        node[last] = value
-    return tree
 
 
 def check_read(config: Config, names: Iterable[str]) -> None:
@@ -234,7 +224,7 @@ SWITCHES: tuple[str, ...] = ()
 
 
 def check_known(algo: AlgoConfig | type[AlgoConfig], name: str, value: Any, preset: str) -> None:
-    """Raises ``ConfigError`` for a setting that the algorithm does not have; says what has its purpose, or who has it."""
+    """Raises ``ConfigError`` for a setting that the algorithm does not have, and says which one serves instead."""
     record = algo() if isinstance(algo, type) else algo
     mine = [*settings(record, "algo.")]
     if name in (one.name for one in mine):
@@ -272,7 +262,8 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
         if key.partition(".")[0] not in RESUMABLE and key not in RESUMABLE_TOO and not names_code(key):
             known = [*(f"{g}.*" for g in RESUMABLE), *RESUMABLE_TOO]
             raise ConfigError(key, value, f"one of {', '.join(known)}: the rest stays as it was")
-    config, saved = _resolve([Layer("run", data), Layer("command line", unflatten(values))], values), dict(leaves(from_dict(data)))
+    saved = dict(leaves(from_dict(data)))
+    config = _resolve([Layer("run", data), Layer("command line", nested(values))], values)
     for name, value in leaves(config):
         moved = name == PYTHON and None not in (value, saved[name])
         if names_code(name) and value != saved[name] and not moved:

@@ -91,10 +91,10 @@ def requirements(extra: str) -> dict[str, Any]:
 
 def simulators() -> list[list[str]]:
     """A row per state: the tasks that can be had here, robots included, and those that cannot, with the reason."""
-    from pql.compose import options
+    from pql.presets import Presets
     from pql.registry import env_names
 
-    tasks = {task: simulator_of(task) for task in options("task") if task != "env"}
+    tasks = {task: simulator_of(task) for task in Presets().names("task") if task != "env"}
     tasks |= {name: name for name in env_names() if name not in tasks}
     states: dict[str, list[str]] = {"ok": []}
     for task, name in sorted(tasks.items()):

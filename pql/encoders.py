@@ -244,9 +244,22 @@ def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
 # -- networks from elsewhere ------------------------------------------------------------------------------------------
 
 
-def custom_network(config: Config, spec: EnvSpec, which: str) -> nn.Module:
+Outputs = list[tuple[str, Any, list[Any]]]
+"""Calls of a network on two rows: the call, its output, and the expected shape (a text stands for any size)."""
+Probe = Callable[[nn.Module, Obs, Tensor], Outputs]
+"""(network, obs, action) -> its outputs on two rows."""
+
+
+def probe_features(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
+    """Features, which an algorithm's own heads take."""
+    return [("forward(obs)", network(obs), [2, "F"])]
+
+
+def custom_network(config: Config, spec: EnvSpec, which: str, probe: Probe = probe_features) -> nn.Module:
     """The network that ``algo.policy.net`` or ``algo.critic.net`` names, tried on two rows.
 
+    Args:
+        probe: calls it as the algorithm will.
     Raises:
         ConfigError: it cannot be found or made, or does not give what the algorithm takes.
     """
@@ -263,7 +276,7 @@ def custom_network(config: Config, spec: EnvSpec, which: str) -> nn.Module:
         raise ConfigError(setting, name, f"a torch module with parameters, not {type(network).__name__}")
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
         raise ConfigError(setting, name, "a network whose only state is its parameters: no BatchNorm (LayerNorm works)")
-    try_out(config, spec, which, network)
+    try_out(config, spec, which, network, probe)
     return network
 
 
@@ -279,27 +292,16 @@ def find_network(setting: str, name: str) -> Callable[[EnvSpec, Config], Any]:
 
 
 @torch.no_grad()
-def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module) -> None:
+def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module, probe: Probe) -> None:
     """Raises ``ConfigError`` where ``network`` does not turn two rows into what the algorithm's updates take."""
     setting, name = f"algo.{which}.net", getattr(config.algo, which).net
     obs = {k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in spec.obs.items()}
     action = torch.zeros(2, spec.action.size if isinstance(spec.action, Box) else 1)
-    atoms, outputs, wanted = config.algo.critic.atoms, list[Any](), list[tuple[str, list[Any]]]()
     try:
-        if config.algo.family in ("ppo", "impala", "dqn", "r2d2", "pqn"):  # whose own heads come after it
-            outputs, wanted = [network(obs)], [("forward(obs)", [2, "F"])]
-        elif which == "critic":
-            outputs, wanted = [network(obs, action)], [("forward(obs, action)", ["E", 2] + ([atoms] if atoms else []))]
-        elif config.algo.family == "sac":
-            mean, log_std = network(obs)
-            outputs = [mean, log_std, network.mean_action(obs)]  # type: ignore[operator]
-            wanted = [(f, list(action.shape)) for f in ("forward(obs)'s mean", "forward(obs)'s log_std", "mean_action")]
-        else:
-            outputs = [network(obs), network.mean_action(obs)]  # type: ignore[operator]
-            wanted = [("forward(obs)", list(action.shape)), ("mean_action(obs)", list(action.shape))]
+        outputs = probe(network, obs, action)
     except Exception as error:
         raise ConfigError(setting, name, f"a {which} for {spec.name}: {type(error).__name__}: {error}") from error
-    for out, (call, shape) in zip(outputs, wanted, strict=True):
+    for call, out, shape in outputs:
         have = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         same = isinstance(have, list) and len(have) == len(shape)
         if not same or any(want != size and not isinstance(want, str) for size, want in zip(have, shape, strict=True)):

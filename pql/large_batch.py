@@ -41,7 +41,7 @@ def large_batch(algo: str, batch: int) -> dict[str, Any]:
 
     * num_envs = max(32, batch / 32): an update at least every 4 steps of all environments.
     * algo.v_per_step = 8 num_envs / batch: every row is used 8 times, so an update comes every batch / 8 env steps.
-    * algo.dqn.target_period: the recipe's env steps, rounded to a whole number of updates.
+    * algo.target_period: the recipe's env steps, rounded to a whole number of updates.
     * algo.critic.eps = .01 / batch (C51), .005 / batch (Rainbow).
     * algo.critic.lr: the recipe's times sqrt(batch / 32), but at most three times it. The paper's code leaves the
       learning rate to the user; three times is the larger of the two that its example tries at 512.
@@ -60,7 +60,7 @@ def large_batch(algo: str, batch: int) -> dict[str, Any]:
         "algo.batch_size": batch,
         "algo.v_per_step": num_envs / per_update,
         "algo.warmup_steps": math.ceil(recipe.warmup / num_envs),
-        "algo.dqn.target_period": per_update * round(recipe.target_period / per_update),
+        "algo.target_period": per_update * round(recipe.target_period / per_update),
         "algo.critic.lr": recipe.lr * min(3.0, math.sqrt(batch / BASE)),
     }
     return settings if recipe.eps is None else {**settings, "algo.critic.eps": recipe.eps / batch}

@@ -33,7 +33,7 @@ def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict
 
 def replica_devices(config: Config) -> list[str]:
     """A device for each replica: as placed, else the run's: for ``cuda`` without a number, all GPUs in turn."""
-    count = config.algo.replicas
+    count = config.replicas
     if config.placement.replicas is not None:
         return config.placement.replicas
     if count > 1 and resolve_device(config.device) == "cuda":
@@ -51,7 +51,7 @@ def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
     ticks, get half the cores each. Another count is another order of summation, so other bits: never chosen at run
     time.
     """
-    cores, place = max(1, (cores or available_cores()) // config.algo.replicas), config.placement.threads
+    cores, place = max(1, (cores or available_cores()) // config.replicas), config.placement.threads
     alone = config.algo.schedule != "concurrent"
     default = {
         "collector": cores if alone else 1,

@@ -223,13 +223,13 @@ def run_resume(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     from pql.evaluation import evaluate_saved, evaluation_file
-    from pql.validate import EPISODES, RANGES, check_range, resolve_device
+    from pql.validate import EPISODES, limits, resolve_device
 
     asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, COMMANDS["eval"])
     asked.setdefault("episodes", asked["num_envs"])
-    for key, limits in (("num_envs", RANGES["eval.num_envs"]), ("episodes", EPISODES), ("seed", RANGES["seed"]),
-                        ("epsilon", RANGES["eval.epsilon"])):  # fmt: skip
-        check_range(key, asked.get(key), limits)
+    for key, allowed in (("num_envs", limits("eval.num_envs")), ("episodes", EPISODES), ("seed", limits("seed")),
+                         ("epsilon", limits("eval.epsilon"))):  # fmt: skip
+        allowed.check(key, asked.get(key))
     device = resolve_device(asked["device"])
     out = Path(asked["out"]).expanduser() if "out" in asked else None
     if out:
@@ -348,17 +348,17 @@ def run_export(args: argparse.Namespace) -> int:
 
 def run_bench(args: argparse.Namespace) -> int:
     from pql import placement
-    from pql.validate import check_range
+    from pql.config.fields import Range
 
     own = [w for w in args.overrides if w.partition("=")[0] in COMMANDS["bench"]]
     asked = {"seconds": 2, "rounds": 3} | parse_pairs(own, COMMANDS["bench"])
-    for key, limits in (("seconds", (1, 3600, True)), ("rounds", (1, 1000, True))):
-        check_range(key, asked[key], limits)
+    for key, allowed in (("seconds", Range(1, 3600)), ("rounds", Range(1, 1000))):
+        allowed.check(key, asked[key])
     return placement.main([w for w in args.overrides if w not in own], **asked)
 
 
 def run_list(args: argparse.Namespace) -> int:
-    from pql.compose import options
+    from pql.presets import Presets
     from pql.registry import env_names, find_factory
 
     if args.what == "games":
@@ -366,14 +366,15 @@ def run_list(args: argparse.Namespace) -> int:
         return 0
     group = "task" if args.what == "tasks" else "algo"
     wide = shutil.get_terminal_size().columns
-    column = max(map(len, options(group))) + 2
-    for name in options(group):
+    names = Presets().names(group)
+    column = max(map(len, names)) + 2
+    for name in names:
         about = f"{name:{column}}{first_comment(group, name)}"
         print(
             textwrap.fill(about, wide, subsequent_indent=" " * column, break_on_hyphens=False, break_long_words=False)
         )
     if group == "task":
-        extra = sorted({*env_names()} - {*options("task")})
+        extra = sorted({*env_names()} - {*names})
         print("".join(f"task=env task.name={name}\n" for name in extra), end="")
     return 0
 

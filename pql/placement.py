@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from pql.build import FAMILIES, build
+from pql.build import build
 from pql.compose import compose
 from pql.config import Config, ThreadsConfig
 from pql.env import find_factory
@@ -155,7 +155,7 @@ def splits(config: Config) -> Split:
         ConfigError: nothing has.
     """
     known, out = thread_counts(config), dict[str, int]()
-    for worker, device in worker_devices(config, FAMILIES[config.algo.family].learners).items():
+    for worker, device in worker_devices(config, config.algo.learners).items():
         if device.type == "cpu":
             out[setting_of(worker)] = known[worker]
     far = config.task.process.python is not None

@@ -15,7 +15,7 @@ from pql.env import VecEnv, find_factory
 from pql.errors import ConfigError
 from pql.machine import set_precision
 from pql.policy import Stored, open_stored
-from pql.validate import EPISODES, RANGES, STEPS, check_range, resolve_device
+from pql.validate import EPISODES, STEPS, limits, resolve_device
 
 LONGEST = 1000  # steps of an episode, where neither the environment nor the user sets a limit
 FRAMES_PER_SECOND = 30  # at most about this many: faster simulators are shown at every k-th step
@@ -158,12 +158,12 @@ def cadence(dt: float | None) -> tuple[int, float]:
 
 
 def check_numbers(episodes: int, steps: int | None, width: int | None, height: int | None, seed: int) -> None:
-    for name, value, limits in (
+    for name, value, allowed in (
         ("episodes", episodes, EPISODES),
         ("steps", steps, STEPS),
-        ("seed", seed, RANGES["seed"]),
+        ("seed", seed, limits("seed")),
     ):
-        check_range(name, value, limits)
+        allowed.check(name, value)
     for name, value in (("width", width), ("height", height)):
         if value is not None and (value not in SIZES or value % 2):
             raise ConfigError(name, value, f"an even number of pixels from {SIZES[0]} to {SIZES[-1]}")

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from pql import checkpoint
 from pql.build import Parts, build_env, make_policy
 from pql.config import Config, PlacementConfig, from_dict, leaves
+from pql.config.fields import reads, settings
 from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
 from pql.errors import ConfigError, show
 from pql.nets import Flat, groups_read
@@ -284,18 +285,6 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
 
 # -- a new run from old weights -------------------------------------------------------------------------------------
 
-SAME_POLICY = ("algo.family", "algo.normalize_obs", "algo.policy.hidden", "algo.policy.activation",
-               "algo.policy.layer_norm", "algo.policy.net", "algo.policy.obs", "algo.encoder.kind",
-               "algo.encoder.channels", "algo.encoder.features", "algo.encoder.layer_norm",
-               *(f"algo.{f}.{k}" for f in ("ppo", "impala") for k in ("squash", "lstm", "shared")))  # fmt: skip
-SAME_CRITIC = ("algo.critic.hidden", "algo.critic.activation", "algo.critic.layer_norm", "algo.critic.ensemble",
-               "algo.critic.atoms", "algo.critic.v_min", "algo.critic.v_max", "algo.critic.net",
-               "algo.critic.obs", "algo.ppo.normalize_value")  # fmt: skip
-OTHERS = ("algo.policy.", "algo.ppo.", "algo.impala.")
-SAME_VALUES = (*(k for k in (*SAME_POLICY, *SAME_CRITIC) if not k.startswith(OTHERS)),
-               "algo.dqn.dueling", "algo.dqn.noisy", "algo.r2d2.lstm", "algo.r2d2.feedback")  # fmt: skip
-"""Where the policy is a network of values."""
-
 
 def init_from(parts: Parts, source: Path) -> None:
     """Start from another run's weights: policy, statistics and critics; the policy alone from a checkpoint of one.
@@ -314,11 +303,10 @@ def init_from(parts: Parts, source: Path) -> None:
         if spec[what] != old[what]:
             raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
     whole = manifest["kind"] == "resume"
-    mine, theirs = dict(leaves(parts.config)), dict(leaves(from_dict(manifest["config"])))
-    same = SAME_VALUES if parts.config.algo.family in ("dqn", "r2d2") else SAME_POLICY + (SAME_CRITIC if whole else ())
-    for name in same:
-        if mine[name] != theirs[name]:
-            raise ConfigError(name, mine[name], f"{show(theirs[name])}, as in init_from={source}")
+    theirs = dict(leaves(from_dict(manifest["config"])))
+    for name, value in deciding(parts.config, whole or not reads(parts.config, "algo.policy.hidden")).items():
+        if value != theirs.get(name, value):
+            raise ConfigError(name, value, f"{show(theirs[name])}, as in init_from={source}")
     policy = policy_of(tensors, manifest, "cpu", trust=True).state_dict()["policy"]  # its networks are this run's
     parts.policy.load_state_dict(policy)
     for worker, learner in parts.learners.items():
@@ -335,6 +323,20 @@ def init_from(parts: Parts, source: Path) -> None:
     known = [k for k in norm if k.startswith(("moments.", "scale_", "shift_")) and f"{prefix}/{k}" in tensors]
     seen = {k: norm[k] for k in known}
     parts.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
+
+
+def deciding(config: Config, critic: bool) -> dict[str, Any]:
+    """Settings that must be equal where weights are taken from another run.
+
+    Args:
+        critic: those of the critic, too.
+    """
+    found = {}
+    for one in settings(config):
+        of_critic = one.declaration.weights == "critic" or one.name.startswith("algo.critic.")
+        if one.declaration.weights and (critic or not of_critic):
+            found[one.name] = one.value
+    return found
 
 
 def _networks(state: Any) -> dict[str, Flat | nn.Module]:

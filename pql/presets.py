@@ -14,12 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pql.config.families import GROUP
 from pql.errors import ConfigError, nearest
 
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
 WHOLE = ("atari", "scale")  # groups whose files set what they like; those of the others, their own group
 LIKE, SCALES = "like", "scales"
-PLUGINS = "pql.algos"  # entry points: algorithms of installed packages
+
+registered: dict[str, Mapping[str, Any]] = {}
+"""Presets of algorithms that were registered in this process."""
 
 
 class Layer(NamedTuple):
@@ -46,7 +49,7 @@ class Presets:
     def plugins(self) -> dict[str, Path]:
         """The YAML files of installed packages' algorithms: ``NAME.yaml`` beside the module that has NAME."""
         found = {}
-        for entry in entry_points(group=PLUGINS):
+        for entry in entry_points(group=GROUP):
             spec = find_spec(entry.module)
             if spec is not None and spec.origin is not None:
                 found[entry.name] = Path(spec.origin).with_name(f"{entry.name}.yaml")
@@ -55,11 +58,11 @@ class Presets:
     def names(self, group: str) -> list[str]:
         """The presets of a group."""
         found = {p.stem for folder in self.folders for p in (folder / group).glob("*.yaml")}
-        return sorted(found | (set(self.plugins) if group == "algo" else set()))
+        return sorted(found | ({*self.plugins, *registered} if group == "algo" else set()))
 
     def check(self, group: str, name: str, hint: str = "") -> None:
         """Raises ``ConfigError`` for a preset that does not exist."""
-        if self._path(group, name) is None:
+        if self._path(group, name) is None and not (group == "algo" and name in registered):
             names = self.names(group)
             raise ConfigError(group, name, f"one of {', '.join(names)}{hint or nearest(name, names)}")
 
@@ -139,8 +142,7 @@ class Presets:
 
     def _read(self, group: str, name: str) -> Mapping[str, Any]:
         path = self._path(group, name)
-        assert path is not None
-        return read(path)
+        return registered[name] if path is None else read(path)
 
 
 def read(path: Path) -> Mapping[str, Any]:

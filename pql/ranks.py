@@ -24,6 +24,7 @@ from torch import distributed as dist
 from pql import checkpoint
 from pql.build import Parts
 from pql.config import Config, from_dict, leaves, to_dict
+from pql.config.fields import settings
 from pql.errors import ConfigError, HungError, PqlError, RunError, show
 from pql.jobs import end_with_parent
 from pql.machine import available_cores, thread_counts
@@ -39,13 +40,6 @@ ACTIONS = ("log", "save", "eval", "stop", "interrupt")
 PATIENT = timedelta(minutes=30)  # for what happens outside of ticks: simulators that start, checkpoints
 LAST_WORDS = 3.0  # seconds that a failing rank waits for what others have to say
 PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")
-DIVIDED = ("num_envs", "algo.batch_size", "algo.dqn.target_period")  # must divide evenly
-FLOORED = ("replay.capacity", "algo.ppo.anneal_steps", "algo.impala.anneal_steps", "algo.dqn.epsilon.steps",
-           "algo.dqn.priority.beta_steps", "algo.pqn.anneal_steps", "algo.pqn.epsilon.steps")  # fmt: skip
-READERS = {
-    "algo.batch_size": ("ddpg", "sac", "dqn", "r2d2"),
-    "algo.dqn.target_period": ("dqn", "r2d2"),
-}  # families; else all
 
 T = TypeVar("T")
 
@@ -70,13 +64,13 @@ def share_of(config: Config, place: World) -> Config:
         setting, value = ("task.remote", config.task.remote) if config.task.remote else ("task.name", "remote")
         raise ConfigError(setting, value, "a simulator in each process: actors come to one learner, and how "
                           "often it updates is theirs to say (one may use several GPUs: placement.*)")  # fmt: skip
-    flat = dict(leaves(config))
+    flat, shared = dict(leaves(config)), [one for one in settings(config) if one.declaration.ranks]
     own: dict[str, Any] = {"seed": own_seed(config.seed, place.rank)}
-    for name in DIVIDED:
-        if flat[name] % place.size and config.algo.family in READERS.get(name, (config.algo.family,)):
-            near = f"such as {max(1, round(flat[name] / place.size)) * place.size}"
-            raise ConfigError(name, flat[name], f"a multiple of {place.size}, the processes that share it, {near}")
-    own |= {name: max(1, flat[name] // place.size) for name in (*DIVIDED, *FLOORED) if flat[name] is not None}
+    for one in shared:
+        if one.declaration.ranks == "divide" and one.value % place.size:
+            near = f"such as {max(1, round(one.value / place.size)) * place.size}"
+            raise ConfigError(one.name, one.value, f"a multiple of {place.size}, the processes that share it, {near}")
+    own |= {one.name: max(1, one.value // place.size) for one in shared if one.value is not None}
     own["device"] = own_device("device", config.device, place)
     own |= {name: own_device(name, flat[name], place) for name in PLACES if flat[name] is not None}
     threads = thread_counts(config, max(1, available_cores() // place.local_size))

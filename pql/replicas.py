@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from pql.central import Central, CentralOptimizer, Halted, Turns
-from pql.config import Config
+from pql.config import Config, PpoConfig
+from pql.config.families import own
 from pql.machine import replica_devices
 from pql.normalize import meet
 from pql.parts import Replica
@@ -36,7 +37,7 @@ from pql.wiring import own_seed
 
 def shares(config: Config) -> list[Config]:
     """The config of each replica: an equal part of the environments, a device, a seed. The first keeps the run's."""
-    count = config.algo.replicas
+    count = config.replicas
     return [
         replace(config, num_envs=config.num_envs // count, device=device, seed=own_seed(config.seed, i))
         for i, device in enumerate(replica_devices(config))
@@ -95,7 +96,7 @@ class Replicas:
     """
 
     def __init__(self, config: Config, replicas: Sequence[Replica], executor: Threads | Inline):
-        central, count = config.algo.central, len(replicas)
+        central, count = own(config, PpoConfig).central, len(replicas)
         self.executor, self.each = executor, central.ticks
         known = names(count)
         self.turns = Turns(count, lambda i: executor.waiting(known[i])) if central.order == "turns" else None

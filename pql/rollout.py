@@ -34,14 +34,19 @@ STEPS = ("action", "params", "reward", "flags", "final", "version")
 
 
 class Progress:
-    """Where a run on rollouts stands; 0-dim tensors on the device."""
+    """Where a run on rollouts stands; 0-dim tensors on the device.
 
-    def __init__(self, device: torch.device):
+    Args:
+        steps_per_tick: env steps of a rollout, T * N.
+    """
+
+    def __init__(self, device: torch.device, steps_per_tick: int = 1):
+        self.steps_per_tick = steps_per_tick
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
         self.lost = torch.zeros((), dtype=torch.int64, device=device)  # time limits without a final observation
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():

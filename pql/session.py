@@ -12,6 +12,7 @@ from pql.blackbox import dumping
 from pql.build import Parts, build, build_env, seeds
 from pql.claim import Claim
 from pql.config import Config
+from pql.config.fields import reads
 from pql.console import Console, announced
 from pql.env import VecEnv
 from pql.errors import ConfigError, PqlWarning, RunError
@@ -117,7 +118,7 @@ class Session:
         self._window = self._begun = self._totals()
         updates = self.parts.updates()
         self._guard = Guard(self.warn, updates, self.parts.collector.restarts)
-        self._frozen = FrozenPolicy(self.warn, updates["p"], config.algo.family == "ddpg")
+        self._frozen = FrozenPolicy(self.warn, updates["p"], reads(config, "algo.policy.saturation_penalty"))
         self._say_more()
 
     def _make_parts(self, opened: ExitStack) -> None:

@@ -4,8 +4,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pql.compose import GROUPS, options, parse_override, plain_text_keys, split_word
+from pql.compose import parse_override, plain_text_keys, split_word
 from pql.errors import ConfigError
+from pql.presets import GROUPS, Presets
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _values(key: str, text: str, override: Any, is_text: bool) -> tuple[str, ...
     if isinstance(override.value(), Glob):
         if key not in GROUPS:
             raise ConfigError(key, text, f"glob only for {', '.join(GROUPS)}")
-        return tuple(override.value().filter(options(key)))
+        return tuple(override.value().filter(Presets().names(key)))
     if not is_text:
         return tuple(override.sweep_string_iterator())
     plain = (v.text if isinstance(v, QuotedString) else v for v in override.sweep_iterator())

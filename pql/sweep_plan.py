@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pql.compose import BATCH, FREE, GROUPS, compose, hint_of, split_word
-from pql.config import Config, leaves
+from pql.compose import BATCH, FREE, compose, known_settings, split_word, whole_numbers
+from pql.config import Config
 from pql.errors import ConfigError, nearest
+from pql.presets import GROUPS
 from pql.space import Space, parse_space
 
 SAMPLERS = ("tpe", "random")
@@ -89,7 +90,7 @@ def make_plan(words: Sequence[str]) -> Plan:
 
 def check_known(key: str, word: str) -> None:
     """Raises ``ConfigError`` for a name that neither a run nor a sweep has."""
-    names = [*NAMES, *GROUPS, BATCH, *(name for name, _ in leaves(Config()))]
+    names = [*NAMES, *GROUPS, BATCH, *known_settings()]
     if key not in names and not key.startswith(FREE):
         raise ConfigError(key, word.partition("=")[2], f"a known setting{nearest(key, names)}")
 
@@ -116,8 +117,7 @@ def own_setting(key: str, value: str | Space) -> Any:
 
 def fit(key: str, space: Space) -> Space:
     """A space of numbers in the type of its setting: whole ones where the setting is a whole number."""
-    known = dict(leaves(Config()))
-    if space.low is None or space.high is None or key not in known or hint_of(key) not in (int, int | None):
+    if space.low is None or space.high is None or key not in whole_numbers():
         return space
     if not (float(space.low).is_integer() and float(space.high).is_integer() and (space.step or 1) % 1 == 0):
         raise ConfigError(key, space.text, "whole numbers")

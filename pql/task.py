@@ -41,17 +41,12 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
 def whole_spec(config: Config, one: EnvSpec, groups: int) -> EnvSpec:
     """What the run sees of ``groups`` simulators like ``one``."""
     spec = one if groups == 1 else grouped_spec(one, groups)
-    return feedback_spec(spec) if tells(config) else spec
-
-
-def tells(config: Config) -> bool:
-    """Whether observations say what was done last: the algorithm wants it."""
-    return config.algo.family == "r2d2" and config.algo.r2d2.feedback
+    return feedback_spec(spec) if config.algo.needs_last_action else spec
 
 
 def telling(config: Config, env: VecEnv) -> VecEnv:
     """``env``, or where the algorithm wants it ``env`` with what was done last among its observations."""
-    return Feedback(env, config.task.reward_clip) if tells(config) else env
+    return Feedback(env, config.task.reward_clip) if config.algo.needs_last_action else env
 
 
 def task_kwargs(config: Config) -> dict[str, Any]:

@@ -19,6 +19,13 @@ from pql.registry import check_chosen
 EPISODES = STEPS = Range(1, 1_000_000)
 
 
+def limits(name: str) -> Range:
+    """The allowed numbers of a setting that every run has."""
+    found = next(one.declaration.range for one in settings(Config()) if one.name == name)
+    assert found is not None, name
+    return found
+
+
 def validate(config: Config) -> Config:
     """Check every value against its declaration, and settings that must fit together.
 

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.compose import compose, options, split_word
+from pql.compose import compose, split_word
 from pql.config import Config, to_dict
 from pql.conformance import Checker, check_env
 from pql.env import EnvSpec, VecEnv
 from pql.errors import ConfigError
+from pql.presets import Presets
 from pql.task import build_env, describe_env
 from pql.text import table
 from pql.types import Step
-from pql.validate import RANGES, STEPS, check_range, resolve_device
+from pql.validate import STEPS, limits, resolve_device
 
 SPEED_SECONDS = 1.0  # at least so long is stepped to measure the rate
 NAMED = ("id", "game", "model")  # keywords that have a setting of their own
@@ -38,8 +39,8 @@ def check(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> 
         steps: of the main run; None: a little over the time limit.
         words: ``key=value``; ``device`` and settings ``task.*`` as in training, others are the environment's keywords.
     """
-    check_range("--num-envs", num_envs, RANGES["num_envs"])
-    check_range("--steps", steps, STEPS)
+    limits("num_envs").check("--num-envs", num_envs)
+    STEPS.check("--steps", steps)
     config = replace(compose(settings(name, words)), num_envs=num_envs)
     foreseen: list[EnvSpec] = []
     if spec := describe_env(config, torch.device(resolve_device(config.device))):
@@ -62,7 +63,7 @@ def settings(name: str, words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a word for something else than the environment.
     """
-    known = name in options("task") and name != "env"
+    known = name in Presets().names("task") and name != "env"
     out = [f"task={name}"] if known else ["task=env", f"task.name={name}"]
     for word in words:
         key, value = split_word(word)

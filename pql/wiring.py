@@ -1,6 +1,6 @@
 """What ``build`` and the algorithms' families share: the pieces of a wiring, seeds, and checks of an environment."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from pql.collect import Collector
 from pql.config import Config
+from pql.config.algorithms import ReplayAlgoConfig
+from pql.config.families import own
 from pql.encoders import groups_of
-from pql.env import Box, EnvSpec, VecEnv
+from pql.env import Box, EnvSpec
 from pql.errors import ConfigError
 from pql.frames import deepest
 from pql.machine import available_bytes
@@ -48,26 +50,6 @@ class Wiring:
     roles: dict[str, Role]
     policy: Flat | nn.Module
     gauges: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Family:
-    """Algorithms that share their data and their workers.
-
-    Attributes:
-        learners: workers beside the collector; rows live where the first of them sits.
-        counts: the integers of a tick.
-        check: ``ConfigError`` for an environment that cannot be learned from; returns the rows per environment that
-            the data take.
-        wire: (config, env, counts, those rows, devices, whether to capture graphs) -> wiring.
-        policy: a policy network, freshly initialised.
-    """
-
-    learners: tuple[str, ...]
-    counts: Callable[[Config], Counts]
-    check: Callable[[Config, EnvSpec, Counts, torch.device], int]
-    wire: Callable[[Config, VecEnv, Counts, int, Devices, bool], Wiring]
-    policy: Callable[[Config, EnvSpec], nn.Module]
 
 
 def seeds(seed: int) -> dict[str, int]:
@@ -117,7 +99,7 @@ def ring_rows(
         spec.obs, action_size(spec), spec.num_envs, replay.capacity, horizon,
         spec.max_episode_steps, getattr(torch, replay.dtype), available_bytes(device), extra,
     )  # fmt: skip
-    guard, n = horizon + deepest(spec.obs.values()), config.algo.n_step
+    guard, n = horizon + deepest(spec.obs.values()), own(config, ReplayAlgoConfig).n_step
     tick = least_rows(horizon, n, guard) if prioritized else guard + n + 1
     warm_up = guard + config.algo.warmup_steps + 1
     if rows < max(tick, warm_up):

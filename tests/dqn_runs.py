@@ -14,20 +14,21 @@ BASE = {
         "schedule": "lockstep",
         "n_step": 3,
         "critic": {"hidden": [16, 16], "lr": 1e-3, "weight_decay": 0.0},
-        "dqn": {"target_period": 32, "epsilon": {"steps": 2000}},
+        "target_period": 32,
+        "epsilon": {"steps": 2000},
     },
 }
 PRIORITIES = {"alpha": 0.6, "beta": 0.4, "beta_steps": 4000}
 C51 = {"critic": {"atoms": 11, "v_min": 0.0, "v_max": 20.0}}
 VARIANTS = {
-    "dqn": {"dqn": {"optimizer": "rmsprop"}},
-    "fraction": {"v_per_step": 0.5, "dqn": {"double": True, "huber": None}},
-    "prioritized": {"dqn": {"double": True, "dueling": True, "shared_grad": 0.7, "priority": PRIORITIES}},
+    "dqn": {"optimizer": "rmsprop"},
+    "fraction": {"v_per_step": 0.5, "double": True, "huber": None},
+    "prioritized": {"double": True, "dueling": True, "shared_grad": 0.7, "priority": PRIORITIES},
     "c51": C51,
-    "rainbow": {**C51, "dqn": {"double": True, "dueling": True, "noisy": 0.5, "priority": PRIORITIES,
-                               "epsilon": {"kind": "fixed", "end": 0.0}}},
-    "ape-x": {"schedule": "concurrent", "dqn": {"double": True, "epsilon": {"kind": "ladder"},
-                                                "priority": {**PRIORITIES, "initial": "actor"}}},
+    "rainbow": {**C51, "double": True, "dueling": True, "noisy": 0.5, "priority": PRIORITIES,
+                "epsilon": {"kind": "fixed", "end": 0.0}},
+    "ape-x": {"schedule": "concurrent", "double": True, "epsilon": {"kind": "ladder"},
+              "priority": {**PRIORITIES, "initial": "actor"}},
 }  # fmt: skip
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 

@@ -19,26 +19,26 @@ BASE = {
         "warmup_steps": 8,
         "critic": {"hidden": [16, 16]},
         "policy": {"hidden": [16, 16], "lr": 1e-3, "weight_decay": 0.0, "grad_clip": 1.0},
-        "ppo": {"horizon": 8, "epochs": 2, "minibatches": 4},
+        "horizon": 8,
+        "epochs": 2,
+        "minibatches": 4,
     },
 }
 VARIANTS = {
     "gaussian": {},
-    "squashed": {"algo": {"ppo": {"squash": True, "entropy_coef": 0.01}}},
+    "squashed": {"algo": {"squash": True, "entropy_coef": 0.01}},
     "categorical": {"task": {"name": "cartpole"}},
-    "shared trunk": {"algo": {"ppo": {"shared": True, "value_clip": 0.2}}},
-    "lstm": {"algo": {"ppo": {"lstm": 8}}},
-    "shared lstm": {"task": {"name": "cartpole"}, "algo": {"ppo": {"lstm": 8, "shared": True}}},
+    "shared trunk": {"algo": {"shared": True, "value_clip": 0.2}},
+    "lstm": {"algo": {"lstm": 8}},
+    "shared lstm": {"task": {"name": "cartpole"}, "algo": {"lstm": 8, "shared": True}},
     "annealed, stopped": {
-        "algo": {"ppo": {"lr_schedule": "linear", "anneal_steps": 640, "anneal_clip": True, "kl_stop": 0.005}}
+        "algo": {"lr_schedule": "linear", "anneal_steps": 640, "anneal_clip": True, "kl_stop": 0.005}
     },
     "a2c": {
         "algo": {
             "normalize_reward": True,
-            "ppo": {
-                "horizon": 5, "epochs": 1, "minibatches": 1, "gae_lambda": 1.0, "clip": None, "optimizer": "rmsprop",
+            "horizon": 5, "epochs": 1, "minibatches": 1, "gae_lambda": 1.0, "clip": None, "optimizer": "rmsprop",
                 "lr_schedule": "fixed", "normalize_advantage": False, "normalize_value": False, "entropy_coef": 0.01,
-            },
         }
     },
 }  # fmt: skip

@@ -330,8 +330,8 @@ def test_scores_of_whole_games_are_reported_where_lives_end_episodes_for_learnin
     """PPO on Breakout, rewards clipped: games last for 64 rows, lives about 25, in training and in evaluation."""
     run = train(
         "task=atari", "task.game=breakout", "algo=ppo", "scale=cpu", "device=cpu", "num_envs=2", "seed=1",
-        "task.kwargs.max_episode_steps=64", "task.kwargs.threads=1", "algo.warmup_steps=2", "algo.ppo.horizon=16",
-        "algo.ppo.minibatches=1", "algo.ppo.epochs=1", "algo.encoder.channels=[4,4,4]", "algo.encoder.features=16",
+        "task.kwargs.max_episode_steps=64", "task.kwargs.threads=1", "algo.warmup_steps=2", "algo.horizon=16",
+        "algo.minibatches=1", "algo.epochs=1", "algo.encoder.channels=[4,4,4]", "algo.encoder.features=16",
         "budget.seconds=null", "budget.env_steps=270", "eval.num_envs=2", "eval.every_seconds=null",
         "logger.every_seconds=1000", f"run_dir={tmp_path / 'run'}", quiet=True,
     )  # fmt: skip

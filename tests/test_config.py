@@ -51,8 +51,8 @@ def test_what_another_setting_switches_off_is_refused(word, wanted):
 
 
 def test_pql_refuses_a_temperature():
-    wanted = "algo.sac.alpha=0.1: expected no such setting: algo=pql does not read it"
-    assert refusal("algo=pql", "algo.sac.alpha=0.1") == wanted
+    wanted = "algo.alpha=0.1: expected no such setting: algo=pql does not read it"
+    assert refusal("algo=pql", "algo.alpha=0.1") == wanted
 
 
 def test_the_policy_that_sees_the_ball_is_kept_from_saturating():
@@ -311,7 +311,7 @@ def test_every_check_is_of_a_setting_and_the_defaults_pass():
 
 def test_every_number_has_a_range():
     free = {"task.reward_scale", "budget.target_return", "algo.critic.v_min", "algo.critic.v_max"}
-    free |= {"algo.sac.target_entropy", "algo.reward_scale"}
+    free |= {"algo.target_entropy", "algo.reward_scale"}
     numeric = (int, float, int | None, float | None)
     assert {k for k in dict(leaves(Config())) if hint_of(k) in numeric} - set(RANGES) == free
 

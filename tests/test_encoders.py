@@ -12,6 +12,7 @@ from run_files import words
 from torch import nn
 
 import pql
+from pql.algos.on_policy import make_body
 from pql.build import make_critic, make_networks, make_policy
 from pql.checkpoint import flatten
 from pql.config import from_dict
@@ -19,7 +20,6 @@ from pql.encoders import Encoder, Pictures
 from pql.env import Box, EnvSpec, ObsSpec, register
 from pql.errors import ConfigError
 from pql.main import main
-from pql.onpolicy import make_body
 
 CPU = torch.device("cpu")
 SIDE = 8
@@ -257,13 +257,13 @@ def test_ppo_puts_its_heads_on_networks_of_ones_own(module, tmp_path, capsys):
     nets = (f"algo.policy.net={module}:Features", f"algo.critic.net={module}:Features")
     unread = ("algo.batch_size", "replay.capacity")
     left = [w for w in words(tmp_path / "run") if not w.startswith(unread)]
-    ppo = [*left, "algo=ppo", "algo.ppo.minibatches=2", *nets]
+    ppo = [*left, "algo=ppo", "algo.minibatches=2", *nets]
     assert main(["train", *ppo, "budget.env_steps=2000"]) == 0
     policy = pql.load_policy(tmp_path / "run", trust=True)
     obs = torch.randn(5, 3)
     features = torch.tanh(policy.net.body.network.layer(policy.norm({"policy": obs})["policy"]))
     torch.testing.assert_close(policy(obs), policy.net.head(features).clamp(-1, 1))
-    for word, name in (("algo.ppo.lstm=4", "algo.ppo.lstm"), ("algo.ppo.shared=true", "algo.critic.net")):
+    for word, name in (("algo.lstm=4", "algo.lstm"), ("algo.shared=true", "algo.critic.net")):
         capsys.readouterr()
         assert main(["train", *ppo, word, f"run_dir={tmp_path / 'no'}"]) == 2
         assert capsys.readouterr().err.startswith(f"pql: {name}=")

@@ -102,7 +102,7 @@ def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> N
     """A policy that recalls the cue needs its memory, and must lose it where the next episode begins."""
     run = tmp_path / "run"
     words = ["task=recall", "algo=ppo", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "budget.env_steps=2000",
-             "algo.ppo.lstm=8", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]", "eval.final=false"]  # fmt: skip
+             "algo.lstm=8", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]", "eval.final=false"]  # fmt: skip
     assert main(["train", *words, f"run_dir={run}"]) == 0
     out = export_policy(run, formats=["onnx"])
     want, got = (evaluate_saved(path, 2, 6, 0, "cpu") for path in (run, out.files["onnx"]))
@@ -114,7 +114,7 @@ def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> N
 def test_a_policy_that_learned_in_bfloat16_leaves_in_float32(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["task=pendulum", "algo=ppo", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "budget.env_steps=1000",
-             "algo.ppo.amp=true", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]", "eval.final=false"]  # fmt: skip
+             "algo.amp=true", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]", "eval.final=false"]  # fmt: skip
     assert main(["train", *words, f"run_dir={run}"]) == 0
     assert sorted(export_policy(run).parity) == ["onnx", "pt2"]  # the check passed
 

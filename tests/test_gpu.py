@@ -61,14 +61,14 @@ ALGOS = {
 }
 PPO = {
     "family": "ppo", "schedule": "lockstep", "normalize_reward": True,
-    "ppo": {"horizon": 8, "epochs": 2, "minibatches": 4, "entropy_coef": 0.01},
+    "horizon": 8, "epochs": 2, "minibatches": 4, "entropy_coef": 0.01,
 }  # fmt: skip
 ON_POLICY = {
-    "ppo": {**PPO, "ppo": {**PPO["ppo"], "squash": True, "value_clip": 0.2, "kl_stop": 0.02}},
-    "ppo, bfloat16": {**PPO, "ppo": {**PPO["ppo"], "amp": True, "shared": True}},
-    "ppo, lstm": {**PPO, "ppo": {**PPO["ppo"], "lstm": 32}},
-    "a2c": {**PPO, "ppo": {"horizon": 5, "epochs": 1, "minibatches": 1, "clip": None, "optimizer": "rmsprop",
-                           "lr_schedule": "linear", "anneal_steps": 100_000}},
+    "ppo": {**PPO, "squash": True, "value_clip": 0.2, "kl_stop": 0.02},
+    "ppo, bfloat16": {**PPO, "amp": True, "shared": True},
+    "ppo, lstm": {**PPO, "lstm": 32},
+    "a2c": {**PPO, "horizon": 5, "epochs": 1, "minibatches": 1, "clip": None, "optimizer": "rmsprop",
+            "lr_schedule": "linear", "anneal_steps": 100_000},
 }  # fmt: skip
 BOTH = {**ALGOS, **ON_POLICY}
 FEW = ("pql", "pql_sac", "ppo", "a2c")
@@ -229,7 +229,7 @@ def test_warm_up_and_capture_leave_no_trace(algo):
 DISCRETE = {
     "ppo": {**PPO, "normalize_reward": False},
     "ppo, resnet": {**PPO, "encoder": {"kind": "resnet", "channels": [8, 8]}},
-    "pqn": {"family": "pqn", "schedule": "lockstep", "pqn": {"horizon": 8, "minibatches": 4, "anneal_steps": 100_000},
+    "pqn": {"family": "pqn", "schedule": "lockstep", "horizon": 8, "minibatches": 4, "anneal_steps": 100_000,
             "encoder": {"channels": [16], "features": 32, "layer_norm": True}},
 }  # fmt: skip
 

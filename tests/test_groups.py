@@ -38,9 +38,9 @@ OFF_POLICY = {
 }  # fmt: skip
 ON_POLICY = {
     "ppo": {"algo": {"normalize_reward": True}},
-    "lstm, filler rows": {**NEXT_STEP, "algo": {"ppo": {"lstm": 8}, "normalize_reward": True}},
+    "lstm, filler rows": {**NEXT_STEP, "algo": {"lstm": 8, "normalize_reward": True}},
     "categorical": {"task": {"name": "cartpole"}},
-    "values": {"task": {"name": "cartpole"}, "algo": {"family": "pqn", "pqn": {"horizon": 8, "minibatches": 4}}},
+    "values": {"task": {"name": "cartpole"}, "algo": {"family": "pqn", "horizon": 8, "minibatches": 4}},
 }
 
 
@@ -210,10 +210,10 @@ def test_the_parts_of_an_actor_are_views_with_the_rungs_of_the_whole():
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("case", [(), ("algo.ppo.lstm=8", "algo.normalize_reward=true")], ids=["pql", "ppo"])
+@pytest.mark.parametrize("case", [(), ("algo.lstm=8", "algo.normalize_reward=true")], ids=["pql", "ppo"])
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
     if case:
-        case += ("algo=ppo", "algo.ppo.horizon=4", "algo.ppo.minibatches=4")
+        case += ("algo=ppo", "algo.horizon=4", "algo.minibatches=4")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steps = [16 * (8 + 4 * n) for n in (5, 10)]
     for folder, budget in ((whole, steps[1]), (parts, steps[0])):

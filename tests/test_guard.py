@@ -124,7 +124,7 @@ def test_a_policy_that_stays_frozen_is_warned_of_once_and_with_what_helps():
 
 @pytest.mark.parametrize("algo", ["pql", "td3", "sac", "ppo"])
 def test_the_log_of_every_policy_with_a_tanh_has_its_saturation(tmp_path, algo):
-    squash = ["algo.ppo.squash=true", "algo.ppo.minibatches=2"] if algo == "ppo" else []
+    squash = ["algo.squash=true", "algo.minibatches=2"] if algo == "ppo" else []
     common = [w for w in words(tmp_path / "run") if algo != "ppo" or not w.startswith(("replay.", "algo.batch"))]
     run(*common, f"algo={algo}", *squash, "budget.env_steps=1200")
     logged = [row for row in rows(tmp_path / "run") if "loss/policy" in row]

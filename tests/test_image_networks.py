@@ -8,13 +8,13 @@ from conftest import small_config
 from torch import nn
 from torch.nn import functional as F
 
+from pql.algos.on_policy import make_body, make_policy
 from pql.build import make_networks
 from pql.config import EncoderConfig, PlacementConfig, from_dict, to_dict
 from pql.encoders import Encoder, Pictures, Residual, convolvable, groups_of, least_side
 from pql.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.errors import ConfigError
 from pql.machine import set_precision
-from pql.onpolicy import make_body, make_policy
 from pql.validate import validate
 
 CPU = torch.device("cpu")

@@ -162,7 +162,7 @@ def test_an_update_by_hand():
 @pytest.mark.parametrize("variant", ["summed, rmsprop", "lstm"])
 def test_on_policy_it_is_a2c(variant, correction):
     """The gradient of PPO's code with one unclipped update, on the same rows; V-trace or not."""
-    learner, batch = fresh(VARIANTS[variant], {"algo": {"impala": {"minibatches": 1}, "policy": {"grad_clip": None}}})
+    learner, batch = fresh(VARIANTS[variant], {"algo": {"minibatches": 1, "policy": {"grad_clip": None}}})
     settings = replace(learner.inputs, summed=False, correction=correction)
     mine = gradient(learner, batch, settings)
     a2c = {"epochs": 1, "minibatches": 1, "gae_lambda": 1.0, "clip": None, "value_coef": 0.25, "entropy_coef": 0.01,
@@ -221,7 +221,7 @@ def test_rows_that_do_not_count_change_nothing(appo):
 def test_appo_on_policy_is_ppo(lstm):
     """Under lockstep V-trace has nothing to correct: the minibatches are PPO's."""
     change = {"algo": {**APPO, "schedule": "lockstep"}}
-    runs = [start(config_of(change, {"algo": {"ppo": {"vtrace": v, "lstm": lstm}}}), Inline()) for v in (True, False)]
+    runs = [start(config_of(change, {"algo": {"vtrace": v, "lstm": lstm}}), Inline()) for v in (True, False)]
     batches = []
     for parts in runs:
         parts.workers["collector"].run(6)
@@ -253,14 +253,14 @@ WORDS = (
     "checkpoint.every_seconds=null", "logger.every_seconds=0.02", "placement.threads.collector=1",
     "placement.threads.v=1",
 )  # fmt: skip
-IMPALA = ("algo=impala", "algo.impala.horizon=4", "algo.impala.anneal_steps=3000")
-LSTM = ("algo.impala.lstm=8", "algo.impala.shared=true")
+IMPALA = ("algo=impala", "algo.horizon=4", "algo.anneal_steps=3000")
+LSTM = ("algo.lstm=8", "algo.shared=true")
 CASES = {
     "impala": IMPALA,
-    "lstm, filler rows": (*IMPALA, *LSTM, "task=counter", "algo.impala.minibatches=2"),
+    "lstm, filler rows": (*IMPALA, *LSTM, "task=counter", "algo.minibatches=2"),
     "late weights": (*IMPALA, "algo.policy_lag=3"),
     "lockstep": (*IMPALA, "algo.schedule=lockstep"),
-    "appo": ("algo=appo", "algo.ppo.horizon=4", "algo.ppo.epochs=1", "algo.ppo.minibatches=1"),
+    "appo": ("algo=appo", "algo.horizon=4", "algo.epochs=1", "algo.minibatches=1"),
 }  # fmt: skip
 
 
@@ -285,7 +285,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
     assert any(k.startswith("collector/replay/0/obs/") for k in one) == bool(ahead)
     assert any(k.startswith("slots/") for k in one) == ("algo.policy_lag=3" in case)
     last = [row for row in rows(tmp_path / "whole") if "updates/v" in row][-1]
-    parts = 2 if "algo.impala.minibatches=2" in case else 1
+    parts = 2 if "algo.minibatches=2" in case else 1
     assert (last["ratio/v_per_step"], last["ratio/p_per_v"]) == (parts / 4, 1)
     assert last["lag/policy_ticks"] == (4 if "algo.policy_lag=3" in case else 1 if ahead else 0)
     assert {"loss/policy", "loss/critic", "policy/entropy", "policy/kl", "lag/rows_mean", "lag/rows_max"} <= {*last}
@@ -303,23 +303,23 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
     capsys.readouterr()
     again = [w for w in again if "lstm" not in w]
     assert main(["train", *again, f"run_dir={tmp_path / 'y'}", f"init_from={tmp_path}"]) == 2
-    assert "algo.impala.lstm=null: expected 8, as in init_from=" in capsys.readouterr().err
+    assert "algo.lstm=null: expected 8, as in init_from=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("algo=impala", "algo.impala.minibatches=3"), "algo.impala.minibatches=3: expected a divisor of num_envs=16, suc"),
-    (("algo=impala", "algo.ppo.clip=0.1"), "algo.ppo.clip=0.1: expected algo=ppo or a2c with it; algo=impala does not"),
+    (("algo=impala", "algo.minibatches=3"), "algo.minibatches=3: expected a divisor of num_envs=16, suc"),
+    (("algo=impala", "algo.clip=0.1"), "algo.clip=0.1: expected algo=ppo or a2c with it; algo=impala does not"),
     (("algo=ppo", "algo.vtrace.c_bar=0.5"), "algo.vtrace.c_bar=0.5: expected algo=impala or appo with it; algo=ppo"),
-    (("algo=ppo", "algo.impala.horizon=5"), "algo.impala.horizon=5: expected algo=impala with it; algo=ppo does not"),
+    (("algo=ppo", "algo.horizon=5"), "algo.horizon=5: expected algo=impala with it; algo=ppo does not"),
     (("algo=impala", "algo.vtrace.rho_bar=0.5"), "algo.vtrace.c_bar=1.0: expected at most algo.vtrace.rho_bar=0.5"),
-    (("algo=impala", "algo.impala.lstm=8", "algo.impala.shared=false"), "algo.impala.shared=false: expected true with"),
-    (("algo=impala", "algo.impala.correction=vtrac"), "expected one of vtrace, one_step, none (did you mean vtrace?)"),
+    (("algo=impala", "algo.lstm=8", "algo.shared=false"), "algo.shared=false: expected true with"),
+    (("algo=impala", "algo.correction=vtrac"), "expected one of vtrace, one_step, none (did you mean vtrace?)"),
     (("algo=impala", "algo.schedule=replicas"), "algo.schedule=replicas: expected concurrent or lockstep: PPO and A2C"),
     (("algo=pql", "task=pendulum", "algo.policy_lag=2"), "algo.policy_lag=2: expected 0 but for PPO, A2C and IMPALA"),
     (("algo=impala", "algo.critic.lr=1e-3"), "algo.critic.lr=0.001: expected no such setting: algo=impala does not"),
-    (("algo=impala", "algo.impala.reduce=max"), "algo.impala.reduce=max: expected one of sum, mean"),
+    (("algo=impala", "algo.reduce=max"), "algo.reduce=max: expected one of sum, mean"),
     (("algo=a2c", "algo.schedule=concurrent"), "algo.schedule=concurrent: expected lockstep or replicas: a2c learns"),
-    (("algo=impala", "algo.impala.trace_lambda=2"), "algo.impala.trace_lambda=2.0: expected a number from 0 up to 1"),
+    (("algo=impala", "algo.trace_lambda=2"), "algo.trace_lambda=2.0: expected a number from 0 up to 1"),
     (("algo=impala", "replay.capacity=100"), "replay.capacity=100: expected no such setting: algo=impala does"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
@@ -330,14 +330,14 @@ def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
 
 
 def test_two_halves_that_do_not_fit_are_refused(monkeypatch):
-    monkeypatch.setattr("pql.onpolicy.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"algo\.impala\.horizon=6: expected at most about 1 with num_envs=8"):
         start(config_of(), Inline())
 
 
 def test_the_papers_settings_on_atari():
     config = compose(["device=cpu", "algo=impala", "task=atari", "task.game=pong", "atari=paper"])
-    p, net = config.algo.impala, config.algo.policy
+    p, net = config.algo, config.algo.policy
     assert (p.horizon, config.num_envs // p.minibatches, p.reduce, p.optimizer) == (20, 32, "sum", "rmsprop_tf")
     assert (net.lr, net.eps, net.grad_clip, p.entropy_coef, p.value_coef) == (6e-4, 0.01, 40.0, 0.01, 0.5)
     assert (p.anneal_steps, config.algo.encoder.kind, p.shared) == (config.budget.env_steps, "resnet", True)

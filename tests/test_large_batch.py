@@ -2,9 +2,9 @@
 
 import pytest
 
+from pql.algos.value import counts, target_updates
 from pql.compose import compose
 from pql.large_batch import RECIPES, large_batch
-from pql.valuebased import counts, target_updates
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from pql.valuebased import counts, target_updates
 )  # fmt: skip
 def test_the_rules_numbers(batch, envs, per_step, period, warmup):
     got = large_batch("c51", batch)
-    assert (got["num_envs"], got["algo.v_per_step"], got["algo.dqn.target_period"]) == (envs, per_step, period)
+    assert (got["num_envs"], got["algo.v_per_step"], got["algo.target_period"]) == (envs, per_step, period)
     assert (got["algo.batch_size"], got["algo.warmup_steps"]) == (batch, warmup)
     assert got["algo.critic.eps"] == 0.01 / batch
     assert got["algo.v_per_step"] * batch / envs == 8  # training intensity
@@ -24,7 +24,7 @@ def test_the_rules_numbers(batch, envs, per_step, period, warmup):
     assert abs(period - 10_000) <= batch / 16
     rainbow = large_batch("rainbow", batch)
     assert rainbow["algo.critic.eps"] == 0.005 / batch
-    assert abs(rainbow["algo.dqn.target_period"] - 8_000) <= batch / 16
+    assert abs(rainbow["algo.target_period"] - 8_000) <= batch / 16
     assert "algo.critic.eps" not in large_batch("dqn", batch)
 
 
@@ -43,5 +43,5 @@ def test_batch_32_is_what_the_presets_for_atari_say(algo, scale):
 def test_a_batch_on_the_command_line_sets_all_of_them_and_words_win():
     config = compose(["device=cpu", "task=cartpole", "algo=c51", "batch=512", "algo.critic.lr=1e-3"])
     assert (config.num_envs, config.algo.batch_size, config.algo.v_per_step) == (32, 512, 0.5)
-    assert (config.algo.dqn.target_period, config.algo.critic.eps, config.algo.critic.lr) == (9984, 0.01 / 512, 1e-3)
+    assert (config.algo.target_period, config.algo.critic.eps, config.algo.critic.lr) == (9984, 0.01 / 512, 1e-3)
     target_updates(config, counts(config))  # whole

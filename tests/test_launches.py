@@ -14,7 +14,7 @@ from pql.tape import Count
 
 SWINGUP = {"task": {"name": "cartpole_swingup", "kwargs": {"stagger": True}}, "num_envs": 4}
 CRITIC, POLICY = ({"hidden": [8, 8, 8]} for _ in range(2))
-PPO = {"family": "ppo", "schedule": "lockstep", "ppo": {"horizon": 4, "epochs": 1, "minibatches": 2}}
+PPO = {"family": "ppo", "schedule": "lockstep", "horizon": 4, "epochs": 1, "minibatches": 2}
 RUNS = {
     "pql": {"algo": {"critic": CRITIC, "policy": POLICY}},
     "pql_d": {"algo": {"critic": {**CRITIC, "atoms": 11, "v_min": 0.0, "v_max": 10.0}, "policy": POLICY}},
@@ -22,15 +22,22 @@ RUNS = {
     "ppo": {"algo": {**PPO, "critic": CRITIC, "policy": POLICY}},
     "dqn": {
         "task": {"name": "cartpole", "kwargs": {"stagger": True}},
-        "algo": {"family": "dqn", "schedule": "lockstep", "n_step": 1, "critic": CRITIC, "dqn": {"target_period": 32}},
+        "algo": {"family": "dqn", "schedule": "lockstep", "n_step": 1, "critic": CRITIC, "target_period": 32},
     },
 }
 MOST = {
     "pql": {"collector step": 296, "v update": 127, "p update": 97, "tick beside graphs": 34},
     "pql_d": {"collector step": 296, "v update": 149, "p update": 101, "tick beside graphs": 34},
-    "sac": {"collector step": 312, "v update": 145, "p update": 153, "tick beside graphs": 36},
-    "ppo": {"collector step": 304, "learner update": 267.5, "tick beside graphs": 31},
-    "dqn": {"collector step": 192, "v update": 126.5, "tick beside graphs": 26},
+    "collector step": 312,
+    "v update": 145,
+    "p update": 153,
+    "tick beside graphs": 36,
+    "collector step": 304,
+    "learner update": 267.5,
+    "tick beside graphs": 31,
+    "collector step": 192,
+    "v update": 126.5,
+    "tick beside graphs": 26,
 }
 
 

@@ -65,7 +65,7 @@ PENDULUM = {
         "policy": {"hidden": [64, 64], "activation": "relu", "lr": 1e-3, "tau": 0.02},
     },
 }
-SAC = {"family": "sac", "explore": {"kind": "none"}, "sac": {"alpha": 0.1}}
+SAC = {"family": "sac", "explore": {"kind": "none"}, "alpha": 0.1}
 ALGOS = {
     "pql": {},
     "pql_d": {"critic": {"atoms": 51, "v_min": -80.0, "v_max": 0.0}},

@@ -24,7 +24,7 @@ from pql.session import Session
 
 WORDS = (
     "algo=ppo", "scale=cpu", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "algo.critic.hidden=[16]",
-    "algo.policy.hidden=[16]", "algo.ppo.horizon=4", "algo.ppo.epochs=2", "algo.ppo.minibatches=4",
+    "algo.policy.hidden=[16]", "algo.horizon=4", "algo.epochs=2", "algo.minibatches=4",
     "eval.num_envs=2", "eval.every_seconds=null", "eval.final=false", "checkpoint.every_seconds=null",
     "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
 )  # fmt: skip
@@ -36,12 +36,12 @@ def words(run_dir, *more):
 
 CASES = {
     "gaussian": ("task=pendulum", "task.kwargs.max_episode_steps=11", "task.kwargs.stagger=true"),
-    "squashed, scaled rewards": ("task=lqr", "algo.ppo.squash=true", "algo.ppo.entropy_coef=0.01",
+    "squashed, scaled rewards": ("task=lqr", "algo.squash=true", "algo.entropy_coef=0.01",
                                  "algo.normalize_reward=true"),
-    "categorical, shared": ("task=cartpole", "algo.ppo.shared=true"),
-    "lstm, filler rows": ("task=counter", "task.kwargs.autoreset=next_step", "algo.ppo.lstm=8"),
-    "a2c, linear": ("task=recall", "algo.ppo.optimizer=rmsprop", "algo.ppo.lr_schedule=linear",
-                    "algo.ppo.anneal_steps=2000", "algo.ppo.kl_stop=0.001"),
+    "categorical, shared": ("task=cartpole", "algo.shared=true"),
+    "lstm, filler rows": ("task=counter", "task.kwargs.autoreset=next_step", "algo.lstm=8"),
+    "a2c, linear": ("task=recall", "algo.optimizer=rmsprop", "algo.lr_schedule=linear",
+                    "algo.anneal_steps=2000", "algo.kl_stop=0.001"),
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_run_writes_what_every_run_writes(tmp_path):
 
 
 def test_the_command_line_trains_and_evaluates(tmp_path, capsys):
-    assert main(["train", *words(tmp_path, "task=recall", "algo.ppo.lstm=4", "budget.env_steps=500")]) == 0
+    assert main(["train", *words(tmp_path, "task=recall", "algo.lstm=4", "budget.env_steps=500")]) == 0
     out = capsys.readouterr().out
     assert "the tick is bounded by" in out
     assert re.search(r"\(busy: learner \d+%, collector \d+%\)", out)
@@ -88,8 +88,8 @@ def test_the_command_line_trains_and_evaluates(tmp_path, capsys):
     (file,) = (tmp_path / "evaluations").iterdir()
     assert json.loads(file.read_text())["length_mean"] == 6.0
     capsys.readouterr()
-    assert main(["train", *words(tmp_path / "x", "algo.ppo.minibatches=5")]) == 2
-    assert capsys.readouterr().err.startswith("pql: algo.ppo.minibatches=5: expected a divisor of num_envs=16 x")
+    assert main(["train", *words(tmp_path / "x", "algo.minibatches=5")]) == 2
+    assert capsys.readouterr().err.startswith("pql: algo.minibatches=5: expected a divisor of num_envs=16 x")
 
 
 def test_lost_final_observations_are_counted_and_filler_rows_left_out():
@@ -173,7 +173,7 @@ def test_evaluation_forgets_between_episodes():
 
 
 def test_policies_are_found_in_both_kinds_of_checkpoint(tmp_path):
-    run(*words(tmp_path, "task=recall", "algo.ppo.lstm=4", "budget.env_steps=500"))
+    run(*words(tmp_path, "task=recall", "algo.lstm=4", "budget.env_steps=500"))
     last = load_policy(tmp_path).state_dict()
     tensors, facts = checkpoint.load(points(tmp_path)[-1])
     assert facts["kind"] == "resume"
@@ -184,7 +184,7 @@ def test_policies_are_found_in_both_kinds_of_checkpoint(tmp_path):
 def test_a_new_run_starts_from_old_weights(tmp_path):
     run(*words(tmp_path / "a", "task=pendulum", "budget.env_steps=1000"))
     old = checkpoint.load(points(tmp_path / "a")[-1])[0]
-    session = Session(compose(words(tmp_path / "b", "task=pendulum", "algo.ppo.epochs=1", "budget.env_steps=1000",
+    session = Session(compose(words(tmp_path / "b", "task=pendulum", "algo.epochs=1", "budget.env_steps=1000",
                                     f"init_from={tmp_path / 'a'}")), quiet=True)  # fmt: skip
     state = session.parts.learners["learner"].state
     for part in ("policy", "value", "returns"):
@@ -192,7 +192,7 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
         assert differences(mine, {k: old[f"learners/learner/state/{part}/{k}"] for k in mine}) == []
     session.parts.schedule.tick()  # the collector acts with them
     session.closing.close()
-    for word, wanted in (("algo.ppo.lstm=4", "null"), ("algo.ppo.normalize_value=false", "true")):
+    for word, wanted in (("algo.lstm=4", "null"), ("algo.normalize_value=false", "true")):
         with pytest.raises(ConfigError, match=f"{word}: expected {wanted}, as in init_from="):
             Session(compose(words(tmp_path / "c", "task=pendulum", word, "budget.env_steps=1000",
                                   f"init_from={tmp_path / 'a'}")), quiet=True)  # fmt: skip
@@ -204,29 +204,29 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
 @pytest.mark.parametrize("scale", [s for s in options("scale") if s.startswith("ppo_")])
 def test_the_papers_settings_compose(scale):
     config = compose(["device=cpu", "algo=ppo", f"scale={scale}"])
-    size = config.num_envs * config.algo.ppo.horizon // config.algo.ppo.minibatches
+    size = config.num_envs * config.algo.horizon // config.algo.minibatches
     expected = {"ppo_ant": (4096, 16, 32768, 4), "ppo_hand": (16384, 8, 32768, 5), "ppo_franka": (8192, 32, 16384, 5)}
-    assert (config.num_envs, config.algo.ppo.horizon, size, config.algo.ppo.epochs) == expected[scale]
+    assert (config.num_envs, config.algo.horizon, size, config.algo.epochs) == expected[scale]
 
 
 def test_a_scale_gives_every_algorithm_its_own_settings():
     off, on, a2c = (compose(["device=cpu", f"algo={a}"]) for a in ("pql", "ppo", "a2c"))
-    assert (off.num_envs, on.algo.ppo.clip, a2c.algo.ppo.clip) == (32, 0.2, None)
-    assert (a2c.algo.ppo.epochs, a2c.algo.ppo.optimizer) == (1, "rmsprop")
+    assert (off.num_envs, on.algo.clip, a2c.algo.clip) == (32, 0.2, None)
+    assert (a2c.algo.epochs, a2c.algo.optimizer) == (1, "rmsprop")
     assert on.budget == off.budget == a2c.budget
     assert compose(["device=cpu", "algo=ppo", "num_envs=64"]).num_envs == 64
 
 
 def test_presets_of_rollouts_for_atari_are_those_of_the_papers():
     ppo, a2c, q = (compose(["device=cpu", f"algo={a}", "task=atari", "task.game=pong"]) for a in ("ppo", "a2c", "pqn"))
-    p, net = ppo.algo.ppo, ppo.algo.policy
+    p, net = ppo.algo, ppo.algo.policy
     assert ppo.num_envs * p.horizon // p.minibatches == 512
     assert (p.epochs, p.gae_lambda, p.clip, net.lr, net.eps) == (4, 0.95, 0.2, 1e-3, 1e-5)
     assert (p.lr_schedule, p.anneal_clip, p.anneal_steps) == ("linear", True, ppo.budget.env_steps)
-    p, net = a2c.algo.ppo, a2c.algo.policy
+    p, net = a2c.algo, a2c.algo.policy
     assert (p.horizon, p.epochs, p.minibatches, p.clip, p.optimizer) == (5, 1, 1, None, "rmsprop")
     assert (net.lr, net.grad_clip, p.value_coef, p.entropy_coef) == (7e-4, 0.5, 0.25, 0.01)
-    p, net = q.algo.pqn, q.algo.critic
+    p, net = q.algo, q.algo.critic
     assert (q.num_envs, p.horizon, p.epochs, p.minibatches, p.q_lambda, p.optimizer) == (128, 32, 2, 32, 0.65, "radam")
     assert (net.lr, net.grad_clip, p.epsilon.start, p.epsilon.end) == (2.5e-4, 10, 1, 0.001)
     assert p.epsilon.steps == q.budget.env_steps // 10
@@ -235,12 +235,12 @@ def test_presets_of_rollouts_for_atari_are_those_of_the_papers():
     assert min(c.algo.warmup_steps for c in (ppo, a2c, q)) > 0  # games that do not run in step
     assert ppo.task.reward_clip == a2c.task.reward_clip == q.task.reward_clip == 1.0
     short = compose(["device=cpu", "algo=ppo", "task=atari", "task.game=pong", "budget.env_steps=1_000_000"])
-    assert short.algo.ppo.anneal_steps == 1_000_000
+    assert short.algo.anneal_steps == 1_000_000
     pong = compose(["device=cpu", "algo=ppo", "task=pong", "atari=sticky"])
     assert (pong.task.name, pong.task.game, pong.task.kwargs["sticky"]) == ("atari", "pong", 0.25)
-    assert (pong.algo.encoder.channels, pong.algo.ppo.anneal_steps) == ([16, 32], 5_000_000)
-    lstm = compose(["device=cpu", "algo=ppo", "task=atari", "task.game=pong", "algo.ppo.lstm=512"])
-    assert lstm.num_envs % lstm.algo.ppo.minibatches == 0
+    assert (pong.algo.encoder.channels, pong.algo.anneal_steps) == ([16, 32], 5_000_000)
+    lstm = compose(["device=cpu", "algo=ppo", "task=atari", "task.game=pong", "algo.lstm=512"])
+    assert lstm.num_envs % lstm.algo.minibatches == 0
 
 
 @pytest.mark.parametrize("lstm", ["null", "8"])
@@ -250,8 +250,8 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     pytest.importorskip("ale_py")
     from pql.algos import ppo
 
-    words = ("algo=ppo", "task=atari", "task.game=breakout", "device=cpu", "num_envs=8", "algo.ppo.horizon=64",
-             f"algo.ppo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16", "algo.warmup_steps=0",
+    words = ("algo=ppo", "task=atari", "task.game=breakout", "device=cpu", "num_envs=8", "algo.horizon=64",
+             f"algo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16", "algo.warmup_steps=0",
              "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1",
              "task.kwargs.threads=1")  # fmt: skip
     parts = ticks(start(compose(words), Inline()), 1)

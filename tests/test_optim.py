@@ -145,7 +145,7 @@ def test_eps_stands_beside_the_root(kind, size):
 
 @pytest.mark.parametrize("family", ["ddpg", "sac", "adam", "rmsprop"])
 def test_eps_of_the_config_reaches_the_optimisers(family):
-    on_policy = {"family": "ppo", "schedule": "lockstep", "ppo": {"optimizer": family, "horizon": 4}}
+    on_policy = {"family": "ppo", "schedule": "lockstep", "optimizer": family, "horizon": 4}
     algo = {"critic": {"eps": 0.25}, "policy": {"eps": 0.5}}
     algo |= on_policy if family in ("adam", "rmsprop") else {"family": family}
     parts = build(small_config(algo=algo))

@@ -259,7 +259,7 @@ def off_policy_apart(setting: str) -> list[Tensor]:
 
 def value_learner(variant: str):
     config = dqn_runs.config_of(
-        dqn_runs.VARIANTS[variant], {"critic": {"hidden": [16], "grad_clip": 0.01}, "dqn": {"target_period": 8}}
+        dqn_runs.VARIANTS[variant], {"critic": {"hidden": [16], "grad_clip": 0.01}, "target_period": 8}
     )
     return build(config, executor=Inline()).learners["v"]
 
@@ -295,7 +295,7 @@ def test_two_halves_of_a_batch_are_the_batch_for_values_too(both: Pair, variant)
 def rollout_values() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """PQN's learner after three updates in one process, and by both on halves."""
     algo = {"critic": {"hidden": [16], "grad_clip": 0.01}, "family": "pqn", "schedule": "lockstep"}
-    config = small_config(task={"name": "cartpole"}, algo={**algo, "pqn": {"horizon": 4}})
+    config = small_config(task={"name": "cartpole"}, algo={**algo, "horizon": 4})
     whole, shared = (build(config, executor=Inline()).learners["learner"] for _ in range(2))
     shared.state.connect(group())
     rows = value_batch()
@@ -334,7 +334,7 @@ def on_policy(setting: str) -> dict[str, dict[str, Tensor]]:
     """Three ticks' worth of updates on one segment: by one process on all, by both on halves."""
     config = config_of({"task": {"kwargs": {"max_episode_steps": 5, "stagger": True}},
                         "algo": {"normalize_reward": True, "policy": {"lr": 3e-3, "grad_clip": 0.05},
-                                 "ppo": {"minibatches": 1, "epochs": 4, **PPO[setting]}}})  # fmt: skip
+                                 "minibatches": 1, "epochs": 4, **PPO[setting]}})  # fmt: skip
     parts = start(config, Inline())
     parts.workers["collector"].run(8)
     learner = parts.learners["learner"]

@@ -167,12 +167,12 @@ def test_our_sizes_in_their_names(tool):  # noqa: F811
     from pql.compose import compose
 
     peers, config = tool("_peers"), compose(["task=hopper", "algo=ppo", "device=cpu"])
-    rows = config.num_envs * config.algo.ppo.horizon
+    rows = config.num_envs * config.algo.horizon
     theirs, sb3 = peers.rsl_rl_ours("hopper"), peers.sb3_ours("hopper")
     assert theirs["num_envs"] * theirs["num_steps_per_env"] == sb3["num_envs"] * sb3["model"]["n_steps"] == rows
-    assert theirs["algorithm"]["num_mini_batches"] == rows / sb3["model"]["batch_size"] == config.algo.ppo.minibatches
+    assert theirs["algorithm"]["num_mini_batches"] == rows / sb3["model"]["batch_size"] == config.algo.minibatches
     assert theirs["actor"]["hidden_dims"] == sb3["policy"]["net_arch"]["pi"] == config.algo.policy.hidden
     assert theirs["critic"]["hidden_dims"] == sb3["policy"]["net_arch"]["vf"] == config.algo.critic.hidden
-    assert theirs["algorithm"]["desired_kl"] == config.algo.ppo.kl_target
+    assert theirs["algorithm"]["desired_kl"] == config.algo.kl_target
     for train, settings in ((peers.train_rsl_rl, theirs), (peers.train_sb3, sb3)):
         assert train("hopper", 1, peers.Budget(0.01), settings).env_steps > 0

@@ -55,7 +55,7 @@ def test_the_check_sees_statistics_that_have_moved_on(variant):
 
 @pytest.mark.parametrize("squash", [False, True])
 def test_actions_are_stored_before_they_are_clamped_or_squashed(squash):
-    parts = start(config_of({"algo": {"ppo": {"squash": squash, "init_std": 3.0}}}), Inline())
+    parts = start(config_of({"algo": {"squash": squash, "init_std": 3.0}}), Inline())
     sent, step = [], parts.env.step
 
     def spy(action):
@@ -82,8 +82,8 @@ def test_two_runs_have_the_same_bits_and_another_seed_has_not(variant):
 def test_memories_are_carried_from_one_segment_to_the_next(value):
     """Two rollouts of eight rows are one of sixteen, cut in two: same actions, same values."""
     task = {"name": "cartpole", "kwargs": {"max_episode_steps": 11, "stagger": True}}
-    change = {"task": task, "algo": {"normalize_obs": False, "ppo": {"lstm": 8, "shared": value == "shared"}}}
-    long = start(config_of(change, {"algo": {"ppo": {"horizon": 16}}}), Inline())
+    change = {"task": task, "algo": {"normalize_obs": False, "lstm": 8, "shared": value == "shared"}}
+    long = start(config_of(change, {"algo": {"horizon": 16}}), Inline())
     short = start(config_of(change), Inline())
     long.workers["collector"].run(16)
     whole, learner = long.collector.stores[0].segment(), long.learners["learner"]
@@ -99,7 +99,7 @@ def test_memories_are_carried_from_one_segment_to_the_next(value):
 
 def test_a_final_observation_is_valued_with_the_memory_of_its_row():
     task = {"name": "cartpole", "kwargs": {"max_episode_steps": 3}}
-    parts = start(config_of({"task": task, "algo": {"ppo": {"lstm": 8}}}), Inline())
+    parts = start(config_of({"task": task, "algo": {"lstm": 8}}), Inline())
     parts.workers["collector"].run(8)
     segment, state = parts.collector.stores[0].segment(), parts.learners["learner"].state
     body, head, checked = state.net.value_body, state.net.value, 0
@@ -172,9 +172,7 @@ def test_masked_moments():
 
 def test_a_whole_update_by_hand():
     """One parameter for the mean, one for the value: the loss's gradient and what is reported, from the formulas."""
-    parts = start(
-        config_of({"algo": {"ppo": {"entropy_coef": 0.1, "value_coef": 0.7, "lr_schedule": "fixed"}}}), Inline()
-    )
+    parts = start(config_of({"algo": {"entropy_coef": 0.1, "value_coef": 0.7, "lr_schedule": "fixed"}}), Inline())
     state, settings = parts.learners["learner"].state, parts.learners["learner"].inputs
     batch = ppo.Minibatch(
         obs={"policy": torch.ones(3, 3)}, action=torch.tensor([[0.5], [-1.0], [9.0]]), params=torch.zeros(3, 2),
@@ -216,7 +214,7 @@ def test_rows_that_do_not_count_change_nothing():
 
 
 def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
-    change = {"algo": {"ppo": {"kl_stop": 1e-7, "lr_schedule": "fixed", "epochs": 3}}}
+    change = {"algo": {"kl_stop": 1e-7, "lr_schedule": "fixed", "epochs": 3}}
     parts = start(config_of(change), Inline())
     parts.workers["collector"].run(8)
     learner = parts.learners["learner"]
@@ -249,7 +247,7 @@ def test_learning_rate_and_clip_fall_to_zero_with_the_env_steps():
 
 
 def test_the_adaptive_rate_keeps_the_kl_near_its_target():
-    parts = start(config_of({"algo": {"ppo": {"kl_target": 0.02}}}), Inline())
+    parts = start(config_of({"algo": {"kl_target": 0.02}}), Inline())
     ticks(parts, 20)
     parts.jobs["learner"].metrics.drain()
     ticks(parts, 30)
@@ -264,7 +262,7 @@ def test_the_adaptive_rate_keeps_the_kl_near_its_target():
 @pytest.mark.parametrize("lstm", [None, 8])
 def test_bfloat16_acts_and_learns_alike(lstm):
     """What acts in bfloat16 is recomputed in bfloat16: the ratio stays near 1, and weights stay float32."""
-    parts = ticks(start(config_of({"algo": {"ppo": {"amp": True, "lstm": lstm}}}), Inline()), 3)
+    parts = ticks(start(config_of({"algo": {"amp": True, "lstm": lstm}}), Inline()), 3)
     parts.workers["collector"].run(8)
     learner = parts.learners["learner"]
     (batch, *_) = learner.draw(8, learner.gen)
@@ -309,25 +307,25 @@ def test_value_statistics_are_those_of_the_returns():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algo.ppo.minibatches=7"], "=7: expected a divisor of num_envs=256 x algo.ppo.horizon=32 rows, such as 8"),
-        (["algo.ppo.lstm=8", "num_envs=10", "algo.ppo.minibatches=4"], "expected a divisor of num_envs=10, such as 5"),
-        (["algo.ppo.epochs=0"], "algo.ppo.epochs=0: expected a number from 1 up to 1000"),
-        (["algo.ppo.gae_lambda=1.1"], "algo.ppo.gae_lambda=1.1: expected a number from 0 up to 1"),
-        (["algo.ppo.clip=0"], "algo.ppo.clip=0.0: expected a number above 0 up to 10"),
-        (["algo.ppo.lr_schedule=cosine"], "algo.ppo.lr_schedule=cosine: expected one of adaptive, fixed, linear"),
-        (["algo.ppo.lr_schedule=linear"], "algo.ppo.anneal_steps=null: expected env steps"),
-        (["algo.ppo.anneal_steps=9"], "algo.ppo.anneal_steps=9: expected algo.ppo.lr_schedule=linear with it"),
-        (["algo.ppo.lr_schedule=fixed", "algo.ppo.kl_target=0.02"], "kl_target=0.02: expected algo.ppo.lr_schedule"),
-        (["algo=a2c", "algo.policy.weight_decay=0.1"], "weight_decay=0.1: expected algo.ppo.optimizer=adam with it"),
-        (["algo.ppo.horizn=9"], "algo.ppo.horizn=9: expected a known setting (did you mean algo.ppo.horizon?)"),
+        (["algo.minibatches=7"], "=7: expected a divisor of num_envs=256 x algo.horizon=32 rows, such as 8"),
+        (["algo.lstm=8", "num_envs=10", "algo.minibatches=4"], "expected a divisor of num_envs=10, such as 5"),
+        (["algo.epochs=0"], "algo.epochs=0: expected a number from 1 up to 1000"),
+        (["algo.gae_lambda=1.1"], "algo.gae_lambda=1.1: expected a number from 0 up to 1"),
+        (["algo.clip=0"], "algo.clip=0.0: expected a number above 0 up to 10"),
+        (["algo.lr_schedule=cosine"], "algo.lr_schedule=cosine: expected one of adaptive, fixed, linear"),
+        (["algo.lr_schedule=linear"], "algo.anneal_steps=null: expected env steps"),
+        (["algo.anneal_steps=9"], "algo.anneal_steps=9: expected algo.lr_schedule=linear with it"),
+        (["algo.lr_schedule=fixed", "algo.kl_target=0.02"], "kl_target=0.02: expected algo.lr_schedule"),
+        (["algo=a2c", "algo.policy.weight_decay=0.1"], "weight_decay=0.1: expected algo.optimizer=adam with it"),
+        (["algo.horizn=9"], "algo.horizn=9: expected a known setting (did you mean algo.horizon?)"),
         (["algo.schedule=concurrent"], "algo.schedule=concurrent: expected lockstep"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: one learner trains policy and value"),
-        (["algo.batch_size=64"], "expected no such setting: algo=ppo does not read it: see algo.ppo.minibatches"),
-        (["algo.explore.low=0.1"], "expected no such setting: algo=ppo does not read it: see algo.ppo.init_std"),
+        (["algo.batch_size=64"], "expected no such setting: algo=ppo does not read it: see algo.minibatches"),
+        (["algo.explore.low=0.1"], "expected no such setting: algo=ppo does not read it: see algo.init_std"),
         (["algo.critic.tau=0.1"], "algo.critic.tau=0.1: expected no such setting: algo=ppo does not read it"),
         (["replay.capacity=5000"], "replay.capacity=5000: expected no such setting: algo=ppo does not read it"),
         (["replay.dtype=float16"], "replay.dtype=float16: expected no such setting: algo=ppo does not read it"),
-        (["algo=pql", "algo.ppo.clip=0.1"], "expected algo=ppo or a2c with it; algo=pql does not read it"),
+        (["algo=pql", "algo.clip=0.1"], "expected algo=ppo or a2c with it; algo=pql does not read it"),
         (["algo=pql", "algo.warmup_steps=0"], "algo.warmup_steps=0: expected at least 1"),
     ],
 )  # fmt: skip
@@ -339,7 +337,7 @@ def test_a_wrong_word_is_named_with_what_is_allowed(words, message):
 
 def test_squashing_needs_continuous_actions():
     with pytest.raises(ConfigError, match=r"squash=true: expected false: the actions of cartpole are discrete"):
-        build(config_of({"task": {"name": "cartpole"}, "algo": {"ppo": {"squash": True}}}))
+        build(config_of({"task": {"name": "cartpole"}, "algo": {"squash": True}}))
 
 
 def test_discrete_actions_are_for_ppo():
@@ -348,7 +346,7 @@ def test_discrete_actions_are_for_ppo():
 
 
 def test_a_rollout_that_does_not_fit_is_refused_with_what_does(monkeypatch):
-    monkeypatch.setattr("pql.onpolicy.available_bytes", lambda device: 3_000)
+    monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 3_000)
     with pytest.raises(
         ConfigError, match=r"algo\.ppo\.horizon=8: expected at most about \d with num_envs=8: this takes"
     ):

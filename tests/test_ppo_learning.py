@@ -87,7 +87,7 @@ class Seeing(Pendulum):
 
 def test_the_critic_may_see_more_than_the_policy(learns):
     learns(explained_by_the_critic, 0.5)  # of what the policy cannot see
-    change = {"task": {"name": "seeing"}, "num_envs": 32, "algo": {"ppo": {"shared": True}}}
+    change = {"task": {"name": "seeing"}, "num_envs": 32, "algo": {"shared": True}}
     with pytest.raises(ConfigError, match=r"algo\.ppo\.shared=true: expected false: in pendulum the critic has"):
         build(config_of(change))
 
@@ -96,7 +96,7 @@ def explained_by_the_critic(seed):
     register("seeing", Seeing)
     change = {"task": {"name": "seeing", "reward_scale": 0.1, "kwargs": {"stagger": True}}, "num_envs": 32}
     change["seed"] = seed
-    parts = start(config_of(change, {"algo": {"gamma": 0.9, "ppo": {"horizon": 16}}}), Inline())
+    parts = start(config_of(change, {"algo": {"gamma": 0.9, "horizon": 16}}), Inline())
     net = parts.learners["learner"].state.net
     assert (net.policy.body.group, net.value_body.group) == ("policy", "critic")
     ticks(parts, 60)
@@ -112,7 +112,7 @@ def test_ppo_swings_the_pendulum_up(learns):
 
 def swing_up(seed):
     task = {"name": "pendulum", "reward_scale": 0.1, "kwargs": {"stagger": True}}
-    algo = {**WIDE, "gamma": 0.95, "ppo": {"horizon": 32, "epochs": 5}}
+    algo = {**WIDE, "gamma": 0.95, "horizon": 32, "epochs": 5}
     parts = start(config_of({"task": task, "num_envs": 64, "seed": seed, "algo": algo}), Inline())
     assert score(parts) < -700  # untrained: it hangs
     return train_until(parts, -450, 50)
@@ -128,7 +128,7 @@ def test_a_cart_pole_is_balanced_by_discrete_actions(name, learns):
 
 def balance(name, seed):
     a2c = merge(VARIANTS["a2c"]["algo"], {"critic": TANH, "policy": {**TANH, "lr": 2e-3}})
-    algo = a2c if name == "a2c" else merge(WIDE, {"ppo": {"horizon": 32}})
+    algo = a2c if name == "a2c" else merge(WIDE, {"horizon": 32})
     parts = start(config_of({"task": {"name": "cartpole"}, "num_envs": 64, "seed": seed, "algo": algo}), Inline())
     assert score(parts) < 400  # untrained; now and then the first weights balance for long
     return train_until(parts, 450, 20 if name == "ppo" else 300)
@@ -157,8 +157,8 @@ def test_a_cue_is_recalled_with_a_memory_and_only_with_one(lstm, learns):
 
 
 def recall(lstm, seed):
-    algo = {"policy": {"hidden": [32], "lr": 3e-3}, "critic": {"hidden": [32]}, "ppo": {"lstm": lstm, "horizon": 12}}
-    change = {"task": {"name": "recall"}, "num_envs": 64, "algo": merge(algo, {"ppo": {"minibatches": 2, "epochs": 4}})}
+    algo = {"policy": {"hidden": [32], "lr": 3e-3}, "critic": {"hidden": [32]}, "lstm": lstm, "horizon": 12}
+    change = {"task": {"name": "recall"}, "num_envs": 64, "algo": merge(algo, {"minibatches": 2, "epochs": 4})}
     change["seed"] = seed
     parts = ticks(start(config_of(change), Inline()), 30)
     return score(parts)

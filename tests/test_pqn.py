@@ -38,13 +38,13 @@ BASE = {
     "algo": {
         "family": "pqn", "name": "pqn", "schedule": "lockstep", "warmup_steps": 4,
         "critic": {"hidden": [16, 16], "layer_norm": True, "lr": 1e-3, "weight_decay": 0.0},
-        "pqn": {"horizon": 8, "epochs": 2, "minibatches": 4, "epsilon": {"steps": 400}},
+        "horizon": 8, "epochs": 2, "minibatches": 4, "epsilon": {"steps": 400},
     },
 }  # fmt: skip
 VARIANTS = {
     "radam": {},
-    "adam, annealed": {"algo": {"pqn": {"optimizer": "adam", "anneal_steps": 1000}}},
-    "bfloat16, ladder": {"algo": {"pqn": {"amp": True, "epsilon": {"kind": "ladder"}}}},
+    "adam, annealed": {"algo": {"optimizer": "adam", "anneal_steps": 1000}},
+    "bfloat16, ladder": {"algo": {"amp": True, "epsilon": {"kind": "ladder"}}},
     "pixels": {"task": {"name": "catch", "kwargs": {}},
                "algo": {"critic": {"hidden": []}, "encoder": {"channels": [4], "features": 8, "layer_norm": True}}},
 }  # fmt: skip
@@ -204,7 +204,7 @@ def test_two_runs_have_the_same_bits_and_another_seed_has_not(variant):
 
 WORDS = (
     "algo=pqn", "task=cartpole", "scale=cpu", "device=cpu", "num_envs=16", "algo.critic.hidden=[16]",
-    "algo.pqn.horizon=4", "algo.pqn.minibatches=4", "algo.warmup_steps=8", "algo.pqn.anneal_steps=2000",
+    "algo.horizon=4", "algo.minibatches=4", "algo.warmup_steps=8", "algo.anneal_steps=2000",
     "task.kwargs.max_episode_steps=11", "eval.num_envs=2", "eval.every_seconds=null", "checkpoint.every_seconds=null",
     "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
 )  # fmt: skip
@@ -232,18 +232,18 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("algo.pqn.minibatches=5",), "algo.pqn.minibatches=5: expected a divisor of num_envs=16 x algo.pqn.horizon=4"),
+    (("algo.minibatches=5",), "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
     (("task=pendulum",), "task=pendulum: expected a task with discrete actions"),
     (("algo.policy.lr=1e-3",), "algo.policy.lr=0.001: expected no such setting: algo=pqn does not read it: see algo.c"),
-    (("algo.ppo.horizon=4",), "algo.ppo.horizon=4: expected algo=ppo or a2c with it"),
-    (("algo=ppo",), "algo.pqn.horizon=4: expected algo=pqn with it; algo=ppo does not read it"),
+    (("algo.horizon=4",), "algo.horizon=4: expected algo=ppo or a2c with it"),
+    (("algo=ppo",), "algo.horizon=4: expected algo=pqn with it; algo=ppo does not read it"),
     (("algo.schedule=concurrent",), "algo.schedule=concurrent: expected lockstep: pqn learns from what its policy did"),
     (("algo.schedule=replicas",), "algo.schedule=replicas: expected lockstep: PPO and A2C alone have replicas"),
-    (("algo.pqn.epsilon.start=0",), "algo.pqn.epsilon.start=0.0: expected at least algo.pqn.epsilon.end="),
-    (("algo.pqn.q_lambda=1.5",), "algo.pqn.q_lambda=1.5: expected a number from 0 up to 1"),
-    (("algo.pqn.optimizer=rmsprop",), "algo.pqn.optimizer=rmsprop: expected one of radam, adam"),
+    (("algo.epsilon.start=0",), "algo.epsilon.start=0.0: expected at least algo.epsilon.end="),
+    (("algo.q_lambda=1.5",), "algo.q_lambda=1.5: expected a number from 0 up to 1"),
+    (("algo.optimizer=rmsprop",), "algo.optimizer=rmsprop: expected one of radam, adam"),
     (("replay.capacity=5000",), "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
-    (("algo.pqn.epsilon.exponent=3",), "exponent=3.0: expected algo.pqn.epsilon.kind=ladder with it"),
+    (("algo.epsilon.exponent=3",), "exponent=3.0: expected algo.epsilon.kind=ladder with it"),
     (("replay.save=true",), "replay.save=true: expected false: for off-policy algorithms alone"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
@@ -253,7 +253,7 @@ def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
 
 
 def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr("pql.onpolicy.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"algo\.pqn\.horizon=8: expected at most about 1 with num_envs=8"):
         start(config_of(), Inline())
 

@@ -191,7 +191,7 @@ FAMILIES = {
     "sac": configured({}, {"family": "sac", "normalize_reward": True, "explore": {"kind": "none"}}),
     "rainbow": dqn_runs.config_of(dqn_runs.VARIANTS["rainbow"]),
     "ape-x": dqn_runs.config_of(dqn_runs.VARIANTS["ape-x"], {"normalize_reward": True}),
-    "r2d2": r2d2_runs.config_of({"dqn": {"priority": PRIORITIES}}, {"schedule": "concurrent"}),
+    "r2d2": r2d2_runs.config_of({"priority": PRIORITIES}, {"schedule": "concurrent"}),
     "ppo": ppo_runs.config_of(ppo_runs.VARIANTS["squashed"], {"normalize_reward": True}),
     "ppo, lstm": ppo_runs.config_of(ppo_runs.VARIANTS["lstm"]),
     "impala, lstm": impala_runs.config_of(impala_runs.VARIANTS["lstm"]),
@@ -272,7 +272,7 @@ def test_environments_that_answer_late_are_waited_for(family):
     task = {"task": {"name": "counter", "kwargs": {}}, "num_envs": 8, "replay": {"capacity": 8 * 4096}}
     config = configured(task, {"v_per_step": 0.25, "p_per_v": 1, "normalize_reward": True})
     if family == "impala":
-        config = impala_runs.config_of(task, {"impala": {"lstm": 8}, "normalize_reward": True})
+        config = impala_runs.config_of(task, {"lstm": 8, "normalize_reward": True})
     env = Lame(late=0.3, terminate_every=0)
     parts = begun(config, env)
     watch = parts.collector.quarantine

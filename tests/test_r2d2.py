@@ -16,6 +16,8 @@ from run_files import points, resume, rows
 
 from pql import checkpoint
 from pql.algos import r2d2
+from pql.algos.recurrent import counts
+from pql.algos.value import target_updates
 from pql.build import build
 from pql.compose import compose
 from pql.config import leaves
@@ -25,11 +27,9 @@ from pql.nets import Flat
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.qnets import RecurrentQNetwork
 from pql.ranks import share_of
-from pql.recurrent import counts
 from pql.schedule import Inline, Threads
 from pql.session import Session
 from pql.task import build_env
-from pql.valuebased import target_updates
 from pql.world import World
 
 
@@ -84,9 +84,9 @@ def steps_of(net, batch, b, burn_in):
     return values[burn_in:] + finals
 
 
-@pytest.mark.parametrize("change", [{}, {"dqn": {"double": False, "huber": 0.1}, "r2d2": {"rescale": None}}])
+@pytest.mark.parametrize("change", [{}, {"double": False, "huber": 0.1, "rescale": None}])
 def test_an_update_follows_the_formulas_row_by_row(change):
-    config = config_of({"r2d2": {"burn_in": 5}}, change)
+    config = config_of({"burn_in": 5}, change)
     parts = run(config, ticks=9)
     learner = parts.learners["v"]
     state, settings = learner.state, learner.inputs
@@ -159,7 +159,7 @@ def test_stored_states_are_those_of_the_whole_history_with_the_same_weights(grou
 
 def test_the_learner_sees_the_values_that_the_actor_saw():
     """With the weights that acted, a sequence that begins with its stored state gives the actor's own actions."""
-    fixed = {"dqn": {"epsilon": {"kind": "fixed", "end": 0.0}}, "r2d2": {"burn_in": 0}}
+    fixed = {"epsilon": {"kind": "fixed", "end": 0.0}, "burn_in": 0}
     parts = start(config_of(fixed), Inline())
     parts.collector.run(43)
     learner = parts.learners["v"]
@@ -180,7 +180,7 @@ def test_the_learner_sees_the_values_that_the_actor_saw():
 
 
 def test_without_stored_states_sequences_begin_with_zeros_and_learn_otherwise():
-    one, two = (run(config_of({"r2d2": {"stored_state": stored}})) for stored in (True, False))
+    one, two = (run(config_of({"stored_state": stored})) for stored in (True, False))
     assert "learners/v/state/q/memory.cell.weight_ih" in differences(bits(one), bits(two))
     (batch,) = two.learners["v"].draw(1, torch.Generator().manual_seed(1))
     assert not batch.carry.any()
@@ -193,7 +193,7 @@ def test_without_stored_states_sequences_begin_with_zeros_and_learn_otherwise():
 @pytest.mark.parametrize(("ratio", "horizon", "updates"), [(2, 3, 1), (1, 6, 1), (0.75, 8, 1), (12, 1, 2), (10, 3, 5)])
 def test_the_replay_ratio_is_exact(schedule, ratio, horizon, updates):
     period = 8 * horizon  # 8 environments
-    config = config_of({"schedule": schedule, "r2d2": {"replay_ratio": ratio}, "dqn": {"target_period": period}})
+    config = config_of({"schedule": schedule, "replay_ratio": ratio, "target_period": period})
     parts = start(config, Inline())
     begun = parts.env_steps
     for tick in range(1, 4):
@@ -205,9 +205,9 @@ def test_the_replay_ratio_is_exact(schedule, ratio, horizon, updates):
 
 def test_ratios_that_no_tick_meets_are_refused_with_one_that_does():
     with pytest.raises(ConfigError, match=r"replay_ratio=0\.00123: expected .* such as 0\.00585") as caught:
-        build(config_of({"r2d2": {"replay_ratio": 0.00123}}))
+        build(config_of({"replay_ratio": 0.00123}))
     near = float(caught.value.allowed.split()[-1])
-    counts(config_of({"r2d2": {"replay_ratio": 0.005859375}}))
+    counts(config_of({"replay_ratio": 0.005859375}))
     assert near == pytest.approx(0.005859375, rel=1e-4)
 
 
@@ -215,7 +215,7 @@ def test_ratios_that_no_tick_meets_are_refused_with_one_that_does():
 
 
 def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads():
-    config = config_of({"schedule": "concurrent", "dqn": {"priority": {"initial": "actor"}}})
+    config = config_of({"schedule": "concurrent", "priority": {"initial": "actor"}})
     reference = bits(run(config, Inline(("collector", "v"))))
     for order in itertools.permutations(("collector", "v")):
         assert differences(reference, bits(run(config, Inline(order)))) == [], order
@@ -231,9 +231,9 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other():
 
 WORDS = (
     "task=tmaze", "task.kwargs.length=3", "algo=r2d2", "scale=cpu", "device=cpu", "num_envs=8", "replay.capacity=960",
-    "algo.batch_size=6", "algo.n_step=2", "algo.warmup_steps=16", "algo.critic.hidden=[16]", "algo.r2d2.lstm=8",
-    "algo.r2d2.burn_in=3", "algo.r2d2.length=8", "algo.r2d2.period=4", "algo.r2d2.replay_ratio=2",
-    "algo.dqn.target_period=24", "eval.num_envs=4", "eval.every_seconds=null", "eval.final=false",
+    "algo.batch_size=6", "algo.n_step=2", "algo.warmup_steps=16", "algo.critic.hidden=[16]", "algo.lstm=8",
+    "algo.burn_in=3", "algo.length=8", "algo.period=4", "algo.replay_ratio=2",
+    "algo.target_period=24", "eval.num_envs=4", "eval.every_seconds=null", "eval.final=false",
     "checkpoint.every_seconds=null", "logger.every_seconds=0.02", "placement.threads.collector=1",
 )  # fmt: skip
 
@@ -327,7 +327,7 @@ def test_a_live_environment_is_told_what_was_done_last(tmp_path):
 
 
 def test_a_network_that_sees_observations_alone():
-    parts = run(config_of({"r2d2": {"feedback": False}}), ticks=2)
+    parts = run(config_of({"feedback": False}), ticks=2)
     assert {*parts.env.spec.obs} == {"policy"}
     assert parts.collector.actor.policy.groups == ("policy",)
 
@@ -340,7 +340,7 @@ def test_a_run_starts_from_another_ones_network(tmp_path):
     assert all(torch.equal(v, old[k]) for k, v in session.parts.learners["v"].state.q.state_dict().items())
     session.closing.close()
     with pytest.raises(ConfigError, match=r"algo\.r2d2\.lstm=4: expected 8, as in init_from"):
-        Session(compose([*words, "algo.r2d2.lstm=4", f"run_dir={tmp_path / 'c'}"]), quiet=True)
+        Session(compose([*words, "algo.lstm=4", f"run_dir={tmp_path / 'c'}"]), quiet=True)
 
 
 # -- networks and settings --------------------------------------------------------------------------------------------
@@ -375,13 +375,13 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale_and_make_whole_ticks(t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algo.v_per_step=2"], "algo=r2d2 does not read it: see algo.r2d2.replay_ratio"),
-        (["algo.r2d2.overlap=40"], "a known setting"),
-        (["algo.r2d2.period=9"], "algo.r2d2.period=9: expected at most algo.r2d2.length=8"),
+        (["algo.v_per_step=2"], "algo=r2d2 does not read it: see algo.replay_ratio"),
+        (["algo.overlap=40"], "a known setting"),
+        (["algo.period=9"], "algo.period=9: expected at most algo.length=8"),
         (["algo.warmup_steps=12"], "algo.warmup_steps=12: expected at least 13, the rows of a sequence"),
-        (["algo.r2d2.eta=1.5"], "algo.r2d2.eta=1.5: expected a number from 0 up to 1"),
-        (["algo.dqn.noisy=0.5"], "algo.dqn.noisy=0.5: expected null with algo=r2d2"),
-        (["algo=dqn", "algo.r2d2.lstm=4"], "algo=r2d2 with it; algo=dqn does not read it"),
+        (["algo.eta=1.5"], "algo.eta=1.5: expected a number from 0 up to 1"),
+        (["algo.noisy=0.5"], "algo.noisy=0.5: expected null with algo=r2d2"),
+        (["algo=dqn", "algo.lstm=4"], "algo=r2d2 with it; algo=dqn does not read it"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null"),
         (["algo.schedule=replicas"], "concurrent or lockstep: algo=r2d2 learns from a replay"),
     ],
@@ -393,7 +393,7 @@ def test_settings_that_cannot_be_are_refused(words, message):
 
 
 def test_a_replay_too_small_for_a_sequence_is_refused_and_the_smallest_is_not():
-    longer = {"r2d2": {"burn_in": 5}}
+    longer = {"burn_in": 5}
     with pytest.raises(ConfigError, match=r"replay\.capacity=191: expected at least 192: 24 rows of 8"):
         build(config_of(longer, {"replay": {"capacity": 191}}))
     parts = start(config_of(longer, {"replay": {"capacity": 192}}), Inline())

@@ -53,7 +53,7 @@ def test_targets_are_those_of_the_same_history_without_delay(autoreset):
 
 def sequences_of(env, steps=60):
     """A run's sequences and their targets, by column and first row, after steps of the policy that it began with."""
-    greedy = {"normalize_obs": False, "dqn": {"epsilon": {"kind": "fixed", "end": 0.0}}}
+    greedy = {"normalize_obs": False, "epsilon": {"kind": "fixed", "end": 0.0}}
     parts = build(config_of(greedy), env=env, executor=Inline())
     parts.start()
     parts.warm_up(16)
@@ -182,7 +182,7 @@ def test_priorities_hold_with_columns_apart():
     """Every row that may be drawn is in the tree, no other is: the same as with equal columns."""
     env = Late(late=0.2, gone=(2,), episode_length=9)
     env.spec = type(env.spec)(**{**vars(env.spec), "action": Discrete(2)})
-    change = {"family": "dqn", "n_step": 3, "dqn": {"priority": {"alpha": 0.6}, "target_period": 64}}
+    change = {"family": "dqn", "n_step": 3, "priority": {"alpha": 0.6}, "target_period": 64}
     parts = collected(env, steps=25, algo=change, replay={"capacity": 100 * N})
     ranked, ring, cursor = parts.learners["v"].state.priorities, parts.collector.replays[0], parts.cursors["v"]
     ranked.open(cursor, torch.tensor(1.0))  # as of the newest seal

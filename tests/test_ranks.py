@@ -55,7 +55,7 @@ def test_only_rank_0_has_the_runs_own_seed():
 def test_an_annealed_schedule_counts_the_steps_of_all():
     ppo = {"lr_schedule": "linear", "anneal_steps": 6400, "horizon": 8}
     config = small_config(algo={"family": "ppo", "schedule": "lockstep", "batch_size": 31, "ppo": ppo})
-    assert share_of(config, World(0, 2, 0, 2)).algo.ppo.anneal_steps == 3200
+    assert share_of(config, World(0, 2, 0, 2)).algo.anneal_steps == 3200
 
 
 def test_env_steps_are_those_of_all():
@@ -64,7 +64,7 @@ def test_env_steps_are_those_of_all():
     assert (own.target_period, own.epsilon.steps, own.priority.beta_steps) == (32, 500, 250)
     pqn = {"horizon": 8, "anneal_steps": 900, "epsilon": {"steps": 1000}}
     shared = share_of(small_config(algo={"family": "pqn", "schedule": "lockstep", "pqn": pqn}), World(0, 2, 0, 2))
-    assert (shared.algo.pqn.anneal_steps, shared.algo.pqn.epsilon.steps) == (450, 500)
+    assert (shared.algo.anneal_steps, shared.algo.epsilon.steps) == (450, 500)
 
 
 def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
@@ -80,14 +80,14 @@ def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
         ({"num_envs": 9}, "num_envs=9: expected a multiple of 2, the processes that share it, such as 8"),
         ({"algo": {"batch_size": 33}}, "algo.batch_size=33: expected a multiple of 2, the processes that share it"),
         (
-            {"algo": {"family": "dqn", "schedule": "lockstep", "dqn": {"target_period": 1001}}, "num_envs": 8},
-            "algo.dqn.target_period=1001: expected a multiple of 2, the processes that share it",
+            {"algo": {"family": "dqn", "schedule": "lockstep", "target_period": 1001}, "num_envs": 8},
+            "algo.target_period=1001: expected a multiple of 2, the processes that share it",
         ),
         ({"task": {"name": "remote"}}, "task.name=remote: expected a simulator in each process: actors come to one"),
         ({"task": {"remote": {"port": 1}}}, "task.remote={'port': 1}: expected a simulator in each process: actors"),
         (
-            {"algo": {"family": "ppo", "schedule": "lockstep", "ppo": {"horizon": 2, "minibatches": 16}}},
-            "algo.ppo.minibatches=16: expected a divisor of num_envs=4 x algo.ppo.horizon=2 rows, such as 8 "
+            {"algo": {"family": "ppo", "schedule": "lockstep", "horizon": 2, "minibatches": 16}},
+            "algo.minibatches=16: expected a divisor of num_envs=4 x algo.horizon=2 rows, such as 8 "
             "(this is the share of one of 2 processes)",
         ),
     ],
@@ -144,18 +144,18 @@ def ended(session: Session, summary) -> dict:
             "obs": parts.collector.obs["policy"].clone(), "num_envs": parts.env.spec.num_envs}  # fmt: skip
 
 
-SHORT = ("algo.r2d2.length=4", "algo.r2d2.burn_in=1", "algo.r2d2.period=4", "algo.r2d2.lstm=8")
+SHORT = ("algo.length=4", "algo.burn_in=1", "algo.period=4", "algo.lstm=8")
 CASES = {
     "pql": ("algo=pql", "algo.normalize_reward=true"),
     "pql_d": ("algo=pql_d",),
     "sac": ("algo=sac",),
     "td3": ("algo=td3",),
-    "ppo": ("algo=ppo", "algo.ppo.horizon=4", "algo.ppo.minibatches=2", "algo.ppo.kl_stop=0.002"),
-    "a2c": ("algo=a2c", "task=cartpole", "algo.ppo.horizon=4"),
-    "rainbow": ("algo=rainbow", "task=cartpole", "algo.dqn.target_period=64"),
-    "apex": ("algo=apex", "task=cartpole", "algo.dqn.target_period=64"),
-    "r2d2": ("algo=r2d2", "task=cartpole", "algo.dqn.target_period=128", *SHORT),
-    "pqn": ("algo=pqn", "task=cartpole", "algo.pqn.horizon=4", "algo.pqn.minibatches=2", "algo.pqn.anneal_steps=1000"),
+    "ppo": ("algo=ppo", "algo.horizon=4", "algo.minibatches=2", "algo.kl_stop=0.002"),
+    "a2c": ("algo=a2c", "task=cartpole", "algo.horizon=4"),
+    "rainbow": ("algo=rainbow", "task=cartpole", "algo.target_period=64"),
+    "apex": ("algo=apex", "task=cartpole", "algo.target_period=64"),
+    "r2d2": ("algo=r2d2", "task=cartpole", "algo.target_period=128", *SHORT),
+    "pqn": ("algo=pqn", "task=cartpole", "algo.horizon=4", "algo.minibatches=2", "algo.anneal_steps=1000"),
 }
 PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
 

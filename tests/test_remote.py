@@ -477,7 +477,7 @@ def test_actors_step_a_task_that_keeps_its_presets(address, capfd, monkeypatch):
 
 
 def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
-    small = ["algo.encoder.channels=[4]", "algo.encoder.features=8", "algo.impala.horizon=5", "algo.warmup_steps=2"]
+    small = ["algo.encoder.channels=[4]", "algo.encoder.features=8", "algo.horizon=5", "algo.warmup_steps=2"]
     config = compose(["device=cpu", "task=catch", "algo=impala", "num_envs=8", *small, f"task.remote.listen={address}"])
     sims = [make_sim("catch", 4, {}), Late(make_sim("catch", 4, {}), 0.3, 0.02)]
     with acting(address, *sims):

@@ -97,7 +97,7 @@ def rmsprop(shared):
     return torch.optim.RMSprop([shared], lr=1.0, alpha=0.99, eps=1e-5)
 
 
-PLAIN = {"num_envs": 12, "algo": {"normalize_obs": False, "ppo": {"normalize_value": False}}}
+PLAIN = {"num_envs": 12, "algo": {"normalize_obs": False, "normalize_value": False}}
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -227,7 +227,7 @@ def test_the_last_bit_of_a_free_run_is_nobodys_promise_and_the_log_says_so():
 
 def test_the_learning_rate_falls_with_all_replicas_steps():
     """64 rows a replica's tick of 4 environments: 640 steps, over which it falls to 0, are 20 such ticks together."""
-    change = {"algo": {"ppo": {"lr_schedule": "linear", "anneal_steps": 640}}}
+    change = {"algo": {"lr_schedule": "linear", "anneal_steps": 640}}
     parts = start(replicas(2, change, order="free", each=5))
     parts.replicas[0].workers["collector"].job = partial(
         late, parts.replicas[0].workers["collector"].job, iter([0.05] * 50)
@@ -268,7 +268,7 @@ STEADY = {"gae_lambda": 0.95, "normalize_advantage": True, "normalize_value": Tr
 A3C = merge(VARIANTS["a2c"]["algo"], {"normalize_reward": False, "policy": {"grad_clip": 0.5}, "ppo": STEADY})
 CART_POLE = {
     "a3c": merge(A3C, {"policy": {"lr": 1e-3}}),
-    "appo_replicas": {"ppo": {"horizon": 32}},
+    "appo_replicas": {"horizon": 32},
 }  # fmt: skip
 
 

@@ -36,9 +36,9 @@ def steps(run_ticks):
 CASES = {
     "gaussian": ("task=pendulum", "task.kwargs.max_episode_steps=11", "task.kwargs.stagger=true"),
     "three, scaled rewards": ("task=lqr", "algo.normalize_reward=true", "algo.replicas=3", "num_envs=24"),
-    "lstm, filler rows": ("task=counter", "task.kwargs.autoreset=next_step", "algo.ppo.lstm=8"),
-    "a2c, linear": ("task=recall", "algo.ppo.optimizer=rmsprop", "algo.ppo.lr_schedule=linear",
-                    "algo.ppo.anneal_steps=2000", "algo.ppo.kl_stop=0.001"),
+    "lstm, filler rows": ("task=counter", "task.kwargs.autoreset=next_step", "algo.lstm=8"),
+    "a2c, linear": ("task=recall", "algo.optimizer=rmsprop", "algo.lr_schedule=linear",
+                    "algo.anneal_steps=2000", "algo.kl_stop=0.001"),
 }  # fmt: skip
 
 
@@ -134,9 +134,9 @@ def test_a_new_run_starts_from_a_replicas_run_and_the_other_way_round(tmp_path):
         (["num_envs=15"], "num_envs=15: expected a multiple of algo.replicas=2, such as 14"),
         (["algo.schedule=lockstep"], "algo.replicas=2: expected 1 with algo.schedule=lockstep"),
         (["algo.replicas=0"], "algo.replicas=0: expected a number from 1 up to 1024"),
-        (["algo.replicas=4", "num_envs=8", "algo.ppo.minibatches=16"],
-         "algo.ppo.minibatches=16: expected a divisor of num_envs=8 / algo.replicas=4 x algo.ppo.horizon=4 rows"),
-        (["algo.ppo.lstm=4", "algo.ppo.minibatches=16"], "num_envs=16 / algo.replicas=2, such as 8"),
+        (["algo.replicas=4", "num_envs=8", "algo.minibatches=16"],
+         "algo.minibatches=16: expected a divisor of num_envs=8 / algo.replicas=4 x algo.horizon=4 rows"),
+        (["algo.lstm=4", "algo.minibatches=16"], "num_envs=16 / algo.replicas=2, such as 8"),
         (["placement.replicas=[cpu]"], "placement.replicas=['cpu']: expected one device for each of algo.replicas=2"),
         (["placement.replicas=[cpu,tpu]"], "placement.replicas=tpu: expected a device of this machine"),
         (["placement.collector=cpu"], "placement.collector=cpu: expected null: placement.replicas places whole"),

@@ -342,9 +342,9 @@ def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(t
     assert page["tasks"][0]["end"]["updates"] == 90
     values = {"algo.family": "dqn", "algo.v_per_step": 4.0, "algo.p_per_v": 0.5}
     assert runs.configured(values) == {"ratio/v_per_step": 4.0}
-    values = {"algo.family": "ppo", "algo.ppo.epochs": 2, "algo.ppo.minibatches": 4, "algo.ppo.horizon": 4}
+    values = {"algo.family": "ppo", "algo.epochs": 2, "algo.minibatches": 4, "algo.horizon": 4}
     assert runs.configured({**values, "algo.replicas": 2})["ratio/v_per_step"] == 4.0  # updates of both
-    values = {"algo.family": "impala", "algo.impala.minibatches": 2, "algo.impala.horizon": 20}
+    values = {"algo.family": "impala", "algo.minibatches": 2, "algo.horizon": 20}
     assert runs.configured(values) == {"ratio/v_per_step": 0.1, "ratio/p_per_v": 1.0}
 
 

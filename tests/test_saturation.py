@@ -116,6 +116,6 @@ def test_a_run_measures_what_its_policy_gave_before_noise(monkeypatch, groups):
 
 def test_policies_without_a_tanh_have_no_such_measures():
     plain = ticks(start(config_of({}), Inline()), 1).drain()
-    squashed = ticks(start(config_of({"algo": {"ppo": {"squash": True}}}), Inline()), 1).drain()
+    squashed = ticks(start(config_of({"algo": {"squash": True}}), Inline()), 1).drain()
     assert "policy/saturated" not in plain
     assert 0 < squashed["policy/saturated"] < 1

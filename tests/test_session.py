@@ -117,8 +117,8 @@ def test_a_resume_point_of_an_older_release_goes_on_to_the_same_bits(tmp_path, m
 )
 def test_a_resume_point_is_as_large_as_what_the_replay_holds(tmp_path, algo, task, head):
     """Of a ring of a thousand times the rows the point takes no more, but for a few nodes of a sum tree."""
-    only = {"r2d2": ("algo.warmup_steps=64", "algo.r2d2.lstm=8", "algo.r2d2.length=8", "algo.r2d2.burn_in=4",
-                     "algo.r2d2.period=4", "algo.r2d2.replay_ratio=0.5", "budget.env_steps=1040")}  # fmt: skip
+    only = {"r2d2": ("algo.warmup_steps=64", "algo.lstm=8", "algo.length=8", "algo.burn_in=4",
+                     "algo.period=4", "algo.replay_ratio=0.5", "budget.env_steps=1040")}  # fmt: skip
     sizes, lengths = [], []
     for capacity in (4096, 4096000):
         given = words(tmp_path / str(capacity), f"task={task}", f"algo={algo}", *only.get(algo, ()))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pql.algos.value import make_q_network
 from pql.env import Discrete, EnvSpec, ObsSpec
-from pql.valuebased import make_q_network
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {"name": str, "value": float, "unit": str, "baseline": float, "ratio": float, "runs": int, "machine": str}

@@ -163,7 +163,7 @@ def test_actions_of_a_warm_up_are_not_learned_from():
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 MEMORY = {"lstm": 8, "shared": True, "entropy_coef": 0.0}
-RUN = {"num_envs": 8, "algo": {"warmup_steps": 2, "normalize_obs": False, "impala": {"horizon": 6, **MEMORY}}}
+RUN = {"num_envs": 8, "algo": {"warmup_steps": 2, "normalize_obs": False, "horizon": 6, **MEMORY}}
 
 
 def begin(env, *changes, executor=None):
@@ -299,8 +299,8 @@ def test_a_resumed_run_drops_what_was_not_full():
 
 def test_who_waits_for_everybody():
     """What learns from the newest policy's rows alone, or runs a value's own memory through them, cannot do this."""
-    own = {"ppo": {"lstm": 8, "shared": False, "lr_schedule": "fixed"}}
-    plain = {"schedule": "lockstep", "ppo": {"vtrace": False}}
+    own = {"lstm": 8, "shared": False, "lr_schedule": "fixed"}
+    plain = {"schedule": "lockstep", "vtrace": False}
     for algo, apart in (({}, True), (APPO, True), (merge(APPO, own), False), (merge(APPO, plain), False)):
         parts = build(config_of(merge(RUN, {"algo": algo})), env=Late(**HISTORY), executor=Inline())
         assert parts.collector.late is apart

@@ -13,6 +13,7 @@ from run_files import manifest, points, resume, rows, words
 
 import pql
 from pql import checkpoint
+from pql.algos.value import GATHERED, counts, shares, target_updates
 from pql.build import build
 from pql.compose import compose, options
 from pql.config import leaves
@@ -22,7 +23,6 @@ from pql.main import main
 from pql.policy import fresh_policy, load_policy, snapshot
 from pql.schedule import Inline, Threads
 from pql.session import Session
-from pql.valuebased import GATHERED, counts, shares, target_updates
 
 TICKS = 60
 
@@ -66,7 +66,7 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
 
 def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
     delta, plain, kl = (
-        build(config_of(VARIANTS[v], {"dqn": {"huber": h}})).learners["v"].state.priorities
+        build(config_of(VARIANTS[v], {"huber": h})).learners["v"].state.priorities
         for v, h in (("prioritized", 0.7), ("prioritized", None), ("rainbow", 0.7))
     )
     assert (delta.clip, plain.clip, kl.clip) == (0.7, None, None)
@@ -76,7 +76,7 @@ def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
 @pytest.mark.parametrize(("ratio", "horizon", "updates"), [(2, 1, 2), (0.5, 2, 1), (1.25, 4, 5), (0.015625, 64, 1)])
 def test_updates_per_step_are_exact(schedule, ratio, horizon, updates):
-    parts = start(config_of({"schedule": schedule, "v_per_step": ratio, "dqn": {"target_period": 512}}), Inline())
+    parts = start(config_of({"schedule": schedule, "v_per_step": ratio, "target_period": 512}), Inline())
     begun = parts.collector.steps
     for tick in range(1, 4):
         parts.schedule.tick()
@@ -86,7 +86,7 @@ def test_updates_per_step_are_exact(schedule, ratio, horizon, updates):
 
 
 def test_the_target_follows_every_so_many_env_steps_exactly():
-    parts = start(config_of({"v_per_step": 2, "dqn": {"target_period": 40}}), Inline())  # 8 envs: 5 ticks, 10 updates
+    parts = start(config_of({"v_per_step": 2, "target_period": 40}), Inline())  # 8 envs: 5 ticks, 10 updates
     state, copies = parts.learners["v"].state, []
     for tick in range(1, 21):
         before = state.target.data.clone()
@@ -98,11 +98,11 @@ def test_the_target_follows_every_so_many_env_steps_exactly():
 
 
 def test_a_period_that_is_no_whole_number_of_updates_is_refused_with_the_nearest():
-    config = config_of({"v_per_step": 0.5, "dqn": {"target_period": 40}})  # an update every 16 env steps
+    config = config_of({"v_per_step": 0.5, "target_period": 40})  # an update every 16 env steps
     with pytest.raises(ConfigError, match=r"target_period=40: expected .* a multiple of 16, such as 32"):
         build(config)
-    assert target_updates(config_of({"v_per_step": 0.5, "dqn": {"target_period": 48}}), counts(config)) == 3
-    assert target_updates(config_of({"v_per_step": 2, "dqn": {"target_period": 4}}), counts(config_of())) == 1
+    assert target_updates(config_of({"v_per_step": 0.5, "target_period": 48}), counts(config)) == 3
+    assert target_updates(config_of({"v_per_step": 2, "target_period": 4}), counts(config_of())) == 1
 
 
 def test_ratios_that_no_horizon_meets_are_refused():
@@ -120,7 +120,7 @@ def test_large_batches_are_gathered_apart(count, size, parts):
 
 
 def test_a_burst_has_all_its_batches_whatever_their_size(monkeypatch):
-    monkeypatch.setattr("pql.valuebased.GATHERED", 1)
+    monkeypatch.setattr("pql.algos.value.GATHERED", 1)
     parts = start(config_of({"algo": {"v_per_step": 3}}), Inline())
     parts.schedule.tick()
     batches = list(parts.learners["v"].draw(3, torch.Generator().manual_seed(0)))
@@ -144,7 +144,7 @@ def test_new_rows_come_up_as_soon_as_they_are_complete():
 
 WORDS = (
     "task=cartpole", "scale=cpu", "device=cpu", "num_envs=16", "replay.capacity=2048", "algo.batch_size=16",
-    "algo.warmup_steps=8", "algo.critic.hidden=[16]", "algo.v_per_step=0.5", "algo.dqn.target_period=64",
+    "algo.warmup_steps=8", "algo.critic.hidden=[16]", "algo.v_per_step=0.5", "algo.target_period=64",
     "eval.num_envs=2", "eval.every_seconds=null", "eval.final=false", "checkpoint.every_seconds=null",
     "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
 )  # fmt: skip
@@ -295,7 +295,7 @@ def test_a_run_starts_from_another_ones_network(tmp_path):
     for one in (session, only):
         one.closing.close()
     with pytest.raises(ConfigError, match=r"algo\.dqn\.dueling=true: expected false, as in init_from"):
-        train(tmp_path / "d", *again[-2:], "algo.dqn.dueling=true", f"init_from={tmp_path / 'a'}")
+        train(tmp_path / "d", *again[-2:], "algo.dueling=true", f"init_from={tmp_path / 'a'}")
 
 
 def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatch):
@@ -319,25 +319,25 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algo.dqn.epsilon.kind=boltzmann"], "kind=boltzmann: expected one of annealed, ladder, fixed"),
-        (["algo.dqn.epsilon.end=1.5"], "algo.dqn.epsilon.end=1.5: expected a number from 0 up to 1"),
-        (["algo.dqn.epsilon.start=0.01"], "algo.dqn.epsilon.start=0.01: expected at least algo.dqn.epsilon.end=0.05"),
-        (["algo.dqn.huber=0"], "algo.dqn.huber=0.0: expected a number above 0"),
-        (["algo.dqn.target_perod=5"], "(did you mean algo.dqn.target_period?)"),
-        (["algo.dqn.shared_grad=0.5"], "shared_grad=0.5: expected 1, or algo.dqn.dueling=true with it"),
-        (["algo=c51", "algo.dqn.priority.initial=actor"], "initial=actor: expected max with algo.critic.atoms"),
-        (["algo.dqn.priority.beta=0.5"], "priority.beta=0.5: expected algo.dqn.priority.alpha above 0 with it"),
-        (["algo.dqn.rms_decay=0.9"], "rms_decay=0.9: expected algo.dqn.optimizer=rmsprop with it"),
-        (["algo=c51", "algo.dqn.huber=2"], "huber=2.0: expected algo.critic.atoms=null: a categorical loss"),
+        (["algo.epsilon.kind=boltzmann"], "kind=boltzmann: expected one of annealed, ladder, fixed"),
+        (["algo.epsilon.end=1.5"], "algo.epsilon.end=1.5: expected a number from 0 up to 1"),
+        (["algo.epsilon.start=0.01"], "algo.epsilon.start=0.01: expected at least algo.epsilon.end=0.05"),
+        (["algo.huber=0"], "algo.huber=0.0: expected a number above 0"),
+        (["algo.target_perod=5"], "(did you mean algo.target_period?)"),
+        (["algo.shared_grad=0.5"], "shared_grad=0.5: expected 1, or algo.dueling=true with it"),
+        (["algo=c51", "algo.priority.initial=actor"], "initial=actor: expected max with algo.critic.atoms"),
+        (["algo.priority.beta=0.5"], "priority.beta=0.5: expected algo.priority.alpha above 0 with it"),
+        (["algo.rms_decay=0.9"], "rms_decay=0.9: expected algo.optimizer=rmsprop with it"),
+        (["algo=c51", "algo.huber=2"], "huber=2.0: expected algo.critic.atoms=null: a categorical loss"),
         (["algo.critic.v_max=50"], "algo.critic.v_max=50.0: expected algo.critic.atoms with it"),
-        (["algo=apex", "algo.dqn.epsilon.steps=50"], "steps=50: expected algo.dqn.epsilon.kind=annealed with it"),
-        (["algo.dqn.epsilon.base=0.5"], "base=0.5: expected algo.dqn.epsilon.kind=ladder with it"),
+        (["algo=apex", "algo.epsilon.steps=50"], "steps=50: expected algo.epsilon.kind=annealed with it"),
+        (["algo.epsilon.base=0.5"], "base=0.5: expected algo.epsilon.kind=ladder with it"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: the V-learner's network is the policy"),
         (["algo.policy.lr=1e-3"], "algo=dqn does not read it: see algo.critic, of the one network"),
-        (["algo.explore.low=0.1"], "algo=dqn does not read it: see algo.dqn.epsilon"),
-        (["algo.critic.tau=0.1"], "algo=dqn does not read it: see algo.dqn.target_period"),
+        (["algo.explore.low=0.1"], "algo=dqn does not read it: see algo.epsilon"),
+        (["algo.critic.tau=0.1"], "algo=dqn does not read it: see algo.target_period"),
         (["algo.p_per_v=0.5"], "algo.p_per_v=0.5: expected no such setting: algo=dqn does not read it"),
-        (["algo=pql", "algo.dqn.double=true"], "expected algo=dqn and its like with it; algo=pql does not read it"),
+        (["algo=pql", "algo.double=true"], "expected algo=dqn and its like with it; algo=pql does not read it"),
         (["algo.warmup_steps=0"], "algo.warmup_steps=0: expected at least 1"),
         (["batch=48"], "batch=48: expected a power of two from 32 on"),
         (["algo=pql", "batch=512"], "batch=512: expected algo=dqn or c51 or eps_rainbow or rainbow with it, not pql"),
@@ -361,8 +361,8 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale(task, algo):
 
 
 def test_settings_that_another_one_switches_on_are_read():
-    words = ["algo.dqn.priority.alpha=0.6", "algo.dqn.priority.beta=0.5", "algo.critic.atoms=5", "algo.critic.v_max=3",
-             "algo.dqn.epsilon.kind=ladder", "algo.dqn.epsilon.base=0.3"]  # fmt: skip
+    words = ["algo.priority.alpha=0.6", "algo.priority.beta=0.5", "algo.critic.atoms=5", "algo.critic.v_max=3",
+             "algo.epsilon.kind=ladder", "algo.epsilon.base=0.3"]  # fmt: skip
     config = compose(["device=cpu", "algo=dqn", "task=cartpole", *words]).algo
     assert (config.dqn.priority.beta, config.critic.v_max, config.dqn.epsilon.base) == (0.5, 3, 0.3)
 
@@ -394,7 +394,7 @@ def test_the_smallest_prioritised_replay_gives_the_same_bits_in_any_order(n, war
 
 def test_the_optimisers_settings_arrive():
     for kind, name in (("adam", "AdamW"), ("rmsprop", "RMSProp")):
-        change = {"critic": {"lr": 3e-4, "eps": 2e-3, "grad_clip": 7.0}, "dqn": {"optimizer": kind, "rms_decay": 0.9}}
+        change = {"critic": {"lr": 3e-4, "eps": 2e-3, "grad_clip": 7.0}, "optimizer": kind, "rms_decay": 0.9}
         optimizer = build(config_of(change)).learners["v"].state.optimizer
         assert type(optimizer).__name__ == name
         assert (optimizer.eps, optimizer.clip, round(float(optimizer.lr), 8)) == (2e-3, 7.0, 3e-4)

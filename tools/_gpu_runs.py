@@ -57,7 +57,7 @@ def make_config(args: Any, num_envs: int, task: str = "cartpole_swingup", algo: 
         return Config(task=name, algo=algo, num_envs=num_envs, device=args.device, budget=BUDGET)
     algo = replace(
         algo, batch_size=32, v_per_step=2, warmup_steps=4, critic=replace(algo.critic, hidden=[16, 16]),
-        policy=replace(algo.policy, hidden=[16, 16]), ppo=replace(algo.ppo, horizon=4, epochs=1, minibatches=2),
+        policy=replace(algo.policy, hidden=[16, 16]), **({"horizon": 4, "epochs": 1, "minibatches": 2} if algo.data == "rollout" else {}),
     )  # fmt: skip
     ring = ReplayConfig(capacity=64 * num_envs)
     return Config(

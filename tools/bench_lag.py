@@ -2,7 +2,7 @@
 
 python tools/bench_lag.py [--lag 8] [--seeds 0 1 2 3 4] [--steps 600000] [--task NAME] [--smoke] [--json PATH] [W ...]
 
-IMPALA under ``lockstep``, one update per rollout, with three corrections (``algo.impala.correction``): ``vtrace``;
+IMPALA under ``lockstep``, one update per rollout, with three corrections (``algo.correction``): ``vtrace``;
 ``one_step``, importance weights in the policy gradient alone; ``none``, which on fresh weights is A2C and takes old
 ones for fresh. ``algo.policy_lag`` is what makes weights late. The return of a run is that of the training episodes of
 the last two fifths of its env steps, so that a policy that learned and then broke down shows. ``value`` and
@@ -28,10 +28,10 @@ from pql.compose import compose
 
 CORRECTIONS = ("vtrace", "one_step", "none")
 LAST = 0.4  # of a run's ticks, whose episodes count
-FIXED = ("device=cpu", "algo=impala", "algo.schedule=lockstep", "algo.impala.anneal_steps=null", "cuda_graphs=off",
+FIXED = ("device=cpu", "algo=impala", "algo.schedule=lockstep", "algo.anneal_steps=null", "cuda_graphs=off",
          "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1")  # fmt: skip
 
-OWN = ("algo.policy.lr=1.5e-3", "num_envs=256", "algo.impala.horizon=5")  # of ball balance, for all runs alike
+OWN = ("algo.policy.lr=1.5e-3", "num_envs=256", "algo.horizon=5")  # of ball balance, for all runs alike
 
 
 def final_return(words: Sequence[str], steps: int) -> float:
@@ -52,7 +52,7 @@ def final_return(words: Sequence[str], steps: int) -> float:
 
 def measure(words: Sequence[str], correction: str, lag: int, seeds: Sequence[int], steps: int) -> list[float]:
     """A return for every seed."""
-    own = (*words, f"algo.impala.correction={correction}", f"algo.policy_lag={lag}")
+    own = (*words, f"algo.correction={correction}", f"algo.policy_lag={lag}")
     returns = [final_return([*own, f"seed={seed}"], steps) for seed in seeds]
     print(f"{correction}, lag {lag}:", *(f"{r:.1f}" for r in returns), flush=True)
     return returns

@@ -24,12 +24,12 @@ from pql.config import Config
 from pql.evaluation import run_episodes
 from pql.policy import fresh_policy, snapshot
 
-SHORT = ("algo.r2d2.burn_in=0", "algo.r2d2.length=12", "algo.r2d2.period=6", "algo.r2d2.replay_ratio=3")
+SHORT = ("algo.burn_in=0", "algo.length=12", "algo.period=6", "algo.replay_ratio=3")
 VARIANTS = {
     "R2D2": ("algo=r2d2",),
     "DQN": ("algo=dqn", "algo.gamma=0.9"),
     "stored state": ("algo=r2d2", *SHORT),
-    "zero state": ("algo=r2d2", *SHORT, "algo.r2d2.stored_state=false"),
+    "zero state": ("algo=r2d2", *SHORT, "algo.stored_state=false"),
 }
 PAIRS = (("R2D2", "DQN"), ("stored state", "zero state"))
 

@@ -4,13 +4,22 @@ PQL is these two under the ``Concurrent`` schedule; TD3 (smoothing, twin critics
 Sources: Lillicrap et al. 2016 (DDPG), Fujimoto et al. 2018 (TD3), Bellemare et al. 2017 (C51), Li et al. 2023 (PQL).
 """
 
+import copy
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
+from pql.algos.off_policy import ActorCritic, Tensors, Trainer, make_atoms, make_policy
+from pql.config import Config, DdpgConfig
+from pql.config.algorithms import ActorCriticConfig
+from pql.config.families import own
 from pql.dist import lower_mean, project
-from pql.nets import Critic, Flat
+from pql.encoders import Outputs
+from pql.env import EnvSpec
+from pql.errors import ConfigError
+from pql.nets import Critic, DeterministicPolicy, Flat
 from pql.optim import AdamW, Clock, follow, polyak
 from pql.types import Batch, Metrics, Obs, ObsBatch
 from pql.worker import State
@@ -146,3 +155,80 @@ def ensemble_value(inputs: PolicyInputs, obs: Obs, action: Tensor, reduce: str) 
 def loss_share(mask: Tensor, weight: Tensor) -> Tensor:
     """What each row contributes to a loss: mask * weight / sum(mask), [B]; zeros where no row counts."""
     return mask * weight / mask.sum().clamp(min=1)
+
+
+# -- wiring -----------------------------------------------------------------------------------------------------------
+
+
+def deterministic_policy(config: Config, spec: EnvSpec) -> nn.Module:
+    """A tanh policy, freshly initialised."""
+    policy, net = make_policy(config, spec, DeterministicPolicy, probe), own(config, DdpgConfig).policy
+    if net.net is not None and net.saturation_penalty > 0 and not squashes(policy, spec):
+        allowed = f"0, or a method before_tanh(obs) of algo.policy.net={net.net} whose tanh is forward(obs)"
+        raise ConfigError("algo.policy.saturation_penalty", net.saturation_penalty, allowed)
+    return policy
+
+
+def probe(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
+    """A deterministic policy's outputs, [2, A] each."""
+    mean_action = cast(Any, network).mean_action(obs)
+    shape = list(action.shape)
+    return [("forward(obs)", network(obs), shape), ("mean_action(obs)", mean_action, shape)]
+
+
+@torch.no_grad()
+def squashes(policy: nn.Module, spec: EnvSpec) -> bool:
+    """Whether ``forward`` is the tanh of ``before_tanh``; tried on two rows, with other weights than it has."""
+    if not hasattr(policy, "before_tanh"):
+        return False
+    moved, gen = cast(Any, copy.deepcopy(policy)), torch.Generator().manual_seed(0)
+    for weight in moved.parameters():
+        weight += 0.1 * torch.randn(weight.shape, generator=gen)
+    drawn = {k: torch.randn(2, *s.shape, generator=gen) for k, s in spec.obs.items()}
+    kinds = {k: s.dtype for k, s in spec.obs.items()}
+    obs = {k: v if kinds[k].is_floating_point else (100 * v.abs()).to(kinds[k]) for k, v in drawn.items()}
+    return torch.allclose(torch.tanh(moved.before_tanh(obs)).float(), moved(obs).float(), atol=1e-5)
+
+
+def act(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
+    """The policy's action, [N, A]."""
+    return policy(obs)
+
+
+def value_state(config: Config, critic: Critic, device: torch.device) -> ValueState:
+    """Critics, their target and optimiser, of any actor-critic algorithm on a replay."""
+    algo = own(config, ActorCriticConfig)
+    net, flat = algo.critic, Flat(critic, trained=True)
+    return ValueState(
+        critic=flat, target=Flat(copy.deepcopy(critic)),
+        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps), tau=net.tau,
+        atoms=make_atoms(config, device),
+        target_every=net.target_every, clock=Clock(device) if net.target_every > 1 else None,
+    )  # fmt: skip
+
+
+def value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
+    """The V-learner's side."""
+    algo, state = own(config, DdpgConfig), value_state(config, critic, device)
+    state.smoothing, state.smoothing_clip = algo.smoothing, algo.smoothing_clip
+    source = "target_policy" if algo.policy.target else "policy"
+    pulls: Tensors = {source: [Flat(policy).data]}
+    owns: Tensors = {"critic": [state.critic.data]}
+    return Trainer(state, value_update, ValueInputs(policy), pulls, owns)
+
+
+def policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
+    """The P-learner's side."""
+    net = own(config, DdpgConfig).policy
+    flat = Flat(policy, trained=True)
+    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
+    pulls: Tensors = {"critic": [Flat(critic).data]}
+    owns: Tensors = {"policy": [flat.data]}
+    target = Flat(copy.deepcopy(policy)) if net.target else None
+    if target is not None:
+        owns["target_policy"] = [target.data]
+    state = PolicyState(flat, target, optimizer, net.tau, net.reduce, net.saturation_penalty)
+    return Trainer(state, policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
+
+
+FAMILY = ActorCritic(DdpgConfig, deterministic_policy, act, value_trainer, policy_trainer).family()

@@ -4,48 +4,19 @@ Sources: Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Bellemare et 
 (priorities), Fortunato et al. 2018 (noisy layers), Hessel et al. 2018 (Rainbow).
 """
 
-from dataclasses import dataclass
-from typing import cast
-
 import torch
 from torch import Generator, Tensor
 
 from pql.algos.ddpg import loss_share
+from pql.algos.value import ValueBased, ValueState, make_q_network
+from pql.config import DqnConfig
 from pql.dist import project
-from pql.nets import Flat
-from pql.optim import Clock, Optimizer, follow
-from pql.priority import Ranked
+from pql.optim import follow
 from pql.qnets import QNetwork, redraw_noise
 from pql.types import Batch, Metrics
-from pql.worker import State
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What does not change in a run; see ``config.DqnConfig``."""
-
-    double: bool
-    huber: float | None
-    target_period: int  # updates between copies to the target network
-
-
-@dataclass
-class ValueState(State):
-    """What the V-learner owns: the network (whose greedy action is the policy), its target, and the priorities."""
-
-    q: Flat
-    target: Flat
-    optimizer: Optimizer
-    clock: Clock
-    priorities: Ranked | None = None
-
-    @property
-    def nets(self) -> tuple[QNetwork, QNetwork]:
-        """The network that is trained, and the target network."""
-        return cast(QNetwork, self.q.module), cast(QNetwork, self.target.module)
-
-
-def update(state: ValueState, inputs: Settings, batch: Batch, gen: Generator) -> Metrics:
+def update(state: ValueState, inputs: DqnConfig, batch: Batch, gen: Generator) -> Metrics:
     """One step of Q(s, a) towards r + discount * Q'(s', a*), and of the priorities. Mutates ``state`` only."""
     net, target_net = state.nets
     redraw_noise(net, gen)
@@ -56,7 +27,7 @@ def update(state: ValueState, inputs: Settings, batch: Batch, gen: Generator) ->
     state.optimizer.zero_grad()
     total.backward()
     norm = state.optimizer.step(mask=batch.mask)
-    follow(state.target, state.q, state.clock, inputs.target_period)
+    follow(state.target, state.q, state.clock, state.target_every)
     if state.priorities is not None:
         state.priorities.update(batch.index, error, batch.mask)
     share = loss_share(batch.mask, torch.ones_like(batch.weight))
@@ -66,7 +37,9 @@ def update(state: ValueState, inputs: Settings, batch: Batch, gen: Generator) ->
     }  # fmt: skip
 
 
-def scalar_loss(net: QNetwork, target_net: QNetwork, settings: Settings, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def scalar_loss(
+    net: QNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Half the squared TD error, or Huber's loss. Returns (loss, TD error, value), [B] each."""
     with torch.no_grad():
         ahead = target_net(batch.next_obs)  # [B, n]
@@ -78,7 +51,7 @@ def scalar_loss(net: QNetwork, target_net: QNetwork, settings: Settings, batch: 
 
 
 def categorical_loss(
-    net: QNetwork, target_net: QNetwork, settings: Settings, batch: Batch
+    net: QNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy against the projected target distribution. Returns (loss, KL(target || prediction), value)."""
     atoms = net.atoms
@@ -94,7 +67,7 @@ def categorical_loss(
     return loss, kl.clamp(min=0), log_probs.detach().exp() @ atoms
 
 
-def choose(net: QNetwork, ahead: Tensor, settings: Settings, batch: Batch) -> Tensor:
+def choose(net: QNetwork, ahead: Tensor, settings: DqnConfig, batch: Batch) -> Tensor:
     """The action at s' that the target values, [B]: greedy in the target network's values [B, n]; double: in ``net``'s.
 
     (van Hasselt et al. 2016.)
@@ -115,3 +88,6 @@ def huber(error: Tensor, delta: float | None) -> Tensor:
     size = error.abs()
     inside = size.clamp(max=delta)
     return inside * (size - 0.5 * inside)
+
+
+FAMILY = ValueBased(DqnConfig, make_q_network, update).family()

@@ -7,36 +7,18 @@ distribution that acted.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.ppo import PpoState, begin_tick, grouped, masked_moments, rows_lag
-from pql.algos.ppo import make_state as make_state
-from pql.algos.vtrace import Corrected, Weights, vtrace
+from pql.algos.on_policy import OnPolicy
+from pql.algos.ppo import PpoState, begin_tick, grouped, make_state, masked_moments, rows_lag
+from pql.algos.vtrace import Corrected, vtrace
+from pql.config import ImpalaConfig
 from pql.normalize import EPSILON
 from pql.rollout import Segment, minibatches
 from pql.types import Metrics, Obs
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What does not change in a run; see ``config.ImpalaConfig``."""
-
-    minibatches: int
-    gamma: float
-    trace_lambda: float
-    weights: Weights
-    correction: str  # vtrace | one_step | none
-    summed: bool  # losses are summed over rows, not averaged
-    value_coef: float
-    entropy_coef: float
-    kl_coef: float
-    lr: float
-    anneal_steps: int | None  # env steps over which the learning rate falls to 0
-    steps_per_tick: int  # T * N
 
 
 class Unroll(NamedTuple):
@@ -56,7 +38,7 @@ class Unroll(NamedTuple):
     version: Tensor
 
 
-def draw(state: PpoState, settings: Settings, segment: Segment, gen: Generator) -> Iterator[Unroll]:
+def draw(state: PpoState, settings: ImpalaConfig, segment: Segment, gen: Generator) -> Iterator[Unroll]:
     """A tick's minibatches: every environment's rows, in order, in one of them."""
     begin_tick(state, settings, segment)
     named = segment._asdict()
@@ -68,7 +50,7 @@ def draw(state: PpoState, settings: Settings, segment: Segment, gen: Generator) 
         yield Unroll(obs=obs, **rest)
 
 
-def update(state: PpoState, inputs: Settings, batch: Unroll, gen: Generator) -> Metrics:
+def update(state: PpoState, inputs: ImpalaConfig, batch: Unroll, gen: Generator) -> Metrics:
     """One step on policy, value, entropy and KL. Mutates ``state`` only.
 
     With E the sum or the mean over rows, the loss is -E[weight A log pi] + value_coef E[(v - V)^2] / 2
@@ -87,7 +69,7 @@ def update(state: PpoState, inputs: Settings, batch: Unroll, gen: Generator) -> 
     kl = (share * dist.kl(batch.params, params)).sum()
     loss = policy_loss + inputs.value_coef * critic_loss - inputs.entropy_coef * entropy + inputs.kl_coef * kl
     state.optimizer.zero_grad()
-    (loss * rows if inputs.summed else loss).backward()
+    (loss * rows if inputs.reduce == "sum" else loss).backward()
     with torch.no_grad():
         norm = state.optimizer.step(mask=mask)
         explained = 1 - masked_moments(target - value, mask)[1] / (masked_moments(target, mask)[1] + EPSILON)
@@ -99,7 +81,7 @@ def update(state: PpoState, inputs: Settings, batch: Unroll, gen: Generator) -> 
     }  # fmt: skip
 
 
-def correct(settings: Settings, batch: Unroll, log_ratio: Tensor, values: Tensor) -> Corrected:
+def correct(settings: ImpalaConfig, batch: Unroll, log_ratio: Tensor, values: Tensor) -> Corrected:
     """Targets, advantages and weights by V-trace, or by what it is compared with (section 5.2.2 of the paper).
 
     ``one_step`` weighs the policy gradient alone, ``none`` takes the policy that acted for the present one (A2C's).
@@ -112,8 +94,11 @@ def correct(settings: Settings, batch: Unroll, log_ratio: Tensor, values: Tensor
     traced = log_ratio if settings.correction == "vtrace" else plain
     out = vtrace(
         traced, batch.reward, settings.gamma * batch.alive, values[:rows], values.gather(0, batch.successor),
-        batch.goes_on, batch.mask, settings.weights, settings.trace_lambda,
+        batch.goes_on, batch.mask, settings.vtrace, settings.trace_lambda,
     )  # fmt: skip
     if settings.correction == "one_step":
-        return out._replace(weight=log_ratio.exp().clamp(max=settings.weights.pg_rho_bar))
+        return out._replace(weight=log_ratio.exp().clamp(max=settings.vtrace.pg_rho_bar))
     return out
+
+
+FAMILY = OnPolicy(ImpalaConfig, make_state, draw, update).family()

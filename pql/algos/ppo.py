@@ -11,13 +11,17 @@ and the weights that lead from the policy that acted to that one are V-trace's: 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
 from pql.actor_critic import ActorCritic, cut
-from pql.algos.vtrace import Weights, vtrace
+from pql.algos.on_policy import OnPolicy
+from pql.algos.vtrace import vtrace
+from pql.config import Config, PpoConfig
+from pql.config.algorithms import StochasticConfig
+from pql.config.families import own
 from pql.nets import Flat
 from pql.normalize import EPSILON, Moments, pack, pooled
 from pql.optim import Optimizer, annealed
@@ -32,38 +36,11 @@ LR_MIN, LR_MAX, LR_FACTOR = 1e-5, 1e-2, 1.5
 """Bounds and step of the adaptive learning rate (rsl_rl's)."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What does not change in a run; see ``config.PpoConfig``."""
-
-    epochs: int
-    minibatches: int
-    gamma: float
-    gae_lambda: float
-    clip: float | None
-    value_clip: float | None
-    value_coef: float
-    entropy_coef: float
-    normalize_advantage: bool
-    lr: float
-    kl_target: float | None  # the learning rate is steered to it
-    kl_stop: float | None
-    anneal_steps: int | None  # env steps over which the learning rate falls to 0
-    anneal_clip: bool
-    steps_per_tick: int  # T * N
-    vtrace: Weights | None = None  # returns and advantages by V-trace; None: the policy that acted is the present one
-
-    @property
-    def steers(self) -> bool:
-        """Whether the KL decides anything."""
-        return self.kl_target is not None or self.kl_stop is not None
-
-
 class PpoProgress(Progress):
     """Where the run, and the tick, stand; 0-dim tensors on the device."""
 
-    def __init__(self, device: torch.device, num_envs: int, carry_size: int):
-        super().__init__(device)
+    def __init__(self, device: torch.device, num_envs: int, carry_size: int, steps_per_tick: int):
+        super().__init__(device, steps_per_tick)
         self.fraction = torch.ones((), device=device)  # of the learning rate (and clip) that annealing leaves
         self.go = torch.ones((), device=device)  # 0 once this tick's policy has gone further than ``kl_stop``
         self.carry = torch.zeros(num_envs, carry_size, device=device)  # [N, C] the value's memory, where it has its own
@@ -90,11 +67,15 @@ class PpoState(State):
         return cast(ActorCritic, self.optimizer.flat.module)
 
 
-def make_state(flat: Flat, optimizer: Optimizer, normalize_value: bool, num_envs: int) -> PpoState:
+def make_state(
+    config: Config, flat: Flat, optimizer: Optimizer, num_envs: int, normalize_value: bool = False
+) -> PpoState:  # fmt: skip
+    """The learner's state around the parameters of an :class:`ActorCritic`."""
     net, device = cast(ActorCritic, flat.module), flat.data.device
     moments = Moments((), device) if normalize_value else None
     carry_size = net.value.body.carry_size if net.value.body else 0
-    return PpoState(net.policy, net.value, optimizer, moments, PpoProgress(device, num_envs, carry_size))
+    steps = own(config, StochasticConfig).horizon * num_envs
+    return PpoState(net.policy, net.value, optimizer, moments, PpoProgress(device, num_envs, carry_size, steps))
 
 
 class Lag(NamedTuple):
@@ -129,13 +110,13 @@ class Minibatch(NamedTuple):
     value_carry: Tensor | None = None  # [1, B, C] the value's
 
 
-def draw(state: PpoState, settings: Settings, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
+def draw(state: PpoState, settings: PpoConfig, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
     """A tick's minibatches: values, advantages and targets once, then ``epochs`` times all rows in random order.
 
     With memory the order is one of environments, whose rows stay together.
     """
     begin_tick(state, settings, segment)
-    lag = None if settings.vtrace is None else rows_lag(state, segment.version, segment.mask)
+    lag = None if not settings.vtrace.enabled else rows_lag(state, segment.version, segment.mask)
     memory = state.net.policy.body.carry_size > 0
     start = {"carry": segment.carry.unsqueeze(0), "value_carry": value_carry(state, segment).unsqueeze(0)}
     rows, explained = prepare(state, settings, segment)
@@ -152,26 +133,15 @@ def grouped(part: dict[str, Tensor]) -> tuple[Obs, dict[str, Any]]:
     return obs, {k: v for k, v in part.items() if not k.startswith("obs/")}
 
 
-class Annealing(Protocol):
-    """What the learning rate runs by."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def anneal_steps(self) -> int | None: ...
-    @property
-    def steps_per_tick(self) -> int: ...
-
-
 @torch.no_grad()
-def begin_tick(state: PpoState, settings: Annealing, segment: Segment) -> None:
+def begin_tick(state: PpoState, settings: StochasticConfig, segment: Segment) -> None:
     """Count the tick, open the KL gate, and set the annealed learning rate."""
     now = state.progress
     now.go.fill_(1.0)
     now.lost += segment.lost
     if settings.anneal_steps is not None:
-        now.fraction.copy_(annealed(now.ticks, settings.steps_per_tick, settings.anneal_steps))
-        state.optimizer.lr.copy_(settings.lr * now.fraction)
+        now.fraction.copy_(annealed(now.ticks, now.steps_per_tick, settings.anneal_steps))
+        state.optimizer.lr.copy_(settings.policy.lr * now.fraction)
     now.ticks += 1
 
 
@@ -182,7 +152,7 @@ def rows_lag(state: PpoState, version: Tensor, mask: Tensor) -> Lag:
 
 
 @torch.no_grad()
-def prepare(state: PpoState, settings: Settings, segment: Segment) -> tuple[dict[str, Tensor], Tensor]:
+def prepare(state: PpoState, settings: PpoConfig, segment: Segment) -> tuple[dict[str, Tensor], Tensor]:
     """Columns [T, N, ...] of the segment's rows for :class:`Minibatch`, and the explained variance.
 
     Values are predicted in normalised units and mapped back with the statistics of the ticks before; targets are mapped
@@ -237,7 +207,7 @@ def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
 
 
 def estimate(
-    state: PpoState, settings: Settings, segment: Segment, ends: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    state: PpoState, settings: PpoConfig, segment: Segment, ends: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """What the tick's updates go by, over all rows.
 
@@ -249,7 +219,7 @@ def estimate(
     """
     dist, value, lam = state.net.policy.dist, ends[1], settings.gae_lambda
     acted = dist.log_prob(segment.params, segment.action)
-    if settings.vtrace is None:
+    if not settings.vtrace.enabled:
         advantage = gae(segment.reward, *ends, lam)
         return segment.params, acted, advantage + value, advantage, None
     params = present(state, segment, settings.minibatches)
@@ -290,7 +260,7 @@ def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tenso
     return mean, squares / count.clamp(min=1)
 
 
-def update(state: PpoState, inputs: Settings, batch: Minibatch, gen: Generator) -> Metrics:
+def update(state: PpoState, inputs: PpoConfig, batch: Minibatch, gen: Generator) -> Metrics:
     """One step on policy, value and entropy. Mutates ``state`` only.
 
     The loss is -E[min(rho A, clip(rho) A)] + value_coef E[(V - target)^2] - entropy_coef E[H].
@@ -308,7 +278,7 @@ def update(state: PpoState, inputs: Settings, batch: Minibatch, gen: Generator) 
     loss.backward()
     with torch.no_grad():
         kl = (share * dist.kl(batch.params, params)).sum()
-        if inputs.steers:
+        if inputs.lr_schedule == "adaptive" or inputs.kl_stop is not None:
             kl = state.group.mean(kl, batch.mask)
         skip = steer(state, inputs, kl, batch.fresh)
         norm = state.optimizer.step(skip, batch.mask)
@@ -337,13 +307,13 @@ def value_loss(value: Tensor, target: Tensor, old: Tensor, clip: float | None) -
     return torch.maximum(loss, (old + (value - old).clamp(-clip, clip) - target).square())
 
 
-def steer(state: PpoState, settings: Settings, kl: Tensor, fresh: bool) -> Tensor | None:
+def steer(state: PpoState, settings: PpoConfig, kl: Tensor, fresh: bool) -> Tensor | None:
     """Learning rate and gate from the KL between the policy that acted and the present one.
 
     Returns:
         1 where this step and the tick's remaining ones are to be skipped, else 0; None without ``kl_stop``.
     """
-    if settings.kl_target is not None and not fresh:  # before the first step the KL says nothing
+    if settings.lr_schedule == "adaptive" and not fresh:  # before the first step the KL says nothing
         adapt_lr(state.optimizer.lr, kl, settings.kl_target)
     if settings.kl_stop is None:
         return None
@@ -355,3 +325,14 @@ def adapt_lr(lr: Tensor, kl: Tensor, target: float) -> None:
     """Divide the learning rate by 1.5 where the KL is above twice the target, multiply it below half. In place."""
     factor = 1 + (LR_FACTOR - 1) * (kl < target / 2) + (1 / LR_FACTOR - 1) * (kl > target * 2)
     lr.mul_(factor).clamp_(LR_MIN, LR_MAX)
+
+
+# -- wiring -----------------------------------------------------------------------------------------------------------
+
+
+def own_state(config: Config, flat: Flat, optimizer: Optimizer, num_envs: int) -> PpoState:
+    """The learner's state."""
+    return make_state(config, flat, optimizer, num_envs, own(config, PpoConfig).normalize_value)
+
+
+FAMILY = OnPolicy(PpoConfig, own_state, draw, update).family()

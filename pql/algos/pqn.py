@@ -5,47 +5,17 @@ Q(lambda) returns carry rewards back, and every rollout is used for a few epochs
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from pql.actor_critic import bfloat16
-from pql.nets import Flat
-from pql.optim import Optimizer, annealed
-from pql.qnets import QNetwork
+from pql.algos.value_rollout import PqnState, ValueRollout, values
+from pql.config import PqnConfig
+from pql.optim import annealed
 from pql.returns import lambda_returns
-from pql.rollout import Progress, Segment, by_parts, minibatches
+from pql.rollout import Segment, by_parts, minibatches
 from pql.types import Metrics, Obs
-from pql.worker import State
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What does not change in a run; see ``config.PqnConfig``."""
-
-    epochs: int
-    minibatches: int
-    gamma: float
-    q_lambda: float
-    lr: float
-    anneal_steps: int | None  # env steps over which the learning rate falls to 0
-    steps_per_tick: int  # T * N
-    amp: bool
-
-
-@dataclass
-class PqnState(State):
-    """What the learner owns. The network of action values is the policy."""
-
-    policy: Flat
-    optimizer: Optimizer
-    progress: Progress
-
-    @property
-    def net(self) -> QNetwork:
-        return cast(QNetwork, self.policy.module)
 
 
 class Minibatch(NamedTuple):
@@ -57,13 +27,7 @@ class Minibatch(NamedTuple):
     mask: Tensor  # [B] 0 or 1
 
 
-def values(net: QNetwork, obs: Obs, amp: bool) -> Tensor:
-    """Q(s, a), [..., n] float32; with ``amp`` computed in bfloat16, wherever the network is used."""
-    with bfloat16(amp, next(iter(obs.values()))):
-        return net.values(obs).float()
-
-
-def draw(state: PqnState, settings: Settings, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
+def draw(state: PqnState, settings: PqnConfig, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
     """A tick's minibatches: targets once, then ``epochs`` times all rows in random order."""
     begin_tick(state, settings, segment)
     rows = {"action": segment.action, "target": returns(state, settings, segment), "mask": segment.mask}
@@ -76,18 +40,18 @@ def draw(state: PqnState, settings: Settings, segment: Segment, gen: Generator) 
 
 
 @torch.no_grad()
-def begin_tick(state: PqnState, settings: Settings, segment: Segment) -> None:
+def begin_tick(state: PqnState, settings: PqnConfig, segment: Segment) -> None:
     """Count the tick and set the annealed learning rate."""
     now = state.progress
     now.lost += segment.lost
     if settings.anneal_steps is not None:
-        left = annealed(now.ticks, settings.steps_per_tick, settings.anneal_steps)
-        state.optimizer.lr.copy_(settings.lr * left)
+        left = annealed(now.ticks, now.steps_per_tick, settings.anneal_steps)
+        state.optimizer.lr.copy_(settings.critic.lr * left)
     now.ticks += 1
 
 
 @torch.no_grad()
-def returns(state: PqnState, settings: Settings, segment: Segment) -> Tensor:
+def returns(state: PqnState, settings: PqnConfig, segment: Segment) -> Tensor:
     """R_t = r_t + discount_t ((1 - lambda) max_a Q(s'_t, a) + lambda R_{t+1}), [T, N]; at the end of a trajectory
     R_{t+1} is max_a Q(s'_t, a) (Gallici et al. 2024, section 4: Peng's Q(lambda)).
 
@@ -105,7 +69,7 @@ def returns(state: PqnState, settings: Settings, segment: Segment) -> Tensor:
     )  # fmt: skip
 
 
-def update(state: PqnState, inputs: Settings, batch: Minibatch, gen: Generator) -> Metrics:
+def update(state: PqnState, inputs: PqnConfig, batch: Minibatch, gen: Generator) -> Metrics:
     """One step on 0.5 E[(Q(s, a) - R)^2]. Mutates ``state`` only."""
     q = values(state.net, batch.obs, inputs.amp).gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
     share = batch.mask / batch.mask.sum().clamp(min=1)
@@ -116,3 +80,6 @@ def update(state: PqnState, inputs: Settings, batch: Minibatch, gen: Generator) 
     with torch.no_grad():
         mean = (share * q).sum()
     return {"loss/critic": loss.detach(), "grad_norm/critic": norm, "value/q": mean, "policy/lr": state.optimizer.lr}
+
+
+FAMILY = ValueRollout(PqnConfig, draw, update).family()

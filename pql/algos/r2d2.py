@@ -4,33 +4,23 @@ Source: Kapturowski et al. 2019 (Recurrent Experience Replay in Distributed Rein
 values is that of Pohlen et al. 2018 (Observe and Look Further), Proposition A.2.
 """
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Generator, Tensor
 
 from pql.algos.ddpg import loss_share
-from pql.algos.dqn import ValueState, huber
+from pql.algos.dqn import huber
+from pql.algos.recurrent import Recurrent
+from pql.algos.value import ValueState
+from pql.config import R2d2Config
 from pql.optim import follow
 from pql.qnets import RecurrentQNetwork
 from pql.sequences import Sequence, mixed
 from pql.types import Metrics
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What does not change in a run; see ``config.R2d2Config`` and ``config.DqnConfig``."""
-
-    burn_in: int
-    double: bool
-    huber: float | None
-    rescale: float | None
-    eta: float
-    target_period: int  # updates between copies to the target network
-
-
-def update(state: ValueState, inputs: Settings, batch: Sequence, gen: Generator) -> Metrics:
+def update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:
     """One step of Q(s, a) on every trained row of the sequences, and of their priorities. Mutates ``state`` only."""
     net, target_net = (cast(RecurrentQNetwork, n) for n in state.nets)
     ours = values(net, batch, inputs.burn_in)  # [S - burn_in + K, B, n]
@@ -45,7 +35,7 @@ def update(state: ValueState, inputs: Settings, batch: Sequence, gen: Generator)
     state.optimizer.zero_grad()
     total.backward()
     norm = state.optimizer.step(mask=batch.mask)
-    follow(state.target, state.q, state.clock, inputs.target_period)
+    follow(state.target, state.q, state.clock, state.target_every)
     error, q = error.detach(), q.detach()
     assert state.priorities is not None
     state.priorities.update(batch.index, mixed(error, batch.mask, inputs.eta), batch.mask.amax(0))
@@ -96,3 +86,6 @@ def restore(x: Tensor, epsilon: float) -> Tensor:
     wide = x.double()
     root = (1 + 4 * epsilon * (wide.abs() + 1 + epsilon)).sqrt()
     return (wide.sign() * (((root - 1) / (2 * epsilon)).square() - 1)).to(x.dtype)
+
+
+FAMILY = Recurrent(R2d2Config, update, targets).family()

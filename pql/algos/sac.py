@@ -5,16 +5,29 @@ n-step SAC. The critic's step is DDPG's.
 """
 
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.ddpg import PolicyInputs, ValueInputs, ValueState, critic_step, ensemble_value, loss_share
+from pql.algos.ddpg import (
+    PolicyInputs,
+    ValueInputs,
+    ValueState,
+    critic_step,
+    ensemble_value,
+    loss_share,
+    value_state,
+)  # fmt: skip
+from pql.algos.off_policy import ActorCritic, Tensors, Trainer, make_atoms, make_policy
+from pql.config import Config, SacConfig
+from pql.config.families import own
 from pql.dist import squashed_gaussian
-from pql.nets import Flat
+from pql.encoders import Outputs
+from pql.nets import Critic, Flat, GaussianPolicy
 from pql.optim import AdamW
-from pql.types import Batch, Metrics, ObsBatch
+from pql.types import Batch, Metrics, Obs, ObsBatch
 from pql.worker import State
 
 
@@ -75,3 +88,47 @@ def policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, 
         "policy/entropy": entropy,
         "policy/alpha": log_alpha.detach().exp().squeeze(0),
     }
+
+
+# -- wiring -----------------------------------------------------------------------------------------------------------
+
+
+def probe(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
+    """A Gaussian policy's outputs, [2, A] each."""
+    mean, log_std = network(obs)
+    outputs = {"forward(obs)'s mean": mean, "forward(obs)'s log_std": log_std,
+               "mean_action": cast(Any, network).mean_action(obs)}  # fmt: skip
+    return [(call, output, list(action.shape)) for call, output in outputs.items()]
+
+
+def act(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
+    """A draw from the policy, [N, A]."""
+    mean, log_std = policy(obs)
+    return squashed_gaussian(mean, log_std, gen)[0]
+
+
+def value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
+    """The V-learner's side."""
+    state, log_alpha = value_state(config, critic, device), torch.zeros(1, device=device)
+    pulls: Tensors = {"policy": [Flat(policy).data], "temperature": [log_alpha]}
+    owns: Tensors = {"critic": [state.critic.data]}
+    return Trainer(state, value_update, SacValueInputs(policy, log_alpha), pulls, owns)
+
+
+def policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
+    """The P-learner's side."""
+    algo = own(config, SacConfig)
+    net, flat = algo.policy, Flat(policy, trained=True)
+    temperature = Flat(Temperature(algo.alpha).to(device), trained=True)
+    state = SacPolicyState(
+        flat, AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps), temperature,
+        AdamW(temperature, algo.alpha_lr), -float(size) if algo.target_entropy is None else algo.target_entropy,
+        algo.auto_alpha, net.reduce,
+    )  # fmt: skip
+    pulls: Tensors = {"critic": [Flat(critic).data]}
+    owns: Tensors = {"policy": [flat.data], "temperature": [temperature.data]}
+    return Trainer(state, policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
+
+
+gaussian_policy = partial(make_policy, kind=GaussianPolicy, probe=probe)
+FAMILY = ActorCritic(SacConfig, gaussian_policy, act, value_trainer, policy_trainer).family()

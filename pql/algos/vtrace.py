@@ -1,28 +1,19 @@
-"""V-trace: what the present policy is worth, and what to change in it, from rollouts that an older one made.
+"""V-trace: off-policy corrected value targets and policy-gradient advantages.
 
 Source: Espeholt et al. 2018, "IMPALA", section 4.1. Rewards and episode ends are settled before, as in ``returns.py``.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pql.config import VtraceConfig
 from pql.returns import backward_scan
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Largest importance weights; see ``config.VtraceConfig``."""
-
-    rho_bar: float = 1.0
-    c_bar: float = 1.0
-    pg_rho_bar: float = 1.0
-
-
 class Corrected(NamedTuple):
-    """What V-trace makes of a rollout. None of it carries a gradient."""
+    """Targets, advantages and weights of a rollout's rows. None carries a gradient."""
 
     target: Tensor  # [T, N] v_s, for values
     advantage: Tensor  # [T, N] of the policy gradient; 0 where masked
@@ -32,7 +23,7 @@ class Corrected(NamedTuple):
 @torch.no_grad()
 def vtrace(
     log_ratio: Tensor, reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, goes_on: Tensor,
-    mask: Tensor, weights: Weights, lam: float = 1.0, pg_lam: float = 1.0,
+    mask: Tensor, weights: VtraceConfig, lam: float = 1.0, pg_lam: float = 1.0,
 ) -> Corrected:  # fmt: skip
     """V-trace targets and advantages, with ratio_t = pi(a_t | x_t) / mu(a_t | x_t).
 

@@ -5,14 +5,38 @@ Knows no torch and no algorithm's code. Start reading at ``schema.py``; ``fields
 
 from pql.config.algorithms import AlgoConfig as AlgoConfig
 from pql.config.algorithms import (
-    DdpgConfig, DqnConfig, ImpalaConfig, PpoConfig, PqnConfig, R2d2Config, SacConfig,
+    DdpgConfig,
+    DqnConfig,
+    ImpalaConfig,
+    PpoConfig,
+    PqnConfig,
+    R2d2Config,
+    SacConfig,
 )  # fmt: skip
 from pql.config.groups import (
-    CentralConfig, CriticConfig, EncoderConfig, EpsilonConfig, ExploreConfig, NetConfig, PriorityConfig, VtraceConfig,
+    CentralConfig,
+    CriticConfig,
+    EncoderConfig,
+    EpsilonConfig,
+    ExploreConfig,
+    NetConfig,
+    PriorityConfig,
+    VtraceConfig,
 )  # fmt: skip
 from pql.config.schema import (
-    BudgetConfig, CheckpointConfig, Config, EvalConfig, LoggerConfig, PlacementConfig, ProcessConfig, ReplayConfig,
-    TaskConfig, ThreadsConfig, from_dict, leaves, to_dict,
+    BudgetConfig,
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    LoggerConfig,
+    PlacementConfig,
+    ProcessConfig,
+    ReplayConfig,
+    TaskConfig,
+    ThreadsConfig,
+    from_dict,
+    leaves,
+    to_dict,
 )  # fmt: skip
 
 __all__ = [

@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pql.config.fields import group, setting
 from pql.config.groups import (
-    CentralConfig, ClimbingPolicyConfig, CriticConfig, DeterministicPolicyConfig, DistributionalNetConfig,
-    EncoderConfig, EpsilonConfig, ExploreConfig, NetConfig, OptionalVtraceConfig, PriorityConfig, RolloutPolicyConfig,
-    TrainedNetConfig, VtraceConfig,
+    CentralConfig,
+    ClimbingPolicyConfig,
+    CriticConfig,
+    DeterministicPolicyConfig,
+    DistributionalNetConfig,
+    EncoderConfig,
+    EpsilonConfig,
+    ExploreConfig,
+    NetConfig,
+    OptionalVtraceConfig,
+    PriorityConfig,
+    RolloutPolicyConfig,
+    TrainedNetConfig,
+    VtraceConfig,
 )  # fmt: skip
 from pql.errors import ConfigError
 
@@ -60,6 +71,16 @@ class AlgoConfig:
         """Whether rollouts are corrected for the policy that acted."""
         return False
 
+    @property
+    def needs_last_action(self) -> bool:
+        """Whether observations include the last action and reward."""
+        return False
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The ratios of updates that the settings ask for, by the name under which they are counted."""
+        return {}
+
     def check(self, config: "Config") -> None:
         """Raises ``ConfigError`` where settings do not go together."""
         if self.schedule not in self.schedules:
@@ -102,6 +123,10 @@ class ActorCriticConfig(ReplayAlgoConfig):
     critic: CriticConfig = group(CriticConfig, "Critics.")
     policy: ClimbingPolicyConfig = group(ClimbingPolicyConfig, "Policy.")
     explore: ExploreConfig = group(ExploreConfig, "Noise on actions.")
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        return {"v_per_step": self.v_per_step, "p_per_v": self.p_per_v}
 
     def check(self, config: "Config") -> None:
         super().check(config)
@@ -190,6 +215,10 @@ class DqnConfig(DuelingConfig):
     )  # fmt: skip
     critic: DistributionalNetConfig = group(DistributionalNetConfig, "The one network.")
 
+    @property
+    def ratios(self) -> dict[str, float]:
+        return {"v_per_step": self.v_per_step}
+
     def check(self, config: "Config") -> None:
         super().check(config)
         check_support(self.critic)
@@ -212,9 +241,7 @@ class R2d2Config(DuelingConfig):
         weights="policy",
     )  # fmt: skip
     length: int = setting(80, "Rows of a sequence that are trained on.", low=1, high=100_000)
-    burn_in: int = setting(
-        40, "Rows before those, which only bring the LSTM's state up to date.", low=0, high=100_000
-    )
+    burn_in: int = setting(40, "Rows before those, which only bring the LSTM's state up to date.", low=0, high=100_000)
     period: int = setting(
         40, "A sequence begins at every so many rows: their states alone are stored.", low=1, high=100_000
     )
@@ -230,6 +257,10 @@ class R2d2Config(DuelingConfig):
     )
     stored_state: bool = setting(True, "Sequences begin with the state that acted; false: with zeros.")
     feedback: bool = setting(True, "The network also reads the last action and reward.", weights="policy")
+
+    @property
+    def needs_last_action(self) -> bool:
+        return self.feedback
 
     def check(self, config: "Config") -> None:
         super().check(config)
@@ -258,6 +289,16 @@ class RolloutAlgoConfig(AlgoConfig):
         low=1, high=10**15, ranks="floor",
     )  # fmt: skip
     amp: bool = setting(False, "Networks in bfloat16 (autocast), acting included; evaluations are in float32.")
+
+    @property
+    def passes(self) -> int:
+        """Updates that each row takes part in."""
+        return 1
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        replicas = getattr(self, "replicas", 1)
+        return {"v_per_step": self.passes * replicas * self.minibatches / self.horizon, "p_per_v": 1.0}
 
     @property
     def whole_sequences(self) -> bool:
@@ -294,9 +335,7 @@ class RolloutAlgoConfig(AlgoConfig):
 class StochasticConfig(RolloutAlgoConfig):
     """A stochastic policy and a value on rollouts, trained by one optimiser."""
 
-    entropy_coef: float = setting(
-        0.0, "Weight of the policy's entropy.", low=0, high=1e6, replaces=("explore",)
-    )
+    entropy_coef: float = setting(0.0, "Weight of the policy's entropy.", low=0, high=1e6, replaces=("explore",))
     value_coef: float = setting(1.0, "Weight of the value's loss.", low=0, high=1e6)
     squash: bool = setting(
         False, "tanh of a Gaussian; false: the Gaussian clamped to [-1, 1]. Continuous actions only.", weights="policy"
@@ -355,6 +394,10 @@ class PpoConfig(StochasticConfig):
         1, "Whole learners on shared parameters, with an equal part of the environments each.", low=1, high=1024
     )
     central: CentralConfig = group(CentralConfig, "How replicas share parameters.")
+
+    @property
+    def passes(self) -> int:
+        return self.epochs
 
     @property
     def on_policy_corrected(self) -> bool:
@@ -451,13 +494,17 @@ class PqnConfig(RolloutAlgoConfig):
     critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.")
     epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.")
 
+    @property
+    def passes(self) -> int:
+        return self.epochs
+
     def check(self, config: "Config") -> None:
         super().check(config)
         check_epsilon(self.epsilon)
 
 
 RECORDS: dict[str, type[AlgoConfig]] = {
-    record.family: record  # type: ignore[attr-defined]
+    record.family: record
     for record in (DdpgConfig, SacConfig, DqnConfig, R2d2Config, PpoConfig, ImpalaConfig, PqnConfig)
 }
 """The built-in families' records, by name."""

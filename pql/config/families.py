@@ -1,10 +1,19 @@
 """The settings record of an algorithm's family, by name: built in, registered here, or of an installed package."""
 
 from collections.abc import Mapping
-from typing import Any
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pql.config.algorithms import RECORDS, AlgoConfig
 from pql.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from pql.config.schema import Config
+
+A = TypeVar("A", bound=AlgoConfig)
+GROUP = (
+    "pql.algos"  # entry points: NAME = "module:family" (a ``pql.algos.registry.Family``), NAME.yaml beside the module
+)
 
 registered: dict[str, type[AlgoConfig]] = {}
 
@@ -17,6 +26,18 @@ def record_of(algo: Any) -> type[AlgoConfig]:
     """
     family = algo.get("family", "ddpg") if isinstance(algo, Mapping) else "ddpg"
     known = {**RECORDS, **registered}
-    if family not in known:
-        raise ConfigError("algo.family", family, f"one of {', '.join(known)}{nearest(str(family), known)}")
-    return known[family]
+    if family in known:
+        return known[family]
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if family in entries:
+        record: type[AlgoConfig] = entries[family].load().settings
+        return record
+    names = [*known, *entries]
+    raise ConfigError("algo.family", family, f"one of {', '.join(names)}{nearest(str(family), names)}")
+
+
+def own(config: "Config", record: type[A]) -> A:
+    """``config.algo``, which is a ``record``."""
+    if not isinstance(config.algo, record):
+        raise TypeError(f"algo={config.algo.name} has {type(config.algo).__name__}, not {record.__name__}")
+    return config.algo

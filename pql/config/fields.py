@@ -109,6 +109,11 @@ def settings(record: Any, prefix: str = "") -> Iterator[Setting]:
             yield Setting(prefix + field.name, value, field.metadata.get(KEY, Declaration()), record)
 
 
+def reads(config: Any, name: str) -> bool:
+    """Whether a configuration has the setting ``name``."""
+    return any(found.name == name for found in settings(config))
+
+
 CONDITION = re.compile(r"(?P<name>[\w.]+?)(?P<test>=|>|$)(?P<values>.*)")
 
 
@@ -120,7 +125,7 @@ def is_read(config: Any, found: Setting) -> bool:
     """
     if not found.declaration.when:
         return True
-    name, value = _condition(config, found)
+    value = _condition(config, found)
     match = CONDITION.fullmatch(found.declaration.when.removeprefix("."))
     assert match is not None, found.declaration.when
     if match["test"] == "":
@@ -144,11 +149,12 @@ def condition_text(found: Setting) -> str:
     return f"{name}={match['values'].replace('|', ' or ')}"
 
 
-def _condition(config: Any, found: Setting) -> tuple[str, Any]:
-    """The setting that a condition looks at, and its value."""
+def _condition(config: Any, found: Setting) -> Any:
+    """The value that a setting's condition looks at."""
     when = found.declaration.when
-    absolute, name = when.startswith("."), CONDITION.fullmatch(when.removeprefix("."))["name"]  # type: ignore[index]
-    value = config if absolute else found.record
-    for part in name.split("."):
+    value = config if when.startswith(".") else found.record
+    match = CONDITION.fullmatch(when.removeprefix("."))
+    assert match is not None, when
+    for part in match["name"].split("."):
         value = getattr(value, part)
-    return name, value
+    return value

@@ -78,9 +78,7 @@ class CriticConfig(DistributionalNetConfig):
 class ClimbingPolicyConfig(TrainedNetConfig):
     """A policy that is trained to maximise a critic."""
 
-    reduce: str = setting(
-        "min", "The ensemble's value in the policy's loss.", choices=("min", "mean", "first")
-    )
+    reduce: str = setting("min", "The ensemble's value in the policy's loss.", choices=("min", "mean", "first"))
 
 
 @dataclass(frozen=True)
@@ -155,12 +153,8 @@ class EpsilonConfig:
 class PriorityConfig:
     """Prioritised replay (Schaul et al. 2016)."""
 
-    alpha: float = setting(
-        0.0, "Rows are drawn in proportion to priority ** alpha; 0: uniformly.", low=0, high=10
-    )
-    beta: float = setting(
-        0.4, "Importance weights are probability ** -beta, at first.", low=0, high=1, when="alpha>0"
-    )
+    alpha: float = setting(0.0, "Rows are drawn in proportion to priority ** alpha; 0: uniformly.", low=0, high=10)
+    beta: float = setting(0.4, "Importance weights are probability ** -beta, at first.", low=0, high=1, when="alpha>0")
     beta_steps: int | None = setting(
         None, "Env steps over which beta rises to 1, warm-up not counted; null: it stays.",
         low=1, high=10**15, when="alpha>0", ranks="floor",

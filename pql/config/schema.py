@@ -7,12 +7,13 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pql.config.algorithms import AlgoConfig, DdpgConfig
 from pql.config.families import record_of
 from pql.config.fields import group, setting, settings
+from pql.config.migrate import migrated
 from pql.errors import ConfigError, nearest
 
 MANY = 10**15
@@ -64,9 +65,7 @@ class TaskConfig:
 class ReplayConfig:
     """The replay of an off-policy algorithm."""
 
-    capacity: int = setting(
-        5_000_000, "Transitions, all environments together.", low=1, high=10**12, ranks="floor"
-    )
+    capacity: int = setting(5_000_000, "Transitions, all environments together.", low=1, high=10**12, ranks="floor")
     dtype: str = setting(
         "float32", "Storage of floating observations; uint8 stays uint8.", choices=("float32", "float16", "bfloat16")
     )
@@ -81,9 +80,7 @@ class ThreadsConfig:
     collector: int | None = setting(None, "Of the collector; null: by core count.", low=1, high=1024)
     v: int | None = setting(None, "Of the V-learner, or the only learner.", low=1, high=1024)
     p: int | None = setting(None, "Of the P-learner.", low=1, high=1024)
-    simulator: int | None = setting(
-        None, "Of a simulator that steps on threads of its own (MuJoCo).", low=1, high=1024
-    )
+    simulator: int | None = setting(None, "Of a simulator that steps on threads of its own (MuJoCo).", low=1, high=1024)
 
 
 @dataclass(frozen=True)
@@ -100,9 +97,7 @@ class PlacementConfig:
         None, "Groups of environments that step by turns; null: the simulator's own, in most all at once.",
         low=1, high=1024,
     )  # fmt: skip
-    overlap: bool = setting(
-        True, "One group's actions are computed while the others step; false: one after the other."
-    )
+    overlap: bool = setting(True, "One group's actions are computed while the others step; false: one after the other.")
     executor: str = setting(
         "auto", "How the workers of a tick are run.", choices=("auto", "threads", "inline", "streams")
     )
@@ -126,9 +121,7 @@ class BudgetConfig:
     seconds: float | None = setting(
         None, "From the first env step on, warm-up included; null: no limit.", above=0, high=1e9
     )
-    env_steps: int | None = setting(
-        None, "Transitions, all environments together, warm-up included.", low=1, high=MANY
-    )
+    env_steps: int | None = setting(None, "Transitions, all environments together, warm-up included.", low=1, high=MANY)
     target_return: float | None = setting(None, "Stop once an evaluation's mean return reaches this.")
 
 
@@ -192,6 +185,20 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield found.name, found.value
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name, as a tree."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *groups, last = name.split(".")
+        node = tree
+        for part in groups:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(name, value, f"no value of {part} beside it")
+        node[last] = value
+    return tree
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain nested dicts, for YAML and JSON."""
     return dataclasses.asdict(config)
@@ -200,10 +207,12 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(data: Mapping[str, Any]) -> Config:
     """The reverse of :func:`to_dict`: types and names are checked, ranges are not (see :func:`validate`).
 
+    Settings as they were written before each algorithm had its own record (:mod:`pql.config.migrate`) are read, too.
+
     Raises:
         ConfigError: an unknown name, or a value of the wrong type.
     """
-    return _build(Config, data, "")
+    return _build(Config, migrated(data), "")
 
 
 def _build(cls: type, data: Any, prefix: str) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pql.config import AlgoConfig, from_dict
+from pql.config.schema import nested
 from pql.errors import ConfigError, nearest, show
 from pql.files import read_json
 from pql.rundir import read_config
@@ -174,22 +176,22 @@ def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
 
 def one_learner(settings: Mapping[str, Any]) -> bool:
     """Whether one learner trained policy and value together, on rollouts."""
-    return settings.get("algo.family") in ("ppo", "impala", "pqn")
+    algo = algorithm(settings)
+    return algo is not None and algo.data == "rollout"
 
 
 def configured(settings: Mapping[str, Any]) -> dict[str, float]:
     """The ratios that the settings ask for, by the name under which they are counted."""
-    ratios = {k: settings.get(f"algo.{k}") for k in ("v_per_step", "p_per_v")}
-    if settings.get("algo.family") == "r2d2":  # it has another ratio, of rows
-        del ratios["v_per_step"]
-    if settings.get("algo.family") in ("dqn", "r2d2"):  # one network, which has no policy beside it
-        del ratios["p_per_v"]
-    if one_learner(settings):
-        group = f"algo.{settings['algo.family']}"
-        parts, horizon = (settings.get(f"{group}.{k}") for k in ("minibatches", "horizon"))
-        passes = settings.get(f"{group}.epochs", 1) * settings.get("algo.replicas", 1)  # IMPALA makes one
-        ratios = {"v_per_step": passes * parts / horizon, "p_per_v": 1.0} if parts and horizon else {}
-    return {f"ratio/{k}": v for k, v in ratios.items() if v is not None}
+    algo = algorithm(settings)
+    return {} if algo is None else {f"ratio/{k}": v for k, v in algo.ratios.items()}
+
+
+def algorithm(settings: Mapping[str, Any]) -> AlgoConfig | None:
+    """The algorithm's settings in a run's, which have dotted names; None where they are damaged."""
+    try:
+        return from_dict({"algo": nested(settings).get("algo", {})}).algo
+    except ConfigError:
+        return None
 
 
 # -- names ----------------------------------------------------------------------------------------------------------

@@ -1,22 +1,34 @@
-"""R2D2's wiring: a collector that acts epsilon-greedily with a memory, and one V-learner on sequences.
+"""Wiring of recurrent action values on prioritised sequences: R2D2.
 
-Lockstep or concurrent, it is the value-based family (``valuebased.py``) with a recurrent network, the states that it
-acted with beside the ring, and priorities of sequences instead of rows.
+As :mod:`pql.algos.value`, with a recurrent network, the states that it acted with beside the ring, and priorities of
+sequences instead of rows.
 """
 
 import copy
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
-from pql.algos import dqn, r2d2
+from pql.algos.registry import Family
+from pql.algos.value import (
+    ValueState,
+    acting,
+    check_acting,
+    critic_of,
+    make_features,
+    make_optimizer,
+    target_updates,
+    told,
+    with_critic,
+)  # fmt: skip
 from pql.collect import Collector
-from pql.config import Config
+from pql.config import Config, R2d2Config
+from pql.config.families import own
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.epsilon import Epsilon, RecurrentActor
 from pql.errors import ConfigError
@@ -29,12 +41,31 @@ from pql.qnets import RecurrentQNetwork
 from pql.replay import Cursor
 from pql.schedule import Counts
 from pql.sequences import RankedSequences, Sequence, Sequences, States
-from pql.valuebased import acting, check_acting, make_features, make_optimizer, target_updates, told
-from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.types import Metrics
+from pql.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
 from pql.worker import Learner
 
 LONGEST_HORIZON = 1024
 """Steps of a tick at the most: an update is on thousands of rows, so few come with many steps."""
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The functions in which algorithms of recurrent action values differ.
+
+    Attributes:
+        settings: the record of ``config.algo``.
+        update: (state, settings, batch, gen) -> metrics.
+        targets: (reward, discount, value, epsilon) -> targets; for the priorities that the collector computes.
+    """
+
+    settings: type[R2d2Config]
+    update: Callable[[Any, Any, Sequence, Generator], Metrics]
+    targets: Callable[..., Tensor]
+
+    def family(self) -> Family:
+        """What ``build`` takes."""
+        return Family(self.settings, counts, check_spec, partial(wire, self), make_q_network)
 
 
 def counts(config: Config) -> Counts:
@@ -43,16 +74,16 @@ def counts(config: Config) -> Counts:
     Raises:
         ConfigError: none up to ``LONGEST_HORIZON`` steps has.
     """
-    algo, own = config.algo, config.algo.r2d2
-    rows = algo.batch_size * own.length  # trained on by an update
-    ratio = Fraction(str(own.replay_ratio))
+    algo = own(config, R2d2Config)
+    rows = algo.batch_size * algo.length  # trained on by an update
+    ratio = Fraction(str(algo.replay_ratio))
     updates = ratio * config.num_envs / rows  # per step of all environments
     if updates.denominator > LONGEST_HORIZON:
         steps = min(LONGEST_HORIZON, max(1, round(1 / updates)))
         near = Fraction(max(1, round(updates * steps)) * rows, steps * config.num_envs)
         raise ConfigError(
-            "algo.r2d2.replay_ratio", own.replay_ratio,
-            f"a ratio that gives a whole number of updates ({algo.batch_size} sequences of {own.length} rows) within "
+            "algo.replay_ratio", algo.replay_ratio,
+            f"a ratio that gives a whole number of updates ({algo.batch_size} sequences of {algo.length} rows) within "
             f"{LONGEST_HORIZON} steps of {config.num_envs} environments, such as {float(near):g}",
         )  # fmt: skip
     out = Counts(updates.denominator, {"v": updates.numerator}, 1)
@@ -67,15 +98,14 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
         ConfigError: an action or observation space that no network here takes, a target period that is no whole number
             of updates, a replay that is too small for a sequence or too large for memory.
     """
-    own = config.algo.r2d2
-    config = showing(config)
+    algo, config = own(config, R2d2Config), showing(config)
     check_acting(config, spec)
     target_updates(config, counts)
-    states = ("state",) * -(-2 * own.lstm // own.period)  # numbers a row that its share of a stored state takes
-    rows = ring_rows(config, spec, counts, device, (*told(config), *states)) // own.period * own.period
+    states = ("state",) * -(-2 * algo.lstm // algo.period)  # numbers a row that its share of a stored state takes
+    rows = ring_rows(config, spec, counts, device, (*told(config), *states)) // algo.period * algo.period
     guard = counts.horizon * spec.spread + deepest(spec.obs.values())
-    least = max(sequence_rows(config) + own.period - 1, config.algo.warmup_steps) + guard
-    least = -(-least // own.period) * own.period
+    least = max(sequence_rows(config) + algo.period - 1, algo.warmup_steps) + guard
+    least = -(-least // algo.period) * algo.period
     if rows < least:
         raise ConfigError(
             "replay.capacity", config.replay.capacity,
@@ -87,35 +117,38 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 
 def sequence_rows(config: Config) -> int:
     """S: rows that must be there before a sequence may be drawn."""
-    return config.algo.r2d2.burn_in + config.algo.r2d2.length + config.algo.n_step
+    algo = own(config, R2d2Config)
+    return algo.burn_in + algo.length + algo.n_step
 
 
 def showing(config: Config) -> Config:
     """The same with observations that the network acts on named: what was done last among them, where it is shown."""
     config = acting(config)
-    critic, own = config.algo.critic, config.algo.r2d2
-    groups = [*(critic.obs or ()), *([GROUP] if own.feedback and GROUP not in (critic.obs or ()) else [])]
-    return replace(config, algo=replace(config.algo, critic=replace(critic, obs=groups)))
+    critic, algo = critic_of(config), own(config, R2d2Config)
+    groups = [*(critic.obs or ()), *([GROUP] if algo.feedback and GROUP not in (critic.obs or ()) else [])]
+    return with_critic(config, replace(critic, obs=groups))
 
 
-def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:
+def wire(
+    kind: Recurrent, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
+) -> Wiring:  # fmt: skip
     """The ring and the states beside it, their collector and the V-learner."""
-    spec, seed, algo = env.spec, seeds(config.seed), config.algo
+    spec, seed, algo = env.spec, seeds(config.seed), own(config, R2d2Config)
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
     net = seeded(partial(make_q_network, config, spec), seed["init"])
     norm = make_normalizer(config, spec, devices["collector"])
     ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
-    states = States(ring, net.carry_size, algo.r2d2.period)
-    epsilon = Epsilon(algo.dqn.epsilon, spec.num_envs, spec.device)
+    states = States(ring, net.carry_size, algo.period)
+    epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(told(config)))
     collector = Collector(env, actor, norm, [states, ring], gens["collector"], capture)  # in this order: see States
     sequences = make_sequences(config, spec, states)
-    value = value_role(config, net, norm, sequences, counts, gens["v"])
+    value = value_role(kind, config, net, norm, sequences, counts, gens["v"])
     acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={
         "norm": norm.frozen(), "rows": ring.live.tensors()})  # fmt: skip
     assert value.cursor is not None
     assert value.learner is not None
-    state = cast(dqn.ValueState, value.learner.state)
+    state = cast(ValueState, value.learner.state)
     assert state.priorities is not None
     gauges = {"replay/bootstrap_lost": value.cursor.lost, "explore/epsilon": epsilon.mean,
               "replay/beta": state.priorities.beta}  # fmt: skip
@@ -123,28 +156,28 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
 
 
 def make_sequences(config: Config, spec: EnvSpec, states: States) -> Sequences:
-    algo, own = config.algo, config.algo.r2d2
+    algo = own(config, R2d2Config)
     states.ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
     return Sequences(
-        states.ring, states, own.burn_in, own.length, algo.n_step, algo.gamma, spec.max_episode_steps, own.stored_state
-    )
+        states.ring, states, algo.burn_in, algo.length, algo.n_step, algo.gamma, spec.max_episode_steps,
+        algo.stored_state,
+    )  # fmt: skip
 
 
 def value_role(
-    config: Config, net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences, counts: Counts, gen: Generator
-) -> Role:
+    kind: Recurrent, config: Config, net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences, counts: Counts,
+    gen: Generator,
+) -> Role:  # fmt: skip
     """The V-learner: network and target, priorities, a private normaliser and cursor."""
-    algo, own, ring = config.algo, config.algo.r2d2, sequences.ring
-    device, wanted = ring.device, config.algo.dqn.priority
+    algo, ring = own(config, R2d2Config), sequences.ring
+    device, wanted = ring.device, algo.priority
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = RankedSequences(
-        sequences, wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, algo.dqn.huber,
-        own.eta, partial(r2d2.targets, epsilon=own.rescale) if told(config) else None,
+        sequences, wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, algo.huber,
+        algo.eta, partial(kind.targets, epsilon=algo.rescale) if told(config) else None,
     )  # fmt: skip
-    state = dqn.ValueState(flat, target, make_optimizer(config, flat), Clock(device), ranked)
-    settings = r2d2.Settings(
-        own.burn_in, algo.dqn.double, algo.dqn.huber, own.rescale, own.eta, target_updates(config, counts)
-    )
+    every = target_updates(config, counts)
+    state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
 
     def draw(count: int, gen: Generator) -> Iterator[Sequence]:
@@ -153,21 +186,19 @@ def value_role(
             batch = ranked.sample(cursor, algo.batch_size, gen)
             yield batch._replace(obs=private(batch.obs), reward=batch.reward * private.reward_scale)
 
-    learner = Learner("v", state, r2d2.update, draw, settings, gen)
+    learner = Learner("v", state, kind.update, draw, algo, gen)
     pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
 
 
 def make_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
     """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
-    config, own = showing(config), config.algo.dqn
-    net = config.algo.critic
+    config = showing(config)
+    algo = own(config, R2d2Config)
+    net = algo.critic
     group = (net.obs or ["policy"])[0]
     encoder, size = make_features(config, spec, group)
     return RecurrentQNetwork(
-        group, size, config.algo.r2d2.lstm, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm,
-        encoder, own.dueling, own.shared_grad,
+        group, size, algo.lstm, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm,
+        encoder, algo.dueling, algo.shared_grad,
     )  # fmt: skip
-
-
-RECURRENT = Family(("v",), counts, check_spec, wire, make_q_network)

@@ -1,24 +1,27 @@
-"""Value-based wiring: a collector that acts epsilon-greedily, and one V-learner whose network is the policy.
+"""Wiring of action values on a replay: a collector that acts epsilon-greedily, and a V-learner.
 
-DQN, C51 and Rainbow are this under ``Lockstep``; with an epsilon ladder and priorities from the collector under
-``Concurrent`` it is Ape-X (Horgan et al. 2018).
+The V-learner's network is the policy. DQN fills in :class:`ValueBased`; with an epsilon ladder and priorities from the
+collector under ``Concurrent`` it is Ape-X (Horgan et al. 2018).
 """
 
 import copy
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import gcd
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Generator, nn
 
 from pql.actor_critic import OwnBody
-from pql.algos import dqn
+from pql.algos.registry import Family
 from pql.collect import Collector
-from pql.config import Config
+from pql.config import Config, DqnConfig
+from pql.config.algorithms import DuelingConfig
+from pql.config.families import own
+from pql.config.groups import TrainedNetConfig
 from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.epsilon import TOLD, Epsilon, EpsilonActor
@@ -26,15 +29,51 @@ from pql.errors import ConfigError
 from pql.nets import Flat, seeded
 from pql.normalize import Normalizer
 from pql.optim import AdamW, Clock, Optimizer, RMSProp
-from pql.priority import Prioritized
+from pql.priority import Prioritized, Ranked
 from pql.qnets import QNetwork
 from pql.replay import Cursor, Replay
 from pql.schedule import LONGEST_HORIZON, Counts
-from pql.types import Batch, split
-from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
-from pql.worker import Learner
+from pql.types import Batch, Metrics, split
+from pql.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.worker import Learner, State
 
 GATHERED = 16 << 20  # bytes of observations that are gathered at once, where several batches may be
+
+
+@dataclass
+class ValueState(State):
+    """What the V-learner owns: the network (whose greedy action is the policy), its target, and the priorities."""
+
+    q: Flat
+    target: Flat
+    optimizer: Optimizer
+    clock: Clock
+    target_every: int  # updates between copies to the target network
+    priorities: Ranked | None = None
+
+    @property
+    def nets(self) -> tuple[QNetwork, QNetwork]:
+        """The network that is trained, and the target network."""
+        return cast(QNetwork, self.q.module), cast(QNetwork, self.target.module)
+
+
+@dataclass(frozen=True)
+class ValueBased:
+    """The functions in which algorithms of action values on a replay differ.
+
+    Attributes:
+        settings: the record of ``config.algo``.
+        network: (config, spec) -> the network on the CPU.
+        update: (state, settings, batch, gen) -> metrics.
+    """
+
+    settings: type[DqnConfig]
+    network: Callable[[Config, EnvSpec], QNetwork]
+    update: Callable[[Any, Any, Batch, Generator], Metrics]
+
+    def family(self) -> Family:
+        """What ``build`` takes."""
+        return Family(self.settings, counts, check_spec, partial(wire, self), self.network)
 
 
 def counts(config: Config) -> Counts:
@@ -43,27 +82,29 @@ def counts(config: Config) -> Counts:
     Raises:
         ConfigError: none up to 64 steps has.
     """
-    ratio = Fraction(str(config.algo.v_per_step))
+    algo = own(config, DqnConfig)
+    ratio = Fraction(str(algo.v_per_step))
     if ratio.denominator > LONGEST_HORIZON:
         raise ConfigError(
-            "algo.v_per_step", config.algo.v_per_step,
+            "algo.v_per_step", algo.v_per_step,
             f"a ratio that gives a whole number of updates within {LONGEST_HORIZON} steps, such as 0.5",
         )  # fmt: skip
     return Counts(ratio.denominator, {"v": ratio.numerator}, 1)
 
 
 def target_updates(config: Config, counts: Counts) -> int:
-    """``algo.dqn.target_period`` in updates.
+    """``algo.target_period`` in updates.
 
     Raises:
         ConfigError: it is no whole number of them; names the nearest that is.
     """
-    period, steps, updates = config.algo.dqn.target_period, counts.horizon * config.num_envs, counts.updates["v"]
+    period = own(config, DuelingConfig).target_period
+    steps, updates = counts.horizon * config.num_envs, counts.updates["v"]
     if period * updates % steps == 0:
         return period * updates // steps
     unit = steps // gcd(steps, updates)
     raise ConfigError(
-        "algo.dqn.target_period", period,
+        "algo.target_period", period,
         f"a whole number of updates, {updates} of which come with every {steps} env steps: a multiple of {unit}, "
         f"such as {unit * max(1, round(period / unit))}",
     )  # fmt: skip
@@ -78,7 +119,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     """
     check_acting(config, spec)
     target_updates(config, counts)
-    prioritized = config.algo.dqn.priority.alpha > 0
+    prioritized = own(config, DuelingConfig).priority.alpha > 0
     leaf = ("priority",) * 2 if prioritized else ()  # it takes as much as two numbers of a row
     return ring_rows(config, spec, counts, device, (*told(config), *leaf), prioritized)
 
@@ -87,39 +128,43 @@ def check_acting(config: Config, spec: EnvSpec) -> None:
     """Raises ``ConfigError`` for continuous actions, or observations that no network here takes."""
     if not isinstance(spec.action, Discrete):
         raise ConfigError("task", config.task.name, f"a task with discrete actions; this one has {spec.action}")
-    if config.algo.critic.net is None:
+    if critic_of(config).net is None:
         groups_of(acting(config), spec, "critic")
 
 
-def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:
+def wire(
+    kind: ValueBased, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
+) -> Wiring:  # fmt: skip
     """The replay, its collector and the V-learner."""
-    spec, seed, algo = env.spec, seeds(config.seed), config.algo
+    spec, seed, algo = env.spec, seeds(config.seed), own(config, DqnConfig)
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
-    net = seeded(partial(make_q_network, config, spec), seed["init"])
+    net = seeded(partial(kind.network, config, spec), seed["init"])
     norm = make_normalizer(config, spec, devices["collector"])
     ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
-    epsilon = Epsilon(algo.dqn.epsilon, spec.num_envs, spec.device)
+    epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(told(config)))
     collector = Collector(env, actor, norm, [ring], gens["collector"], capture)
-    value = value_role(config, net, norm, ring, counts, gens["v"])
+    value = value_role(kind, config, net, norm, ring, counts, gens["v"])
     acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={
         "norm": norm.frozen(), "rows": ring.live.tensors()})  # fmt: skip
     assert value.cursor is not None
     assert value.learner is not None
     gauges = {"replay/bootstrap_lost": value.cursor.lost, "explore/epsilon": epsilon.mean}
-    state = cast(dqn.ValueState, value.learner.state)
+    state = cast(ValueState, value.learner.state)
     if state.priorities is not None:
         gauges["replay/beta"] = state.priorities.beta
     return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
 
 
-def value_role(config: Config, net: QNetwork, norm: Normalizer, ring: Replay, counts: Counts, gen: Generator) -> Role:
+def value_role(
+    kind: ValueBased, config: Config, net: QNetwork, norm: Normalizer, ring: Replay, counts: Counts, gen: Generator
+) -> Role:  # fmt: skip
     """The V-learner: network and target, priorities where they are on, a private normaliser and cursor."""
-    algo, device = config.algo, ring.device
+    algo, device = own(config, DqnConfig), ring.device
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = make_priorities(config, ring, counts)
-    state = dqn.ValueState(flat, target, make_optimizer(config, flat), Clock(device), ranked)
-    settings = dqn.Settings(algo.dqn.double, algo.dqn.huber, target_updates(config, counts))
+    every = target_updates(config, counts)
+    state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
     ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
     batch_bytes = 2 * algo.batch_size * sum(v[0].nbytes * ring.stacks[k] for k, v in ring.obs.items())
@@ -141,7 +186,7 @@ def value_role(config: Config, net: QNetwork, norm: Normalizer, ring: Replay, co
     begin = rest = None
     if ranked is not None:
         begin, rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, private.reward_scale)
-    learner = Learner("v", state, dqn.update, draw, settings, gen, begin=begin, rest=rest)
+    learner = Learner("v", state, kind.update, draw, algo, gen, begin=begin, rest=rest)
     pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
 
@@ -158,10 +203,11 @@ def shares(count: int, size: int) -> list[int]:
 
 def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized | None:
     """Priorities over the ring, or None where rows are drawn uniformly."""
-    algo, wanted = config.algo, config.algo.dqn.priority
+    algo = own(config, DqnConfig)
+    wanted = algo.priority
     if wanted.alpha == 0:
         return None
-    clip = None if algo.critic.atoms is not None else algo.dqn.huber  # of TD errors; a KL counts in full
+    clip = None if algo.critic.atoms is not None else algo.huber  # of TD errors; a KL counts in full
     return Prioritized(
         ring, algo.n_step, algo.gamma, wanted.alpha, wanted.beta, wanted.beta_steps,
         counts.horizon * ring.num_envs, wanted.initial == "actor", clip,
@@ -170,43 +216,54 @@ def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized
 
 def told(config: Config) -> tuple[str, ...]:
     """Columns that the actor has stored beside its actions."""
-    wanted = config.algo.dqn.priority
+    wanted = own(config, DuelingConfig).priority
     return TOLD if wanted.alpha > 0 and wanted.initial == "actor" else ()
 
 
 def make_optimizer(config: Config, flat: Flat) -> Optimizer:
-    net, own = config.algo.critic, config.algo.dqn
-    if own.optimizer == "rmsprop":
-        return RMSProp(flat, net.lr, net.grad_clip, own.rms_decay, net.eps)
+    algo = own(config, DuelingConfig)
+    net = algo.critic
+    if algo.optimizer == "rmsprop":
+        return RMSProp(flat, net.lr, net.grad_clip, algo.rms_decay, net.eps)
     return AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
 
 
 def acting(config: Config) -> Config:
     """The same with observations that the network may act on: what the policy sees, unless they are named."""
-    critic = config.algo.critic
-    return replace(config, algo=replace(config.algo, critic=replace(critic, obs=critic.obs or ["policy"])))
+    critic = critic_of(config)
+    return with_critic(config, replace(critic, obs=critic.obs or ["policy"]))
+
+
+def critic_of(config: Config) -> TrainedNetConfig:
+    """The settings of the one network."""
+    critic: TrainedNetConfig = config.algo.critic  # type: ignore[attr-defined]
+    return critic
+
+
+def with_critic(config: Config, critic: TrainedNetConfig) -> Config:
+    """The same with other settings of the one network."""
+    algo: Any = config.algo
+    return replace(config, algo=replace(algo, critic=critic))
 
 
 def make_features(config: Config, spec: EnvSpec, group: str) -> tuple[nn.Module | None, int]:
     """What a network of action values sees observations through, and the size of what comes out. None: nothing, it
     sees the vectors of ``group`` themselves."""
-    if config.algo.critic.net is not None:
-        own = OwnBody(custom_network(config, spec, "critic"), spec.obs)
-        return own, own.size
+    if critic_of(config).net is not None:
+        body = OwnBody(custom_network(config, spec, "critic"), spec.obs)
+        return body, body.size
     encoder = make_encoder(config, spec, "critic")
     return encoder, spec.obs[group].shape[0] if encoder is None else encoder.size
 
 
 def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
     """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
-    config, own = acting(config), config.algo.dqn
-    net, group = config.algo.critic, groups_of(config, spec, "critic")[0]
+    config = acting(config)
+    algo, group = own(config, DqnConfig), groups_of(config, spec, "critic")[0]
+    net = algo.critic
     encoder, size = make_features(config, spec, group)
     atoms = None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms)
     return QNetwork(
         group, size, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm, encoder, atoms,
-        own.dueling, own.noisy, own.shared_grad,
+        algo.dueling, algo.noisy, algo.shared_grad,
     )  # fmt: skip
-
-
-VALUE = Family(("v",), counts, check_spec, wire, make_q_network)

@@ -1,35 +1,57 @@
-"""Value-based wiring on rollouts (PQN): a collector that acts epsilon-greedily, and one learner of action values."""
+"""Wiring of action values on rollouts: a collector that acts epsilon-greedily, and one learner. PQN fills it in."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos import pqn
+from pql.actor_critic import bfloat16
+from pql.algos.on_policy import check_room
+from pql.algos.registry import Family
+from pql.algos.value import check_acting, make_q_network
 from pql.collect import Collector, action_buffer
-from pql.config import Config
+from pql.config import Config, PqnConfig
+from pql.config.families import own
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.epsilon import Epsilon, epsilon_greedy
 from pql.nets import Flat, seeded
-from pql.onpolicy import check_room
 from pql.optim import AdamW, Optimizer, RAdam
 from pql.qnets import QNetwork
-from pql.rollout import Acted, Progress, Rollout
+from pql.rollout import Acted, Progress, Rollout, Segment
 from pql.schedule import Counts
-from pql.types import Memory, Obs
-from pql.valuebased import check_acting, make_q_network
-from pql.wiring import Devices, Family, Role, Wiring, make_normalizer, seeds
-from pql.worker import Learner
+from pql.types import Memory, Metrics, Obs
+from pql.wiring import Devices, Role, Wiring, make_normalizer, seeds
+from pql.worker import Learner, State
+
+
+@dataclass
+class PqnState(State):
+    """What the learner owns. The network of action values is the policy."""
+
+    policy: Flat
+    optimizer: Optimizer
+    progress: Progress
+
+    @property
+    def net(self) -> QNetwork:
+        return cast(QNetwork, self.policy.module)
+
+
+def values(net: QNetwork, obs: Obs, amp: bool) -> Tensor:
+    """Q(s, a), [..., n] float32; with ``amp`` computed in bfloat16, wherever the network is used."""
+    with bfloat16(amp, next(iter(obs.values()))):
+        return net.values(obs).float()
 
 
 class GreedyActor:
     """Epsilon-greedy in a network's values, all of which it keeps: returns are made of them.
 
     Args:
-        amp: see :func:`pqn.values`.
+        amp: see :func:`values`.
     """
 
     squashed: Tensor | None = None
@@ -42,9 +64,9 @@ class GreedyActor:
         self.acted = Acted(self.action, values, torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device))
 
     def act(self, obs: Obs, gen: Generator) -> None:
-        values = pqn.values(cast(QNetwork, self.policy), obs, self.amp)
-        self.acted.params.copy_(values)
-        self.action.copy_(epsilon_greedy(values, self.epsilon(), gen))
+        q = values(cast(QNetwork, self.policy), obs, self.amp)
+        self.acted.params.copy_(q)
+        self.action.copy_(epsilon_greedy(q, self.epsilon(), gen))
 
     def record(self, device: torch.device) -> Acted:
         return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
@@ -68,10 +90,29 @@ class GreedyActor:
         self.epsilon.steps.copy_(state["steps"])
 
 
+@dataclass(frozen=True)
+class ValueRollout:
+    """The functions in which algorithms of action values on rollouts differ.
+
+    Attributes:
+        settings: the record of ``config.algo``.
+        draw: (state, settings, segment, gen) -> a tick's minibatches.
+        update: (state, settings, minibatch, gen) -> metrics.
+    """
+
+    settings: type[PqnConfig]
+    draw: Callable[[Any, Any, Segment, Generator], Iterable[Any]]
+    update: Callable[[Any, Any, Any, Generator], Metrics]
+
+    def family(self) -> Family:
+        """What ``build`` takes."""
+        return Family(self.settings, counts, check_spec, partial(wire, self), make_q_network)
+
+
 def counts(config: Config) -> Counts:
     """A tick is one rollout and every update on it."""
-    p = config.algo.pqn
-    return Counts(p.horizon, {"learner": p.epochs * p.minibatches}, 1)
+    p = own(config, PqnConfig)
+    return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
@@ -82,14 +123,16 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
             memory.
     """
     check_acting(config, spec)
-    horizon = config.algo.pqn.horizon
-    check_room("algo.pqn.horizon", horizon, spec, cast(Discrete, spec.action).n, device)
+    horizon = own(config, PqnConfig).horizon
+    check_room("algo.horizon", horizon, spec, cast(Discrete, spec.action).n, device)
     return horizon
 
 
-def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:
+def wire(
+    kind: ValueRollout, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
+) -> Wiring:  # fmt: skip
     """The rollout, its collector and its learner."""
-    spec, seed, home, p = env.spec, seeds(config.seed), devices["learner"], config.algo.pqn
+    spec, seed, home, p = env.spec, seeds(config.seed), devices["learner"], own(config, PqnConfig)
     net = seeded(partial(make_q_network, config, spec), seed["init"])
     epsilon = Epsilon(p.epsilon, spec.num_envs, spec.device)
     actor = GreedyActor(copy.deepcopy(net).to(spec.device), epsilon, spec, p.amp)
@@ -98,13 +141,12 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
     collector = Collector(env, actor, norm, [rollout], gens["collector"], capture)
     flat = Flat(net.to(home), trained=True)
-    state = pqn.PqnState(flat, make_optimizer(config, flat), Progress(home))
-    settings = make_settings(config, spec)
+    state = PqnState(flat, make_optimizer(config, flat), Progress(home, p.horizon * spec.num_envs))
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
-        return pqn.draw(state, settings, rollout.segment(), gen)
+        return kind.draw(state, p, rollout.segment(), gen)
 
-    learner = Learner("learner", state, pqn.update, draw, settings, gens["learner"], trains=("v", "p"))
+    learner = Learner("learner", state, kind.update, draw, p, gens["learner"], trains=("v", "p"))
     roles = {
         "learner": Role(pulls={}, owns={"policy": [flat.data]}, learner=learner),
         "collector": Role(pulls={"policy": [Flat(actor.policy).data]}, owns={}),
@@ -114,17 +156,7 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
 
 
 def make_optimizer(config: Config, flat: Flat) -> Optimizer:
-    net = config.algo.critic
-    kind = RAdam if config.algo.pqn.optimizer == "radam" else AdamW
+    """The network's."""
+    algo = own(config, PqnConfig)
+    kind, net = RAdam if algo.optimizer == "radam" else AdamW, algo.critic
     return kind(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
-
-
-def make_settings(config: Config, spec: EnvSpec) -> pqn.Settings:
-    p = config.algo.pqn
-    return pqn.Settings(
-        epochs=p.epochs, minibatches=p.minibatches, gamma=config.algo.gamma, q_lambda=p.q_lambda,
-        lr=config.algo.critic.lr, anneal_steps=p.anneal_steps, steps_per_tick=p.horizon * spec.num_envs, amp=p.amp,
-    )  # fmt: skip
-
-
-VALUE_ROLLOUT = Family(("learner",), counts, check_spec, wire, make_q_network)

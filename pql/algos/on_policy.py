@@ -1,19 +1,23 @@
-"""On-policy wiring, IMPALA's too: a collector that fills a rollout, and one learner of policy and value."""
+"""Wiring of actor-critics on rollouts: a collector that fills a rollout, and one learner of policy and value.
+
+PPO and IMPALA fill in :class:`OnPolicy`.
+"""
 
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Generator, Tensor
 
 from pql.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
-from pql.algos import impala, ppo
-from pql.algos.vtrace import Weights
+from pql.algos.registry import Family
 from pql.collect import Collector, action_buffer
-from pql.config import Config, RolloutConfig
+from pql.config import Config
+from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
+from pql.config.families import own
 from pql.dist import ActionDist, Categorical, DiagGaussian
 from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
@@ -24,11 +28,10 @@ from pql.normalize import Normalizer
 from pql.optim import AdamW, Optimizer, RMSProp, RMSPropTF
 from pql.rollout import Acted, Rollout, Segment, View, rollout_bytes
 from pql.schedule import Counts
-from pql.types import Memory, Obs
+from pql.types import Memory, Metrics, Obs
 from pql.unrolls import FULL, Reader, Unrolls
-from pql.validate import corrected
-from pql.wiring import Devices, Family, Role, Wiring, check_obs, make_normalizer, seeds
-from pql.worker import Learner
+from pql.wiring import Devices, Role, Wiring, check_obs, make_normalizer, seeds
+from pql.worker import Learner, State
 
 
 class StochasticActor:
@@ -96,16 +99,48 @@ class StochasticActor:
             tensor.copy_(state[name])
 
 
-def rollout_of(config: Config) -> RolloutConfig:
-    """The settings of the algorithm at hand that all on rollouts have."""
-    return config.algo.impala if config.algo.family == "impala" else config.algo.ppo
+class RolloutProgress(Protocol):
+    """Where a run stands: 0-dim tensors."""
+
+    ticks: Tensor
+    lost: Tensor  # bootstrap values that a simulator did not give
+
+
+class RolloutState(Protocol):
+    """The state of a learner on rollouts."""
+
+    @property
+    def progress(self) -> RolloutProgress: ...
+
+    reader: Reader | None
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """The functions in which actor-critics on rollouts differ.
+
+    Attributes:
+        settings: the record of ``config.algo``.
+        state: (config, parameters, optimiser, environments) -> the learner's state, a :class:`RolloutState`.
+        draw: (state, settings, segment, gen) -> a tick's minibatches.
+        update: (state, settings, minibatch, gen) -> metrics.
+    """
+
+    settings: type[StochasticConfig]
+    state: Callable[[Config, Flat, Optimizer, int], State]
+    draw: Callable[[Any, Any, Segment, Generator], Iterable[Any]]
+    update: Callable[[Any, Any, Any, Generator], Metrics]
+
+    def family(self) -> Family:
+        """What ``build`` takes."""
+        return Family(self.settings, counts, check_spec, partial(wire, self), make_policy)
 
 
 def counts(config: Config) -> Counts:
     """A tick is one rollout and every update on it; beside a collector at work, on the rollout before."""
-    ppo, horizon = config.algo.ppo, rollout_of(config).horizon
-    updates = config.algo.impala.minibatches if config.algo.family == "impala" else ppo.epochs * ppo.minibatches
-    return Counts(horizon, {"learner": updates}, 1, horizon if config.algo.schedule == "concurrent" else 0)
+    algo = own(config, RolloutAlgoConfig)
+    updates = algo.passes * algo.minibatches
+    return Counts(algo.horizon, {"learner": updates}, 1, algo.horizon if algo.schedule == "concurrent" else 0)
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
@@ -116,14 +151,14 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
             a rollout that does not fit into memory.
     """
     check_obs(config, spec)
-    p, group = rollout_of(config), f"algo.{config.algo.family}"
+    p = own(config, StochasticConfig)
     if isinstance(spec.action, Discrete) and p.squash:
-        raise ConfigError(f"{group}.squash", True, f"false: the actions of {spec.name} are discrete")
+        raise ConfigError("algo.squash", True, f"false: the actions of {spec.name} are discrete")
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
-        raise ConfigError(f"{group}.shared", True, f"false: in {spec.name} the critic has observations of its own")
+        raise ConfigError("algo.shared", True, f"false: in {spec.name} the critic has observations of its own")
     size = make_dist(config, spec).params_size
     parts = 1 + FULL if apart(config, spec) else 2 if counts.ahead else 1
-    check_room(f"{group}.horizon", p.horizon, spec, size, device, parts)
+    check_room("algo.horizon", p.horizon, spec, size, device, parts)
     return p.horizon
 
 
@@ -141,7 +176,9 @@ def check_room(
         )  # fmt: skip
 
 
-def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool) -> Wiring:
+def wire(
+    kind: OnPolicy, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
+) -> Wiring:
     """The rollout, its collector and its learner."""
     spec, seed, home = env.spec, seeds(config.seed), devices["learner"]
     net = seeded(partial(make_network, config, spec), seed["init"])
@@ -151,8 +188,8 @@ def wire(config: Config, env: VecEnv, counts: Counts, rows: int, devices: Device
     gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
     collector = Collector(env, actor, norm, [source.store], gens["collector"], capture)
     flat = Flat(net.to(home), trained=True)
-    learner = make_learner(config, spec, flat, source, gens["learner"])
-    now = cast(ppo.PpoState, learner.state).progress
+    learner = make_learner(kind, config, spec, flat, source, gens["learner"])
+    now = cast(RolloutState, learner.state).progress
     size = sum(p.numel() for p in net.policy.parameters())  # the policy's parameters come first
     full, seen = ({"rollout": t} if t else {} for t in (source.full, source.seen))
     roles = {
@@ -200,90 +237,60 @@ def apart(config: Config, spec: EnvSpec) -> bool:
     Several policies act in such an unroll, which V-trace corrects; and a learner reads those of one environment in
     order, but not one in each tick, so that no memory of the value's own could run through them.
     """
-    own = rollout_of(config)
-    return spec.spread > 1 and corrected(config.algo) and (own.lstm is None or own.shared)
+    algo = own(config, StochasticConfig)
+    return spec.spread > 1 and algo.on_policy_corrected and (algo.lstm is None or algo.shared)
 
 
-def make_learner(config: Config, spec: EnvSpec, flat: Flat, source: Source, gen: Generator) -> Learner:
+def make_learner(
+    kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, source: Source, gen: Generator
+) -> Learner:  # fmt: skip
     """One learner of policy and value."""
-    optimizer = make_optimizer(config, flat)
-    module: Any = impala if config.algo.family == "impala" else ppo
-    settings: Any = make_impala_settings(config, spec) if module is impala else make_settings(config, spec)
-    normalize = module is ppo and config.algo.ppo.normalize_value
-    state = ppo.make_state(flat, optimizer, normalize, spec.num_envs)
-    state.reader = source.reader
+    state, settings = kind.state(config, flat, make_optimizer(config, flat), spec.num_envs), config.algo
+    now = cast(RolloutState, state)
+    now.reader = source.reader
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
-        return module.draw(state, settings, source.read(), gen)
+        return kind.draw(state, settings, source.read(), gen)
 
-    return Learner(
-        "learner", state, module.update, draw, settings, gen, trains=("v", "p"), clock=state.progress.ticks
-    )  # fmt: skip
+    return Learner("learner", state, kind.update, draw, settings, gen, trains=("v", "p"), clock=now.progress.ticks)
 
 
 def make_dist(config: Config, spec: EnvSpec) -> ActionDist:
     """Gaussian for continuous actions, categorical for discrete ones."""
     if isinstance(spec.action, Discrete):
         return Categorical(spec.action.n)
-    return DiagGaussian(spec.action.size, rollout_of(config).squash)
+    return DiagGaussian(spec.action.size, own(config, StochasticConfig).squash)
 
 
 def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
     """Hidden layers of the "policy", or of the "critic" on the observations that it may see; or a network by name."""
-    net = config.algo.policy if which == "policy" else config.algo.critic
+    algo = own(config, StochasticConfig)
+    net = algo.policy if which == "policy" else algo.critic
     if net.net is not None:
         return OwnBody(custom_network(config, spec, which), spec.obs)
     encoder, group = make_encoder(config, spec, which), groups_of(config, spec, which)[0]
     size = spec.obs[group].shape[0] if encoder is None else encoder.size
-    return Body(group, size, net.hidden, net.activation, net.layer_norm, rollout_of(config).lstm, encoder)
+    return Body(group, size, net.hidden, net.activation, net.layer_norm, algo.lstm, encoder)
 
 
 def make_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
     """The policy network alone, freshly initialised. What is evaluated, loaded or exported computes in float32."""
     body, dist = make_body(config, spec, "policy"), make_dist(config, spec)
-    return StochasticPolicy(body, dist, rollout_of(config).init_std, amp)
+    return StochasticPolicy(body, dist, own(config, StochasticConfig).init_std, amp)
 
 
 def make_network(config: Config, spec: EnvSpec) -> ActorCritic:
     """Policy and value, freshly initialised."""
-    policy = make_policy(config, spec, rollout_of(config).amp)
-    body = None if rollout_of(config).shared else make_body(config, spec, "critic")
+    policy = make_policy(config, spec, own(config, StochasticConfig).amp)
+    body = None if own(config, StochasticConfig).shared else make_body(config, spec, "critic")
     return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 
 
 def make_optimizer(config: Config, flat: Flat) -> Optimizer:
     """One for both networks; the policy's settings."""
-    net, name = config.algo.policy, rollout_of(config).optimizer
+    algo = own(config, StochasticConfig)
+    net, name = algo.policy, algo.optimizer
     if name != "adam":
         kind = RMSProp if name == "rmsprop" else RMSPropTF
         return kind(flat, net.lr, net.grad_clip, eps=net.eps)
     return AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
-
-
-def make_settings(config: Config, spec: EnvSpec) -> ppo.Settings:
-    algo, p = config.algo, config.algo.ppo
-    return ppo.Settings(
-        epochs=p.epochs, minibatches=p.minibatches, gamma=algo.gamma, gae_lambda=p.gae_lambda, clip=p.clip,
-        value_clip=p.value_clip, value_coef=p.value_coef, entropy_coef=p.entropy_coef,
-        normalize_advantage=p.normalize_advantage, lr=algo.policy.lr,
-        kl_target=p.kl_target if p.lr_schedule == "adaptive" else None, kl_stop=p.kl_stop,
-        anneal_steps=p.anneal_steps, anneal_clip=p.anneal_clip, steps_per_tick=p.horizon * spec.num_envs,
-        vtrace=make_weights(config) if p.vtrace else None,
-    )  # fmt: skip
-
-
-def make_impala_settings(config: Config, spec: EnvSpec) -> impala.Settings:
-    algo, p = config.algo, config.algo.impala
-    return impala.Settings(
-        minibatches=p.minibatches, gamma=algo.gamma, trace_lambda=p.trace_lambda, weights=make_weights(config),
-        correction=p.correction, summed=p.reduce == "sum", value_coef=p.value_coef, entropy_coef=p.entropy_coef,
-        kl_coef=p.kl_coef, lr=algo.policy.lr, anneal_steps=p.anneal_steps, steps_per_tick=p.horizon * spec.num_envs,
-    )  # fmt: skip
-
-
-def make_weights(config: Config) -> Weights:
-    v = config.algo.vtrace
-    return Weights(v.rho_bar, v.c_bar, v.pg_rho_bar)
-
-
-ROLLOUT = Family(("learner",), counts, check_spec, wire, make_policy)

@@ -1,0 +1,229 @@
+"""Wiring of actor-critic algorithms on a replay: a V-learner, a P-learner and a collector.
+
+DDPG and SAC fill in :class:`ActorCritic`; under ``Concurrent`` this is Parallel Q-Learning (Li et al. 2023).
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Generator, Tensor, nn
+
+from pql.algos.registry import Family
+from pql.collect import ActFunction, Collector, NoisyActor
+from pql.config import Config
+from pql.config.algorithms import ActorCriticConfig
+from pql.config.families import own
+from pql.encoders import Outputs, Probe, custom_network, groups_of, make_encoder
+from pql.env import Box, EnvSpec, VecEnv
+from pql.errors import ConfigError
+from pql.explore import Exploration
+from pql.nets import Critic, Flat, seeded
+from pql.normalize import Normalizer
+from pql.replay import Cursor, Replay
+from pql.schedule import Counts, tick_counts
+from pql.types import Batch, Metrics, Obs, ObsBatch, split
+from pql.wiring import Devices, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows, seeds
+from pql.worker import Learner, State
+
+Update = Callable[[Any, Any, Any, Generator], Metrics]
+Tensors = dict[str, list[Tensor]]
+"""By the slot that publishes or fills them."""
+
+
+@dataclass
+class Trainer:
+    """A learner's algorithmic side.
+
+    Attributes:
+        state: named state, which ``update`` changes.
+        inputs: private copies of what other workers publish.
+        pulls: those copies by the slot that fills them.
+        owns: published tensors by slot.
+    """
+
+    state: State
+    update: Update
+    inputs: Any
+    pulls: Tensors = field(default_factory=dict)
+    owns: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ActorCritic:
+    """The functions in which actor-critic algorithms on a replay differ.
+
+    Attributes:
+        settings: the record of ``config.algo``.
+        policy: (config, spec) -> a policy network on the CPU.
+        act: (policy, obs, gen) -> action [N, A], before the collector's noise.
+        value: (config, critic, policy, device) -> trainer of the critics; ``policy`` is the private copy that forms
+            targets.
+        improve: (config, policy, critic, action size, device) -> trainer of the policy; ``critic`` is the private copy
+            that it climbs.
+    """
+
+    settings: type[ActorCriticConfig]
+    policy: Callable[[Config, EnvSpec], nn.Module]
+    act: ActFunction
+    value: Callable[[Config, Critic, nn.Module, torch.device], Trainer]
+    improve: Callable[[Config, nn.Module, Critic, int, torch.device], Trainer]
+
+    def family(self) -> Family:
+        """What ``build`` takes."""
+        return Family(self.settings, counts, check_spec, partial(wire, self), self.policy)
+
+
+def counts(config: Config) -> Counts:
+    """The smallest tick with whole numbers of steps and updates."""
+    algo = own(config, ActorCriticConfig)
+    return tick_counts(algo.v_per_step, algo.p_per_v)
+
+
+def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+    """What an environment and a config must agree on. Returns the replay's rows T.
+
+    Raises:
+        ConfigError: an action or observation space that no network here takes, a replay that is too small or too large.
+    """
+    if not isinstance(spec.action, Box):
+        raise ConfigError(
+            "task", config.task.name,
+            f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ...",
+        )  # fmt: skip
+    check_obs(config, spec)
+    return ring_rows(config, spec, counts, device)
+
+
+def wire(
+    kind: ActorCritic, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
+) -> Wiring:  # fmt: skip
+    """Networks, replay (a second one, of observations alone, where the P-learner sits elsewhere), and the workers."""
+    spec, seed = env.spec, seeds(config.seed)
+    gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
+    policy, critic = seeded(lambda: (kind.policy(config, spec), make_critic(config, spec)), seed["init"])
+    normalizer = make_normalizer(config, spec, devices["collector"])
+    replays = [make_ring(config, spec, rows, counts, devices["v"])]
+    if devices["p"] != devices["v"]:
+        replays.append(make_ring(config, spec, rows, counts, devices["p"], obs_only=True))
+    actor = make_actor(kind, config, spec, policy)
+    collector = Collector(env, actor, normalizer, replays, gens["collector"], capture)
+    roles = {
+        "v": value_role(kind, config, policy, critic, normalizer, replays[0], gens["v"]),
+        "p": policy_role(kind, config, policy, critic, normalizer, replays[-1], gens["p"]),
+        "collector": Role(pulls={"policy": [Flat(collector.actor.policy).data]}, owns={
+            "norm": normalizer.frozen(), "rows": replays[0].live.tensors()}),
+    }  # fmt: skip
+    cursor, learner = roles["v"].cursor, roles["p"].learner
+    assert cursor is not None
+    assert learner is not None
+    return Wiring(collector, roles, learner.state.policy, {"replay/bootstrap_lost": cursor.lost})  # type: ignore[attr-defined]
+
+
+def value_role(
+    kind: ActorCritic, config: Config, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay,
+    gen: Generator,
+) -> Role:  # fmt: skip
+    """The V-learner: critic and target, a private policy, normaliser and cursor."""
+    algo, device = own(config, ActorCriticConfig), replay.device
+    trainer = kind.value(config, copy.deepcopy(critic).to(device), copy.deepcopy(policy).to(device), device)
+    replay.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
+    draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
+    learner = Learner("v", trainer.state, trainer.update, draw, trainer.inputs, gen)
+    return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
+
+
+def policy_role(
+    kind: ActorCritic, config: Config, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay,
+    gen: Generator,
+) -> Role:  # fmt: skip
+    """The P-learner: the policy, a private critic, normaliser and cursor."""
+    algo, device, size = own(config, ActorCriticConfig), replay.device, replay.action.shape[1]
+    trainer = kind.improve(config, copy.deepcopy(policy).to(device), copy.deepcopy(critic).to(device), size, device)
+    draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
+    learner = Learner("p", trainer.state, trainer.update, draw, trainer.inputs, gen)
+    return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
+
+
+@dataclass
+class PolicyDraw:
+    """Batches of normalised observations from the rows that the tick before sealed.
+
+    Attributes:
+        cursor, norm: private copies of the ring's sealed rows and of the normaliser.
+    """
+
+    algo: ActorCriticConfig
+    replay: Replay
+    cursor: Cursor
+    norm: Normalizer
+
+    def pulls(self) -> Tensors:
+        """The private copies by the slot that fills them."""
+        return {"norm": self.norm.frozen(), "rows": self.cursor.tensors()}
+
+    def __call__(self, count: int, gen: Generator) -> list[ObsBatch]:
+        """``count`` batches."""
+        batch = self.replay.sample_obs(self.cursor, count * self.algo.batch_size, gen)
+        return split(batch._replace(obs=self.norm(batch.obs)), count)
+
+
+class ValueDraw(PolicyDraw):
+    """Batches of normalised n-step transitions."""
+
+    def __call__(self, count: int, gen: Generator) -> list[Batch]:  # type: ignore[override]
+        """``count`` batches."""
+        algo, norm = self.algo, self.norm
+        batch = self.replay.sample(self.cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)
+        reward = batch.reward * norm.reward_scale
+        return split(batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward), count)
+
+
+# -- networks and actor -----------------------------------------------------------------------------------------------
+
+
+def make_atoms(config: Config, device: torch.device) -> Tensor | None:
+    """The categorical critic's support [Z], or None for a scalar critic."""
+    net = own(config, ActorCriticConfig).critic
+    return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)
+
+
+def make_policy(config: Config, spec: EnvSpec, kind: type[nn.Module], probe: Probe) -> nn.Module:
+    """A policy network of class ``kind``, or the one that ``algo.policy.net`` names, whose outputs are ``probe``'s."""
+    net = own(config, ActorCriticConfig).policy
+    if net.net is not None:
+        return custom_network(config, spec, "policy", probe)
+    encoder, group = make_encoder(config, spec, "policy"), groups_of(config, spec, "policy")[0]
+    size = spec.obs[group].shape[0] if encoder is None else encoder.size
+    return kind(size, cast(Box, spec.action).size, net.hidden, net.activation, net.layer_norm, group, encoder)
+
+
+def make_critic(config: Config, spec: EnvSpec) -> Critic:
+    """The critics, freshly initialised."""
+    net = own(config, ActorCriticConfig).critic
+    if net.net is not None:
+        return cast(Critic, custom_network(config, spec, "critic", partial(probe_critic, atoms=net.atoms)))
+    encoder, group = make_encoder(config, spec, "critic"), groups_of(config, spec, "critic")[0]
+    size = spec.obs[group].shape[0] if encoder is None else encoder.size
+    return Critic(
+        group, size, cast(Box, spec.action).size, net.hidden, net.activation, net.layer_norm, net.ensemble, net.atoms,
+        encoder,
+    )  # fmt: skip
+
+
+def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None = None) -> Outputs:
+    """An ensemble's values: [E, 2], or [E, 2, atoms]."""
+    shape: list[Any] = ["E", 2] + ([atoms] if atoms else [])
+    return [("forward(obs, action)", network(obs, action), shape)]
+
+
+def make_actor(kind: ActorCritic, config: Config, spec: EnvSpec, policy: nn.Module) -> NoisyActor:
+    """The collector's private policy, and its noise."""
+    explore = own(config, ActorCriticConfig).explore
+    noise = Exploration(
+        explore.kind, explore.low, explore.high, spec.num_envs, cast(Box, spec.action).size, spec.device, explore.repeat
+    )
+    return NoisyActor(copy.deepcopy(policy).to(spec.device), kind.act, noise, spec)

@@ -1,0 +1,78 @@
+"""Families of algorithms by name: built in, of installed packages, and registered in this process.
+
+A family is what ``build`` needs of an algorithm. ``algo.family`` names it; a preset (``algo=NAME``) is settings of it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from torch import nn
+
+from pql import presets
+from pql.config import AlgoConfig, Config, families
+from pql.config.algorithms import RECORDS
+from pql.env import EnvSpec, VecEnv
+from pql.registry import import_name
+from pql.schedule import Counts
+from pql.wiring import Devices, Wiring
+
+BUILT_IN = {
+    "ddpg": "pql.algos.ddpg:FAMILY", "sac": "pql.algos.sac:FAMILY", "ppo": "pql.algos.ppo:FAMILY",
+    "impala": "pql.algos.impala:FAMILY", "dqn": "pql.algos.dqn:FAMILY", "r2d2": "pql.algos.r2d2:FAMILY",
+    "pqn": "pql.algos.pqn:FAMILY",
+}  # fmt: skip
+
+_registered: dict[str, "Family"] = {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Algorithms with the same updates, settings and data.
+
+    Attributes:
+        settings: their record, whose ``family`` is the name.
+        counts: config -> the integers of a tick.
+        check: (config, spec, counts, device) -> rows per environment that the data take; raises ``ConfigError`` for an
+            environment that cannot be learned from.
+        wire: (config, env, counts, those rows, devices, whether to capture graphs) -> wiring.
+        policy: (config, spec) -> a policy network on the CPU, freshly initialised.
+    """
+
+    settings: type[AlgoConfig]
+    counts: Callable[[Config], Counts]
+    check: Callable[[Config, EnvSpec, Counts, torch.device], int]
+    wire: Callable[[Config, VecEnv, Counts, int, Devices, bool], Wiring]
+    policy: Callable[[Config, EnvSpec], nn.Module]
+
+    @property
+    def name(self) -> str:
+        return self.settings().family
+
+
+def register_algorithm(family: Family, preset: Mapping[str, Any] | None = None) -> None:
+    """Make a family available in this process, with a preset of its name.
+
+    Packages use the entry-point group ``pql.algos``.
+
+    Args:
+        preset: as ``pql/cfg/algo/NAME.yaml`` has it; ``scales`` has the settings at each scale. None: the family's
+            defaults, at every scale.
+    """
+    name = family.name
+    _registered[name], families.registered[name] = family, family.settings
+    every: dict[str, dict[str, Any]] = {"cpu": {}, "gpu": {}}
+    presets.registered[name] = {"family": name, "scales": every, **(preset or {})}
+
+
+def family_of(config: Config) -> Family:
+    """The family of a config's algorithm."""
+    name = config.algo.family
+    if name in _registered:
+        return _registered[name]
+    if name in RECORDS:
+        family: Family = import_name("algo.family", BUILT_IN[name])
+        return family
+    return next(entry.load() for entry in entry_points(group=families.GROUP) if entry.name == name)

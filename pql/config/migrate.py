@@ -1,0 +1,38 @@
+"""Configurations of older run directories, checkpoints and exports, as they are written today."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from pql.config.families import record_of
+
+OWN = {
+    "sac": ("sac",), "ppo": ("ppo",), "impala": ("impala",), "dqn": ("dqn",), "r2d2": ("dqn", "r2d2"), "pqn": ("pqn",),
+}  # fmt: skip
+"""Groups below ``algo`` that held a family's settings when every algorithm's stood side by side."""
+
+
+def migrated(data: Any) -> Any:
+    """``data`` with the chosen algorithm's settings alone, where it holds those of all (up to version 0.1.0)."""
+    algo = data.get("algo") if isinstance(data, Mapping) else None
+    if not isinstance(algo, Mapping) or not all(isinstance(algo.get(k), Mapping) for k in ("ppo", "dqn", "sac")):
+        return data
+    record, family = record_of(algo), algo.get("family", "ddpg")
+    found = dict(algo)
+    for name in OWN.get(family, ()):
+        found |= algo[name]
+    if family == "ppo":
+        found["vtrace"] = {**algo.get("vtrace", {}), "enabled": bool(algo["ppo"].get("vtrace"))}
+    return {**data, "algo": known(record, found)}
+
+
+def known(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of ``values``, those that ``record`` and its groups have."""
+    hints, found = typing.get_type_hints(record), {}
+    for field in dataclasses.fields(record):
+        if field.name in values:
+            value, hint = values[field.name], hints[field.name]
+            group = dataclasses.is_dataclass(hint) and isinstance(value, Mapping)
+            found[field.name] = known(typing.cast(type, hint), value) if group else value
+    return found
