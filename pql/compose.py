@@ -206,6 +206,9 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
     return config, layers
 
 
+OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
+
+
 def check_read(config: Config, names: Iterable[str]) -> None:
     """Refuse settings that are not read, of those that somebody asked for by name.
 
@@ -214,13 +217,10 @@ def check_read(config: Config, names: Iterable[str]) -> None:
     """
     found = {one.name: one for one in settings(config)}
     for name in names:
-        if name.startswith("replay.") and config.algo.data == "rollout" and name in ("replay.capacity", "replay.dtype"):
-            raise ConfigError(name, found[name].value, f"no such setting: algo={config.algo.name} has no replay")
-        if name in found and not is_read(config, found[name]) and name not in SWITCHES:
+        if config.algo.data == "rollout" and name in OF_A_REPLAY:
+            raise ConfigError(name, found[name].value, f"no such setting: algo={config.algo.name} does not read it")
+        if name in found and not is_read(config, found[name]):
             raise ConfigError(name, found[name].value, f"{condition_text(found[name])} with it; nothing else reads it")
-
-
-SWITCHES: tuple[str, ...] = ()
 
 
 def check_known(algo: AlgoConfig | type[AlgoConfig], name: str, value: Any, preset: str) -> None:
@@ -235,7 +235,7 @@ def check_known(algo: AlgoConfig | type[AlgoConfig], name: str, value: Any, pres
             raise ConfigError(name, value, f"no such setting: algo={preset} does not read it: see {one.name}")
     others = [f for f, r in RECORDS.items() if name in (k for k, _ in leaves(r(), "algo."))]
     if others:
-        raise ConfigError(name, value, f"an algorithm that reads it ({', '.join(others)}): algo={preset} does not")
+        raise ConfigError(name, value, f"no such setting: algo={preset} does not read it; {', '.join(others)} would")
     raise ConfigError(name, value, f"a known setting{nearest(name, [one.name for one in mine])}")
 
 

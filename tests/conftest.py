@@ -18,6 +18,8 @@ from pql import watchdog
 from pql.build import Parts, build
 from pql.checkpoint import flatten
 from pql.config import Config, from_dict
+from pql.config.families import record_of
+from pql.config.migrate import known
 from pql.conformance import Report
 from pql.schedule import Executor, Trace
 from pql.validate import validate
@@ -194,7 +196,8 @@ def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 def small_config(**changes: Any) -> Config:
     """A run of seconds: ``small_config(algo={"n_step": 1})``."""
-    return from_dict(merge(SMALL, changes))
+    record = record_of(changes.get("algo", {}))
+    return from_dict(merge({**SMALL, "algo": known(record, SMALL["algo"])}, changes))
 
 
 def configured(base: dict[str, Any], *changes: dict[str, Any]) -> Config:

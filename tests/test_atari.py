@@ -12,11 +12,12 @@ pytest.importorskip("ale_py")
 
 from pql import train
 from pql.build import build_env
-from pql.compose import compose, options
+from pql.compose import compose
 from pql.conformance import check_env
 from pql.env import Discrete, ObsSpec, find_factory, make_env
 from pql.errors import ConfigError
 from pql.main import main
+from pql.presets import Presets
 from pql.replay import Replay
 from pql.session import Session
 
@@ -282,7 +283,7 @@ def test_protocols_are_presets():
 
 
 def test_what_has_settings_for_atari_has_them_for_task_pong_too():
-    tuned = options("tuned")
+    tuned = Presets().names("tuned")
     algos = [name.removesuffix("-atari") for name in tuned if name.endswith("-atari")]
     assert {"dqn", "ppo", "a3c", "pqn", "rainbow"} <= {*algos}
     assert [a for a in algos if f"{a}-pong" not in tuned] == []

@@ -17,11 +17,12 @@ from run_files import manifest, points, rows, words
 import pql
 from pql import checkpoint
 from pql.actor.sims import make_sim
-from pql.compose import compose, options
+from pql.compose import compose
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning
 from pql.interrupt import Interrupt
 from pql.main import COMMANDS, main
+from pql.presets import Presets
 
 
 @pytest.fixture
@@ -232,7 +233,7 @@ def test_listing(capsys):
     assert {line.split()[0] for line in tasks.splitlines()} >= {"pendulum", "halfcheetah", "gymnasium", "lqr"}
     about = re.sub(r"\n +", " ", tasks).splitlines()  # a description goes on below itself
     assert [line for line in about if len(line.split()) < 3 and not line.startswith("task=env ")] == []
-    assert {line.split()[0] for line in about} >= {*options("task")}
+    assert {line.split()[0] for line in about} >= {*Presets().names("task")}
     assert main(["list", "algos"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "] == [
         "a2c", "a3c", "apex", "appo", "appo_replicas", "c51", "ddpg", "dqn", "eps_rainbow", "impala", "ppo", "pql",

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 from run_files import words
 
-from pql.compose import GROUPS, compose, hint_of, options, parse_word, resume_config, scales
+from pql.compose import compose, hint_of, parse_word, resume_config, scales
 from pql.config import Config, from_dict, leaves, to_dict
 from pql.errors import ConfigError, nearest
+from pql.presets import GROUPS, Presets
 from pql.rundir import create
 from pql.validate import CHOICES, RANGES, resolve_device, validate
 
@@ -234,7 +235,7 @@ def test_the_scale_follows_the_device(monkeypatch):
 ON_POLICY = ("a2c", "a3c", "appo", "appo_replicas", "impala", "ppo", "pqn")
 
 
-@pytest.mark.parametrize("algo", options("algo"))
+@pytest.mark.parametrize("algo", Presets().names("algo"))
 def test_every_algorithm_composes_at_every_scale(algo):
     assert {"cpu", "gpu"} <= {*scales(algo)}
     for scale in scales(algo):
@@ -243,9 +244,9 @@ def test_every_algorithm_composes_at_every_scale(algo):
         assert (config.algo.family in ("ppo", "impala", "pqn")) == (algo in ON_POLICY)
 
 
-@pytest.mark.parametrize("scale", [s for s in options("scale") if s.startswith("ppo_")])
+@pytest.mark.parametrize("scale", [s for s in Presets().names("scale") if s.startswith("ppo_")])
 def test_a_scale_is_refused_to_algorithms_that_it_is_not_for(scale):
-    takes = [algo for algo in options("algo") if scale in scales(algo)]
+    takes = [algo for algo in Presets().names("algo") if scale in scales(algo)]
     assert takes == ["appo", "appo_replicas", "ppo"]
     for algo in ("pql", "a2c", "impala"):
         wanted = f"scale={scale}: expected one of cpu, gpu with algo={algo}; it is for ppo, appo, appo_replicas"
@@ -272,7 +273,7 @@ def test_off_policy_algorithms_keep_the_random_steps_that_fill_their_replay():
         ]
 
 
-@pytest.mark.parametrize("task", [t for t in options("task") if t != "env"])
+@pytest.mark.parametrize("task", [t for t in Presets().names("task") if t != "env"])
 def test_every_task_composes(task):
     from pql.env import env_names
     from pql.envs import CHOOSES
@@ -385,4 +386,4 @@ def test_resuming_where_no_run_is(tmp_path, text):
 
 
 def test_the_groups_are_those_with_presets():
-    assert all(options(group) for group in GROUPS)
+    assert all(Presets().names(group) for group in GROUPS)

@@ -98,7 +98,7 @@ def test_every_task_is_in_one_state(monkeypatch):
     monkeypatch.setattr(registry, "find_factory", lambda name: name)
     monkeypatch.setattr("pql.envs.mujoco.robots.importlib.util.find_spec", lambda name: None)
     states = {task: state for state, tasks in doctor.simulators()[1:] for task in tasks.split(", ")}
-    assert set(states) >= {*compose.options("task")} - {"env"}
+    assert set(states) >= {*compose.Presets().names("task")} - {"env"}
     assert states["football"] == states["pong"] == states["halfcheetah"] == "ok"
     for task, robot in TASK_ROBOTS.items():
         assert states[task] == f"make robots, or pip install --no-deps '{ROBOTS[robot].project}'"

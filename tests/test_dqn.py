@@ -9,6 +9,8 @@ from oracles import AdamW as SlowAdamW
 from oracles import c51_projection, huber, kl_divergence, q_target
 
 from pql.algos import dqn
+from pql.algos.value import ValueState
+from pql.config import DqnConfig
 from pql.nets import Flat
 from pql.optim import AdamW, Clock
 from pql.qnets import QNetwork, redraw_noise
@@ -45,15 +47,15 @@ class Noted:
         self.told = (index.clone(), priority.clone(), mask.clone())
 
 
-def state_of(variant, priorities=None):
+def state_of(variant, priorities=None, period=1000):
     kwargs = {k: v for k, v in variant.items() if k in ("atoms", "dueling", "noisy", "shared_grad")}
     flat = Flat(network(0, **kwargs), trained=True)
     optimizer = AdamW(flat, **OPTIMIZER)
-    return dqn.ValueState(flat, Flat(network(1, **kwargs)), optimizer, Clock(torch.device("cpu")), priorities)
+    return ValueState(flat, Flat(network(1, **kwargs)), optimizer, Clock(torch.device("cpu")), period, priorities)
 
 
-def settings_of(variant, period=1000):
-    return dqn.Settings(variant.get("double", False), variant.get("huber", 1.0), period)
+def settings_of(variant):
+    return DqnConfig(double=variant.get("double", False), huber=variant.get("huber", 1.0))
 
 
 def make_batch(masked=8):
@@ -165,10 +167,10 @@ def test_masked_rows_change_nothing():
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_the_target_is_copied_after_every_period_and_stays_in_between(period):
-    state = state_of({})
+    state = state_of({}, period=period)
     for i in range(1, 8):
         before = state.target.data.clone()
-        dqn.update(state, settings_of({}, period), make_batch(), generator())
+        dqn.update(state, settings_of({}), make_batch(), generator())
         if i % period == 0:
             assert torch.equal(state.target.data, state.q.data)
             assert not torch.equal(state.target.data, before)
@@ -178,11 +180,11 @@ def test_the_target_is_copied_after_every_period_and_stays_in_between(period):
 
 
 def test_the_clock_is_part_of_the_state():
-    one, two = state_of({}), state_of({})
+    one, two = state_of({}, period=3), state_of({}, period=3)
     for _ in range(2):
-        dqn.update(one, settings_of({}, 3), make_batch(), generator())
+        dqn.update(one, settings_of({}), make_batch(), generator())
     two.load_state_dict(one.state_dict())
-    dqn.update(two, settings_of({}, 3), make_batch(), generator())
+    dqn.update(two, settings_of({}), make_batch(), generator())
     assert torch.equal(two.target.data, two.q.data)
 
 

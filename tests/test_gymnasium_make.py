@@ -10,8 +10,8 @@ from gymnasium.utils.env_checker import check_env  # noqa: E402
 
 import pql  # noqa: E402
 import pql.gymnasium as ids  # noqa: E402
-from pql.compose import options  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
+from pql.presets import Presets  # noqa: E402
 
 # Presets for simulators of other packages, a task's own name or another machine: nothing to build by an id of ours.
 ADAPTERS = {"dmlab", "env", "envpool", "football", "gymnasium", "isaacgym", "isaaclab", "maniskill", "mjlab",
@@ -29,7 +29,7 @@ def make(name: str, **kwargs):
 
 
 def test_every_shipped_task_has_an_id():
-    assert set(ids.TASKS.values()) == set(options("task")) - ADAPTERS
+    assert set(ids.TASKS.values()) == set(Presets().names("task")) - ADAPTERS
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -17,8 +17,8 @@ from torch import Generator
 
 from pql import checkpoint
 from pql.algos import impala, ppo
-from pql.algos.vtrace import Weights
 from pql.compose import compose
+from pql.config import VtraceConfig
 from pql.errors import ConfigError
 from pql.main import main
 from pql.policy import load_policy
@@ -135,7 +135,7 @@ def gradient(learner, batch, settings):
 def test_an_update_by_hand():
     """Losses and gradients of both heads' biases from their formulas; half of the rows acted twice as likely."""
     learner, batch = fresh({"algo": {"policy": {"grad_clip": None}}})
-    settings = replace(learner.inputs, entropy_coef=0.0, weights=Weights(1.0, 1.0, 0.8), value_coef=0.7)
+    settings = replace(learner.inputs, entropy_coef=0.0, vtrace=VtraceConfig(1.0, 1.0, 0.8), value_coef=0.7)
     net, dist = learner.state.net, learner.state.net.policy.dist
     shift = torch.zeros_like(batch.params)
     shift[::2].scatter_(-1, batch.action[::2].unsqueeze(-1), 0.5)
@@ -168,7 +168,7 @@ def test_on_policy_it_is_a2c(variant, correction):
     a2c = {"epochs": 1, "minibatches": 1, "gae_lambda": 1.0, "clip": None, "value_coef": 0.25, "entropy_coef": 0.01,
            "normalize_advantage": False, "normalize_value": False, "shared": True, "lr_schedule": "fixed",
            "horizon": 6, "lstm": learner.state.net.policy.body.carry_size // 2 or None}  # fmt: skip
-    algo = {"family": "ppo", "schedule": "lockstep", "ppo": a2c, "policy": {"grad_clip": None}}
+    algo = {"family": "ppo", "schedule": "lockstep", **a2c, "policy": {"grad_clip": None}}
     parts = start(config_of({"algo": algo}), Inline())
     parts.workers["collector"].run(6)
     other = parts.learners["learner"]

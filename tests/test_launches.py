@@ -28,16 +28,9 @@ RUNS = {
 MOST = {
     "pql": {"collector step": 296, "v update": 127, "p update": 97, "tick beside graphs": 34},
     "pql_d": {"collector step": 296, "v update": 149, "p update": 101, "tick beside graphs": 34},
-    "collector step": 312,
-    "v update": 145,
-    "p update": 153,
-    "tick beside graphs": 36,
-    "collector step": 304,
-    "learner update": 267.5,
-    "tick beside graphs": 31,
-    "collector step": 192,
-    "v update": 126.5,
-    "tick beside graphs": 26,
+    "sac": {"collector step": 312, "v update": 145, "p update": 153, "tick beside graphs": 36},
+    "ppo": {"collector step": 304, "learner update": 267.5, "tick beside graphs": 31},
+    "dqn": {"collector step": 192, "v update": 126.5, "tick beside graphs": 26},
 }
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pql.compose import GROUPS, options
 from pql.config import Config, leaves
+from pql.presets import GROUPS, Presets
 from pql.validate import CHOICES
 
 TEXT = (Path(__file__).parents[1] / "docs/migrate.md").read_text()
@@ -53,7 +53,7 @@ def test_every_name_on_our_side_is_in_the_schema():
     for where, word in words:
         name, equals, value = word.partition("=")
         if equals and name in GROUPS:
-            assert value in options(name), (where, word)
+            assert value in Presets().names(name), (where, word)
         else:
             assert name in KNOWN or name.startswith("task.kwargs."), (where, word)
 

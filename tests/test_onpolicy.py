@@ -13,12 +13,13 @@ from run_files import manifest, points, resume, rows, run
 import pql
 from pql import checkpoint
 from pql.build import build
-from pql.compose import compose, options
+from pql.compose import compose
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.evaluation import run_episodes
 from pql.main import main
 from pql.policy import fresh_policy, load_policy, policy_of, snapshot
+from pql.presets import Presets
 from pql.schedule import Inline
 from pql.session import Session
 
@@ -201,7 +202,7 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
 # -- presets ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [s for s in options("scale") if s.startswith("ppo_")])
+@pytest.mark.parametrize("scale", [s for s in Presets().names("scale") if s.startswith("ppo_")])
 def test_the_papers_settings_compose(scale):
     config = compose(["device=cpu", "algo=ppo", f"scale={scale}"])
     size = config.num_envs * config.algo.horizon // config.algo.minibatches

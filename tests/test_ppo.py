@@ -27,7 +27,7 @@ def test_the_first_minibatch_is_on_policy(variant, limit):
     parts = ticks(start(config_of({"task": task}, variant), Inline()), 3)
     horizon, learner = parts.counts.horizon, parts.learners["learner"]
     parts.workers["collector"].run(horizon)
-    state, settings = learner.state, learner.inputs
+    state = learner.state
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
     with torch.no_grad():
         params, _ = ppo.evaluate(state.net, batch)
@@ -36,7 +36,7 @@ def test_the_first_minibatch_is_on_policy(variant, limit):
     assert batch.mask.sum() > 0
     assert (ratio - 1).abs().max() < 1e-6
     assert state.net.policy.dist.kl(batch.params, params).abs().max() < 1e-6
-    assert settings.steps_per_tick == 8 * horizon
+    assert state.progress.steps_per_tick == 8 * horizon
 
 
 @pytest.mark.parametrize("variant", ["gaussian", "lstm"])
@@ -235,7 +235,7 @@ def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
 
 def test_learning_rate_and_clip_fall_to_zero_with_the_env_steps():
     change = {"lr_schedule": "linear", "anneal_steps": 256, "anneal_clip": True}  # four ticks of 64 steps
-    parts = start(config_of({"algo": {"ppo": change}}), Inline())
+    parts = start(config_of({"algo": change}), Inline())
     state, rates = parts.learners["learner"].state, []
     for _ in range(6):
         before = state.optimizer.flat.data.detach().clone()
@@ -325,7 +325,7 @@ def test_value_statistics_are_those_of_the_returns():
         (["algo.critic.tau=0.1"], "algo.critic.tau=0.1: expected no such setting: algo=ppo does not read it"),
         (["replay.capacity=5000"], "replay.capacity=5000: expected no such setting: algo=ppo does not read it"),
         (["replay.dtype=float16"], "replay.dtype=float16: expected no such setting: algo=ppo does not read it"),
-        (["algo=pql", "algo.clip=0.1"], "expected algo=ppo or a2c with it; algo=pql does not read it"),
+        (["algo=pql", "algo.clip=0.1"], "expected no such setting: algo=pql does not read it; ppo would"),
         (["algo=pql", "algo.warmup_steps=0"], "algo.warmup_steps=0: expected at least 1"),
     ],
 )  # fmt: skip
@@ -347,7 +347,5 @@ def test_discrete_actions_are_for_ppo():
 
 def test_a_rollout_that_does_not_fit_is_refused_with_what_does(monkeypatch):
     monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 3_000)
-    with pytest.raises(
-        ConfigError, match=r"algo\.ppo\.horizon=8: expected at most about \d with num_envs=8: this takes"
-    ):
+    with pytest.raises(ConfigError, match=r"algo\.horizon=8: expected at most about \d with num_envs=8: this takes"):
         build(config_of())

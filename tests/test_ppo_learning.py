@@ -53,7 +53,7 @@ def learned_value(env, normalize, seed):
     register("pension", env)
     settings = {"normalize_value": normalize, "horizon": 16, "epochs": 4, "gae_lambda": 0.5, "lr_schedule": "fixed"}
     task = {"name": "pension", "kwargs": {"stagger": True}}
-    change = {"task": task, "num_envs": 64, "seed": seed, "algo": {"gamma": 0.9, **WIDE, "ppo": settings}}
+    change = {"task": task, "num_envs": 64, "seed": seed, "algo": {"gamma": 0.9, **WIDE, **settings}}
     parts = ticks(start(config_of(change), Inline()), 50)
     parts.workers["collector"].run(16)
     state, segment = parts.learners["learner"].state, parts.collector.stores[0].segment()

@@ -18,7 +18,10 @@ from torch import Generator, nn
 
 from pql import checkpoint
 from pql.algos import pqn
+from pql.algos.value_rollout import PqnState, values
 from pql.compose import compose
+from pql.config import PqnConfig
+from pql.config.groups import TrainedNetConfig
 from pql.env import Discrete, EnvSpec
 from pql.errors import ConfigError
 from pql.main import main
@@ -30,8 +33,7 @@ from pql.qnets import QNetwork
 from pql.rollout import Acted, Progress, Rollout, final_rows
 from pql.schedule import Inline
 
-SETTINGS = pqn.Settings(epochs=2, minibatches=4, gamma=0.9, q_lambda=0.65, lr=0.1, anneal_steps=None,
-                        steps_per_tick=8, amp=False)  # fmt: skip
+SETTINGS = PqnConfig(epochs=2, minibatches=4, gamma=0.9, q_lambda=0.65, critic=TrainedNetConfig(lr=0.1))
 BASE = {
     "task": {"name": "cartpole", "kwargs": {"max_episode_steps": 11, "stagger": True}},
     "placement": {"matmul": "exact"},
@@ -126,8 +128,8 @@ def test_stored_values_are_those_of_the_network_that_learns(variant):
     segment, state = parts.collector.stores[0].segment(), parts.learners["learner"].state
     obs = {k: v[:8].flatten(0, 1) for k, v in segment.obs.items()}
     with torch.no_grad():
-        values = pqn.values(state.net, obs, parts.learners["learner"].inputs.amp)
-    assert (values - segment.params.flatten(0, 1)).abs().max() < 1e-5
+        q = values(state.net, obs, parts.learners["learner"].inputs.amp)
+    assert (q - segment.params.flatten(0, 1)).abs().max() < 1e-5
     greedy = segment.params.argmax(-1) == segment.action
     assert 0.1 < greedy.float().mean() < 1  # epsilon is at work
     assert segment.obs["policy"].dtype == parts.env.spec.obs["policy"].dtype
@@ -139,7 +141,7 @@ def test_stored_values_are_those_of_the_network_that_learns(variant):
 def linear_state(lr=0.1):
     net = QNetwork("policy", 2, 3, (), "relu", False)
     flat = Flat(net, trained=True)
-    return pqn.PqnState(flat, AdamW(flat, lr), Progress(CPU))
+    return PqnState(flat, AdamW(flat, lr), Progress(CPU))
 
 
 def test_an_update_by_hand():

@@ -54,7 +54,7 @@ def test_only_rank_0_has_the_runs_own_seed():
 
 def test_an_annealed_schedule_counts_the_steps_of_all():
     ppo = {"lr_schedule": "linear", "anneal_steps": 6400, "horizon": 8}
-    config = small_config(algo={"family": "ppo", "schedule": "lockstep", "batch_size": 31, "ppo": ppo})
+    config = small_config(algo={"family": "ppo", "schedule": "lockstep", **ppo})
     assert share_of(config, World(0, 2, 0, 2)).algo.anneal_steps == 3200
 
 

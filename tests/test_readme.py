@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import pql
-from pql.compose import options
 from pql.main import COMMANDS
+from pql.presets import Presets
 
 TEXT = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
@@ -54,9 +54,9 @@ def test_the_three_calls_work(tmp_path):
 
 
 def test_every_preset_and_command_is_in_the_readme():
-    for algo in options("algo"):
+    for algo in Presets().names("algo"):
         assert f"`{algo}`" in TEXT
-    for task in options("task"):
+    for task in Presets().names("task"):
         assert re.search(rf"`[^`]*\b{task}\b", TEXT), task
     for command in COMMANDS:
         assert f"pql {command}" in TEXT

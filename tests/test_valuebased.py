@@ -15,12 +15,13 @@ import pql
 from pql import checkpoint
 from pql.algos.value import GATHERED, counts, shares, target_updates
 from pql.build import build
-from pql.compose import compose, options
+from pql.compose import compose
 from pql.config import leaves
 from pql.errors import ConfigError
 from pql.evaluation import evaluate_saved, random_actions, run_episodes
 from pql.main import main
 from pql.policy import fresh_policy, load_policy, snapshot
+from pql.presets import Presets
 from pql.schedule import Inline, Threads
 from pql.session import Session
 
@@ -148,7 +149,7 @@ WORDS = (
     "eval.num_envs=2", "eval.every_seconds=null", "eval.final=false", "checkpoint.every_seconds=null",
     "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
 )  # fmt: skip
-FAMILY = [a for a in options("algo") if compose(["device=cpu", "scale=cpu", f"algo={a}"]).algo.family == "dqn"]
+FAMILY = [a for a in Presets().names("algo") if compose(["device=cpu", "scale=cpu", f"algo={a}"]).algo.family == "dqn"]
 
 
 def train(run_dir, *overrides):

@@ -8,7 +8,8 @@ from histories import Column
 from oracles import vtrace as oracle
 from test_rollout import KINDS, make_rollout, read, record, value_of
 
-from pql.algos.vtrace import Weights, vtrace
+from pql.algos.vtrace import vtrace
+from pql.config import VtraceConfig
 from pql.returns import gae, lambda_returns
 from pql.rollout import final_rows
 
@@ -20,7 +21,7 @@ def test_the_reference_numbers():
     row = torch.arange(5.0).unsqueeze(1)
     following = torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0]).unsqueeze(1)
     one = torch.ones(5, 1)
-    out = vtrace(row - 2.5, row, 0.9 * one, row, following, one, one, Weights(3.7, 1.0, 2.2))
+    out = vtrace(row - 2.5, row, 0.9 * one, row, following, one, one, VtraceConfig(3.7, 1.0, 2.2))
     expected = [0.200182, 2.709682, 8.513628, 11.932397, 7.33]
     assert out.target.flatten().tolist() == pytest.approx(expected, abs=2e-6)
     # log rho = .5 is below the cap of 2.2, 1.5 is not
@@ -36,7 +37,9 @@ def arguments(rollout):
 
 @pytest.mark.parametrize("next_step", [False, True])
 @pytest.mark.parametrize("limit", [None, 4])
-@pytest.mark.parametrize(("lam", "weights"), [(1.0, Weights()), (0.8, Weights(2.0, 1.3, 3.0)), (0.0, Weights())])
+@pytest.mark.parametrize(
+    ("lam", "weights"), [(1.0, VtraceConfig()), (0.8, VtraceConfig(2.0, 1.3, 3.0)), (0.0, VtraceConfig())]
+)
 def test_targets_and_advantages_are_the_papers_sum(next_step, limit, lam, weights):
     """With terminations, time limits valued at their true final observation, lost ones, filler rows, lost lives."""
     n, rng = 24, random.Random(f"{next_step}{limit}{lam}")
@@ -72,7 +75,7 @@ def test_on_policy_targets_are_lambda_returns(lam):
     rollout, _ = make_rollout(24, HORIZON, 4)
     record(rollout, [Column(i, True) for i in range(24)], HORIZON, random.Random(3), KINDS)
     segment, told = arguments(rollout)
-    out = vtrace(torch.zeros(HORIZON, 24), *told, Weights(), lam, pg_lam=lam)
+    out = vtrace(torch.zeros(HORIZON, 24), *told, VtraceConfig(), lam, pg_lam=lam)
     torch.testing.assert_close(out.target, lambda_returns(*told, lam))
     torch.testing.assert_close(out.advantage, gae(*told, lam))
     assert (out.weight == 1).all()
@@ -83,7 +86,7 @@ def test_on_policy_and_undisturbed_the_target_is_the_n_step_return():
     gen = torch.Generator().manual_seed(0)
     reward, value = torch.randn(6, 3, generator=gen), torch.randn(7, 3, generator=gen)
     one = torch.ones(6, 3)
-    out = vtrace(torch.zeros(6, 3), reward, 0.9 * one, value[:6], value[1:], one, one, Weights())
+    out = vtrace(torch.zeros(6, 3), reward, 0.9 * one, value[:6], value[1:], one, one, VtraceConfig())
     for t in range(6):
         n_step = sum(0.9**k * reward[t + k] for k in range(6 - t)) + 0.9 ** (6 - t) * value[6]
         torch.testing.assert_close(out.target[t], n_step)
@@ -93,6 +96,6 @@ def test_on_policy_and_undisturbed_the_target_is_the_n_step_return():
 def test_ratios_beyond_every_bound_stay_finite():
     log_ratio = torch.tensor([[200.0], [-200.0], [float("inf")]])
     one = torch.ones(3, 1)
-    out = vtrace(log_ratio, one, 0.9 * one, one, one, one, one, Weights())
+    out = vtrace(log_ratio, one, 0.9 * one, one, one, one, one, VtraceConfig())
     assert all(t.isfinite().all() for t in out)
     assert out.weight.flatten().tolist() == [1, 0, 1]

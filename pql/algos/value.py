@@ -21,7 +21,7 @@ from pql.collect import Collector
 from pql.config import Config, DqnConfig
 from pql.config.algorithms import DuelingConfig
 from pql.config.families import own
-from pql.config.groups import TrainedNetConfig
+from pql.config.groups import DistributionalNetConfig, TrainedNetConfig
 from pql.encoders import custom_network, groups_of, make_encoder
 from pql.env import Discrete, EnvSpec, VecEnv
 from pql.epsilon import TOLD, Epsilon, EpsilonActor
@@ -259,11 +259,12 @@ def make_features(config: Config, spec: EnvSpec, group: str) -> tuple[nn.Module 
 def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
     """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
     config = acting(config)
-    algo, group = own(config, DqnConfig), groups_of(config, spec, "critic")[0]
-    net = algo.critic
+    algo, net, group = config.algo, critic_of(config), groups_of(config, spec, "critic")[0]
     encoder, size = make_features(config, spec, group)
-    atoms = None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms)
+    atoms = None
+    if isinstance(net, DistributionalNetConfig) and net.atoms is not None:
+        atoms = torch.linspace(net.v_min, net.v_max, net.atoms)
+    extra = (algo.dueling, algo.noisy, algo.shared_grad) if isinstance(algo, DqnConfig) else ()
     return QNetwork(
-        group, size, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm, encoder, atoms,
-        algo.dueling, algo.noisy, algo.shared_grad,
-    )  # fmt: skip
+        group, size, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm, encoder, atoms, *extra
+    )

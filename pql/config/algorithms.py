@@ -335,12 +335,14 @@ class RolloutAlgoConfig(AlgoConfig):
 class StochasticConfig(RolloutAlgoConfig):
     """A stochastic policy and a value on rollouts, trained by one optimiser."""
 
-    entropy_coef: float = setting(0.0, "Weight of the policy's entropy.", low=0, high=1e6, replaces=("explore",))
+    entropy_coef: float = setting(0.0, "Weight of the policy's entropy.", low=0, high=1e6)
     value_coef: float = setting(1.0, "Weight of the value's loss.", low=0, high=1e6)
     squash: bool = setting(
         False, "tanh of a Gaussian; false: the Gaussian clamped to [-1, 1]. Continuous actions only.", weights="policy"
     )
-    init_std: float = setting(1.0, "Standard deviation of that Gaussian, at first.", above=0, high=100)
+    init_std: float = setting(
+        1.0, "Standard deviation of that Gaussian, at first.", above=0, high=100, replaces=("explore",)
+    )
     shared: bool = setting(False, "The value takes the policy's last hidden layer.", weights="policy")
     lstm: int | None = setting(
         None, "Units of an LSTM before the hidden layers; null: no memory.", low=1, high=100_000, weights="policy"
