@@ -223,10 +223,9 @@ def check_read(config: Config, names: Iterable[str]) -> None:
             raise ConfigError(name, found[name].value, f"{condition_text(found[name])} with it; nothing else reads it")
 
 
-def check_known(algo: AlgoConfig | type[AlgoConfig], name: str, value: Any, preset: str) -> None:
+def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) -> None:
     """Raises ``ConfigError`` for a setting that the algorithm does not have, and says which one serves instead."""
-    record = algo() if isinstance(algo, type) else algo
-    mine = [*settings(record, "algo.")]
+    mine = [*settings(record(), "algo.")]
     if name in (one.name for one in mine):
         return
     part = name.removeprefix("algo.")
@@ -279,21 +278,22 @@ def _resolve(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
     """The layers' settings, interpolated and checked.
 
     Args:
-        given: of them, those of the command line.
+        given: settings of the last layer, the command line, by name.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
+    *below, words = (OmegaConf.create(layer.tree) for layer in layers)
     try:
-        raw = OmegaConf.merge(OmegaConf.create(schema), *(OmegaConf.create(layer.tree) for layer in layers))
-        data = OmegaConf.to_container(raw, resolve=True)
+        presets = OmegaConf.merge(OmegaConf.create(schema), *below)
+        algo = typing.cast(Mapping[str, Any], presets["algo"])
+        for name, value in given.items():
+            if name.startswith("algo."):
+                check_known(record_of({**algo}), name, value, str(algo.get("name", "?")))
+        data = OmegaConf.to_container(OmegaConf.merge(presets, words), resolve=True)
     except OmegaConfBaseException as error:
         key = error.full_key or "override"
         raise ConfigError(key, given.get(key), f"a value ({str(error).splitlines()[0]})") from error
     assert isinstance(data, dict)
-    algo = data["algo"]
-    for name, value in given.items():
-        if name.startswith("algo."):
-            check_known(record_of(algo), name, value, algo.get("name", "?"))
     return validate(from_dict({str(k): v for k, v in data.items()}))

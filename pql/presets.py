@@ -7,7 +7,7 @@ the same family; a task, that of the task that it is like.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.util import find_spec
@@ -151,14 +151,23 @@ def read(path: Path) -> Mapping[str, Any]:
     Raises:
         ConfigError: it is none.
     """
+    try:
+        tree = _parsed(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError("presets", path, f"a YAML file of settings ({error})") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("presets", path, "a YAML file of settings")
+    return {str(k): v for k, v in tree.items()}
+
+
+@cache
+def _parsed(text: str) -> Any:
+    """Raises ``ValueError`` where ``text`` is no YAML."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(path.read_text()), resolve=False)
-    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError("presets", path, f"a YAML file of settings ({error})") from error
-    if not isinstance(tree, dict):
-        raise ConfigError("presets", path, "a YAML file of settings")
-    return {str(k): v for k, v in tree.items()}
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(str(error)) from error

@@ -283,10 +283,10 @@ def test_protocols_are_presets():
 
 
 def test_what_has_settings_for_atari_has_them_for_task_pong_too():
-    tuned = Presets().names("tuned")
-    algos = [name.removesuffix("-atari") for name in tuned if name.endswith("-atari")]
+    presets = Presets()
+    algos = [a for a in presets.names("algo") if [*presets.tuned(["atari"], a)]]
     assert {"dqn", "ppo", "a3c", "pqn", "rainbow"} <= {*algos}
-    assert [a for a in algos if f"{a}-pong" not in tuned] == []
+    assert [a for a in algos if not [*presets.tuned(["pong", "atari"], a)]] == []
     pong, papers = (compose(["device=cpu", "algo=c51", *t]) for t in (["task=pong"], ["task=atari", "task.game=pong"]))
     assert pong == papers
 

@@ -143,7 +143,7 @@ def condition_text(found: Setting) -> str:
     parent = "" if when.startswith(".") else found.name.rpartition(".")[0] + "."
     name = parent + match["name"]
     if match["test"] == "":
-        return name
+        return f"{name}=true" if isinstance(_condition(None, found), bool) else name
     if match["test"] == ">":
         return f"{name} above {match['values']}"
     return f"{name}={match['values'].replace('|', ' or ')}"
