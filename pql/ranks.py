@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from pql import checkpoint
 from pql.build import Parts
-from pql.config import Config, from_dict, leaves, to_dict
+from pql.config import Config, changed, leaves
 from pql.config.fields import settings
 from pql.errors import ConfigError, HungError, PqlError, RunError, show
 from pql.jobs import end_with_parent
@@ -110,18 +110,6 @@ def own_executor(config: Config, kinds: Iterable[str]) -> str:
     if chosen == "threads":
         raise ConfigError("placement.executor", chosen, "auto, streams or inline with several processes on GPUs")
     return "inline" if len(kinds) > 1 else chosen
-
-
-def changed(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with other values of these dotted settings."""
-    tree = to_dict(config)
-    for name, value in values.items():
-        *groups, last = name.split(".")
-        branch = tree
-        for group in groups:
-            branch = branch[group]
-        branch[last] = value
-    return from_dict(tree)
 
 
 # -- all ranks together -----------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pql.config import CentralConfig, Config
+from pql.config import Config
 from pql.config.fields import Range, settings
+from pql.config.groups import CentralConfig
 from pql.errors import ConfigError, nearest, show
 from pql.registry import check_chosen
 

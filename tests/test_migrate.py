@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pql.completion import choices_of
+from pql.compose import known_settings
 from pql.presets import GROUPS, Presets
 
 TEXT = (Path(__file__).parents[1] / "docs/migrate.md").read_text()

@@ -26,6 +26,7 @@ from _gpu_runs import (
     BUDGET,
     ONE_THREAD,
     PPO,
+    PQL,
     SAC,
     Row,
     catch_config,
@@ -41,7 +42,7 @@ from bench_replay import microseconds
 
 from pql.checkpoint import flatten
 from pql.collect import action_buffer
-from pql.config import AlgoConfig, Config, PlacementConfig, ReplayConfig
+from pql.config import Config, DdpgConfig, PlacementConfig, ReplayConfig
 from pql.conformance import check_env
 from pql.env import make_env
 from pql.graph import Graph
@@ -205,7 +206,7 @@ def pql_cases(args: Any) -> list[Case]:
 
 def update_configs(args: Any) -> dict[str, Config]:
     """Of updates beside their bare products: the paper's critic, a categorical one."""
-    n, plain = (8, AlgoConfig(batch_size=16)) if args.smoke else (4096, AlgoConfig())
+    n, plain = (8, DdpgConfig(name="pql", batch_size=16)) if args.smoke else (4096, PQL)
     atoms = replace(plain, name="pql_d", critic=replace(plain.critic, atoms=51, v_min=-10.0, v_max=10.0))
     ring = ReplayConfig(capacity=64 * n)
     place = ONE_THREAD if args.smoke else PlacementConfig()
@@ -297,7 +298,7 @@ def learn_configs(args: Any) -> dict[str, Config]:
     n = 8 if args.smoke else 4096
     runs = {
         f"{algo.name} on {task}": make_config(args, n, task, algo)
-        for task in ("cartpole_swingup", "ball_balance") for algo in (AlgoConfig(), SAC, PPO)
+        for task in ("cartpole_swingup", "ball_balance") for algo in (PQL, SAC, PPO)
     }  # fmt: skip
     runs["dqn on catch"] = catch_config(args, n)
     ant = make_config(args, n, "ant")

@@ -20,15 +20,19 @@ from pql.config import (
     AlgoConfig,
     BudgetConfig,
     Config,
-    CriticConfig,
+    DdpgConfig,
+    DistributionalNetConfig,
     DqnConfig,
     PlacementConfig,
-    PolicyConfig,
     PpoConfig,
     ReplayConfig,
+    RolloutPolicyConfig,
+    SacConfig,
     TaskConfig,
     ThreadsConfig,
-)
+    changed,
+)  # fmt: skip
+from pql.config.groups import ExploreConfig
 from pql.evaluation import run_episodes
 from pql.machine import worker_devices
 from pql.policy import fresh_policy, snapshot
@@ -41,37 +45,37 @@ AHEAD = 2  # ticks that may be launched before the host has to wait
 EVERY = 3.0  # seconds of training between two evaluations
 ONE_THREAD = PlacementConfig(threads=ThreadsConfig(1, 1, 1, 1))  # on the CPU, where a test may not have it to itself
 BUDGET = BudgetConfig(seconds=60)  # not looked at: every case has a clock of its own
-PPO = AlgoConfig(
-    name="ppo", family="ppo", schedule="lockstep", warmup_steps=16, ppo=PpoConfig(horizon=16),
-    policy=PolicyConfig(lr=3e-4, weight_decay=0.0, grad_clip=1.0),
-)  # fmt: skip
-SAC = replace(AlgoConfig(name="pql_sac", family="sac"), explore=replace(AlgoConfig().explore, kind="none"))
+PPO = PpoConfig(
+    name="ppo", warmup_steps=16, horizon=16, policy=RolloutPolicyConfig(lr=3e-4, weight_decay=0.0, grad_clip=1.0)
+)
+SAC = SacConfig(name="pql_sac", explore=ExploreConfig(kind="none"))
+PQL = DdpgConfig(name="pql")
+TINY: dict[str, dict[str, Any]] = {
+    "replay": {"algo.batch_size": 32, "algo.v_per_step": 2.0},
+    "rollout": {"algo.horizon": 4, "algo.epochs": 1, "algo.minibatches": 2},
+}
 
 Row = dict[str, Any]
 
 
 def make_config(args: Any, num_envs: int, task: str = "cartpole_swingup", algo: AlgoConfig | None = None) -> Config:
     """At the paper's scale, the schema's own; or tiny. ``algo``: PQL."""
-    algo, name = algo or AlgoConfig(), TaskConfig(name=task)
+    algo, name = algo or PQL, TaskConfig(name=task)
+    config = Config(task=name, algo=algo, num_envs=num_envs, device=args.device, budget=BUDGET)
     if not args.smoke:
-        return Config(task=name, algo=algo, num_envs=num_envs, device=args.device, budget=BUDGET)
-    algo = replace(
-        algo, batch_size=32, v_per_step=2, warmup_steps=4, critic=replace(algo.critic, hidden=[16, 16]),
-        policy=replace(algo.policy, hidden=[16, 16]), **({"horizon": 4, "epochs": 1, "minibatches": 2} if algo.data == "rollout" else {}),
-    )  # fmt: skip
+        return config
+    tiny = {"algo.warmup_steps": 4, "algo.critic.hidden": [16, 16], "algo.policy.hidden": [16, 16], **TINY[algo.data]}
     ring = ReplayConfig(capacity=64 * num_envs)
-    return Config(
-        task=name, algo=algo, replay=ring, num_envs=num_envs, device=args.device, placement=ONE_THREAD, budget=BUDGET,
-    )  # fmt: skip
+    return replace(changed(config, tiny), replay=ring, placement=ONE_THREAD)
 
 
 def catch_config(args: Any, num_envs: int) -> Config:
     """DQN on Catch, each row used eight times, in large batches; or tiny."""
     hidden, batch, warm_up = ([16], 32, 4) if args.smoke else ([512], 2 * num_envs, 32)
-    algo = AlgoConfig(
-        name="dqn", family="dqn", schedule="lockstep", batch_size=batch, n_step=1, v_per_step=8 * num_envs / batch,
-        warmup_steps=warm_up, normalize_obs=False, dqn=DqnConfig(target_period=16 * num_envs),
-        critic=CriticConfig(hidden=hidden, activation="relu", weight_decay=0.0),
+    algo = DqnConfig(
+        name="dqn", batch_size=batch, n_step=1, v_per_step=8 * num_envs / batch,
+        warmup_steps=warm_up, normalize_obs=False, target_period=16 * num_envs,
+        critic=DistributionalNetConfig(hidden=hidden, activation="relu", weight_decay=0.0),
     )  # fmt: skip
     return Config(
         task=TaskConfig(name="catch"), algo=algo, replay=ReplayConfig(capacity=1024 * num_envs), num_envs=num_envs,
@@ -169,7 +173,7 @@ def launch_rows(case: str, parts: Parts) -> Iterator[Row]:
 def measure(case: str, config: Config, args: Any) -> Iterator[Row]:
     """Both schedules of one algorithm (rollouts: its own alone), with graphs and without, in turn."""
     own = config.algo.schedule
-    schedules = (own,) if config.algo.family == "ppo" else ("concurrent", "lockstep")
+    schedules = (own,) if config.algo.data == "rollout" else ("concurrent", "lockstep")
     runs = {(schedule, graphs): ready(config, schedule, graphs) for schedule in schedules for graphs in (True, False)}
     names = {key: f"{key[0]}, graphs {'on' if key[1] else 'off'}" for key in runs}
     try:

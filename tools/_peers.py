@@ -33,7 +33,8 @@ from torch import Tensor
 
 import pql
 from pql.compose import compose
-from pql.config import Config, leaves
+from pql.config import Config, PpoConfig, leaves
+from pql.config.families import own
 from pql.types import Obs
 
 Settings = dict[str, Any]
@@ -112,7 +113,7 @@ def rsl_rl_theirs(task: str) -> Settings:
 def rsl_rl_ours(task: str) -> Settings:
     """Our PPO's sizes in rsl_rl's names."""
     config, theirs = compose([f"task={task}", "algo=ppo", "device=cpu"]), rsl_rl_theirs(task)
-    algo = ppo = config.algo
+    algo = ppo = own(config, PpoConfig)
     algorithm = {
         "clip_param": ppo.clip, "gamma": algo.gamma, "entropy_coef": ppo.entropy_coef, "lam": ppo.gae_lambda,
         "num_learning_epochs": ppo.epochs, "num_mini_batches": ppo.minibatches, "learning_rate": algo.policy.lr,
@@ -132,7 +133,7 @@ def rsl_rl_ours(task: str) -> Settings:
 def sb3_ours(task: str) -> Settings:
     """Our PPO's sizes in Stable-Baselines3's names. It has no adaptive learning rate: ours at the start is kept."""
     config = compose([f"task={task}", "algo=ppo", "device=cpu"])
-    algo = ppo = config.algo
+    algo = ppo = own(config, PpoConfig)
     model = {
         "n_steps": ppo.horizon, "batch_size": config.num_envs * ppo.horizon // ppo.minibatches, "n_epochs": ppo.epochs,
         "learning_rate": algo.policy.lr, "gamma": algo.gamma, "gae_lambda": ppo.gae_lambda, "clip_range": ppo.clip,

@@ -38,9 +38,8 @@ from torch.nn import functional as F
 
 from pql.build import Parts, build, seeds
 from pql.config import (
-    AlgoConfig,
     Config,
-    CriticConfig,
+    DistributionalNetConfig,
     DqnConfig,
     EncoderConfig,
     EpsilonConfig,
@@ -48,7 +47,7 @@ from pql.config import (
     ReplayConfig,
     TaskConfig,
     ThreadsConfig,
-)
+)  # fmt: skip
 from pql.machine import available_cores
 from pql.replay import replay_bytes
 from pql.task import describe_env
@@ -68,11 +67,11 @@ Round = Callable[[], float]
 
 def make_config(args: Any, num_envs: int, batch: int, groups: int | None = None, capacity: int = 20_000) -> Config:
     """DQN on a game, every row used ``INTENSITY`` times. Adam, as Stable-Baselines3 has it."""
-    algo = AlgoConfig(
-        name="dqn", family="dqn", schedule="lockstep", batch_size=batch, n_step=1, warmup_steps=32,
+    algo = DqnConfig(
+        name="dqn", batch_size=batch, n_step=1, warmup_steps=32,
         v_per_step=INTENSITY * num_envs / batch, normalize_obs=False, encoder=EncoderConfig("nature", features=0),
-        critic=CriticConfig(hidden=[512], activation="relu", lr=1e-4, weight_decay=0.0, grad_clip=10.0),
-        dqn=DqnConfig(target_period=num_envs * 1000, epsilon=EpsilonConfig("fixed", end=0.01)),
+        critic=DistributionalNetConfig(hidden=[512], activation="relu", lr=1e-4, weight_decay=0.0, grad_clip=10.0),
+        target_period=num_envs * 1000, epsilon=EpsilonConfig("fixed", end=0.01),
     )  # fmt: skip
     task = TaskConfig(name="atari", game=args.game, reward_clip=1.0, kwargs={"noop_max": 30})
     threads = ThreadsConfig(args.threads, args.threads, args.threads, args.threads)

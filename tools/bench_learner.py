@@ -29,7 +29,8 @@ from torch import Tensor
 
 from pql.build import Parts, build
 from pql.compose import compose
-from pql.config import Config
+from pql.config import Config, DdpgConfig, changed
+from pql.config.families import own
 from pql.env import Box, EnvSpec, ObsSpec
 from pql.machine import thread_counts
 from pql.types import Obs, Step
@@ -101,7 +102,7 @@ def bare_updates(config: Config, device: torch.device) -> dict[str, Callable[[],
     critic: the policy forward for the next action, the target forward, the critic forward and back to its weights.
     policy: the policy and the critic forward, back through the critic to its inputs, back to the policy's weights.
     """
-    algo = config.algo
+    algo = own(config, DdpgConfig)
     sizes = [OBS + ACTION, *algo.critic.hidden, algo.critic.atoms or 1]
     critic, target = (Products(algo.batch_size, sizes, algo.critic.ensemble, device) for _ in range(2))
     policy = Products(algo.batch_size, [OBS, *algo.policy.hidden, ACTION], None, device)
@@ -133,7 +134,7 @@ def ready(config: Config, device: torch.device) -> Parts:
     parts = build(config, Blank(config.num_envs, device))
     parts.prepare()
     parts.collector.start(0)
-    parts.collector.warm_up(max(config.algo.warmup_steps, config.algo.n_step + 1))
+    parts.collector.warm_up(max(config.algo.warmup_steps, own(config, DdpgConfig).n_step + 1))
     parts.begin()
     for worker in parts.workers.values():  # so that private copies and cursors are filled
         worker.run(1)
@@ -184,11 +185,11 @@ def presets(args: Any) -> dict[str, Config]:
         compose([f"scale={scale}", f"device={args.device}", "budget.seconds=1", "algo.warmup_steps=32"])
         for scale in ("cpu", "gpu")
     )
-    critic, policy = replace(cpu.algo.critic, hidden=[256, 256]), replace(cpu.algo.policy, hidden=[256, 256])
-    wide = replace(cpu, algo=replace(cpu.algo, batch_size=512, critic=critic, policy=policy))
+    wider = {"algo.batch_size": 512, "algo.critic.hidden": [256, 256], "algo.policy.hidden": [256, 256]}
+    wide = changed(cpu, wider)
     out = {name: {"cpu": cpu, "wide": wide, "gpu": gpu}[name] for name in args.presets}
     if args.smoke:
-        out = {name: replace(c, num_envs=8, algo=replace(c.algo, batch_size=16)) for name, c in out.items()}
+        out = {name: changed(c, {"num_envs": 8, "algo.batch_size": 16}) for name, c in out.items()}
     return {name: replace(c, replay=replace(c.replay, capacity=64 * c.num_envs)) for name, c in out.items()}
 
 

@@ -35,7 +35,15 @@ from _echo import ACTIONS, OBS, Echo
 from torch import Tensor
 
 from pql.build import build
-from pql.config import AlgoConfig, Config, CriticConfig, PlacementConfig, PolicyConfig, ReplayConfig, ThreadsConfig
+from pql.config import (
+    Config,
+    CriticConfig,
+    DdpgConfig,
+    DeterministicPolicyConfig,
+    PlacementConfig,
+    ReplayConfig,
+    ThreadsConfig,
+)  # fmt: skip
 from pql.env import VecEnv
 from pql.envs.far_build import FLAGS, describe
 from pql.envs.process import ProcessVec, read_spec
@@ -135,8 +143,8 @@ def round_trips(args: argparse.Namespace) -> list[dict[str, Any]]:
 def learning(envs: int) -> Config:
     """A run whose learners keep one thread each busy for some milliseconds a tick."""
     net: dict[str, Any] = {"hidden": [64, 64]}
-    algo = AlgoConfig(batch_size=256, n_step=1, v_per_step=4, p_per_v=0.5, warmup_steps=8,
-                      critic=CriticConfig(**net), policy=PolicyConfig(**net))  # fmt: skip
+    algo = DdpgConfig(batch_size=256, n_step=1, v_per_step=4, p_per_v=0.5, warmup_steps=8,
+                      critic=CriticConfig(**net), policy=DeterministicPolicyConfig(**net))  # fmt: skip
     threads = ThreadsConfig(collector=1, v=1, p=1, simulator=1)
     return Config(algo=algo, num_envs=envs, device="cpu", replay=ReplayConfig(capacity=100 * envs),
                   placement=PlacementConfig(executor="threads", threads=threads))  # fmt: skip

@@ -38,7 +38,8 @@ from torch import Tensor
 
 from pql.build import Parts, build
 from pql.collect import Collector
-from pql.config import AlgoConfig, Config, CriticConfig, PolicyConfig, ReplayConfig
+from pql.config import Config, CriticConfig, DdpgConfig, DeterministicPolicyConfig, ReplayConfig, changed
+from pql.config.families import own
 from pql.env import EnvSpec, VecEnv, make_env
 from pql.grouped import Grouped
 from pql.types import Obs, Step
@@ -74,9 +75,10 @@ class Sleeper:
 
 def make_config(num_envs: int, batch: int, hidden: list[int], v_per_step: float, p_per_v: float) -> Config:
     """A run's config on the CPU; the schedule is chosen later."""
-    algo = AlgoConfig(
+    algo = DdpgConfig(
         batch_size=batch, v_per_step=v_per_step, p_per_v=p_per_v, warmup_steps=8,
-        critic=CriticConfig(hidden=hidden, activation="relu"), policy=PolicyConfig(hidden=hidden, activation="relu"),
+        critic=CriticConfig(hidden=hidden, activation="relu"),
+        policy=DeterministicPolicyConfig(hidden=hidden, activation="relu"),
     )  # fmt: skip
     return Config(algo=algo, replay=ReplayConfig(capacity=1024 * num_envs), num_envs=num_envs, device="cpu")
 
@@ -165,9 +167,9 @@ def balanced(config: Config, args: Any) -> Config:
     time_of = alone_times(parts, args.seconds / 2, 3)
     parts.schedule.executor.close()
     parts.env.close()
-    batch = config.algo.batch_size * time_of["collector"] / (time_of["v"] + time_of["p"])
+    batch = own(config, DdpgConfig).batch_size * time_of["collector"] / (time_of["v"] + time_of["p"])
     batch = int(min(max(batch // 32 * 32, BATCHES[0]), BATCHES[1]))
-    return replace(config, algo=replace(config.algo, batch_size=batch))
+    return changed(config, {"algo.batch_size": batch})
 
 
 def busy(args: Any) -> list[dict[str, Any]]:
@@ -177,7 +179,7 @@ def busy(args: Any) -> list[dict[str, Any]]:
     envs = [physics(config.num_envs, threads) for threads in (0, args.env_threads, args.env_threads)]
     lockstep = ready(config, "lockstep", envs[0])
     concurrent, solo = (ready(config, "concurrent", env) for env in envs[1:])
-    case = f"busy {envs[0].spec.name} n={config.num_envs} batch={config.algo.batch_size}"
+    case = f"busy {envs[0].spec.name} n={config.num_envs} batch={own(config, DdpgConfig).batch_size}"
     return compare_schedules(case, lockstep, concurrent, solo, args)
 
 

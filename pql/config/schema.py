@@ -199,6 +199,18 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with other values of these dotted settings."""
+    tree = to_dict(config)
+    for name, value in values.items():
+        *groups, last = name.split(".")
+        branch = tree
+        for part in groups:
+            branch = branch[part]
+        branch[last] = value
+    return from_dict(tree)
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain nested dicts, for YAML and JSON."""
     return dataclasses.asdict(config)
