@@ -287,7 +287,7 @@ def _resolve(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
     *below, words = (OmegaConf.create(layer.tree) for layer in layers)
     try:
         presets = OmegaConf.merge(OmegaConf.create(schema), *below)
-        algo = typing.cast(Mapping[str, Any], presets["algo"])
+        algo = typing.cast(Mapping[str, Any], OmegaConf.select(presets, "algo"))
         for name, value in given.items():
             if name.startswith("algo."):
                 check_known(record_of({**algo}), name, value, str(algo.get("name", "?")))
