@@ -366,10 +366,11 @@ def run_list(args: argparse.Namespace) -> int:
         return 0
     group = "task" if args.what == "tasks" else "algo"
     wide = shutil.get_terminal_size().columns
-    names = Presets().names(group)
+    presets = Presets()
+    names = presets.names(group)
     column = max(map(len, names)) + 2
     for name in names:
-        about = f"{name:{column}}{first_comment(group, name)}"
+        about = f"{name:{column}}{presets.about(group, name)}"
         print(
             textwrap.fill(about, wide, subsequent_indent=" " * column, break_on_hyphens=False, break_long_words=False)
         )
@@ -377,13 +378,6 @@ def run_list(args: argparse.Namespace) -> int:
         extra = sorted({*env_names()} - {*names})
         print("".join(f"task=env task.name={name}\n" for name in extra), end="")
     return 0
-
-
-def first_comment(group: str, name: str) -> str:
-    from importlib.resources import files
-
-    line = files("pql.cfg").joinpath(group, f"{name}.yaml").read_text().splitlines()[0]
-    return line.removeprefix("# ") if line.startswith("# ") else ""
 
 
 def run_completion(args: argparse.Namespace) -> int:

@@ -66,6 +66,12 @@ class Presets:
             names = self.names(group)
             raise ConfigError(group, name, f"one of {', '.join(names)}{hint or nearest(name, names)}")
 
+    def about(self, group: str, name: str) -> str:
+        """What a preset is for: the comment at the beginning of its file."""
+        path = self._path(group, name)
+        lines = path.read_text().splitlines() if path else []
+        return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""
+
     def layers(self, chosen: Mapping[str, str]) -> Iterator[Layer]:
         """The files for the chosen presets, weakest first.
 

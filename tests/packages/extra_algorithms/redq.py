@@ -1,0 +1,67 @@
+"""DDPG(n) with a randomised ensemble: targets are the least of a few critics, drawn anew for each update.
+
+Source: Chen et al. 2021 (REDQ), without its entropy bonus and its update-to-data ratio.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Generator, nn
+
+from pql.algos.ddpg import (
+    ValueInputs,
+    ValueState,
+    act,
+    deterministic_policy,
+    loss_share,
+    policy_trainer,
+    value_trainer,
+)  # fmt: skip
+from pql.algos.off_policy import ActorCritic, Trainer
+from pql.config import Config, DdpgConfig
+from pql.config.families import own
+from pql.config.fields import setting
+from pql.errors import ConfigError
+from pql.nets import Critic
+from pql.optim import polyak
+from pql.types import Batch, Metrics
+
+
+@dataclass(frozen=True)
+class RedqConfig(DdpgConfig):
+    """Settings: those of DDPG, and one more."""
+
+    family: str = setting("redq", "Update functions.", weights="policy")
+    subset: int = setting(2, "Critics of the ensemble that form a target.", low=1, high=100)
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if self.subset > self.critic.ensemble:
+            raise ConfigError("algo.subset", self.subset, f"at most algo.critic.ensemble={self.critic.ensemble}")
+
+
+def value_update(state: ValueState, inputs: ValueInputs, batch: Batch, gen: Generator, subset: int) -> Metrics:
+    """One step of every critic towards r + discount * min over ``subset`` of Q'(s', pi(s'))."""
+    share = loss_share(batch.mask, batch.weight)
+    with torch.no_grad():
+        values = state.target.module(batch.next_obs, inputs.policy(batch.next_obs))  # [E, B]
+        drawn = torch.rand(values.shape[0], generator=gen, device=values.device).argsort()[:subset]
+        target = torch.addcmul(batch.reward, batch.discount, values.index_select(0, drawn).amin(0))
+    q = state.critic.module(batch.obs, batch.action)
+    total = ((q - target).square() * share).sum()
+    state.optimizer.zero_grad()
+    total.backward()
+    norm = state.optimizer.step(mask=batch.mask)
+    polyak(state.target, state.critic, state.tau)
+    return {"loss/critic": total.detach(), "value/q": (q.detach()[0] * share).sum(), "grad_norm/critic": norm}
+
+
+def trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
+    """The V-learner's side: DDPG's, with another update."""
+    made = value_trainer(config, critic, policy, device)
+    made.update = partial(value_update, subset=own(config, RedqConfig).subset)
+    return made
+
+
+FAMILY = ActorCritic(RedqConfig, deterministic_policy, act, trainer, policy_trainer).family()
