@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -27,9 +28,10 @@ from pql.errors import ConfigError
 from pql.files import read_yaml, walk
 from pql.jobs import next_command
 from pql.main import main
+from pql.registry import import_name
 from pql.reports import runs
 from pql.reports import write as write_report
-from pql.trust import ELSEWHERE, MODULE, check_networks, check_task
+from pql.trust import TEXT, check_networks, check_task
 
 SECONDS = 10.0  # on a busy machine; by itself each takes well below 2
 
@@ -281,8 +283,15 @@ TASKS: list[tuple[str, Any]] = [
     ("task.kwargs.cache", "~/cache"),
     ("task.kwargs.level", "maps/../../../secret"),
     ("task.id", "evil_module:Env-v0"),
-    ("task.remote", {"token_file": "token"}),
-    ("task.remote", {"listen": "0.0.0.0:5555"}),
+    ("task.kwargs.curriculum", {"kind": "evil_module:1"}),
+    ("task.kwargs.curriculum", {"kind": "evil-module:make"}),
+    ("task.kwargs.curriculum", {"evil_module:make": 1}),
+    ("task.id", "evil_module:1-v0"),
+    ("task.id", "evil-module:A-v0"),
+    ("task.game", ":"),
+    ("task.model", "\u0435vil:x"),
+    ("task.kwargs.listen", "127.0.0.1:5555"),
+    ("task.kwargs.note", "a\x1b]0;b"),
 ]
 
 
@@ -367,15 +376,65 @@ def test_no_preset_needs_trust() -> None:
     files = sorted(Path(pql.__file__).parent.glob("cfg/*/*.yaml"))
     assert len(files) > 50
     for file in files:
-        texts = [v for _, v in walk(read_yaml(file) or {}) if isinstance(v, str)]
-        assert not [text for text in texts if MODULE.match(text) or ELSEWHERE.match(text)], file
+        texts = [v for _, v in walk(read_yaml(file) or {}) if isinstance(v, str) and "${" not in v]
+        assert not [text for text in texts if not TEXT.fullmatch(text)], file
 
 
 def test_what_is_built_in_and_its_ordinary_keywords_need_no_trust() -> None:
-    keywords = "task.kwargs.kwargs={render_fps: 30, mode: a/b-c.d, text: 'to: be'}"
+    keywords = "task.kwargs.kwargs={render_fps: 30, mode: a/b-c.d, text: 'or not (to be)'}"
     check_task(compose(["device=cpu", "task=gymnasium", "task.id=ALE/Pong-v5", keywords]), "x")
     check_task(compose(["device=cpu", "task=remote", "task.kwargs.listen=127.0.0.1:0"]), "x")
     check_networks(compose(["device=cpu", "algo.policy.net=registered"]), "x")
+
+
+def test_whatever_an_importer_would_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random texts: neither ``module:attribute`` here nor gymnasium's ``module:Id`` gets as far as an import."""
+    rng, base, imported = random.Random(0), compose(["device=cpu", "task=gymnasium", "task.id=x"]), list[str]()
+    monkeypatch.setattr("importlib.import_module", imported.append)
+    signs = "aZ_9évil. -/:;~\\\n\t\x1b\u202e"
+    for _ in range(3000):
+        text = "".join(rng.choices(signs, k=rng.randrange(1, 9)))
+        task = dataclasses.replace(base.task, id=text, kwargs={"curriculum": {"kind": text}})
+        refused = False
+        try:
+            check_task(dataclasses.replace(base, task=task), "run")
+        except ConfigError:
+            refused = True
+        harmless = not set(text) & set(":~\\\n\t\x1b\u202e") and ".." not in text and text[0] not in "/ "
+        assert refused or harmless, text
+        parts = [*text.partition(":")[0].split("."), *text.partition(":")[2].split(".")]
+        if not all(part.isidentifier() for part in parts):  # nor does a user's own slip import half of it
+            with pytest.raises(ConfigError, match="is no name in Python"):
+                import_name("task", text)
+    assert not imported
+
+
+@pytest.mark.parametrize("remote", [{"token_file": "token"}, {"listen": "0.0.0.0:5555"}, {"listen": "[::1]:5:5"}])
+def test_who_may_connect_is_no_matter_where_nobody_does(run: Path, capsys, remote: dict[str, str]) -> None:
+    """A built-in task that actors stepped is evaluated here; going on with it would open the file, or the port."""
+    plant(run, "task.remote", remote)
+    assert main(["eval", str(run), "episodes=1"]) == 0
+    assert refused("resume", run, "budget.env_steps=900", capsys=capsys).startswith("pql: task.remote.")
+    remote = compose(["device=cpu", "task=remote", f"task.kwargs.{next(iter(remote))}={next(iter(remote.values()))!r}"])
+    with pytest.raises(ConfigError, match=r"task\.kwargs\."):
+        check_task(remote, "run")
+
+
+DISCRETE = [
+    "task=cartpole", "scale=cpu", "device=cpu", "num_envs=4", "algo.critic.hidden=[8]", "budget.seconds=null",
+    "budget.env_steps=600", "eval.final=false", "eval.every_seconds=null", "checkpoint.every_seconds=null",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algo", "which"), [("pqn", "critic"), ("ppo", "critic")])
+def test_weights_to_begin_with_bring_no_network(tmp_path: Path, mark: Path, capsys, algo: str, which: str) -> None:
+    own = [*DISCRETE, f"algo={algo}"]
+    assert main(["train", *own, f"run_dir={tmp_path / 'old'}"]) == 0
+    shutil.rmtree(points(tmp_path / "old")[-1])
+    rewrite(tmp_path / "old/checkpoints/last", put("evil_module:make", "config", "algo", which, "net"))
+    line = refused("train", *own, f"run_dir={tmp_path / 'new'}", f"init_from={tmp_path / 'old'}", capsys=capsys)
+    assert line.startswith(f"pql: algo.{which}.net=null: expected evil_module:make, as in init_from=")
+    assert not mark.exists()
 
 
 def test_runs_of_one_command_resume_by_its_own_words(run: Path) -> None:
