@@ -39,6 +39,12 @@ class PqlWarning(UserWarning):
     """Something is wrong that does not end the run: ``main.py`` prints it as one line."""
 
 
+def first_line(error: BaseException) -> str:
+    """The error's type, and of its message the first line with anything in it."""
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"
+
+
 def with_cause(prefix: str, text: str) -> str:
     """``prefix`` before the last line of ``text``, where a message of several lines says the cause."""
     above, line, last = text.rpartition("\n")

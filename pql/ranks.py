@@ -24,7 +24,7 @@ from torch import distributed as dist
 from pql import checkpoint
 from pql.build import Parts
 from pql.config import Config, from_dict, leaves, to_dict
-from pql.errors import ConfigError, HungError, PqlError, RunError, show
+from pql.errors import ConfigError, HungError, PqlError, RunError, first_line, show
 from pql.jobs import end_with_parent
 from pql.machine import available_cores, thread_counts
 from pql.nets import Flat
@@ -360,8 +360,7 @@ def _reached(error: BaseException | None) -> bool:
 
 def _words(error: BaseException) -> str:
     """One line."""
-    told = str(error) if isinstance(error, PqlError) else f"{type(error).__name__}: {error}"
-    return told.splitlines()[-1]
+    return str(error).splitlines()[-1] if isinstance(error, PqlError) else first_line(error)
 
 
 def _networks(state: Any) -> list[Tensor]:
