@@ -24,6 +24,7 @@ from pql.nets import Flat, groups_read
 from pql.normalize import Normalizer
 from pql.trust import NETWORKS, check_links, check_networks, check_task
 from pql.types import Obs, column
+from pql.watchdog import start_limit, watching
 
 if TYPE_CHECKING:
     from pql.exported import ExportedPolicy
@@ -197,7 +198,8 @@ class Stored(NamedTuple):
         """Environments of its task, in this process and where the policy is; ``kwargs`` on top of the task's own."""
         task = replace(self.config.task, kwargs={**self.config.task.kwargs, **kwargs}, remote={})
         device = str(self.policy.device)
-        return build_env(replace(self.config, task=task, device=device, placement=PlacementConfig()), num_envs)
+        with watching(f"building {task.title}", start_limit(self.config.placement)):
+            return build_env(replace(self.config, task=task, device=device, placement=PlacementConfig()), num_envs)
 
 
 def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> Stored:

@@ -65,6 +65,21 @@ def test_the_next_command_has_no_budget_below_the_runs_own(budget, words):
     assert log.closing_words(summary, {"v": 1.0}, 3.0, 5, budget).endswith(f"pql resume runs/x{words}")
 
 
+def test_no_command_is_named_that_would_find_nothing():
+    summary = Summary("runs/x", None, None, 0, 3.0, 2048, 24, 12, "runs/x/checkpoints/last")
+    stopped, budget = dataclasses.replace(summary, interrupted=True), BudgetConfig()
+
+    def end(policy, point, summary=summary):
+        text = log.closing_words(summary, {"v": 1.0}, 3.0, 5, budget, policy, point)
+        return text.splitlines()[0], text[text.index("run: ") :].splitlines()[1:]
+
+    policy, evaluate, resume = "policy: runs/x/checkpoints/last", "next: pql eval runs/x", "pql resume runs/x"
+    assert end(True, True) == ("done: not evaluated", [policy, evaluate, f"      {resume}"])
+    assert end(True, False) == ("done: not evaluated", [policy, evaluate])
+    assert end(False, True, stopped) == ("interrupted, saved: not evaluated", [f"next: {resume}"])
+    assert end(False, False, stopped) == ("interrupted: not evaluated", [])
+
+
 def test_a_sitting_without_a_tick_names_no_worker():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "c")
     text = log.closing_words(summary, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
