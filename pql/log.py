@@ -24,6 +24,7 @@ from torch import Tensor
 from pql.config import BudgetConfig, Config, to_dict
 from pql.console import WIDTH, Console, Row
 from pql.errors import ConfigError, PqlWarning, first_line
+from pql.files import create
 from pql.rundir import Summary
 
 PATIENCE = 5.0  # seconds that the end of a run waits for wandb
@@ -60,7 +61,7 @@ class Jsonl:
                 if json.loads(line)["steps/env"] <= steps:
                     kept.append(line + "\n")
         aside = path.with_name(f".{path.name}")
-        aside.write_text("".join(kept))
+        create(aside, "".join(kept))
         aside.replace(path)
 
     def write(self, row: Row) -> None:

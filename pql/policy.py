@@ -208,7 +208,7 @@ def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: boo
     if not trust:
         here = replace(stored.config, task=replace(stored.config.task, remote={}))  # as ``make_env`` builds it
         check_task(here, path)
-        check_links(checkpoint.home(stored.path))
+        check_links(checkpoint.home(stored.path), "evaluations", "videos")
     return stored
 
 

@@ -4,8 +4,10 @@ Typed by the user they are the user's own. In a file (a run directory, a checkpo
 and refused, unless the user says ``--trust`` or types the same setting anew: ``docs/security.md``.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,6 @@ NETWORKS = ("algo.policy.net", "algo.critic.net")
 NAMING = (PYTHON, "task.name", "task.id", "task.game", "task.model", "task.kwargs", "task.remote", *NETWORKS)
 """Where such things can be named."""
 WORDS_OF_OTHERS = {"isaacgym": ("overrides",)}  # keywords that another program's own configuration reads
-
-WRITTEN_TO = ("evaluations", "videos", "report", "checkpoints")  # folders of a run directory
 
 TEXT = re.compile(r"(?!.*\.\.)([\w.+(\[-][\w .,;+=()\[\]'!?%*<>&/-]*)?")
 """Texts that a file may give to a task. Without ``:`` nothing can be imported: all that import by name split there.
@@ -48,14 +48,21 @@ def check_networks(config: Config, source: object, given: Collection[str] = ()) 
     _refuse(((name, net) for name, net in nets if net is not None and ":" in net), source, given)
 
 
-def check_links(run: Path) -> None:
-    """Raises ``ConfigError`` for a symbolic link to a file elsewhere where a command may write: in a run directory that
-    came from somebody else it would have that file overwritten. Links to folders are the user's to make."""
+def check_links(run: Path, *names: str) -> None:
+    """Raises ``ConfigError`` for a symbolic link out of a run directory where a command is about to write: in a run of
+    somebody else it would lead astray.
+
+    Args:
+        names: of the folders that it writes to; none: all of it.
+    """
     inside = run.resolve()
-    for folder in (run, *(run / name for name in WRITTEN_TO)):
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.is_symlink() and not path.is_dir() and inside not in path.resolve().parents:
-                what = f"a run directory without links to files elsewhere; {path} is one. --trust takes it as it is"
+    for folder in [run / name for name in names] or [inside]:
+        below = (Path(root) / name for root, *parts in os.walk(folder) for name in (*parts[0], *parts[1]))
+        for path in chain([folder], below):
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                what = (
+                    f"a run directory without links to elsewhere; {path} is one. --trust (report: out=FOLDER) allows it"
+                )
                 raise ConfigError("run", run, what)
 
 

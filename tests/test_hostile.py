@@ -30,7 +30,7 @@ from pql.jobs import next_command
 from pql.main import main
 from pql.registry import import_name
 from pql.reports import runs
-from pql.reports import write as write_report
+from pql.rundir import amend
 from pql.trust import TEXT, check_networks, check_task
 
 SECONDS = 10.0  # on a busy machine; by itself each takes well below 2
@@ -196,27 +196,60 @@ def test_the_run_itself_still_loads(run: Path) -> None:
         pql.load_policy(run / "nothing")
 
 
-@pytest.mark.parametrize("name", ["summary.json", ".config.yaml", "evaluations/last-seed0-1episodes.json",
-                                  "videos/x.mp4", "report/index.html", "checkpoints/.writing-last"])  # fmt: skip
-def test_a_link_to_a_file_elsewhere_is_not_written_through(run: Path, tmp_path: Path, capsys, name: str) -> None:
-    other = tmp_path / "precious"
-    other.write_text("kept")
-    link = run / name
+LINKED = ["summary.json", ".config.yaml", "checkpoints/.writing-last", "checkpoints/tick-000000000012/.manifest.json",
+          "evaluations/last-seed0-1episodes.json", "videos/x.mp4", "report/index.html", "export/policy.pt2",
+          "evaluations", "videos", "report", "export"]  # fmt: skip
+WRITERS: dict[str, list[str]] = {"eval": ["episodes=1"], "play": [], "report": [], "export": ["formats=pt2"]}
+WRITES = {"eval": "evaluations", "play": "videos"}  # others: their own names
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_to_elsewhere_is_not_written_through(run: Path, tmp_path: Path, capsys, name: str) -> None:
+    folder, link = tmp_path / "precious", run / name
+    folder.mkdir()
+    for file in ("policy.pt2", "index.html", "kept"):
+        (folder / file).write_text("kept")
     link.unlink(missing_ok=True)
     link.parent.mkdir(exist_ok=True)
-    link.symlink_to(other)
-    for command in (("eval", run, "episodes=1"), ("play", run), ("resume", run, "budget.env_steps=900")):
-        assert "without links to files elsewhere" in refused(*command, capsys=capsys)
-    with pytest.raises(ConfigError, match="links to files elsewhere"):
-        write_report([str(run)], None, "seconds", [], True)
-    assert other.read_text() == "kept"
+    link.symlink_to(folder / "kept" if "." in name else folder)
+    assert "without links to elsewhere" in refused("resume", run, "budget.env_steps=900", capsys=capsys)
+    for command, more in WRITERS.items():
+        if link.is_relative_to(run / WRITES.get(command, command)):
+            assert "without links to elsewhere" in refused(command, run, *more, capsys=capsys)
+    assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys(
+        ("policy.pt2", "index.html", "kept"), "kept"
+    )
 
 
-def test_a_run_on_another_disk_is_its_owner_s(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["checkpoints/tick-000000000012/.manifest.json", ".config.yaml", ".overrides.yaml"])
+def test_with_trust_too_what_is_written_aside_follows_no_link(run: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (run / name).symlink_to(tmp_path / "precious")
+    amend(run, compose(words(run)), [])
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_a_run_of_links_is_read_as_it_is(run: Path, tmp_path: Path) -> None:
+    """As in a cache of downloads: every file is a link. What a command writes is new."""
+    copy = tmp_path / "cached"
+    for path in run.rglob("*"):
+        if path.is_file():
+            (copy / path.relative_to(run)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path.relative_to(run)).symlink_to(path)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["eval", str(copy), "episodes=1"]) == 0
+    assert main(["export", str(copy), "formats=pt2"]) == 0
+    assert (copy / "evaluations/last-seed0-1episodes.json").is_file()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_on_another_disk_is_its_owner_s(run: Path, tmp_path: Path, capsys) -> None:
     (run / "checkpoints").rename(tmp_path / "scratch")
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
     (run / "newest.jsonl").symlink_to("metrics.jsonl")
     assert main(["eval", str(run), "episodes=1"]) == 0
+    assert "without links to elsewhere" in refused("resume", run, "budget.env_steps=900", capsys=capsys)
+    assert main(["resume", str(run), "budget.env_steps=340", "--trust"]) == 0
 
 
 def test_mutated_runs_load_as_they_were_or_are_refused(run: Path) -> None:

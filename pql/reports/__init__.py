@@ -54,7 +54,7 @@ def write(
         raise ConfigError("x", x, f"an axis that all runs tell; {untold[0]} does not")
     folder = out or (paths[0] / "report" if single else Path("comparison"))
     if single and out is None:
-        check_links(paths[0])
+        check_links(paths[0], "report")
     _make(folder)  # before the work, not after
     told = numbers.analyse(found, x, thresholds, notes)
     series = numbers.clean(numbers.series(found[0])) if single else None
