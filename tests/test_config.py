@@ -65,15 +65,22 @@ def test_the_policy_that_sees_the_ball_is_kept_from_saturating():
 
 
 def test_robots_that_follow_commands_have_presets_of_their_own():
-    """Small against saturation; actions that reach as far as mjlab's, which are not cut off at 1."""
-    for task, reach in (("go1_velocity", {"action_scale": 2}), ("anymal", {})):
+    """Small against saturation; actions of Go1 reach as far as mjlab's, which are not cut off at 1."""
+    for task, penalty, reach in (("go1_velocity", 0.01, {"action_scale": 2}), ("anymal", 0.005, {})):
         config = compose(["device=cpu", f"task={task}"])
         algo = config.algo
-        assert (algo.policy.saturation_penalty, algo.n_step, algo.gamma) == (0.01, 3, 0.97)
+        assert (algo.policy.saturation_penalty, algo.n_step, algo.gamma) == (penalty, 3, 0.97)
         assert (algo.explore.high, algo.explore.repeat) == (0.3, True)
         assert config.task.kwargs == reach
         assert compose(["device=cpu", f"task={task}", "algo=sac"]).algo.policy.saturation_penalty == 0
     assert compose(["device=cpu", "task=g1_velocity", "task.kwargs.action_scale=1"]).task.kwargs == {"action_scale": 1}
+
+
+def test_a_task_may_have_sizes_of_its_own_at_a_scale():
+    for scale, sizes in (("cpu", (128, 512, 4)), ("gpu", (4096, 8192, 8))):
+        config = compose(["device=cpu", "task=anymal", f"scale={scale}"])
+        assert (config.num_envs, config.algo.batch_size, config.algo.v_per_step) == sizes
+        assert config.algo.critic.layer_norm
 
 
 @pytest.mark.parametrize("scale", ["cpu", "gpu"])
