@@ -24,9 +24,10 @@ from torch import Tensor
 from pql.config import BudgetConfig, Config, to_dict
 from pql.console import WIDTH, Console, Row
 from pql.errors import ConfigError, PqlWarning, first_line
-from pql.files import create
+from pql.files import check_ordinary, create
 from pql.rundir import Summary
 
+LINE = 1 << 20  # characters of a row, at most: none is near that
 PATIENCE = 5.0  # seconds that the end of a run waits for wandb
 
 
@@ -41,6 +42,9 @@ class Jsonl:
     Args:
         resumed_at: env steps at which a resumed run goes on. Rows beyond them, which it will write again, and a line
             that was cut off are dropped.
+
+    Raises:
+        ConfigError: the file of a resumed run is no ordinary one.
     """
 
     def __init__(self, path: Path, resumed_at: int | None = None):
@@ -55,13 +59,17 @@ class Jsonl:
 
     @staticmethod
     def _trim(path: Path, steps: int) -> None:
-        kept = []
-        for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                if json.loads(line)["steps/env"] <= steps:
-                    kept.append(line + "\n")
+        try:
+            check_ordinary(path)
+        except ValueError as error:
+            raise ConfigError("run", path.parent, f"a run with metrics that can be read ({error})") from error
         aside = path.with_name(f".{path.name}")
-        create(aside, "".join(kept))
+        create(aside, "")
+        with path.open(errors="replace") as file, aside.open("a") as kept:
+            while line := file.readline(LINE):
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                    if json.loads(line)["steps/env"] <= steps:
+                        kept.write(line.rstrip("\n") + "\n")
         aside.replace(path)
 
     def write(self, row: Row) -> None:

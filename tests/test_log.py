@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import shutil
 import struct
 import sys
@@ -108,6 +109,21 @@ def test_jsonl_of_a_resumed_run_goes_on_where_it_was_saved(tmp_path):
     sink.write({"steps/env": 4})
     sink.close()
     assert [json.loads(line)["steps/env"] for line in path.read_text().splitlines()] == [1, 2, 4]
+
+
+def test_metrics_that_are_a_pipe_or_have_no_lines_hold_up_no_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "LINE", 20)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"steps/env": 1}\n' + "[" * 100 + '\n{"steps/env": 2}\n{"steps/env": 3}\n{"steps/')
+    other = tmp_path / "other"
+    (tmp_path / ".metrics.jsonl").symlink_to(other)
+    log.Jsonl(path, resumed_at=2).close()
+    assert [row["steps/env"] for row in rows(tmp_path)] == [1, 2]
+    assert not other.exists()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"run=.*: expected a run with metrics .* is no ordinary file"):
+        log.Jsonl(path, resumed_at=2)
 
 
 def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):
