@@ -7,7 +7,7 @@ from run_files import words
 
 from pql.compose import GROUPS, compose, hint_of, options, parse_word, resume_config, scales
 from pql.config import Config, from_dict, leaves, to_dict
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, PqlWarning, nearest
 from pql.rundir import create
 from pql.validate import CHOICES, RANGES, resolve_device, validate
 
@@ -381,6 +381,15 @@ def test_what_a_resumed_run_may_not_change(tmp_path, word, message):
     with pytest.raises(ConfigError) as error:
         resume_config(tmp_path, [word])
     assert message in str(error.value)
+
+
+def test_a_resumed_run_uploads_where_that_is_typed_or_trusted(tmp_path):
+    create(tmp_path, compose(words(tmp_path, "logger=wandb", "logger.mode=online", "logger.project=x")), [])
+    with pytest.warns(PqlWarning, match="wandb stays offline: .* logger.mode=online says so"):
+        logger = resume_config(tmp_path, []).logger
+    assert (logger.kind, logger.mode, logger.project) == ("wandb", "offline", "x")
+    assert resume_config(tmp_path, ["logger.mode=online"]).logger.mode == "online"
+    assert resume_config(tmp_path, [], trust=True).logger.mode == "online"
 
 
 @pytest.mark.parametrize("text", [None, "a: [", "- 1", ""])

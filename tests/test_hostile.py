@@ -472,7 +472,8 @@ def test_weights_to_begin_with_bring_no_network(tmp_path: Path, mark: Path, caps
 
 def test_runs_of_one_command_resume_by_its_own_words(run: Path) -> None:
     (run / "summary.json").unlink(missing_ok=True)
-    given = ["task=env", "task.name=my:Env", "num_envs=16", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "seed=1"]
+    given = ["task=env", "task.name=my:Env", "num_envs=16", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "seed=1",
+             "logger.mode=online"]  # fmt: skip
     assert next_command(run, given) == [
-        "resume", str(run), "task.name=my:Env", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1",
+        "resume", str(run), "task.name=my:Env", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "logger.mode=online",
     ]  # fmt: skip
