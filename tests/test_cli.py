@@ -353,7 +353,7 @@ def test_an_interrupt_is_a_flag_and_the_handlers_come_back():
 
 
 @pytest.mark.fault
-def test_a_run_that_is_summed_up_ends_at_a_signal(tmp_path):
+def test_a_run_that_is_summed_up_ends_at_a_signal(tmp_path, ctrl_c):
     """While a simulator is closed, which may hang, Ctrl-C and SIGTERM do what they did before the run."""
     before, seen = signal.getsignal(signal.SIGTERM), []
 

@@ -285,7 +285,7 @@ def test_each_call_of_an_environment_has_its_deadline():
         env.step(action)
 
 
-def test_outside_a_run_signals_do_what_they_did():
+def test_outside_a_run_signals_do_what_they_did(ctrl_c):
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     with watchdog.guarded():
         assert signal.getsignal(signal.SIGTERM) == before[1]
