@@ -31,7 +31,8 @@ def project(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
 
 def _project_scatter(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
     size = atoms.shape[0]
-    position = ((support - atoms[0]) / (atoms[1] - atoms[0])).clamp_(0, size - 1)  # in units of atoms
+    step = (atoms[-1] - atoms[0]) / (size - 1)  # of neighbours alone, it would be rounded too coarsely
+    position = ((support - atoms[0]) / step).clamp_(0, size - 1)  # in units of atoms
     lower = position.floor()
     upper_share = probs * (position - lower)
     index = lower.to(torch.int64)
