@@ -1,5 +1,6 @@
 """A run: budget, log, evaluations, checkpoints and callbacks around the tick."""
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -528,4 +529,9 @@ def _build(config: Config, env: VecEnv | None) -> Parts:
             given |= {k: f"task.{group}.{k}" for k in ("token_file", "cert", "key")}
         if error.setting in given:  # as the user wrote it
             raise ConfigError(given[error.setting], error.value, error.allowed) from error
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or re.search("(allocate|out of) memory", str(error)):
+            less = "algo.policy.hidden, algo.critic.hidden, replay.capacity or num_envs"
+            raise RunError(f"too little memory for this run: choose smaller {less} ({first_line(error)})") from None
         raise

@@ -41,6 +41,8 @@ CHOICES = {
     "cuda_graphs": ("auto", "on", "off"),
 }
 
+WIDEST = 65536  # of a layer
+
 # Numbers: (smallest, largest, is the smallest itself allowed). None in a nullable field is always allowed.
 RANGES: dict[str, tuple[float, float, bool]] = {
     "num_envs": (1, 1_000_000, True),
@@ -64,7 +66,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "algo.policy.saturation_penalty": (0, 1e3, True),
     **{f"algo.{net}.{k}": r for net in ("critic", "policy") for k, r in {
         "lr": (0, 1, False), "eps": (0, 1, False), "weight_decay": (0, 1, True), "grad_clip": (0, 1e9, False)}.items()},
-    "algo.encoder.features": (0, 65536, True),
+    "algo.encoder.features": (0, WIDEST, True),
     "algo.explore.low": (0, 10, True),
     "algo.explore.high": (0, 10, True),
     "algo.sac.alpha": (0, 100, False),
@@ -153,8 +155,8 @@ def validate(config: Config) -> Config:
             raise ConfigError(name, flat[name], "null, or a list of observation groups, each once: [policy,image]")
     for name in ("algo.critic.hidden", "algo.policy.hidden", "algo.encoder.channels"):
         widths, empty = flat[name], name != "algo.encoder.channels"  # no hidden layers: outputs straight from features
-        if widths is not None and not (min(widths) >= 1 if widths else empty):
-            raise ConfigError(name, widths, "a list of layer widths, each at least 1, such as [128,128]")
+        if widths is not None and not (1 <= min(widths) <= max(widths) <= WIDEST if widths else empty):
+            raise ConfigError(name, widths, f"a list of layer widths, each from 1 to {WIDEST}, such as [128,128]")
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
         if flat[name] is not None:
             resolve_device(flat[name], name)

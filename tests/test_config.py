@@ -145,7 +145,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("algo.critic.lr=0", "algo.critic.lr=0.0: expected a number above 0 up to 1"),
         ("algo.gamma=nan", "algo.gamma=nan: expected a finite number"),
         ("task.reward_scale=inf", "task.reward_scale=inf: expected a finite number"),
-        ("algo.policy.hidden=[64,0]", "algo.policy.hidden=[64, 0]: expected a list of layer widths, each at least 1"),
+        ("algo.policy.hidden=[64,0]", "algo.policy.hidden=[64, 0]: expected a list of layer widths, each from 1 to"),
         ("algo.encoder.channels=[]", "algo.encoder.channels=[]: expected a list of layer widths"),
         ("algo.encoder.kind=natur", "expected one of small, nature, resnet (did you mean nature?)"),
         ("algo.policy.eps=0", "algo.policy.eps=0.0: expected a number above 0 up to 1"),

@@ -29,7 +29,7 @@ from pql.files import read_yaml, walk
 from pql.jobs import next_command
 from pql.main import main
 from pql.registry import import_name
-from pql.reports import runs
+from pql.reports import runs, tell
 from pql.rundir import amend
 from pql.trust import TEXT, check_networks, check_task
 
@@ -105,6 +105,17 @@ MANIFESTS = [
     (put([-1], "config", "algo", "policy", "hidden"), "settings that make a policy of its size"),
     (put("x" * 100_000, "config", "algo", "policy", "hidden"), "algo.policy.hidden=xxxx"),
     (put([1] * 100_000, "config", "algo", "policy", "hidden"), "config: too many values"),
+    (put("ddpg\x1b]0;OWN\x07", "config", "algo", "name"), r"is not without control characters: ddpg\x1b]0;OWN\x07"),
+    (put("\ud800x", "config", "algo", "name"), r"config is not without control characters: \ud800x"),
+    (put("a\u202eb", "config", "task", "name"), r"config is not without control characters: a\u202eb"),
+    (put(1, "config", "task", "kwargs", "a\nb"), r"config is not without control characters: a\nb"),
+    (put("\x9b2J", "spec", "name"), r"spec is not without control characters: \x9b2J"),
+    (put("\x1b[2J", "kind"), "kind is not policy or resume"),
+    (put(float("nan"), "config", "eval", "epsilon"), "config is not without NaN"),
+    (put({"device": "cuda:0"}, "config", "task", "kwargs"), "task.kwargs.device=cuda:0: expected only what is"),
+    (put({"device": "cpu"}, "config", "task", "kwargs"), "task.kwargs.device=cpu: expected no such keyword"),
+    (put({"num_envs": 2}, "config", "task", "kwargs"), "task.kwargs.num_envs=2: expected no such keyword"),
+    (put({"name": "a"}, "config", "task", "kwargs"), "task.kwargs.name=a: expected no such keyword"),
 ]  # fmt: skip
 
 
@@ -324,7 +335,6 @@ TASKS: list[tuple[str, Any]] = [
     ("task.game", ":"),
     ("task.model", "\u0435vil:x"),
     ("task.kwargs.listen", "127.0.0.1:5555"),
-    ("task.kwargs.note", "a\x1b]0;b"),
 ]
 
 
@@ -381,6 +391,35 @@ def test_what_is_typed_anew_needs_no_trust(run: Path, mark: Path, capsys) -> Non
     plant(run, "algo.policy.net", None)
     for word in ("task.process.python=./evil", "task.name=evil_module:make", "task.kwargs.x=1"):
         assert "as the run has it" in refused(*command, word, capsys=capsys)  # it had none: it would be another run
+
+
+@pytest.mark.parametrize(("name", "value", "why"), [
+    ("algo.name", "ddpg\x1b]0;OWN\x07", "control characters"),
+    ("algo.policy.hidden", [2**30], "algo.policy.hidden=[1073741824]: expected a list of layer widths, each from 1 to"),
+])  # fmt: skip
+def test_a_resumed_run_is_refused_in_one_readable_line(run: Path, capsys, name: str, value: Any, why: str) -> None:
+    plant(run, name, value)
+    line = refused("resume", run, "budget.env_steps=900", capsys=capsys)
+    assert why in line
+    assert line.isprintable()
+
+
+def test_too_little_memory_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr("pql.session.build", refuse)
+    assert main(["resume", str(run), "budget.env_steps=900"]) == 1
+    assert capsys.readouterr().err.startswith("pql: too little memory for this run: choose smaller algo.policy.hidden")
+
+
+def test_a_report_shows_odd_facts_as_text(run: Path, capsys) -> None:
+    for facts in ({"cores": "x"}, {"cores": [1], "torch": 3, "gpu": {}}, {"cores": 2, "cpu": "\x1b[2J"}):
+        (run / "env.json").write_text(json.dumps(facts))
+        machine = runs.read([run])[0].machine
+    assert machine == "\\x1b[2J, 2 cores"
+    tell({"tasks": [], "notes": ["runs/a\x1b[2J: left out"]})  # a folder's name
+    assert "note: runs/a\\x1b[2J: left out" in capsys.readouterr().out
 
 
 def test_an_interpolation_is_neither_resolved_nor_kept(run: Path, monkeypatch, capsys) -> None:

@@ -385,6 +385,7 @@ def test_what_makes_a_tensor_of_nothing_takes_a_device() -> None:
     ("format", "other", "format is not pql-policy"), ("format_version", 9, "format_version 1 or older; this is 9"),
     ("format_version", "1", "format_version is not a whole number"), ("spec", None, "spec is not a mapping"),
     ("task", {"name": "x", "process": {"python": "./evil"}}, "task is not name, id"), ("inputs", [], "an action"),
+    ("algorithm", "a\x1b]0;OWN\x07", r"without control characters: a\x1b]0;OWN\x07"), ("family", "\ud800", r"\ud800"),
     ("task", {"name": "${oc.env:HOME}"}, "without interpolations"), ("action", {"kind": "box"}, "a kind and a size"),
     ("inputs", [{"name": "obs.policy", "shape": ["batch", 7], "dtype": "float32"}], "a group of spec.obs"),
     ("outputs", [{"name": "action", "shape": ["batch", 2], "dtype": "float32"}], "not as its metadata say"),

@@ -221,9 +221,10 @@ def task_of(settings: Mapping[str, Any]) -> str:
 
 def machine_of(facts: Mapping[str, Any]) -> str | None:
     """GPU, processor, the cores that it could use, and the version of torch, as far as they are told."""
-    cores = facts.get("cores") and f"{facts['cores']} core{'s' * (facts['cores'] > 1)}"
-    torch = facts.get("torch") and f"torch {facts['torch']}"
-    return ", ".join(k for k in (facts.get("gpu"), facts.get("cpu"), cores, torch) if k) or None
+    gpu, cpu, torch = (show(facts[k]) if isinstance(facts.get(k), str) else "" for k in ("gpu", "cpu", "torch"))
+    count = facts.get("cores")
+    cores = f"{count} core{'s' * (count > 1)}" if isinstance(count, int) and count else ""
+    return ", ".join(k for k in (gpu, cpu, cores, torch and f"torch {torch}") if k) or None
 
 
 def label(runs: Sequence[dict[str, Any]]) -> list[str]:
