@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pql import tensorfile
 from pql.errors import ConfigError, PqlWarning
-from pql.files import check_header, check_ordinary, read_json
+from pql.files import check_header, check_ordinary, create, read_json
 from pql.manifest import FORMAT, NewerFormatError, check_manifest
 from pql.types import Rows
 
@@ -107,7 +107,7 @@ def _write(folder: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
 
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     aside = folder / f".{MANIFEST}"
-    aside.write_text(json.dumps({**manifest, "manifest_sha256": _manifest_hash(manifest)}, indent=1))
+    create(aside, json.dumps({**manifest, "manifest_sha256": _manifest_hash(manifest)}, indent=1))
     sync(aside)
     aside.replace(folder / MANIFEST)
     sync(folder)
@@ -255,7 +255,7 @@ def find(
 
 def home(path: Path) -> Path:
     """The run directory of a checkpoint or an export; of one that was moved elsewhere, the folder it lies in."""
-    folder = path.resolve().parent
+    folder = Path(os.path.abspath(path)).parent  # links are not followed: they may lead anywhere
     return folder.parent if folder.name in ("checkpoints", "export") else folder
 
 

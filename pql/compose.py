@@ -6,6 +6,7 @@ Hydra's grammar is used here and in ``space.py`` alone, and imported only when c
 import dataclasses
 import re
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from pql.config.algorithms import RECORDS
 from pql.config.families import record_of, registered
 from pql.config.fields import condition_text, is_read, settings
 from pql.config.schema import nested
-from pql.errors import ConfigError, nearest, show
+from pql.errors import ConfigError, PqlWarning, nearest, show
 from pql.large_batch import large_batch
 from pql.presets import GROUPS, Layer, Presets
 from pql.trust import PYTHON, check_links, check_networks, check_task, names_code
@@ -240,6 +241,7 @@ def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) ->
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
 RESUMABLE_TOO = ("replay.save",)
+UPLOADING = "logger.mode"  # counts where it is typed: a run directory may be somebody else's
 
 
 def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) -> Config:
@@ -248,7 +250,7 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     Args:
         overrides: settings that name code may be among them, as they were: so they need not be trusted. The simulator's
             interpreter may be another one.
-        trust: the settings that name code, programs or paths are taken from the run as they are.
+        trust: the settings that name code, programs or paths, and uploads to wandb, are taken from the run as they are.
     Raises:
         ConfigError: no run there, an override that would make it another run, or settings that are not trusted.
     """
@@ -271,7 +273,26 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
         check_task(config, run_dir, values)
         check_networks(config, run_dir, values)
         check_links(run_dir)
+        if UPLOADING not in values:
+            config = _offline(config)
     return dataclasses.replace(config, run_dir=str(run_dir))
+
+
+def counts_when_typed(word: str) -> bool:
+    """Whether ``key=value`` is of a setting that a run directory cannot decide alone: to resume, it is typed again."""
+    name = word.partition("=")[0].strip().lstrip("+")
+    return names_code(name) or name == UPLOADING
+
+
+def _offline(config: Config) -> Config:
+    """With wandb's data on the disk alone: uploads go by the user's login, to a project that the config names."""
+    if (config.logger.kind, config.logger.mode) != ("wandb", "online"):
+        return config
+    what = (
+        f"wandb stays offline: that it uploads with your login is the run directory's word; {UPLOADING}=online says so"
+    )
+    warnings.warn(what, PqlWarning, stacklevel=3)
+    return dataclasses.replace(config, logger=dataclasses.replace(config.logger, mode="offline"))
 
 
 def _resolve(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:

@@ -31,13 +31,14 @@ def project(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
 
 def _project_scatter(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
     size = atoms.shape[0]
-    position = ((support - atoms[0]) / (atoms[1] - atoms[0])).clamp_(0, size - 1)  # in units of atoms
+    step = (atoms[-1] - atoms[0]) / (size - 1)  # of neighbours alone, it would be rounded too coarsely
+    position = ((support - atoms[0]) / step).clamp_(0, size - 1)  # in units of atoms
     lower = position.floor()
     upper_share = probs * (position - lower)
     index = lower.to(torch.int64)
-    out = probs.new_zeros(probs.shape[0], size)
+    out = probs.new_zeros(probs.shape[0], size + 1)  # above the last atom there is one for shares of nothing
     out.scatter_add_(1, index, probs - upper_share)
-    return out.scatter_add_(1, (index + 1).clamp_(max=size - 1), upper_share)
+    return out.scatter_add_(1, index + 1, upper_share)[:, :size]
 
 
 def _project_sums(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def simulator_of(task: str) -> str:
 
 def state_of(name: str) -> str:
     """ok, or what installs what this environment needs."""
-    from pql.errors import ConfigError
+    from pql.errors import ConfigError, first_line
     from pql.registry import find_factory
 
     try:
@@ -126,7 +126,7 @@ def state_of(name: str) -> str:
     except ConfigError as error:
         return error.allowed.rpartition(": ")[2]  # the command that installs it
     except Exception as error:  # installed, but broken: somebody else's package, as a rule
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return first_line(error)
 
 
 def robots() -> list[list[str]]:

@@ -4,7 +4,7 @@ import queue
 import statistics
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +18,9 @@ from pql.env import Discrete, EnvSpec, VecEnv, make_ready
 from pql.errors import ConfigError, HungError
 from pql.graph import clone_state
 from pql.machine import set_precision
-from pql.policy import Policy, open_stored
+from pql.policy import Policy, Stored, open_stored
 from pql.types import Obs
-from pql.watchdog import Limit, Watch
+from pql.watchdog import Limit, Watch, start_limit, step_limit
 
 LONGEST = 100_000  # steps, where an environment has no time limit
 CHECK_EVERY = 64  # steps between looks at whether all episodes have ended (a look is a host sync)
@@ -113,6 +113,7 @@ def run_episodes(
     obs = env.reset(seed)
     watchdog.touch()
     forget()
+    ended(0)
     explore = random_actions(env, epsilon, seed)
     n, device, judged = env.spec.num_envs, env.spec.device, "success" in env.spec.log
     total = n if episodes is None else episodes
@@ -281,31 +282,35 @@ class Evaluator:
         self._inbox.put(None)
         self._thread.join(timeout=0.0 if self.hung() else 5.0)
         if not self._thread.is_alive():  # else the simulator hangs, and closing it under a step could crash
-            self.env.close()
+            closing = f"closing {self.env.spec.name}"
+            with nullcontext() if self.start is None else watchdog.watching(closing, self.start):
+                self.env.close()
 
 
 def evaluate_saved(
-    path: Path, num_envs: int, episodes: int, seed: int, device: str, epsilon: float | None = None, trust: bool = False
-) -> dict[str, Any]:
+    path: Path, num_envs: int, episodes: int, seed: int, device: str, epsilon: float | None = None, trust: bool = False,
+    ended: Callable[[int], object] = lambda count: None,
+) -> dict[str, Any]:  # fmt: skip
     """Evaluate the policy of a run, checkpoint or export on an environment built from its own config.
+
+    A simulator that hangs ends it, by the deadlines of the run's ``placement``.
 
     Args:
         epsilon: share of random actions; None: as in the run's own evaluations.
         trust: also where it names code, a program or a path of its maker's (``docs/security.md``).
+        ended: is given the number of episodes that have ended, now and again.
     Returns:
         What ``pql eval`` writes: the measures, the extremes, and the episodes themselves.
     Raises:
         ConfigError: no policy there, or a damaged one.
+        HungError: the simulator hangs.
     """
-    found, policy, config = stored = open_stored(path, device, trust)
+    found, _, config = stored = open_stored(path, device, trust)
     set_precision(config.placement)
     num_envs = min(num_envs, episodes)
-    env = stored.make_env(num_envs)
-    try:
-        epsilon = config.eval.epsilon if epsilon is None else epsilon
-        result = run_episodes(env, policy, seed, episodes=episodes, epsilon=epsilon)
-    finally:
-        env.close()
+    epsilon = config.eval.epsilon if epsilon is None else epsilon
+    with watchdog.guarded():
+        result = _play(stored, num_envs, seed, episodes=episodes, epsilon=epsilon, ended=ended)
     return {
         "checkpoint": str(found), "task": config.task.title, "algo": config.algo.name, "seed": seed,
         "epsilon": epsilon,
@@ -315,6 +320,19 @@ def evaluate_saved(
         "returns": result.returns, "lengths": result.lengths,
         **({} if result.successes is None else {"successes": result.successes}),
     }  # fmt: skip
+
+
+def _play(stored: Stored, num_envs: int, seed: int, **options: Any) -> Evaluation:
+    """Episodes of a stored policy on environments that are made for them, under deadlines. ``options``: as of
+    :func:`run_episodes`."""
+    start, step = start_limit(stored.config.placement), step_limit(stored.config.placement)
+    env = stored.make_env(num_envs)
+    try:
+        with watchdog.watching("the evaluation", start, step):
+            return run_episodes(env, stored.policy, seed, **options)
+    finally:
+        with watchdog.watching(f"closing {env.spec.name}", start):
+            env.close()
 
 
 def evaluation_file(policy: Path, seed: int, episodes: int) -> Path:

@@ -28,6 +28,7 @@ from pql.manifest import EXPORT_FORMAT
 from pql.policy import POLICIES, Policy, policy_of, spec_to_dict
 from pql.program import UnknownOperatorError
 from pql.rundir import versions
+from pql.trust import check_links
 
 FORMATS = ("pt2", "onnx")
 PARITY_ROWS, TOLERANCE = 1000, 1e-5
@@ -89,6 +90,8 @@ def export_policy(
     tensors, manifest, source = checkpoint.find(Path(path), POLICIES)
     policy = policy_of(tensors, manifest, "cpu", trust)
     folder = Path(out).expanduser() if out is not None else checkpoint.home(source) / "export"
+    if out is None and not trust:
+        check_links(folder.parent, folder.name)
     return write(policy, describe(policy, manifest, source, scale), folder, formats)
 
 

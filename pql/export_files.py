@@ -6,6 +6,7 @@ operator set that is not ONNX's own. Everything that is refused is a ``ValueErro
 """
 
 import io
+import json
 import math
 import pickletools
 import re
@@ -43,7 +44,7 @@ def read_pt2(data: bytes, device: torch.device) -> tuple[Program, Any]:
     """
     try:
         members = read_members(data)
-        tensors = {k: v for folder in CONFIGS for k, v in _tensors(members, folder).items()}
+        tensors = {k: v for folder in CONFIGS for k, v in _tensors(members, folder, device).items()}
         return Program(parse_json(members[GRAPH]), tensors, device), parse_json(members[METADATA])
     except KeyError as error:
         raise ValueError(f"it lacks {error}") from error
@@ -53,10 +54,12 @@ def read_pt2(data: bytes, device: torch.device) -> tuple[Program, Any]:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def check_shapes(program: Program, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]]) -> None:
+def check_shapes(
+    program: Program, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], rows: int = 2
+) -> None:
     """As ``Program.check``, with every error a ``ValueError``: operators refuse what does not fit in many ways."""
     try:
-        program.check(inputs, outputs)
+        program.check(inputs, outputs, rows)
     except ValueError:
         raise
     except Exception as error:
@@ -110,26 +113,37 @@ def check_pickle(data: bytes) -> None:
             raise ValueError(f"a pickle of {str(arg)[:60]!r} among its sample inputs")
 
 
-def _tensors(members: Mapping[str, bytes], folder: str) -> dict[str, Tensor]:
-    """Weights or constants by name, from raw bytes."""
-    out = {}
+def _tensors(members: Mapping[str, bytes], folder: str, device: torch.device) -> dict[str, Tensor]:
+    """Weights or constants by name, from raw bytes: no more in all than there are, but for names of the same one."""
+    out, made, whole = {}, dict[str, Tensor](), dict[str, bytearray]()
+    left = sum(len(data) for name, data in members.items() if name.startswith(folder) and TENSOR.fullmatch(name))
     for name, entry in parse_json(members[CONFIGS[folder]])["config"].items():
         path = folder + str(entry["path_name"])
         if entry["use_pickle"] is not False or not TENSOR.fullmatch(path):
             raise ValueError(f"{name[:60]!r} pickled")
-        out[name] = _tensor(members[path], entry["tensor_meta"])
+        key = json.dumps([path, entry["tensor_meta"]], sort_keys=True)
+        if key not in made:
+            if path not in whole:
+                whole[path] = bytearray(members[path])
+            view = _tensor(whole[path], entry["tensor_meta"])
+            left -= view.numel() * view.itemsize
+            if left < 0:
+                raise ValueError("more tensors than data")
+            made[key] = view.to(device, copy=True)
+        out[name] = made[key]
     return out
 
 
-def _tensor(data: bytes, meta: Mapping[str, Any]) -> Tensor:
+def _tensor(data: bytearray, meta: Mapping[str, Any]) -> Tensor:
+    """A view of the data."""
     dtype = DTYPES[meta["dtype"]]
     sizes, strides = ([int(part["as_int"]) for part in meta[key]] for key in ("sizes", "strides"))
     if math.prod(sizes) * dtype.itemsize > len(data) or min((*sizes, *strides, 0)) < 0:
         raise ValueError("a tensor larger than its data")
     if not data:
         return torch.empty(sizes, dtype=dtype)
-    whole = torch.frombuffer(bytearray(data), dtype=dtype)
-    return whole.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"])).clone()
+    whole = torch.frombuffer(data, dtype=dtype)
+    return whole.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"]))
 
 
 # -- ONNX -------------------------------------------------------------------------------------------------------------

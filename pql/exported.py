@@ -100,7 +100,16 @@ def _open_pt2(path: Path, data: bytes, device: torch.device, trust: bool) -> tup
     program, metadata = read_pt2(data, device)
     check_export(metadata)
     check_shapes(program, metadata["inputs"], metadata["outputs"])
-    return (lambda inputs: program(*inputs)), metadata
+
+    def function(inputs: Sequence[Tensor]) -> list[Tensor]:
+        rows = inputs[0].shape[0]
+        try:
+            check_shapes(program, metadata["inputs"], metadata["outputs"], rows)
+        except ValueError as error:
+            raise ConfigError("policy", path, f"a policy that acts for {rows:,} environments ({error})") from error
+        return program(*inputs)
+
+    return function, metadata
 
 
 def _load_pt2(data: bytes, device: torch.device) -> tuple[Function, dict[str, Any]]:

@@ -31,6 +31,13 @@ def read_bytes(path: Path, most: int) -> bytes:
     return data
 
 
+def create(path: Path, text: str) -> None:
+    """A new file in place of what has that name; a link is replaced, not followed. Raises ``OSError``."""
+    path.unlink(missing_ok=True)
+    with path.open("x") as file:  # which follows no link either
+        file.write(text)
+
+
 def check_ordinary(path: Path) -> None:
     """Raises ``ValueError`` for what is there and is no ordinary file: reading a pipe would never end."""
     if path.exists() and not path.is_file():

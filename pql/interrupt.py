@@ -22,7 +22,8 @@ def asked() -> bool:
 class Interrupt:
     """While it is entered, the first Ctrl-C or SIGTERM sets ``asked``; a second Ctrl-C leaves the process with 130.
 
-    Entering it again inside itself, or on any thread but the main one, does nothing.
+    Entering it again inside itself, or on any thread but the main one, does nothing. After :meth:`release` signals do
+    what they did before.
 
     Args:
         message: written when the first comes.
@@ -31,13 +32,14 @@ class Interrupt:
     def __init__(self, message: bytes = MESSAGE) -> None:
         self.asked, self._message = False, message
         self._before: dict[int, Any] = {}
-        self._depth = 0
+        self._depth, self._released = 0, False
         self._thrown: Exception | None = None
 
     def __enter__(self) -> "Interrupt":
         self._depth += 1
         if self._depth == 1:
             _entered.append(self)
+            self._released = False
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -49,6 +51,14 @@ class Interrupt:
             for number, handler in self._before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             self._before = {}
+
+    def release(self) -> None:
+        """From here on nobody looks at ``asked``: signals do what they did before this was entered. SIGTERM then ends
+        the process, as a rule, also where native code hangs. :meth:`throw` still works."""
+        self._released = True
+        if self._before:
+            before = self._before[signal.SIGTERM]
+            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
     def throw(self, error: Exception) -> bool:
         """Raise ``error`` on the main thread, as soon as that is in Python. False: no handler of this is in place."""
@@ -62,6 +72,13 @@ class Interrupt:
         if self._thrown is not None:
             error, self._thrown = self._thrown, None
             raise error
+        if self._released:
+            before = self._before[number]
+            if callable(before):
+                before(number, frame)
+            elif before is not signal.SIG_IGN:
+                raise KeyboardInterrupt
+            return
         # Bare writes: print's buffer, or the live panel's lock, may be in use by the very code that was interrupted.
         if self.asked and number == signal.SIGINT:
             if sys.stdout.isatty():

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import IO, Any
 
 from pql import checkpoint, claim, rundir
+from pql.compose import counts_when_typed
 from pql.errors import ConfigError
-from pql.trust import names_code
 
 PROGRAM = (sys.executable, "-m", "pql.main")
 INTERRUPTED = 130
@@ -35,7 +35,7 @@ def next_command(run_dir: Path, words: Sequence[str]) -> list[str] | None:
         return None
     if state == "interrupted":
         if checkpoint.resume_points(run_dir / "checkpoints") or claim.holder(run_dir) is not None:
-            return ["resume", str(run_dir), *(w for w in words if names_code(w.partition("=")[0].strip().lstrip("+")))]
+            return ["resume", str(run_dir), *filter(counts_when_typed, words)]
         lost = run_dir.parent / ".lost" / f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         lost.parent.mkdir(exist_ok=True)
         run_dir.rename(lost)

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from pql.config import BudgetConfig, Config, to_dict
 from pql.console import WIDTH, Console, Row
-from pql.errors import ConfigError, PqlWarning
+from pql.errors import ConfigError, PqlWarning, first_line
+from pql.files import check_ordinary, create
 from pql.rundir import Summary
 
+LINE = 1 << 20  # characters of a row, at most: none is near that
 PATIENCE = 5.0  # seconds that the end of a run waits for wandb
 
 
@@ -40,6 +42,9 @@ class Jsonl:
     Args:
         resumed_at: env steps at which a resumed run goes on. Rows beyond them, which it will write again, and a line
             that was cut off are dropped.
+
+    Raises:
+        ConfigError: the file of a resumed run is no ordinary one.
     """
 
     def __init__(self, path: Path, resumed_at: int | None = None):
@@ -54,13 +59,17 @@ class Jsonl:
 
     @staticmethod
     def _trim(path: Path, steps: int) -> None:
-        kept = []
-        for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                if json.loads(line)["steps/env"] <= steps:
-                    kept.append(line + "\n")
+        try:
+            check_ordinary(path)
+        except ValueError as error:
+            raise ConfigError("run", path.parent, f"a run with metrics that can be read ({error})") from error
         aside = path.with_name(f".{path.name}")
-        aside.write_text("".join(kept))
+        create(aside, "")
+        with path.open(errors="replace") as file, aside.open("a") as kept:
+            while line := file.readline(LINE):
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                    if json.loads(line)["steps/env"] <= steps:
+                        kept.write(line.rstrip("\n") + "\n")
         aside.replace(path)
 
     def write(self, row: Row) -> None:
@@ -181,7 +190,7 @@ class Sinks:
                 sink.write(row)
             except Exception as error:
                 if sink not in self.failed:
-                    what = f"{type(sink).__name__}: {type(error).__name__}: {error}"
+                    what = f"{type(sink).__name__}: {first_line(error)}"
                     warnings.warn(f"a log is incomplete, the run goes on: {what}", PqlWarning, stacklevel=2)
                 self.failed.add(sink)
 
@@ -238,23 +247,29 @@ ADVICE = {
 }
 
 
-def closing_words(summary: Summary, busy: Row, seconds: float, ticks: int, budget: BudgetConfig) -> str:
+def closing_words(
+    summary: Summary, busy: Row, seconds: float, ticks: int, budget: BudgetConfig, policy: bool = True,
+    point: bool = True,
+) -> str:  # fmt: skip
     """The last lines of a run: what came out, what bounded it, where it is, what to type next.
 
     Args:
         busy: seconds of work by worker in this sitting, whose ``ticks`` took ``seconds``.
+        policy, point: whether a policy and a resume point are on the disk: no command is named that would find none.
     """
     score = "not evaluated" if summary.return_mean is None else scores(summary)
     run = shlex.quote(summary.run_dir)
+    ended = f"interrupted{', saved' if point or policy else ''}" if summary.interrupted else "done"
+    again = f"pql resume {run}{'' if summary.interrupted else more(summary, budget)}"
+    commands = [*([f"pql eval {run}"] if policy else []), *([again] if point else [])]
     return "\n".join([
-        f"{'interrupted, saved' if summary.interrupted else 'done'}: {score}",
+        f"{ended}: {score}",
         f"{summary.seconds:,.0f} s, {summary.env_steps:,} env steps, {summary.updates_v:,} critic and "
         f"{summary.updates_p:,} policy updates",
         bounded(busy, seconds) if ticks else idle(summary),
         f"run: {summary.run_dir}",
-        f"policy: {summary.checkpoint}",
-        f"next: pql eval {run}",
-        f"      pql resume {run}{'' if summary.interrupted else more(summary, budget)}",
+        *([f"policy: {summary.checkpoint}"] if policy else []),
+        *(f"{' ' * 6 if i else 'next: '}{command}" for i, command in enumerate(commands)),
     ])  # fmt: skip
 
 

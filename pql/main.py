@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pql import __version__
 from pql.actor import command as actor_command
 from pql.api import launch
 from pql.errors import ConfigError, HungError, PqlError, PqlWarning, nearest, with_cause
@@ -120,6 +121,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     top = Parser(prog="pql", description="Parallel Q-Learning on massively parallel simulators.")
+    top.add_argument("--version", action="version", version=f"pql {__version__}")
     sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
     train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
@@ -222,6 +224,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
 
 def run_eval(args: argparse.Namespace) -> int:
+    from pql.console import Console
     from pql.evaluation import evaluate_saved, evaluation_file
     from pql.validate import EPISODES, limits, resolve_device
 
@@ -234,15 +237,16 @@ def run_eval(args: argparse.Namespace) -> int:
     out = Path(asked["out"]).expanduser() if "out" in asked else None
     if out:
         check_writable(out)  # before the episodes, not after
-    row = evaluate_saved(
-        Path(args.path),
-        asked["num_envs"],
-        asked["episodes"],
-        asked["seed"],
-        device,
-        asked.get("epsilon"),
-        args.trust,
-    )
+    ended: list[int] = []
+
+    def far() -> str:
+        return f"{ended[-1]} of {asked['episodes']} episodes" if ended else "starting"
+
+    with contextlib.closing(Console("pql eval", {})) as console, console.doing("evaluation", far):
+        row = evaluate_saved(
+            Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device, asked.get("epsilon"),
+            args.trust, ended.append,
+        )  # fmt: skip
     print_evaluation(row)
     if row["episodes"] < asked["episodes"]:
         print(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pql.errors import UNSEEN, printable
 from pql.files import check_tree, walk
 
 FORMAT = 2  # 1: replays and their priorities in full, however little they held
@@ -41,21 +42,33 @@ def check_manifest(data: Any, kinds: Sequence[str]) -> None:
         return
     _need(data.get("kind") in kinds, "kind", " or ".join(kinds))
     check_settings("config", data.get("config"))
+    check_texts("spec", data.get("spec"))
     check_spec(data.get("spec"))
     _check_counters(data.get("counters", {}), ("ticks", "seconds") if data["kind"] == "resume" else ())
 
 
 def check_settings(name: str, settings: Any) -> None:
-    """A config, or a part of one, as it is saved: with values, and no ``${...}`` that would be looked up elsewhere.
-    Raises ``ValueError``."""
+    """A config, or a part of one, as it is saved: with values, no ``${...}`` that would be looked up elsewhere, and
+    what :func:`check_texts` refuses. Raises ``ValueError``."""
     _need(isinstance(settings, dict), name, "a mapping")
     try:
         check_tree(settings, values=SETTINGS)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    for _, value in walk(settings):
-        for text in (value, *value) if isinstance(value, dict) else (value,):
-            _need(not (isinstance(text, str) and "${" in text), name, f"without interpolations: {text!s:.60}")
+    for text in check_texts(name, settings):
+        _need("${" not in text, name, f"without interpolations: {text:.60}")
+
+
+def check_texts(name: str, data: Any) -> list[str]:
+    """All texts of nested lists and mappings. Raises ``ValueError`` for one that a terminal would act on, and for a
+    number that is none."""
+    texts = []
+    for _, value in walk(data):
+        _need(value == value, name, "without NaN")
+        texts += [text for text in (value, *(value if isinstance(value, dict) else ())) if isinstance(text, str)]
+    for text in texts:
+        _need(not UNSEEN.search(text), name, f"without control characters: {printable(text):.60}")
+    return texts
 
 
 def check_version(name: str, value: Any, known: int) -> None:
@@ -90,6 +103,7 @@ def check_export(data: Any) -> None:
     """An export's metadata. Raises as :func:`check_manifest`."""
     types = {"algorithm": str, "family": str, "inputs": list, "outputs": list, "action": dict, "task": dict}
     check_mapping("the metadata", data, {"format": str, **types})
+    check_texts("the metadata", data)
     _need(data["format"] == "pql-policy", "format", "pql-policy")
     check_version("format_version", data.get("format_version"), EXPORT_FORMAT)
     check_settings("task", data["task"])

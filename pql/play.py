@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pql.errors import ConfigError
 from pql.machine import set_precision
 from pql.policy import Stored, open_stored
 from pql.validate import EPISODES, STEPS, limits, resolve_device
+from pql.watchdog import Timed, guarded
 
 LONGEST = 1000  # steps of an episode, where neither the environment nor the user sets a limit
 FRAMES_PER_SECOND = 30  # at most about this many: faster simulators are shown at every k-th step
@@ -54,6 +55,7 @@ def record_video(
         trust: also where it names code, a program or a path of its maker's (``docs/security.md``).
     Raises:
         ConfigError: no policy there, an environment without pictures, a missing package.
+        HungError: the simulator hangs, by the deadlines of the run's ``placement``.
     """
     check_numbers(episodes, steps, width, height, seed)
     imageio, frames, size = _imageio(), 0, (0, 0)
@@ -96,13 +98,17 @@ def watch(
 
 
 class Stage:
-    """One environment and the policy that acts in it."""
+    """One environment and the policy that acts in it. While it is there, a simulator that hangs ends the command."""
 
     def __init__(self, path: str | Path, seed: int, device: str, trust: bool = False):
         stored = open_stored(path, resolve_device(device), trust)
         set_precision(stored.config.placement)
         self.source, self.policy = stored.path, stored.policy
-        self.env: Any = filmed_env(stored)
+        with ExitStack() as opened:  # closed again if a later step fails
+            opened.enter_context(guarded())
+            self.env: Any = Timed(filmed_env(stored), stored.config.placement)
+            opened.callback(self.env.close)
+            self.closing = opened.pop_all()
         self.seed = seed
         self.returns: list[float] = []
         self.lengths: list[int] = []
@@ -111,7 +117,7 @@ class Stage:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.env.close()
+        self.closing.close()
 
     def default_file(self) -> Path:
         return checkpoint.home(self.source) / "videos" / f"{self.source.resolve().name}-seed{self.seed}.mp4"

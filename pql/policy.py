@@ -5,7 +5,7 @@ What a policy checkpoint holds is ``Policy.state_dict()``: the network and the n
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
@@ -23,8 +23,9 @@ from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
 from pql.errors import ConfigError, show
 from pql.nets import Flat, groups_read
 from pql.normalize import Normalizer
-from pql.trust import check_links, check_networks, check_task
+from pql.trust import NETWORKS, check_links, check_networks, check_task
 from pql.types import Obs, column
+from pql.watchdog import start_limit, watching
 
 if TYPE_CHECKING:
     from pql.exported import ExportedPolicy
@@ -198,15 +199,17 @@ class Stored(NamedTuple):
         """Environments of its task, in this process and where the policy is; ``kwargs`` on top of the task's own."""
         task = replace(self.config.task, kwargs={**self.config.task.kwargs, **kwargs}, remote={})
         device = str(self.policy.device)
-        return build_env(replace(self.config, task=task, device=device, placement=PlacementConfig()), num_envs)
+        with watching(f"building {task.title}", start_limit(self.config.placement)):
+            return build_env(replace(self.config, task=task, device=device, placement=PlacementConfig()), num_envs)
 
 
 def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> Stored:
     """Find and load a policy whose task is to be built; see :func:`load_policy`. ``trust`` goes for both."""
     stored = _open(path, device, trust)
     if not trust:
-        check_task(stored.config, path)
-        check_links(checkpoint.home(stored.path))
+        here = replace(stored.config, task=replace(stored.config.task, remote={}))  # as ``make_env`` builds it
+        check_task(here, path)
+        check_links(checkpoint.home(stored.path), "evaluations", "videos")
     return stored
 
 
@@ -226,10 +229,17 @@ def _open(path: str | Path, device: str | torch.device, trust: bool) -> Stored:
 
 
 def policy_of(
-    tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], device: str | torch.device, trust: bool = False
+    tensors: Mapping[str, Tensor],
+    manifest: Mapping[str, Any],
+    device: str | torch.device,
+    trust: bool = False,
+    given: Collection[str] = (),
 ) -> Policy:
-    """The policy in a loaded checkpoint of either kind. ``trust``: also one of networks that it names by module.
+    """The policy in a loaded checkpoint of either kind.
 
+    Args:
+        trust: also one of networks that it names by module.
+        given: settings of networks that the user typed, which are not looked at.
     Raises:
         ConfigError: settings that no run could have been made with.
         CorruptCheckpointError: tensors that are not finite, or not those of such a policy.
@@ -237,7 +247,7 @@ def policy_of(
     check_finite(tensors, manifest)
     config, found = from_dict(manifest["config"]), _policy_tensors(tensors, manifest)
     if not trust:
-        check_networks(config, manifest["spec"]["name"])
+        check_networks(config, manifest["spec"]["name"], given)
     try:
         with Allowance(found.values()):
             policy = fresh_policy(config, spec_from_dict(manifest["spec"]), device)
@@ -304,10 +314,12 @@ def init_from(parts: Parts, source: Path) -> None:
             raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
     whole = manifest["kind"] == "resume"
     theirs = dict(leaves(from_dict(manifest["config"])))
-    for name, value in deciding(parts.config, whole or not reads(parts.config, "algo.policy.hidden")).items():
+    same = deciding(parts.config, whole or not reads(parts.config, "algo.policy.hidden"))
+    mine = dict(leaves(parts.config))
+    for name, value in {**same, **{n: mine[n] for n in NETWORKS if n in mine}}.items():
         if value != theirs.get(name, value):
             raise ConfigError(name, value, f"{show(theirs[name])}, as in init_from={source}")
-    policy = policy_of(tensors, manifest, "cpu", trust=True).state_dict()["policy"]  # its networks are this run's
+    policy = policy_of(tensors, manifest, "cpu", given=NETWORKS).state_dict()["policy"]  # which are this run's
     parts.policy.load_state_dict(policy)
     for worker, learner in parts.learners.items():
         networks = _networks(learner.state)

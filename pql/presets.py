@@ -87,12 +87,12 @@ class Presets:
                     tree = {"name": Path(chosen["algo"]).stem, **tree}
                 yield Layer(f"{group}/{name}.yaml", tree if group in WHOLE else {group: tree})
         algo, scale = chosen["algo"], chosen["scale"]
-        tuned = [*self.tuned([scale], algo)]
+        tuned = [*self.tuned([scale], algo, scale)]
         if not tuned:
-            there = [s for s in self.names("scale") if [*self.tuned([s], algo)]]
+            there = [s for s in self.names("scale") if [*self.tuned([s], algo, s)]]
             raise ConfigError("scale", scale, f"one of {', '.join(there)}: algo={algo} has no settings for another")
         yield from tuned
-        yield from self.tuned(self.line("task", chosen["task"]), algo)
+        yield from self.tuned(self.line("task", chosen["task"]), algo, scale)
 
     def line(self, group: str, name: str) -> list[str]:
         """A preset and those that it is like, directly or not."""
@@ -112,23 +112,30 @@ class Presets:
                 return str(family)
         return "ddpg"
 
-    def tuned(self, places: Sequence[str], algo: str) -> Iterator[Layer]:
-        """The settings of an algorithm at a scale or on a task, weakest first; of several ``places`` the first's."""
+    def tuned(self, places: Sequence[str], algo: str, scale: str) -> Iterator[Layer]:
+        """The settings of an algorithm at a scale or on a task, weakest first; of several ``places`` the first's.
+
+        Args:
+            scale: whose part of a task's file, below ``scales``, comes after the rest of it.
+        """
         family = self.family(algo)
         for name in (n for n in self.line("algo", algo) if self.family(n) == family):
             for place in places:
                 if (found := self._tuned_tree(place, name)) is not None:
-                    yield from self._extended(place, name, found)
+                    yield from self._extended(place, name, found, scale)
                     return
 
-    def _extended(self, place: str, algo: str, tree: Mapping[str, Any]) -> Iterator[Layer]:
+    def _extended(self, place: str, algo: str, tree: Mapping[str, Any], scale: str) -> Iterator[Layer]:
         if (base := tree.get(LIKE)) is not None:
             there, _, name = base.rpartition("/")
             found = self._tuned_tree(there or place, name)
             if found is None:
                 raise ConfigError(f"tuned/{place}/{algo}.yaml: {LIKE}", base, "ALGO, or PLACE/ALGO, with such a file")
-            yield from self._extended(there or place, name, found)
-        yield Layer(f"tuned/{place}/{algo}.yaml", {k: v for k, v in tree.items() if k != LIKE})
+            yield from self._extended(there or place, name, found, scale)
+        file = f"tuned/{place}/{algo}.yaml"
+        yield Layer(file, {k: v for k, v in tree.items() if k not in (LIKE, SCALES)})
+        if (own := (tree.get(SCALES) or {}).get(scale)) is not None:
+            yield Layer(f"{file}: {SCALES}.{scale}", own)
 
     def _tuned_tree(self, place: str, algo: str) -> Mapping[str, Any] | None:
         for folder in self.folders:

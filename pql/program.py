@@ -9,7 +9,8 @@ The JSON is torch's schema of exported programs, major version 8 (``torch/_expor
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from torch import Tensor
 
 SCHEMA = 8
 NODES = 20_000
-ELEMENTS = 1 << 26  # of one tensor, for a batch of two
+ELEMENTS = 1 << 26  # of all tensors that it makes, for a batch of two
+FROM_STORED = 8  # so often may what is stored be looked at, or copied, besides
+EACH = 256  # elements as which a tensor itself counts
+PIECES = 1 << 16  # into which one may be split, beyond the batch's rows
+SIZE = 1 << 62
 
 NAMES = """
 _adaptive_avg_pool2d _log_softmax _softmax _to_copy _unsafe_view abs acos acosh adaptive_avg_pool1d
@@ -40,9 +45,25 @@ where zero zeros zeros_like
 """
 OPERATORS = frozenset(NAMES.split())
 """Of ``torch.ops.aten``: none touches a file, a process or memory that is not its own. Also in place (``relu_``)."""
+RETURNS = ("Tensor", "List[Tensor]")  # what they return: others of the same names calculate with texts and lists
+SPLIT = ("aten::chunk", "aten::split", "aten::split_with_sizes", "aten::unbind")
 CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")  # of what the exporter assumed: left out
-OF_SIZES: dict[str, Callable[..., Any]] = {
-    f"_operator.{f.__name__}": f
+
+
+def of_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for whole numbers and truth values alone, below ``SIZE``: others can grow without bound."""
+
+    def checked(*values: Any) -> Any:
+        result = function(*values) if all(type(value) in (int, bool) for value in values) else None
+        if result is None or not -SIZE < result < SIZE:
+            raise ValueError(f"{function.__name__} of what is no size")
+        return result
+
+    return checked
+
+
+OF_SIZES = {
+    f"_operator.{f.__name__}": of_sizes(f)
     for f in (
         operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.eq,
         operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
@@ -79,6 +100,7 @@ class Program:
             raise ValueError(f"schema {model['schema_version']['major']!s:.9}, not {SCHEMA}: export it anew")
         module = model["graph_module"]
         self.device, self._fixed, self._free = device, dict[str, Tensor](), list[str]()
+        self._used = dict[int, int]()  # elements on the way, by rows
         for spec in module["signature"]["input_specs"]:
             ((kind, entry),) = spec.items()
             if kind == "user_input":
@@ -94,16 +116,49 @@ class Program:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         return self.graph.run({**self._fixed, **dict(zip(self._free, inputs, strict=True))})
 
-    def check(self, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]]) -> None:
+    def check(self, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], rows: int = 2) -> None:
         """Raises ``ValueError`` where tensors of these names, shapes and types (an export's metadata) do not go in and
-        come out, or one on the way would fill the memory. Nothing is computed: only shapes are."""
-        shown = [torch.empty(2, *i["shape"][1:], dtype=getattr(torch, i["dtype"]), device="meta") for i in inputs]
+        come out, or those on the way would fill the memory. Nothing is computed: only shapes are.
+
+        Args:
+            rows: of the batch; first 2. Others may take as much more as they have more rows; each is looked at once.
+        """
+        if rows in self._used:
+            return
+        stored = sum(value.numel() for value in self._fixed.values())
+        most = ELEMENTS + FROM_STORED * stored if rows == 2 else self._used[2] * max(rows, 2) // 2
+        meter = Meter(most, rows)
+        shown = [torch.empty(rows, *i["shape"][1:], dtype=getattr(torch, i["dtype"]), device="meta") for i in inputs]
         fixed = {name: value.to("meta") for name, value in self._fixed.items()}
         given = dict(zip(self._free, shown, strict=True))
-        found = Graph(self.graph.data, torch.device("meta")).run({**fixed, **given}, ELEMENTS)
+        found = Graph(self.graph.data, torch.device("meta")).run({**fixed, **given}, meter)
         for tensor, told in zip(found, outputs, strict=True):
-            if [*tensor.shape] != [2, *told["shape"][1:]] or tensor.dtype != getattr(torch, told["dtype"]):
+            if [*tensor.shape] != [rows, *told["shape"][1:]] or tensor.dtype != getattr(torch, told["dtype"]):
                 raise ValueError(f"{told['name']} is {list(tensor.shape)}, not as its metadata say")
+        self._used[rows] = most - meter.left
+
+
+class Meter:
+    """Counts the elements of the tensors that a graph makes of shapes alone. Both: ``ValueError`` beyond ``most``."""
+
+    def __init__(self, most: int, rows: int):
+        self.left, self.pieces = most, max(PIECES, rows)
+
+    def before(self, function: Any, given: Iterable[Any]) -> None:
+        """An operator that splits a tensor makes objects by the axis's length before they can be counted."""
+        if getattr(getattr(function, "_schema", None), "name", "") in SPLIT:
+            for value in given:
+                if isinstance(value, Tensor) and max(value.shape, default=0) > self.pieces:
+                    raise ValueError(f"more than {self.pieces:,} pieces")
+
+    def after(self, result: Any) -> None:
+        for one in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(one, Tensor):
+                self.left -= one.numel() + EACH
+                if one.device.type != "meta":
+                    raise ValueError("a tensor on a device of its own")
+                if self.left < 0:
+                    raise ValueError(f"more elements than its size justifies, at a tensor of {math.prod(one.shape):,}")
 
 
 class Graph:
@@ -121,29 +176,36 @@ class Graph:
     def _graphs(self, node: Mapping[str, Any]) -> "list[Graph]":
         return [Graph(i["arg"]["as_graph"]["graph"], self.device) for i in node["inputs"] if "as_graph" in i["arg"]]
 
-    def run(self, values: dict[str, Any], most: int | None = None) -> list[Tensor]:
-        """The outputs. Raises ``ValueError`` for a tensor of more than ``most`` elements on the way."""
+    def run(self, values: dict[str, Any], meter: Meter | None = None) -> list[Tensor]:
+        """The outputs. Raises ``ValueError`` where ``meter`` does."""
         for (function, inputs, outputs), node in zip(self.steps, self.data["nodes"], strict=True):
             if function is None:
                 continue
             if function is AUTOCAST:
-                result: Any = self._autocast(self.inner[id(node)][0], inputs, values, most)
+                result: Any = self._autocast(self.inner[id(node)][0], inputs, values, meter)
             else:
                 args = [self._value(i["arg"], values) for i in inputs if i["kind"] != 2]
-                result = function(*args, **{i["name"]: self._value(i["arg"], values) for i in inputs if i["kind"] == 2})
-            _keep(outputs, result, values, most)
+                named = {i["name"]: self._value(i["arg"], values) for i in inputs if i["kind"] == 2}
+                if takes_device(function):
+                    named["device"] = self.device
+                if meter is not None:
+                    meter.before(function, [*args, *named.values()])
+                result = function(*args, **named)
+                if meter is not None:
+                    meter.after(result)
+            _keep(outputs, result, values)
         return [values[name] for name in self.outputs]
 
     def _autocast(
-        self, inner: "Graph", inputs: Sequence[Any], values: dict[str, Any], most: int | None
+        self, inner: "Graph", inputs: Sequence[Any], values: dict[str, Any], meter: Meter | None
     ) -> list[Tensor]:
         """Part of a graph in, or out of, mixed precision: (device, type, on, cached, graph, *arguments)."""
         args = [None if "as_graph" in i["arg"] else self._value(i["arg"], values) for i in inputs]
         given = dict(zip(inner.names, args[5:], strict=True))
         if self.device.type not in ("cpu", "cuda"):
-            return inner.run(given, most)
+            return inner.run(given, meter)
         with torch.autocast(self.device.type, args[1], enabled=bool(args[2]), cache_enabled=bool(args[3])):
-            return inner.run(given, most)
+            return inner.run(given, meter)
 
     def _value(self, argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
         """An argument as torch takes it. Devices are this program's, whatever the file says."""
@@ -187,7 +249,18 @@ def find(target: Any) -> Any:
         return None
     if name.removesuffix("_") not in OPERATORS or "out" in overload:
         raise UnknownOperatorError(f"the operator {target[:60]}, which pql's own networks do not use")
-    return getattr(getattr(torch.ops.aten, name), overload)
+    function = getattr(getattr(torch.ops.aten, name), overload)
+    returns = [str(r.type) in RETURNS for r in function._schema.returns]
+    if name != "sym_size" and (not returns or not all(returns)):
+        raise UnknownOperatorError(f"the operator {target[:60]}, which gives no tensor")
+    return function
+
+
+@cache
+def takes_device(function: Any) -> bool:
+    """Whether an operator has a keyword for the device of what it makes: without it, that would be the CPU."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and any(a.name == "device" and a.kwarg_only for a in schema.arguments)
 
 
 def _name(entry: Mapping[str, Any]) -> str:
@@ -209,7 +282,7 @@ def _part(entry: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     raise ValueError(f"an argument of the kind {kind!s:.20}")
 
 
-def _keep(outputs: Sequence[Mapping[str, Any]], result: Any, values: dict[str, Any], most: int | None) -> None:
+def _keep(outputs: Sequence[Mapping[str, Any]], result: Any, values: dict[str, Any]) -> None:
     """Put an operator's result under the names that the graph has for it."""
     names: list[Any] = []
     for entry in outputs:
@@ -217,8 +290,5 @@ def _keep(outputs: Sequence[Mapping[str, Any]], result: Any, values: dict[str, A
         names += value if kind in ("as_tensors", "as_sym_ints") else [value if kind != "as_none" else None]
     results = [result] if not isinstance(result, list | tuple) else list(result)
     for name, one in zip(names, results, strict=True) if names else ():
-        if name is None:
-            continue
-        if most is not None and isinstance(one, Tensor) and one.numel() > most:
-            raise ValueError(f"a tensor of {math.prod(one.shape):,} elements")
-        values[name.get("name", name.get("as_name"))] = one
+        if name is not None:
+            values[name.get("name", name.get("as_name"))] = one

@@ -25,7 +25,7 @@ from pql import checkpoint
 from pql.build import Parts
 from pql.config import Config, changed, leaves
 from pql.config.fields import settings
-from pql.errors import ConfigError, HungError, PqlError, RunError, show
+from pql.errors import ConfigError, HungError, PqlError, RunError, first_line, show
 from pql.jobs import end_with_parent
 from pql.machine import available_cores, thread_counts
 from pql.nets import Flat
@@ -342,8 +342,7 @@ def _reached(error: BaseException | None) -> bool:
 
 def _words(error: BaseException) -> str:
     """One line."""
-    told = str(error) if isinstance(error, PqlError) else f"{type(error).__name__}: {error}"
-    return told.splitlines()[-1]
+    return str(error).splitlines()[-1] if isinstance(error, PqlError) else first_line(error)
 
 
 def _networks(state: Any) -> list[Tensor]:

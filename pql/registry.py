@@ -89,6 +89,8 @@ def import_name(setting: str, name: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     try:
+        if odd := [part for part in (*module.split("."), *attribute.split(".")) if not part.isidentifier()]:
+            raise ValueError(f"{odd[0]!r} is no name in Python")
         with _working_directory_first():
             found: Any = importlib.import_module(module)
         for part in attribute.split("."):

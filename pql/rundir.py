@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pql.claim import Claim, claim, claim_new
 from pql.config import Config, to_dict
 from pql.errors import ConfigError, PqlWarning
+from pql.files import create as create_file
 from pql.files import read_json, read_yaml
 from pql.manifest import check_settings
 from pql.validate import resolve_device
@@ -275,5 +276,5 @@ def _write_json(path: Path, data: Any) -> None:
 
 def _write(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}")
-    aside.write_text(text)
+    create_file(aside, text)
     aside.replace(path)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pql import checkpoint
-from pql.errors import RunError
+from pql.errors import RunError, first_line
 from pql.machine import host_memory
 
 SHARE = 0.5  # of the host's free memory, which a copy may take
@@ -83,7 +83,7 @@ class Saver:
             name, error = self._outcomes.get()
             self._told += 1
             if error is not None and not isinstance(error, OSError):
-                raise RunError(f"{name} could not be written: {type(error).__name__}: {error}") from error
+                raise RunError(f"{name} could not be written: {first_line(error)}") from error
             found.append((name, error))
         return found
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pql.errors import ConfigError, HungError, RunError, with_cause
+from pql.errors import ConfigError, HungError, RunError, first_line, with_cause
 from pql.watchdog import Limit, stacks, watching
 from pql.worker import Worker
 
@@ -403,8 +403,7 @@ class Lockstep(_Ticks):
 def failure(name: str, error: BaseException) -> RunError:
     if isinstance(error, RunError):
         return RunError(with_cause(f"worker {name} failed: ", str(error)))
-    first = next((line for line in str(error).splitlines() if line.strip()), "")  # ``from`` keeps the others
-    return RunError(f"worker {name} failed: {type(error).__name__}: {first}")
+    return RunError(f"worker {name} failed: {first_line(error)}")  # ``from`` keeps the other lines
 
 
 def hung(name: str, limit: Limit) -> HungError:

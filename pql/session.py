@@ -1,5 +1,6 @@
 """A run: budget, log, evaluations, checkpoints and callbacks around the tick."""
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pql.config import Config
 from pql.config.fields import reads
 from pql.console import Console, announced
 from pql.env import VecEnv
-from pql.errors import ConfigError, PqlWarning, RunError
+from pql.errors import ConfigError, PqlWarning, RunError, first_line
 from pql.evaluation import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
 from pql.guard import FrozenPolicy, Guard
 from pql.interrupt import Interrupt
@@ -252,6 +253,7 @@ class Session:
             RunError: the run failed; or, at its very end, something that it was to leave could not be written.
         """
         with self.ranks.failing_together(), self.interrupt, self.closing:
+            self.closing.callback(self.interrupt.release)  # what is left then is not worth waiting for
             with dumping(self.run_dir, self.parts, self.ranks.rank):
                 self._loop()
                 self.save()
@@ -403,7 +405,7 @@ class Session:
         if isinstance(result, StoppedError):
             return
         if isinstance(result, BaseException):
-            self._failed = RunError(f"the evaluator failed: {type(result).__name__}: {result}")
+            self._failed = RunError(f"the evaluator failed: {first_line(result)}")
             self._failed.__cause__ = result
             return
         self.last_eval = result
@@ -495,7 +497,8 @@ class Session:
         if self.console:
             self.console.close()
         seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
-        self.say(log.closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget))
+        kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
+        self.say(log.closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, *kept))
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")
@@ -527,4 +530,9 @@ def _build(config: Config, env: VecEnv | None) -> Parts:
             given |= {k: f"task.{group}.{k}" for k in ("token_file", "cert", "key")}
         if error.setting in given:  # as the user wrote it
             raise ConfigError(given[error.setting], error.value, error.allowed) from error
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or re.search("(allocate|out of) memory", str(error)):
+            less = "algo.policy.hidden, algo.critic.hidden, replay.capacity or num_envs"
+            raise RunError(f"too little memory for this run: choose smaller {less} ({first_line(error)})") from None
         raise

@@ -18,6 +18,7 @@ from pql.grouped import Grouped, grouped_spec
 from pql.machine import thread_counts
 from pql.validate import resolve_device
 
+RESERVED = {"name", "num_envs", "device"}  # keywords of ``make_env``
 CUT_SHORT = ("stagger", "random_lengths")
 """Keywords with which first episodes begin in their middle."""
 
@@ -56,6 +57,8 @@ def task_kwargs(config: Config) -> dict[str, Any]:
         ConfigError: a keyword that is also said by a name of its own, ``task.game`` say.
     """
     task = config.task
+    for name in RESERVED & task.kwargs.keys():
+        raise ConfigError(f"task.kwargs.{name}", task.kwargs[name], "no such keyword: the run's own settings give it")
     named = {k: v for k, v in (("id", task.id), ("game", task.game), ("model", task.model)) if v is not None}
     for name in named.keys() & task.kwargs:
         raise ConfigError(f"task.kwargs.{name}", task.kwargs[name], f"task.{name}={named[name]} alone to say it")

@@ -4,8 +4,10 @@ Typed by the user they are the user's own. In a file (a run directory, a checkpo
 and refused, unless the user says ``--trust`` or types the same setting anew: ``docs/security.md``.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ NAMING = (PYTHON, "task.name", "task.id", "task.game", "task.model", "task.kwarg
 """Where such things can be named."""
 WORDS_OF_OTHERS = {"isaacgym": ("overrides",)}  # keywords that another program's own configuration reads
 
-WRITTEN_TO = ("evaluations", "videos", "report", "checkpoints")  # folders of a run directory
-
-MODULE = re.compile(r"\s*[A-Za-z_][\w.]*:[A-Za-z_]")  # module:attribute, and gymnasium's module:Id
-ELSEWHERE = re.compile(r"\s*(/|~|\\|[A-Za-z]:[\\/]|[a-z+]+://)|(^|.*[\\/])\.\.([\\/]|$)", re.DOTALL)
+TEXT = re.compile(r"(?!.*\.\.)([\w.+(\[-][\w .,;+=()\[\]'!?%*<>&/-]*)?")
+"""Texts that a file may give to a task. Without ``:`` nothing can be imported: all that import by name split there.
+Nor is any of these an absolute path, or one that leads upwards."""
+HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}")  # addresses that this machine alone can reach
 
 
 def names_code(setting: str) -> bool:
@@ -46,14 +48,21 @@ def check_networks(config: Config, source: object, given: Collection[str] = ()) 
     _refuse(((name, net) for name, net in nets if net is not None and ":" in net), source, given)
 
 
-def check_links(run: Path) -> None:
-    """Raises ``ConfigError`` for a symbolic link to a file elsewhere where a command may write: in a run directory that
-    came from somebody else it would have that file overwritten. Links to folders are the user's to make."""
+def check_links(run: Path, *names: str) -> None:
+    """Raises ``ConfigError`` for a symbolic link out of a run directory where a command is about to write: in a run of
+    somebody else it would lead astray.
+
+    Args:
+        names: of the folders that it writes to; none: all of it.
+    """
     inside = run.resolve()
-    for folder in (run, *(run / name for name in WRITTEN_TO)):
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.is_symlink() and not path.is_dir() and inside not in path.resolve().parents:
-                what = f"a run directory without links to files elsewhere; {path} is one. --trust takes it as it is"
+    for folder in [run / name for name in names] or [inside]:
+        below = (Path(root) / name for root, *parts in os.walk(folder) for name in (*parts[0], *parts[1]))
+        for path in chain([folder], below):
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                what = (
+                    f"a run directory without links to elsewhere; {path} is one. --trust (report: out=FOLDER) allows it"
+                )
                 raise ConfigError("run", run, what)
 
 
@@ -79,10 +88,13 @@ def _of_task(config: Config) -> Iterator[tuple[str, Any]]:
     for name in WORDS_OF_OTHERS.get(task.name, ()):
         if name in task.kwargs:
             yield f"task.kwargs.{name}", task.kwargs[name]
-    yield from _texts("task.kwargs", task.kwargs)
-    yield from _texts("task.remote", task.remote)
+    keywords = {"task.kwargs": task.kwargs, "task.remote": task.remote}
     if task.by_actors:
-        yield from _of_actors("task.remote" if task.remote else "task.kwargs", task.remote or task.kwargs)
+        group = "task.remote" if task.remote else "task.kwargs"
+        yield from _of_actors(group, keywords[group])
+        keywords[group] = {k: v for k, v in keywords[group].items() if k != "listen"}
+    for group, given in keywords.items():
+        yield from _texts(group, given)
 
 
 def _registered(name: str) -> bool:
@@ -95,14 +107,14 @@ def _of_actors(group: str, keywords: dict[str, Any]) -> Iterator[tuple[str, Any]
     """Files with secrets, and addresses that others can reach."""
     yield from ((f"{group}.{k}", keywords[k]) for k in ("token_file", "cert", "key") if keywords.get(k) is not None)
     listen = str(keywords.get("listen", "127.0.0.1:5555"))
-    if listen.rpartition(":")[0] not in ("127.0.0.1", "localhost", "[::1]"):
+    if not HERE.fullmatch(listen):
         yield f"{group}.listen", listen
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Texts in ``value`` that name a module, or a path away from where the user is; their keys included."""
+    """Texts in ``value`` that could name a module, or a path away from where the user is; their keys included."""
     if isinstance(value, str):
-        if MODULE.match(value) or ELSEWHERE.match(value):
+        if not TEXT.fullmatch(value):
             yield name, value
     elif isinstance(value, dict):
         for key, part in value.items():

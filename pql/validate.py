@@ -16,6 +16,8 @@ from pql.config.groups import CentralConfig
 from pql.errors import ConfigError, nearest, show
 from pql.registry import check_chosen
 
+WIDEST = 65536  # of a layer
+
 # Of single commands, which no run's settings have.
 EPISODES = STEPS = Range(1, 1_000_000)
 
@@ -55,8 +57,8 @@ def check_list(name: str, value: list[Any] | None) -> None:
     if name.endswith(".obs") and (not value or len({*value}) < len(value)):
         raise ConfigError(name, value, "null, or a list of observation groups, each once: [policy,image]")
     empty = name.endswith(".hidden")  # no hidden layers: outputs straight from features
-    if (empty or name.endswith(".channels")) and not (min(value) >= 1 if value else empty):
-        raise ConfigError(name, value, "a list of layer widths, each at least 1, such as [128,128]")
+    if (empty or name.endswith(".channels")) and not (1 <= min(value) <= max(value) <= WIDEST if value else empty):
+        raise ConfigError(name, value, f"a list of layer widths, each from 1 to {WIDEST}, such as [128,128]")
 
 
 def _check_together(config: Config) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pql.compose import compose, split_word
 from pql.config import Config, to_dict
-from pql.conformance import Checker, check_env
+from pql.conformance import Checker, Report, check_env, protocol_fault
 from pql.env import EnvSpec, VecEnv
 from pql.errors import ConfigError
 from pql.presets import Presets
@@ -19,8 +19,10 @@ from pql.task import build_env, describe_env
 from pql.text import table
 from pql.types import Step
 from pql.validate import STEPS, limits, resolve_device
+from pql.watchdog import Timed, guarded, start_limit, watching
 
 SPEED_SECONDS = 1.0  # at least so long is stepped to measure the rate
+DEADLINES = ("placement.watchdog_seconds", "placement.start_seconds")
 NAMED = ("id", "game", "model")  # keywords that have a setting of their own
 SECTIONS = {name for name, value in to_dict(Config()).items() if isinstance(value, dict)} - {"task"}
 MEANING = {
@@ -37,15 +39,28 @@ def check(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> 
     Args:
         name: of a task (``task=``, with all that its preset sets), a registered environment, or ``module:attribute``.
         steps: of the main run; None: a little over the time limit.
-        words: ``key=value``; ``device`` and settings ``task.*`` as in training, others are the environment's keywords.
+        words: ``key=value``; ``device``, settings ``task.*`` and the two deadlines of ``placement`` as in training,
+            others are the environment's keywords.
+    Raises:
+        HungError: a call of the environment has not returned within its deadline.
     """
     limits("num_envs").check("--num-envs", num_envs)
     STEPS.check("--steps", steps)
     config = replace(compose(settings(name, words)), num_envs=num_envs)
+    with guarded():
+        report = _check(config, steps)
+    return 0 if report.ok else 1
+
+
+def _check(config: Config, steps: int | None) -> Report:
+    place = config.placement
     foreseen: list[EnvSpec] = []
     if spec := describe_env(config, torch.device(resolve_device(config.device))):
         foreseen.append(spec)
-    env = build_env(config, approve=foreseen.append)
+    with watching(f"building {config.task.title}", start_limit(place)):
+        env = build_env(config, approve=foreseen.append)
+    if not protocol_fault(env):  # else its calls are not made
+        env = Timed(env, place)
     try:
         steps = steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
         report = check_env(env, steps, described=foreseen[0] if foreseen else None)
@@ -54,7 +69,7 @@ def check(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> 
             print("\n" + table(visit(env, steps)))
     finally:
         env.close()
-    return 0 if report.ok else 1
+    return report
 
 
 def settings(name: str, words: Sequence[str]) -> list[str]:
@@ -69,10 +84,10 @@ def settings(name: str, words: Sequence[str]) -> list[str]:
         key, value = split_word(word)
         if key == "num_envs":
             raise ConfigError(key, value, f"--num-envs {value}")
-        if key.partition(".")[0] in SECTIONS:
+        if key.partition(".")[0] in SECTIONS and key not in DEADLINES:
             raise ConfigError(key, value, "device, task.* or a keyword of the environment: no run is made")
         named = known and key in NAMED  # which a preset may have set
-        own = key == "device" or key.startswith("task.")
+        own = key in ("device", *DEADLINES) or key.startswith("task.")
         out.append(word if own else f"task.{word}" if named else f"task.kwargs.{word}")
     return out
 

@@ -10,14 +10,15 @@ This file imports nothing but the standard library.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from pql.errors import HungError
 
@@ -154,6 +155,37 @@ class Watchdog:
             return
         if not self._over.is_set():
             end(str(error))
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """For a command that is no run: what hangs inside ends it as it ends a run. Signals do what they always do."""
+    from pql.interrupt import Interrupt
+
+    with Interrupt() as interrupt, Watchdog(interrupt):
+        interrupt.release()
+        yield
+
+
+class Timed:
+    """An environment each of whose calls has a deadline: ``placement``'s of a step, of other calls that of a start.
+
+    All else of ``env`` is had through it.
+    """
+
+    def __init__(self, env: Any, place: "PlacementConfig"):
+        self._env, self._place, self._stepped = env, place, False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._env, name)
+        return functools.partial(self._call, name, found) if callable(found) else found
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        limit = step_limit(self._place) if name == "step" and self._stepped else start_limit(self._place)
+        with watching(f"the {name} of {self._env.spec.name}", limit):
+            found = method(*args, **kwargs)
+        self._stepped |= name == "step"
+        return found
 
 
 def end(text: str) -> NoReturn:

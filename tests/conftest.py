@@ -1,5 +1,6 @@
 """Shared pieces of the suite: one intra-op thread, small runs from the dataclasses, trees compared bit for bit."""
 
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +48,14 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", None)
         yield
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Raises KeyboardInterrupt, as in a terminal; what a shell starts in the background may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 CUDA = pytest.param(

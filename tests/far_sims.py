@@ -77,6 +77,8 @@ class Walk:
     def fail(self):
         if self.fault == "raise":
             raise ZeroDivisionError("the simulator fell over")
+        if self.fault == "lines":
+            raise ZeroDivisionError("the simulator fell over\nand broke")
         if self.fault == "orphan" and os.fork() == 0:
             time.sleep(600)
         if self.fault in ("abort", "orphan"):

@@ -284,9 +284,9 @@ def test_protocols_are_presets():
 
 def test_what_has_settings_for_atari_has_them_for_task_pong_too():
     presets = Presets()
-    algos = [a for a in presets.names("algo") if [*presets.tuned(["atari"], a)]]
+    algos = [a for a in presets.names("algo") if [*presets.tuned(["atari"], a, "cpu")]]
     assert {"dqn", "ppo", "a3c", "pqn", "rainbow"} <= {*algos}
-    assert [a for a in algos if not [*presets.tuned(["pong", "atari"], a)]] == []
+    assert [a for a in algos if not [*presets.tuned(["pong", "atari"], a, "cpu")]] == []
     pong, papers = (compose(["device=cpu", "algo=c51", *t]) for t in (["task=pong"], ["task=atari", "task.game=pong"]))
     assert pong == papers
 

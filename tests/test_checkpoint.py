@@ -90,7 +90,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     if stage == "tensors":
         monkeypatch.setattr(tensorfile, "write", die)
     elif stage == "manifest":
-        monkeypatch.setattr(Path, "write_text", die)
+        monkeypatch.setattr(checkpoint, "create", die)
     elif stage == "sync":
         monkeypatch.setattr(os, "fsync", die)
     else:

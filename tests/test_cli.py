@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from run_files import manifest, points, rows, words
+from run_files import manifest, points, rows, run, words
 
 import pql
 from pql import checkpoint
+from pql.__main__ import main as program
 from pql.actor.sims import make_sim
 from pql.compose import compose
+from pql.env import register
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning
 from pql.interrupt import Interrupt
@@ -249,6 +251,12 @@ def test_lists_fit_the_terminal(capsys, monkeypatch, columns, widest):
         assert [line for line in capsys.readouterr().out.splitlines() if len(line) > widest] == []
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"pql {pql.__version__}\n")
+
+
 def test_help_where_nothing_is_asked(capsys):
     """Bare ``pql`` is ``pql --help``, with the status of one that was asked for."""
     shown = []
@@ -345,12 +353,41 @@ def test_an_interrupt_is_a_flag_and_the_handlers_come_back():
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+@pytest.mark.fault
+def test_a_run_that_is_summed_up_ends_at_a_signal(tmp_path, ctrl_c):
+    """While a simulator is closed, which may hang, Ctrl-C and SIGTERM do what they did before the run."""
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    class Closing(Counter):
+        def close(self):
+            seen.append((signal.getsignal(signal.SIGTERM), (tmp_path / "summary.json").exists()))
+            signal.raise_signal(signal.SIGINT)
+
+    register("closing", lambda num_envs, device: Closing(num_envs, device))
+    with pytest.raises(KeyboardInterrupt):
+        run(*words(tmp_path, "task=env", "task.name=closing"))
+    assert seen == [(before, True)]
+
+
 def test_ctrl_c_before_there_is_a_run(monkeypatch, capsys):
     def interrupt(args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pql.main.run_list", interrupt)
     assert main(["list", "tasks"]) == 130
+    assert capsys.readouterr().err == "pql: interrupted\n"
+
+
+def test_ctrl_c_while_the_command_line_loads(monkeypatch, capsys):
+    class Interrupted:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "pql.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "pql.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    assert program() == 130
     assert capsys.readouterr().err == "pql: interrupted\n"
 
 

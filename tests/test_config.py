@@ -9,7 +9,7 @@ from pql.compose import compose, known_settings, parse_word, resume_config
 from pql.config import Config, from_dict, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.fields import condition_text, settings
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, PqlWarning, nearest
 from pql.presets import GROUPS, Presets
 from pql.rundir import create
 from pql.validate import resolve_device, validate
@@ -65,15 +65,27 @@ def test_the_policy_that_sees_the_ball_is_kept_from_saturating():
 
 
 def test_robots_that_follow_commands_have_presets_of_their_own():
-    """Small against saturation; actions that reach as far as mjlab's, which are not cut off at 1."""
-    for task, reach in (("go1_velocity", {"action_scale": 2}), ("anymal", {})):
+    """Small against saturation; actions of Go1 reach as far as mjlab's, which are not cut off at 1."""
+    for task, penalty, reach in (("go1_velocity", 0.01, {"action_scale": 2}), ("anymal", 0.005, {})):
         config = compose(["device=cpu", f"task={task}"])
         algo = config.algo
-        assert (algo.policy.saturation_penalty, algo.n_step, algo.gamma) == (0.01, 3, 0.97)
+        assert (algo.policy.saturation_penalty, algo.n_step, algo.gamma) == (penalty, 3, 0.97)
         assert (algo.explore.high, algo.explore.repeat) == (0.3, True)
         assert config.task.kwargs == reach
         compose(["device=cpu", f"task={task}", "algo=sac"])
+    sizes = [
+        (c.num_envs, c.algo.batch_size)
+        for c in (compose(["device=cpu", "task=anymal", f"scale={s}"]) for s in ("cpu", "gpu"))
+    ]
+    assert sizes == [(128, 512), (4096, 8192)]  # of the task's file, at one scale alone
     assert compose(["device=cpu", "task=g1_velocity", "task.kwargs.action_scale=1"]).task.kwargs == {"action_scale": 1}
+
+
+def test_a_task_may_have_sizes_of_its_own_at_a_scale():
+    for scale, sizes in (("cpu", (128, 512, 4)), ("gpu", (4096, 8192, 8))):
+        config = compose(["device=cpu", "task=anymal", f"scale={scale}"])
+        assert (config.num_envs, config.algo.batch_size, config.algo.v_per_step) == sizes
+        assert config.algo.critic.layer_norm
 
 
 @pytest.mark.parametrize("scale", ["cpu", "gpu"])
@@ -138,7 +150,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("algo.critic.lr=0", "algo.critic.lr=0.0: expected a number above 0 up to 1"),
         ("algo.gamma=nan", "algo.gamma=nan: expected a finite number"),
         ("task.reward_scale=inf", "task.reward_scale=inf: expected a finite number"),
-        ("algo.policy.hidden=[64,0]", "algo.policy.hidden=[64, 0]: expected a list of layer widths, each at least 1"),
+        ("algo.policy.hidden=[64,0]", "algo.policy.hidden=[64, 0]: expected a list of layer widths, each from 1 to"),
         ("algo.encoder.channels=[]", "algo.encoder.channels=[]: expected a list of layer widths"),
         ("algo.encoder.kind=natur", "expected one of small, nature, resnet (did you mean nature?)"),
         ("algo.policy.eps=0", "algo.policy.eps=0.0: expected a number above 0 up to 1"),
@@ -236,7 +248,7 @@ ON_POLICY = ("a2c", "a3c", "appo", "appo_replicas", "impala", "ppo", "ppo_ant", 
 
 def scales(algo):
     """Those for which an algorithm has settings."""
-    return [s for s in Presets().names("scale") if [*Presets().tuned([s], algo)]]
+    return [s for s in Presets().names("scale") if [*Presets().tuned([s], algo, s)]]
 
 
 @pytest.mark.parametrize("algo", Presets().names("algo"))
@@ -380,6 +392,15 @@ def test_what_a_resumed_run_may_not_change(tmp_path, word, message):
     with pytest.raises(ConfigError) as error:
         resume_config(tmp_path, [word])
     assert message in str(error.value)
+
+
+def test_a_resumed_run_uploads_where_that_is_typed_or_trusted(tmp_path):
+    create(tmp_path, compose(words(tmp_path, "logger=wandb", "logger.mode=online", "logger.project=x")), [])
+    with pytest.warns(PqlWarning, match="wandb stays offline: .* logger.mode=online says so"):
+        logger = resume_config(tmp_path, []).logger
+    assert (logger.kind, logger.mode, logger.project) == ("wandb", "offline", "x")
+    assert resume_config(tmp_path, ["logger.mode=online"]).logger.mode == "online"
+    assert resume_config(tmp_path, [], trust=True).logger.mode == "online"
 
 
 @pytest.mark.parametrize("text", [None, "a: [", "- 1", ""])

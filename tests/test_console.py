@@ -29,6 +29,7 @@ from pql.console import (
 )
 from pql.env import register
 from pql.envs.toy import Counter
+from pql.errors import PqlWarning
 from pql.main import main
 from pql.session import Session
 
@@ -331,6 +332,38 @@ def test_a_run_shows_its_phases(tmp_path, threads_left):
     assert rest[13:14] + rest[-1:] == ["evaluation: 0 of 2 episodes"] * 2
     assert threads_left() == []
     assert not console._thread.is_alive()
+
+
+def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch, threads_left):
+    seen, faces = [], []
+
+    class Watched(Counter):
+        def step(self, action):
+            if faces:
+                seen.append(faces[-1].progress.doing())
+            return super().step(action)
+
+    register("watched", lambda num_envs, device: Watched(num_envs, device, episode_length=3, terminate_every=0))
+    assert main(["train", *words(tmp_path, "task=env", "task.name=watched")]) == 0
+    plain_face = make_face
+    monkeypatch.setattr("pql.console.make_face", lambda *what: faces.append(plain_face(*what)) or faces[-1])
+    monkeypatch.setattr("pql.evaluation.CHECK_EVERY", 1)
+    assert main(["eval", str(tmp_path), "num_envs=2", "episodes=4"]) == 0
+    assert [text.partition(",")[0] for text in seen] == [f"evaluation: {n} of 4 episodes" for n in (0, 0, 0, 2, 2, 2)]
+    assert not threads_left()
+
+
+def test_a_run_that_could_not_be_saved_names_no_next_command(tmp_path, capsys, monkeypatch):
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pql.tensorfile.write", full)
+    with pytest.warns(PqlWarning, match="not written, the run goes on"):
+        assert main(["train", *words(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == f"run: {tmp_path}"
+    assert "pql eval" not in said.out
+    assert said.err.splitlines()[-1].startswith("pql: the run has come to its end, but not all of it could be kept")
 
 
 def test_a_resumed_run_that_had_ended_says_so(tmp_path, capsys):

@@ -38,6 +38,14 @@ def test_projection_of_known_distributions(atoms, support, probs, want):
     assert c51_projection(support, probs, atoms) == pytest.approx(want, abs=1e-12)
 
 
+@EVERY_FORM
+def test_what_sits_on_the_atoms_stays_there(form):
+    """C51's own support: steps of 0.4 are no binary fractions."""
+    atoms = torch.linspace(-10, 10, 51)
+    out = FORMS[form][0](atoms.expand(51, 51), torch.eye(51), atoms)
+    assert (out - torch.eye(51)).abs().max() < 5e-6
+
+
 @st.composite
 def distributions(draw):
     atoms, low = draw(st.integers(2, 51)), draw(st.floats(-50, 50))

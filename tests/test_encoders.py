@@ -148,7 +148,7 @@ def test_groups_of_other_shapes_and_lists_that_are_none_are_refused(tmp_path, ca
     for word, message in (
         ("algo.policy.obs=[policy,policy]", "expected null, or a list of observation groups, each once"),
         ("algo.policy.obs=policy", "expected a list of names such as [policy,image] or null"),
-        ("algo.encoder.channels=[0]", "expected a list of layer widths, each at least 1"),
+        ("algo.encoder.channels=[0]", "expected a list of layer widths, each from 1 to 65536"),
         ("algo.encoder.features=-1", "expected a number from 0"),
     ):
         assert main(["train", *words(tmp_path / "run", word)]) == 2

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -27,9 +28,10 @@ from pql.errors import ConfigError
 from pql.files import read_yaml, walk
 from pql.jobs import next_command
 from pql.main import main
-from pql.reports import runs
-from pql.reports import write as write_report
-from pql.trust import ELSEWHERE, MODULE, check_networks, check_task
+from pql.registry import import_name
+from pql.reports import runs, tell
+from pql.rundir import amend
+from pql.trust import TEXT, check_networks, check_task
 
 SECONDS = 10.0  # on a busy machine; by itself each takes well below 2
 
@@ -103,6 +105,17 @@ MANIFESTS = [
     (put([-1], "config", "algo", "policy", "hidden"), "settings that make a policy of its size"),
     (put("x" * 100_000, "config", "algo", "policy", "hidden"), "algo.policy.hidden=xxxx"),
     (put([1] * 100_000, "config", "algo", "policy", "hidden"), "config: too many values"),
+    (put("ddpg\x1b]0;OWN\x07", "config", "algo", "name"), r"is not without control characters: ddpg\x1b]0;OWN\x07"),
+    (put("\ud800x", "config", "algo", "name"), r"config is not without control characters: \ud800x"),
+    (put("a\u202eb", "config", "task", "name"), r"config is not without control characters: a\u202eb"),
+    (put(1, "config", "task", "kwargs", "a\nb"), r"config is not without control characters: a\nb"),
+    (put("\x9b2J", "spec", "name"), r"spec is not without control characters: \x9b2J"),
+    (put("\x1b[2J", "kind"), "kind is not policy or resume"),
+    (put(float("nan"), "config", "eval", "epsilon"), "config is not without NaN"),
+    (put({"device": "cuda:0"}, "config", "task", "kwargs"), "task.kwargs.device=cuda:0: expected only what is"),
+    (put({"device": "cpu"}, "config", "task", "kwargs"), "task.kwargs.device=cpu: expected no such keyword"),
+    (put({"num_envs": 2}, "config", "task", "kwargs"), "task.kwargs.num_envs=2: expected no such keyword"),
+    (put({"name": "a"}, "config", "task", "kwargs"), "task.kwargs.name=a: expected no such keyword"),
 ]  # fmt: skip
 
 
@@ -194,27 +207,60 @@ def test_the_run_itself_still_loads(run: Path) -> None:
         pql.load_policy(run / "nothing")
 
 
-@pytest.mark.parametrize("name", ["summary.json", ".config.yaml", "evaluations/last-seed0-1episodes.json",
-                                  "videos/x.mp4", "report/index.html", "checkpoints/.writing-last"])  # fmt: skip
-def test_a_link_to_a_file_elsewhere_is_not_written_through(run: Path, tmp_path: Path, capsys, name: str) -> None:
-    other = tmp_path / "precious"
-    other.write_text("kept")
-    link = run / name
+LINKED = ["summary.json", ".config.yaml", "checkpoints/.writing-last", "checkpoints/tick-000000000012/.manifest.json",
+          "evaluations/last-seed0-1episodes.json", "videos/x.mp4", "report/index.html", "export/policy.pt2",
+          "evaluations", "videos", "report", "export"]  # fmt: skip
+WRITERS: dict[str, list[str]] = {"eval": ["episodes=1"], "play": [], "report": [], "export": ["formats=pt2"]}
+WRITES = {"eval": "evaluations", "play": "videos"}  # others: their own names
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_to_elsewhere_is_not_written_through(run: Path, tmp_path: Path, capsys, name: str) -> None:
+    folder, link = tmp_path / "precious", run / name
+    folder.mkdir()
+    for file in ("policy.pt2", "index.html", "kept"):
+        (folder / file).write_text("kept")
     link.unlink(missing_ok=True)
     link.parent.mkdir(exist_ok=True)
-    link.symlink_to(other)
-    for command in (("eval", run, "episodes=1"), ("play", run), ("resume", run, "budget.env_steps=900")):
-        assert "without links to files elsewhere" in refused(*command, capsys=capsys)
-    with pytest.raises(ConfigError, match="links to files elsewhere"):
-        write_report([str(run)], None, "seconds", [], True)
-    assert other.read_text() == "kept"
+    link.symlink_to(folder / "kept" if "." in name else folder)
+    assert "without links to elsewhere" in refused("resume", run, "budget.env_steps=900", capsys=capsys)
+    for command, more in WRITERS.items():
+        if link.is_relative_to(run / WRITES.get(command, command)):
+            assert "without links to elsewhere" in refused(command, run, *more, capsys=capsys)
+    assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys(
+        ("policy.pt2", "index.html", "kept"), "kept"
+    )
 
 
-def test_a_run_on_another_disk_is_its_owner_s(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["checkpoints/tick-000000000012/.manifest.json", ".config.yaml", ".overrides.yaml"])
+def test_with_trust_too_what_is_written_aside_follows_no_link(run: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (run / name).symlink_to(tmp_path / "precious")
+    amend(run, compose(words(run)), [])
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_a_run_of_links_is_read_as_it_is(run: Path, tmp_path: Path) -> None:
+    """As in a cache of downloads: every file is a link. What a command writes is new."""
+    copy = tmp_path / "cached"
+    for path in run.rglob("*"):
+        if path.is_file():
+            (copy / path.relative_to(run)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path.relative_to(run)).symlink_to(path)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["eval", str(copy), "episodes=1"]) == 0
+    assert main(["export", str(copy), "formats=pt2"]) == 0
+    assert (copy / "evaluations/last-seed0-1episodes.json").is_file()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_on_another_disk_is_its_owner_s(run: Path, tmp_path: Path, capsys) -> None:
     (run / "checkpoints").rename(tmp_path / "scratch")
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
     (run / "newest.jsonl").symlink_to("metrics.jsonl")
     assert main(["eval", str(run), "episodes=1"]) == 0
+    assert "without links to elsewhere" in refused("resume", run, "budget.env_steps=900", capsys=capsys)
+    assert main(["resume", str(run), "budget.env_steps=340", "--trust"]) == 0
 
 
 def test_mutated_runs_load_as_they_were_or_are_refused(run: Path) -> None:
@@ -281,8 +327,14 @@ TASKS: list[tuple[str, Any]] = [
     ("task.kwargs.cache", "~/cache"),
     ("task.kwargs.level", "maps/../../../secret"),
     ("task.id", "evil_module:Env-v0"),
-    ("task.remote", {"token_file": "token"}),
-    ("task.remote", {"listen": "0.0.0.0:5555"}),
+    ("task.kwargs.curriculum", {"kind": "evil_module:1"}),
+    ("task.kwargs.curriculum", {"kind": "evil-module:make"}),
+    ("task.kwargs.curriculum", {"evil_module:make": 1}),
+    ("task.id", "evil_module:1-v0"),
+    ("task.id", "evil-module:A-v0"),
+    ("task.game", ":"),
+    ("task.model", "\u0435vil:x"),
+    ("task.kwargs.listen", "127.0.0.1:5555"),
 ]
 
 
@@ -341,6 +393,35 @@ def test_what_is_typed_anew_needs_no_trust(run: Path, mark: Path, capsys) -> Non
         assert "as the run has it" in refused(*command, word, capsys=capsys)  # it had none: it would be another run
 
 
+@pytest.mark.parametrize(("name", "value", "why"), [
+    ("algo.name", "ddpg\x1b]0;OWN\x07", "control characters"),
+    ("algo.policy.hidden", [2**30], "algo.policy.hidden=[1073741824]: expected a list of layer widths, each from 1 to"),
+])  # fmt: skip
+def test_a_resumed_run_is_refused_in_one_readable_line(run: Path, capsys, name: str, value: Any, why: str) -> None:
+    plant(run, name, value)
+    line = refused("resume", run, "budget.env_steps=900", capsys=capsys)
+    assert why in line
+    assert line.isprintable()
+
+
+def test_too_little_memory_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr("pql.session.build", refuse)
+    assert main(["resume", str(run), "budget.env_steps=900"]) == 1
+    assert capsys.readouterr().err.startswith("pql: too little memory for this run: choose smaller algo.policy.hidden")
+
+
+def test_a_report_shows_odd_facts_as_text(run: Path, capsys) -> None:
+    for facts in ({"cores": "x"}, {"cores": [1], "torch": 3, "gpu": {}}, {"cores": 2, "cpu": "\x1b[2J"}):
+        (run / "env.json").write_text(json.dumps(facts))
+        machine = runs.read([run])[0].machine
+    assert machine == "\\x1b[2J, 2 cores"
+    tell({"tasks": [], "notes": ["runs/a\x1b[2J: left out"]})  # a folder's name
+    assert "note: runs/a\\x1b[2J: left out" in capsys.readouterr().out
+
+
 def test_an_interpolation_is_neither_resolved_nor_kept(run: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
     before = (run / "config.yaml").read_text()
@@ -367,20 +448,71 @@ def test_no_preset_needs_trust() -> None:
     files = sorted(Path(pql.__file__).parent.glob("cfg/*/*.yaml"))
     assert len(files) > 50
     for file in files:
-        texts = [v for _, v in walk(read_yaml(file) or {}) if isinstance(v, str)]
-        assert not [text for text in texts if MODULE.match(text) or ELSEWHERE.match(text)], file
+        texts = [v for _, v in walk(read_yaml(file) or {}) if isinstance(v, str) and "${" not in v]
+        assert not [text for text in texts if not TEXT.fullmatch(text)], file
 
 
 def test_what_is_built_in_and_its_ordinary_keywords_need_no_trust() -> None:
-    keywords = "task.kwargs.kwargs={render_fps: 30, mode: a/b-c.d, text: 'to: be'}"
+    keywords = "task.kwargs.kwargs={render_fps: 30, mode: a/b-c.d, text: 'or not (to be)'}"
     check_task(compose(["device=cpu", "task=gymnasium", "task.id=ALE/Pong-v5", keywords]), "x")
     check_task(compose(["device=cpu", "task=remote", "task.kwargs.listen=127.0.0.1:0"]), "x")
     check_networks(compose(["device=cpu", "algo.policy.net=registered"]), "x")
 
 
+def test_whatever_an_importer_would_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random texts: neither ``module:attribute`` here nor gymnasium's ``module:Id`` gets as far as an import."""
+    rng, base, imported = random.Random(0), compose(["device=cpu", "task=gymnasium", "task.id=x"]), list[str]()
+    monkeypatch.setattr("importlib.import_module", imported.append)
+    signs = "aZ_9évil. -/:;~\\\n\t\x1b\u202e"
+    for _ in range(3000):
+        text = "".join(rng.choices(signs, k=rng.randrange(1, 9)))
+        task = dataclasses.replace(base.task, id=text, kwargs={"curriculum": {"kind": text}})
+        refused = False
+        try:
+            check_task(dataclasses.replace(base, task=task), "run")
+        except ConfigError:
+            refused = True
+        harmless = not set(text) & set(":~\\\n\t\x1b\u202e") and ".." not in text and text[0] not in "/ "
+        assert refused or harmless, text
+        parts = [*text.partition(":")[0].split("."), *text.partition(":")[2].split(".")]
+        if not all(part.isidentifier() for part in parts):  # nor does a user's own slip import half of it
+            with pytest.raises(ConfigError, match="is no name in Python"):
+                import_name("task", text)
+    assert not imported
+
+
+@pytest.mark.parametrize("remote", [{"token_file": "token"}, {"listen": "0.0.0.0:5555"}, {"listen": "[::1]:5:5"}])
+def test_who_may_connect_is_no_matter_where_nobody_does(run: Path, capsys, remote: dict[str, str]) -> None:
+    """A built-in task that actors stepped is evaluated here; going on with it would open the file, or the port."""
+    plant(run, "task.remote", remote)
+    assert main(["eval", str(run), "episodes=1"]) == 0
+    assert refused("resume", run, "budget.env_steps=900", capsys=capsys).startswith("pql: task.remote.")
+    remote = compose(["device=cpu", "task=remote", f"task.kwargs.{next(iter(remote))}={next(iter(remote.values()))!r}"])
+    with pytest.raises(ConfigError, match=r"task\.kwargs\."):
+        check_task(remote, "run")
+
+
+DISCRETE = [
+    "task=cartpole", "scale=cpu", "device=cpu", "num_envs=4", "algo.critic.hidden=[8]", "budget.seconds=null",
+    "budget.env_steps=600", "eval.final=false", "eval.every_seconds=null", "checkpoint.every_seconds=null",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algo", "which"), [("pqn", "critic"), ("ppo", "critic")])
+def test_weights_to_begin_with_bring_no_network(tmp_path: Path, mark: Path, capsys, algo: str, which: str) -> None:
+    own = [*DISCRETE, f"algo={algo}"]
+    assert main(["train", *own, f"run_dir={tmp_path / 'old'}"]) == 0
+    shutil.rmtree(points(tmp_path / "old")[-1])
+    rewrite(tmp_path / "old/checkpoints/last", put("evil_module:make", "config", "algo", which, "net"))
+    line = refused("train", *own, f"run_dir={tmp_path / 'new'}", f"init_from={tmp_path / 'old'}", capsys=capsys)
+    assert line.startswith(f"pql: algo.{which}.net=null: expected evil_module:make, as in init_from=")
+    assert not mark.exists()
+
+
 def test_runs_of_one_command_resume_by_its_own_words(run: Path) -> None:
     (run / "summary.json").unlink(missing_ok=True)
-    given = ["task=env", "task.name=my:Env", "num_envs=16", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "seed=1"]
+    given = ["task=env", "task.name=my:Env", "num_envs=16", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "seed=1",
+             "logger.mode=online"]  # fmt: skip
     assert next_command(run, given) == [
-        "resume", str(run), "task.name=my:Env", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1",
+        "resume", str(run), "task.name=my:Env", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "logger.mode=online",
     ]  # fmt: skip

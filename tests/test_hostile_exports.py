@@ -1,10 +1,12 @@
 """Exports that somebody else has made: nothing in them is executed, and what is no export is refused in one line."""
 
+import copy
 import io
 import json
 import os
 import pickle
 import random
+import resource
 import time
 import warnings
 import zipfile
@@ -20,7 +22,7 @@ import pql
 from pql.errors import ConfigError
 from pql.export_files import KNOWN, check_onnx, read_members
 from pql.main import main
-from pql.program import OPERATORS, find
+from pql.program import OPERATORS, UnknownOperatorError, find, takes_device
 
 SECONDS = 20.0  # on a busy machine, torch's first look at shapes included
 OBS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
@@ -261,10 +263,129 @@ def test_a_graph_that_would_fill_the_memory_is_refused(good: Path, tmp_path: Pat
     assert "nested" in refused(edited(good, path, {"models/model.json": b"[" * 200_000}), mark)
 
 
+def node(target: str, output: dict[str, Any], *arguments: dict[str, Any], **named: dict[str, Any]) -> dict[str, Any]:
+    """An operator of a graph, as JSON."""
+    inputs = [{"name": "", "arg": argument, "kind": 1} for argument in arguments]
+    inputs += [{"name": name, "arg": argument, "kind": 2} for name, argument in named.items()]
+    return {"target": target, "inputs": inputs, "outputs": [output], "metadata": {}}
+
+
+def size(name: str) -> dict[str, Any]:
+    return {"as_sym_int": {"as_name": name}}
+
+
+def tensor(name: str) -> dict[str, Any]:
+    return {"as_tensor": {"name": name}}
+
+
+def calls(target: str, *arguments: dict[str, Any], result: str = "x", times: int = 1) -> Callable[[Any], object]:
+    """A graph that begins with an operator, its result named ``result`` (0), as often as said."""
+    outputs = [{"as_sym_int": {"as_name": f"{result}{i}"}} if "_operator" in target else tensor(f"{result}{i}")
+               for i in range(times)]  # fmt: skip
+    return in_graph(
+        lambda graph: graph["nodes"].__setitem__(slice(0, 0), [node(target, o, *arguments) for o in outputs])
+    )
+
+
+FULL = ("torch.ops.aten.full.default", {"as_ints": [1 << 20]}, {"as_int": 1})
+BOMBS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "text times a number": (calls("_operator.mul", {"as_string": "A"}, {"as_int": 10**11}), "mul of what is no size"),
+    "text as a format": (calls("_operator.mod", {"as_string": "%099999999999d"}, {"as_int": 1}), "mod of what is no"),
+    "a text's sum": (calls("_operator.add", {"as_string": "A"}, {"as_string": "A"}), "add of what is no size"),
+    "a number too large": (calls("_operator.mul", {"as_int": 1 << 40}, {"as_int": 1 << 40}), "mul of what is no size"),
+    "a list times a number": (calls("torch.ops.aten.mul.left_t", {"as_ints": [1]}, {"as_int": 10**10}), "no tensor"),
+    "a power of numbers": (calls("torch.ops.aten.pow.int", {"as_int": 3}, {"as_int": 10**9}), "gives no tensor"),
+    "many tensors": (calls(*FULL, times=100), "more elements"),
+    "on the CPU": (calls("torch.ops.aten.full.default", {"as_ints": [1 << 34]}, {"as_int": 1}), "more elements"),
+    "many pieces": (in_graph(lambda graph: graph["nodes"].__setitem__(slice(0, 0), [
+        node("torch.ops.aten.full.default", tensor("x"), {"as_ints": [1 << 24]}, {"as_int": 1}),
+        node("torch.ops.aten.unbind.int", {"as_tensors": []}, tensor("x")),
+    ])), "more than 65,536 pieces"),
+    "in place, often": (in_graph(lambda graph: graph["nodes"].__setitem__(slice(0, 0), [
+        node(FULL[0], tensor("x0"), {"as_ints": [1 << 20]}, {"as_float": 1.0}),
+        *(node("torch.ops.aten.sin_.default", tensor(f"x{i + 1}"), tensor(f"x{i}")) for i in range(100)),
+    ])), "more elements"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "why"), BOMBS.values(), ids=BOMBS)
+def test_small_files_that_ask_for_much_are_refused(good: Path, tmp_path: Path, mark: Path, change, why: str) -> None:
+    bad = edited(good, tmp_path / "policy.pt2", {"models/model.json": change})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert why in refused(bad, mark)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
+
+
+def test_numbers_do_not_grow_by_squaring(good: Path, tmp_path: Path, mark: Path) -> None:
+    def squares(graph: Any) -> None:
+        first = [node("_operator.add", size("s0"), {"as_int": 3}, {"as_int": 0})]
+        graph["nodes"][:0] = first + [
+            node("_operator.mul", size(f"s{i + 1}"), size(f"s{i}"), size(f"s{i}")) for i in range(45)
+        ]
+
+    assert "mul of what is no size" in refused(
+        edited(good, tmp_path / "policy.pt2", {"models/model.json": in_graph(squares)}), mark
+    )
+
+
+@pytest.mark.parametrize("grow", ["powers", "a step"])
+def test_a_batch_takes_no_more_than_its_rows_justify(good: Path, tmp_path: Path, grow: str) -> None:
+    """Sizes of batch ** 8, or that jump at a batch of 16, pass for the two rows that a file is first looked at with."""
+
+    def change(graph: Any) -> None:
+        own = graph["inputs"][-1]["as_tensor"]["name"]
+        nodes = [node("torch.ops.aten.sym_size.int", size("s0"), tensor(own), {"as_int": 0})]
+        if grow == "powers":
+            nodes += [node("_operator.mul", size(f"s{i + 1}"), size(f"s{i}"), size(f"s{i}")) for i in range(3)]
+        else:
+            nodes += [node("_operator.ge", size("s1"), size("s0"), {"as_int": 16}),
+                      node("_operator.mul", size("s2"), size("s1"), {"as_int": 1 << 34}),
+                      node("_operator.add", size("s3"), size("s2"), {"as_int": 1})]  # fmt: skip
+        full = node("torch.ops.aten.full.default", tensor("x"), {"as_sym_ints": [{"as_name": "s3"}]}, {"as_int": 1})
+        graph["nodes"][:0] = [*nodes, full]
+
+    policy = pql.load_policy(edited(good, tmp_path / "policy.pt2", {"models/model.json": in_graph(change)}))
+    assert policy(OBS[:2]).shape == (2, 1)
+    with pytest.raises(ConfigError, match=r"a policy that acts for 16 environments \(more elements than its size just"):
+        policy(torch.zeros(16, 3))
+    assert pql.load_policy(good)(torch.zeros(4096, 3)).shape == (4096, 1)
+
+
+def test_many_names_of_one_member_take_no_more_than_it(good: Path, tmp_path: Path, mark: Path) -> None:
+    name = "data/weights/model_weights_config.json"
+
+    def rename(config: Any, shift: bool) -> None:
+        largest = max(config["config"].values(), key=lambda entry: len(json.dumps(entry["tensor_meta"]["sizes"])))
+        for i in range(2000):
+            entry = config["config"][f"w{i}"] = copy.deepcopy(largest)
+            if shift:
+                entry["tensor_meta"]["sizes"][0]["as_int"] = 1
+                entry["tensor_meta"]["strides"][0]["as_int"] += i
+
+    bad = edited(good, tmp_path / "policy.pt2", {name: lambda config: rename(config, True)})
+    assert "more tensors than data" in refused(bad, mark)
+    tied = edited(good, tmp_path / "tied.pt2", {name: lambda config: rename(config, False)})
+    assert torch.equal(pql.load_policy(tied)(OBS), pql.load_policy(good)(OBS))  # all names of one tensor
+
+
+def test_what_makes_a_tensor_of_nothing_takes_a_device() -> None:
+    """Else it would be on the CPU while shapes alone are looked at."""
+    for name in OPERATORS:
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            try:
+                function = find(f"torch.ops.aten.{name}.{overload}")
+            except UnknownOperatorError:
+                continue
+            of = [str(argument.type) for argument in function._schema.arguments]
+            assert any("Tensor" in kind for kind in of) or takes_device(function), (name, overload)
+
+
 @pytest.mark.parametrize(("entry", "value", "why"), [
     ("format", "other", "format is not pql-policy"), ("format_version", 9, "format_version 1 or older; this is 9"),
     ("format_version", "1", "format_version is not a whole number"), ("spec", None, "spec is not a mapping"),
     ("task", {"name": "x", "process": {"python": "./evil"}}, "task is not name, id"), ("inputs", [], "an action"),
+    ("algorithm", "a\x1b]0;OWN\x07", r"without control characters: a\x1b]0;OWN\x07"), ("family", "\ud800", r"\ud800"),
     ("task", {"name": "${oc.env:HOME}"}, "without interpolations"), ("action", {"kind": "box"}, "a kind and a size"),
     ("inputs", [{"name": "obs.policy", "shape": ["batch", 7], "dtype": "float32"}], "a group of spec.obs"),
     ("outputs", [{"name": "action", "shape": ["batch", 2], "dtype": "float32"}], "not as its metadata say"),

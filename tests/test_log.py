@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import shutil
 import struct
 import sys
@@ -65,6 +66,21 @@ def test_the_next_command_has_no_budget_below_the_runs_own(budget, words):
     assert log.closing_words(summary, {"v": 1.0}, 3.0, 5, budget).endswith(f"pql resume runs/x{words}")
 
 
+def test_no_command_is_named_that_would_find_nothing():
+    summary = Summary("runs/x", None, None, 0, 3.0, 2048, 24, 12, "runs/x/checkpoints/last")
+    stopped, budget = dataclasses.replace(summary, interrupted=True), BudgetConfig()
+
+    def end(policy, point, summary=summary):
+        text = log.closing_words(summary, {"v": 1.0}, 3.0, 5, budget, policy, point)
+        return text.splitlines()[0], text[text.index("run: ") :].splitlines()[1:]
+
+    policy, evaluate, resume = "policy: runs/x/checkpoints/last", "next: pql eval runs/x", "pql resume runs/x"
+    assert end(True, True) == ("done: not evaluated", [policy, evaluate, f"      {resume}"])
+    assert end(True, False) == ("done: not evaluated", [policy, evaluate])
+    assert end(False, True, stopped) == ("interrupted, saved: not evaluated", [f"next: {resume}"])
+    assert end(False, False, stopped) == ("interrupted: not evaluated", [])
+
+
 def test_a_sitting_without_a_tick_names_no_worker():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "c")
     text = log.closing_words(summary, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
@@ -93,6 +109,21 @@ def test_jsonl_of_a_resumed_run_goes_on_where_it_was_saved(tmp_path):
     sink.write({"steps/env": 4})
     sink.close()
     assert [json.loads(line)["steps/env"] for line in path.read_text().splitlines()] == [1, 2, 4]
+
+
+def test_metrics_that_are_a_pipe_or_have_no_lines_hold_up_no_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "LINE", 20)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"steps/env": 1}\n' + "[" * 100 + '\n{"steps/env": 2}\n{"steps/env": 3}\n{"steps/')
+    other = tmp_path / "other"
+    (tmp_path / ".metrics.jsonl").symlink_to(other)
+    log.Jsonl(path, resumed_at=2).close()
+    assert [row["steps/env"] for row in rows(tmp_path)] == [1, 2]
+    assert not other.exists()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"run=.*: expected a run with metrics .* is no ordinary file"):
+        log.Jsonl(path, resumed_at=2)
 
 
 def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):

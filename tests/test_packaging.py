@@ -33,7 +33,7 @@ def test_no_file_installs_the_other_project_of_the_name():
 def test_the_distribution_is_pql_rl_and_the_import_is_pql():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "pql-rl"
-    assert project["scripts"] == {"pql": "pql.main:main"}
+    assert project["scripts"] == {"pql": "pql.__main__:main"}
     assert metadata.version("pql-rl") == pql.__version__
 
 

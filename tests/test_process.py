@@ -465,6 +465,15 @@ def test_a_run_ends_with_the_simulators_traceback(tmp_path, python, capsys):
 
 
 @pytest.mark.fault
+def test_a_cause_of_several_lines_stays_the_last_one(python):
+    env = ProcessVec("far_sims:Walk", 2, python=python, kwargs={"fault": "lines", "at": 1})
+    with pytest.raises(RunError) as caught:
+        env.step(torch.zeros(2, 2))
+    why = "ZeroDivisionError: the simulator fell over"
+    assert str(caught.value).splitlines()[-3:] == [why, "and broke", why]
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_killed_parent_leaves_no_child(python, busy):
     read, write = os.pipe()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,20 @@ def test_a_long_series_is_thinned_by_means(tmp_path):
     assert len(part["x"]) == 100
     assert part["y"] == [0.5] * 100
     assert part["x"][:2] == [4.5, 14.5]
+
+
+def test_metrics_that_are_a_pipe_or_too_large_are_not_read(tmp_path, monkeypatch):
+    path = write_run(tmp_path / "r", LINE)
+    size = (path / "metrics.jsonl").stat().st_size
+    monkeypatch.setattr(runs, "METRICS_BYTES", size)
+    assert len(runs.read([path])[0].rows) == 2 * len(LINE)
+    monkeypatch.setattr(runs, "METRICS_BYTES", size - 1)
+    with pytest.raises(ConfigError, match=f"metrics.jsonl is larger than {size - 1:,} bytes"):
+        runs.read([path])
+    (path / "metrics.jsonl").unlink()
+    os.mkfifo(path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=f"run={path}: expected a run with metrics .* is no ordinary file"):
+        runs.read([path])
 
 
 @pytest.mark.parametrize("damage", ["no config", "no metrics", "no rows"])

@@ -1,5 +1,6 @@
 """Deadlines: who is named, what ends, and that what gets on is left alone."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -7,17 +8,23 @@ import time
 from functools import partial
 
 import pytest
+import torch
 from conftest import small_config, ticks
 from run_files import points, resume, run, words
 
 from pql import watchdog
 from pql.build import build
+from pql.config import PlacementConfig
 from pql.env import register
 from pql.envs.toy import Counter
-from pql.errors import HungError, RunError, with_cause
+from pql.errors import HungError, RunError, first_line, with_cause
+from pql.evaluation import Evaluator, evaluate_saved
 from pql.interrupt import Interrupt
+from pql.main import main
+from pql.play import record_video
+from pql.policy import fresh_policy
 from pql.schedule import Inline, Threads
-from pql.watchdog import Limit, Watchdog, stepped, touch, watching
+from pql.watchdog import Limit, Timed, Watchdog, stepped, touch, watching
 
 pytestmark = pytest.mark.fault
 SHORT = Limit(0.2, "placement.watchdog_seconds")
@@ -192,6 +199,7 @@ def test_a_long_first_tick_compiles_and_a_long_job_that_gets_on_does_not_hang(gu
 
 
 def test_the_cause_stays_the_last_line():
+    assert first_line(ValueError("\nwhy\nand how")) == "ValueError: why"
     assert with_cause("pql: ", "why") == "pql: why"
     assert with_cause("pql: ", "a\nb\nwhy") == "a\nb\npql: why"
 
@@ -247,15 +255,86 @@ def test_an_evaluation_on_the_run_s_own_environments_that_hangs(tmp_path):
     assert len(points(tmp_path)) == 1
 
 
+def test_an_evaluator_s_simulator_whose_close_hangs(guarded):
+    env = Counter(2, "cpu")
+    policy = fresh_policy(small_config(), env.spec, "cpu")
+    one = Evaluator(env, policy, 0, step=SHORT, start=SHORT)
+    env.close = forever
+    with pytest.raises(HungError) as caught:
+        one.close()
+    assert cause(caught) == "closing counter has made no progress for 0.2 s (placement.watchdog_seconds)"
+
+
+# -- commands that are no run ---------------------------------------------------------------------------------------
+
+
+def test_each_call_of_an_environment_has_its_deadline():
+    place = PlacementConfig(watchdog_seconds=0.2, start_seconds=0.4)
+    env = Timed(Counter(4), place)
+    assert (env.spec.num_envs, hasattr(env, "render"), hasattr(env, "state_dict")) == (4, False, True)
+    env.reset(0)
+    action = torch.zeros(4, 2)
+    for name, seconds, setting in (("step", 0.4, "start"), ("step", 0.2, "watchdog"), ("reset", 0.4, "start")):
+        whole = getattr(env._env, name)
+        setattr(env._env, name, forever)
+        with pytest.raises(HungError) as caught, watchdog.guarded():
+            getattr(env, name)(action)
+        what = f"the {name} of counter has made no progress for {seconds} s (placement.{setting}_seconds)"
+        assert cause(caught) == what
+        setattr(env._env, name, whole)
+        env.step(action)
+
+
+def test_outside_a_run_signals_do_what_they_did(ctrl_c):
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with watchdog.guarded():
+        assert signal.getsignal(signal.SIGTERM) == before[1]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.fixture
+def played(stuck, tmp_path):
+    """A run of a simulator that hangs where there are two environments."""
+    run(*words(tmp_path, *stuck[:3]))
+    return tmp_path
+
+
+def test_a_step_that_hangs_in_an_evaluation_of_a_run(played, threads_left):
+    with pytest.raises(HungError) as caught:
+        evaluate_saved(played, 2, 2, 0, "cpu")
+    said = "the evaluation has made no progress for 1 s, in the simulator counter (placement.watchdog_seconds)"
+    assert cause(caught) == said
+    assert not threads_left()
+
+
+def test_a_reset_that_hangs_while_it_is_filmed(played, tmp_path, monkeypatch, threads_left):
+    pytest.importorskip("imageio_ffmpeg")
+    monkeypatch.setattr(Stuck, "reset", forever)
+    monkeypatch.setattr(watchdog, "start_limit", lambda place: SHORT)
+    with pytest.raises(HungError, match=r"the reset of counter has made no progress for 0.2 s"):
+        record_video(played, tmp_path / "x.mp4")
+    assert not threads_left()
+
+
+def test_a_reset_that_hangs_before_the_doctor(stuck, monkeypatch, capsys):
+    monkeypatch.setattr(Stuck, "reset", forever)
+    limits = ("placement.watchdog_seconds=0.5", "placement.start_seconds=1")
+    assert main(["doctor", "--env", "stuck", *limits]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "pql: the reset of counter has made no progress for 1 s (placement.start_seconds)"
+
+
 def test_an_evaluation_that_fails_ends_the_run_saved(tmp_path):
     class Broken(Counter):
         def step(self, action):
             if self.spec.num_envs == 2:
-                raise ValueError("no more")
+                raise ValueError("no more\nof it")
             return super().step(action)
 
     register("broken", lambda num_envs, device: Broken(num_envs, device))
     endless = ("budget.env_steps=null", "budget.seconds=1000", "eval.every_seconds=0.01")
-    with pytest.raises(RunError, match="the evaluator failed: ValueError: no more"):
+    with pytest.raises(RunError, match=r"the evaluator failed: ValueError: no more$"):
         run(*words(tmp_path, "task=env", "task.name=broken", *endless))
     assert len(points(tmp_path)) == 1

@@ -172,7 +172,8 @@ class Server:
                 self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        facts: dict[str, Any] = {"traceback": traceback.format_exc()}
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        facts: dict[str, Any] = {"traceback": traceback.format_exc(), "cause": f"{type(error).__name__}: {first}"}
         if all(hasattr(error, k) for k in ("setting", "value", "allowed")):
             wrong: Any = error
             plain = wrong.value is None or isinstance(wrong.value, (bool, int, float))

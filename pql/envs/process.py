@@ -153,7 +153,10 @@ class Far:
         if "config" in facts:
             raise ConfigError(*facts["config"])
         self.kill()
-        raise RunError(f"{self} failed\n{facts['traceback'].rstrip()}")
+        lines = [f"{self} failed", *facts["traceback"].rstrip().splitlines()]
+        if lines[-1] != facts["cause"]:  # the message has several lines: the last one here is to say the cause
+            lines.append(facts["cause"])
+        raise RunError("\n".join(lines))
 
     def _read(self, count: int) -> bytes:
         parts = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pql
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, nearest, printable
 from pql.files import read_json
 from pql.trust import check_links
 
@@ -54,7 +54,7 @@ def write(
         raise ConfigError("x", x, f"an axis that all runs tell; {untold[0]} does not")
     folder = out or (paths[0] / "report" if single else Path("comparison"))
     if single and out is None:
-        check_links(paths[0])
+        check_links(paths[0], "report")
     _make(folder)  # before the work, not after
     told = numbers.analyse(found, x, thresholds, notes)
     series = numbers.clean(numbers.series(found[0])) if single else None
@@ -100,6 +100,7 @@ def tell(numbers: dict[str, Any]) -> None:
     """The findings, and the scores as a table, on standard output."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from pql.reports.words import findings, num, spoken
 
@@ -113,9 +114,10 @@ def tell(numbers: dict[str, Any]) -> None:
         for group in (g for g in task["groups"] if g["score"]):
             score = group["score"]
             middle = (num(score[k]["value"]) for k in ("median", "mean"))
-            table.add_row(task["task"], group["label"], str(len(group["scores"])), spoken(score["iqm"]), *middle)
+            about = (Text(printable(text)) for text in (task["task"], group["label"]))
+            table.add_row(*about, str(len(group["scores"])), spoken(score["iqm"]), *middle)
     if table.row_count:
         console.print(table)
     found = [f"{task}: {text}" for task, text in findings(numbers)]
     for line in (*found, *(f"note: {n}" for n in numbers["notes"])):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)

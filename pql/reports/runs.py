@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from pql.config import AlgoConfig, from_dict
 from pql.config.schema import nested
 from pql.errors import ConfigError, nearest, show
-from pql.files import read_json
+from pql.files import read_bytes, read_json
 from pql.rundir import read_config
 
 Row = dict[str, float]
 AXES = ("seconds", "env_steps", "updates")
 NAMED = 3  # settings in a label
+METRICS_BYTES = 256 << 20  # weeks of a row every two seconds
 # What makes no other algorithm of a run: who it is, how long it went on, and what watched it.
 ASIDE = (
     "seed", "run_dir", "task.name", "task.id", "task.game", "task.model", "task.kwargs", "budget.", "eval.",
@@ -127,11 +128,17 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows that can be read, in the order of time, and notes on the lines that cannot."""
+    """The rows that can be read, in the order of time, and notes on the lines that cannot.
+
+    Raises:
+        ConfigError: it is no ordinary file, or larger than ``METRICS_BYTES``.
+    """
     try:
-        lines = path.read_text(errors="replace").split("\n")
+        lines = read_bytes(path, METRICS_BYTES).decode(errors="replace").split("\n")
     except OSError:
         return [], []
+    except ValueError as error:
+        raise ConfigError("run", path.parent, f"a run with metrics that can be read ({error})") from error
     rows: list[Row] = []
     bad = []
     for i, line in enumerate(lines):
@@ -216,9 +223,10 @@ def task_of(settings: Mapping[str, Any]) -> str:
 
 def machine_of(facts: Mapping[str, Any]) -> str | None:
     """GPU, processor, the cores that it could use, and the version of torch, as far as they are told."""
-    cores = facts.get("cores") and f"{facts['cores']} core{'s' * (facts['cores'] > 1)}"
-    torch = facts.get("torch") and f"torch {facts['torch']}"
-    return ", ".join(k for k in (facts.get("gpu"), facts.get("cpu"), cores, torch) if k) or None
+    gpu, cpu, torch = (show(facts[k]) if isinstance(facts.get(k), str) else "" for k in ("gpu", "cpu", "torch"))
+    count = facts.get("cores")
+    cores = f"{count} core{'s' * (count > 1)}" if isinstance(count, int) and count else ""
+    return ", ".join(k for k in (gpu, cpu, cores, torch and f"torch {torch}") if k) or None
 
 
 def label(runs: Sequence[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,78 @@
+"""Hashes of every algorithm's state after 200 ticks: to show that a change of structure changes no number.
+
+    python tools/state_hashes.py --json before.json     # on the commit before
+    python tools/state_hashes.py --against before.json  # on the commit after: exit status 1 where they differ
+
+Every algorithm trains on a small task under each schedule that it allows; the hash is of all tensors of its resume
+point (networks, optimisers, statistics, generators, replay), whatever their names are. Hashes depend on the machine and
+on torch's version, so both calls have to be made on one machine.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TASKS = {"continuous": "pendulum", "discrete": "catch"}
+DISCRETE = ("dqn", "c51", "rainbow", "eps_rainbow", "apex", "r2d2", "pqn")
+ALGORITHMS = ("pql", "pql_d", "pql_sac", "ddpg", "td3", "sac", "ppo", "a2c", "a3c", "appo", "impala", *DISCRETE)
+SCHEDULES = ("concurrent", "lockstep")
+TICKS, ENVS = 200, 8
+WORDS = ["device=cpu", "scale=cpu", f"num_envs={ENVS}", "seed=3", "budget.seconds=null", "eval.final=false",
+         "eval.every_seconds=null", "checkpoint.every_seconds=null", "placement.executor=inline",
+         "algo.warmup_steps=8", "algo.critic.hidden=[16,16]", "logger=none"]  # fmt: skip
+
+
+def state_hash(algorithm: str, schedule: str) -> str:
+    """The hash after ``TICKS`` ticks, or why there is none."""
+    task = TASKS["discrete" if algorithm in DISCRETE else "continuous"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        words = [*WORDS, f"task={task}", f"algo={algorithm}", f"algo.schedule={schedule}", f"run_dir={run}",
+                 f"budget.env_steps={TICKS * ENVS}"]  # fmt: skip
+        if algorithm not in DISCRETE:
+            words.append("algo.policy.hidden=[16,16]")
+        if algorithm not in ("pqn", "r2d2") and algorithm not in ALGORITHMS[6:11]:
+            words.append("algo.batch_size=32")
+        command = [sys.executable, "-m", "pql.main", "train", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return "refused: " + (done.stderr.strip() or "no message").splitlines()[-1]
+        return tensors_hash(run / "checkpoints" / "last" / "tensors.safetensors")
+
+
+def tensors_hash(file: Path) -> str:
+    """Of all tensors of a file, in the order of their bytes: names may change."""
+    from safetensors.numpy import load_file
+
+    found = load_file(file)
+    parts = sorted(hashlib.sha256(f"{a.dtype} {a.shape}".encode() + a.tobytes()).digest() for a in found.values())
+    return f"{len(parts)} tensors, {hashlib.sha256(b''.join(parts)).hexdigest()}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Hashes of every algorithm's state after 200 ticks.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write them there")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with those of another commit")
+    args = parser.parse_args()
+    before = json.loads(args.against.read_text()) if args.against else {}
+    found, different = {}, 0
+    for algorithm in ALGORITHMS:
+        for schedule in SCHEDULES:
+            name = f"{algorithm} {schedule}"
+            found[name] = state_hash(algorithm, schedule)
+            wrong = bool(before) and before.get(name) != found[name]
+            if wrong and found[name].startswith("refused") and str(before.get(name)).startswith("refused"):
+                wrong = False
+            different += wrong
+            print(f"{name:22} {found[name][:100]}{'  DIFFERENT' if wrong else ''}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
