@@ -45,13 +45,28 @@ if TYPE_CHECKING:
     from pql.types import Step as Step
 
 _HOME = {
-    "train": "pql.api", "resume": "pql.api", "evaluate": "pql.api", "compare": "pql.api",
+    "train": "pql.api",
+    "resume": "pql.api",
+    "evaluate": "pql.api",
+    "compare": "pql.api",
     "report": "pql.api",
-    "check_env": "pql.conformance", "make_env": "pql.env", "register": "pql.env", "EnvSpec": "pql.env",
-    "ObsSpec": "pql.env", "Box": "pql.env", "Discrete": "pql.env", "Step": "pql.types", "load_policy": "pql.policy",
-    "export_policy": "pql.export", "record_video": "pql.play", "Session": "pql.session",
-    "Summary": "pql.rundir", "Config": "pql.config", "ConfigError": "pql.errors", "RunError": "pql.errors",
-}  # fmt: skip
+    "check_env": "pql.conformance",
+    "make_env": "pql.env",
+    "register": "pql.env",
+    "EnvSpec": "pql.env",
+    "ObsSpec": "pql.env",
+    "Box": "pql.env",
+    "Discrete": "pql.env",
+    "Step": "pql.types",
+    "load_policy": "pql.policy",
+    "export_policy": "pql.export",
+    "record_video": "pql.play",
+    "Session": "pql.session",
+    "Summary": "pql.rundir",
+    "Config": "pql.config",
+    "ConfigError": "pql.errors",
+    "RunError": "pql.errors",
+}
 
 __all__ = ["__version__", "wrap", *_HOME]
 

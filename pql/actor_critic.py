@@ -57,9 +57,15 @@ class Body(Reads):
     """
 
     def __init__(
-        self, group: str, obs_size: int, hidden: Sequence[int], activation: str, layer_norm: bool, lstm: int | None,
+        self,
+        group: str,
+        obs_size: int,
+        hidden: Sequence[int],
+        activation: str,
+        layer_norm: bool,
+        lstm: int | None,
         encoder: Encoder | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(group, encoder)
         self.size, self.carry_size = [lstm or obs_size, *hidden][-1], 2 * (lstm or 0)
         self.memory = Lstm(obs_size, lstm) if lstm else None

@@ -97,9 +97,11 @@ def evaluate(
     from pql.validate import EPISODES, limits, resolve_device
 
     for key, value, allowed in (
-        ("num_envs", num_envs, limits("eval.num_envs")), ("episodes", episodes, EPISODES),
-        ("seed", seed, limits("seed")), ("epsilon", epsilon, limits("eval.epsilon")),
-    ):  # fmt: skip
+        ("num_envs", num_envs, limits("eval.num_envs")),
+        ("episodes", episodes, EPISODES),
+        ("seed", seed, limits("seed")),
+        ("epsilon", epsilon, limits("eval.epsilon")),
+    ):
         allowed.check(key, value)
     device = resolve_device(device)
     from pql.evaluation import evaluate_saved
@@ -109,7 +111,7 @@ def evaluate(
 
 def report(
     run: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write a page about one run, as ``pql report``. Needs the extra ``report``.
 
     Args:
@@ -126,7 +128,7 @@ def report(
 
 def compare(
     *runs: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write a page that compares runs, as ``pql compare``: ``pql.compare("runs", x="env_steps")``.
 
     Args:
@@ -139,7 +141,7 @@ def compare(
 
 def _page(
     runs: Sequence[str | Path], out: str | Path | None, x: str, thresholds: Sequence[float], single: bool
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     from pql.reports import write
 
     if not runs:
@@ -151,7 +153,7 @@ def _page(
 
 def launch(
     words: list[str], run_dir: Path | None = None, quiet: bool = False, trust: bool = False, **options: Any
-) -> "Summary":  # fmt: skip
+) -> "Summary":
     """Say what the run will do, then load what it takes (torch, for seconds on a busy machine), and run.
 
     Args:

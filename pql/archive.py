@@ -29,9 +29,14 @@ class Archive:
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, run_dir: Path, held: Claim | None, overrides: Sequence[str],
+        self,
+        config: Config,
+        ranks: Ranks,
+        run_dir: Path,
+        held: Claim | None,
+        overrides: Sequence[str],
         warn: Callable[[str], None],
-    ):  # fmt: skip
+    ):
         self.config, self.ranks, self.run_dir, self.warn = config, ranks, run_dir, warn
         self.folder = run_dir / "checkpoints"
         self.points = checkpoint.of_rank(self.folder, ranks.rank)
@@ -113,9 +118,7 @@ class Archive:
         needed = fresh_policy(self.config, parts.env.spec, "cpu").norm.state_dict()
         return {**state, "norm": {k: state["norm"][k] for k in needed}}
 
-    def _save(
-        self, path: Path, kind: str, state: Any, parts: Parts, facts: dict[str, Any], background: bool
-    ) -> None:  # fmt: skip
+    def _save(self, path: Path, kind: str, state: Any, parts: Parts, facts: dict[str, Any], background: bool) -> None:
         spec = spec_to_dict(parts.env.spec)
         write = self.saver.later if background else self.saver.now
         write(path, state, {"kind": kind, "config": to_dict(self.config), "spec": spec, **facts})

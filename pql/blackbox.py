@@ -140,9 +140,12 @@ def dump(path: Path, config: Config, collector: "Collector", counters: dict[str,
         torch.cuda.synchronize(collector.device)
     returned = {str(i): lane.returned() for i, lane in enumerate(collector.lanes)}
     tree = {
-        **collector.box.state_dict(), "returned": returned, "gen": collector.gen.get_state(),
-        "last": {"obs": collector.obs, "action": collector.actor.action}, "out": collector.quarantine.out,
-    }  # fmt: skip
+        **collector.box.state_dict(),
+        "returned": returned,
+        "gen": collector.gen.get_state(),
+        "last": {"obs": collector.obs, "action": collector.actor.action},
+        "out": collector.quarantine.out,
+    }
     facts = {"config": to_dict(config), "spec": spec_to_dict(collector.env.spec), "seed": config.seed}
     checkpoint.save(path, tree, {"kind": "dump", "counters": counters, **facts})
 

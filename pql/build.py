@@ -18,7 +18,7 @@ from pql.machine import (
     set_precision,
     thread_counts,
     worker_devices,
-)  # fmt: skip
+)
 from pql.parts import Parts as Parts
 from pql.parts import Replica
 from pql.replicas import Replicas, names, shares
@@ -97,9 +97,14 @@ def make_crew(config: Config) -> Threads | Inline:
 
 
 def _assemble(
-    config: Config, env: VecEnv, wiring: Wiring, counts: Counts, devices: Devices,
-    trace: Trace | None, executor: Executor | None,
-) -> Replica:  # fmt: skip
+    config: Config,
+    env: VecEnv,
+    wiring: Wiring,
+    counts: Counts,
+    devices: Devices,
+    trace: Trace | None,
+    executor: Executor | None,
+) -> Replica:
     """Slots, jobs, workers and their schedule around a family's wiring."""
     collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
     collector.overlap = config.placement.overlap
@@ -114,11 +119,16 @@ def _assemble(
     workers = {
         # Learners first: a simulator that blocks the launching host then overlaps with queued learner work.
         w: Worker(
-            w, jobs.get(w, collector.run), devices[w], [(slots[s], t) for s, t in role.pulls.items()],
-            [slots[s] for s in role.owns], threads[w], trace,
+            w,
+            jobs.get(w, collector.run),
+            devices[w],
+            [(slots[s], t) for s, t in role.pulls.items()],
+            [slots[s] for s in role.owns],
+            threads[w],
+            trace,
         )
         for w, role in roles.items()
-    }  # fmt: skip
+    }
     schedule: Schedule
     if kind == "concurrent":
         schedule = Concurrent(workers, counts, executor or make_executor(config.placement, devices), collector.owes)

@@ -222,9 +222,7 @@ def of_rank(folder: Path, rank: int) -> Path:
     return folder if rank == 0 else folder / f"rank-{rank}"
 
 
-def find(
-    path: Path, kinds: Sequence[str] = (), whole: bool = False
-) -> tuple[dict[str, Tensor], dict[str, Any], Path]:  # fmt: skip
+def find(path: Path, kinds: Sequence[str] = (), whole: bool = False) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
     """A checkpoint itself, or a run's: the last policy, else the best, else the newest resume point.
 
     Of a run's, damaged ones are skipped, each with a warning.

@@ -294,9 +294,7 @@ class Collector:
         """
         self._step(steps, Lane.wander, going)
 
-    def _step(
-        self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None = None
-    ) -> None:  # fmt: skip
+    def _step(self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None = None) -> None:
         """All lanes by turns, until none is under way; then freeze the statistics for the next tick.
 
         Lanes choose and record in the same order with overlap and without, so what they share (the generator, sums of
@@ -376,11 +374,14 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on, the simulator included where it offers ``state_dict``."""
         state = {
-            "obs": self.obs, "gen": self.gen.get_state(), "explore": self.actor.state_dict(),
-            "normalizer": self.normalizer.state_dict(), "episodes": self.episodes.state_dict(),
+            "obs": self.obs,
+            "gen": self.gen.get_state(),
+            "explore": self.actor.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
+            "episodes": self.episodes.state_dict(),
             "quarantine": self.quarantine.state_dict(),
             "replay": [s.state_dict() for s in self.stores],
-        }  # fmt: skip
+        }
         if hasattr(self.env, "state_dict"):
             state["env"] = self.env.state_dict()
         return state

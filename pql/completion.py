@@ -48,10 +48,15 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 ONLY = {"list": ("tasks", "algos", "games"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
 OWN = {
-    "device": ("auto", "cpu", "cuda"), "sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES,
-    "x": ("seconds", "env_steps", "updates"), "formats": ("pt2", "onnx"), "scale": ("true", "false"),
+    "device": ("auto", "cpu", "cuda"),
+    "sampler": SAMPLERS,
+    "objective": OBJECTIVES,
+    "prune": AXES,
+    "x": ("seconds", "env_steps", "updates"),
+    "formats": ("pt2", "onnx"),
+    "scale": ("true", "false"),
     BATCH: tuple(str(2**i) for i in range(5, 12)),
-}  # fmt: skip
+}
 RUN_FIRST = ("resume", "eval", "play", "export", "compare", "report")  # the first word is a path, for the shell
 
 

@@ -195,8 +195,16 @@ def make_face(progress: Progress, console: Any = None) -> Face:
 
 # -- plain lines ----------------------------------------------------------------------------------------------------
 
-COLUMNS = (("time", 8), ("left", 8), ("env steps", 9), ("steps/s", 8), ("updates", 8), ("train", 9), ("eval", 9),
-           ("busiest", 14))  # fmt: skip
+COLUMNS = (
+    ("time", 8),
+    ("left", 8),
+    ("env steps", 9),
+    ("steps/s", 8),
+    ("updates", 8),
+    ("train", 9),
+    ("eval", 9),
+    ("busiest", 14),
+)
 
 
 class Lines:
@@ -251,10 +259,15 @@ def cells(progress: Progress) -> list[str]:
         return form(row[key]) if key in row else ""
 
     return [
-        number("time/seconds", duration), "" if left is None else duration(left), number("steps/env", short),
-        number("throughput/env_steps_per_s", short), number("updates/v", short), number("train/return_mean", score),
-        number("eval/return_mean", score), f"{busiest} {busy[busiest]:.0%}" if busiest else "",
-    ]  # fmt: skip
+        number("time/seconds", duration),
+        "" if left is None else duration(left),
+        number("steps/env", short),
+        number("throughput/env_steps_per_s", short),
+        number("updates/v", short),
+        number("train/return_mean", score),
+        number("eval/return_mean", score),
+        f"{busiest} {busy[busiest]:.0%}" if busiest else "",
+    ]
 
 
 def duration(seconds: float) -> str:
@@ -337,13 +350,18 @@ def describe(row: Row) -> list[tuple[str, str]]:
         ("time", f"{number('time/seconds')} s"),
         ("env steps", f"{number('steps/env')}  ({number('throughput/env_steps_per_s')}/s)"),
         ("updates", f"v {number('updates/v')}, p {number('updates/p')}  ({number('throughput/updates_per_s')}/s)"),
-        ("ratios", f"v/step {number('ratio/v_per_step', 'g')}, p/v {number('ratio/p_per_v', 'g')}, "
-                   f"lag {number(lag, '.3g')}"),
+        (
+            "ratios",
+            f"v/step {number('ratio/v_per_step', 'g')}, p/v {number('ratio/p_per_v', 'g')}, lag {number(lag, '.3g')}",
+        ),
         ("return", f"train {number('train/return_mean', ',.1f')}, eval {number('eval/return_mean', ',.1f')}"),
         ("busy", ", ".join(f"{w} {number(f'busy/{w}', '.0%')}" for w in workers)),
-        ("memory", f"{number('memory/host_gib', '.2f')} GiB"
-                   + (f", GPU {number('memory/gpu_gib', '.2f')} GiB" if "memory/gpu_gib" in row else "")),
-    ]  # fmt: skip
+        (
+            "memory",
+            f"{number('memory/host_gib', '.2f')} GiB"
+            + (f", GPU {number('memory/gpu_gib', '.2f')} GiB" if "memory/gpu_gib" in row else ""),
+        ),
+    ]
 
 
 # -- a notebook -----------------------------------------------------------------------------------------------------

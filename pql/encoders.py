@@ -30,9 +30,14 @@ class Encoder(nn.Module):
     """
 
     def __init__(
-        self, obs: Mapping[str, ObsSpec], groups: Sequence[str], kind: str = "small",
-        channels: Sequence[int] | None = None, features: int | None = None, layer_norm: bool = False,
-    ):  # fmt: skip
+        self,
+        obs: Mapping[str, ObsSpec],
+        groups: Sequence[str],
+        kind: str = "small",
+        channels: Sequence[int] | None = None,
+        features: int | None = None,
+        layer_norm: bool = False,
+    ):
         super().__init__()
         self.groups, images = tuple(groups), [k for k in groups if len(obs[k].shape) > 1]
         pictures = {k: Pictures(obs[k].shape, kind, channels, features, layer_norm) for k in images}
@@ -66,9 +71,13 @@ class Pictures(nn.Module):
     """
 
     def __init__(
-        self, shape: tuple[int, ...], kind: str = "small", channels: Sequence[int] | None = None,
-        features: int | None = None, layer_norm: bool = False,
-    ):  # fmt: skip
+        self,
+        shape: tuple[int, ...],
+        kind: str = "small",
+        channels: Sequence[int] | None = None,
+        features: int | None = None,
+        layer_norm: bool = False,
+    ):
         super().__init__()
         network, self.kind = NETWORKS[kind], kind
         self.axes, self.last = len(shape), channels_last(shape)

@@ -66,8 +66,11 @@ class Evaluation:
     def measures(self) -> dict[str, float]:
         """By name, as in metrics.jsonl (there below ``eval/``) and in summary.json."""
         out = {
-            "return_mean": self.mean, "return_median": self.median, "return_iqm": self.iqm, "length_mean": self.length,
-        }  # fmt: skip
+            "return_mean": self.mean,
+            "return_median": self.median,
+            "return_iqm": self.iqm,
+            "length_mean": self.length,
+        }
         if self.success is not None:
             out["success"] = self.success
         return {**out, **{f"step/{name}": value for name, value in self.terms.items()}}
@@ -208,9 +211,14 @@ class Evaluator:
     """
 
     def __init__(
-        self, env: VecEnv, policy: Policy, seed: int, epsilon: float = 0.0, step: Limit | None = None,
+        self,
+        env: VecEnv,
+        policy: Policy,
+        seed: int,
+        epsilon: float = 0.0,
+        step: Limit | None = None,
         start: Limit | None = None,
-    ):  # fmt: skip
+    ):
         self.step, self.start = step, start or step
         self.watch: Watch | None = None  # of the evaluation in hand
         self.env, self.policy, self.seed, self.epsilon = env, policy, seed, epsilon
@@ -288,9 +296,15 @@ class Evaluator:
 
 
 def evaluate_saved(
-    path: Path, num_envs: int, episodes: int, seed: int, device: str, epsilon: float | None = None, trust: bool = False,
+    path: Path,
+    num_envs: int,
+    episodes: int,
+    seed: int,
+    device: str,
+    epsilon: float | None = None,
+    trust: bool = False,
     ended: Callable[[int], object] = lambda count: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Evaluate the policy of a run, checkpoint or export on an environment built from its own config.
 
     A simulator that hangs ends it, by the deadlines of the run's ``placement``.
@@ -312,14 +326,23 @@ def evaluate_saved(
     with watchdog.guarded():
         result = _play(stored, num_envs, seed, episodes=episodes, epsilon=epsilon, ended=ended)
     return {
-        "checkpoint": str(found), "task": config.task.title, "algo": config.algo.name, "seed": seed,
+        "checkpoint": str(found),
+        "task": config.task.title,
+        "algo": config.algo.name,
+        "seed": seed,
         "epsilon": epsilon,
-        "num_envs": num_envs, "episodes": len(result.returns), **result.measures(),
-        "return_std": statistics.pstdev(result.returns), "return_min": min(result.returns),
-        "return_max": max(result.returns), "length_min": min(result.lengths), "length_max": max(result.lengths),
-        "returns": result.returns, "lengths": result.lengths,
+        "num_envs": num_envs,
+        "episodes": len(result.returns),
+        **result.measures(),
+        "return_std": statistics.pstdev(result.returns),
+        "return_min": min(result.returns),
+        "return_max": max(result.returns),
+        "length_min": min(result.lengths),
+        "length_max": max(result.lengths),
+        "returns": result.returns,
+        "lengths": result.lengths,
         **({} if result.successes is None else {"successes": result.successes}),
-    }  # fmt: skip
+    }
 
 
 def _play(stored: Stored, num_envs: int, seed: int, **options: Any) -> Evaluation:

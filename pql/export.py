@@ -72,9 +72,12 @@ class Deployed(nn.Module):
 
 
 def export_policy(
-    path: str | Path, out: str | Path | None = None, formats: Sequence[str] = FORMATS, scale: bool = True,
+    path: str | Path,
+    out: str | Path | None = None,
+    formats: Sequence[str] = FORMATS,
+    scale: bool = True,
     trust: bool = False,
-) -> Export:  # fmt: skip
+) -> Export:
     """Write the policy of a run or checkpoint as ``policy.pt2``, ``policy.onnx`` and ``policy.json``, and check them.
 
     Args:

@@ -29,10 +29,13 @@ MARKS = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"littl
 KNOWN = {GRAPH, SAMPLES, METADATA, *CONFIGS.values(), *MARKS, ".data/version", ".data/serialization_id"}
 TENSOR = re.compile(rf"{WEIGHTS}weight_\d+|{CONSTANTS}tensor_\d+")
 SAFE_GLOBALS = {  # what pickled tensors name: torch's own list for weights_only is longer
-    "torch._utils _rebuild_tensor_v2", "collections OrderedDict",
-    *(f"torch {kind}Storage" for kind in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long",
-                                           "Bool")),
-}  # fmt: skip
+    "torch._utils _rebuild_tensor_v2",
+    "collections OrderedDict",
+    *(
+        f"torch {kind}Storage"
+        for kind in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+    ),
+}
 
 
 def read_pt2(data: bytes, device: torch.device) -> tuple[Program, Any]:
@@ -154,8 +157,13 @@ NODE: dict[int, Any] = {}
 TENSORS: dict[int, Any] = {13: "numbers in another file", 14: "numbers in another file"}
 SPARSE: dict[int, Any] = {1: TENSORS, 2: TENSORS}
 ATTRIBUTE: dict[int, Any] = {
-    5: TENSORS, 10: TENSORS, 6: "a graph within a graph", 11: "a graph within a graph", 22: SPARSE, 23: SPARSE
-}  # fmt: skip
+    5: TENSORS,
+    10: TENSORS,
+    6: "a graph within a graph",
+    11: "a graph within a graph",
+    22: SPARSE,
+    23: SPARSE,
+}
 MODEL |= {7: {1: NODE, 5: TENSORS, 15: SPARSE}, 20: "a training graph", 25: "functions of its own"}
 NODE |= {5: ATTRIBUTE, 7: "an operator that is not ONNX's own"}
 MESSAGES = 1_000_000

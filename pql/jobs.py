@@ -106,10 +106,14 @@ class Runner:
         with contextlib.ExitStack() as opened:
             out = opened.enter_context(log.open("ab")) if log else None
             self._child = child = subprocess.Popen(
-                [*self.program, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0,
+                [*self.program, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                process_group=0,
                 pass_fds=[self._lock.fileno()],  # held until the process, too, has ended
                 preexec_fn=end_with_parent,
-            )  # fmt: skip
+            )
             if self.asked:  # it came while the process was being started
                 child.send_signal(signal.SIGTERM)
             status = _wait(child, enough, every)

@@ -108,18 +108,33 @@ class Wandb:
     """
 
     def __init__(
-        self, folder: Path, project: str, mode: str, config: dict[str, Any], offset: int = 0,
-        say: Callable[[str], None] | None = None, patience: float | None = None,
-    ):  # fmt: skip
+        self,
+        folder: Path,
+        project: str,
+        mode: str,
+        config: dict[str, Any],
+        offset: int = 0,
+        say: Callable[[str], None] | None = None,
+        patience: float | None = None,
+    ):
         self.folder, self.say, self.ended = folder, say, False
         self.patience = PATIENCE if patience is None else patience
-        options = {"folder": str(folder), "metrics": str(folder / "metrics.jsonl"), "offset": offset,
-                   "project": project, "mode": mode, "config": config}  # fmt: skip
+        options = {
+            "folder": str(folder),
+            "metrics": str(folder / "metrics.jsonl"),
+            "offset": offset,
+            "project": project,
+            "mode": mode,
+            "config": config,
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pql.wandb_feed", json.dumps(options, default=str)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
             process_group=0,  # Ctrl-C is for the run, which then closes this
-        )  # fmt: skip
+        )
 
     def write(self, row: Row) -> None:
         """Nothing: metrics.jsonl has the row. Where wandb has ended before the run, that is told now."""
@@ -248,9 +263,14 @@ ADVICE = {
 
 
 def closing_words(
-    summary: Summary, busy: Row, seconds: float, ticks: int, budget: BudgetConfig, policy: bool = True,
+    summary: Summary,
+    busy: Row,
+    seconds: float,
+    ticks: int,
+    budget: BudgetConfig,
+    policy: bool = True,
     point: bool = True,
-) -> str:  # fmt: skip
+) -> str:
     """The last lines of a run: what came out, what bounded it, where it is, what to type next.
 
     Args:
@@ -262,15 +282,17 @@ def closing_words(
     ended = f"interrupted{', saved' if point or policy else ''}" if summary.interrupted else "done"
     again = f"pql resume {run}{'' if summary.interrupted else more(summary, budget)}"
     commands = [*([f"pql eval {run}"] if policy else []), *([again] if point else [])]
-    return "\n".join([
-        f"{ended}: {score}",
-        f"{summary.seconds:,.0f} s, {summary.env_steps:,} env steps, {summary.updates_v:,} critic and "
-        f"{summary.updates_p:,} policy updates",
-        bounded(busy, seconds) if ticks else idle(summary),
-        f"run: {summary.run_dir}",
-        *([f"policy: {summary.checkpoint}"] if policy else []),
-        *(f"{' ' * 6 if i else 'next: '}{command}" for i, command in enumerate(commands)),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{ended}: {score}",
+            f"{summary.seconds:,.0f} s, {summary.env_steps:,} env steps, {summary.updates_v:,} critic and "
+            f"{summary.updates_p:,} policy updates",
+            bounded(busy, seconds) if ticks else idle(summary),
+            f"run: {summary.run_dir}",
+            *([f"policy: {summary.checkpoint}"] if policy else []),
+            *(f"{' ' * 6 if i else 'next: '}{command}" for i, command in enumerate(commands)),
+        ]
+    )
 
 
 def bounded(busy: Row, seconds: float) -> str:

@@ -39,9 +39,12 @@ COMMANDS: dict[str, dict[str, type]] = {
     "completion": {},
 }
 FLAGS: dict[str, tuple[str, ...]] = {
-    "train": ("-m", "--multirun"), "resume": ("--trust",), "eval": ("--trust",), "play": ("--live", "--trust"),
+    "train": ("-m", "--multirun"),
+    "resume": ("--trust",),
+    "eval": ("--trust",),
+    "play": ("--live", "--trust"),
     "export": ("--trust",),
-}  # fmt: skip
+}
 """Options that may stand anywhere among a command's words."""
 
 
@@ -230,8 +233,12 @@ def run_eval(args: argparse.Namespace) -> int:
 
     asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, COMMANDS["eval"])
     asked.setdefault("episodes", asked["num_envs"])
-    for key, allowed in (("num_envs", limits("eval.num_envs")), ("episodes", EPISODES), ("seed", limits("seed")),
-                         ("epsilon", limits("eval.epsilon"))):  # fmt: skip
+    for key, allowed in (
+        ("num_envs", limits("eval.num_envs")),
+        ("episodes", EPISODES),
+        ("seed", limits("seed")),
+        ("epsilon", limits("eval.epsilon")),
+    ):
         allowed.check(key, asked.get(key))
     device = resolve_device(asked["device"])
     out = Path(asked["out"]).expanduser() if "out" in asked else None
@@ -244,9 +251,15 @@ def run_eval(args: argparse.Namespace) -> int:
 
     with contextlib.closing(Console("pql eval", {})) as console, console.doing("evaluation", far):
         row = evaluate_saved(
-            Path(args.path), asked["num_envs"], asked["episodes"], asked["seed"], device, asked.get("epsilon"),
-            args.trust, ended.append,
-        )  # fmt: skip
+            Path(args.path),
+            asked["num_envs"],
+            asked["episodes"],
+            asked["seed"],
+            device,
+            asked.get("epsilon"),
+            args.trust,
+            ended.append,
+        )
     print_evaluation(row)
     if row["episodes"] < asked["episodes"]:
         print(
@@ -410,8 +423,13 @@ def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:
     """``key=value`` words whose keys and types are those of ``kinds``."""
     from pql.compose import parse_word
 
-    words_of = {int: "a whole number", bool: "true or false", str: "text", float: "a number",
-                list: "a list of numbers such as [100,200]"}  # fmt: skip
+    words_of = {
+        int: "a whole number",
+        bool: "true or false",
+        str: "text",
+        float: "a number",
+        list: "a list of numbers such as [100,200]",
+    }
     out = {}
     for word in words:
         key, value = parse_word(word, [k for k, kind in kinds.items() if kind is str])

@@ -117,8 +117,11 @@ def check_export(data: Any) -> None:
             _need(entry["shape"][:1] == ["batch"], f"{end}.shape", "a batch")
             check_tensor(f"{end}.{entry['name']}", entry["shape"][1:], entry["dtype"])
             names.append(entry["name"])
-    _need(len({*names}) == len(names) and bool(data["inputs"]) and names[len(data["inputs"]) :][:1] == ["action"],
-          "outputs", "an action, and names that differ")  # fmt: skip
+    _need(
+        len({*names}) == len(names) and bool(data["inputs"]) and names[len(data["inputs"]) :][:1] == ["action"],
+        "outputs",
+        "an action, and names that differ",
+    )
     for entry in data["inputs"]:
         kind, _, name = entry["name"].partition(".")
         group = spec["obs"].get(name, {}) if kind == "obs" else {"shape": entry["shape"][1:], "dtype": "float32"}

@@ -99,9 +99,15 @@ class DeterministicPolicy(Reads):
     """obs -> tanh(MLP(features)): [B, A] in [-1, 1]. ``obs_size`` is the encoder's where there is one."""
 
     def __init__(
-        self, obs_size: int, action_size: int, hidden: Sequence[int], activation: str, layer_norm: bool,
-        group: str = "policy", encoder: nn.Module | None = None,
-    ):  # fmt: skip
+        self,
+        obs_size: int,
+        action_size: int,
+        hidden: Sequence[int],
+        activation: str,
+        layer_norm: bool,
+        group: str = "policy",
+        encoder: nn.Module | None = None,
+    ):
         super().__init__(group, encoder)
         self.net = mlp(obs_size, hidden, action_size, activation, layer_norm)
 
@@ -121,9 +127,15 @@ class GaussianPolicy(Reads):
     """obs -> mean and log standard deviation of a Gaussian that a tanh squashes, [B, A] each."""
 
     def __init__(
-        self, obs_size: int, action_size: int, hidden: Sequence[int], activation: str, layer_norm: bool,
-        group: str = "policy", encoder: nn.Module | None = None,
-    ):  # fmt: skip
+        self,
+        obs_size: int,
+        action_size: int,
+        hidden: Sequence[int],
+        activation: str,
+        layer_norm: bool,
+        group: str = "policy",
+        encoder: nn.Module | None = None,
+    ):
         super().__init__(group, encoder)
         self.net = mlp(obs_size, hidden, 2 * action_size, activation, layer_norm)
 

@@ -114,15 +114,24 @@ class AdamW(Optimizer):
         state["count"].add_(1 if skip is None else 1 - skip)
         self._fused(data, grad, state, skip, state["lr"])
 
-    def _fused(
-        self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None, lr: Tensor
-    ) -> None:  # fmt: skip
+    def _fused(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None, lr: Tensor) -> None:
         # ``found_inf`` is meant for loss scaling: where it is 1, the kernel leaves everything as it is.
         torch._fused_adamw_(
-            [data], [grad], [state["mean"]], [state["square"]], [], [state["count"]], lr=lr,
-            beta1=self.BETA1, beta2=self.BETA2, weight_decay=self.weight_decay, eps=self.eps,
-            amsgrad=False, maximize=False, found_inf=skip,
-        )  # fmt: skip
+            [data],
+            [grad],
+            [state["mean"]],
+            [state["square"]],
+            [],
+            [state["count"]],
+            lr=lr,
+            beta1=self.BETA1,
+            beta2=self.BETA2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            found_inf=skip,
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"lr": self.lr, "count": self.count, "mean": self.mean, "square": self.square}

@@ -102,9 +102,13 @@ def main(words: Sequence[str], seconds: float = 2.0, rounds: int = 3) -> int:
 
 
 def search(
-    make: Callable[[Split], Trial], start: Split, cores: int, seconds: float, rounds: int,
+    make: Callable[[Split], Trial],
+    start: Split,
+    cores: int,
+    seconds: float,
+    rounds: int,
     tell: Callable[[Split, float], None],
-) -> Split:  # fmt: skip
+) -> Split:
     """Change one number after another, the busiest part's first, keep what is clearly faster, until nothing is.
 
     Args:

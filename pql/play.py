@@ -75,9 +75,13 @@ def record_video(
 
 
 def watch(
-    path: str | Path, episodes: int = 1, steps: int | None = None, seed: int = 0, device: str = "cpu",
+    path: str | Path,
+    episodes: int = 1,
+    steps: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
     trust: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show the greedy policy in the simulator's own window, in simulated time, until it ends or the window is closed.
 
     Raises:

@@ -116,9 +116,15 @@ class Ranked:
     """
 
     def __init__(
-        self, size: int, device: torch.device, alpha: float, beta: float, beta_steps: int | None, steps_per_tick: int,
+        self,
+        size: int,
+        device: torch.device,
+        alpha: float,
+        beta: float,
+        beta_steps: int | None,
+        steps_per_tick: int,
         clip: float | None = None,
-    ):  # fmt: skip
+    ):
         self.size, self.alpha, self.clip, self.first_beta = size, alpha, clip, beta
         self.beta_per_tick = 0.0 if beta_steps is None else (1 - beta) * steps_per_tick / beta_steps
         self.tree = SumTree(size, device)
@@ -194,9 +200,17 @@ class Prioritized(Ranked):
     """
 
     def __init__(
-        self, replay: Replay, n: int, gamma: float, alpha: float, beta: float, beta_steps: int | None,
-        steps_per_tick: int, from_actor: bool = False, clip: float | None = None,
-    ):  # fmt: skip
+        self,
+        replay: Replay,
+        n: int,
+        gamma: float,
+        alpha: float,
+        beta: float,
+        beta_steps: int | None,
+        steps_per_tick: int,
+        from_actor: bool = False,
+        clip: float | None = None,
+    ):
         device, least = replay.device, least_rows(replay.horizon, n, replay.guard)
         if replay.rows < least:
             raise ValueError(f"a ring of {replay.rows} rows is too small for priorities: expected at least {least}")

@@ -65,16 +65,34 @@ def of_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
 OF_SIZES = {
     f"_operator.{f.__name__}": of_sizes(f)
     for f in (
-        operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.eq,
-        operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.floordiv,
+        operator.mod,
+        operator.neg,
+        operator.eq,
+        operator.ne,
+        operator.lt,
+        operator.le,
+        operator.gt,
+        operator.ge,
     )
-}  # fmt: skip
+}
 AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"
 
 DTYPES = {
-    1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64, 6: torch.float16, 7: torch.float32,
-    8: torch.float64, 12: torch.bool, 13: torch.bfloat16,
-}  # fmt: skip
+    1: torch.uint8,
+    2: torch.int8,
+    3: torch.int16,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    12: torch.bool,
+    13: torch.bfloat16,
+}
 MEMORY_FORMATS = {1: torch.contiguous_format, 2: torch.channels_last, 4: torch.preserve_format}
 PLAIN = {"as_int": int, "as_float": float, "as_bool": bool, "as_string": str}
 

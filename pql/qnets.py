@@ -73,10 +73,19 @@ class QNetwork(Reads):
     atoms: Tensor | None
 
     def __init__(
-        self, group: str, obs_size: int, actions: int, hidden: Sequence[int], activation: str, layer_norm: bool,
-        encoder: nn.Module | None = None, atoms: Tensor | None = None, dueling: bool = False,
-        noisy: float | None = None, shared_grad: float = 1.0,
-    ):  # fmt: skip
+        self,
+        group: str,
+        obs_size: int,
+        actions: int,
+        hidden: Sequence[int],
+        activation: str,
+        layer_norm: bool,
+        encoder: nn.Module | None = None,
+        atoms: Tensor | None = None,
+        dueling: bool = False,
+        noisy: float | None = None,
+        shared_grad: float = 1.0,
+    ):
         super().__init__(group, encoder)
         self.register_buffer("atoms", atoms, persistent=False)
         self.shape = (actions,) if atoms is None else (actions, atoms.shape[0])
@@ -127,9 +136,18 @@ class RecurrentQNetwork(QNetwork):
     """
 
     def __init__(
-        self, group: str, obs_size: int, lstm: int, actions: int, hidden: Sequence[int], activation: str,
-        layer_norm: bool, encoder: nn.Module | None = None, dueling: bool = False, shared_grad: float = 1.0,
-    ):  # fmt: skip
+        self,
+        group: str,
+        obs_size: int,
+        lstm: int,
+        actions: int,
+        hidden: Sequence[int],
+        activation: str,
+        layer_norm: bool,
+        encoder: nn.Module | None = None,
+        dueling: bool = False,
+        shared_grad: float = 1.0,
+    ):
         super().__init__(
             group, lstm, actions, hidden, activation, layer_norm, encoder, dueling=dueling, shared_grad=shared_grad
         )

@@ -53,9 +53,12 @@ class Quarantine:
     """
 
     def __init__(
-        self, num_envs: int, device: torch.device, together: bool = True,
+        self,
+        num_envs: int,
+        device: torch.device,
+        together: bool = True,
         restart: Callable[[Tensor], Obs] | None = None,
-    ):  # fmt: skip
+    ):
         flags = functools.partial(torch.zeros, num_envs, dtype=torch.bool, device=device)
         self.out, self.anew, self.void = flags(), flags(), flags()
         self.dropped, self.restarted = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
@@ -239,10 +242,15 @@ def filler(step: Step, lost: Tensor, obs: Obs) -> Step:
     """The step with filler rows where ``lost`` [n], each of which begins an episode, from ``obs``."""
     kept = ~lost
     return step._replace(
-        obs=obs, reward=step.reward.masked_fill(lost, 0), terminated=step.terminated & kept,
-        truncated=step.truncated & kept, first=step.first | lost, final_obs=chosen(lost, obs, step.final_obs),
-        final_ok=step.final_ok | lost, valid=step.valid & kept,
-    )  # fmt: skip
+        obs=obs,
+        reward=step.reward.masked_fill(lost, 0),
+        terminated=step.terminated & kept,
+        truncated=step.truncated & kept,
+        first=step.first | lost,
+        final_obs=chosen(lost, obs, step.final_obs),
+        final_ok=step.final_ok | lost,
+        valid=step.valid & kept,
+    )
 
 
 def both(*masks: Tensor | None) -> Tensor | None:

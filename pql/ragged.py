@@ -47,9 +47,7 @@ class Ragged:
         """The last tick ended short."""
         return self.transitions < self.target
 
-    def step(
-        self, steps: int, choose: Callable[["Lane"], None], going: Callable[[], bool] | None = None
-    ) -> bool:  # fmt: skip
+    def step(self, steps: int, choose: Callable[["Lane"], None], going: Callable[[], bool] | None = None) -> bool:
         """A tick: ``steps`` transitions for each environment there could be, or the rest of a short one.
 
         Args:
@@ -68,9 +66,7 @@ class Ragged:
             self._until(self.target, choose, going)
         return not self.owes()
 
-    def _until(
-        self, room: int, choose: Callable[["Lane"], None], going: Callable[[], bool] = lambda: True
-    ) -> None:  # fmt: skip
+    def _until(self, room: int, choose: Callable[["Lane"], None], going: Callable[[], bool] = lambda: True) -> None:
         """Until the target, or until nothing comes any more; at most ``room`` rows of each environment."""
         left, idle = np.full(self.due.shape, room), 0
         while self.owes() and idle <= len(self.lanes) and going():

@@ -62,8 +62,12 @@ def share_of(config: Config, place: World) -> Config:
         raise ConfigError("algo.schedule", config.algo.schedule, "lockstep or concurrent with several processes")
     if config.task.by_actors:
         setting, value = ("task.remote", config.task.remote) if config.task.remote else ("task.name", "remote")
-        raise ConfigError(setting, value, "a simulator in each process: actors come to one learner, and how "
-                          "often it updates is theirs to say (one may use several GPUs: placement.*)")  # fmt: skip
+        raise ConfigError(
+            setting,
+            value,
+            "a simulator in each process: actors come to one learner, and how "
+            "often it updates is theirs to say (one may use several GPUs: placement.*)",
+        )
     flat, shared = dict(leaves(config)), [one for one in settings(config) if one.declaration.ranks]
     own: dict[str, Any] = {"seed": own_seed(config.seed, place.rank)}
     for one in shared:

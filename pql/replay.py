@@ -406,9 +406,15 @@ def action_store(action_size: int | None, cells: int, device: torch.device) -> T
 
 
 def replay_bytes(
-    obs: Mapping[str, ObsSpec], action_size: int | None, num_envs: int, rows: int, horizon: int, limit: int | None,
-    dtype: torch.dtype, extra: Sequence[str] = (),
-) -> int:  # fmt: skip
+    obs: Mapping[str, ObsSpec],
+    action_size: int | None,
+    num_envs: int,
+    rows: int,
+    horizon: int,
+    limit: int | None,
+    dtype: torch.dtype,
+    extra: Sequence[str] = (),
+) -> int:
     """Bytes a ring of ``rows`` rows takes, before anything is allocated."""
     sizes = {k: math.prod(kept_shape(s)) * storage_dtype(s, dtype).itemsize for k, s in obs.items()}
     blank = sum(sizes[k] for k, s in obs.items() if s.stack > 1)
@@ -418,9 +424,16 @@ def replay_bytes(
 
 
 def preflight(
-    obs: Mapping[str, ObsSpec], action_size: int | None, num_envs: int, capacity: int, horizon: int,
-    limit: int | None, dtype: torch.dtype, available: int, extra: Sequence[str] = (),
-) -> int:  # fmt: skip
+    obs: Mapping[str, ObsSpec],
+    action_size: int | None,
+    num_envs: int,
+    capacity: int,
+    horizon: int,
+    limit: int | None,
+    dtype: torch.dtype,
+    available: int,
+    extra: Sequence[str] = (),
+) -> int:
     """Rows T of a ring of ``capacity`` transitions that fits in ``available`` bytes.
 
     Raises:
@@ -439,6 +452,7 @@ def preflight(
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= available else (low, middle)
     raise ConfigError(
-        "replay.capacity", capacity,
+        "replay.capacity",
+        capacity,
         f"at most {low * num_envs} here: this many need {need / 2**30:.3g} GiB, {available / 2**30:.3g} GiB are free",
-    )  # fmt: skip
+    )

@@ -117,9 +117,15 @@ class Rollout:
     """
 
     def __init__(
-        self, spec: EnvSpec, norm: Normalizer, horizon: int, params_size: int, device: torch.device,
-        carry_size: int = 0, halves: int = 1,
-    ):  # fmt: skip
+        self,
+        spec: EnvSpec,
+        norm: Normalizer,
+        horizon: int,
+        params_size: int,
+        device: torch.device,
+        carry_size: int = 0,
+        halves: int = 1,
+    ):
         n = spec.num_envs
         self.horizon, self.num_envs, self.device, self.halves = horizon, n, device, halves
         self.finals = final_rows(horizon, spec.max_episode_steps)  # K
@@ -175,8 +181,14 @@ class Rollout:
         row, count, n, half = self.row[columns], self.count[columns], self.num_envs, self.sealed.half
         here = (row + half * self.horizon) * n + columns
         flags = torch.stack((step.terminated, step.truncated, step.first, step.valid, step.final_ok), -1)
-        rows = [(self.action, acted.raw), (self.params, acted.params), (self.reward, step.reward), (self.flags, flags),
-                (self.final, count), (self.version, acted.version)]  # fmt: skip
+        rows = [
+            (self.action, acted.raw),
+            (self.params, acted.params),
+            (self.reward, step.reward),
+            (self.flags, flags),
+            (self.final, count),
+            (self.version, acted.version),
+        ]
         for store, new in rows:
             store.flatten(0, 1).index_copy_(0, here, new)
         # Written whether or not this row was cut off: the place counts only once the counter has passed it. Where
@@ -213,10 +225,21 @@ class Rollout:
         rows = {k: parts[f"obs/{k}"].unflatten(0, (-1, width)) for k in self.obs}
         reward = clip(parts["reward"], norm.reward_clip) * norm.reward_scale
         return Segment(
-            norm(rows), parts["action"], parts["params"], reward, (~terminated).float(),
-            (~(terminated | truncated | first)).float(), successor, first, (valid & ~unknown).float(), lost.sum(),
-            parts["carry"], parts["fresh"], parts["final_row"].view(-1, width), parts["version"],
-        )  # fmt: skip
+            norm(rows),
+            parts["action"],
+            parts["params"],
+            reward,
+            (~terminated).float(),
+            (~(terminated | truncated | first)).float(),
+            successor,
+            first,
+            (valid & ~unknown).float(),
+            lost.sum(),
+            parts["carry"],
+            parts["fresh"],
+            parts["final_row"].view(-1, width),
+            parts["version"],
+        )
 
     @property
     def norm(self) -> Normalizer:

@@ -213,11 +213,18 @@ def machine(config: Config) -> dict[str, Any]:
 
     device = resolve_device(config.device)
     return {
-        "argv": sys.argv, "python": platform.python_version(), "torch": torch.__version__, "packages": versions(),
-        "platform": platform.platform(), "cpu": processor(), "cpus": os.cpu_count(), "cores": available_cores(),
-        "device": device, "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "packages": versions(),
+        "platform": platform.platform(),
+        "cpu": processor(),
+        "cpus": os.cpu_count(),
+        "cores": available_cores(),
+        "device": device,
+        "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
         "processes": world().size,
-    }  # fmt: skip
+    }
 
 
 def versions() -> dict[str, str]:

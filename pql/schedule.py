@@ -56,9 +56,10 @@ def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
             a, b = int(kv), int(kp)
             return Counts(horizon, {"v": a, "p": b}, next(g for g in range(min(a, b), 0, -1) if a % g == b % g == 0))
     raise ConfigError(
-        "algo.v_per_step", v_per_step,
+        "algo.v_per_step",
+        v_per_step,
         f"a ratio that, with algo.p_per_v={p_per_v}, gives whole numbers of updates within {LONGEST_HORIZON} steps",
-    )  # fmt: skip
+    )
 
 
 class Trace:

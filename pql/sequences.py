@@ -71,9 +71,7 @@ class States:
     def restart(self, obs: Obs) -> None:
         """Nothing: the policy begins with an empty memory, which the next aligned row stores."""
 
-    def insert(
-        self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None
-    ) -> None:  # fmt: skip
+    def insert(self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None) -> None:
         """Keep ``acted.extra["carry"]`` [n, C] where the row is aligned and there is one.
 
         Args:
@@ -119,9 +117,16 @@ class Sequences:
     """
 
     def __init__(
-        self, ring: Replay, states: States, burn_in: int, length: int, n: int, gamma: float, limit: int | None,
+        self,
+        ring: Replay,
+        states: States,
+        burn_in: int,
+        length: int,
+        n: int,
+        gamma: float,
+        limit: int | None,
         stored: bool = True,
-    ):  # fmt: skip
+    ):
         self.ring, self.states, self.burn_in, self.length, self.n, self.gamma = ring, states, burn_in, length, n, gamma
         self.size, self.stored, self.count = burn_in + length + n, stored, states.slots * ring.num_envs
         self.finals = finals_within(length + n - 1, limit)
@@ -170,11 +175,18 @@ class Sequences:
         mask = window.mask.view_as(last) & room
         carry = self.states.at(start, column)
         return Sequence(
-            self._observations(rows, columns, final_row), ~ring.rule("same episode", flags.flatten()).view_as(rows),
-            carry if self.stored else torch.zeros_like(carry), final_row,
-            ring.action.index_select(0, window.cell).view_as(last), window.reward.view_as(last),
-            window.discount.view_as(last), successor, mask.float(), torch.ones_like(carry[:, 0]), start,
-        )  # fmt: skip
+            self._observations(rows, columns, final_row),
+            ~ring.rule("same episode", flags.flatten()).view_as(rows),
+            carry if self.stored else torch.zeros_like(carry),
+            final_row,
+            ring.action.index_select(0, window.cell).view_as(last),
+            window.reward.view_as(last),
+            window.discount.view_as(last),
+            successor,
+            mask.float(),
+            torch.ones_like(carry[:, 0]),
+            start,
+        )
 
     def _observations(self, rows: Tensor, columns: Tensor, final_row: Tensor) -> Obs:
         """Those of all rows [S, B], then the final ones that followed rows [K, B] from burn_in on."""
@@ -202,9 +214,16 @@ class RankedSequences(Ranked):
     """
 
     def __init__(
-        self, sequences: Sequences, alpha: float, beta: float, beta_steps: int | None, steps_per_tick: int,
-        clip: float | None = None, eta: float = 0.9, target: Target | None = None,
-    ):  # fmt: skip
+        self,
+        sequences: Sequences,
+        alpha: float,
+        beta: float,
+        beta_steps: int | None,
+        steps_per_tick: int,
+        clip: float | None = None,
+        eta: float = 0.9,
+        target: Target | None = None,
+    ):
         device, states = sequences.ring.device, sequences.states
         super().__init__(sequences.count, device, alpha, beta, beta_steps, steps_per_tick, clip)
         self.sequences, self.eta, self.target = sequences, eta, target

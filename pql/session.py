@@ -75,7 +75,7 @@ class Session:
 
     def _open(
         self, opened: ExitStack, quiet: bool, resume: bool, overrides: Sequence[str], claim: Claim | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         config, ranks = self.config, self.ranks
         self.stop, self.seconds, self.best = False, 0.0, float("-inf")
         self.last_eval: Evaluation | None = None
@@ -269,8 +269,11 @@ class Session:
     def _loop(self) -> None:
         config, schedule = self.config, self.parts.schedule
         start, before = time.perf_counter(), self.seconds
-        every = {"log": config.logger.every_seconds, "save": config.checkpoint.every_seconds,
-                 "eval": config.eval.every_seconds if self.evaluator else None}  # fmt: skip
+        every = {
+            "log": config.logger.every_seconds,
+            "save": config.checkpoint.every_seconds,
+            "eval": config.eval.every_seconds if self.evaluator else None,
+        }
         due = {k: before + v for k, v in every.items() if v is not None and self.ranks.first}
         pending: log.Pending | None = None
         # What has begun has a first tick, whatever comes: a run is saved before it begins, or after a tick.
@@ -371,9 +374,10 @@ class Session:
             raise ConfigError("num_envs", self.ranks.share.num_envs, f"{spec.num_envs}, as the given environment has")
         if budget.target_return is not None and not self._evaluates_beside():
             raise ConfigError(
-                "budget.target_return", budget.target_return,
+                "budget.target_return",
+                budget.target_return,
                 "null: this environment cannot be evaluated beside the training",
-            )  # fmt: skip
+            )
 
     def _make_evaluator(self) -> Evaluator | None:
         wanted = self.config.eval.every_seconds is not None or self.config.eval.final
@@ -409,10 +413,13 @@ class Session:
             self._failed.__cause__ = result
             return
         self.last_eval = result
-        self._write({
-            **report.counters, **{f"eval/{k}": v for k, v in result.measures().items()},
-            "eval/dropped": float(self.evaluator.dropped if self.evaluator else 0),
-        })  # fmt: skip
+        self._write(
+            {
+                **report.counters,
+                **{f"eval/{k}": v for k, v in result.measures().items()},
+                "eval/dropped": float(self.evaluator.dropped if self.evaluator else 0),
+            }
+        )
         if result.mean > self.best:
             self.best = result.mean
             facts = {"return_mean": result.mean, "counters": report.counters}
@@ -480,12 +487,22 @@ class Session:
     def _finish(self, result: Evaluation | None) -> Summary:
         updates, begun = self.parts.updates(), self._begun
         summary = Summary(
-            str(self.run_dir), result.mean if result else None, result.iqm if result else None,
-            len(result.returns) if result else 0, self.seconds, self.env_steps, updates["v"], updates["p"],
-            str(self.checkpoints / "last"), self.interrupted,
-            **({} if result is None else
-               {"return_median": result.median, "length_mean": result.length, "success": result.success}),
-        )  # fmt: skip
+            str(self.run_dir),
+            result.mean if result else None,
+            result.iqm if result else None,
+            len(result.returns) if result else 0,
+            self.seconds,
+            self.env_steps,
+            updates["v"],
+            updates["p"],
+            str(self.checkpoints / "last"),
+            self.interrupted,
+            **(
+                {}
+                if result is None
+                else {"return_median": result.median, "length_mean": result.length, "success": result.success}
+            ),
+        )
         if self.ranks.first:
             if self._keep_directory():
                 self.archive.save_policy(self.parts, {"counters": self._counters(), "ranks": self.ranks.size})

@@ -64,9 +64,12 @@ def open_study(plan: Plan) -> Any:
 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=PATIENCE, n_warmup_steps=PATIENCE)
     study = optuna.create_study(
-        storage=f"sqlite:///{(plan.folder / 'study.db').resolve()}", study_name="sweep", load_if_exists=True,
-        direction="maximize", pruner=optuna.pruners.NopPruner() if plan.settings.prune == "none" else pruner,
-    )  # fmt: skip
+        storage=f"sqlite:///{(plan.folder / 'study.db').resolve()}",
+        study_name="sweep",
+        load_if_exists=True,
+        direction="maximize",
+        pruner=optuna.pruners.NopPruner() if plan.settings.prune == "none" else pruner,
+    )
     asked, before = plan.asked(), study.user_attrs.get("asked")
     if before is None:
         study.set_user_attr("asked", asked)
@@ -208,12 +211,16 @@ def trial_rows(study: Any) -> list[dict[str, Any]]:
     """Number, state, value, what each seed returned, seconds, why it failed, and the settings, of every trial."""
     return [
         {
-            "trial": t.number, "state": t.state.name.lower(), "value": t.value if t.state.name == "COMPLETE" else None,
-            "returns": t.user_attrs.get("returns", []), "seconds": t.user_attrs.get("seconds"),
-            "why": t.user_attrs.get("why"), "params": t.params,
+            "trial": t.number,
+            "state": t.state.name.lower(),
+            "value": t.value if t.state.name == "COMPLETE" else None,
+            "returns": t.user_attrs.get("returns", []),
+            "seconds": t.user_attrs.get("seconds"),
+            "why": t.user_attrs.get("why"),
+            "params": t.params,
         }
         for t in study.get_trials(deepcopy=False)
-    ]  # fmt: skip
+    ]
 
 
 def write_trials(plan: Plan, study: Any) -> None:

@@ -64,8 +64,19 @@ class Count(TorchDispatchMode):
         return out
 
 
-FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias",
-        "lift_fresh", "_reshape_alias", "_local_scalar_dense")  # fmt: skip
+FREE = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "alias",
+    "lift_fresh",
+    "_reshape_alias",
+    "_local_scalar_dense",
+)
 """Operations that run nothing on a device: they make room, or another view of it."""
 
 

@@ -125,9 +125,17 @@ def process_env(
 
     process, threads = config.task.process, thread_counts(config)["simulator"]
     return ProcessVec(
-        config.task.name, num_envs, device, process.python or "", task_kwargs(config), {"threads": threads},
-        process.step_seconds, process.start_seconds, threads, approve,
-    )  # fmt: skip
+        config.task.name,
+        num_envs,
+        device,
+        process.python or "",
+        task_kwargs(config),
+        {"threads": threads},
+        process.step_seconds,
+        process.start_seconds,
+        threads,
+        approve,
+    )
 
 
 def remote_env(config: Config, groups: int | None, num_envs: int, device: torch.device) -> VecEnv:

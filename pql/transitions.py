@@ -161,8 +161,12 @@ def read(
 
     def take(name: str, shape: list[int], kind: str, default: Tensor | None = None) -> None:
         value = default if default is not None and name not in data else column(name)
-        fits = {"float": value.is_floating_point(), "bool": value.dtype == torch.bool,
-                "uint8": value.dtype == torch.uint8, "int64": value.dtype == torch.int64}[kind]  # fmt: skip
+        fits = {
+            "float": value.is_floating_point(),
+            "bool": value.dtype == torch.bool,
+            "uint8": value.dtype == torch.uint8,
+            "int64": value.dtype == torch.int64,
+        }[kind]
         if list(value.shape) != shape or not fits:
             have = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
             raise ConfigError(setting, path, f"a column {name} of {kind} {shape}, not {have}")

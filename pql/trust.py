@@ -72,9 +72,11 @@ def _refuse(found: Iterator[tuple[str, Any]], source: object, given: Collection[
             continue
         where = Path(str(source)).name
         raise ConfigError(
-            name, value, f"only what is built in or registered, in a file: {where} names code, a program or a path of "
+            name,
+            value,
+            f"only what is built in or registered, in a file: {where} names code, a program or a path of "
             "its maker's. --trust (in Python trust=True) takes it as it is",
-        )  # fmt: skip
+        )
 
 
 def _of_task(config: Config) -> Iterator[tuple[str, Any]]:

@@ -47,9 +47,14 @@ class Unrolls:
     ragged = True
 
     def __init__(
-        self, spec: EnvSpec, norm: Normalizer, horizon: int, params_size: int, device: torch.device,
+        self,
+        spec: EnvSpec,
+        norm: Normalizer,
+        horizon: int,
+        params_size: int,
+        device: torch.device,
         carry_size: int = 0,
-    ):  # fmt: skip
+    ):
         n = spec.num_envs
         self.num_envs, self.horizon, self.device, self.size = n, horizon, device, FULL * n
         self.blank = n + self.size  # a place that nobody writes, whose rows do not count
@@ -75,9 +80,7 @@ class Unrolls:
         self.ended.zero_()
         self.begin(obs)
 
-    def insert(
-        self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None
-    ) -> None:  # fmt: skip
+    def insert(self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None) -> None:
         """Append one row for each environment of ``columns`` ([n]; default: all) that has ``arrived`` ([n] bool).
 
         No row is kept of an action that the policy did not choose (a warm-up's). A filler that begins an episode though

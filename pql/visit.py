@@ -126,17 +126,30 @@ def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
         length[step.first] = 0
     return [
         ["autoreset", MEANING[spec.autoreset]],
-        ["episode ends", f"{counts['terminated']:,} terminated, {counts['truncated']:,} truncated in "
-                         f"{counts['rows']:,} rows; {counts['fillers']:,} filler rows beside these"],
-        ["final observations", f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
-                               + (", from which nothing is bootstrapped" if counts["lost"] else "")],
-        ["time limit", f"{limit or 'none'}" + (f"; {counts['late']:,} terminations in its row: those of its doing must "
-                                               "truncate" if counts["late"] else "")],
+        [
+            "episode ends",
+            f"{counts['terminated']:,} terminated, {counts['truncated']:,} truncated in "
+            f"{counts['rows']:,} rows; {counts['fillers']:,} filler rows beside these",
+        ],
+        [
+            "final observations",
+            f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
+            + (", from which nothing is bootstrapped" if counts["lost"] else ""),
+        ],
+        [
+            "time limit",
+            f"{limit or 'none'}"
+            + (
+                f"; {counts['late']:,} terminations in its row: those of its doing must truncate"
+                if counts["late"]
+                else ""
+            ),
+        ],
         *([["crosses through", env.crossing]] if hasattr(env, "crossing") else []),  # in a process of its own
         ["host syncs a step", syncs(env, checker)],
         ["env-steps/s", f"{speed(env, checker):,.0f} with {spec.num_envs} environments on {spec.device}"],
         *([name, str(found)] for name, found in ranges.items()),
-    ]  # fmt: skip
+    ]
 
 
 def tally(step: Step, ranges: dict[str, Range], counts: dict[str, int]) -> None:
@@ -145,9 +158,12 @@ def tally(step: Step, ranges: dict[str, Range], counts: dict[str, int]) -> None:
         ranges[f"obs {name}"].add(value)
     ranges["reward"].add(step.reward[step.valid])
     for name, flags in (
-        ("rows", step.valid), ("terminated", step.terminated), ("truncated", step.truncated),
-        ("lost", step.truncated & ~step.final_ok), ("fillers", ~step.valid),
-    ):  # fmt: skip
+        ("rows", step.valid),
+        ("terminated", step.terminated),
+        ("truncated", step.truncated),
+        ("lost", step.truncated & ~step.final_ok),
+        ("fillers", ~step.valid),
+    ):
         counts[name] += int(flags.sum())
 
 

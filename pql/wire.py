@@ -96,8 +96,10 @@ def expect(frame: Frame, kind: int, run_id: int, seq: int) -> Frame:
         WireError: it is another.
     """
     if (frame.kind, frame.run_id, frame.seq) != (kind, run_id, seq):
-        raise WireError(f"frame {frame.kind} of run {frame.run_id:x}, number {frame.seq}: expected frame {kind} of run "
-                        f"{run_id:x}, number {seq}")  # fmt: skip
+        raise WireError(
+            f"frame {frame.kind} of run {frame.run_id:x}, number {frame.seq}: expected frame {kind} of run "
+            f"{run_id:x}, number {seq}"
+        )
     return frame
 
 
@@ -200,8 +202,10 @@ class Layout:
         largest = HEADER.size + self.count * (2 * self.row_bytes + 9 + 4 * self.terms) + 4
         if largest > LARGEST:
             fit = int(self.count * LARGEST / largest)
-            raise WireError(f"a step of {self.count} environments may take {largest} bytes, a message at most "
-                            f"{LARGEST}: at most {fit} environments an actor")  # fmt: skip
+            raise WireError(
+                f"a step of {self.count} environments may take {largest} bytes, a message at most "
+                f"{LARGEST}: at most {fit} environments an actor"
+            )
 
     def pack_obs(self, run_id: int, seq: int, obs: Mapping[str, np.ndarray]) -> bytes:
         """First observations, [K, ...] newest frames."""
@@ -214,8 +218,18 @@ class Layout:
         ended = np.flatnonzero(np.asarray(step.first) & np.asarray(step.valid)).astype("<u4")
         finals = self._obs_parts({k: v[ended] for k, v in step.final_obs.items()}) if len(ended) else []
         reward = np.ascontiguousarray(step.reward, "<f4")
-        return pack(STEP, run_id, seq, reward, *log, np.ascontiguousarray(flags), *self._obs_parts(step.obs),
-                    np.uint32(len(ended)).tobytes(), ended, *finals)  # fmt: skip
+        return pack(
+            STEP,
+            run_id,
+            seq,
+            reward,
+            *log,
+            np.ascontiguousarray(flags),
+            *self._obs_parts(step.obs),
+            np.uint32(len(ended)).tobytes(),
+            ended,
+            *finals,
+        )
 
     def _obs_parts(self, obs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.ascontiguousarray(obs[k], dtype) for k, (_, dtype) in self.obs.items()]

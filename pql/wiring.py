@@ -70,9 +70,14 @@ def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Norm
     """The collector's statistics."""
     algo = config.algo
     return Normalizer(
-        spec.obs, spec.num_envs, device, algo.normalize_obs, config.task.reward_scale * algo.reward_scale,
-        algo.gamma if algo.normalize_reward else None, config.task.reward_clip,
-    )  # fmt: skip
+        spec.obs,
+        spec.num_envs,
+        device,
+        algo.normalize_obs,
+        config.task.reward_scale * algo.reward_scale,
+        algo.gamma if algo.normalize_reward else None,
+        config.task.reward_clip,
+    )
 
 
 def check_obs(config: Config, spec: EnvSpec) -> None:
@@ -83,9 +88,13 @@ def check_obs(config: Config, spec: EnvSpec) -> None:
 
 
 def ring_rows(
-    config: Config, spec: EnvSpec, counts: Counts, device: torch.device, extra: Sequence[str] = (),
+    config: Config,
+    spec: EnvSpec,
+    counts: Counts,
+    device: torch.device,
+    extra: Sequence[str] = (),
     prioritized: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     """Rows per environment of a replay of ``replay.capacity`` transitions.
 
     Args:
@@ -96,30 +105,53 @@ def ring_rows(
     """
     replay, horizon = config.replay, counts.horizon * spec.spread
     rows = preflight(
-        spec.obs, action_size(spec), spec.num_envs, replay.capacity, horizon,
-        spec.max_episode_steps, getattr(torch, replay.dtype), available_bytes(device), extra,
-    )  # fmt: skip
+        spec.obs,
+        action_size(spec),
+        spec.num_envs,
+        replay.capacity,
+        horizon,
+        spec.max_episode_steps,
+        getattr(torch, replay.dtype),
+        available_bytes(device),
+        extra,
+    )
     guard, n = horizon + deepest(spec.obs.values()), own(config, ReplayAlgoConfig).n_step
     tick = least_rows(horizon, n, guard) if prioritized else guard + n + 1
     warm_up = guard + config.algo.warmup_steps + 1
     if rows < max(tick, warm_up):
         least, what = max((warm_up, "the warm-up"), (tick, "a tick and its n-step windows"))
         raise ConfigError(
-            "replay.capacity", replay.capacity,
+            "replay.capacity",
+            replay.capacity,
             f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for {what}",
-        )  # fmt: skip
+        )
     return rows
 
 
 def make_ring(
-    config: Config, spec: EnvSpec, rows: int, counts: Counts, device: torch.device, obs_only: bool = False,
+    config: Config,
+    spec: EnvSpec,
+    rows: int,
+    counts: Counts,
+    device: torch.device,
+    obs_only: bool = False,
     extra: Sequence[str] = (),
-) -> Replay:  # fmt: skip
+) -> Replay:
     """An empty replay on ``device``."""
     return Replay(
-        spec.obs, action_size(spec), spec.num_envs, rows, counts.horizon * spec.spread, spec.max_episode_steps,
-        device, getattr(torch, config.replay.dtype), obs_only, extra, config.task.reward_clip, spec.spread > 1,
-    )  # fmt: skip
+        spec.obs,
+        action_size(spec),
+        spec.num_envs,
+        rows,
+        counts.horizon * spec.spread,
+        spec.max_episode_steps,
+        device,
+        getattr(torch, config.replay.dtype),
+        obs_only,
+        extra,
+        config.task.reward_clip,
+        spec.spread > 1,
+    )
 
 
 def action_size(spec: EnvSpec) -> int | None:

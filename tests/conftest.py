@@ -183,9 +183,20 @@ class NoNarrowProducts(TorchDispatchMode):
     """Refuses products of float32 matrices, and what is made of them."""
 
     NAMES = (
-        "mm", "bmm", "mv", "addmm", "baddbmm", "addbmm", "addmv", "dot", "vdot", "_linalg_solve_ex", "linalg_inv_ex",
-        "_cdist_forward", "convolution",
-    )  # fmt: skip
+        "mm",
+        "bmm",
+        "mv",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "addmv",
+        "dot",
+        "vdot",
+        "_linalg_solve_ex",
+        "linalg_inv_ex",
+        "_cdist_forward",
+        "convolution",
+    )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         narrow = any(isinstance(part, Tensor) and part.dtype == torch.float32 for part in args)

@@ -25,11 +25,21 @@ VARIANTS = {
     "fraction": {"v_per_step": 0.5, "double": True, "huber": None},
     "prioritized": {"double": True, "dueling": True, "shared_grad": 0.7, "priority": PRIORITIES},
     "c51": C51,
-    "rainbow": {**C51, "double": True, "dueling": True, "noisy": 0.5, "priority": PRIORITIES,
-                "epsilon": {"kind": "fixed", "end": 0.0}},
-    "ape-x": {"schedule": "concurrent", "double": True, "epsilon": {"kind": "ladder"},
-              "priority": {**PRIORITIES, "initial": "actor"}},
-}  # fmt: skip
+    "rainbow": {
+        **C51,
+        "double": True,
+        "dueling": True,
+        "noisy": 0.5,
+        "priority": PRIORITIES,
+        "epsilon": {"kind": "fixed", "end": 0.0},
+    },
+    "ape-x": {
+        "schedule": "concurrent",
+        "double": True,
+        "epsilon": {"kind": "ladder"},
+        "priority": {**PRIORITIES, "initial": "actor"},
+    },
+}
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 

@@ -126,20 +126,25 @@ def modules(backend="cpu"):
     """What is to be found below the names of the packages."""
     config = {"episode_length": 5, "impl": "warp", "noise": {"level": 1.0}}
     jax = {
-        "default_backend": lambda: backend, "jit": lambda function: function,
+        "default_backend": lambda: backend,
+        "jit": lambda function: function,
         "random": types.SimpleNamespace(PRNGKey=lambda seed: torch.tensor([seed, 1]), split=split),
         "dlpack": types.SimpleNamespace(from_dlpack=lambda tensor: tensor),
-    }  # fmt: skip
+    }
     registry = types.SimpleNamespace(
-        ALL_ENVS=("Counter",), get_default_config=lambda name: Config({**config, "noise": Config(config["noise"])}),
+        ALL_ENVS=("Counter",),
+        get_default_config=lambda name: Config({**config, "noise": Config(config["noise"])}),
         load=lambda name, config: Bare(config),
-    )  # fmt: skip
+    )
     wrappers = types.SimpleNamespace(Wrapper=Wrapper, BraxAutoResetWrapper=BraxAutoResetWrapper)
     training = types.SimpleNamespace(VmapWrapper=Wrapper, EpisodeWrapper=EpisodeWrapper)
     return {
-        "jax": jax, "brax": {}, "brax.envs": {}, "brax.envs.wrappers": {"training": training},
+        "jax": jax,
+        "brax": {},
+        "brax.envs": {},
+        "brax.envs.wrappers": {"training": training},
         "mujoco_playground": {"registry": registry, "wrapper": wrappers},
-    }  # fmt: skip
+    }
 
 
 class Config(dict):

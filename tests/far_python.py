@@ -30,10 +30,24 @@ def with_old_python(folder: Path, python: str) -> Path | None:
     subprocess.run([python, "-m", "venv", "--clear", "--without-pip", folder], check=True)
     target = folder / "lib" / "python3.8" / "site-packages"
     found = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries=0", "--timeout=5",
-         "--target", target, "--upgrade", "--python-version=3.8", "--only-binary=:all:", NUMPY],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--retries=0",
+            "--timeout=5",
+            "--target",
+            target,
+            "--upgrade",
+            "--python-version=3.8",
+            "--only-binary=:all:",
+            NUMPY,
+        ],
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     if found.returncode != 0:
         return None
     (folder / "complete").touch()

@@ -31,9 +31,16 @@ class Walk:
             "arguments": len(sys.argv) - 1,
         }
         self.spec = EnvSpec(
-            "walk", num_envs, obs, action, "cpu", max_episode_steps=limit, log=("push", "success"),
-            single_instance=True, info=info,
-        )  # fmt: skip
+            "walk",
+            num_envs,
+            obs,
+            action,
+            "cpu",
+            max_episode_steps=limit,
+            log=("push", "success"),
+            single_instance=True,
+            info=info,
+        )
         self.random, self.limit, self.fault, self.at, self.count = np.random.RandomState(0), limit, fault, at, 0
         self.x = np.zeros((num_envs, 2))
         self.t = np.zeros(num_envs, np.int64)
@@ -41,9 +48,10 @@ class Walk:
     def observe(self):
         image = np.clip(self.x * 20 + 128, 0, 255).astype(np.uint8)
         return {
-            "policy": self.x.astype(np.float32), "critic": np.concatenate((self.x, self.t[:, None]), 1),
+            "policy": self.x.astype(np.float32),
+            "critic": np.concatenate((self.x, self.t[:, None]), 1),
             "image": np.stack((image, image[:, ::-1]), 1),
-        }  # fmt: skip
+        }
 
     def start(self, mask):
         self.x = np.where(mask[:, None], self.random.uniform(-1, 1, self.x.shape), self.x)
@@ -144,9 +152,15 @@ class Numbers(Walk):
         obs = {k: ObsSpec(tuple(np.array(part.shape)), part.dtype) for k, part in self.spec.obs.items()}
         bound = np.full(2, 2, np.float32)
         self.spec = EnvSpec(
-            "walk", np.int64(num_envs), obs, Box(np.int64(2), -bound, bound), "cpu", max_episode_steps=np.int64(7),
-            log=("push", "success"), deterministic=np.bool_(True),
-        )  # fmt: skip
+            "walk",
+            np.int64(num_envs),
+            obs,
+            Box(np.int64(2), -bound, bound),
+            "cpu",
+            max_episode_steps=np.int64(7),
+            log=("push", "success"),
+            deterministic=np.bool_(True),
+        )
 
     def step(self, action):
         step = super().step(action)

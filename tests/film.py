@@ -31,8 +31,9 @@ class Film:
         if self.steps == self.hangs_at:
             time.sleep(1000)
         self.at += 1
-        shown = np.concatenate((self.shown[:, 1:], (10 + self.at).astype(np.uint8)[:, None, None, None].repeat(2, 2)
-                                .repeat(2, 3)), 1)  # fmt: skip
+        shown = np.concatenate(
+            (self.shown[:, 1:], (10 + self.at).astype(np.uint8)[:, None, None, None].repeat(2, 2).repeat(2, 3)), 1
+        )
         over, no = self.at >= self.length, np.zeros(len(self.at), bool)
         final = shown.copy()
         self.at[over] = 0

@@ -51,10 +51,17 @@ class Column:
         if filler:  # some simulators repeat the flag there, and pay anything
             return Event(obs, action, -999.0, False, kind == "truncate", True, True, False, after, after)
         return Event(
-            obs, action, reward, kind in ("terminate", "forget", "life"), kind in ("truncate", "lose", "cut"),
-            first, kind not in ("lose", "forget", "restart"), True,
-            after, final,
-        )  # fmt: skip
+            obs,
+            action,
+            reward,
+            kind in ("terminate", "forget", "life"),
+            kind in ("truncate", "lose", "cut"),
+            first,
+            kind not in ("lose", "forget", "restart"),
+            True,
+            after,
+            final,
+        )
 
 
 def picture(numbers, shown=None):

@@ -17,11 +17,16 @@ from pql.envs.mujoco.task import Task
 from pql.errors import ConfigError
 
 ROBOT_OF = {
-    "anymal": "anymal_c", "go1_velocity": "go1", "g1_velocity": "g1",
-    "shadow_hand": "shadow_hand", "shadow_hand_openai": "shadow_hand", "allegro_hand": "allegro_hand",
+    "anymal": "anymal_c",
+    "go1_velocity": "go1",
+    "g1_velocity": "g1",
+    "shadow_hand": "shadow_hand",
+    "shadow_hand_openai": "shadow_hand",
+    "allegro_hand": "allegro_hand",
     "dclaw": "dclaw",
-    "franka_cube_stack": "panda", "franka_cube_stack_torque": "panda",
-}  # fmt: skip
+    "franka_cube_stack": "panda",
+    "franka_cube_stack_torque": "panda",
+}
 """Tasks whose robot is a file of somebody's package."""
 
 

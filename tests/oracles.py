@@ -225,9 +225,14 @@ def dueling(value: float, advantages: Sequence[float]) -> list[float]:
 
 
 def noisy_linear(
-    x: Sequence[float], mu: Sequence[Sequence[float]], sigma: Sequence[Sequence[float]], mu_b: Sequence[float],
-    sigma_b: Sequence[float], z_in: Sequence[float], z_out: Sequence[float],
-) -> list[float]:  # fmt: skip
+    x: Sequence[float],
+    mu: Sequence[Sequence[float]],
+    sigma: Sequence[Sequence[float]],
+    mu_b: Sequence[float],
+    sigma_b: Sequence[float],
+    z_in: Sequence[float],
+    z_out: Sequence[float],
+) -> list[float]:
     """Fortunato et al. 2018, Eq. 9 with factorised noise, Eq. 10 and 11: w = mu + sigma f(z_out) f(z_in)^T."""
 
     def f(z: float) -> float:
@@ -248,9 +253,16 @@ def epsilon_ladder(count: int) -> list[float]:
 
 
 def vtrace(
-    events: Sequence[Event], ratios: Sequence[float], start: int, value: Callable[[int], float], gamma: float,
-    lam: float, kept: int, rho_bar: float, c_bar: float,
-) -> tuple[float, float] | None:  # fmt: skip
+    events: Sequence[Event],
+    ratios: Sequence[float],
+    start: int,
+    value: Callable[[int], float],
+    gamma: float,
+    lam: float,
+    kept: int,
+    rho_bar: float,
+    c_bar: float,
+) -> tuple[float, float] | None:
     """Espeholt et al. 2018, Eq. 1, as the sum it is, and r_s + gamma v_{s+1} - V(x_s); else as :func:`lambda_return`.
 
     v_s = V(x_s) + sum_t gamma^(t-s) (prod_{s<=i<t} c_i) rho_t delta_t, to the trajectory's end.

@@ -37,11 +37,19 @@ VARIANTS = {
     "a2c": {
         "algo": {
             "normalize_reward": True,
-            "horizon": 5, "epochs": 1, "minibatches": 1, "gae_lambda": 1.0, "clip": None, "optimizer": "rmsprop",
-                "lr_schedule": "fixed", "normalize_advantage": False, "normalize_value": False, "entropy_coef": 0.01,
+            "horizon": 5,
+            "epochs": 1,
+            "minibatches": 1,
+            "gae_lambda": 1.0,
+            "clip": None,
+            "optimizer": "rmsprop",
+            "lr_schedule": "fixed",
+            "normalize_advantage": False,
+            "normalize_value": False,
+            "entropy_coef": 0.01,
         }
     },
-}  # fmt: skip
+}
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 

@@ -17,11 +17,19 @@ BASE = {
         "batch_size": 6,
         "warmup_steps": 16,
         "critic": {"hidden": [16], "lr": 1e-3, "weight_decay": 0.0},
-        "lstm": 8, "burn_in": 3, "length": 8, "period": 4, "replay_ratio": 2.0,
-        "double": True, "dueling": True, "huber": None, "target_period": 24, "epsilon": {"kind": "ladder"},
-                "priority": {"alpha": 0.9, "beta": 0.6},
+        "lstm": 8,
+        "burn_in": 3,
+        "length": 8,
+        "period": 4,
+        "replay_ratio": 2.0,
+        "double": True,
+        "dueling": True,
+        "huber": None,
+        "target_period": 24,
+        "epsilon": {"kind": "ladder"},
+        "priority": {"alpha": 0.9, "beta": 0.6},
     },
-}  # fmt: skip
+}
 
 
 config_of = partial(configured, BASE)

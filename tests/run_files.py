@@ -10,12 +10,26 @@ from pql.rundir import Summary
 from pql.session import Session
 
 WORDS = (
-    "task=pendulum", "scale=cpu", "device=cpu", "num_envs=16", "replay.capacity=4096", "algo.batch_size=32",
-    "algo.warmup_steps=8", "algo.critic.hidden=[16]", "algo.policy.hidden=[16]", "budget.seconds=null",
-    "budget.env_steps=320", "eval.num_envs=2", "eval.every_seconds=null", "eval.final=false",
-    "checkpoint.every_seconds=null", "logger.every_seconds=0.02",
-    "placement.threads.collector=1", "placement.threads.v=1", "placement.threads.p=1",
-)  # fmt: skip
+    "task=pendulum",
+    "scale=cpu",
+    "device=cpu",
+    "num_envs=16",
+    "replay.capacity=4096",
+    "algo.batch_size=32",
+    "algo.warmup_steps=8",
+    "algo.critic.hidden=[16]",
+    "algo.policy.hidden=[16]",
+    "budget.seconds=null",
+    "budget.env_steps=320",
+    "eval.num_envs=2",
+    "eval.every_seconds=null",
+    "eval.final=false",
+    "checkpoint.every_seconds=null",
+    "logger.every_seconds=0.02",
+    "placement.threads.collector=1",
+    "placement.threads.v=1",
+    "placement.threads.p=1",
+)
 
 
 def words(run_dir: Path, *more: str) -> list[str]:

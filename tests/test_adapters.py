@@ -71,11 +71,21 @@ def check_successors(env, steps):
 def test_it_trains_in_a_process_of_its_own(name, tmp_path, capsys):
     kwargs = [f"task.kwargs.{key}={value}".replace("'", "").replace(" ", "") for key, value in CASES[name].items()]
     words = [
-        f"task={name}", *kwargs, f"task.process.python={interpreter(name)}", "scale=cpu", "device=cpu",
+        f"task={name}",
+        *kwargs,
+        f"task.process.python={interpreter(name)}",
+        "scale=cpu",
+        "device=cpu",
         f"num_envs={COUNT.get(name, 8)}",
-        "replay.capacity=4096", "algo.batch_size=32", "algo.warmup_steps=8", "budget.env_steps=400", "eval.final=false",
-        "eval.every_seconds=null", "placement.watchdog_seconds=600", "task.process.step_seconds=300",
+        "replay.capacity=4096",
+        "algo.batch_size=32",
+        "algo.warmup_steps=8",
+        "budget.env_steps=400",
+        "eval.final=false",
+        "eval.every_seconds=null",
+        "placement.watchdog_seconds=600",
+        "task.process.step_seconds=300",
         f"run_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
+    ]
     assert main(["train", *words]) == 0
     assert (tmp_path / "run" / "summary.json").exists()

@@ -18,10 +18,30 @@ from pql.errors import ConfigError
 from pql.session import Session
 
 NAMES = {
-    "Box", "Config", "ConfigError", "Discrete", "EnvSpec", "ObsSpec", "RunError", "Session", "Step", "Summary",
-    "__version__", "check_env", "compare", "evaluate", "export_policy", "load_policy", "make_env", "record_video",
-    "register", "report", "resume", "train", "wrap",
-}  # fmt: skip
+    "Box",
+    "Config",
+    "ConfigError",
+    "Discrete",
+    "EnvSpec",
+    "ObsSpec",
+    "RunError",
+    "Session",
+    "Step",
+    "Summary",
+    "__version__",
+    "check_env",
+    "compare",
+    "evaluate",
+    "export_policy",
+    "load_policy",
+    "make_env",
+    "record_video",
+    "register",
+    "report",
+    "resume",
+    "train",
+    "wrap",
+}
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +112,24 @@ def test_pages_are_written_from_python_too(tmp_path):
 
 def test_dicts_are_settings_nested_or_dotted():
     asked = {
-        "task": "pendulum", "budget": {"seconds": 60, "env_steps": None}, "algo.critic.hidden": [64, 64],
-        "run_dir": Path("a b"), "task.kwargs": {"stagger": True, "nested": {"low": 1e-5, "names": ("x", "y z")}},
-    }  # fmt: skip
+        "task": "pendulum",
+        "budget": {"seconds": 60, "env_steps": None},
+        "algo.critic.hidden": [64, 64],
+        "run_dir": Path("a b"),
+        "task.kwargs": {"stagger": True, "nested": {"low": 1e-5, "names": ("x", "y z")}},
+    }
     presets, values = parse_words(words_of(["seed=1", asked]))
     assert presets == {"task": "pendulum"}
     assert values == {
-        "seed": 1, "budget.seconds": 60, "budget.env_steps": None, "algo.critic.hidden": [64, 64], "run_dir": "a b",
-        "task.kwargs.stagger": True, "task.kwargs.nested.low": 1e-5, "task.kwargs.nested.names": ["x", "y z"],
-    }  # fmt: skip
+        "seed": 1,
+        "budget.seconds": 60,
+        "budget.env_steps": None,
+        "algo.critic.hidden": [64, 64],
+        "run_dir": "a b",
+        "task.kwargs.stagger": True,
+        "task.kwargs.nested.low": 1e-5,
+        "task.kwargs.nested.names": ["x", "y z"],
+    }
 
 
 @pytest.mark.parametrize("text", ["", "x'y", "a\\b", "\\'", "end\\", "e\\\\", "${x}", "a,b", "[1]", "null", '"'])
@@ -202,8 +231,17 @@ def test_a_policy_says_what_it_reads(trained, obs, value):
 
 
 def test_a_policy_of_bytes_does_not_take_numbers(tmp_path):
-    small = ("task=catch", "algo=dqn", "num_envs=4", "budget.env_steps=200", "algo.warmup_steps=8",
-             "algo.batch_size=16", "eval.final=false", "replay.capacity=4096", f"run_dir={tmp_path}")  # fmt: skip
+    small = (
+        "task=catch",
+        "algo=dqn",
+        "num_envs=4",
+        "budget.env_steps=200",
+        "algo.warmup_steps=8",
+        "algo.batch_size=16",
+        "eval.final=false",
+        "replay.capacity=4096",
+        f"run_dir={tmp_path}",
+    )
     policy = pql.load_policy(pql.train(*small, quiet=True).run_dir)
     shape = policy.spec.obs["policy"].shape
     assert policy(np.zeros((2, *shape), np.uint8)).dtype == np.int64

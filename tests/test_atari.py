@@ -65,13 +65,16 @@ def test_the_specification_needs_no_simulator():
     assert describe(8, "cpu", game="breakout", full_actions=True).action == Discrete(18)
 
 
-@pytest.mark.parametrize("kwargs", [
-    {"max_episode_steps": 60},
-    {"max_episode_steps": 60, "autoreset": "next_step"},
-    {"max_episode_steps": 100, "life_loss": True},
-    {"max_episode_steps": 100, "life_loss": True, "autoreset": "next_step"},
-    {"max_episode_steps": 40, "game": "pong", "noop_max": 0, "sticky": 0.25, "full_actions": True, "groups": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"max_episode_steps": 60},
+        {"max_episode_steps": 60, "autoreset": "next_step"},
+        {"max_episode_steps": 100, "life_loss": True},
+        {"max_episode_steps": 100, "life_loss": True, "autoreset": "next_step"},
+        {"max_episode_steps": 40, "game": "pong", "noop_max": 0, "sticky": 0.25, "full_actions": True, "groups": 2},
+    ],
+)
 def test_conforms(atari, kwargs, told):
     env, life_loss = atari(4, **kwargs), kwargs.get("life_loss", False)
     kwargs = {"game": "breakout", **kwargs}
@@ -241,17 +244,20 @@ def test_a_picture_is_the_newest_frame(atari):
     assert torch.equal(torch.from_numpy(env.render(3, 84, 84)[:, :, 0]), obs[3, -1])
 
 
-@pytest.mark.parametrize(("kwargs", "message"), [
-    ({"game": "brekout"}, "game=brekout: .*did you mean breakout?"),
-    ({"game": "MsPacman"}, "did you mean ms_pacman?"),
-    ({"sticky": 1.5}, "sticky=1.5: expected a probability"),
-    ({"noop_max": -1}, "noop_max=-1: expected a whole number"),
-    ({"life_loss": "maybe"}, "life_loss=maybe: expected true or false"),
-    ({"autoreset": "never"}, "autoreset=never: expected next_step or same_step"),
-    ({"groups": 3}, "groups=3: expected a divisor of num_envs=4"),
-    ({"max_episode_steps": 0}, "max_episode_steps=0: expected a whole number"),
-    ({"nop_max": 3}, "nop_max=3: .*did you mean noop_max?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"game": "brekout"}, "game=brekout: .*did you mean breakout?"),
+        ({"game": "MsPacman"}, "did you mean ms_pacman?"),
+        ({"sticky": 1.5}, "sticky=1.5: expected a probability"),
+        ({"noop_max": -1}, "noop_max=-1: expected a whole number"),
+        ({"life_loss": "maybe"}, "life_loss=maybe: expected true or false"),
+        ({"autoreset": "never"}, "autoreset=never: expected next_step or same_step"),
+        ({"groups": 3}, "groups=3: expected a divisor of num_envs=4"),
+        ({"max_episode_steps": 0}, "max_episode_steps=0: expected a whole number"),
+        ({"nop_max": 3}, "nop_max=3: .*did you mean noop_max?"),
+    ],
+)
 def test_what_is_refused(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         make_env("atari", 4, **{"game": "pong", **kwargs})
@@ -308,8 +314,11 @@ def test_random_steps_draw_the_games_apart_as_the_seed_says():
         kwargs = {"game": "pong", "noop_max": 0, "threads": 1}
         encoder = {"kind": "nature", "channels": [2, 2, 2], "features": 4}
         task = {"name": "atari", "reward_clip": 1.0, "kwargs": kwargs}
-        parts = start(config_of({"task": task, "num_envs": 4, "algo": {"warmup_steps": steps, "encoder": encoder}}
-                                | {"seed": seed}))  # fmt: skip
+        parts = start(
+            config_of(
+                {"task": task, "num_envs": 4, "algo": {"warmup_steps": steps, "encoder": encoder}} | {"seed": seed}
+            )
+        )
         parts.env.close()
         return parts.collector.obs["policy"]
 
@@ -330,12 +339,29 @@ def test_threads_come_from_the_placement():
 def test_scores_of_whole_games_are_reported_where_lives_end_episodes_for_learning(tmp_path):
     """PPO on Breakout, rewards clipped: games last for 64 rows, lives about 25, in training and in evaluation."""
     run = train(
-        "task=atari", "task.game=breakout", "algo=ppo", "scale=cpu", "device=cpu", "num_envs=2", "seed=1",
-        "task.kwargs.max_episode_steps=64", "task.kwargs.threads=1", "algo.warmup_steps=2", "algo.horizon=16",
-        "algo.minibatches=1", "algo.epochs=1", "algo.encoder.channels=[4,4,4]", "algo.encoder.features=16",
-        "budget.seconds=null", "budget.env_steps=270", "eval.num_envs=2", "eval.every_seconds=null",
-        "logger.every_seconds=1000", f"run_dir={tmp_path / 'run'}", quiet=True,
-    )  # fmt: skip
+        "task=atari",
+        "task.game=breakout",
+        "algo=ppo",
+        "scale=cpu",
+        "device=cpu",
+        "num_envs=2",
+        "seed=1",
+        "task.kwargs.max_episode_steps=64",
+        "task.kwargs.threads=1",
+        "algo.warmup_steps=2",
+        "algo.horizon=16",
+        "algo.minibatches=1",
+        "algo.epochs=1",
+        "algo.encoder.channels=[4,4,4]",
+        "algo.encoder.features=16",
+        "budget.seconds=null",
+        "budget.env_steps=270",
+        "eval.num_envs=2",
+        "eval.every_seconds=null",
+        "logger.every_seconds=1000",
+        f"run_dir={tmp_path / 'run'}",
+        quiet=True,
+    )
     (row,) = (r for r in rows(tmp_path / "run") if "train/length_mean" in r)
     assert (row["train/length_mean"], row["train/episodes"]) == (64, 4)
     assert row["train/return_mean"] == row["episode/score"]

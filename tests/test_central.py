@@ -171,8 +171,10 @@ def test_lag_is_the_pushes_of_others_since_the_last_read():
     c.pull()
     c.step()
     assert [a.drain_lags(), b.drain_lags(), c.drain_lags()] == [
-        Counter({0: 2, 1: 1}), Counter({1: 1, 3: 1}), Counter({4: 1, 0: 1}),
-    ]  # fmt: skip
+        Counter({0: 2, 1: 1}),
+        Counter({1: 1, 3: 1}),
+        Counter({4: 1, 0: 1}),
+    ]
 
 
 def test_turns_let_threads_by_in_their_order():

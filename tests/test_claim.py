@@ -165,8 +165,9 @@ def test_a_lock_of_another_run_by_the_same_name_stays(tmp_path):
 def together(*commands: list[str]) -> list[tuple[int, str]]:
     """Status and errors of several ``pql`` commands, started at once."""
     pipe = subprocess.PIPE
-    running = [subprocess.Popen([sys.executable, "-m", "pql.main", *c], stdout=pipe, stderr=pipe, text=True)
-               for c in commands]  # fmt: skip
+    running = [
+        subprocess.Popen([sys.executable, "-m", "pql.main", *c], stdout=pipe, stderr=pipe, text=True) for c in commands
+    ]
     errors = [process.communicate(timeout=240)[1] for process in running]
     return [(process.returncode, error) for process, error in zip(running, errors, strict=True)]
 

@@ -92,7 +92,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         (["eval", "/nowhere"], "run=/nowhere: expected a run directory with a checkpoint"),
         (["resume", "/nowhere"], "run=/nowhere: expected a run directory, with a readable config.yaml"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
     assert message in mistake(capsys, *argv)
@@ -238,9 +238,26 @@ def test_listing(capsys):
     assert {line.split()[0] for line in about} >= {*Presets().names("task")}
     assert main(["list", "algos"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "] == [
-        "a2c", "a3c", "apex", "appo", "appo_replicas", "c51", "ddpg", "dqn", "eps_rainbow", "impala", "ppo", "pql",
-        "pql_d", "pql_sac", "pqn", "r2d2", "rainbow", "sac", "td3",
-    ]  # fmt: skip
+        "a2c",
+        "a3c",
+        "apex",
+        "appo",
+        "appo_replicas",
+        "c51",
+        "ddpg",
+        "dqn",
+        "eps_rainbow",
+        "impala",
+        "ppo",
+        "pql",
+        "pql_d",
+        "pql_sac",
+        "pqn",
+        "r2d2",
+        "rainbow",
+        "sac",
+        "td3",
+    ]
 
 
 @pytest.mark.parametrize(("columns", "widest"), [("80", 80), ("120", 120)])
@@ -272,12 +289,21 @@ def test_help_where_nothing_is_asked(capsys):
 @pytest.mark.parametrize(
     ("argv", "status"),
     [
-        (["list", "tasks"], 0), (["list", "algos"], 0), (["--help"], 0), ([], 0), (["train", "--help"], 0),
-        (["completion", "--words", "pql train task=half"], 0), (["trian"], 2), (["train", "taks=ant"], 2),
-        (["train", "task=ants"], 2), (["train", "algo.gama=1"], 2), (["train", "task=env", "task.name=pendulun"], 2),
-        (["train", "task=gymnasium"], 2), (["resume", "nowhere"], 2),
+        (["list", "tasks"], 0),
+        (["list", "algos"], 0),
+        (["--help"], 0),
+        ([], 0),
+        (["train", "--help"], 0),
+        (["completion", "--words", "pql train task=half"], 0),
+        (["trian"], 2),
+        (["train", "taks=ant"], 2),
+        (["train", "task=ants"], 2),
+        (["train", "algo.gama=1"], 2),
+        (["train", "task=env", "task.name=pendulun"], 2),
+        (["train", "task=gymnasium"], 2),
+        (["resume", "nowhere"], 2),
     ],
-)  # fmt: skip
+)
 def test_what_needs_no_torch_loads_none(tmp_path, argv, status):
     """It takes seconds: four to seventeen on a busy machine."""
     code = "import json, sys; from pql.main import main\ntry: status = main(sys.argv[1:])\n"
@@ -286,14 +312,25 @@ def test_what_needs_no_torch_loads_none(tmp_path, argv, status):
     assert json.loads(done.stdout.splitlines()[-1]) == [status, False], done.stderr
 
 
-@pytest.mark.parametrize(("task", "want"), [
-    ("gymnasium", "task.id=null: expected one of the tasks that gymnasium has, such as task.id=Pendulum-v1"),
-    ("envpool", "task.id=null: expected one of the tasks that envpool has, such as task.id=HalfCheetah-v5"),
-    ("atari", "task.game=null: expected one of the tasks that atari has, such as task.game=pong"),
-    *((t, f"task.kwargs.{k}=null: expected one of the tasks that {t} has, such as task.kwargs.{k}=") for t, k in (
-        ("playground", "env"), ("mjlab", "task"), ("maniskill", "task"), ("isaaclab", "task"), ("isaacgym", "task"),
-        ("dmlab", "level"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "want"),
+    [
+        ("gymnasium", "task.id=null: expected one of the tasks that gymnasium has, such as task.id=Pendulum-v1"),
+        ("envpool", "task.id=null: expected one of the tasks that envpool has, such as task.id=HalfCheetah-v5"),
+        ("atari", "task.game=null: expected one of the tasks that atari has, such as task.game=pong"),
+        *(
+            (t, f"task.kwargs.{k}=null: expected one of the tasks that {t} has, such as task.kwargs.{k}=")
+            for t, k in (
+                ("playground", "env"),
+                ("mjlab", "task"),
+                ("maniskill", "task"),
+                ("isaaclab", "task"),
+                ("isaacgym", "task"),
+                ("dmlab", "level"),
+            )
+        ),
+    ],
+)
 def test_a_simulator_of_many_tasks_asks_for_one(capsys, task, want):
     assert want in mistake(capsys, "train", f"task={task}")
 

@@ -31,8 +31,11 @@ def test_episode_statistics_are_means_over_finished_episodes():
     out = {k: float(v) for k, v in stats.drain().items()}
     # episodes: env 0: 2 and 15 (2 and 3 rows), env 1: 4 (2 rows), env 2: 4 (1 row)
     assert out == {
-        "train/return_mean": 25 / 4, "train/length_mean": 8 / 4, "episode/speed": 250 / 4, "train/episodes": 4,
-    }  # fmt: skip
+        "train/return_mean": 25 / 4,
+        "train/length_mean": 8 / 4,
+        "episode/speed": 250 / 4,
+        "train/episodes": 4,
+    }
     assert float(stats.drain()["train/episodes"]) == 0
     assert stats.running[0].tolist() == [0.0, 2.0, 0.0]
 

@@ -180,7 +180,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("run_dir=${nowhere}", "run_dir=${nowhere}: expected a value (Interpolation key 'nowhere' not found)"),
         ("task=env", "task.name=null: expected text"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_word_is_named_with_what_is_allowed(word, message):
     assert message in refusal(word)
 
@@ -216,10 +216,18 @@ def test_text_needs_no_quotes(word, value):
 
 
 def test_numbers_lists_and_keywords():
-    config = compose([
-        "device=cpu", "num_envs=1e3", "algo.critic.hidden=[64,32]", "budget.env_steps=1e6", "task.kwargs.a={b: [1, 2]}",
-        "+task.kwargs.c=yes", "algo.critic.grad_clip=null", "algo.gamma=1",
-    ])  # fmt: skip
+    config = compose(
+        [
+            "device=cpu",
+            "num_envs=1e3",
+            "algo.critic.hidden=[64,32]",
+            "budget.env_steps=1e6",
+            "task.kwargs.a={b: [1, 2]}",
+            "+task.kwargs.c=yes",
+            "algo.critic.grad_clip=null",
+            "algo.gamma=1",
+        ]
+    )
     assert (config.num_envs, config.algo.critic.hidden, config.budget.env_steps) == (1000, [64, 32], 1_000_000)
     assert config.task.kwargs == {"a": {"b": [1, 2]}, "c": "yes"}
     assert config.algo.critic.grad_clip is None

@@ -240,11 +240,14 @@ def forgets_frames(env, obs, begins):
     return torch.cat((torch.zeros_like(obs[:, :1]), obs[:, 1:]), 1)
 
 
-@pytest.mark.parametrize(("frames", "words"), [
-    (newest_first, "not zeros where an episode begins"),
-    (first_frame_repeated, "not zeros where an episode begins"),
-    (forgets_frames, "not the newest of the observation before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        (newest_first, "not zeros where an episode begins"),
+        (first_frame_repeated, "not zeros where an episode begins"),
+        (forgets_frames, "not the newest of the observation before"),
+    ],
+)
 def test_broken_stacks_fail_exactly_their_rule(frames, words):
     report = check_env(Frames(frames), 40)
     assert report.failed == ["stack"], report
@@ -285,12 +288,15 @@ class HidesGenerator(Pendulum):
     generators = ()
 
 
-@pytest.mark.parametrize(("broken", "words"), [
-    (NewState, "obs[policy] differs after a step that was recorded once, step 1"),
-    (CountsInPython, "reward differs after a step that was recorded once, step 9"),
-    (Looks, "the host would wait for the device"),
-    (HidesGenerator, "draws from a generator that is not among the registered"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (NewState, "obs[policy] differs after a step that was recorded once, step 1"),
+        (CountsInPython, "reward differs after a step that was recorded once, step 9"),
+        (Looks, "the host would wait for the device"),
+        (HidesGenerator, "draws from a generator that is not among the registered"),
+    ],
+)
 def test_what_cannot_be_captured_fails_exactly_its_rule(broken, words):
     report = check_env(broken(4, max_episode_steps=12), 30)
     said = next(r.message for r in report.results if r.name == "capturable")

@@ -34,11 +34,21 @@ from pql.main import main
 from pql.session import Session
 
 ROW = {
-    "time/seconds": 50.0, "steps/env": 20_000, "updates/v": 2_400, "updates/p": 1_200, "ratio/v_per_step": 8.0,
-    "ratio/p_per_v": 0.5, "lag/policy_ticks": 1, "throughput/env_steps_per_s": 4_321.0,
-    "throughput/updates_per_s": 765.0, "busy/collector": 0.25, "busy/v": 0.5, "busy/p": 0.125,
-    "train/return_mean": -123.45, "memory/host_gib": 1.25,
-}  # fmt: skip
+    "time/seconds": 50.0,
+    "steps/env": 20_000,
+    "updates/v": 2_400,
+    "updates/p": 1_200,
+    "ratio/v_per_step": 8.0,
+    "ratio/p_per_v": 0.5,
+    "lag/policy_ticks": 1,
+    "throughput/env_steps_per_s": 4_321.0,
+    "throughput/updates_per_s": 765.0,
+    "busy/collector": 0.25,
+    "busy/v": 0.5,
+    "busy/p": 0.125,
+    "train/return_mean": -123.45,
+    "memory/host_gib": 1.25,
+}
 EVAL = {"time/seconds": 40.0, "steps/env": 16_000.0, "eval/return_mean": 77.7, "eval/return_iqm": 70.0}
 
 
@@ -230,9 +240,19 @@ def test_a_panel_on_a_terminal():
     console.close()
     text = plain(out.getvalue())
     for part in (
-        "pql on x", "20,000  (4,321/s)", "v 2,400, p 1,200  (765/s)", "v/step 8, p/v 0.5, lag 1", "21%", "3:10 left",
-        "train -123.5, eval 77.7", "50 s", "1.25 GiB", "collector 25%, v 50%, p 12%", "warm-up: 3 of 9 steps", "━━",
-    ):  # fmt: skip
+        "pql on x",
+        "20,000  (4,321/s)",
+        "v 2,400, p 1,200  (765/s)",
+        "v/step 8, p/v 0.5, lag 1",
+        "21%",
+        "3:10 left",
+        "train -123.5, eval 77.7",
+        "50 s",
+        "1.25 GiB",
+        "collector 25%, v 50%, p 12%",
+        "warm-up: 3 of 9 steps",
+        "━━",
+    ):
         assert part in text, part
     assert "\x1b[?25h" in out.getvalue()  # the cursor is back
 

@@ -81,9 +81,16 @@ def test_it_conforms():
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
     assert untested == {
-        "final_obs_kept", "filler_flags", "time_limit", "stack", "action_range", "state_dict", "groups", "describe",
+        "final_obs_kept",
+        "filler_flags",
+        "time_limit",
+        "stack",
+        "action_range",
+        "state_dict",
+        "groups",
+        "describe",
         "capturable",
-    }  # fmt: skip
+    }
 
 
 def test_what_is_seen_done_and_paid():

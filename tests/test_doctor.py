@@ -87,9 +87,10 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
     monkeypatch.setattr(registry, "env_names", lambda: ["halfcheetah", "lqr", "pendulum", "theirs"])
     monkeypatch.setattr(compose, "options", lambda group: ["env", "halfcheetah", "pendulum"])
     assert doctor.simulators()[1:] == [
-        ["ok", "lqr, pendulum"], ["pip install 'pql-rl[mujoco]'", "halfcheetah"],
+        ["ok", "lqr, pendulum"],
+        ["pip install 'pql-rl[mujoco]'", "halfcheetah"],
         ["OSError: libGL.so.1: cannot open", "theirs"],
-    ]  # fmt: skip
+    ]
 
 
 def test_every_task_is_in_one_state(monkeypatch):

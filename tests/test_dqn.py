@@ -68,8 +68,9 @@ def make_batch(masked=8):
     weight = torch.rand(B, generator=gen) + 0.5
     discount = 0.97 * (torch.rand(B, generator=gen) > 0.2)
     action = torch.randint(A, (B,), generator=gen)
-    return Batch({"policy": draw(B, D)}, action, draw(B), discount, {"policy": draw(B, D)}, mask, weight,
-                 torch.arange(B) + 100)  # fmt: skip
+    return Batch(
+        {"policy": draw(B, D)}, action, draw(B), discount, {"policy": draw(B, D)}, mask, weight, torch.arange(B) + 100
+    )
 
 
 def generator():

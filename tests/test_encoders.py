@@ -71,10 +71,20 @@ def test_policy_and_critic_learn_from_image_and_vector_together(learns):
 def error_after_training(seed):
     both = {"hidden": [32], "obs": ["policy", "image"], "grad_clip": None}
     config = small_config(
-        task={"name": "seek"}, num_envs=32, seed=seed, replay={"capacity": 32 * 256},
-        algo={"encoder": {"channels": [8], "features": 16}, "critic": both | {"lr": 5e-3}, "policy": both,
-              "n_step": 1, "batch_size": 64, "v_per_step": 4, "p_per_v": 0.5},
-    )  # fmt: skip
+        task={"name": "seek"},
+        num_envs=32,
+        seed=seed,
+        replay={"capacity": 32 * 256},
+        algo={
+            "encoder": {"channels": [8], "features": 16},
+            "critic": both | {"lr": 5e-3},
+            "policy": both,
+            "n_step": 1,
+            "batch_size": 64,
+            "v_per_step": 4,
+            "p_per_v": 0.5,
+        },
+    )
     parts = start(config)
     for _ in range(150):
         parts.schedule.tick()
@@ -87,8 +97,10 @@ def error_after_training(seed):
     assert parts.collector.replays[0].obs["image"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((3, 12, 16), torch.uint8), ((12, 16, 3), torch.uint8),
-                                              ((12, 16), torch.float32), ((5, 5, 5), torch.float32)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((3, 12, 16), torch.uint8), ((12, 16, 3), torch.uint8), ((12, 16), torch.float32), ((5, 5, 5), torch.float32)],
+)
 def test_images_of_every_layout_become_features_whatever_stands_before_them(shape, dtype):
     torch.manual_seed(0)
     net = Pictures(shape, "small", (4, 6), 10)
@@ -127,16 +139,25 @@ def test_by_default_each_network_reads_its_own_group_as_before():
     policy, critic = make_networks(config, spec_with(policy=(3,), critic=(5,), other=(2, 2, 2, 2)), 0)
     assert (policy.groups, critic.groups) == (("policy",), ("critic",))
     assert policy.encoder is critic.encoder is None
-    assert [*policy.state_dict()] == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias", "net.4.weight",
-                                      "net.4.bias"]  # fmt: skip
+    assert [*policy.state_dict()] == [
+        "net.0.weight",
+        "net.0.bias",
+        "net.2.weight",
+        "net.2.bias",
+        "net.4.weight",
+        "net.4.bias",
+    ]
     plain = small_config(algo={"critic": {"obs": ["policy", "critic"]}})
     assert make_critic(plain, spec_with(policy=(3,), critic=(5,))).net[0].weight.shape[1] == 3 + 5 + 2
 
 
-@pytest.mark.parametrize(("groups", "message"), [
-    (["imag"], r"algo.policy.obs=imag: expected groups of made up: policy, image \(did you mean image\?\)"),
-    (["deep"], r"algo.policy.obs=deep: expected groups of made up"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (["imag"], r"algo.policy.obs=imag: expected groups of made up: policy, image \(did you mean image\?\)"),
+        (["deep"], r"algo.policy.obs=deep: expected groups of made up"),
+    ],
+)
 def test_groups_that_are_not_there_are_refused(groups, message):
     with pytest.raises(ConfigError, match=message):
         make_policy(small_config(algo={"policy": {"obs": groups}}), spec_with(policy=(3,), image=(4, 4)))
@@ -282,23 +303,32 @@ def test_installed_packages_offer_networks_by_name(module, monkeypatch, tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("pql.encoders.entry_points", lambda group: [entry] if group == "pql.nets" else [])
     spec = spec_with(policy=(3,))
-    assert type(make_policy(small_config(algo={"policy": {"net": "bounded"}}), SimpleNamespace(
-        **{**vars(spec), "action": Box(1)}))).__name__ == "Bounded"  # fmt: skip
+    assert (
+        type(
+            make_policy(
+                small_config(algo={"policy": {"net": "bounded"}}), SimpleNamespace(**{**vars(spec), "action": Box(1)})
+            )
+        ).__name__
+        == "Bounded"
+    )
     with pytest.raises(ConfigError, match=r"algo.policy.net=bonded: .*pql.nets \(bounded\) \(did you mean bounded\?\)"):
         make_policy(small_config(algo={"policy": {"net": "bonded"}}), spec)
 
 
-@pytest.mark.parametrize(("which", "name", "message"), [
-    ("policy", "nowhere:Net", "the working directory included (No module named 'nowhere')"),
-    ("policy", "pql_test_nets:Nett", "the working directory included (module 'pql_test_nets'"),
-    ("policy", "nothing", "module:Class, or a name of pql.nets (none is installed)"),
-    ("policy", "pql_test_nets:broken", "takes (spec, config): RuntimeError: no such layer"),
-    ("policy", "pql_test_nets:Empty", "a torch module with parameters, not Empty"),
-    ("policy", "pql_test_nets:Normed", "no BatchNorm (LayerNorm works)"),
-    ("policy", "pql_test_nets:Flat", "forward(obs) of shape [2, 1], not [2]"),
-    ("policy", "pql_test_nets:Pair", "a policy for pendulum: TypeError"),
-    ("critic", "pql_test_nets:Bounded", "a critic for pendulum: TypeError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("which", "name", "message"),
+    [
+        ("policy", "nowhere:Net", "the working directory included (No module named 'nowhere')"),
+        ("policy", "pql_test_nets:Nett", "the working directory included (module 'pql_test_nets'"),
+        ("policy", "nothing", "module:Class, or a name of pql.nets (none is installed)"),
+        ("policy", "pql_test_nets:broken", "takes (spec, config): RuntimeError: no such layer"),
+        ("policy", "pql_test_nets:Empty", "a torch module with parameters, not Empty"),
+        ("policy", "pql_test_nets:Normed", "no BatchNorm (LayerNorm works)"),
+        ("policy", "pql_test_nets:Flat", "forward(obs) of shape [2, 1], not [2]"),
+        ("policy", "pql_test_nets:Pair", "a policy for pendulum: TypeError"),
+        ("critic", "pql_test_nets:Bounded", "a critic for pendulum: TypeError"),
+    ],
+)
 def test_networks_that_cannot_work_are_refused_by_name(module, tmp_path, capsys, which, name, message):
     capsys.readouterr()
     assert main(["train", *words(tmp_path / "run", f"algo.{which}.net={name}")]) == 2
@@ -309,10 +339,13 @@ def test_networks_that_cannot_work_are_refused_by_name(module, tmp_path, capsys,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("algo", "which", "message"), [
-    ({"family": "sac", "policy": {"net": "pql_test_nets:Bounded"}}, "policy", "mean of shape [2, 1], not [1]"),
-    ({"critic": {"net": "pql_test_nets:Pair", "atoms": 11}}, "critic", "of shape [E, 2, 11], not [2, 2]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("algo", "which", "message"),
+    [
+        ({"family": "sac", "policy": {"net": "pql_test_nets:Bounded"}}, "policy", "mean of shape [2, 1], not [1]"),
+        ({"critic": {"net": "pql_test_nets:Pair", "atoms": 11}}, "critic", "of shape [E, 2, 11], not [2, 2]"),
+    ],
+)
 def test_outputs_must_fit_the_algorithm(module, algo, which, message):
     spec = pql.make_env("pendulum", 1).spec
     with pytest.raises(ConfigError) as caught:
@@ -331,7 +364,9 @@ def test_policies_that_read_images_export(tmp_path):
     policy = fresh_policy(config, Seek(1, CPU).spec, CPU)
     metadata = describe(policy, {"config": to_dict(config)}, Path("a/b/c"), scale=True)
     assert [(i["name"], i["shape"], i["dtype"]) for i in metadata["inputs"]] == [
-        ("obs.policy", ["batch", 1], "float32"), ("obs.image", ["batch", 1, SIDE, SIDE], "uint8")]  # fmt: skip
+        ("obs.policy", ["batch", 1], "float32"),
+        ("obs.image", ["batch", 1, SIDE, SIDE], "uint8"),
+    ]
     out = write(policy, metadata, tmp_path, ("onnx",))
     obs = Seek(5, CPU).reset(0)
     for file in out.files.values():

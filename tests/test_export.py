@@ -91,8 +91,10 @@ def test_an_export_is_evaluated_like_its_run(run: Path, capsys, form: str) -> No
     assert main(["eval", str(run), "num_envs=2", "episodes=3"]) == 0
     assert main(["eval", str(run / "export" / f"policy.{form}"), "num_envs=2", "episodes=3"]) == 0
     said = capsys.readouterr().out
-    want, got = (json.loads((run / "evaluations" / f"{name}-seed0-3episodes.json").read_text())
-                 for name in ("last", f"policy.{form}"))  # fmt: skip
+    want, got = (
+        json.loads((run / "evaluations" / f"{name}-seed0-3episodes.json").read_text())
+        for name in ("last", f"policy.{form}")
+    )
     assert got["returns"] == pytest.approx(want["returns"], rel=1e-3)  # rounding, over 200 steps
     assert [got[k] for k in ("task", "algo", "lengths")] == ["pendulum", "pql", [200.0] * 3]
     assert "pql on pendulum: 3 episodes in 2 environments, seed 0" in said
@@ -101,8 +103,18 @@ def test_an_export_is_evaluated_like_its_run(run: Path, capsys, form: str) -> No
 def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> None:
     """A policy that recalls the cue needs its memory, and must lose it where the next episode begins."""
     run = tmp_path / "run"
-    words = ["task=recall", "algo=ppo", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "budget.env_steps=2000",
-             "algo.lstm=8", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]", "eval.final=false"]  # fmt: skip
+    words = [
+        "task=recall",
+        "algo=ppo",
+        "device=cpu",
+        "num_envs=16",
+        "algo.warmup_steps=8",
+        "budget.env_steps=2000",
+        "algo.lstm=8",
+        "algo.policy.hidden=[16]",
+        "algo.critic.hidden=[16]",
+        "eval.final=false",
+    ]
     assert main(["train", *words, f"run_dir={run}"]) == 0
     out = export_policy(run, formats=["onnx"])
     want, got = (evaluate_saved(path, 2, 6, 0, "cpu") for path in (run, out.files["onnx"]))
@@ -113,8 +125,18 @@ def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> N
 
 def test_a_policy_that_learned_in_bfloat16_leaves_in_float32(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["task=pendulum", "algo=ppo", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "budget.env_steps=1000",
-             "algo.amp=true", "algo.policy.hidden=[16]", "algo.critic.hidden=[16]", "eval.final=false"]  # fmt: skip
+    words = [
+        "task=pendulum",
+        "algo=ppo",
+        "device=cpu",
+        "num_envs=16",
+        "algo.warmup_steps=8",
+        "budget.env_steps=1000",
+        "algo.amp=true",
+        "algo.policy.hidden=[16]",
+        "algo.critic.hidden=[16]",
+        "eval.final=false",
+    ]
     assert main(["train", *words, f"run_dir={run}"]) == 0
     assert sorted(export_policy(run).parity) == ["onnx", "pt2"]  # the check passed
 
@@ -207,8 +229,10 @@ def test_recurrent_policy_carries_its_state_from_step_to_step(remembering: Polic
     assert [i.name for i in session.get_inputs()] == ["obs.policy", "obs.frame", "state.h", "state.c"]
     raw = {f"state.{k}": v.numpy() for k, v in states[0].items()}
     for _ in range(12):
-        obs = {"policy": torch.rand(6, 4, generator=gen) * 9 + 5,
-               "frame": torch.randint(256, (6, 3, 4), generator=gen, dtype=torch.uint8)}  # fmt: skip
+        obs = {
+            "policy": torch.rand(6, 4, generator=gen) * 9 + 5,
+            "frame": torch.randint(256, (6, 3, 4), generator=gen, dtype=torch.uint8),
+        }
         action, states[0] = remembering.act(obs, states[0])
         assert action.abs().max() > 1
         low, high = (np.array(b) for b in remembering.spec.action.bounds)
@@ -226,8 +250,10 @@ def test_loaded_policies_remember_from_call_to_call_and_forget_on_demand(remembe
     remembering.net.gain = 1.0
     write(remembering, metadata_of(remembering), tmp_path, ("onnx",))
     gen = torch.Generator().manual_seed(3)
-    obs = {"policy": torch.rand(2, 4, generator=gen) * 9 + 5,
-           "frame": torch.randint(256, (2, 3, 4), generator=gen, dtype=torch.uint8)}  # fmt: skip
+    obs = {
+        "policy": torch.rand(2, 4, generator=gen) * 9 + 5,
+        "frame": torch.randint(256, (2, 3, 4), generator=gen, dtype=torch.uint8),
+    }
     for policy in (remembering, pql.load_policy(tmp_path / "policy.onnx")):
         first, second = policy(obs), policy(obs)
         assert (first - second).abs().max() > 0.01
@@ -284,8 +310,10 @@ def test_an_export_that_differs_is_refused_and_the_one_before_it_stays(rememberi
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize(("change", "worst"), [(lambda y: y + 0.25, 0.25), (lambda y: y * torch.nan, float("inf")),
-                                               (lambda y: y[:, :1], float("inf"))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "worst"),
+    [(lambda y: y + 0.25, 0.25), (lambda y: y * torch.nan, float("inf")), (lambda y: y[:, :1], float("inf"))],
+)
 def test_difference_sees_what_is_wrong(remembering: Policy, change, worst: float) -> None:
     metadata = metadata_of(remembering)
     model = Deployed(remembering, scale=False).eval()
@@ -330,13 +358,16 @@ def test_failing_parity_ends_the_command_with_status_1(run: Path, monkeypatch, c
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["formats=onxx"], "formats=onxx: expected one or more of pt2, onnx (did you mean onnx?)"),
-    (["formats=pt2,pt2"], "formats=pt2,pt2: expected one or more of pt2, onnx, each once"),
-    (["scale=1"], "scale=1: expected true or false"),
-    (["format=pt2"], "format=pt2: expected one of formats, scale, out (did you mean formats?)"),
-    (["out=/proc/nowhere"], "out=/proc/nowhere: expected a folder that can be written"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["formats=onxx"], "formats=onxx: expected one or more of pt2, onnx (did you mean onnx?)"),
+        (["formats=pt2,pt2"], "formats=pt2,pt2: expected one or more of pt2, onnx, each once"),
+        (["scale=1"], "scale=1: expected true or false"),
+        (["format=pt2"], "format=pt2: expected one of formats, scale, out (did you mean formats?)"),
+        (["out=/proc/nowhere"], "out=/proc/nowhere: expected a folder that can be written"),
+    ],
+)
 def test_mistakes_are_one_line(run: Path, capsys, words: list[str], message: str) -> None:
     capsys.readouterr()
     assert main(["export", str(run), *words]) == 2

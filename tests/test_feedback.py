@@ -97,9 +97,9 @@ class Late(Choices):
     def answers(self, group):
         part = slice(2 * group, 2 * group + 2)
         step = super().step(torch.zeros(4, dtype=torch.int64))
-        return torch.tensor([2 * group]), Step(*(
-            {k: v[part] for k, v in f.items()} if isinstance(f, dict) else f[part] for f in step
-        ))  # fmt: skip
+        return torch.tensor([2 * group]), Step(
+            *({k: v[part] for k, v in f.items()} if isinstance(f, dict) else f[part] for f in step)
+        )
 
     def beside(self):
         return Choices(3, "cpu")

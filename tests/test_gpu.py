@@ -60,24 +60,39 @@ ALGOS = {
     },
 }
 PPO = {
-    "family": "ppo", "schedule": "lockstep", "normalize_reward": True,
-    "horizon": 8, "epochs": 2, "minibatches": 4, "entropy_coef": 0.01,
-}  # fmt: skip
+    "family": "ppo",
+    "schedule": "lockstep",
+    "normalize_reward": True,
+    "horizon": 8,
+    "epochs": 2,
+    "minibatches": 4,
+    "entropy_coef": 0.01,
+}
 ON_POLICY = {
     "ppo": {**PPO, "squash": True, "value_clip": 0.2, "kl_stop": 0.02},
     "ppo, bfloat16": {**PPO, "amp": True, "shared": True},
     "ppo, lstm": {**PPO, "lstm": 32},
-    "a2c": {**PPO, "horizon": 5, "epochs": 1, "minibatches": 1, "clip": None, "optimizer": "rmsprop",
-            "lr_schedule": "linear", "anneal_steps": 100_000},
-}  # fmt: skip
+    "a2c": {
+        **PPO,
+        "horizon": 5,
+        "epochs": 1,
+        "minibatches": 1,
+        "clip": None,
+        "optimizer": "rmsprop",
+        "lr_schedule": "linear",
+        "anneal_steps": 100_000,
+    },
+}
 BOTH = {**ALGOS, **ON_POLICY}
 FEW = ("pql", "pql_sac", "ppo", "a2c")
 
 
 SMALLER = {
-    "device": "cpu", "num_envs": 16, "replay": {"capacity": 4096},
+    "device": "cpu",
+    "num_envs": 16,
+    "replay": {"capacity": 4096},
     "algo": {"batch_size": 32, "warmup_steps": 6, "critic": {"hidden": [8, 8]}, "policy": {"hidden": [8, 8]}},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -229,15 +244,22 @@ def test_warm_up_and_capture_leave_no_trace(algo):
 DISCRETE = {
     "ppo": {**PPO, "normalize_reward": False},
     "ppo, resnet": {**PPO, "encoder": {"kind": "resnet", "channels": [8, 8]}},
-    "pqn": {"family": "pqn", "schedule": "lockstep", "horizon": 8, "minibatches": 4, "anneal_steps": 100_000,
-            "encoder": {"channels": [16], "features": 32, "layer_norm": True}},
-}  # fmt: skip
+    "pqn": {
+        "family": "pqn",
+        "schedule": "lockstep",
+        "horizon": 8,
+        "minibatches": 4,
+        "anneal_steps": 100_000,
+        "encoder": {"channels": [16], "features": 32, "layer_norm": True},
+    },
+}
 
 
 @everywhere(
     {f"{k}, {task}": (v, task) for k, v in DISCRETE.items() for task in ("cartpole", "catch")},
-    ["ppo, catch", "pqn, cartpole"], "case",
-)  # fmt: skip
+    ["ppo, catch", "pqn, cartpole"],
+    "case",
+)
 def test_discrete_actions_are_captured(case):
     algo, task = case
     config = gpu_config(task={"name": task, "kwargs": {"stagger": True} if task == "cartpole" else {}}, algo=algo)

@@ -95,8 +95,12 @@ def test_a_case_that_fails_is_recorded_and_the_next_runs(part, tmp_path, capsys)
     status, cases = run(tmp_path, "--here")
     assert status == 1
     assert cases["bad"] | {"seconds": 0} == {
-        "status": "failed", "rows": [row("b")], "notes": [], "error": "ValueError: no such number", "seconds": 0,
-    }  # fmt: skip
+        "status": "failed",
+        "rows": [row("b")],
+        "notes": [],
+        "error": "ValueError: no such number",
+        "seconds": 0,
+    }
     assert (cases["good"]["status"], cases["good"]["rows"], cases["good"]["notes"]) == ("done", [row("a")], ["a note"])
     assert cases["lacking"]["error"] == "not installed: a_package_that_nobody_has"
     part["bad"] = lambda: iter([row("b")])
@@ -188,11 +192,17 @@ def test_it_runs_without_hydra_and_reports(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = {name: json.loads((tmp_path / f"{name}.json").read_text())["cases"] for name in parts if name != "tests"}
     rows = [one for cases in found.values() for case in cases.values() for one in case["rows"]]
-    for part, name in (("pql", "concurrent / lockstep"), ("pql", "graphs on / off"), ("pql", "host per tick"),
-                       ("pql", "n=8 graphs off: kernels per critic update"), ("pql", "worker orders with other bits"),
-                       ("bench", "catch DQN n=8 graphs off: kernels per critic update"),
-                       ("update", "pql_d: critic / matmuls"), ("envs", "pendulum n=8: captured / eager"),
-                       ("learn", "last return")):  # fmt: skip
+    for part, name in (
+        ("pql", "concurrent / lockstep"),
+        ("pql", "graphs on / off"),
+        ("pql", "host per tick"),
+        ("pql", "n=8 graphs off: kernels per critic update"),
+        ("pql", "worker orders with other bits"),
+        ("bench", "catch DQN n=8 graphs off: kernels per critic update"),
+        ("update", "pql_d: critic / matmuls"),
+        ("envs", "pendulum n=8: captured / eager"),
+        ("learn", "last return"),
+    ):
         assert any(name in one["name"] for case in found[part].values() for one in case["rows"]), name
     check([one for one in rows if "made of every bit" not in one["name"] and "long run" not in one["name"]], [])
     (one, other) = (found["long"][k]["notes"][-1] for k in ("first", "second"))

@@ -31,8 +31,12 @@ def _place(machine, monkeypatch):
 
 
 def gpu_config(*changes, **settings):
-    device = {"num_envs": 64, "replay": {"capacity": 16384}, "placement": {"executor": "auto"},
-              "budget": {"env_steps": 100_000}}  # fmt: skip
+    device = {
+        "num_envs": 64,
+        "replay": {"capacity": 16384},
+        "placement": {"executor": "auto"},
+        "budget": {"env_steps": 100_000},
+    }
     period = {"target_period": 256, "batch_size": 64}
     return replace(config_of(*changes, period, device), device=DEVICE, **settings)
 

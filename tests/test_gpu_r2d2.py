@@ -27,8 +27,12 @@ def _place(machine, monkeypatch):
 
 
 def gpu_config(*changes, **settings):
-    sizes = {"num_envs": 64, "replay": {"capacity": 64 * 60}, "placement": {"executor": "auto"},
-             "budget": {"env_steps": 100_000}}  # fmt: skip
+    sizes = {
+        "num_envs": 64,
+        "replay": {"capacity": 64 * 60},
+        "placement": {"executor": "auto"},
+        "budget": {"env_steps": 100_000},
+    }
     own = {"batch_size": 32, "target_period": 256}
     return replace(config_of(own, sizes, *changes), device=DEVICE, **settings)
 

@@ -29,13 +29,14 @@ NEXT_STEP = {"task": {"name": "counter", "kwargs": {"autoreset": "next_step", "f
 OFF_POLICY = {
     "pql": {},
     "held noise, scaled rewards, filler rows": {
-        "algo": {"normalize_reward": True, "explore": {"kind": "redrawn", "repeat": True}}, **NEXT_STEP,
+        "algo": {"normalize_reward": True, "explore": {"kind": "redrawn", "repeat": True}},
+        **NEXT_STEP,
     },
     "sac, several steps a tick": {
         "algo": {"family": "sac", "v_per_step": 0.25, "p_per_v": 1.0, "explore": {"kind": "none"}, "n_step": 3},
         "task": {"name": "counter", "kwargs": {"restart_every": 4}},
     },
-}  # fmt: skip
+}
 ON_POLICY = {
     "ppo": {"algo": {"normalize_reward": True}},
     "lstm, filler rows": {**NEXT_STEP, "algo": {"lstm": 8, "normalize_reward": True}},

@@ -14,11 +14,35 @@ from pql.errors import ConfigError  # noqa: E402
 from pql.presets import Presets  # noqa: E402
 
 # Presets for simulators of other packages, a task's own name or another machine: nothing to build by an id of ours.
-ADAPTERS = {"dmlab", "env", "envpool", "football", "gymnasium", "isaacgym", "isaaclab", "maniskill", "mjlab",
-            "playground", "remote"}  # fmt: skip
+ADAPTERS = {
+    "dmlab",
+    "env",
+    "envpool",
+    "football",
+    "gymnasium",
+    "isaacgym",
+    "isaaclab",
+    "maniskill",
+    "mjlab",
+    "playground",
+    "remote",
+}
 # The others share the classes of these.
-EACH_KIND = {"HalfCheetah", "Ant", "IsaacHumanoid", "Go1Velocity", "BallBalancePixels", "FrankaCubeStack",
-             "ShadowHandOpenAI", "AllegroHand", "Pendulum", "Catch", "TMaze", "Pong", "Counter"}  # fmt: skip
+EACH_KIND = {
+    "HalfCheetah",
+    "Ant",
+    "IsaacHumanoid",
+    "Go1Velocity",
+    "BallBalancePixels",
+    "FrankaCubeStack",
+    "ShadowHandOpenAI",
+    "AllegroHand",
+    "Pendulum",
+    "Catch",
+    "TMaze",
+    "Pong",
+    "Counter",
+}
 
 
 def make(name: str, **kwargs):

@@ -116,7 +116,7 @@ MANIFESTS = [
     (put({"device": "cpu"}, "config", "task", "kwargs"), "task.kwargs.device=cpu: expected no such keyword"),
     (put({"num_envs": 2}, "config", "task", "kwargs"), "task.kwargs.num_envs=2: expected no such keyword"),
     (put({"name": "a"}, "config", "task", "kwargs"), "task.kwargs.name=a: expected no such keyword"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "why"), MANIFESTS, ids=range(len(MANIFESTS)))
@@ -135,8 +135,20 @@ def test_a_resume_point_needs_its_counters(run: Path, capsys) -> None:
         (run / "kept").rename(run / "checkpoints" / "tick-000000000012")
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000 + "1" + "}" * 200_000, "[" * 500 + "]" * 500,
-                                  "1" * 10_000, '{"format": 1e999}', "\x00", "", "null", " " * (17 << 20)])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        '{"a":' * 200_000 + "1" + "}" * 200_000,
+        "[" * 500 + "]" * 500,
+        "1" * 10_000,
+        '{"format": 1e999}',
+        "\x00",
+        "",
+        "null",
+        " " * (17 << 20),
+    ],
+)
 def test_a_manifest_of_brackets_or_noise_is_one_line(run: Path, capsys, text: str) -> None:
     (run / "checkpoints" / "last" / "manifest.json").write_text(text)
     assert "a complete, intact checkpoint" in refused("eval", run / "checkpoints" / "last", capsys=capsys)
@@ -207,9 +219,20 @@ def test_the_run_itself_still_loads(run: Path) -> None:
         pql.load_policy(run / "nothing")
 
 
-LINKED = ["summary.json", ".config.yaml", "checkpoints/.writing-last", "checkpoints/tick-000000000012/.manifest.json",
-          "evaluations/last-seed0-1episodes.json", "videos/x.mp4", "report/index.html", "export/policy.pt2",
-          "evaluations", "videos", "report", "export"]  # fmt: skip
+LINKED = [
+    "summary.json",
+    ".config.yaml",
+    "checkpoints/.writing-last",
+    "checkpoints/tick-000000000012/.manifest.json",
+    "evaluations/last-seed0-1episodes.json",
+    "videos/x.mp4",
+    "report/index.html",
+    "export/policy.pt2",
+    "evaluations",
+    "videos",
+    "report",
+    "export",
+]
 WRITERS: dict[str, list[str]] = {"eval": ["episodes=1"], "play": [], "report": [], "export": ["formats=pt2"]}
 WRITES = {"eval": "evaluations", "play": "videos"}  # others: their own names
 
@@ -353,8 +376,11 @@ def test_a_task_that_names_code_a_program_or_a_path_is_refused(run: Path, mark: 
 def test_a_network_by_module_is_refused(run: Path, mark: Path, capsys, setting: str) -> None:
     plant(run, setting, "evil_module:make")
     for command in (
-        ("eval", run), ("play", run), ("export", run, "formats=pt2"), ("resume", run, "budget.env_steps=900"),
-    ):  # fmt: skip
+        ("eval", run),
+        ("play", run),
+        ("export", run, "formats=pt2"),
+        ("resume", run, "budget.env_steps=900"),
+    ):
         assert f"pql: {setting}=evil_module:make: expected only what is" in refused(*command, capsys=capsys)
     with pytest.raises(ConfigError, match="trust=True"):
         pql.load_policy(run)
@@ -393,10 +419,17 @@ def test_what_is_typed_anew_needs_no_trust(run: Path, mark: Path, capsys) -> Non
         assert "as the run has it" in refused(*command, word, capsys=capsys)  # it had none: it would be another run
 
 
-@pytest.mark.parametrize(("name", "value", "why"), [
-    ("algo.name", "ddpg\x1b]0;OWN\x07", "control characters"),
-    ("algo.policy.hidden", [2**30], "algo.policy.hidden=[1073741824]: expected a list of layer widths, each from 1 to"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("algo.name", "ddpg\x1b]0;OWN\x07", "control characters"),
+        (
+            "algo.policy.hidden",
+            [2**30],
+            "algo.policy.hidden=[1073741824]: expected a list of layer widths, each from 1 to",
+        ),
+    ],
+)
 def test_a_resumed_run_is_refused_in_one_readable_line(run: Path, capsys, name: str, value: Any, why: str) -> None:
     plant(run, name, value)
     line = refused("resume", run, "budget.env_steps=900", capsys=capsys)
@@ -493,9 +526,17 @@ def test_who_may_connect_is_no_matter_where_nobody_does(run: Path, capsys, remot
 
 
 DISCRETE = [
-    "task=cartpole", "scale=cpu", "device=cpu", "num_envs=4", "algo.critic.hidden=[8]", "budget.seconds=null",
-    "budget.env_steps=600", "eval.final=false", "eval.every_seconds=null", "checkpoint.every_seconds=null",
-]  # fmt: skip
+    "task=cartpole",
+    "scale=cpu",
+    "device=cpu",
+    "num_envs=4",
+    "algo.critic.hidden=[8]",
+    "budget.seconds=null",
+    "budget.env_steps=600",
+    "eval.final=false",
+    "eval.every_seconds=null",
+    "checkpoint.every_seconds=null",
+]
 
 
 @pytest.mark.parametrize(("algo", "which"), [("pqn", "critic"), ("ppo", "critic")])
@@ -511,8 +552,20 @@ def test_weights_to_begin_with_bring_no_network(tmp_path: Path, mark: Path, caps
 
 def test_runs_of_one_command_resume_by_its_own_words(run: Path) -> None:
     (run / "summary.json").unlink(missing_ok=True)
-    given = ["task=env", "task.name=my:Env", "num_envs=16", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "seed=1",
-             "logger.mode=online"]  # fmt: skip
+    given = [
+        "task=env",
+        "task.name=my:Env",
+        "num_envs=16",
+        "+algo.policy.net=my.nets:Net",
+        "task.kwargs.a=1",
+        "seed=1",
+        "logger.mode=online",
+    ]
     assert next_command(run, given) == [
-        "resume", str(run), "task.name=my:Env", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "logger.mode=online",
-    ]  # fmt: skip
+        "resume",
+        str(run),
+        "task.name=my:Env",
+        "+algo.policy.net=my.nets:Net",
+        "task.kwargs.a=1",
+        "logger.mode=online",
+    ]

@@ -118,10 +118,19 @@ def test_an_older_export_with_its_sample_inputs_loads(good: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("form", ["plain", "2", "4"])
-@pytest.mark.parametrize("member", [
-    "data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/model.pt", "data/constants/opaque_obj_0",
-    "data/constants/custom_obj_0", "data/weights/weight_99.pt", "extra/other", "data.pkl",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "member",
+    [
+        "data/sample_inputs/model.pt",
+        "data/weights/model.pt",
+        "data/constants/model.pt",
+        "data/constants/opaque_obj_0",
+        "data/constants/custom_obj_0",
+        "data/weights/weight_99.pt",
+        "extra/other",
+        "data.pkl",
+    ],
+)
 def test_a_pickle_in_any_member_is_refused(good: Path, tmp_path: Path, mark: Path, member: str, form: str) -> None:
     bad = edited(good, tmp_path / "policy.pt2", {member: pickled(mark, form)})
     assert "sample inputs" in (text := refused(bad, mark)) or "which no export has" in text
@@ -154,11 +163,18 @@ def test_what_torch_would_load_is_what_pql_refuses(good: Path, tmp_path: Path, m
     assert mark.exists()
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("../evil", "which no export has"), ("/etc/evil", "which no export has"), ("data/weights/../../x", "no export has"),
-    ("data/aotinductor/model/model.so", "no export has"), ("data/executorch/x", "no export has"),
-    ("models/other.json", "no export has"), ("data/weights/weight_0/x", "no export has"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("../evil", "which no export has"),
+        ("/etc/evil", "which no export has"),
+        ("data/weights/../../x", "no export has"),
+        ("data/aotinductor/model/model.so", "no export has"),
+        ("data/executorch/x", "no export has"),
+        ("models/other.json", "no export has"),
+        ("data/weights/weight_0/x", "no export has"),
+    ],
+)
 def test_other_members_are_refused(good: Path, tmp_path: Path, mark: Path, name: str, why: str) -> None:
     assert why in refused(edited(good, tmp_path / "policy.pt2", {name: b"x"}), mark)
 
@@ -197,13 +213,27 @@ def target(name: str) -> Callable[[Any], object]:
     return change
 
 
-@pytest.mark.parametrize("name", [
-    "torch.load", "torch.hub.load", "torch.ops.load_library", "torch.ops.aten.from_file.default", "builtins.eval",
-    "_operator.attrgetter", "torch.ops.aten.add.out", "torch.ops.aten.as_strided.default", "math.sqrt",
-    "torch.ops.aten.set_.default", "torch.ops.higher_order.cond", "#namespace:operator",
-    "torch.ops.aten.__class__.default",
-    "torch.ops.prims.device_put.default", "torch.ops.aten.save.default", "",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.load",
+        "torch.hub.load",
+        "torch.ops.load_library",
+        "torch.ops.aten.from_file.default",
+        "builtins.eval",
+        "_operator.attrgetter",
+        "torch.ops.aten.add.out",
+        "torch.ops.aten.as_strided.default",
+        "math.sqrt",
+        "torch.ops.aten.set_.default",
+        "torch.ops.higher_order.cond",
+        "#namespace:operator",
+        "torch.ops.aten.__class__.default",
+        "torch.ops.prims.device_put.default",
+        "torch.ops.aten.save.default",
+        "",
+    ],
+)
 def test_operators_that_are_not_on_the_list_are_refused(good: Path, tmp_path: Path, mark: Path, name: str) -> None:
     text = refused(edited(good, tmp_path / "policy.pt2", {"models/model.json": target(name)}), mark)
     assert "operators that pql knows, not the operator" in text
@@ -280,8 +310,10 @@ def tensor(name: str) -> dict[str, Any]:
 
 def calls(target: str, *arguments: dict[str, Any], result: str = "x", times: int = 1) -> Callable[[Any], object]:
     """A graph that begins with an operator, its result named ``result`` (0), as often as said."""
-    outputs = [{"as_sym_int": {"as_name": f"{result}{i}"}} if "_operator" in target else tensor(f"{result}{i}")
-               for i in range(times)]  # fmt: skip
+    outputs = [
+        {"as_sym_int": {"as_name": f"{result}{i}"}} if "_operator" in target else tensor(f"{result}{i}")
+        for i in range(times)
+    ]
     return in_graph(
         lambda graph: graph["nodes"].__setitem__(slice(0, 0), [node(target, o, *arguments) for o in outputs])
     )
@@ -297,15 +329,31 @@ BOMBS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a power of numbers": (calls("torch.ops.aten.pow.int", {"as_int": 3}, {"as_int": 10**9}), "gives no tensor"),
     "many tensors": (calls(*FULL, times=100), "more elements"),
     "on the CPU": (calls("torch.ops.aten.full.default", {"as_ints": [1 << 34]}, {"as_int": 1}), "more elements"),
-    "many pieces": (in_graph(lambda graph: graph["nodes"].__setitem__(slice(0, 0), [
-        node("torch.ops.aten.full.default", tensor("x"), {"as_ints": [1 << 24]}, {"as_int": 1}),
-        node("torch.ops.aten.unbind.int", {"as_tensors": []}, tensor("x")),
-    ])), "more than 65,536 pieces"),
-    "in place, often": (in_graph(lambda graph: graph["nodes"].__setitem__(slice(0, 0), [
-        node(FULL[0], tensor("x0"), {"as_ints": [1 << 20]}, {"as_float": 1.0}),
-        *(node("torch.ops.aten.sin_.default", tensor(f"x{i + 1}"), tensor(f"x{i}")) for i in range(100)),
-    ])), "more elements"),
-}  # fmt: skip
+    "many pieces": (
+        in_graph(
+            lambda graph: graph["nodes"].__setitem__(
+                slice(0, 0),
+                [
+                    node("torch.ops.aten.full.default", tensor("x"), {"as_ints": [1 << 24]}, {"as_int": 1}),
+                    node("torch.ops.aten.unbind.int", {"as_tensors": []}, tensor("x")),
+                ],
+            )
+        ),
+        "more than 65,536 pieces",
+    ),
+    "in place, often": (
+        in_graph(
+            lambda graph: graph["nodes"].__setitem__(
+                slice(0, 0),
+                [
+                    node(FULL[0], tensor("x0"), {"as_ints": [1 << 20]}, {"as_float": 1.0}),
+                    *(node("torch.ops.aten.sin_.default", tensor(f"x{i + 1}"), tensor(f"x{i}")) for i in range(100)),
+                ],
+            )
+        ),
+        "more elements",
+    ),
+}
 
 
 @pytest.mark.parametrize(("change", "why"), BOMBS.values(), ids=BOMBS)
@@ -338,9 +386,11 @@ def test_a_batch_takes_no_more_than_its_rows_justify(good: Path, tmp_path: Path,
         if grow == "powers":
             nodes += [node("_operator.mul", size(f"s{i + 1}"), size(f"s{i}"), size(f"s{i}")) for i in range(3)]
         else:
-            nodes += [node("_operator.ge", size("s1"), size("s0"), {"as_int": 16}),
-                      node("_operator.mul", size("s2"), size("s1"), {"as_int": 1 << 34}),
-                      node("_operator.add", size("s3"), size("s2"), {"as_int": 1})]  # fmt: skip
+            nodes += [
+                node("_operator.ge", size("s1"), size("s0"), {"as_int": 16}),
+                node("_operator.mul", size("s2"), size("s1"), {"as_int": 1 << 34}),
+                node("_operator.add", size("s3"), size("s2"), {"as_int": 1}),
+            ]
         full = node("torch.ops.aten.full.default", tensor("x"), {"as_sym_ints": [{"as_name": "s3"}]}, {"as_int": 1})
         graph["nodes"][:0] = [*nodes, full]
 
@@ -381,15 +431,23 @@ def test_what_makes_a_tensor_of_nothing_takes_a_device() -> None:
             assert any("Tensor" in kind for kind in of) or takes_device(function), (name, overload)
 
 
-@pytest.mark.parametrize(("entry", "value", "why"), [
-    ("format", "other", "format is not pql-policy"), ("format_version", 9, "format_version 1 or older; this is 9"),
-    ("format_version", "1", "format_version is not a whole number"), ("spec", None, "spec is not a mapping"),
-    ("task", {"name": "x", "process": {"python": "./evil"}}, "task is not name, id"), ("inputs", [], "an action"),
-    ("algorithm", "a\x1b]0;OWN\x07", r"without control characters: a\x1b]0;OWN\x07"), ("family", "\ud800", r"\ud800"),
-    ("task", {"name": "${oc.env:HOME}"}, "without interpolations"), ("action", {"kind": "box"}, "a kind and a size"),
-    ("inputs", [{"name": "obs.policy", "shape": ["batch", 7], "dtype": "float32"}], "a group of spec.obs"),
-    ("outputs", [{"name": "action", "shape": ["batch", 2], "dtype": "float32"}], "not as its metadata say"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entry", "value", "why"),
+    [
+        ("format", "other", "format is not pql-policy"),
+        ("format_version", 9, "format_version 1 or older; this is 9"),
+        ("format_version", "1", "format_version is not a whole number"),
+        ("spec", None, "spec is not a mapping"),
+        ("task", {"name": "x", "process": {"python": "./evil"}}, "task is not name, id"),
+        ("inputs", [], "an action"),
+        ("algorithm", "a\x1b]0;OWN\x07", r"without control characters: a\x1b]0;OWN\x07"),
+        ("family", "\ud800", r"\ud800"),
+        ("task", {"name": "${oc.env:HOME}"}, "without interpolations"),
+        ("action", {"kind": "box"}, "a kind and a size"),
+        ("inputs", [{"name": "obs.policy", "shape": ["batch", 7], "dtype": "float32"}], "a group of spec.obs"),
+        ("outputs", [{"name": "action", "shape": ["batch", 2], "dtype": "float32"}], "not as its metadata say"),
+    ],
+)
 def test_metadata_that_no_export_has_are_refused(good: Path, tmp_path: Path, mark: Path, entry, value, why) -> None:
     bad = edited(good, tmp_path / "policy.pt2", {"extra/metadata.json": lambda about: about.update({entry: value})})
     assert why in refused(bad, mark)
@@ -480,8 +538,13 @@ def test_onnx_files_with_more_than_their_own_numbers_are_refused(good: Path, tmp
     def unnamed(model: Any) -> None:
         del model.metadata_props[:]
 
-    for change, why in ((outside, "in another file"), (branch, "a graph within a graph"), (foreign, "not ONNX's own"),
-                        (functions, "functions of its own"), (unnamed, "pql")):  # fmt: skip
+    for change, why in (
+        (outside, "in another file"),
+        (branch, "a graph within a graph"),
+        (foreign, "not ONNX's own"),
+        (functions, "functions of its own"),
+        (unnamed, "pql"),
+    ):
         model = onnx.load(path)
         change(model)
         bad = tmp_path / "bad.onnx"

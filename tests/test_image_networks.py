@@ -78,7 +78,10 @@ def test_nature_is_the_network_of_mnih_et_al_2015():
     torch.manual_seed(0)
     net = Pictures((4, 84, 84), "nature")
     assert [(c.out_channels, c.kernel_size[0], c.stride[0], c.padding[0]) for c in layers(net, nn.Conv2d)] == [
-        (32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)]  # fmt: skip
+        (32, 8, 4, 0),
+        (64, 4, 2, 0),
+        (64, 3, 1, 0),
+    ]
     assert (net.size, sum(p.numel() for p in net.parameters())) == (512, 8224 + 32832 + 36928 + 3136 * 512 + 512)
     net, x = Pictures((4, 44, 44), "nature"), frames(2, 44)
     y = x.double() / 255
@@ -203,8 +206,11 @@ def test_each_kind_has_sizes_of_its_own_and_takes_others(kind, sizes):
 
 
 def test_without_hidden_layers_the_heads_stand_on_the_encoder():
-    algo = {"encoder": {"kind": "nature", "channels": [4, 8], "features": 12}, "policy": {"hidden": []},
-            "critic": {"hidden": []}}  # fmt: skip
+    algo = {
+        "encoder": {"kind": "nature", "channels": [4, 8], "features": 12},
+        "policy": {"hidden": []},
+        "critic": {"hidden": []},
+    }
     config = validate(small_config(algo={**algo, "family": "ppo", "schedule": "lockstep"}))
     policy = make_policy(config, image_spec(40))
     assert len(policy.body.trunk) == 0

@@ -84,9 +84,15 @@ def test_streams_order_every_cross_worker_read():
     assert check_order(trace.events) == 2 * 7  # policy and rollout
 
 
-@pytest.mark.parametrize(("changes", "lag"), [
-    ({}, 1), ({"schedule": "lockstep"}, 0), ({"policy_lag": 3}, 4), ({"policy_lag": 8, "schedule": "lockstep"}, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "lag"),
+    [
+        ({}, 1),
+        ({"schedule": "lockstep"}, 0),
+        ({"policy_lag": 3}, 4),
+        ({"policy_lag": 8, "schedule": "lockstep"}, 8),
+    ],
+)
 def test_ratios_and_lags_are_exact_at_every_tick(changes, lag):
     parts = start(config_of({"algo": changes}), Inline())
     begun = parts.collector.steps
@@ -165,9 +171,20 @@ def test_on_policy_it_is_a2c(variant, correction):
     learner, batch = fresh(VARIANTS[variant], {"algo": {"minibatches": 1, "policy": {"grad_clip": None}}})
     settings = replace(learner.inputs, summed=False, correction=correction)
     mine = gradient(learner, batch, settings)
-    a2c = {"epochs": 1, "minibatches": 1, "gae_lambda": 1.0, "clip": None, "value_coef": 0.25, "entropy_coef": 0.01,
-           "normalize_advantage": False, "normalize_value": False, "shared": True, "lr_schedule": "fixed",
-           "horizon": 6, "lstm": learner.state.net.policy.body.carry_size // 2 or None}  # fmt: skip
+    a2c = {
+        "epochs": 1,
+        "minibatches": 1,
+        "gae_lambda": 1.0,
+        "clip": None,
+        "value_coef": 0.25,
+        "entropy_coef": 0.01,
+        "normalize_advantage": False,
+        "normalize_value": False,
+        "shared": True,
+        "lr_schedule": "fixed",
+        "horizon": 6,
+        "lstm": learner.state.net.policy.body.carry_size // 2 or None,
+    }
     algo = {"family": "ppo", "schedule": "lockstep", **a2c, "policy": {"grad_clip": None}}
     parts = start(config_of({"algo": algo}), Inline())
     parts.workers["collector"].run(6)
@@ -199,8 +216,10 @@ def test_the_kl_option_pulls_towards_the_policy_that_acted():
 def test_corrections_differ_off_policy():
     learner, batch = fresh()
     values, log_ratio = torch.randn(batch.successor.max() + 8, 8), torch.full((6, 8), -1.0)
-    both = {c: impala.correct(replace(learner.inputs, correction=c), batch, log_ratio, values)
-            for c in ("vtrace", "one_step", "none")}  # fmt: skip
+    both = {
+        c: impala.correct(replace(learner.inputs, correction=c), batch, log_ratio, values)
+        for c in ("vtrace", "one_step", "none")
+    }
     assert torch.equal(both["one_step"].target, both["none"].target)
     assert torch.equal(both["one_step"].weight, both["vtrace"].weight)
     assert (both["none"].weight == 1).all()
@@ -248,11 +267,21 @@ def test_appo_clips_around_the_policy_that_the_tick_began_with():
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 WORDS = (
-    "task=cartpole", "scale=cpu", "device=cpu", "num_envs=16", "algo.critic.hidden=[16]", "algo.policy.hidden=[16]",
-    "algo.warmup_steps=8", "task.kwargs.max_episode_steps=11", "eval.num_envs=2", "eval.every_seconds=null",
-    "checkpoint.every_seconds=null", "logger.every_seconds=0.02", "placement.threads.collector=1",
+    "task=cartpole",
+    "scale=cpu",
+    "device=cpu",
+    "num_envs=16",
+    "algo.critic.hidden=[16]",
+    "algo.policy.hidden=[16]",
+    "algo.warmup_steps=8",
+    "task.kwargs.max_episode_steps=11",
+    "eval.num_envs=2",
+    "eval.every_seconds=null",
+    "checkpoint.every_seconds=null",
+    "logger.every_seconds=0.02",
+    "placement.threads.collector=1",
     "placement.threads.v=1",
-)  # fmt: skip
+)
 IMPALA = ("algo=impala", "algo.horizon=4", "algo.anneal_steps=3000")
 LSTM = ("algo.lstm=8", "algo.shared=true")
 CASES = {
@@ -261,7 +290,7 @@ CASES = {
     "late weights": (*IMPALA, "algo.policy_lag=3"),
     "lockstep": (*IMPALA, "algo.schedule=lockstep"),
     "appo": ("algo=appo", "algo.horizon=4", "algo.epochs=1", "algo.minibatches=1"),
-}  # fmt: skip
+}
 
 
 def run(run_dir, *more):
@@ -306,22 +335,40 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
     assert "algo.lstm=null: expected 8, as in init_from=" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (("algo=impala", "algo.minibatches=3"), "algo.minibatches=3: expected a divisor of num_envs=16, suc"),
-    (("algo=impala", "algo.clip=0.1"), "algo.clip=0.1: expected algo=ppo or a2c with it; algo=impala does not"),
-    (("algo=ppo", "algo.vtrace.c_bar=0.5"), "algo.vtrace.c_bar=0.5: expected algo=impala or appo with it; algo=ppo"),
-    (("algo=ppo", "algo.horizon=5"), "algo.horizon=5: expected algo=impala with it; algo=ppo does not"),
-    (("algo=impala", "algo.vtrace.rho_bar=0.5"), "algo.vtrace.c_bar=1.0: expected at most algo.vtrace.rho_bar=0.5"),
-    (("algo=impala", "algo.lstm=8", "algo.shared=false"), "algo.shared=false: expected true with"),
-    (("algo=impala", "algo.correction=vtrac"), "expected one of vtrace, one_step, none (did you mean vtrace?)"),
-    (("algo=impala", "algo.schedule=replicas"), "algo.schedule=replicas: expected concurrent or lockstep: PPO and A2C"),
-    (("algo=pql", "task=pendulum", "algo.policy_lag=2"), "algo.policy_lag=2: expected 0 but for PPO, A2C and IMPALA"),
-    (("algo=impala", "algo.critic.lr=1e-3"), "algo.critic.lr=0.001: expected no such setting: algo=impala does not"),
-    (("algo=impala", "algo.reduce=max"), "algo.reduce=max: expected one of sum, mean"),
-    (("algo=a2c", "algo.schedule=concurrent"), "algo.schedule=concurrent: expected lockstep or replicas: a2c learns"),
-    (("algo=impala", "algo.trace_lambda=2"), "algo.trace_lambda=2.0: expected a number from 0 up to 1"),
-    (("algo=impala", "replay.capacity=100"), "replay.capacity=100: expected no such setting: algo=impala does"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("algo=impala", "algo.minibatches=3"), "algo.minibatches=3: expected a divisor of num_envs=16, suc"),
+        (("algo=impala", "algo.clip=0.1"), "algo.clip=0.1: expected algo=ppo or a2c with it; algo=impala does not"),
+        (
+            ("algo=ppo", "algo.vtrace.c_bar=0.5"),
+            "algo.vtrace.c_bar=0.5: expected algo=impala or appo with it; algo=ppo",
+        ),
+        (("algo=ppo", "algo.horizon=5"), "algo.horizon=5: expected algo=impala with it; algo=ppo does not"),
+        (("algo=impala", "algo.vtrace.rho_bar=0.5"), "algo.vtrace.c_bar=1.0: expected at most algo.vtrace.rho_bar=0.5"),
+        (("algo=impala", "algo.lstm=8", "algo.shared=false"), "algo.shared=false: expected true with"),
+        (("algo=impala", "algo.correction=vtrac"), "expected one of vtrace, one_step, none (did you mean vtrace?)"),
+        (
+            ("algo=impala", "algo.schedule=replicas"),
+            "algo.schedule=replicas: expected concurrent or lockstep: PPO and A2C",
+        ),
+        (
+            ("algo=pql", "task=pendulum", "algo.policy_lag=2"),
+            "algo.policy_lag=2: expected 0 but for PPO, A2C and IMPALA",
+        ),
+        (
+            ("algo=impala", "algo.critic.lr=1e-3"),
+            "algo.critic.lr=0.001: expected no such setting: algo=impala does not",
+        ),
+        (("algo=impala", "algo.reduce=max"), "algo.reduce=max: expected one of sum, mean"),
+        (
+            ("algo=a2c", "algo.schedule=concurrent"),
+            "algo.schedule=concurrent: expected lockstep or replicas: a2c learns",
+        ),
+        (("algo=impala", "algo.trace_lambda=2"), "algo.trace_lambda=2.0: expected a number from 0 up to 1"),
+        (("algo=impala", "replay.capacity=100"), "replay.capacity=100: expected no such setting: algo=impala does"),
+    ],
+)
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
     known = [w for w in WORDS[:4] if not (w.startswith("task") and "task=pendulum" in words)]
     more = ("algo.warmup_steps=8", f"run_dir={tmp_path}", "budget.env_steps=1000")

@@ -324,10 +324,18 @@ def test_frames_follow_the_physics_and_scenes_do_not_mix():
 
 def test_a_policy_that_sees_pictures_trains_beside_a_critic_that_sees_the_state(tmp_path):
     overrides = words(
-        tmp_path / "run", "task=ballbalance_pixels", "algo=pql", "num_envs=2", "replay.capacity=128",
-        "algo.batch_size=8", "algo.warmup_steps=2", "algo.encoder.channels=[4]", "algo.encoder.features=8",
-        "budget.env_steps=24", "task.kwargs.max_episode_steps=9",
-    )  # fmt: skip
+        tmp_path / "run",
+        "task=ballbalance_pixels",
+        "algo=pql",
+        "num_envs=2",
+        "replay.capacity=128",
+        "algo.batch_size=8",
+        "algo.warmup_steps=2",
+        "algo.encoder.channels=[4]",
+        "algo.encoder.features=8",
+        "budget.env_steps=24",
+        "task.kwargs.max_episode_steps=9",
+    )
     session = Session(compose(overrides), quiet=True, overrides=overrides)
     session.train()
     spec, config = session.parts.env.spec, session.config

@@ -122,10 +122,16 @@ def test_each_term_of_the_ants_reward_on_three_states() -> None:
     assert not terminated
     assert terms == pytest.approx(
         {
-            "progress": 1.0, "alive": 0.5, "up": 0.1, "heading": 0.5, "action_cost": -0.005 * 8 * 0.25,
-            "energy_cost": -0.05 * 8 * 0.5 * 0.2 * 2.0, "limit_cost": -0.1, "fall": 0.0,
+            "progress": 1.0,
+            "alive": 0.5,
+            "up": 0.1,
+            "heading": 0.5,
+            "action_cost": -0.005 * 8 * 0.25,
+            "energy_cost": -0.05 * 8 * 0.5 * 0.2 * 2.0,
+            "limit_cost": -0.1,
+            "fall": 0.0,
         }
-    )  # fmt: skip
+    )
 
     aside = torch.tensor([0.0, 500.0], dtype=torch.float64)  # the target is not along x from here
     back = aside + torch.tensor([0.0, 0.0166], dtype=torch.float64)

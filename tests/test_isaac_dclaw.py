@@ -92,9 +92,12 @@ def judged(shift: tuple[float, float, float], turned: float, rate: float = 0.0, 
     mujoco.mj_forward(env.model, data)
     tips = np.stack([data.site(f"F{i}tip").xpos for i in range(4)])
     fields = {
-        "qpos": qpos, "qvel": qvel, "ctrl": hand[None], "sensordata": torch.tensor(data.sensordata)[None],
+        "qpos": qpos,
+        "qvel": qvel,
+        "ctrl": hand[None],
+        "sensordata": torch.tensor(data.sensordata)[None],
         "qfrc_actuator": torch.cat((torch.full((12,), torque, dtype=DOUBLE), torch.zeros(6, dtype=DOUBLE)))[None],
-    }  # fmt: skip
+    }
     memory = {**env._memory, "goal": goal[None], "angles": hand[None]}
     terms, ended, metrics = task.judge(fields, memory)
     far = -np.linalg.norm(tips - cube.numpy(), axis=1).mean()

@@ -244,9 +244,14 @@ def test_each_term_of_the_reward_on_three_states() -> None:
 
 @pytest.mark.parametrize(
     ("away", "aside", "higher", "stacked"),
-    [(0.041, 0.0, 0.0, True), (0.039, 0.0, 0.0, False), (0.041, 0.019, 0.019, True), (0.041, 0.021, 0.0, False),
-     (0.041, 0.0, 0.021, False)],
-)  # fmt: skip
+    [
+        (0.041, 0.0, 0.0, True),
+        (0.039, 0.0, 0.0, False),
+        (0.041, 0.019, 0.019, True),
+        (0.041, 0.021, 0.0, False),
+        (0.041, 0.0, 0.021, False),
+    ],
+)
 def test_stacked_is_placed_well_and_let_go(
     away: float, aside: float, higher: float, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,9 +56,14 @@ def test_products_of_rotations_are_mujocos() -> None:
 
 @pytest.mark.parametrize(
     ("name", "obs", "action", "limit"),
-    [(SHADOW, 211, 20, 599), ("shadow_hand_full", 157, 20, 599), ("shadow_hand_full_no_vel", 77, 20, 599),
-     (OPENAI, 42, 20, 8000), (ALLEGRO, 88, 16, 599)],
-)  # fmt: skip
+    [
+        (SHADOW, 211, 20, 599),
+        ("shadow_hand_full", 157, 20, 599),
+        ("shadow_hand_full_no_vel", 77, 20, 599),
+        (OPENAI, 42, 20, 8000),
+        (ALLEGRO, 88, 16, 599),
+    ],
+)
 def test_sizes(name: str, obs: int, action: int, limit: int) -> None:
     spec = TASKS[name].describe(2, "cpu")
     assert spec.obs["policy"].shape == (obs,)
@@ -72,8 +77,13 @@ def test_sizes(name: str, obs: int, action: int, limit: int) -> None:
 
 
 FINGER = [("J3", -0.349, 0.349, 0.9), ("J2", 0, 1.571, 0.9), ("J1", 0, 1.571, 0.7245), ("J0", 0, 1.571, None)]
-THUMB = [("J4", -1.047, 1.047, 2.372), ("J3", 0, 1.222, 1.45), ("J2", -0.209, 0.209, 0.99),
-         ("J1", -0.524, 0.524, 0.99), ("J0", -1.571, 0, 0.81)]  # fmt: skip
+THUMB = [
+    ("J4", -1.047, 1.047, 2.372),
+    ("J3", 0, 1.222, 1.45),
+    ("J2", -0.209, 0.209, 0.99),
+    ("J1", -0.524, 0.524, 0.99),
+    ("J0", -1.571, 0, 0.81),
+]
 JOINTS = [("WRJ1", -0.489, 0.14, 4.785), ("WRJ0", -0.698, 0.489, 2.175)]
 JOINTS += [(finger + joint, *rest) for finger in ("FF", "MF", "RF") for joint, *rest in FINGER]
 JOINTS += [("LFJ4", 0, 0.785, 0.9), *(("LF" + joint, *rest) for joint, *rest in FINGER)]
@@ -101,11 +111,19 @@ def test_the_shadow_hand_is_isaacs() -> None:
 
 
 # Isaac's chains of joints: xyz and rpy of each joint's frame in the one before, turning about its z
-INDEX = [((0.0514302, -0.03632, -0.0113), (3.1415, -1.57075, -0.0872638888889)),
-         ((0, 0, 0), (3.1415, -1.57075, 1.57075)), ((0.054, 0, 0), (0, 0, 0)), ((0.0384, 0, 0), (0, 0, 0))]  # fmt: skip
+INDEX = [
+    ((0.0514302, -0.03632, -0.0113), (3.1415, -1.57075, -0.0872638888889)),
+    ((0, 0, 0), (3.1415, -1.57075, 1.57075)),
+    ((0.054, 0, 0), (0, 0, 0)),
+    ((0.0384, 0, 0), (0, 0, 0)),
+]
 RING = [((0.0514302, 0.0538749, -0.0113), (3.1415, -1.57075, 0.0872638888889)), *INDEX[1:]]
-OPPOSED = [((-0.0367482, -0.0081281, -0.0295), (-1.57075, -1.57075, 1.48348611111)), ((0.005, 0, 0), (1.57075, 0, 0)),
-           ((0, 0, 0.0554), (3.1415, -1.57075, 0)), ((0.0514, 0, 0), (0, 0, 0))]  # fmt: skip
+OPPOSED = [
+    ((-0.0367482, -0.0081281, -0.0295), (-1.57075, -1.57075, 1.48348611111)),
+    ((0.005, 0, 0), (1.57075, 0, 0)),
+    ((0, 0, 0.0554), (3.1415, -1.57075, 0)),
+    ((0.0514, 0, 0), (0, 0, 0)),
+]
 
 
 def turn(axis: int, angle: float) -> np.ndarray:

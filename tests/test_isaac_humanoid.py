@@ -32,9 +32,16 @@ def test_the_humanoid_is_isaacs() -> None:
     names = [model.joint(i + 1).name for i in range(21)]
     assert names == list(JOINTS)
     assert names[:9] == [
-        "abdomen_z", "abdomen_y", "abdomen_x", "right_hip_x", "right_hip_z", "right_hip_y", "right_knee",
-        "right_ankle_y", "right_ankle_x",
-    ]  # fmt: skip
+        "abdomen_z",
+        "abdomen_y",
+        "abdomen_x",
+        "right_hip_x",
+        "right_hip_z",
+        "right_hip_y",
+        "right_knee",
+        "right_ankle_y",
+        "right_ankle_x",
+    ]
     assert names[15:18] == ["right_shoulder1", "right_shoulder2", "right_elbow"]
     assert model.actuator_gear[:, 0].tolist() == GEARS.tolist()
     assert model.actuator_trnid[:, 0].tolist() == list(range(1, 22))
@@ -118,10 +125,17 @@ def test_each_term_of_the_reward_on_three_states() -> None:
     assert not over
     assert terms == pytest.approx(
         {
-            "progress": 1.5, "alive": 2.0, "up": 0.1, "heading": 0.5, "action_cost": -0.01 * 21 * 0.25,
-            "energy_cost": -0.05 * 0.5 * 0.1 * 2.0 * weight, "limit_cost": 0.0, "fall": 0.0,
-        }, rel=1e-4,
-    )  # fmt: skip
+            "progress": 1.5,
+            "alive": 2.0,
+            "up": 0.1,
+            "heading": 0.5,
+            "action_cost": -0.01 * 21 * 0.25,
+            "energy_cost": -0.05 * 0.5 * 0.1 * 2.0 * weight,
+            "limit_cost": 0.0,
+            "fall": 0.0,
+        },
+        rel=1e-4,
+    )
 
     bent = middle()
     bent[5], bent[7] = math.radians(-120), math.radians(50)  # at its lower limit, at its upper: both cost

@@ -148,9 +148,17 @@ def test_observations_of_several_arrays_are_refused():
 
 @pytest.mark.parametrize(
     ("task", "timing"),
-    [("Ant", "post"), ("FrankaCubeStack", "post"), ("ShadowHandOpenAI_LSTM", "pre"), ("BallBalance", "pre"),
-     ("AllegroKukaLSTM", "pre"), ("AnymalTerrain", "same"), ("HumanoidAMP", "manual"), ("Anymal", "post")],
-)  # fmt: skip
+    [
+        ("Ant", "post"),
+        ("FrankaCubeStack", "post"),
+        ("ShadowHandOpenAI_LSTM", "pre"),
+        ("BallBalance", "pre"),
+        ("AllegroKukaLSTM", "pre"),
+        ("AnymalTerrain", "same"),
+        ("HumanoidAMP", "manual"),
+        ("Anymal", "post"),
+    ],
+)
 def test_the_timing_follows_the_task(monkeypatch, task, timing):
     monkeypatch.setattr(isaacgym, "make_task", lambda name, n, device, words: fake_isaacgym.FakeVecTask(n, L))
     assert isaacgym.isaacgym(2, "cpu", task=task).timing == timing

@@ -187,8 +187,12 @@ def version_2(monkeypatch):
         order.append((task, device, num_envs))
         return Config(num_envs=num_envs)
 
-    modules = {"isaaclab": {}, "isaaclab.app": {"AppLauncher": AppLauncher}, "isaaclab_tasks": {},
-               "isaaclab_tasks.utils": {"parse_env_cfg": parse_env_cfg}}  # fmt: skip
+    modules = {
+        "isaaclab": {},
+        "isaaclab.app": {"AppLauncher": AppLauncher},
+        "isaaclab_tasks": {},
+        "isaaclab_tasks.utils": {"parse_env_cfg": parse_env_cfg},
+    }
     stand_in(monkeypatch, modules, ["Isaac-Fake-v0"])
     return order
 
@@ -215,9 +219,13 @@ def version_3(monkeypatch):
         cfg.physics = next((one for one in cfg.physics if one in selected), cfg.physics[0])
         return cfg
 
-    modules = {"isaaclab": {}, "isaaclab.app": {"launch_simulation": launch_simulation}, "isaaclab_tasks": {},
-               "isaaclab_tasks.utils": {"load_cfg_from_registry": load_cfg_from_registry},
-               "isaaclab_tasks.utils.hydra": {"resolve_presets": resolve_presets}}  # fmt: skip
+    modules = {
+        "isaaclab": {},
+        "isaaclab.app": {"launch_simulation": launch_simulation},
+        "isaaclab_tasks": {},
+        "isaaclab_tasks.utils": {"load_cfg_from_registry": load_cfg_from_registry},
+        "isaaclab_tasks.utils.hydra": {"resolve_presets": resolve_presets},
+    }
     stand_in(monkeypatch, modules, ["Isaac-Fake"])
     return order
 

@@ -10,10 +10,15 @@ from pql.large_batch import RECIPES, large_batch
 @pytest.mark.parametrize(
     ("batch", "envs", "per_step", "period", "warmup"),
     [
-        (32, 32, 8, 10_000, 1563), (64, 32, 4, 10_000, 1563), (128, 32, 2, 10_000, 1563), (256, 32, 1, 9_984, 1563),
-        (512, 32, 0.5, 9_984, 1563), (1024, 32, 0.25, 9_984, 1563), (2048, 64, 0.25, 9_984, 782),
+        (32, 32, 8, 10_000, 1563),
+        (64, 32, 4, 10_000, 1563),
+        (128, 32, 2, 10_000, 1563),
+        (256, 32, 1, 9_984, 1563),
+        (512, 32, 0.5, 9_984, 1563),
+        (1024, 32, 0.25, 9_984, 1563),
+        (2048, 64, 0.25, 9_984, 782),
     ],
-)  # fmt: skip
+)
 def test_the_rules_numbers(batch, envs, per_step, period, warmup):
     got = large_batch("c51", batch)
     assert (got["num_envs"], got["algo.v_per_step"], got["algo.target_period"]) == (envs, per_step, period)

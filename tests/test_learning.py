@@ -72,11 +72,14 @@ ALGOS = {
     "pql_sac": SAC,
     "ddpg": {"schedule": "lockstep"},
     "td3": {
-        "schedule": "lockstep", "n_step": 1, "smoothing_clip": 0.5,
-        "policy": {"target": True, "reduce": "first"}, "explore": {"kind": "fixed", "low": 0.1, "high": 0.1},
+        "schedule": "lockstep",
+        "n_step": 1,
+        "smoothing_clip": 0.5,
+        "policy": {"target": True, "reduce": "first"},
+        "explore": {"kind": "fixed", "low": 0.1, "high": 0.1},
     },
     "sac": {**SAC, "schedule": "lockstep"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("algo", ALGOS)

@@ -24,11 +24,21 @@ from pql.rundir import Summary
 from pql.session import Session
 
 ROW = {
-    "time/seconds": 50.0, "steps/env": 20_000, "updates/v": 2_400, "updates/p": 1_200, "ratio/v_per_step": 8.0,
-    "ratio/p_per_v": 0.5, "lag/policy_ticks": 1, "throughput/env_steps_per_s": 4_321.0,
-    "throughput/updates_per_s": 765.0, "busy/collector": 0.25, "busy/v": 0.5, "busy/p": 0.125,
-    "train/return_mean": -123.45, "memory/host_gib": 1.25,
-}  # fmt: skip
+    "time/seconds": 50.0,
+    "steps/env": 20_000,
+    "updates/v": 2_400,
+    "updates/p": 1_200,
+    "ratio/v_per_step": 8.0,
+    "ratio/p_per_v": 0.5,
+    "lag/policy_ticks": 1,
+    "throughput/env_steps_per_s": 4_321.0,
+    "throughput/updates_per_s": 765.0,
+    "busy/collector": 0.25,
+    "busy/v": 0.5,
+    "busy/p": 0.125,
+    "train/return_mean": -123.45,
+    "memory/host_gib": 1.25,
+}
 
 
 def test_closing_words_name_the_worker_that_bounds_the_tick():
@@ -405,5 +415,6 @@ def test_means_of_windows_without_episodes_are_left_out(tmp_path):
         )
     session.closing.close()
     assert [set(row) for row in seen] == [
-        {"steps/env", "loss/v"}, {"steps/env", "train/episodes", "train/return_mean", "episode/x", "loss/v"},
-    ]  # fmt: skip
+        {"steps/env", "loss/v"},
+        {"steps/env", "train/episodes", "train/return_mean", "episode/x", "loss/v"},
+    ]

@@ -58,8 +58,13 @@ class FakeVector:
         if done.any():
             final = obs.clone()
             obs, fresh = self.reset(options={"env_idx": torch.arange(self.num_envs)[done]})
-            info = {**fresh, "final_info": info, "_final_info": done, "final_observation": final,
-                    "_final_observation": done}  # fmt: skip
+            info = {
+                **fresh,
+                "final_info": info,
+                "_final_info": done,
+                "final_observation": final,
+                "_final_observation": done,
+            }
         return obs, reward, self.terminated, truncated, info
 
     def close(self):

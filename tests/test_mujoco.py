@@ -133,9 +133,14 @@ def test_matches_gymnasium(name: str, model: str | None) -> None:
 UNSEEN = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")  # without contact forces
 
 
-@pytest.mark.parametrize(("name", "unseen", "obs_size"), [
-    ("ant", UNSEEN[3:], 27), ("humanoid", UNSEEN, 45), ("humanoidstandup", UNSEEN, 45),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "unseen", "obs_size"),
+    [
+        ("ant", UNSEEN[3:], 27),
+        ("humanoid", UNSEEN, 45),
+        ("humanoidstandup", UNSEEN, 45),
+    ],
+)
 def test_matches_gymnasium_without_contact_forces(name: str, unseen: tuple[str, ...], obs_size: int) -> None:
     """The contact cost stays in the reward, as in gymnasium's class built with these arguments."""
     steps = steps_of(name, None)

@@ -31,9 +31,16 @@ from pql.envs.mujoco.warp import WarpEngine
 from pql.errors import ConfigError, PqlWarning
 
 SLOW = (
-    "walker2d", "ant", "humanoid", "humanoidstandup", "swimmer", "reacher", "pusher", "invertedpendulum",
+    "walker2d",
+    "ant",
+    "humanoid",
+    "humanoidstandup",
+    "swimmer",
+    "reacher",
+    "pusher",
+    "invertedpendulum",
     "inverteddoublependulum",
-)  # fmt: skip
+)
 # pinned feet on stiff servos, seen by force sensors: float32 shows; fingertips' forces, seen tenfold; the forces on
 # a body that lies on a dozen contacts
 STIFF = {"ballbalance": 3000.0, "shadow_hand": 10.0, "shadow_hand_openai": 10.0, "humanoidstandup": 10.0}
@@ -41,8 +48,18 @@ PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
 # share of rows that may differ: fingers side by side touch in one point or two
 ODD = {"shadow_hand": 0.4, "shadow_hand_openai": 0.4}
 # in these, fewer than a tenth of random episodes end within 40 steps; in the others more do within LIMIT, or 40
-LASTING = ("halfcheetah", "humanoidstandup", "swimmer", "reacher", "pusher", "shadow_hand", "shadow_hand_openai",
-           "franka_cube_stack", "franka_cube_stack_torque", "dclaw")  # fmt: skip
+LASTING = (
+    "halfcheetah",
+    "humanoidstandup",
+    "swimmer",
+    "reacher",
+    "pusher",
+    "shadow_hand",
+    "shadow_hand_openai",
+    "franka_cube_stack",
+    "franka_cube_stack_torque",
+    "dclaw",
+)
 LIMIT = {"ballbalance": 80, "g1_velocity": 80, "go1_velocity": 160, "anymal": 160, "isaac_ant": 160}
 ROBOTS = ["halfcheetah", "hopper", *(task(name, pytest.mark.slow) for name in (*SLOW, *PAPER, *ROBOT_OF))]
 
@@ -142,8 +159,11 @@ def test_random_episodes_have_the_same_statistics(name: str, told: Told) -> None
         error = (a[picks[:, 0]].mean(1) - b[picks[:, 1]].mean(1)).std()  # bootstrap
         assert (a.mean() - b.mean()).abs() <= 4 * error + least
     (length, other), (total_c, total_w) = lengths, returns
-    told.row("episodes", f"{name:26} length C {length.mean():.1f}, Warp {other.mean():.1f} of {limit}; "
-                         f"return C {total_c.mean():.4g}, Warp {total_w.mean():.4g}")  # fmt: skip
+    told.row(
+        "episodes",
+        f"{name:26} length C {length.mean():.1f}, Warp {other.mean():.1f} of {limit}; "
+        f"return C {total_c.mean():.4g}, Warp {total_w.mean():.4g}",
+    )
 
 
 def test_fields_are_shared_not_copied() -> None:

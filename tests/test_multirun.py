@@ -79,8 +79,10 @@ def test_a_run_for_every_combination_with_a_place_of_its_own():
     assert str(folder) == "runs/multirun"
     assert [job.name for job in found] == [
         f"lqr-{algo}-algo.critic.hidden={hidden}-seed{seed}"
-        for algo in ("pql", "sac") for hidden in ("8", "8_8") for seed in (1, 2)
-    ]  # fmt: skip
+        for algo in ("pql", "sac")
+        for hidden in ("8", "8_8")
+        for seed in (1, 2)
+    ]
     assert found[-1].words == ("algo=sac", "task=lqr", "algo.critic.hidden=[8,8]", "seed=2", "scale=cpu")
     config = found[-1].config
     assert (config.algo.name, config.algo.critic.hidden, config.seed) == ("sac", [8, 8], 2)
@@ -324,9 +326,11 @@ def test_ctrl_c_of_a_real_command_saves_and_the_next_one_goes_on(here, tmp_path,
     """The whole way: two processes, a signal, the exit status, and the run resumed from where it was saved."""
     long = ["algo=pql", "seed=1", "budget.env_steps=8000"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pql.main", *command(tmp_path, *long)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, "-m", "pql.main", *command(tmp_path, *long)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-    )  # fmt: skip
+    )
     try:
         wait_for(tmp_path / NAMES[0] / "metrics.jsonl")
         process.send_signal(signal.SIGINT)

@@ -17,9 +17,10 @@ def frames(count, num_envs, seed=0):
     for _ in range(count):
         x = torch.randn(num_envs, 3, generator=gen) * scale + shift
         yield {
-            "policy": x, "critic": x[:, :2] * 2,
+            "policy": x,
+            "critic": x[:, :2] * 2,
             "frame": torch.randint(256, (num_envs, 2), generator=gen).to(torch.uint8),
-        }  # fmt: skip
+        }
 
 
 @pytest.mark.parametrize("num_envs", [1, 7])

@@ -24,11 +24,24 @@ from pql.schedule import Inline
 from pql.session import Session
 
 WORDS = (
-    "algo=ppo", "scale=cpu", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "algo.critic.hidden=[16]",
-    "algo.policy.hidden=[16]", "algo.horizon=4", "algo.epochs=2", "algo.minibatches=4",
-    "eval.num_envs=2", "eval.every_seconds=null", "eval.final=false", "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
-)  # fmt: skip
+    "algo=ppo",
+    "scale=cpu",
+    "device=cpu",
+    "num_envs=16",
+    "algo.warmup_steps=8",
+    "algo.critic.hidden=[16]",
+    "algo.policy.hidden=[16]",
+    "algo.horizon=4",
+    "algo.epochs=2",
+    "algo.minibatches=4",
+    "eval.num_envs=2",
+    "eval.every_seconds=null",
+    "eval.final=false",
+    "checkpoint.every_seconds=null",
+    "logger.every_seconds=0.02",
+    "placement.threads.collector=1",
+    "placement.threads.v=1",
+)
 
 
 def words(run_dir, *more):
@@ -37,13 +50,22 @@ def words(run_dir, *more):
 
 CASES = {
     "gaussian": ("task=pendulum", "task.kwargs.max_episode_steps=11", "task.kwargs.stagger=true"),
-    "squashed, scaled rewards": ("task=lqr", "algo.squash=true", "algo.entropy_coef=0.01",
-                                 "algo.normalize_reward=true"),
+    "squashed, scaled rewards": (
+        "task=lqr",
+        "algo.squash=true",
+        "algo.entropy_coef=0.01",
+        "algo.normalize_reward=true",
+    ),
     "categorical, shared": ("task=cartpole", "algo.shared=true"),
     "lstm, filler rows": ("task=counter", "task.kwargs.autoreset=next_step", "algo.lstm=8"),
-    "a2c, linear": ("task=recall", "algo.optimizer=rmsprop", "algo.lr_schedule=linear",
-                    "algo.anneal_steps=2000", "algo.kl_stop=0.001"),
-}  # fmt: skip
+    "a2c, linear": (
+        "task=recall",
+        "algo.optimizer=rmsprop",
+        "algo.lr_schedule=linear",
+        "algo.anneal_steps=2000",
+        "algo.kl_stop=0.001",
+    ),
+}
 
 
 @pytest.mark.fault
@@ -72,8 +94,17 @@ def test_a_run_writes_what_every_run_writes(tmp_path):
     assert last["steps/env"] == summary.env_steps == 16 * (8 + 4 * 30)
     assert (last["ratio/v_per_step"], last["ratio/p_per_v"], last["lag/policy_ticks"]) == (2.0, 1.0, 0)
     names = {k for row in log for k in row}
-    assert {"busy/collector", "busy/learner", "rollout/bootstrap_lost", "policy/kl", "policy/lr", "loss/critic",
-            "policy/entropy", "value/explained_variance", "train/return_mean"} <= names  # fmt: skip
+    assert {
+        "busy/collector",
+        "busy/learner",
+        "rollout/bootstrap_lost",
+        "policy/kl",
+        "policy/lr",
+        "loss/critic",
+        "policy/entropy",
+        "value/explained_variance",
+        "train/return_mean",
+    } <= names
     assert summary.episodes == 2
     assert manifest(tmp_path / "checkpoints" / "last")["spec"]["action"] == {"discrete": 2}
     action = load_policy(tmp_path)(torch.zeros(3, 4))
@@ -185,8 +216,14 @@ def test_policies_are_found_in_both_kinds_of_checkpoint(tmp_path):
 def test_a_new_run_starts_from_old_weights(tmp_path):
     run(*words(tmp_path / "a", "task=pendulum", "budget.env_steps=1000"))
     old = checkpoint.load(points(tmp_path / "a")[-1])[0]
-    session = Session(compose(words(tmp_path / "b", "task=pendulum", "algo.epochs=1", "budget.env_steps=1000",
-                                    f"init_from={tmp_path / 'a'}")), quiet=True)  # fmt: skip
+    session = Session(
+        compose(
+            words(
+                tmp_path / "b", "task=pendulum", "algo.epochs=1", "budget.env_steps=1000", f"init_from={tmp_path / 'a'}"
+            )
+        ),
+        quiet=True,
+    )
     state = session.parts.learners["learner"].state
     for part in ("policy", "value", "returns"):
         mine = checkpoint.flatten(getattr(state, part).state_dict())
@@ -195,8 +232,12 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
     session.closing.close()
     for word, wanted in (("algo.lstm=4", "null"), ("algo.normalize_value=false", "true")):
         with pytest.raises(ConfigError, match=f"{word}: expected {wanted}, as in init_from="):
-            Session(compose(words(tmp_path / "c", "task=pendulum", word, "budget.env_steps=1000",
-                                  f"init_from={tmp_path / 'a'}")), quiet=True)  # fmt: skip
+            Session(
+                compose(
+                    words(tmp_path / "c", "task=pendulum", word, "budget.env_steps=1000", f"init_from={tmp_path / 'a'}")
+                ),
+                quiet=True,
+            )
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------
@@ -251,10 +292,22 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     pytest.importorskip("ale_py")
     from pql.algos import ppo
 
-    words = ("algo=ppo", "task=atari", "task.game=breakout", "device=cpu", "num_envs=8", "algo.horizon=64",
-             f"algo.lstm={lstm}", "algo.encoder.channels=[4,4]", "algo.encoder.features=16", "algo.warmup_steps=0",
-             "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1",
-             "task.kwargs.threads=1")  # fmt: skip
+    words = (
+        "algo=ppo",
+        "task=atari",
+        "task.game=breakout",
+        "device=cpu",
+        "num_envs=8",
+        "algo.horizon=64",
+        f"algo.lstm={lstm}",
+        "algo.encoder.channels=[4,4]",
+        "algo.encoder.features=16",
+        "algo.warmup_steps=0",
+        "placement.matmul=exact",
+        "placement.threads.collector=1",
+        "placement.threads.v=1",
+        "task.kwargs.threads=1",
+    )
     parts = ticks(start(compose(words), Inline()), 1)
     parts.workers["collector"].run(64)
     rollout, learner = parts.collector.stores[0], parts.learners["learner"]

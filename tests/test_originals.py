@@ -16,9 +16,19 @@ from mujoco_runs import task
 from test_tools import tool as tool
 
 ORIGINALS = os.environ.get("PQL_ISAACGYMENVS", "")
-TASKS = ("isaac_ant", "isaac_humanoid", "anymal", "ballbalance", "franka_cube_stack", "franka_cube_stack_torque",
-         "shadow_hand", "shadow_hand_full", "shadow_hand_full_no_vel", "shadow_hand_openai",
-         "allegro_hand")  # fmt: skip
+TASKS = (
+    "isaac_ant",
+    "isaac_humanoid",
+    "anymal",
+    "ballbalance",
+    "franka_cube_stack",
+    "franka_cube_stack_torque",
+    "shadow_hand",
+    "shadow_hand_full",
+    "shadow_hand_full_no_vel",
+    "shadow_hand_openai",
+    "allegro_hand",
+)
 SETTINGS = """
 env: {maxEpisodeLength: 500, actionSpeedScale: 20, clipObservations: 5.0, clipActions: 1.0}
 sim: {dt: 0.01}

@@ -88,16 +88,26 @@ def collectives() -> dict[str, list[float]]:
     told = torch.tensor([7.0 + mine])
     all_.broadcast_(told)
     return {
-        "sum": all_.sum_(torch.tensor([1.0, mine])).tolist(), "mean": mean[:2].tolist(),
-        "weighted": weighted[:1].tolist(), "nothing": nothing[:1].tolist(),
+        "sum": all_.sum_(torch.tensor([1.0, mine])).tolist(),
+        "mean": mean[:2].tolist(),
+        "weighted": weighted[:1].tolist(),
+        "nothing": nothing[:1].tolist(),
         "number": [all_.mean(torch.tensor(8.0 * mine), rows).item()],
-        "gather": all_.gather(torch.tensor([[mine, 2.0]])).flatten().tolist(), "told": told.tolist(),
-    }  # fmt: skip
+        "gather": all_.gather(torch.tensor([[mine, 2.0]])).flatten().tolist(),
+        "told": told.tolist(),
+    }
 
 
 def test_collectives(both: Pair):
-    want = {"sum": [2.0, 1.0], "mean": [1.5, 4.0], "weighted": [6.0], "nothing": [0.0], "number": [6.0],
-            "gather": [0.0, 2.0, 1.0, 2.0], "told": [7.0]}  # fmt: skip
+    want = {
+        "sum": [2.0, 1.0],
+        "mean": [1.5, 4.0],
+        "weighted": [6.0],
+        "nothing": [0.0],
+        "number": [6.0],
+        "gather": [0.0, 2.0, 1.0, 2.0],
+        "told": [7.0],
+    }
     assert both(collectives) == [want, want]
 
 
@@ -135,9 +145,15 @@ def test_bursts_on_a_device_follow_one_another(monkeypatch):
         with Group(order=order).turn():
             notes.append(f"{name} works")
     assert notes == [
-        "v works", "v ends", "p waits for v's end", "p works", "p ends",
-        "collector waits for p's end", "collector works", "collector ends",
-    ]  # fmt: skip
+        "v works",
+        "v ends",
+        "p waits for v's end",
+        "p works",
+        "p ends",
+        "collector waits for p's end",
+        "collector works",
+        "collector ends",
+    ]
 
 
 def test_a_learners_burst_takes_its_turn():
@@ -318,8 +334,11 @@ def test_two_halves_of_a_minibatch_are_the_minibatch(both: Pair):
 
 def segment_half(segment):
     """A rollout's columns are environments."""
-    split = {k: half(v, 0 if k in ("carry", "fresh") else 1) for k, v in segment._asdict().items()
-             if k not in ("obs", "lost")}  # fmt: skip
+    split = {
+        k: half(v, 0 if k in ("carry", "fresh") else 1)
+        for k, v in segment._asdict().items()
+        if k not in ("obs", "lost")
+    }
     return segment._replace(obs={k: half(v, 1) for k, v in segment.obs.items()}, **split)
 
 
@@ -332,9 +351,18 @@ PPO = {
 
 def on_policy(setting: str) -> dict[str, dict[str, Tensor]]:
     """Three ticks' worth of updates on one segment: by one process on all, by both on halves."""
-    config = config_of({"task": {"kwargs": {"max_episode_steps": 5, "stagger": True}},
-                        "algo": {"normalize_reward": True, "policy": {"lr": 3e-3, "grad_clip": 0.05},
-                                 "minibatches": 1, "epochs": 4, **PPO[setting]}})  # fmt: skip
+    config = config_of(
+        {
+            "task": {"kwargs": {"max_episode_steps": 5, "stagger": True}},
+            "algo": {
+                "normalize_reward": True,
+                "policy": {"lr": 3e-3, "grad_clip": 0.05},
+                "minibatches": 1,
+                "epochs": 4,
+                **PPO[setting],
+            },
+        }
+    )
     parts = start(config, Inline())
     parts.workers["collector"].run(8)
     learner = parts.learners["learner"]

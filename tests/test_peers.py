@@ -134,8 +134,11 @@ def test_by_steps_a_run_takes_the_steps_of_its_time_at_the_median_rate(bench, tm
     # Three short runs of each come first, in turn; nobody's run is longer for a slow one among them.
     assert [(r["kind"], r["contender"]) for r in stored[:6]] == [("rate", "pql:ppo"), ("rate", "sb3:ppo")] * 3
     assert [(r["contender"], r["seed"], r["env_steps"]) for r in stored[6:]] == [
-        ("pql:ppo", 1, 18_000), ("sb3:ppo", 1, 1_800), ("pql:ppo", 2, 18_000), ("sb3:ppo", 2, 1_800),
-    ]  # fmt: skip
+        ("pql:ppo", 1, 18_000),
+        ("sb3:ppo", 1, 1_800),
+        ("pql:ppo", 2, 18_000),
+        ("sb3:ppo", 2, 1_800),
+    ]
     assert bench.main([*command, "--seeds", "1", "2", "--runs", str(path)]) == 0  # from the file, the rates too
 
 

@@ -152,8 +152,9 @@ def test_steps_cut_a_video_short(run: Path, tmp_path: Path) -> None:
     assert len(frames(tmp_path / "a" / "b.mp4")) == 7
 
 
-@pytest.mark.parametrize(("dt", "want"), [(0.05, (1, 20)), (0.02, (2, 25)), (0.008, (4, 31.25)), (0.2, (1, 5)),
-                                          (None, (1, 30))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dt", "want"), [(0.05, (1, 20)), (0.02, (2, 25)), (0.008, (4, 31.25)), (0.2, (1, 5)), (None, (1, 30))]
+)
 def test_videos_run_at_simulated_time(dt: float | None, want: tuple[int, float]) -> None:
     assert cadence(dt) == pytest.approx(want)
 
@@ -320,16 +321,22 @@ def test_a_window_needs_a_screen_and_a_simulator_that_has_one(run: Path, monkeyp
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("more", "message"), [
-    (["episodes=0"], "episodes=0: expected a number from 1 up to 1000000"),
-    (["widht=64"], "widht=64: expected one of episodes, steps, width, height, seed, device, out (did you mean width?)"),
-    (["width=65"], "width=65: expected an even number of pixels from 16 to 4096"),
-    (["height=8"], "height=8: expected an even number of pixels from 16 to 4096"),
-    (["steps=1.5"], "steps=1.5: expected a whole number"),
-    (["out=x.gif"], "out=x.gif: expected a file name that ends in .mp4"),
-    (["out=/proc/no/x.mp4"], "out=/proc/no/x.mp4: expected a file that can be written ("),
-    (["--live", "width=64"], "width=64: expected one of episodes, steps, seed, device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["episodes=0"], "episodes=0: expected a number from 1 up to 1000000"),
+        (
+            ["widht=64"],
+            "widht=64: expected one of episodes, steps, width, height, seed, device, out (did you mean width?)",
+        ),
+        (["width=65"], "width=65: expected an even number of pixels from 16 to 4096"),
+        (["height=8"], "height=8: expected an even number of pixels from 16 to 4096"),
+        (["steps=1.5"], "steps=1.5: expected a whole number"),
+        (["out=x.gif"], "out=x.gif: expected a file name that ends in .mp4"),
+        (["out=/proc/no/x.mp4"], "out=/proc/no/x.mp4: expected a file that can be written ("),
+        (["--live", "width=64"], "width=64: expected one of episodes, steps, seed, device"),
+    ],
+)
 def test_mistakes_are_one_line(run: Path, capsys, more: list[str], message: str) -> None:
     capsys.readouterr()
     assert main(["play", str(run), *more]) == 2

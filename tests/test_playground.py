@@ -35,8 +35,13 @@ def test_it_conforms(full_reset, told):
     told.conformance(report)
     assert report.ok, report
     assert {r.name for r in report.results if r.ok is None} == {
-        "filler_flags", "stack", "state_dict", "groups", "describe", "capturable"
-    }  # fmt: skip
+        "filler_flags",
+        "stack",
+        "state_dict",
+        "groups",
+        "describe",
+        "capturable",
+    }
     assert {k: v.shape for k, v in env.spec.obs.items()} == {"policy": (2,), "critic": (3,)}
     assert (env.spec.max_episode_steps, env.spec.info["dt"]) == (5, 0.02)
 

@@ -19,11 +19,25 @@ from pql.presets import Presets
 
 PACKAGES = Path(__file__).parent / "packages"
 SMALL = {
-    "redq": ("algo=redq", "task=pendulum", "num_envs=8", "algo.batch_size=16", "algo.critic.hidden=[8]",
-             "algo.policy.hidden=[8]", "budget.env_steps=400"),
-    "reinforce": ("algo=reinforce", "task=cartpole", "num_envs=8", "algo.horizon=8", "algo.policy.hidden=[8]",
-                  "algo.critic.hidden=[8]", "budget.env_steps=600"),
-}  # fmt: skip
+    "redq": (
+        "algo=redq",
+        "task=pendulum",
+        "num_envs=8",
+        "algo.batch_size=16",
+        "algo.critic.hidden=[8]",
+        "algo.policy.hidden=[8]",
+        "budget.env_steps=400",
+    ),
+    "reinforce": (
+        "algo=reinforce",
+        "task=cartpole",
+        "num_envs=8",
+        "algo.horizon=8",
+        "algo.policy.hidden=[8]",
+        "algo.critic.hidden=[8]",
+        "budget.env_steps=600",
+    ),
+}
 EVERY = pytest.mark.parametrize("algo", SMALL)
 
 

@@ -175,11 +175,17 @@ def test_a_whole_update_by_hand():
     parts = start(config_of({"algo": {"entropy_coef": 0.1, "value_coef": 0.7, "lr_schedule": "fixed"}}), Inline())
     state, settings = parts.learners["learner"].state, parts.learners["learner"].inputs
     batch = ppo.Minibatch(
-        obs={"policy": torch.ones(3, 3)}, action=torch.tensor([[0.5], [-1.0], [9.0]]), params=torch.zeros(3, 2),
-        log_prob=torch.full((3,), -1.0), advantage=torch.tensor([1.0, -2.0, 50.0]),
-        target=torch.tensor([1.0, 0.0, 50.0]), value=torch.zeros(3), mask=torch.tensor([1.0, 1.0, 0.0]),
-        explained=torch.tensor(0.0), fresh=True,
-    )  # fmt: skip
+        obs={"policy": torch.ones(3, 3)},
+        action=torch.tensor([[0.5], [-1.0], [9.0]]),
+        params=torch.zeros(3, 2),
+        log_prob=torch.full((3,), -1.0),
+        advantage=torch.tensor([1.0, -2.0, 50.0]),
+        target=torch.tensor([1.0, 0.0, 50.0]),
+        value=torch.zeros(3),
+        mask=torch.tensor([1.0, 1.0, 0.0]),
+        explained=torch.tensor(0.0),
+        fresh=True,
+    )
     with torch.no_grad():
         params, value = state.net(batch.obs)
     out = ppo.update(state, settings, batch, Generator())
@@ -328,7 +334,7 @@ def test_value_statistics_are_those_of_the_returns():
         (["algo=pql", "algo.clip=0.1"], "expected no such setting: algo=pql does not read it; ppo would"),
         (["algo=pql", "algo.warmup_steps=0"], "algo.warmup_steps=0: expected at least 1"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_word_is_named_with_what_is_allowed(words, message):
     with pytest.raises(ConfigError) as caught:
         compose(["device=cpu", "algo=ppo", *words])

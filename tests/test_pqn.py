@@ -38,18 +38,26 @@ BASE = {
     "task": {"name": "cartpole", "kwargs": {"max_episode_steps": 11, "stagger": True}},
     "placement": {"matmul": "exact"},
     "algo": {
-        "family": "pqn", "name": "pqn", "schedule": "lockstep", "warmup_steps": 4,
+        "family": "pqn",
+        "name": "pqn",
+        "schedule": "lockstep",
+        "warmup_steps": 4,
         "critic": {"hidden": [16, 16], "layer_norm": True, "lr": 1e-3, "weight_decay": 0.0},
-        "horizon": 8, "epochs": 2, "minibatches": 4, "epsilon": {"steps": 400},
+        "horizon": 8,
+        "epochs": 2,
+        "minibatches": 4,
+        "epsilon": {"steps": 400},
     },
-}  # fmt: skip
+}
 VARIANTS = {
     "radam": {},
     "adam, annealed": {"algo": {"optimizer": "adam", "anneal_steps": 1000}},
     "bfloat16, ladder": {"algo": {"amp": True, "epsilon": {"kind": "ladder"}}},
-    "pixels": {"task": {"name": "catch", "kwargs": {}},
-               "algo": {"critic": {"hidden": []}, "encoder": {"channels": [4], "features": 8, "layer_norm": True}}},
-}  # fmt: skip
+    "pixels": {
+        "task": {"name": "catch", "kwargs": {}},
+        "algo": {"critic": {"hidden": []}, "encoder": {"channels": [4], "features": 8, "layer_norm": True}},
+    },
+}
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
@@ -111,9 +119,15 @@ def test_a_return_by_hand():
     q = torch.tensor([[[7.0, 1.0]], [[-1.0, 3.0]]])  # of the rows; beyond them 4 is the best
     one, no, row = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.bool), torch.tensor([[1], [2]])
     segment = SimpleNamespace(
-        obs={"policy": torch.zeros(4, 1, 1)}, params=q, reward=torch.tensor([[1.0], [2.0]]), alive=one, goes_on=one,
-        successor=row, mask=one, first=no,
-    )  # fmt: skip
+        obs={"policy": torch.zeros(4, 1, 1)},
+        params=q,
+        reward=torch.tensor([[1.0], [2.0]]),
+        alive=one,
+        goes_on=one,
+        successor=row,
+        mask=one,
+        first=no,
+    )
     net = SimpleNamespace(values=lambda obs: torch.tensor([2.0, 4.0]).expand(*obs["policy"].shape[:2], 2))
     settings = replace(SETTINGS, gamma=0.5, q_lambda=0.25)
     got = pqn.returns(SimpleNamespace(net=net), settings, segment)
@@ -152,8 +166,9 @@ def test_an_update_by_hand():
         layer.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]))
         layer.bias.zero_()
     obs = torch.tensor([[1.0, 1.0], [2.0, 0.0], [5.0, 5.0]])
-    batch = pqn.Minibatch({"policy": obs}, torch.tensor([1, 0, 2]), torch.tensor([1.0, 4.0, -99.0]),
-                          torch.tensor([1.0, 1.0, 0.0]))  # fmt: skip
+    batch = pqn.Minibatch(
+        {"policy": obs}, torch.tensor([1, 0, 2]), torch.tensor([1.0, 4.0, -99.0]), torch.tensor([1.0, 1.0, 0.0])
+    )
     out = pqn.update(state, SETTINGS, batch, Generator())
     # errors: 2 - 1 = 1, 2 - 4 = -2
     assert out["loss/critic"].item() == pytest.approx(0.5 * (1 + 4) / 2)
@@ -205,11 +220,24 @@ def test_two_runs_have_the_same_bits_and_another_seed_has_not(variant):
 
 
 WORDS = (
-    "algo=pqn", "task=cartpole", "scale=cpu", "device=cpu", "num_envs=16", "algo.critic.hidden=[16]",
-    "algo.horizon=4", "algo.minibatches=4", "algo.warmup_steps=8", "algo.anneal_steps=2000",
-    "task.kwargs.max_episode_steps=11", "eval.num_envs=2", "eval.every_seconds=null", "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
-)  # fmt: skip
+    "algo=pqn",
+    "task=cartpole",
+    "scale=cpu",
+    "device=cpu",
+    "num_envs=16",
+    "algo.critic.hidden=[16]",
+    "algo.horizon=4",
+    "algo.minibatches=4",
+    "algo.warmup_steps=8",
+    "algo.anneal_steps=2000",
+    "task.kwargs.max_episode_steps=11",
+    "eval.num_envs=2",
+    "eval.every_seconds=null",
+    "checkpoint.every_seconds=null",
+    "logger.every_seconds=0.02",
+    "placement.threads.collector=1",
+    "placement.threads.v=1",
+)
 
 
 def run(run_dir, *more):
@@ -233,21 +261,30 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path):
     assert (action.shape, action.dtype) == ((3,), torch.int64)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (("algo.minibatches=5",), "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
-    (("task=pendulum",), "task=pendulum: expected a task with discrete actions"),
-    (("algo.policy.lr=1e-3",), "algo.policy.lr=0.001: expected no such setting: algo=pqn does not read it: see algo.c"),
-    (("algo.horizon=4",), "algo.horizon=4: expected algo=ppo or a2c with it"),
-    (("algo=ppo",), "algo.horizon=4: expected algo=pqn with it; algo=ppo does not read it"),
-    (("algo.schedule=concurrent",), "algo.schedule=concurrent: expected lockstep: pqn learns from what its policy did"),
-    (("algo.schedule=replicas",), "algo.schedule=replicas: expected lockstep: PPO and A2C alone have replicas"),
-    (("algo.epsilon.start=0",), "algo.epsilon.start=0.0: expected at least algo.epsilon.end="),
-    (("algo.q_lambda=1.5",), "algo.q_lambda=1.5: expected a number from 0 up to 1"),
-    (("algo.optimizer=rmsprop",), "algo.optimizer=rmsprop: expected one of radam, adam"),
-    (("replay.capacity=5000",), "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
-    (("algo.epsilon.exponent=3",), "exponent=3.0: expected algo.epsilon.kind=ladder with it"),
-    (("replay.save=true",), "replay.save=true: expected false: for off-policy algorithms alone"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("algo.minibatches=5",), "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
+        (("task=pendulum",), "task=pendulum: expected a task with discrete actions"),
+        (
+            ("algo.policy.lr=1e-3",),
+            "algo.policy.lr=0.001: expected no such setting: algo=pqn does not read it: see algo.c",
+        ),
+        (("algo.horizon=4",), "algo.horizon=4: expected algo=ppo or a2c with it"),
+        (("algo=ppo",), "algo.horizon=4: expected algo=pqn with it; algo=ppo does not read it"),
+        (
+            ("algo.schedule=concurrent",),
+            "algo.schedule=concurrent: expected lockstep: pqn learns from what its policy did",
+        ),
+        (("algo.schedule=replicas",), "algo.schedule=replicas: expected lockstep: PPO and A2C alone have replicas"),
+        (("algo.epsilon.start=0",), "algo.epsilon.start=0.0: expected at least algo.epsilon.end="),
+        (("algo.q_lambda=1.5",), "algo.q_lambda=1.5: expected a number from 0 up to 1"),
+        (("algo.optimizer=rmsprop",), "algo.optimizer=rmsprop: expected one of radam, adam"),
+        (("replay.capacity=5000",), "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
+        (("algo.epsilon.exponent=3",), "exponent=3.0: expected algo.epsilon.kind=ladder with it"),
+        (("replay.save=true",), "replay.save=true: expected false: for off-policy algorithms alone"),
+    ],
+)
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
     known = [w for w in WORDS if not (words == ("task=pendulum",) and w.startswith("task"))]
     assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words]) == 2
@@ -260,10 +297,13 @@ def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
         start(config_of(), Inline())
 
 
-@pytest.mark.parametrize(("task", "count", "before", "enough"), [
-    ("catch", 90, -0.2, 0.9),  # of 1; chasing what the newest frame shows gives -0.5
-    ("cartpole", 90, 400, 450),  # of 500
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "count", "before", "enough"),
+    [
+        ("catch", 90, -0.2, 0.9),  # of 1; chasing what the newest frame shows gives -0.5
+        ("cartpole", 90, 400, 450),  # of 500
+    ],
+)
 def test_the_presets_learn(task, count, before, enough, learns):
     learns(lambda seed: learn(task, count, before, enough, seed), enough)
 

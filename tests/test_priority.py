@@ -115,8 +115,17 @@ class History:
             cut = ~over & (u[1] < 0.25)
             filler = u[2] < 0.05
             ends = (over & (u[2] < 0.7)) | cut  # or else a life is lost, and the episode goes on
-            step = Step(self.obs(1), reward, over & ~filler, cut & ~filler, ends & ~filler, self.obs(2),
-                        torch.ones_like(over), ~filler, {})  # fmt: skip
+            step = Step(
+                self.obs(1),
+                reward,
+                over & ~filler,
+                cut & ~filler,
+                ends & ~filler,
+                self.obs(2),
+                torch.ones_like(over),
+                ~filler,
+                {},
+            )
             q, value = u[3], u[3] + 0.5
             if told is not None:
                 q, value = (torch.full((self.count,), float(v)) for v in told)
@@ -125,10 +134,18 @@ class History:
             for i in range(self.count):
                 self.events[i].append(
                     Event(
-                        0, 0.0, reward[i].item(), bool(step.terminated[i]), bool(step.truncated[i]),
-                        bool(step.first[i]), True, bool(step.valid[i]), 1, 2,
+                        0,
+                        0.0,
+                        reward[i].item(),
+                        bool(step.terminated[i]),
+                        bool(step.truncated[i]),
+                        bool(step.first[i]),
+                        True,
+                        bool(step.valid[i]),
+                        1,
+                        2,
                     )
-                )  # fmt: skip
+                )
                 self.told[i].append((q[i].item(), value[i].item()))
 
     def seal(self):
@@ -206,8 +223,15 @@ def test_recorded_rows_enter_before_the_first_tick():
 
 def test_columns_that_are_apart_enter_each_in_its_own_time():
     history = History(num_envs=2, rows=20, n=2, horizon=2, limit=None)
-    step = Step(history.obs(1), torch.ones(2), *[torch.zeros(2, dtype=torch.bool) for _ in range(3)], history.obs(2),
-                torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool), {})  # fmt: skip
+    step = Step(
+        history.obs(1),
+        torch.ones(2),
+        *[torch.zeros(2, dtype=torch.bool) for _ in range(3)],
+        history.obs(2),
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, dtype=torch.bool),
+        {},
+    )
 
     def one(column):
         part = Step(*({k: v[:1] for k, v in f.items()} if isinstance(f, dict) else f[:1] for f in step))

@@ -304,9 +304,10 @@ def test_a_run_in_another_python_resumes_bit_for_bit_and_is_evaluated(tmp_path, 
 
 def test_groups_of_processes_conform_and_step_by_turns(python):
     config = small_config(
-        num_envs=8, placement={"groups": 2},
+        num_envs=8,
+        placement={"groups": 2},
         task={"name": "far_sims:Walk", "process": {"python": python}, "kwargs": {"limit": 5}},
-    )  # fmt: skip
+    )
     env = build_env(config)
     try:
         assert isinstance(env, Grouped)
@@ -323,8 +324,9 @@ def test_groups_of_processes_conform_and_step_by_turns(python):
 def test_memory_is_checked_before_a_simulator_there_is_built(python, groups):
     task = {"name": "far_sims:Foreseen", "process": {"python": python}}
     for capacity, error, message in (
-        (10**12, ConfigError, "replay.capacity=1000000000000: expected"), (4096, RunError, "building was begun"),
-    ):  # fmt: skip
+        (10**12, ConfigError, "replay.capacity=1000000000000: expected"),
+        (4096, RunError, "building was begun"),
+    ):
         config = small_config(num_envs=8, task=task, placement={"groups": groups}, replay={"capacity": capacity})
         with pytest.raises(error, match=message):
             build(config)

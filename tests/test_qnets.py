@@ -105,9 +105,14 @@ def test_a_noisy_layer_is_that_of_the_paper():
     z = torch.randn(D + 2, generator=generator())  # the same draws, in the order of the buffers
     x = torch.tensor([0.3, -1.2, 0.7])
     want = noisy_linear(
-        x.tolist(), layer.weight.tolist(), layer.weight_sigma.tolist(), layer.bias.tolist(), layer.bias_sigma.tolist(),
-        z[:D].tolist(), z[D:].tolist(),
-    )  # fmt: skip
+        x.tolist(),
+        layer.weight.tolist(),
+        layer.weight_sigma.tolist(),
+        layer.bias.tolist(),
+        layer.bias_sigma.tolist(),
+        z[:D].tolist(),
+        z[D:].tolist(),
+    )
     assert layer(x).tolist() == pytest.approx(want, abs=1e-6)
     assert layer(x.expand(4, D))[3].tolist() == pytest.approx(want, abs=1e-6)  # one draw for the whole batch
 

@@ -138,9 +138,11 @@ def test_windows_end_before_the_row_with_the_value_of_what_it_was_acted_on(kind)
     assert batch.next_obs["policy"][:4].tolist() == [[0, t - 1], [0, t], [0, t], [0, t]]
     paid = [i + s / 8 for s in range(t)]
     assert batch.reward[:4].tolist() == [
-        paid[8] + 0.5 * paid[9] + 0.25 * paid[10], paid[9] + 0.5 * paid[10] + 0.25 * paid[11],
-        paid[10] + 0.5 * paid[11], paid[11],
-    ]  # fmt: skip
+        paid[8] + 0.5 * paid[9] + 0.25 * paid[10],
+        paid[9] + 0.5 * paid[10] + 0.25 * paid[11],
+        paid[10] + 0.5 * paid[11],
+        paid[11],
+    ]
     assert batch.obs["policy"][5].tolist() == [1, 0]
 
 

@@ -230,12 +230,30 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other():
 
 
 WORDS = (
-    "task=tmaze", "task.kwargs.length=3", "algo=r2d2", "scale=cpu", "device=cpu", "num_envs=8", "replay.capacity=960",
-    "algo.batch_size=6", "algo.n_step=2", "algo.warmup_steps=16", "algo.critic.hidden=[16]", "algo.lstm=8",
-    "algo.burn_in=3", "algo.length=8", "algo.period=4", "algo.replay_ratio=2",
-    "algo.target_period=24", "eval.num_envs=4", "eval.every_seconds=null", "eval.final=false",
-    "checkpoint.every_seconds=null", "logger.every_seconds=0.02", "placement.threads.collector=1",
-)  # fmt: skip
+    "task=tmaze",
+    "task.kwargs.length=3",
+    "algo=r2d2",
+    "scale=cpu",
+    "device=cpu",
+    "num_envs=8",
+    "replay.capacity=960",
+    "algo.batch_size=6",
+    "algo.n_step=2",
+    "algo.warmup_steps=16",
+    "algo.critic.hidden=[16]",
+    "algo.lstm=8",
+    "algo.burn_in=3",
+    "algo.length=8",
+    "algo.period=4",
+    "algo.replay_ratio=2",
+    "algo.target_period=24",
+    "eval.num_envs=4",
+    "eval.every_seconds=null",
+    "eval.final=false",
+    "checkpoint.every_seconds=null",
+    "logger.every_seconds=0.02",
+    "placement.threads.collector=1",
+)
 
 
 def train(run_dir, *more):

@@ -137,11 +137,19 @@ def resume(run_dir: str, *overrides: str) -> dict:
 
 def ended(session: Session, summary) -> dict:
     parts = session.parts
-    weights = {f"{n}/{k}": v for n, one in parts.learners.items()
-               for k, v in checkpoint.flatten(one.state.state_dict()).items()}  # fmt: skip
+    weights = {
+        f"{n}/{k}": v
+        for n, one in parts.learners.items()
+        for k, v in checkpoint.flatten(one.state.state_dict()).items()
+    }
     norm = parts.collector.normalizer.state_dict()
-    return {"summary": summary, "weights": {k: v.clone() for k, v in weights.items()}, "norm": norm,
-            "obs": parts.collector.obs["policy"].clone(), "num_envs": parts.env.spec.num_envs}  # fmt: skip
+    return {
+        "summary": summary,
+        "weights": {k: v.clone() for k, v in weights.items()},
+        "norm": norm,
+        "obs": parts.collector.obs["policy"].clone(),
+        "num_envs": parts.env.spec.num_envs,
+    }
 
 
 SHORT = ("algo.length=4", "algo.burn_in=1", "algo.period=4", "algo.lstm=8")
@@ -417,10 +425,15 @@ def commands(*lines: list[str]) -> list[tuple[int, str]]:
     """One command per rank, started as torchrun would; their status and what they said."""
     port, running = free_port(), []
     for rank, line in enumerate(lines):
-        running.append(subprocess.Popen(
-            [sys.executable, "-m", "pql.main", *line], env={**os.environ, **place(rank, len(lines), port)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        ))  # fmt: skip
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "pql.main", *line],
+                env={**os.environ, **place(rank, len(lines), port)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
     return [(p.wait(250), p.stdout.read()) for p in running]
 
 

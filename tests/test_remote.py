@@ -81,9 +81,16 @@ def test_a_step_arrives_as_it_was(name):
 def test_pixel_actors_send_the_newest_frames_alone():
     """32 frames of 84 x 84 are 226 kB: no stack, no final observation where nothing ended."""
     facts = {
-        "name": "pong", "num_envs": 32, "obs": {"policy": [[4, 84, 84], "uint8", 4]}, "action": {"n": 6}, "log": [],
-        "max_episode_steps": 100, "autoreset": "same_step", "final_obs": "always", "info": {},
-    }  # fmt: skip
+        "name": "pong",
+        "num_envs": 32,
+        "obs": {"policy": [[4, 84, 84], "uint8", 4]},
+        "action": {"n": 6},
+        "log": [],
+        "max_episode_steps": 100,
+        "autoreset": "same_step",
+        "final_obs": "always",
+        "info": {},
+    }
     layout = wire.Layout(wire.check_facts(facts))
     obs = {"policy": np.zeros((32, 84, 84), np.uint8)}
     assert len(layout.pack_obs(1, 1, obs)) == 32 * 84 * 84 + 32
@@ -93,9 +100,11 @@ def test_frames_that_are_wrong_are_refused_in_words():
     (layout, _, _), (_, message, _) = list(frames_of(make_sim("counter", 5, {}), 3))
     body = wire.unpack(message).body
     for broken, why in (
-        (message[:20], "no frame"), (b"grpc" + message[4:], "not a frame"), (message[:-1], "the header says"),
+        (message[:20], "no frame"),
+        (b"grpc" + message[4:], "not a frame"),
+        (message[:-1], "the header says"),
         (message[:4] + b"\x09\x00" + message[6:], "version 9"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(wire.WireError, match=why):
             wire.unpack(broken)
     with pytest.raises(wire.WireError, match="cut short"):
@@ -408,13 +417,19 @@ def test_make_env_names_what_is_wrong(tmp_path):
     (tmp_path / "x").write_bytes(b"\xff\x00")
     (tmp_path / "y").write_text("")
     x, y = (str(tmp_path / k) for k in "xy")
-    for kwargs, why in (({"groups": 3}, "groups=3: expected null, or a divisor of num_envs=4"),
-                        ({"groups": 0}, "groups=0"), ({"token_file": x}, "token_file=.*expected a token"),
-                        ({"token_file": y}, "token_file=.*expected a token"),
-                        ({"token_file": "/no/file"}, "token_file=/no/file: expected a file that can be read"),
-                        ({"cert": x, "key": "/no/key"}, "key=/no/key"), ({"cert": x, "key": x}, "key=.*PRIVATE KEY"),
-                        ({"wait": -1}, "wait=-1"), ({"timeout": 0}, "timeout=0"), ({"eval_envs": 1.5}, "eval_envs=1.5"),
-                        ({"listen": "unix:/no/such/folder/s"}, "listen=")):  # fmt: skip
+    for kwargs, why in (
+        ({"groups": 3}, "groups=3: expected null, or a divisor of num_envs=4"),
+        ({"groups": 0}, "groups=0"),
+        ({"token_file": x}, "token_file=.*expected a token"),
+        ({"token_file": y}, "token_file=.*expected a token"),
+        ({"token_file": "/no/file"}, "token_file=/no/file: expected a file that can be read"),
+        ({"cert": x, "key": "/no/key"}, "key=/no/key"),
+        ({"cert": x, "key": x}, "key=.*PRIVATE KEY"),
+        ({"wait": -1}, "wait=-1"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"eval_envs": 1.5}, "eval_envs=1.5"),
+        ({"listen": "unix:/no/such/folder/s"}, "listen="),
+    ):
         with pytest.raises(ConfigError, match=why):
             make_env("remote", 4, **kwargs)
 
@@ -499,20 +514,26 @@ def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
     assert 1 <= metrics["lag/rows_mean"] <= metrics["lag/rows_max"]
 
 
-@pytest.mark.parametrize(("words", "setting"), [
-    (["task=remote", "task.kwargs.listen=0.0.0.0:0"], "task.kwargs.token_file"),
-    (["task=cartpole", "task.remote.listen=0.0.0.0:0"], "task.remote.token_file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["task=remote", "task.kwargs.listen=0.0.0.0:0"], "task.kwargs.token_file"),
+        (["task=cartpole", "task.remote.listen=0.0.0.0:0"], "task.remote.token_file"),
+    ],
+)
 def test_what_is_to_be_given_has_its_whole_name(words, setting, tmp_path):
     with pytest.raises(ConfigError) as error:
         Session(compose([*words, "num_envs=4", f"run_dir={tmp_path}/run", "device=cpu"]))
     assert error.value.setting == setting
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["task=remote", "task.remote.wait=1"], "task.remote={'wait': 1}: expected nothing with task=remote"),
-    (["task.remote.wait=1", "task.process.python=python3"], "task.process.python=python3: expected null: actors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task=remote", "task.remote.wait=1"], "task.remote={'wait': 1}: expected nothing with task=remote"),
+        (["task.remote.wait=1", "task.process.python=python3"], "task.process.python=python3: expected null: actors"),
+    ],
+)
 def test_who_steps_a_task_is_said_once(words, message):
     with pytest.raises(ConfigError) as caught:
         compose(["device=cpu", "algo=sac", *words])

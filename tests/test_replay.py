@@ -95,16 +95,20 @@ class RingMachine(RuleBasedStateMachine):
     """Any order of inserts, seals and samples; the writer never runs more than ``horizon`` rows past a seal."""
 
     @initialize(
-        num_envs=st.integers(1, 3), rows=st.integers(8, 12), horizon=st.integers(1, 4),
-        limit=st.sampled_from([None, 2, 5]), next_step=st.booleans(),
-    )  # fmt: skip
+        num_envs=st.integers(1, 3),
+        rows=st.integers(8, 12),
+        horizon=st.integers(1, 4),
+        limit=st.sampled_from([None, 2, 5]),
+        next_step=st.booleans(),
+    )
     def start(self, num_envs, rows, horizon, limit, next_step):
         self.ring = Recorded(num_envs, rows, horizon, limit, next_step)
 
     @rule(
         kinds=st.lists(st.sampled_from(["step", "step", "life", "cut", "stall", *ENDS]), min_size=3, max_size=3),
-        who=st.sets(st.integers(0, 2)), times=st.integers(1, 4),
-    )  # fmt: skip
+        who=st.sets(st.integers(0, 2)),
+        times=st.integers(1, 4),
+    )
     def insert(self, kinds, who, times):
         ring = self.ring
         for _ in range(times):

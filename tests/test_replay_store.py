@@ -125,9 +125,12 @@ def test_storage_keeps_its_precision_and_bytes_stay_bytes(dtype):
 
 SIZES = st.tuples(
     st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3),  # observation groups
-    st.integers(1, 6), st.integers(1, 7), st.integers(1, 3), st.sampled_from([None, 1, 7, 30]),
+    st.integers(1, 6),
+    st.integers(1, 7),
+    st.integers(1, 3),
+    st.sampled_from([None, 1, 7, 30]),
     st.sampled_from([torch.float32, torch.float16]),
-)  # fmt: skip
+)
 
 
 def spec_of(groups):

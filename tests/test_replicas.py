@@ -269,7 +269,7 @@ A3C = merge(VARIANTS["a2c"]["algo"], {"normalize_reward": False, "policy": {"gra
 CART_POLE = {
     "a3c": merge(A3C, {"policy": {"lr": 1e-3}}),
     "appo_replicas": {"horizon": 32},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CART_POLE)

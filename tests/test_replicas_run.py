@@ -37,9 +37,14 @@ CASES = {
     "gaussian": ("task=pendulum", "task.kwargs.max_episode_steps=11", "task.kwargs.stagger=true"),
     "three, scaled rewards": ("task=lqr", "algo.normalize_reward=true", "algo.replicas=3", "num_envs=24"),
     "lstm, filler rows": ("task=counter", "task.kwargs.autoreset=next_step", "algo.lstm=8"),
-    "a2c, linear": ("task=recall", "algo.optimizer=rmsprop", "algo.lr_schedule=linear",
-                    "algo.anneal_steps=2000", "algo.kl_stop=0.001"),
-}  # fmt: skip
+    "a2c, linear": (
+        "task=recall",
+        "algo.optimizer=rmsprop",
+        "algo.lr_schedule=linear",
+        "algo.anneal_steps=2000",
+        "algo.kl_stop=0.001",
+    ),
+}
 
 
 @pytest.mark.fault
@@ -88,8 +93,16 @@ def test_a_run_writes_what_every_run_writes_and_its_lag(tmp_path, capsys):
     assert any(row["lag/policy_mean"] > 0 for row in log)
     assert {row["schedule/reproducible"] for row in log} == {0}
     names = {k for row in log for k in row}
-    assert {"busy/collector", "busy/learner", "rollout/bootstrap_lost", "policy/kl", "policy/lr", "loss/critic",
-            "train/return_mean", "train/episodes"} <= names  # fmt: skip
+    assert {
+        "busy/collector",
+        "busy/learner",
+        "rollout/bootstrap_lost",
+        "policy/kl",
+        "policy/lr",
+        "loss/critic",
+        "train/return_mean",
+        "train/episodes",
+    } <= names
     assert "lag/policy_ticks" not in names
     assert all(0 <= row["busy/collector"] + row["busy/learner"] <= 1.05 for row in log)
     assert main(["eval", str(tmp_path), "num_envs=4"]) == 0
@@ -134,8 +147,10 @@ def test_a_new_run_starts_from_a_replicas_run_and_the_other_way_round(tmp_path):
         (["num_envs=15"], "num_envs=15: expected a multiple of algo.replicas=2, such as 14"),
         (["algo.schedule=lockstep"], "algo.replicas=2: expected 1 with algo.schedule=lockstep"),
         (["algo.replicas=0"], "algo.replicas=0: expected a number from 1 up to 1024"),
-        (["algo.replicas=4", "num_envs=8", "algo.minibatches=16"],
-         "algo.minibatches=16: expected a divisor of num_envs=8 / algo.replicas=4 x algo.horizon=4 rows"),
+        (
+            ["algo.replicas=4", "num_envs=8", "algo.minibatches=16"],
+            "algo.minibatches=16: expected a divisor of num_envs=8 / algo.replicas=4 x algo.horizon=4 rows",
+        ),
         (["algo.lstm=4", "algo.minibatches=16"], "num_envs=16 / algo.replicas=2, such as 8"),
         (["placement.replicas=[cpu]"], "placement.replicas=['cpu']: expected one device for each of algo.replicas=2"),
         (["placement.replicas=[cpu,tpu]"], "placement.replicas=tpu: expected a device of this machine"),
@@ -147,7 +162,7 @@ def test_a_new_run_starts_from_a_replicas_run_and_the_other_way_round(tmp_path):
         (["algo.central.chunk=0"], "algo.central.chunk=0: expected a number from 1 up to"),
         (["cuda_graphs=on"], "cuda_graphs=on: expected auto or off with algo.schedule=replicas: a push takes locks"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_word_is_named_with_what_is_allowed(tmp_path, change, message):
     with pytest.raises(ConfigError) as caught:
         compose(words(tmp_path, *change))

@@ -99,9 +99,7 @@ def test_the_bands_of_a_curve_belong_to_whole_runs():
     assert drawn[-1].sum(axis=1) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "want"), [(5, 15), (10, 20), (0, 10), (-3, 10), (10.5, math.inf), (7.5, 17.5)]
-)  # fmt: skip
+@pytest.mark.parametrize(("threshold", "want"), [(5, 15), (10, 20), (0, 10), (-3, 10), (10.5, math.inf), (7.5, 17.5)])
 def test_the_time_to_a_threshold_by_hand(threshold, want):
     assert stats.time_to([10, 20, 30], [0, 10, 5], threshold) == want
 
@@ -165,8 +163,10 @@ def test_labels_tell_what_differs_and_nothing_else():
     one = config(num_envs=32, algo={"name": "pql", "critic": {"hidden": [32], "tau": 0.05}})
     sac = config(num_envs=32, algo={"name": "sac"})
     assert runs.label([one, other, sac]) == [
-        "pql critic.hidden=[32] num_envs=32", "pql critic.hidden=[64,64] num_envs=64", "sac",
-    ]  # fmt: skip
+        "pql critic.hidden=[32] num_envs=32",
+        "pql critic.hidden=[64,64] num_envs=64",
+        "sac",
+    ]
     saving = [config(replay={"save": s, "capacity": 9}) for s in (True, False)]
     assert runs.label(saving) == ["pql", "pql"]
     elsewhere = config(num_envs=64, task={"name": "hopper"})
@@ -268,10 +268,12 @@ def test_the_time_to_thresholds_of_a_group(two):
     assert page["tasks"][0]["thresholds"] == [{"value": 50.0, "share": None}, {"value": 150.0, "share": None}]
     half, most = group(page, "pql")["time_to"]
     assert half == {
-        "of": 2, "reached": 2, "seconds": {"median": 13.75, "min": 12.5, "max": 15},
+        "of": 2,
+        "reached": 2,
+        "seconds": {"median": 13.75, "min": 12.5, "max": 15},
         "env_steps": {"median": 1375, "min": 1250, "max": 1500},
         "updates": {"median": 206.25, "min": 187.5, "max": 225},
-    }  # fmt: skip
+    }
     assert (most["reached"], most["seconds"]) == (1, {"median": None, "min": 17.5, "max": None})
     slow = group(page, "slow")["time_to"]
     assert (slow[0]["reached"], slow[0]["seconds"]["max"], slow[1]["reached"]) == (2, 40, 0)
@@ -331,8 +333,18 @@ def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
 @pytest.mark.parametrize("family", ["ppo", "pqn"])
 def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(tmp_path, family):
     """5 epochs of 4 minibatches every 32 steps; the off-policy settings beside them are not read."""
-    rows = [{"time/seconds": 1.0 + 9 * i, "steps/env": 100 + i, "updates/v": 90 * i, "updates/p": 90 * i,
-             "ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0, "eval/return_mean": 7.0 + i} for i in (0, 1)]  # fmt: skip
+    rows = [
+        {
+            "time/seconds": 1.0 + 9 * i,
+            "steps/env": 100 + i,
+            "updates/v": 90 * i,
+            "updates/p": 90 * i,
+            "ratio/v_per_step": 0.625,
+            "ratio/p_per_v": 1.0,
+            "eval/return_mean": 7.0 + i,
+        }
+        for i in (0, 1)
+    ]
     sizes = {"epochs": 5, "minibatches": 4, "horizon": 32}
     ratios = {"v_per_step": 8.0, "p_per_v": 0.5}
     write_run(tmp_path / "a", [], algo=family, rows=rows, family=family, **ratios, **{family: sizes})

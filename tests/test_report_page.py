@@ -167,10 +167,14 @@ def test_the_first_words_are_the_findings(page):
     assert "8 runs · 2 algorithms · 2 tasks · compared at equal wall-clock time" in text
 
 
-@pytest.mark.parametrize(("runs", "low", "said"), [
-    (5, 120.0, "Their intervals do not overlap."), (5, 90.0, "Their intervals overlap."),
-    (4, 120.0, "4 runs are too few"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("runs", "low", "said"),
+    [
+        (5, 120.0, "Their intervals do not overlap."),
+        (5, 90.0, "Their intervals overlap."),
+        (4, 120.0, "4 runs are too few"),
+    ],
+)
 def test_intervals_are_compared_from_five_runs_on(runs, low, said):
     groups = [
         {"label": label, "scores": [0.0] * runs, "score": {"iqm": {"value": value, "low": least, "high": most}}}
@@ -244,11 +248,18 @@ def test_a_report_tells_every_number_and_success_with_the_returns(tmp_path):
 @pytest.mark.parametrize(
     ("value", "want", "small"),
     [
-        (None, "–", "–"), (float("nan"), "–", "–"), (0.0, "0", "0"), (-162.04, "−162.0", "−162"),
-        (12345.6, "12,346", "12.3k"), (2_087_000.0, "2,087,000", "2.09M"), (0.314, "0.31", "0.314"),
-        (9500.0, "9,500", "9,500"), (0.00123, "0.0012", "0.00123"), (3.14159, "3.14", "3.14"),
+        (None, "–", "–"),
+        (float("nan"), "–", "–"),
+        (0.0, "0", "0"),
+        (-162.04, "−162.0", "−162"),
+        (12345.6, "12,346", "12.3k"),
+        (2_087_000.0, "2,087,000", "2.09M"),
+        (0.314, "0.31", "0.314"),
+        (9500.0, "9,500", "9,500"),
+        (0.00123, "0.0012", "0.00123"),
+        (3.14159, "3.14", "3.14"),
     ],
-)  # fmt: skip
+)
 def test_numbers_for_people(value, want, small):
     assert (num(value), compact(value)) == (want, small)
 
@@ -256,9 +267,12 @@ def test_numbers_for_people(value, want, small):
 def test_the_ticks_of_an_axis_share_a_unit_and_differ():
     ticks = draw.Ticks()
     for locs, want in (
-        ([0, 2000, 12000], ["0", "2k", "12k"]), ([0, 2.5, 5], ["0.0", "2.5", "5.0"]), ([-1500, 500], ["−1,500", "500"]),
-        ([0.2925, 0.293], ["0.2925", "0.2930"]), ([0, 1.5e6], ["0.0", "1.5M"]),
-    ):  # fmt: skip
+        ([0, 2000, 12000], ["0", "2k", "12k"]),
+        ([0, 2.5, 5], ["0.0", "2.5", "5.0"]),
+        ([-1500, 500], ["−1,500", "500"]),
+        ([0.2925, 0.293], ["0.2925", "0.2930"]),
+        ([0, 1.5e6], ["0.0", "1.5M"]),
+    ):
         ticks.set_locs(locs)
         assert [ticks(v) for v in locs] == want
 
@@ -321,8 +335,15 @@ def test_comparing_two_real_runs_and_reporting_one(tmp_path, monkeypatch, capsys
     told = json.loads(Path("multi/seed=1/report/numbers.json").read_text())
     assert told["series"]["ratio/v_per_step"]["y"][-1] == 2.0
     assert {p.stem for p in Path("multi/seed=1/report").glob("*.png")} >= {
-        "curve-0-seconds", "curve-0-env_steps", "train", "busy", "memory", "lag", "ratio", "env_steps_per_s",
-    }  # fmt: skip
+        "curve-0-seconds",
+        "curve-0-env_steps",
+        "train",
+        "busy",
+        "memory",
+        "lag",
+        "ratio",
+        "env_steps_per_s",
+    }
 
 
 @pytest.mark.parametrize(

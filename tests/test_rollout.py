@@ -151,8 +151,15 @@ def test_places_for_final_observations(horizon, limit, places):
 def test_bytes_are_those_allocated(action):
     spec = EnvSpec("x", 5, SPECS, action, CPU, max_episode_steps=7)
     rollout = Rollout(spec, Normalizer(SPECS, 5, CPU), 16, 6, CPU)
-    stored = [*rollout.obs.values(), rollout.action, rollout.params, rollout.reward, rollout.flags, rollout.final,
-              rollout.version]  # fmt: skip
+    stored = [
+        *rollout.obs.values(),
+        rollout.action,
+        rollout.params,
+        rollout.reward,
+        rollout.flags,
+        rollout.final,
+        rollout.version,
+    ]
     size = sum(t.numel() * t.itemsize for t in (*stored, rollout.final_row))
     assert rollout_bytes(spec, 16, 6) == pytest.approx(size, rel=0.05)
 

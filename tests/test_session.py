@@ -42,10 +42,16 @@ TASKS = {
     "halfcheetah": ("task=halfcheetah", "task.kwargs.max_episode_steps=12", "num_envs=4"),
 }
 CASES = [
-    ("pendulum", "algo=pql"), ("pendulum", "algo=pql_d"), ("pendulum", "algo=pql_sac"), ("pendulum", "algo=td3"),
-    ("lqr", "algo=pql"), ("lqr", "algo=sac"), ("counter", "algo=pql"), ("counter", "algo=td3"),
+    ("pendulum", "algo=pql"),
+    ("pendulum", "algo=pql_d"),
+    ("pendulum", "algo=pql_sac"),
+    ("pendulum", "algo=td3"),
+    ("lqr", "algo=pql"),
+    ("lqr", "algo=sac"),
+    ("counter", "algo=pql"),
+    ("counter", "algo=td3"),
     ("halfcheetah", "algo=pql"),
-]  # fmt: skip
+]
 EXTRAS = ("algo.normalize_reward=true", "algo.explore.repeat=true")
 
 
@@ -117,8 +123,17 @@ def test_a_resume_point_of_an_older_release_goes_on_to_the_same_bits(tmp_path, m
 )
 def test_a_resume_point_is_as_large_as_what_the_replay_holds(tmp_path, algo, task, head):
     """Of a ring of a thousand times the rows the point takes no more, but for a few nodes of a sum tree."""
-    only = {"r2d2": ("algo.warmup_steps=64", "algo.lstm=8", "algo.length=8", "algo.burn_in=4",
-                     "algo.period=4", "algo.replay_ratio=0.5", "budget.env_steps=1040")}  # fmt: skip
+    only = {
+        "r2d2": (
+            "algo.warmup_steps=64",
+            "algo.lstm=8",
+            "algo.length=8",
+            "algo.burn_in=4",
+            "algo.period=4",
+            "algo.replay_ratio=0.5",
+            "budget.env_steps=1040",
+        )
+    }
     sizes, lengths = [], []
     for capacity in (4096, 4096000):
         given = words(tmp_path / str(capacity), f"task={task}", f"algo={algo}", *only.get(algo, ()))
@@ -226,9 +241,20 @@ def test_the_run_directory_holds_what_it_takes_to_know_what_was_run(tmp_path):
     assert set(json.loads((folder / "git.json").read_text())) == {"commit", "dirty"}
     written = json.loads((folder / "summary.json").read_text())
     assert set(written) == {
-        "run_dir", "return_mean", "return_iqm", "episodes", "seconds", "env_steps", "updates_v", "updates_p",
-        "checkpoint", "interrupted", "return_median", "length_mean", "success",
-    }  # fmt: skip
+        "run_dir",
+        "return_mean",
+        "return_iqm",
+        "episodes",
+        "seconds",
+        "env_steps",
+        "updates_v",
+        "updates_p",
+        "checkpoint",
+        "interrupted",
+        "return_median",
+        "length_mean",
+        "success",
+    }
     assert all(written[k] == getattr(summary, k) for k in written)
     last = [row for row in rows(folder) if "eval/return_mean" in row][-1]
     for name in ("return_mean", "return_median", "return_iqm", "length_mean"):
@@ -241,10 +267,21 @@ def test_the_run_directory_holds_what_it_takes_to_know_what_was_run(tmp_path):
 
 
 KEYS = {
-    "time/seconds", "steps/env", "updates/v", "updates/p", "ratio/v_per_step", "ratio/p_per_v", "lag/policy_ticks",
-    "throughput/env_steps_per_s", "throughput/updates_per_s", "busy/collector", "busy/v", "busy/p", "memory/host_gib",
+    "time/seconds",
+    "steps/env",
+    "updates/v",
+    "updates/p",
+    "ratio/v_per_step",
+    "ratio/p_per_v",
+    "lag/policy_ticks",
+    "throughput/env_steps_per_s",
+    "throughput/updates_per_s",
+    "busy/collector",
+    "busy/v",
+    "busy/p",
+    "memory/host_gib",
     "replay/bootstrap_lost",
-}  # fmt: skip
+}
 
 
 def test_metrics_are_numbers_under_the_documented_keys(tmp_path):
@@ -391,9 +428,12 @@ def test_seconds_of_all_rows_include_the_warm_up(tmp_path):
     assert all(row["throughput/env_steps_per_s"] <= 16 / 0.01 for row in rows(tmp_path))  # since the first tick
 
 
-CUT = [("algo=pql",), ("algo=impala", "algo.warmup_steps=8"), ("algo=a3c", "algo.warmup_steps=8", "algo.replicas=2",
-        "algo.central.order=turns"),
-       ("algo=pql", "placement.groups=2")]  # fmt: skip
+CUT = [
+    ("algo=pql",),
+    ("algo=impala", "algo.warmup_steps=8"),
+    ("algo=a3c", "algo.warmup_steps=8", "algo.replicas=2", "algo.central.order=turns"),
+    ("algo=pql", "placement.groups=2"),
+]
 
 
 @pytest.mark.fault

@@ -138,8 +138,11 @@ def test_what_is_sampled_lies_in_its_space_and_what_is_best_is_known(tmp_path, c
         assert row["seconds"] == 6.0
         assert 0.1 <= row["params"]["algo.critic.tau"] <= 0.2
         assert {p.name for p in (tmp_path / f"trial-{row['trial']:03d}").iterdir()} == {
-            "seed1", "seed1.log", "seed3", "seed3.log",
-        }  # fmt: skip
+            "seed1",
+            "seed1.log",
+            "seed3",
+            "seed3.log",
+        }
     drawn = {key: {row["params"][key] for row in rows} for key in rows[0]["params"]}
     assert drawn["algo.batch_size"] == {"64", "128"}
     assert drawn["algo.n_step"] == {1, 2, 3}
@@ -179,8 +182,9 @@ def test_where_every_trial_fails_the_status_is_1(tmp_path, capsys):
     assert search(tmp_path, *words) == 1
     why = {row["why"] for row in found(tmp_path)}
     assert why == {
-        "status 1: pql: worker v failed: no", "algo.explore.low=0.5: expected at most algo.explore.high=0.4",
-    }  # fmt: skip
+        "status 1: pql: worker v failed: no",
+        "algo.explore.low=0.5: expected at most algo.explore.high=0.4",
+    }
     assert "none finished" in capsys.readouterr().out
 
 

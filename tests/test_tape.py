@@ -45,8 +45,16 @@ def test_gradients_are_recorded():
     assert torch.equal(got, net.weight.grad)
 
 
-@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.nonzero(),
-                                  lambda x: x[x > 0], lambda x: torch.equal(x, x)])  # fmt: skip
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+    ],
+)
 def test_reading_a_value_back_is_refused(read):
     x = torch.ones(3)
     for refusing in (Tape(), NoWaiting()):

@@ -37,8 +37,19 @@ def test_a_task_has_a_row_with_its_sizes_and_a_picture(name):
             assert np.asarray(image.convert("L")).std() > 3  # something is to be seen
 
 
-PAPERS = ("isaac_ant", "isaac_humanoid", "anymal", "ballbalance", "ballbalance_pixels", "franka_cube_stack",
-          "franka_cube_stack_torque", "shadow_hand", "shadow_hand_openai", "allegro_hand", "dclaw")  # fmt: skip
+PAPERS = (
+    "isaac_ant",
+    "isaac_humanoid",
+    "anymal",
+    "ballbalance",
+    "ballbalance_pixels",
+    "franka_cube_stack",
+    "franka_cube_stack_torque",
+    "shadow_hand",
+    "shadow_hand_openai",
+    "allegro_hand",
+    "dclaw",
+)
 
 
 def test_the_papers_tasks_have_a_table_of_what_differs_from_which_commit():

@@ -42,8 +42,14 @@ def test_an_episode_step_by_step():
     for action in (right, 0, 3 - right, 0, 0, right):  # turns in the corridor, forward at the junction: nothing
         step = env.step(torch.tensor([action]))
         seen.append((*step.final_obs["policy"][0].tolist(), step.reward.item(), step.terminated.item()))
-    assert seen == [(sign, 0, 0, False), (0, 0, 0, False), (0, 0, 0, False), (0, 1, 0, False), (0, 1, 0, False),
-                    (0, 1, 1, True)]  # fmt: skip
+    assert seen == [
+        (sign, 0, 0, False),
+        (0, 0, 0, False),
+        (0, 0, 0, False),
+        (0, 1, 0, False),
+        (0, 1, 0, False),
+        (0, 1, 1, True),
+    ]
     assert step.log["success"].item() == 1
     assert step.obs["policy"][0, 0].abs() == 1
 

@@ -166,8 +166,17 @@ def test_the_environments_benchmark_keeps_what_it_has(tool, tmp_path, monkeypatc
 
     def bench(name, model, num_envs, args, others):
         seen.append(path.exists() and json.loads(path.read_text()))
-        return [{"name": f"{name} ({model}) n={num_envs} / x", "value": 1.0, "unit": "", "baseline": 1.0, "ratio": 1.0,
-                 "runs": 1, "machine": ""}]  # fmt: skip
+        return [
+            {
+                "name": f"{name} ({model}) n={num_envs} / x",
+                "value": 1.0,
+                "unit": "",
+                "baseline": 1.0,
+                "ratio": 1.0,
+                "runs": 1,
+                "machine": "",
+            }
+        ]
 
     monkeypatch.setattr(bench_envs, "bench", bench)
     monkeypatch.setattr(sys, "argv", ["", "--envs", "ant", "hopper", "--num-envs", "2", "--json", str(path)])

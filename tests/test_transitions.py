@@ -79,10 +79,19 @@ def test_the_file_holds_the_documented_columns_with_the_history_in_them(tmp_path
     data = load_file(tmp_path / "ring.safetensors")
     assert data["length"].tolist() == [6, 7]
     assert {k: tuple(v.shape) for k, v in data.items()} == {
-        "obs.policy": (8, 2, 2), "obs.frame": (8, 2, 1, 3), "action": (7, 2, 1), "reward": (7, 2),
-        "terminated": (7, 2), "truncated": (7, 2), "first": (7, 2), "valid": (7, 2), "length": (2,),
-        "final_row": (1,), "final_obs.policy": (1, 2), "final_obs.frame": (1, 1, 3),
-    }  # fmt: skip
+        "obs.policy": (8, 2, 2),
+        "obs.frame": (8, 2, 1, 3),
+        "action": (7, 2, 1),
+        "reward": (7, 2),
+        "terminated": (7, 2),
+        "truncated": (7, 2),
+        "first": (7, 2),
+        "valid": (7, 2),
+        "length": (2,),
+        "final_row": (1,),
+        "final_obs.policy": (1, 2),
+        "final_obs.frame": (1, 1, 3),
+    }
     for i in range(2):
         events = ring.events[i]
         shown = picture([e.obs for e in events] + [events[-1].after])
@@ -143,8 +152,10 @@ class FakeCollector:
         from pql.normalize import Normalizer
 
         self.env, self.device = Lead(num_envs, CPU), CPU
-        self.replays = [Replay(self.env.spec.obs, 1, num_envs, rows, 1, 50, CPU),
-                        Replay(self.env.spec.obs, 1, num_envs, rows, 1, 50, CPU, obs_only=True)]  # fmt: skip
+        self.replays = [
+            Replay(self.env.spec.obs, 1, num_envs, rows, 1, 50, CPU),
+            Replay(self.env.spec.obs, 1, num_envs, rows, 1, 50, CPU, obs_only=True),
+        ]
         self.normalizer = Normalizer(self.env.spec.obs, num_envs, CPU)
         self.obs = picture([-7] * num_envs)
         for ring in self.replays:
@@ -177,8 +188,12 @@ def windows_by_number(replay: Replay, n: int) -> dict[int, tuple]:
             number = int(batch.obs["policy"][k, 0])
             assert torch.equal(batch.obs["frame"][k], picture([number])["frame"][0])
             assert number not in out
-            out[number] = (batch.action[k].item(), batch.reward[k].item(), batch.discount[k].item(),
-                           int(batch.next_obs["policy"][k, 0]))  # fmt: skip
+            out[number] = (
+                batch.action[k].item(),
+                batch.reward[k].item(),
+                batch.discount[k].item(),
+                int(batch.next_obs["policy"][k, 0]),
+            )
     return out
 
 
@@ -251,8 +266,11 @@ def test_a_saved_ring_prefills_any_number_of_environments(seed, next_step):
     ring.seal()
     batch = ring.everything(1, 0.5)
     for k in batch.mask.nonzero().flatten().tolist():
-        usable[int(batch.obs["policy"][k, 0])] = (batch.reward[k].item(), batch.discount[k].item(),
-                                                  int(batch.next_obs["policy"][k, 0]))  # fmt: skip
+        usable[int(batch.obs["policy"][k, 0])] = (
+            batch.reward[k].item(),
+            batch.discount[k].item(),
+            int(batch.next_obs["policy"][k, 0]),
+        )
     found = {k: v[1:] for k, v in windows_by_number(collector.replays[0], 1).items()}
     assert len(usable) - len(found) <= 2  # rows that do not divide among the environments
     for number, (reward, discount, successor) in found.items():
@@ -301,18 +319,24 @@ def test_prefilled_rows_are_learned_from_beside_the_runs_own(tmp_path):
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"reward": None, "rewards": torch.zeros(5)}, "a column reward (did you mean rewards?); it has action, next_obs"),
-    ({"next_obs.policy": None}, "a column next_obs.policy"),
-    ({"obs.policy": torch.zeros(5, 4)}, "a column obs.policy of float [5, 3], not float32 [5, 4]"),
-    ({"obs.policy": torch.zeros(5, 3, dtype=torch.uint8)}, "a column obs.policy of float [5, 3], not uint8 [5, 3]"),
-    ({"action": torch.zeros(5, 2)}, "a column action of float [5, 1], not float32 [5, 2]"),
-    ({"action": torch.full((5, 1), 2.0)}, "actions in [-1, 1], as the policy gives them; one is 2"),
-    ({"terminated": torch.zeros(5)}, "a column terminated of bool [5], not float32 [5]"),
-    ({"reward": torch.full((5,), torch.nan)}, "finite numbers in column reward"),
-    ({"reward": torch.zeros(5, 1, 1)}, "a column reward of shape [T, N] or [M], not [5, 1, 1]"),
-    ({"reward": torch.zeros(5, 1)}, "a column obs.policy of float [6, 1, 3], not float32 [5, 3]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"reward": None, "rewards": torch.zeros(5)},
+            "a column reward (did you mean rewards?); it has action, next_obs",
+        ),
+        ({"next_obs.policy": None}, "a column next_obs.policy"),
+        ({"obs.policy": torch.zeros(5, 4)}, "a column obs.policy of float [5, 3], not float32 [5, 4]"),
+        ({"obs.policy": torch.zeros(5, 3, dtype=torch.uint8)}, "a column obs.policy of float [5, 3], not uint8 [5, 3]"),
+        ({"action": torch.zeros(5, 2)}, "a column action of float [5, 1], not float32 [5, 2]"),
+        ({"action": torch.full((5, 1), 2.0)}, "actions in [-1, 1], as the policy gives them; one is 2"),
+        ({"terminated": torch.zeros(5)}, "a column terminated of bool [5], not float32 [5]"),
+        ({"reward": torch.full((5,), torch.nan)}, "finite numbers in column reward"),
+        ({"reward": torch.zeros(5, 1, 1)}, "a column reward of shape [T, N] or [M], not [5, 1, 1]"),
+        ({"reward": torch.zeros(5, 1)}, "a column obs.policy of float [6, 1, 3], not float32 [5, 3]"),
+    ],
+)
 def test_wrong_columns_are_refused_by_name_before_anything_is_written(tmp_path, capsys, change, message):
     data = {f"{w}.policy": torch.zeros(5, 3) for w in ("obs", "next_obs")}
     data |= {"action": torch.zeros(5, 1), "reward": torch.zeros(5)}

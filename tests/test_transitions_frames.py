@@ -31,8 +31,9 @@ class FakeCollector:
         self.env = self
         self.spec, self.device = EnvSpec("lead", num_envs, groups, action, CPU, 50), CPU
         size = None if isinstance(action, Discrete) else action.size
-        self.replays = [Replay(groups, size, num_envs, rows, 1, 50, CPU, obs_only=lean, extra=extra)
-                        for lean in (False, True)]  # fmt: skip
+        self.replays = [
+            Replay(groups, size, num_envs, rows, 1, 50, CPU, obs_only=lean, extra=extra) for lean in (False, True)
+        ]
         self.normalizer = Normalizer(groups, num_envs, CPU)
         self.obs = {k: torch.zeros(num_envs, *s.shape, dtype=s.dtype) for k, s in groups.items()}
         for ring in self.replays:
@@ -191,13 +192,16 @@ def test_discrete_actions_and_extras_travel(tmp_path):
     assert two.extra["value"].abs().sum() == 0  # where a file has none
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"action": torch.full((15,), 3)}, "actions from 0 to 2"),
-    ({"action": torch.zeros(15, 1)}, r"column action of int64 \[15\], not float32 \[15, 1\]"),
-    ({"obs.stack": torch.zeros(15, 1, 3, dtype=torch.uint8)}, r"column obs.stack of uint8 \[15, 4, 1, 3\]"),
-    ({"extra.q": torch.full((15,), torch.nan)}, "finite numbers in column extra.q"),
-    ({"obs.pair": torch.full((15, 2, 2), torch.inf)}, "finite numbers in column obs.pair"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"action": torch.full((15,), 3)}, "actions from 0 to 2"),
+        ({"action": torch.zeros(15, 1)}, r"column action of int64 \[15\], not float32 \[15, 1\]"),
+        ({"obs.stack": torch.zeros(15, 1, 3, dtype=torch.uint8)}, r"column obs.stack of uint8 \[15, 4, 1, 3\]"),
+        ({"extra.q": torch.full((15,), torch.nan)}, "finite numbers in column extra.q"),
+        ({"obs.pair": torch.full((15, 2, 2), torch.inf)}, "finite numbers in column obs.pair"),
+    ],
+)
 def test_what_does_not_fit_is_refused(tmp_path, change, message):
     save_file(flat()[0] | change, tmp_path / "data")
     with pytest.raises(ConfigError, match=message):

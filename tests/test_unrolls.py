@@ -275,10 +275,13 @@ def test_worker_orders_and_threads_give_the_same_bits(algo):
         executor.close()
         return out
 
-    reference, *others = (run(e) for e in (
-        *(Inline(order) for order in itertools.permutations(("collector", "learner"))),
-        Threads(("collector", "learner")),
-    ))  # fmt: skip
+    reference, *others = (
+        run(e)
+        for e in (
+            *(Inline(order) for order in itertools.permutations(("collector", "learner"))),
+            Threads(("collector", "learner")),
+        )
+    )
     assert "learners/learner/state/reader/taken" in reference
     for other in others:
         assert differences(reference, other) == []

@@ -113,9 +113,15 @@ def test_ratios_that_no_horizon_meets_are_refused():
 
 @pytest.mark.parametrize(
     ("count", "size", "parts"),
-    [(8, 100, [8]), (8, GATHERED // 8, [8]), (8, GATHERED // 3, [3, 3, 2]), (3, GATHERED, [1, 1, 1]),
-     (2, 10 * GATHERED, [1, 1]), (1, 1, [1])],
-)  # fmt: skip
+    [
+        (8, 100, [8]),
+        (8, GATHERED // 8, [8]),
+        (8, GATHERED // 3, [3, 3, 2]),
+        (3, GATHERED, [1, 1, 1]),
+        (2, 10 * GATHERED, [1, 1]),
+        (1, 1, [1]),
+    ],
+)
 def test_large_batches_are_gathered_apart(count, size, parts):
     assert shares(count, size) == parts
 
@@ -144,11 +150,24 @@ def test_new_rows_come_up_as_soon_as_they_are_complete():
 # -- runs and resuming ------------------------------------------------------------------------------------------------
 
 WORDS = (
-    "task=cartpole", "scale=cpu", "device=cpu", "num_envs=16", "replay.capacity=2048", "algo.batch_size=16",
-    "algo.warmup_steps=8", "algo.critic.hidden=[16]", "algo.v_per_step=0.5", "algo.target_period=64",
-    "eval.num_envs=2", "eval.every_seconds=null", "eval.final=false", "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02", "placement.threads.collector=1", "placement.threads.v=1",
-)  # fmt: skip
+    "task=cartpole",
+    "scale=cpu",
+    "device=cpu",
+    "num_envs=16",
+    "replay.capacity=2048",
+    "algo.batch_size=16",
+    "algo.warmup_steps=8",
+    "algo.critic.hidden=[16]",
+    "algo.v_per_step=0.5",
+    "algo.target_period=64",
+    "eval.num_envs=2",
+    "eval.every_seconds=null",
+    "eval.final=false",
+    "checkpoint.every_seconds=null",
+    "logger.every_seconds=0.02",
+    "placement.threads.collector=1",
+    "placement.threads.v=1",
+)
 FAMILY = [a for a in Presets().names("algo") if compose(["device=cpu", "scale=cpu", f"algo={a}"]).algo.family == "dqn"]
 
 
@@ -189,8 +208,19 @@ def test_a_run_writes_what_every_run_writes(tmp_path):
     assert log[-1]["updates/v"] == summary.updates_v == (summary.env_steps // 16 - 8) // 2
     assert (log[-1]["ratio/v_per_step"], log[-1]["updates/p"]) == (0.5, 0)
     names = {k for row in log for k in row}
-    assert {"busy/collector", "busy/v", "loss/critic", "value/q", "value/td_error", "grad_norm/critic", "replay/beta",
-            "explore/epsilon", "replay/weight_mean", "train/return_mean", "replay/bootstrap_lost"} <= names  # fmt: skip
+    assert {
+        "busy/collector",
+        "busy/v",
+        "loss/critic",
+        "value/q",
+        "value/td_error",
+        "grad_norm/critic",
+        "replay/beta",
+        "explore/epsilon",
+        "replay/weight_mean",
+        "train/return_mean",
+        "replay/bootstrap_lost",
+    } <= names
     assert manifest(tmp_path / "checkpoints" / "last")["spec"]["action"] == {"discrete": 2}
     for kind in (tmp_path / "checkpoints" / "last", points(tmp_path)[-1]):  # a policy checkpoint and a resume point
         action = load_policy(kind)(torch.zeros(3, 4))
@@ -344,7 +374,7 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
         (["algo=pql", "batch=512"], "batch=512: expected algo=dqn or c51 or eps_rainbow or rainbow with it, not pql"),
         (["bacth=512"], "bacth=512: expected a known setting (did you mean batch?)"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_word_is_named_with_what_is_allowed(words, message):
     with pytest.raises(ConfigError) as caught:
         compose(["device=cpu", "algo=dqn", "task=cartpole", *words])
@@ -362,8 +392,14 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale(task, algo):
 
 
 def test_settings_that_another_one_switches_on_are_read():
-    words = ["algo.priority.alpha=0.6", "algo.priority.beta=0.5", "algo.critic.atoms=5", "algo.critic.v_max=3",
-             "algo.epsilon.kind=ladder", "algo.epsilon.base=0.3"]  # fmt: skip
+    words = [
+        "algo.priority.alpha=0.6",
+        "algo.priority.beta=0.5",
+        "algo.critic.atoms=5",
+        "algo.critic.v_max=3",
+        "algo.epsilon.kind=ladder",
+        "algo.epsilon.base=0.3",
+    ]
     config = compose(["device=cpu", "algo=dqn", "task=cartpole", *words]).algo
     assert (config.dqn.priority.beta, config.critic.v_max, config.dqn.epsilon.base) == (0.5, 3, 0.3)
 

@@ -100,10 +100,13 @@ def test_anymal_is_isaacs() -> None:
     assert not (model.geom_type == mujoco.mjtGeom.mjGEOM_CYLINDER.value).any()
 
 
-@pytest.mark.parametrize(("name", "stiffness", "damping", "effort", "reach"), [
-    ("anymal", 85.0, 2.0, 80.0, 0.5),
-    ("go1_velocity", 15.895, 1.0119, 23.7, 0.3728),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "stiffness", "damping", "effort", "reach"),
+    [
+        ("anymal", 85.0, 2.0, 80.0, 0.5),
+        ("go1_velocity", 15.895, 1.0119, 23.7, 0.3728),
+    ],
+)
 def test_an_action_moves_the_target_of_a_servo(
     name: str, stiffness: float, damping: float, effort: float, reach: float
 ) -> None:
@@ -136,12 +139,15 @@ def test_actions_reach_as_far_as_asked_for() -> None:
     assert build("anymal", 1).model.actuator_ctrlrange[0] == pytest.approx([0.03 - 0.5, 0.03 + 0.5])  # Isaac's clip
 
 
-@pytest.mark.parametrize(("name", "scale", "named"), [
-    ("go1_velocity", 0, "action_scale=0: expected a number above 0"),
-    ("go1_velocity", True, "a number above 0"),
-    ("go1_velocity", math.inf, "a number above 0"),
-    ("isaac_ant", 2, "action_scale=2: expected nothing with isaac_ant: it is for velocity tasks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "scale", "named"),
+    [
+        ("go1_velocity", 0, "action_scale=0: expected a number above 0"),
+        ("go1_velocity", True, "a number above 0"),
+        ("go1_velocity", math.inf, "a number above 0"),
+        ("isaac_ant", 2, "action_scale=2: expected nothing with isaac_ant: it is for velocity tasks"),
+    ],
+)
 def test_scales_of_actions_are_checked(name: str, scale: float, named: str) -> None:
     for made in (TASK_MAKERS[name], TASK_MAKERS[name].describe):
         with pytest.raises(ConfigError, match=named):
@@ -151,9 +157,12 @@ def test_scales_of_actions_are_checked(name: str, scale: float, named: str) -> N
 def test_g1_has_mjlabs_gains() -> None:
     servos = {name: joint.servo for name, joint in G1.joints.items()}
     for joint, stiffness, reach in (
-        ("left_knee_joint", 99.1, 0.3507), ("right_hip_pitch_joint", 40.18, 0.5475), ("waist_roll_joint", 28.5, 0.4386),
-        ("left_elbow_joint", 14.25, 0.4386), ("right_wrist_yaw_joint", 16.78, 0.0745),
-    ):  # fmt: skip
+        ("left_knee_joint", 99.1, 0.3507),
+        ("right_hip_pitch_joint", 40.18, 0.5475),
+        ("waist_roll_joint", 28.5, 0.4386),
+        ("left_elbow_joint", 14.25, 0.4386),
+        ("right_wrist_yaw_joint", 16.78, 0.0745),
+    ):
         assert servos[joint].stiffness == pytest.approx(stiffness, rel=1e-3)
         assert servos[joint].reach == pytest.approx(reach, rel=1e-3)
         assert servos[joint].damping == pytest.approx(4 * servos[joint].armature * 20 * math.pi)
@@ -301,8 +310,9 @@ def test_gravity_is_seen_in_the_bases_frame_and_by_anymal_the_other_way_round() 
         assert seen == pytest.approx([sign * math.sin(tilt), 0.0, -math.cos(tilt)], abs=1e-9)
 
 
-@pytest.mark.parametrize(("name", "joint"), [("anymal", "LF_HFE"), ("go1_velocity", "FR_thigh_joint"),
-                                             ("g1_velocity", "left_knee_joint")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "joint"), [("anymal", "LF_HFE"), ("go1_velocity", "FR_thigh_joint"), ("g1_velocity", "left_knee_joint")]
+)
 def test_where_episodes_begin(name: str, joint: str) -> None:
     env = build(name, 1000)
     env.reset(seed=0)
@@ -346,14 +356,17 @@ def test_commands_last(name: str) -> None:
         assert changed == pytest.approx(4000 * 0.02 / 5, abs=3 * 4)
 
 
-@pytest.mark.parametrize(("name", "quat", "over"), [
-    ("anymal", (1, 0, 0, 0), False),
-    ("anymal", (0, 1, 0, 0), True),
-    ("go1_velocity", (1, 0, 0, 0), False),
-    ("go1_velocity", (math.sqrt(0.5), math.sqrt(0.5), 0, 0), True),
-    ("g1_velocity", (1, 0, 0, 0), False),
-    ("g1_velocity", (math.sqrt(0.5), 0, math.sqrt(0.5), 0), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "quat", "over"),
+    [
+        ("anymal", (1, 0, 0, 0), False),
+        ("anymal", (0, 1, 0, 0), True),
+        ("go1_velocity", (1, 0, 0, 0), False),
+        ("go1_velocity", (math.sqrt(0.5), math.sqrt(0.5), 0, 0), True),
+        ("g1_velocity", (1, 0, 0, 0), False),
+        ("g1_velocity", (math.sqrt(0.5), 0, math.sqrt(0.5), 0), True),
+    ],
+)
 def test_who_falls_is_out_and_who_stands_is_not(name: str, quat: tuple, over: bool) -> None:
     env = build(name, 1)
     env.reset(seed=0)

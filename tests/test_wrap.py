@@ -194,9 +194,12 @@ def test_resets_that_cannot_be_done_are_refused():
 
 @pytest.mark.parametrize(
     ("library", "module", "package"),
-    [("rsl_rl", "rsl_rl.env", "rsl-rl-lib"), ("sb3", "stable_baselines3.common.vec_env", "stable-baselines3"),
-     ("gymnasium", "gymnasium", "gymnasium")],
-)  # fmt: skip
+    [
+        ("rsl_rl", "rsl_rl.env", "rsl-rl-lib"),
+        ("sb3", "stable_baselines3.common.vec_env", "stable-baselines3"),
+        ("gymnasium", "gymnasium", "gymnasium"),
+    ],
+)
 def test_a_missing_library_is_one_line_with_the_command(library, module, package, monkeypatch):
     for name in [m for m in sys.modules if m.startswith("pql.wrap.to_")]:
         monkeypatch.delitem(sys.modules, name)

@@ -123,9 +123,16 @@ def train_sb3(seed):
 
     env = pql.wrap.sb3(pql.make_env("pendulum", num_envs=128, max_episode_steps=100, stagger=True))
     model = sb3.PPO(
-        "MlpPolicy", VecNormalize(env, norm_obs=False, gamma=0.9), n_steps=16, batch_size=256, n_epochs=5, gamma=0.9,
-        learning_rate=3e-3, seed=seed, policy_kwargs={"net_arch": [32, 32]},
-    )  # fmt: skip
+        "MlpPolicy",
+        VecNormalize(env, norm_obs=False, gamma=0.9),
+        n_steps=16,
+        batch_size=256,
+        n_epochs=5,
+        gamma=0.9,
+        learning_rate=3e-3,
+        seed=seed,
+        policy_kwargs={"net_arch": [32, 32]},
+    )
     model.learn(128 * 16 * 20)
     return score("pendulum", lambda obs: torch.from_numpy(model.predict(obs.numpy(), deterministic=True)[0]))
 

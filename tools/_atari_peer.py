@@ -73,9 +73,19 @@ def learner(
     """``block`` steps of every environment and their updates, after ``warm_up`` env steps without updates."""
     steps = block * env.num_envs
     model = DQN(
-        "CnnPolicy", env, learning_rate=1e-4, batch_size=batch, buffer_size=BUFFER, learning_starts=warm_up,
-        train_freq=train_freq, gradient_steps=gradient_steps, target_update_interval=1000, exploration_initial_eps=0.01,
-        exploration_final_eps=0.01, device=device, seed=0,
-    )  # fmt: skip
+        "CnnPolicy",
+        env,
+        learning_rate=1e-4,
+        batch_size=batch,
+        buffer_size=BUFFER,
+        learning_starts=warm_up,
+        train_freq=train_freq,
+        gradient_steps=gradient_steps,
+        target_update_interval=1000,
+        exploration_initial_eps=0.01,
+        exploration_final_eps=0.01,
+        device=device,
+        seed=0,
+    )
     model.learn(warm_up + steps, log_interval=NEVER)
     return lambda: model.learn(steps, reset_num_timesteps=False, log_interval=NEVER)

@@ -88,9 +88,11 @@ def on_cuda(args: Any) -> bool:
 
 def env_cases(args: Any) -> list[Case]:
     return [
-        Case("machine", partial(describe, args)), Case("copy", partial(copy_rows, args)),
-        Case("products", partial(product_rows, args)), Case("launches", partial(host_rows, args)),
-    ]  # fmt: skip
+        Case("machine", partial(describe, args)),
+        Case("copy", partial(copy_rows, args)),
+        Case("products", partial(product_rows, args)),
+        Case("launches", partial(host_rows, args)),
+    ]
 
 
 def describe(args: Any) -> Found:
@@ -103,9 +105,11 @@ def describe(args: Any) -> Found:
         return
     device = torch.device(args.device)
     p, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
-    yield (f"{torch.cuda.device_count()} x {p.name}, compute capability {p.major}.{p.minor}, "
-           f"{p.multi_processor_count} multiprocessors, CUDA {torch.version.cuda}, "
-           f"CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']}")  # fmt: skip
+    yield (
+        f"{torch.cuda.device_count()} x {p.name}, compute capability {p.major}.{p.minor}, "
+        f"{p.multi_processor_count} multiprocessors, CUDA {torch.version.cuda}, "
+        f"CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']}"
+    )
     yield compare("memory free", "GiB", [free / 2**30], [total / 2**30])
     asked = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
@@ -274,9 +278,15 @@ def atari_rows(bench: Callable[[Any], list[Row]], args: Any) -> Found:
 def atari_arguments(args: Any) -> argparse.Namespace:
     num_envs, batches, threads = (4, [8], 1) if args.smoke else (256, [32, 512], available_cores())
     return argparse.Namespace(
-        game="pong", num_envs=num_envs, batches=batches, threads=threads, device=args.device,
-        rounds=args.rounds, seconds=args.seconds, smoke=args.smoke,
-    )  # fmt: skip
+        game="pong",
+        num_envs=num_envs,
+        batches=batches,
+        threads=threads,
+        device=args.device,
+        rounds=args.rounds,
+        seconds=args.seconds,
+        smoke=args.smoke,
+    )
 
 
 def warp_cases(args: Any) -> list[Case]:
@@ -298,8 +308,9 @@ def learn_configs(args: Any) -> dict[str, Config]:
     n = 8 if args.smoke else 4096
     runs = {
         f"{algo.name} on {task}": make_config(args, n, task, algo)
-        for task in ("cartpole_swingup", "ball_balance") for algo in (PQL, SAC, PPO)
-    }  # fmt: skip
+        for task in ("cartpole_swingup", "ball_balance")
+        for algo in (PQL, SAC, PPO)
+    }
     runs["dqn on catch"] = catch_config(args, n)
     ant = make_config(args, n, "ant")
     runs["pql on ant"] = replace(ant, task=replace(ant.task, reward_scale=0.1))
@@ -333,15 +344,28 @@ def rsl_rl_rows(args: Any) -> Found:
     model = {"class_name": "MLPModel", "hidden_dims": PPO.policy.hidden, "activation": "elu", "obs_normalization": True}
     noise = {"class_name": "GaussianDistribution", "init_std": 1.0, "std_type": "scalar"}
     algorithm = {
-        "class_name": "PPO", "value_loss_coef": 1.0, "use_clipped_value_loss": False, "clip_param": p.clip,
-        "gamma": PPO.gamma, "entropy_coef": p.entropy_coef, "num_learning_epochs": p.epochs,
-        "num_mini_batches": p.minibatches, "learning_rate": 3e-4, "lam": p.gae_lambda, "schedule": "adaptive",
-        "desired_kl": 0.01, "max_grad_norm": 1.0,
-    }  # fmt: skip
+        "class_name": "PPO",
+        "value_loss_coef": 1.0,
+        "use_clipped_value_loss": False,
+        "clip_param": p.clip,
+        "gamma": PPO.gamma,
+        "entropy_coef": p.entropy_coef,
+        "num_learning_epochs": p.epochs,
+        "num_mini_batches": p.minibatches,
+        "learning_rate": 3e-4,
+        "lam": p.gae_lambda,
+        "schedule": "adaptive",
+        "desired_kl": 0.01,
+        "max_grad_norm": 1.0,
+    }
     wanted = {
-        "num_steps_per_env": p.horizon, "save_interval": 10**9, "algorithm": algorithm, "critic": model,
-        "actor": {**model, "distribution_cfg": noise}, "obs_groups": {"actor": ["policy"], "critic": ["policy"]},
-    }  # fmt: skip
+        "num_steps_per_env": p.horizon,
+        "save_interval": 10**9,
+        "algorithm": algorithm,
+        "critic": model,
+        "actor": {**model, "distribution_cfg": noise},
+        "obs_groups": {"actor": ["policy"], "critic": ["policy"]},
+    }
     runner, few = OnPolicyRunner(env, wanted, log_dir=None, device=args.device), 1 if args.smoke else 50
     learn = microseconds(lambda: runner.learn(few), args.seconds, torch.device(args.device))
     times = alternate({"learn": learn}, args.rounds)["learn"]

@@ -31,7 +31,7 @@ from pql.config import (
     TaskConfig,
     ThreadsConfig,
     changed,
-)  # fmt: skip
+)
 from pql.config.groups import ExploreConfig
 from pql.evaluation import run_episodes
 from pql.machine import worker_devices
@@ -73,14 +73,24 @@ def catch_config(args: Any, num_envs: int) -> Config:
     """DQN on Catch, each row used eight times, in large batches; or tiny."""
     hidden, batch, warm_up = ([16], 32, 4) if args.smoke else ([512], 2 * num_envs, 32)
     algo = DqnConfig(
-        name="dqn", batch_size=batch, n_step=1, v_per_step=8 * num_envs / batch,
-        warmup_steps=warm_up, normalize_obs=False, target_period=16 * num_envs,
+        name="dqn",
+        batch_size=batch,
+        n_step=1,
+        v_per_step=8 * num_envs / batch,
+        warmup_steps=warm_up,
+        normalize_obs=False,
+        target_period=16 * num_envs,
         critic=DistributionalNetConfig(hidden=hidden, activation="relu", weight_decay=0.0),
-    )  # fmt: skip
+    )
     return Config(
-        task=TaskConfig(name="catch"), algo=algo, replay=ReplayConfig(capacity=1024 * num_envs), num_envs=num_envs,
-        device=args.device, placement=ONE_THREAD if args.smoke else PlacementConfig(), budget=BUDGET,
-    )  # fmt: skip
+        task=TaskConfig(name="catch"),
+        algo=algo,
+        replay=ReplayConfig(capacity=1024 * num_envs),
+        num_envs=num_envs,
+        device=args.device,
+        placement=ONE_THREAD if args.smoke else PlacementConfig(),
+        budget=BUDGET,
+    )
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -150,10 +160,12 @@ def count_work(parts: Parts, job: Callable[[], Any]) -> tuple[int, int]:
             wait(parts)
     events = list(recorded.events() or [])
     kernels = [
-        e for e in events
+        e
+        for e in events
         if e.device_type == torch.autograd.DeviceType.CUDA
-        and not e.is_user_annotation and not e.name.startswith(("Memcpy", "Memset"))
-    ]  # fmt: skip
+        and not e.is_user_annotation
+        and not e.name.startswith(("Memcpy", "Memset"))
+    ]
     return len(kernels), sum(e.name.startswith(LAUNCHES) for e in events)
 
 

@@ -164,10 +164,23 @@ def get_axis_params(value: float, axis_idx: int, x_value: float = 0.0, n_dims: i
 
 
 UTILS = (
-    to_torch, quat_mul, quat_conjugate, quat_rotate, quat_rotate_inverse, quat_from_angle_axis, get_basis_vector,
-    normalize, get_euler_xyz, normalize_angle, scale, unscale, tensor_clamp, torch_rand_float, torch_random_dir_2,
+    to_torch,
+    quat_mul,
+    quat_conjugate,
+    quat_rotate,
+    quat_rotate_inverse,
+    quat_from_angle_axis,
+    get_basis_vector,
+    normalize,
+    get_euler_xyz,
+    normalize_angle,
+    scale,
+    unscale,
+    tensor_clamp,
+    torch_rand_float,
+    torch_random_dir_2,
     get_axis_params,
-)  # fmt: skip
+)
 
 # -- importing --------------------------------------------------------------------------------------------------------
 

@@ -114,8 +114,11 @@ class Pair:
         thrown = torch.cat((qpos[:, :3], quats(n, gen, 1.0), low + share * (high - low)), 1)
         thrown[:, 2] += lift * (torch.rand(n, generator=gen) - 0.3)
         rate = 2 * torch.randn(qvel.shape, generator=gen, dtype=DOUBLE)
-        env.engine.reset(env.engine.rows(torch.ones(n, dtype=torch.bool)),
-                         torch.where(some[:, None], thrown, qpos), torch.where(some[:, None], rate, qvel))  # fmt: skip
+        env.engine.reset(
+            env.engine.rows(torch.ones(n, dtype=torch.bool)),
+            torch.where(some[:, None], thrown, qpos),
+            torch.where(some[:, None], rate, qvel),
+        )
         self.tracked()
 
     def tracked(self) -> None:
@@ -132,15 +135,20 @@ class Run(Pair):
         task, j = self.task, self.task.action_size
         gear = torch.tensor(self.model.actuator_gear[:, 0], dtype=DOUBLE)
         tensors = {
-            "actor_root_state": still(n, (0, 0, task.height)), "dof_state": torch.zeros(n * j, 2, dtype=DOUBLE),
+            "actor_root_state": still(n, (0, 0, task.height)),
+            "dof_state": torch.zeros(n * j, 2, dtype=DOUBLE),
             "force_sensor": torch.zeros(n * self.sensors, 6, dtype=DOUBLE),
             "dof_force": torch.zeros(n * j, dtype=DOUBLE),
-        }  # fmt: skip
+        }
         known = {
-            "num_dof": j, "dof_limits_lower": task.low, "dof_limits_upper": task.high, "joint_gears": gear,
-            "motor_efforts": gear, "max_motor_effort": float(gear.max()),
+            "num_dof": j,
+            "dof_limits_lower": task.low,
+            "dof_limits_upper": task.high,
+            "joint_gears": gear,
+            "motor_efforts": gear,
+            "max_motor_effort": float(gear.max()),
             "start_rotation": torch.tensor([0.0, 0, 0, 1], dtype=DOUBLE),
-        }  # fmt: skip
+        }
         return Scene(n, tensors, known)
 
     def show(self, fields: Fields, memory: Memory) -> None:
@@ -179,9 +187,11 @@ class Anymal(Pair):
 
     def make_scene(self, n: int) -> Scene:
         tensors = {
-            "actor_root_state": still(n, (0, 0, 0)), "dof_state": torch.zeros(n * 12, 2, dtype=DOUBLE),
-            "net_contact_force": torch.zeros(n * 5, 3, dtype=DOUBLE), "dof_force": torch.zeros(n * 12, dtype=DOUBLE),
-        }  # fmt: skip
+            "actor_root_state": still(n, (0, 0, 0)),
+            "dof_state": torch.zeros(n * 12, 2, dtype=DOUBLE),
+            "net_contact_force": torch.zeros(n * 5, 3, dtype=DOUBLE),
+            "dof_force": torch.zeros(n * 12, dtype=DOUBLE),
+        }
         known = {"num_dof": 12, "dof_names": [*self.task.joints], "base_index": 0, "knee_indices": torch.arange(1, 5)}
         return Scene(n, tensors, known)
 
@@ -213,9 +223,10 @@ class BallBalance(Pair):
     def make_scene(self, n: int) -> Scene:
         root = torch.stack((still(n, (0, 0, 0.559117)), still(n, (0.2, 0, 2.0))), 1).flatten(0, 1)
         tensors = {
-            "actor_root_state": root, "dof_state": torch.zeros(n * 6, 2, dtype=DOUBLE),
+            "actor_root_state": root,
+            "dof_state": torch.zeros(n * 6, 2, dtype=DOUBLE),
             "force_sensor": torch.zeros(n * 3, 6, dtype=DOUBLE),
-        }  # fmt: skip
+        }
         joints = [self.model.joint(f"{part}_leg{i}").range for i in range(3) for part in ("upper", "lower")]
         low, high = torch.tensor(np.array(joints), dtype=DOUBLE).unbind(1)
         known = {"bbot_dof_lower_limits": low, "bbot_dof_upper_limits": high, "ball_radius": 0.1}
@@ -252,19 +263,27 @@ class FrankaCubeStack(Pair):
         rows = {"cubeA": still(n, (0, 0, 1.05)), "cubeB": still(n, (0, 0, 1.05))}
         tensors = {
             "actor_root_state": torch.stack([still(n, (0, 0, 0))] * 5, 1).flatten(0, 1),
-            "dof_state": torch.zeros(n * 9, 2, dtype=DOUBLE), "rigid_body_state": torch.zeros(n * 4, 13, dtype=DOUBLE),
+            "dof_state": torch.zeros(n * 9, 2, dtype=DOUBLE),
+            "rigid_body_state": torch.zeros(n * 4, 13, dtype=DOUBLE),
             "jacobian": torch.eye(6, 9, dtype=DOUBLE).repeat(n, 1, 1, 1),
             "mass_matrix": torch.eye(9, dtype=DOUBLE).repeat(n, 1, 1),
-        }  # fmt: skip
+        }
         low, high = torch.tensor(self.model.jnt_range[:9], dtype=DOUBLE).unbind(1)
         known = {
-            "num_dofs": 9, "envs": [None], "_cubeA_id": 3, "_cubeB_id": 4, "cubeA_size": SMALL, "cubeB_size": LARGE,
+            "num_dofs": 9,
+            "envs": [None],
+            "_cubeA_id": 3,
+            "_cubeB_id": 4,
+            "cubeA_size": SMALL,
+            "cubeB_size": LARGE,
             "bodies": {"panda_grip_site": 1, "panda_leftfinger_tip": 2, "panda_rightfinger_tip": 3},
-            "franka_dof_lower_limits": low, "franka_dof_upper_limits": high,
+            "franka_dof_lower_limits": low,
+            "franka_dof_upper_limits": high,
             "_franka_effort_limits": torch.tensor([*EFFORT, 200.0, 200.0], dtype=DOUBLE),
             "_table_surface_pos": np.array([0.0, 0.0, TOP]),
-            "_init_cubeA_state": rows["cubeA"], "_init_cubeB_state": rows["cubeB"],
-        }  # fmt: skip
+            "_init_cubeA_state": rows["cubeA"],
+            "_init_cubeB_state": rows["cubeB"],
+        }
 
         def begin(task: Any) -> None:
             task.reward_settings["table_height"] = TOP

@@ -21,19 +21,30 @@ class Hand(Pair):
         driven = torch.tensor(self.model.actuator_trnid[: task.action_size, 0], dtype=torch.long)
         tensors = {
             "actor_root_state": torch.stack((still(n, (0, 0, 0.5)), place, goal), 1).flatten(0, 1),
-            "dof_state": torch.zeros(n * j, 2, dtype=DOUBLE), "dof_force": torch.zeros(n * j, dtype=DOUBLE),
+            "dof_state": torch.zeros(n * j, 2, dtype=DOUBLE),
+            "dof_force": torch.zeros(n * j, dtype=DOUBLE),
             "rigid_body_state": torch.zeros(n * (self.tips + 1), 13, dtype=DOUBLE),
             "force_sensor": torch.zeros(n * self.tips, 6, dtype=DOUBLE),
-        }  # fmt: skip
+        }
         known = {
-            "num_dofs": j, "num_shadow_hand_dofs": j, "actuated_dof_indices": driven,
-            "shadow_hand_dof_lower_limits": task.low, "shadow_hand_dof_upper_limits": task.high,
-            "shadow_hand_dof_default_pos": zero, "shadow_hand_dof_default_vel": zero,
-            "fingertip_handles": torch.arange(self.tips), "hand_indices": actors, "object_indices": actors + 1,
-            "goal_object_indices": actors + 2, "object_init_state": place, "goal_init_state": goal.clone(),
-            "goal_states": goal, "goal_displacement_tensor": torch.tensor([-0.2, -0.06, 0.12], dtype=DOUBLE),
-            "object_rb_handles": torch.tensor([self.tips]), "object_rb_masses": torch.ones(1, dtype=DOUBLE),
-        }  # fmt: skip
+            "num_dofs": j,
+            "num_shadow_hand_dofs": j,
+            "actuated_dof_indices": driven,
+            "shadow_hand_dof_lower_limits": task.low,
+            "shadow_hand_dof_upper_limits": task.high,
+            "shadow_hand_dof_default_pos": zero,
+            "shadow_hand_dof_default_vel": zero,
+            "fingertip_handles": torch.arange(self.tips),
+            "hand_indices": actors,
+            "object_indices": actors + 1,
+            "goal_object_indices": actors + 2,
+            "object_init_state": place,
+            "goal_init_state": goal.clone(),
+            "goal_states": goal,
+            "goal_displacement_tensor": torch.tensor([-0.2, -0.06, 0.12], dtype=DOUBLE),
+            "object_rb_handles": torch.tensor([self.tips]),
+            "object_rb_masses": torch.ones(1, dtype=DOUBLE),
+        }
         return Scene(n, tensors, known)
 
     def show(self, fields: Fields, memory: Memory) -> None:

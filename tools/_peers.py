@@ -42,18 +42,39 @@ SCALE, OFF_POLICY_ENVS = 8, 32
 
 ZOO = {
     "halfcheetah": {
-        "batch_size": 64, "learning_rate": 2.0633e-05, "gamma": 0.98, "gae_lambda": 0.92, "clip_range": 0.1,
-        "n_epochs": 20, "ent_coef": 0.000401762, "vf_coef": 0.58096, "max_grad_norm": 0.8,
+        "batch_size": 64,
+        "learning_rate": 2.0633e-05,
+        "gamma": 0.98,
+        "gae_lambda": 0.92,
+        "clip_range": 0.1,
+        "n_epochs": 20,
+        "ent_coef": 0.000401762,
+        "vf_coef": 0.58096,
+        "max_grad_norm": 0.8,
     },
     "hopper": {
-        "batch_size": 32, "learning_rate": 9.80828e-05, "gamma": 0.999, "gae_lambda": 0.99, "clip_range": 0.2,
-        "n_epochs": 5, "ent_coef": 0.00229519, "vf_coef": 0.835671, "max_grad_norm": 0.7,
+        "batch_size": 32,
+        "learning_rate": 9.80828e-05,
+        "gamma": 0.999,
+        "gae_lambda": 0.99,
+        "clip_range": 0.2,
+        "n_epochs": 5,
+        "ent_coef": 0.00229519,
+        "vf_coef": 0.835671,
+        "max_grad_norm": 0.7,
     },
     "walker2d": {
-        "batch_size": 32, "learning_rate": 5.05041e-05, "gamma": 0.99, "gae_lambda": 0.95, "clip_range": 0.1,
-        "n_epochs": 20, "ent_coef": 0.000585045, "vf_coef": 0.871923, "max_grad_norm": 1.0,
+        "batch_size": 32,
+        "learning_rate": 5.05041e-05,
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+        "clip_range": 0.1,
+        "n_epochs": 20,
+        "ent_coef": 0.000585045,
+        "vf_coef": 0.871923,
+        "max_grad_norm": 1.0,
     },
-}  # fmt: skip
+}
 WIDE = {"net_arch": [256, 256], "activation": "relu", "log_std_init": -2.0, "ortho_init": False}
 ZOO_NETWORKS = {"halfcheetah": WIDE, "hopper": WIDE, "walker2d": {}}  # {}: the library's 64-64 tanh
 
@@ -85,8 +106,13 @@ def sb3_theirs(task: str) -> Settings:
     """The zoo's settings on 64 environments; other tasks take Walker2d's."""
     zoo = ZOO.get(task, ZOO["walker2d"])
     wider = {"batch_size": zoo["batch_size"] * SCALE, "learning_rate": zoo["learning_rate"] * SCALE, "n_steps": 64}
-    return {"num_envs": 64, "class": "PPO", "normalize": True, "model": {**zoo, **wider},
-            "policy": ZOO_NETWORKS.get(task, {})}  # fmt: skip
+    return {
+        "num_envs": 64,
+        "class": "PPO",
+        "normalize": True,
+        "model": {**zoo, **wider},
+        "policy": ZOO_NETWORKS.get(task, {}),
+    }
 
 
 def sb3_off_policy(name: str, task: str) -> Settings:
@@ -98,16 +124,30 @@ def sb3_off_policy(name: str, task: str) -> Settings:
 def rsl_rl_theirs(task: str) -> Settings:
     model = {"class_name": "MLPModel", "hidden_dims": [64, 64], "activation": "elu", "obs_normalization": True}
     algorithm = {
-        "class_name": "PPO", "value_loss_coef": 1.0, "use_clipped_value_loss": False, "clip_param": 0.2, "gamma": 0.99,
-        "entropy_coef": 0.0, "num_learning_epochs": 5, "num_mini_batches": 4, "learning_rate": 5e-4, "lam": 0.95,
-        "schedule": "adaptive", "desired_kl": 0.01, "max_grad_norm": 1.0,
-    }  # fmt: skip
+        "class_name": "PPO",
+        "value_loss_coef": 1.0,
+        "use_clipped_value_loss": False,
+        "clip_param": 0.2,
+        "gamma": 0.99,
+        "entropy_coef": 0.0,
+        "num_learning_epochs": 5,
+        "num_mini_batches": 4,
+        "learning_rate": 5e-4,
+        "lam": 0.95,
+        "schedule": "adaptive",
+        "desired_kl": 0.01,
+        "max_grad_norm": 1.0,
+    }
     noise = {"class_name": "GaussianDistribution", "init_std": 1.0, "std_type": "scalar"}
     return {
-        "num_envs": 256, "num_steps_per_env": 32, "save_interval": 10**9, "algorithm": algorithm,
-        "actor": {**model, "distribution_cfg": noise}, "critic": model,
+        "num_envs": 256,
+        "num_steps_per_env": 32,
+        "save_interval": 10**9,
+        "algorithm": algorithm,
+        "actor": {**model, "distribution_cfg": noise},
+        "critic": model,
         "obs_groups": {"actor": ["policy"], "critic": ["policy"]},
-    }  # fmt: skip
+    }
 
 
 def rsl_rl_ours(task: str) -> Settings:
@@ -115,19 +155,28 @@ def rsl_rl_ours(task: str) -> Settings:
     config, theirs = compose([f"task={task}", "algo=ppo", "device=cpu"]), rsl_rl_theirs(task)
     algo = ppo = own(config, PpoConfig)
     algorithm = {
-        "clip_param": ppo.clip, "gamma": algo.gamma, "entropy_coef": ppo.entropy_coef, "lam": ppo.gae_lambda,
-        "num_learning_epochs": ppo.epochs, "num_mini_batches": ppo.minibatches, "learning_rate": algo.policy.lr,
-        "schedule": "adaptive" if ppo.lr_schedule == "adaptive" else "fixed", "desired_kl": ppo.kl_target,
-        "max_grad_norm": algo.policy.grad_clip or 1e9, "value_loss_coef": ppo.value_coef,
-    }  # fmt: skip
+        "clip_param": ppo.clip,
+        "gamma": algo.gamma,
+        "entropy_coef": ppo.entropy_coef,
+        "lam": ppo.gae_lambda,
+        "num_learning_epochs": ppo.epochs,
+        "num_mini_batches": ppo.minibatches,
+        "learning_rate": algo.policy.lr,
+        "schedule": "adaptive" if ppo.lr_schedule == "adaptive" else "fixed",
+        "desired_kl": ppo.kl_target,
+        "max_grad_norm": algo.policy.grad_clip or 1e9,
+        "value_loss_coef": ppo.value_coef,
+    }
     noise = {**theirs["actor"]["distribution_cfg"], "init_std": ppo.init_std}
     sizes = {w: {"hidden_dims": list(n.hidden), "activation": n.activation} for w, n in _networks(config).items()}
     return {
-        **theirs, "num_envs": config.num_envs, "num_steps_per_env": ppo.horizon,
+        **theirs,
+        "num_envs": config.num_envs,
+        "num_steps_per_env": ppo.horizon,
         "algorithm": {**theirs["algorithm"], **algorithm},
         "actor": {**theirs["actor"], **sizes["pi"], "distribution_cfg": noise},
         "critic": {**theirs["critic"], **sizes["vf"]},
-    }  # fmt: skip
+    }
 
 
 def sb3_ours(task: str) -> Settings:
@@ -135,10 +184,17 @@ def sb3_ours(task: str) -> Settings:
     config = compose([f"task={task}", "algo=ppo", "device=cpu"])
     algo = ppo = own(config, PpoConfig)
     model = {
-        "n_steps": ppo.horizon, "batch_size": config.num_envs * ppo.horizon // ppo.minibatches, "n_epochs": ppo.epochs,
-        "learning_rate": algo.policy.lr, "gamma": algo.gamma, "gae_lambda": ppo.gae_lambda, "clip_range": ppo.clip,
-        "ent_coef": ppo.entropy_coef, "vf_coef": ppo.value_coef, "max_grad_norm": algo.policy.grad_clip or 1e9,
-    }  # fmt: skip
+        "n_steps": ppo.horizon,
+        "batch_size": config.num_envs * ppo.horizon // ppo.minibatches,
+        "n_epochs": ppo.epochs,
+        "learning_rate": algo.policy.lr,
+        "gamma": algo.gamma,
+        "gae_lambda": ppo.gae_lambda,
+        "clip_range": ppo.clip,
+        "ent_coef": ppo.entropy_coef,
+        "vf_coef": ppo.value_coef,
+        "max_grad_norm": algo.policy.grad_clip or 1e9,
+    }
     arch = {name: list(net.hidden) for name, net in _networks(config).items()}
     init = float(torch.tensor(ppo.init_std).log())
     policy = {"net_arch": arch, "activation": algo.policy.activation, "log_std_init": init}
@@ -151,8 +207,16 @@ def _networks(config: Any) -> dict[str, Any]:
 
 def pql_settings(algo: str, task: str) -> Settings:
     """Our own preset, untouched, and what it sets otherwise than the schema: a changed preset makes another result."""
-    words = [f"task={task}", f"algo={algo}", "device=cpu", "eval.every_seconds=null", "eval.final=false",
-             "checkpoint.every_seconds=null", "checkpoint.replay=false", "logger=none"]  # fmt: skip
+    words = [
+        f"task={task}",
+        f"algo={algo}",
+        "device=cpu",
+        "eval.every_seconds=null",
+        "eval.final=false",
+        "checkpoint.every_seconds=null",
+        "checkpoint.replay=false",
+        "logger=none",
+    ]
     defaults = dict(leaves(Config()))
     config = dict(leaves(compose([*words, "budget.seconds=1"])))
     return {"words": words, "config": {k: v for k, v in config.items() if v != defaults[k]}}

@@ -24,9 +24,16 @@ from pql.actor.client import OPTIONS
 
 ENVS, FRAME = 32, (84, 84)
 PIXELS = {
-    "name": "pixels", "num_envs": ENVS, "obs": {"policy": [[4, *FRAME], "uint8", 4]}, "action": {"n": 6},
-    "max_episode_steps": 1000, "autoreset": "same_step", "final_obs": "always", "log": [], "info": {},
-}  # fmt: skip
+    "name": "pixels",
+    "num_envs": ENVS,
+    "obs": {"policy": [[4, *FRAME], "uint8", 4]},
+    "action": {"n": 6},
+    "max_episode_steps": 1000,
+    "autoreset": "same_step",
+    "final_obs": "always",
+    "log": [],
+    "info": {},
+}
 ACT = f"/{wire.SERVICE}/{wire.METHOD}"
 OWN = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a connection for each channel
 

@@ -47,7 +47,7 @@ from pql.config import (
     ReplayConfig,
     TaskConfig,
     ThreadsConfig,
-)  # fmt: skip
+)
 from pql.machine import available_cores
 from pql.replay import replay_bytes
 from pql.task import describe_env
@@ -68,17 +68,27 @@ Round = Callable[[], float]
 def make_config(args: Any, num_envs: int, batch: int, groups: int | None = None, capacity: int = 20_000) -> Config:
     """DQN on a game, every row used ``INTENSITY`` times. Adam, as Stable-Baselines3 has it."""
     algo = DqnConfig(
-        name="dqn", batch_size=batch, n_step=1, warmup_steps=32,
-        v_per_step=INTENSITY * num_envs / batch, normalize_obs=False, encoder=EncoderConfig("nature", features=0),
+        name="dqn",
+        batch_size=batch,
+        n_step=1,
+        warmup_steps=32,
+        v_per_step=INTENSITY * num_envs / batch,
+        normalize_obs=False,
+        encoder=EncoderConfig("nature", features=0),
         critic=DistributionalNetConfig(hidden=[512], activation="relu", lr=1e-4, weight_decay=0.0, grad_clip=10.0),
-        target_period=num_envs * 1000, epsilon=EpsilonConfig("fixed", end=0.01),
-    )  # fmt: skip
+        target_period=num_envs * 1000,
+        epsilon=EpsilonConfig("fixed", end=0.01),
+    )
     task = TaskConfig(name="atari", game=args.game, reward_clip=1.0, kwargs={"noop_max": 30})
     threads = ThreadsConfig(args.threads, args.threads, args.threads, args.threads)
     return Config(
-        task=task, algo=algo, replay=ReplayConfig(capacity=max(capacity, 64 * num_envs)), num_envs=num_envs,
-        device=args.device, placement=PlacementConfig(groups=groups, threads=threads),
-    )  # fmt: skip
+        task=task,
+        algo=algo,
+        replay=ReplayConfig(capacity=max(capacity, 64 * num_envs)),
+        num_envs=num_envs,
+        device=args.device,
+        placement=PlacementConfig(groups=groups, threads=threads),
+    )
 
 
 def ready(config: Config) -> Parts:
@@ -161,9 +171,15 @@ def raw_env(args: Any, num_envs: int) -> Any:
     from ale_py.vector_env import AtariVectorEnv
 
     return AtariVectorEnv(
-        args.game, num_envs, num_threads=args.threads, autoreset_mode="SameStep", reward_clipping=False,
-        use_fire_reset=False, noop_max=31, max_num_frames_per_episode=SKIP * LIMIT,
-    )  # fmt: skip
+        args.game,
+        num_envs,
+        num_threads=args.threads,
+        autoreset_mode="SameStep",
+        reward_clipping=False,
+        use_fire_reset=False,
+        noop_max=31,
+        max_num_frames_per_episode=SKIP * LIMIT,
+    )
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -222,9 +238,10 @@ def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
     close(parts)
     return [
         compare(f"learning: update B={batch} / convolutions and products", "us", times["update"], times["bare"]),
-        compare(f"learning: burst of {job.size} B={batch} / convolutions and products", "us", times["burst"],
-                times["bare"]),
-    ]  # fmt: skip
+        compare(
+            f"learning: burst of {job.size} B={batch} / convolutions and products", "us", times["burst"], times["bare"]
+        ),
+    ]
 
 
 def training(args: Any) -> list[dict[str, Any]]:

@@ -28,8 +28,16 @@ from pql.compose import compose
 
 CORRECTIONS = ("vtrace", "one_step", "none")
 LAST = 0.4  # of a run's ticks, whose episodes count
-FIXED = ("device=cpu", "algo=impala", "algo.schedule=lockstep", "algo.anneal_steps=null", "cuda_graphs=off",
-         "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1")  # fmt: skip
+FIXED = (
+    "device=cpu",
+    "algo=impala",
+    "algo.schedule=lockstep",
+    "algo.anneal_steps=null",
+    "cuda_graphs=off",
+    "placement.matmul=exact",
+    "placement.threads.collector=1",
+    "placement.threads.v=1",
+)
 
 OWN = ("algo.policy.lr=1.5e-3", "num_envs=256", "algo.horizon=5")  # of ball balance, for all runs alike
 
@@ -63,9 +71,13 @@ def row(correction: str, late: list[float], fresh: list[float], args: Any) -> di
     value, baseline = statistics.mean(late), statistics.mean(fresh)
     return {
         "name": f"{args.task}: {correction}, lag {args.lag} / 0",
-        "value": value, "unit": "return", "baseline": baseline,
-        "ratio": value / baseline if min(value, baseline) > 0 else None, "runs": len(late), "machine": machine(),
-    }  # fmt: skip
+        "value": value,
+        "unit": "return",
+        "baseline": baseline,
+        "ratio": value / baseline if min(value, baseline) > 0 else None,
+        "runs": len(late),
+        "machine": machine(),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,10 +58,14 @@ def row(name: str, other: str, shares: dict[str, list[float]]) -> dict[str, Any]
     spread = " beside ".join(f"{k} ({min(v):.2f} to {max(v):.2f})" for k, v in ((name, mine), (other, theirs)))
     some = any(mine) and any(theirs)
     return {
-        "name": f"right turns: {spread}", "value": fmean(mine), "unit": "share",
-        "baseline": fmean(theirs) if some else None, "ratio": fmean(mine) / fmean(theirs) if some else None,
-        "runs": len(mine), "machine": machine(),
-    }  # fmt: skip
+        "name": f"right turns: {spread}",
+        "value": fmean(mine),
+        "unit": "share",
+        "baseline": fmean(theirs) if some else None,
+        "ratio": fmean(mine) / fmean(theirs) if some else None,
+        "runs": len(mine),
+        "machine": machine(),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

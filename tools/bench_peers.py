@@ -80,9 +80,14 @@ def measure(job: Job, episodes: int) -> Run:
     result = run_episodes(env, trained.policy, seed=1_000_000 + job.seed)
     env.close()
     return {
-        **job.facts(), "return_mean": result.mean, "return_iqm": result.iqm, "returns": result.returns,
-        "seconds": trained.seconds, "env_steps": trained.env_steps, "machine": _bench.machine(),
-    }  # fmt: skip
+        **job.facts(),
+        "return_mean": result.mean,
+        "return_iqm": result.iqm,
+        "returns": result.returns,
+        "seconds": trained.seconds,
+        "env_steps": trained.env_steps,
+        "machine": _bench.machine(),
+    }
 
 
 def measure_apart(job: Job, episodes: int) -> Run:
@@ -207,8 +212,11 @@ class Book:
 
 def say(head: str, run: Run) -> None:
     steps, took = run["env_steps"], run["seconds"]
-    print(f"{head} {run['contender']} {run['task']} seed {run['seed']}: return {run['return_mean']:,.0f}, "
-          f"{steps:,} steps in {took:.1f} s", flush=True)  # fmt: skip
+    print(
+        f"{head} {run['contender']} {run['task']} seed {run['seed']}: return {run['return_mean']:,.0f}, "
+        f"{steps:,} steps in {took:.1f} s",
+        flush=True,
+    )
 
 
 # -- statistics ----------------------------------------------------------------------------------------------------
@@ -258,8 +266,15 @@ def lead(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], seed: int =
 
 
 def row(name: str, value: float, unit: str, runs: int) -> dict[str, Any]:
-    return {"name": name, "value": float(value), "unit": unit, "baseline": None, "ratio": None, "runs": runs,
-            "machine": _bench.machine()}  # fmt: skip
+    return {
+        "name": name,
+        "value": float(value),
+        "unit": unit,
+        "baseline": None,
+        "ratio": None,
+        "runs": runs,
+        "machine": _bench.machine(),
+    }
 
 
 def rows_of(runs: list[Run]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from pql.config import (
     PlacementConfig,
     ReplayConfig,
     ThreadsConfig,
-)  # fmt: skip
+)
 from pql.env import VecEnv
 from pql.envs.far_build import FLAGS, describe
 from pql.envs.process import ProcessVec, read_spec
@@ -143,11 +143,23 @@ def round_trips(args: argparse.Namespace) -> list[dict[str, Any]]:
 def learning(envs: int) -> Config:
     """A run whose learners keep one thread each busy for some milliseconds a tick."""
     net: dict[str, Any] = {"hidden": [64, 64]}
-    algo = DdpgConfig(batch_size=256, n_step=1, v_per_step=4, p_per_v=0.5, warmup_steps=8,
-                      critic=CriticConfig(**net), policy=DeterministicPolicyConfig(**net))  # fmt: skip
+    algo = DdpgConfig(
+        batch_size=256,
+        n_step=1,
+        v_per_step=4,
+        p_per_v=0.5,
+        warmup_steps=8,
+        critic=CriticConfig(**net),
+        policy=DeterministicPolicyConfig(**net),
+    )
     threads = ThreadsConfig(collector=1, v=1, p=1, simulator=1)
-    return Config(algo=algo, num_envs=envs, device="cpu", replay=ReplayConfig(capacity=100 * envs),
-                  placement=PlacementConfig(executor="threads", threads=threads))  # fmt: skip
+    return Config(
+        algo=algo,
+        num_envs=envs,
+        device="cpu",
+        replay=ReplayConfig(capacity=100 * envs),
+        placement=PlacementConfig(executor="threads", threads=threads),
+    )
 
 
 def ticks_per_second(env: VecEnv, seconds: float, stack: ExitStack) -> Round:
@@ -178,8 +190,10 @@ def overlap(args: argparse.Namespace) -> list[dict[str, Any]]:
         hold = WAIT / free()
         there = ProcessVec("_echo:Echo", n, python=args.python, kwargs={"hold": hold})
         opened.callback(there.close)
-        beside = {k: ticks_per_second(e, args.seconds, opened) for k, e in (
-            ("here", Here(Echo(n, hold=hold))), ("there", there))}  # fmt: skip
+        beside = {
+            k: ticks_per_second(e, args.seconds, opened)
+            for k, e in (("here", Here(Echo(n, hold=hold))), ("there", there))
+        }
         rates = alternate(beside, args.rounds)
     return [compare("overlap: in another process / in this one", "ticks/s", rates["there"], rates["here"])]
 

@@ -109,8 +109,9 @@ def bench_reads(replay: Replay, cursor: Cursor, batch: int, args: Any) -> list[d
     pairs = [
         (obs, [torch.cat(pair) for pair in zip(*(cells(replay, batch, 1) for _ in range(2)), strict=True)]),
         (replay.action, cells(replay, batch, 1)),
-        (replay.reward, cells(replay, batch, N_STEP)), (replay.flags, cells(replay, batch, N_STEP + 1)),
-    ]  # fmt: skip
+        (replay.reward, cells(replay, batch, N_STEP)),
+        (replay.flags, cells(replay, batch, N_STEP + 1)),
+    ]
     few = [(obs, cells(replay, batch, 1)), (replay.flags, cells(replay, batch, 1))]
     fns = {
         "sample": lambda: replay.sample(cursor, batch, N_STEP, GAMMA, gen),

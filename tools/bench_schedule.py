@@ -76,10 +76,13 @@ class Sleeper:
 def make_config(num_envs: int, batch: int, hidden: list[int], v_per_step: float, p_per_v: float) -> Config:
     """A run's config on the CPU; the schedule is chosen later."""
     algo = DdpgConfig(
-        batch_size=batch, v_per_step=v_per_step, p_per_v=p_per_v, warmup_steps=8,
+        batch_size=batch,
+        v_per_step=v_per_step,
+        p_per_v=p_per_v,
+        warmup_steps=8,
         critic=CriticConfig(hidden=hidden, activation="relu"),
         policy=DeterministicPolicyConfig(hidden=hidden, activation="relu"),
-    )  # fmt: skip
+    )
     return Config(algo=algo, replay=ReplayConfig(capacity=1024 * num_envs), num_envs=num_envs, device="cpu")
 
 

@@ -28,9 +28,18 @@ from torch import Tensor
 from pql.errors import ConfigError
 
 PAIRS: tuple[type[Pair], ...] = (
-    Ant, Humanoid, Anymal, BallBalance, FrankaCubeStack, FrankaCubeStackTorque, ShadowHand, ShadowHandFull,
-    ShadowHandFullNoVel, ShadowHandOpenAI, AllegroHand,
-)  # fmt: skip
+    Ant,
+    Humanoid,
+    Anymal,
+    BallBalance,
+    FrankaCubeStack,
+    FrankaCubeStackTorque,
+    ShadowHand,
+    ShadowHandFull,
+    ShadowHandFullNoVel,
+    ShadowHandOpenAI,
+    AllegroHand,
+)
 HEAD = ("task", "quantity", "states", "largest difference", "among them")
 
 

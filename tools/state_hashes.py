@@ -21,9 +21,20 @@ DISCRETE = ("dqn", "c51", "rainbow", "eps_rainbow", "apex", "r2d2", "pqn")
 ALGORITHMS = ("pql", "pql_d", "pql_sac", "ddpg", "td3", "sac", "ppo", "a2c", "a3c", "appo", "impala", *DISCRETE)
 SCHEDULES = ("concurrent", "lockstep")
 TICKS, ENVS = 200, 8
-WORDS = ["device=cpu", "scale=cpu", f"num_envs={ENVS}", "seed=3", "budget.seconds=null", "eval.final=false",
-         "eval.every_seconds=null", "checkpoint.every_seconds=null", "placement.executor=inline",
-         "algo.warmup_steps=8", "algo.critic.hidden=[16,16]", "logger=none"]  # fmt: skip
+WORDS = [
+    "device=cpu",
+    "scale=cpu",
+    f"num_envs={ENVS}",
+    "seed=3",
+    "budget.seconds=null",
+    "eval.final=false",
+    "eval.every_seconds=null",
+    "checkpoint.every_seconds=null",
+    "placement.executor=inline",
+    "algo.warmup_steps=8",
+    "algo.critic.hidden=[16,16]",
+    "logger=none",
+]
 
 
 def state_hash(algorithm: str, schedule: str) -> str:
@@ -31,8 +42,14 @@ def state_hash(algorithm: str, schedule: str) -> str:
     task = TASKS["discrete" if algorithm in DISCRETE else "continuous"]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        words = [*WORDS, f"task={task}", f"algo={algorithm}", f"algo.schedule={schedule}", f"run_dir={run}",
-                 f"budget.env_steps={TICKS * ENVS}"]  # fmt: skip
+        words = [
+            *WORDS,
+            f"task={task}",
+            f"algo={algorithm}",
+            f"algo.schedule={schedule}",
+            f"run_dir={run}",
+            f"budget.env_steps={TICKS * ENVS}",
+        ]
         if algorithm not in DISCRETE:
             words.append("algo.policy.hidden=[16,16]")
         if algorithm not in ("pqn", "r2d2") and algorithm not in ALGORITHMS[6:11]:

@@ -28,28 +28,53 @@ class AtariSim:
     """
 
     def __init__(
-        self, num_envs: int, device: Any = "cpu", game: str = "pong", autoreset: str = "same_step",
-        noop_max: int = 30, sticky: float = 0.0, full_actions: bool = False, life_loss: bool = False,
-        fire_reset: bool = False, max_episode_steps: int = 27_000, threads: int = 0,
-    ):  # fmt: skip
+        self,
+        num_envs: int,
+        device: Any = "cpu",
+        game: str = "pong",
+        autoreset: str = "same_step",
+        noop_max: int = 30,
+        sticky: float = 0.0,
+        full_actions: bool = False,
+        life_loss: bool = False,
+        fire_reset: bool = False,
+        max_episode_steps: int = 27_000,
+        threads: int = 0,
+    ):
         games = roms.get_all_rom_ids()
         if game not in games:
             raise ConfigError("game", game, f"a game of ale_py's, such as pong{nearest(game, games)}")
         if autoreset not in MODES:
             raise ConfigError("autoreset", autoreset, " or ".join(MODES))
         self.vec = AtariVectorEnv(
-            game, num_envs, num_threads=threads, max_num_frames_per_episode=SKIP * max_episode_steps,
-            repeat_action_probability=sticky, full_action_space=full_actions, autoreset_mode=MODES[autoreset],
-            img_height=SIZE, img_width=SIZE, stack_num=STACK, frameskip=SKIP,
-            noop_max=noop_max + 1 if noop_max else 0, use_fire_reset=fire_reset, reward_clipping=False,
-        )  # fmt: skip
+            game,
+            num_envs,
+            num_threads=threads,
+            max_num_frames_per_episode=SKIP * max_episode_steps,
+            repeat_action_probability=sticky,
+            full_action_space=full_actions,
+            autoreset_mode=MODES[autoreset],
+            img_height=SIZE,
+            img_width=SIZE,
+            stack_num=STACK,
+            frameskip=SKIP,
+            noop_max=noop_max + 1 if noop_max else 0,
+            use_fire_reset=fire_reset,
+            reward_clipping=False,
+        )
         self.life_loss, self.next = life_loss, autoreset == "next_step"
         self.spec = EnvSpec(
-            name=game, num_envs=num_envs, obs={"policy": ObsSpec((STACK, SIZE, SIZE), cast(Any, "uint8"), STACK)},
-            action=Discrete(actions(game, full_actions)), device=cast(Any, "cpu"), max_episode_steps=max_episode_steps,
-            autoreset=cast(Any, autoreset), final_obs="always", log=("score",),
+            name=game,
+            num_envs=num_envs,
+            obs={"policy": ObsSpec((STACK, SIZE, SIZE), cast(Any, "uint8"), STACK)},
+            action=Discrete(actions(game, full_actions)),
+            device=cast(Any, "cpu"),
+            max_episode_steps=max_episode_steps,
+            autoreset=cast(Any, autoreset),
+            final_obs="always",
+            log=("score",),
             info={"dt": SKIP / 60, **({"lost_life": True} if life_loss else {})},
-        )  # fmt: skip
+        )
         self.ended = np.zeros(num_envs, dtype=bool)
         self.lives = np.zeros(num_envs, dtype=np.int32)
 
@@ -73,10 +98,16 @@ class AtariSim:
             final = np.where(over[:, None, None, None], info["final_obs"], obs)
         score: Any = reward.astype(np.float32)
         return Step(
-            obs={"policy": obs}, reward=score, terminated=terminated, truncated=truncated,
-            first=filler if self.next else over, final_obs={"policy": final}, final_ok=np.ones_like(over),
-            valid=~filler, log={"score": score},
-        )  # fmt: skip
+            obs={"policy": obs},
+            reward=score,
+            terminated=terminated,
+            truncated=truncated,
+            first=filler if self.next else over,
+            final_obs={"policy": final},
+            final_ok=np.ones_like(over),
+            valid=~filler,
+            log={"score": score},
+        )
 
     def close(self) -> None:
         self.vec.close()

@@ -76,9 +76,16 @@ class Actor:
     """
 
     def __init__(
-        self, address: str, sim: Simulator, role: str = "train", token: str | None = None, ca: bytes | None = None,
-        patience: float | None = None, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None,
-    ):  # fmt: skip
+        self,
+        address: str,
+        sim: Simulator,
+        role: str = "train",
+        token: str | None = None,
+        ca: bytes | None = None,
+        patience: float | None = None,
+        tell: Callable[[str], None] | None = None,
+        leave: threading.Event | None = None,
+    ):
         self.address, self.sim, self.role, self.token = address, sim, role, token
         self.patience, self.tell, self.leave = patience, tell or say, leave or threading.Event()
         self.facts = describe(sim.spec)

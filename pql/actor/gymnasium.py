@@ -40,9 +40,14 @@ class GymnasiumSim:
     """
 
     def __init__(
-        self, num_envs: int, id: str = "Pendulum-v1", autoreset: str = "same_step", vectorization: str = "sync",
-        kwargs: Mapping[str, Any] | None = None, device: Any = "cpu",
-    ):  # fmt: skip
+        self,
+        num_envs: int,
+        id: str = "Pendulum-v1",
+        autoreset: str = "same_step",
+        vectorization: str = "sync",
+        kwargs: Mapping[str, Any] | None = None,
+        device: Any = "cpu",
+    ):
         for setting, value, allowed in (
             ("autoreset", autoreset, (*MODES,)),
             ("vectorization", vectorization, ("sync", "async")),
@@ -59,10 +64,16 @@ class GymnasiumSim:
         limit = getattr(self.envs.spec, "max_episode_steps", None)
         rate = self.envs.metadata.get("render_fps")
         self.spec = EnvSpec(
-            name=id, num_envs=num_envs, obs=obs_spec(self.envs.single_observation_space),
-            action=action_spec(self.space), device="cpu", max_episode_steps=limit if limit and limit > 0 else None,
-            autoreset=autoreset, final_obs="always", info={"dt": 1 / rate} if rate else {},
-        )  # fmt: skip
+            name=id,
+            num_envs=num_envs,
+            obs=obs_spec(self.envs.single_observation_space),
+            action=action_spec(self.space),
+            device="cpu",
+            max_episode_steps=limit if limit and limit > 0 else None,
+            autoreset=autoreset,
+            final_obs="always",
+            info={"dt": 1 / rate} if rate else {},
+        )
         self.next = autoreset == "next_step"
         self.ended = np.zeros(num_envs, dtype=bool)
 
@@ -83,9 +94,16 @@ class GymnasiumSim:
                 for k, row in groups(info["final_obs"][i]).items():
                     final[k][i] = row
         return Step(
-            obs=seen, reward=reward, terminated=terminated & ~filler, truncated=truncated & ~terminated & ~filler,
-            first=filler if self.next else over, final_obs=final, final_ok=np.ones_like(over), valid=~filler, log={},
-        )  # fmt: skip
+            obs=seen,
+            reward=reward,
+            terminated=terminated & ~filler,
+            truncated=truncated & ~terminated & ~filler,
+            first=filler if self.next else over,
+            final_obs=final,
+            final_ok=np.ones_like(over),
+            valid=~filler,
+            log={},
+        )
 
     def close(self) -> None:
         self.envs.close()

@@ -200,11 +200,14 @@ def value_state(config: Config, critic: Critic, device: torch.device) -> ValueSt
     algo = own(config, ActorCriticConfig)
     net, flat = algo.critic, Flat(critic, trained=True)
     return ValueState(
-        critic=flat, target=Flat(copy.deepcopy(critic)),
-        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps), tau=net.tau,
+        critic=flat,
+        target=Flat(copy.deepcopy(critic)),
+        optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps),
+        tau=net.tau,
         atoms=make_atoms(config, device),
-        target_every=net.target_every, clock=Clock(device) if net.target_every > 1 else None,
-    )  # fmt: skip
+        target_every=net.target_every,
+        clock=Clock(device) if net.target_every > 1 else None,
+    )
 
 
 def value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:

@@ -32,14 +32,17 @@ def update(state: ValueState, inputs: DqnConfig, batch: Batch, gen: Generator) -
         state.priorities.update(batch.index, error, batch.mask)
     share = loss_share(batch.mask, torch.ones_like(batch.weight))
     return {
-        "loss/critic": total.detach(), "value/q": (q * share).sum(), "value/td_error": (error.abs() * share).sum(),
-        "grad_norm/critic": norm, "replay/weight_mean": (batch.weight * share).sum(),
-    }  # fmt: skip
+        "loss/critic": total.detach(),
+        "value/q": (q * share).sum(),
+        "value/td_error": (error.abs() * share).sum(),
+        "grad_norm/critic": norm,
+        "replay/weight_mean": (batch.weight * share).sum(),
+    }
 
 
 def scalar_loss(
     net: QNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Half the squared TD error, or Huber's loss. Returns (loss, TD error, value), [B] each."""
     with torch.no_grad():
         ahead = target_net(batch.next_obs)  # [B, n]

@@ -75,10 +75,16 @@ def update(state: PpoState, inputs: ImpalaConfig, batch: Unroll, gen: Generator)
         explained = 1 - masked_moments(target - value, mask)[1] / (masked_moments(target, mask)[1] + EPSILON)
         lag = rows_lag(state, batch.version, mask)
     return {
-        "loss/policy": policy_loss.detach(), "loss/critic": critic_loss.detach(), "grad_norm/policy": norm,
-        "policy/entropy": entropy.detach(), "policy/kl": kl.detach(), "policy/lr": state.optimizer.lr,
-        "vtrace/weight": (share * weight).sum(), "value/explained_variance": explained, **lag.measures(),
-    }  # fmt: skip
+        "loss/policy": policy_loss.detach(),
+        "loss/critic": critic_loss.detach(),
+        "grad_norm/policy": norm,
+        "policy/entropy": entropy.detach(),
+        "policy/kl": kl.detach(),
+        "policy/lr": state.optimizer.lr,
+        "vtrace/weight": (share * weight).sum(),
+        "value/explained_variance": explained,
+        **lag.measures(),
+    }
 
 
 def correct(settings: ImpalaConfig, batch: Unroll, log_ratio: Tensor, values: Tensor) -> Corrected:
@@ -93,9 +99,16 @@ def correct(settings: ImpalaConfig, batch: Unroll, log_ratio: Tensor, values: Te
     plain = torch.zeros_like(log_ratio)
     traced = log_ratio if settings.correction == "vtrace" else plain
     out = vtrace(
-        traced, batch.reward, settings.gamma * batch.alive, values[:rows], values.gather(0, batch.successor),
-        batch.goes_on, batch.mask, settings.vtrace, settings.trace_lambda,
-    )  # fmt: skip
+        traced,
+        batch.reward,
+        settings.gamma * batch.alive,
+        values[:rows],
+        values.gather(0, batch.successor),
+        batch.goes_on,
+        batch.mask,
+        settings.vtrace,
+        settings.trace_lambda,
+    )
     if settings.correction == "one_step":
         return out._replace(weight=log_ratio.exp().clamp(max=settings.vtrace.pg_rho_bar))
     return out

@@ -91,16 +91,17 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     """
     if not isinstance(spec.action, Box):
         raise ConfigError(
-            "task", config.task.name,
+            "task",
+            config.task.name,
             f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ...",
-        )  # fmt: skip
+        )
     check_obs(config, spec)
     return ring_rows(config, spec, counts, device)
 
 
 def wire(
     kind: ActorCritic, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
-) -> Wiring:  # fmt: skip
+) -> Wiring:
     """Networks, replay (a second one, of observations alone, where the P-learner sits elsewhere), and the workers."""
     spec, seed = env.spec, seeds(config.seed)
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
@@ -114,9 +115,11 @@ def wire(
     roles = {
         "v": value_role(kind, config, policy, critic, normalizer, replays[0], gens["v"]),
         "p": policy_role(kind, config, policy, critic, normalizer, replays[-1], gens["p"]),
-        "collector": Role(pulls={"policy": [Flat(collector.actor.policy).data]}, owns={
-            "norm": normalizer.frozen(), "rows": replays[0].live.tensors()}),
-    }  # fmt: skip
+        "collector": Role(
+            pulls={"policy": [Flat(collector.actor.policy).data]},
+            owns={"norm": normalizer.frozen(), "rows": replays[0].live.tensors()},
+        ),
+    }
     cursor, learner = roles["v"].cursor, roles["p"].learner
     assert cursor is not None
     assert learner is not None
@@ -124,9 +127,14 @@ def wire(
 
 
 def value_role(
-    kind: ActorCritic, config: Config, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay,
+    kind: ActorCritic,
+    config: Config,
+    policy: nn.Module,
+    critic: Critic,
+    norm: Normalizer,
+    replay: Replay,
     gen: Generator,
-) -> Role:  # fmt: skip
+) -> Role:
     """The V-learner: critic and target, a private policy, normaliser and cursor."""
     algo, device = own(config, ActorCriticConfig), replay.device
     trainer = kind.value(config, copy.deepcopy(critic).to(device), copy.deepcopy(policy).to(device), device)
@@ -137,9 +145,14 @@ def value_role(
 
 
 def policy_role(
-    kind: ActorCritic, config: Config, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay,
+    kind: ActorCritic,
+    config: Config,
+    policy: nn.Module,
+    critic: Critic,
+    norm: Normalizer,
+    replay: Replay,
     gen: Generator,
-) -> Role:  # fmt: skip
+) -> Role:
     """The P-learner: the policy, a private critic, normaliser and cursor."""
     algo, device, size = own(config, ActorCriticConfig), replay.device, replay.action.shape[1]
     trainer = kind.improve(config, copy.deepcopy(policy).to(device), copy.deepcopy(critic).to(device), size, device)
@@ -209,9 +222,16 @@ def make_critic(config: Config, spec: EnvSpec) -> Critic:
     encoder, group = make_encoder(config, spec, "critic"), groups_of(config, spec, "critic")[0]
     size = spec.obs[group].shape[0] if encoder is None else encoder.size
     return Critic(
-        group, size, cast(Box, spec.action).size, net.hidden, net.activation, net.layer_norm, net.ensemble, net.atoms,
+        group,
+        size,
+        cast(Box, spec.action).size,
+        net.hidden,
+        net.activation,
+        net.layer_norm,
+        net.ensemble,
+        net.atoms,
         encoder,
-    )  # fmt: skip
+    )
 
 
 def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None = None) -> Outputs:

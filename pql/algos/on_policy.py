@@ -164,16 +164,17 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 
 def check_room(
     setting: str, horizon: int, spec: EnvSpec, params_size: int, device: torch.device, parts: int = 1
-) -> None:  # fmt: skip
+) -> None:
     """Raises ``ConfigError`` for ``setting`` where a rollout of ``horizon`` rows does not fit into memory."""
     # The segment (or several), its normalised copy, and as much again for a minibatch and its activations.
     need, free = (2 + parts) * rollout_bytes(spec, horizon, params_size), available_bytes(device)
     if need > free:
         raise ConfigError(
-            setting, horizon,
+            setting,
+            horizon,
             f"at most about {max(1, horizon * free // need)} with num_envs={spec.num_envs}: this takes "
             f"{need / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free",
-        )  # fmt: skip
+        )
 
 
 def wire(
@@ -218,7 +219,7 @@ class Source:
 
 def make_source(
     config: Config, spec: EnvSpec, norm: Normalizer, net: ActorCritic, rows: int, halves: int, device: torch.device
-) -> Source:  # fmt: skip
+) -> Source:
     """A rollout in ``halves``, or unrolls of each environment's own where they may answer late."""
     sizes = (rows, net.policy.dist.params_size, device, net.policy.body.carry_size)
     if apart(config, spec):
@@ -241,9 +242,7 @@ def apart(config: Config, spec: EnvSpec) -> bool:
     return spec.spread > 1 and algo.on_policy_corrected and (algo.lstm is None or algo.shared)
 
 
-def make_learner(
-    kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, source: Source, gen: Generator
-) -> Learner:  # fmt: skip
+def make_learner(kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, source: Source, gen: Generator) -> Learner:
     """One learner of policy and value."""
     state, settings = kind.state(config, flat, make_optimizer(config, flat), spec.num_envs), config.algo
     now = cast(RolloutState, state)

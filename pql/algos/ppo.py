@@ -69,7 +69,7 @@ class PpoState(State):
 
 def make_state(
     config: Config, flat: Flat, optimizer: Optimizer, num_envs: int, normalize_value: bool = False
-) -> PpoState:  # fmt: skip
+) -> PpoState:
     """The learner's state around the parameters of an :class:`ActorCritic`."""
     net, device = cast(ActorCritic, flat.module), flat.data.device
     moments = Moments((), device) if normalize_value else None
@@ -179,9 +179,14 @@ def prepare(state: PpoState, settings: PpoConfig, segment: Segment) -> tuple[dic
         advantage = advantage * weight
     columns = {
         **{f"obs/{k}": v[:rows] for k, v in segment.obs.items()},
-        "action": segment.action, "params": params, "log_prob": log_prob, "advantage": advantage, "target": target,
-        "value": value, "mask": mask,
-    }  # fmt: skip
+        "action": segment.action,
+        "params": params,
+        "log_prob": log_prob,
+        "advantage": advantage,
+        "target": target,
+        "value": value,
+        "mask": mask,
+    }
     return columns, explained
 
 
@@ -284,11 +289,17 @@ def update(state: PpoState, inputs: PpoConfig, batch: Minibatch, gen: Generator)
         norm = state.optimizer.step(skip, batch.mask)
         clipped = torch.zeros_like(kl) if clip is None else (share * ((ratio - 1).abs() > clip)).sum()
     return {
-        "loss/policy": policy_loss.detach(), "loss/critic": critic_loss.detach(), "grad_norm/policy": norm,
-        "policy/entropy": entropy.detach(), "policy/kl": kl, "policy/clip_fraction": clipped,
-        "policy/lr": state.optimizer.lr, "policy/updates_kept": state.progress.go,
-        "value/explained_variance": batch.explained, **(batch.lag.measures() if batch.lag else {}),
-    }  # fmt: skip
+        "loss/policy": policy_loss.detach(),
+        "loss/critic": critic_loss.detach(),
+        "grad_norm/policy": norm,
+        "policy/entropy": entropy.detach(),
+        "policy/kl": kl,
+        "policy/clip_fraction": clipped,
+        "policy/lr": state.optimizer.lr,
+        "policy/updates_kept": state.progress.go,
+        "value/explained_variance": batch.explained,
+        **(batch.lag.measures() if batch.lag else {}),
+    }
 
 
 def surrogate_loss(ratio: Tensor, advantage: Tensor, clip: float | Tensor | None) -> Tensor:

@@ -64,9 +64,14 @@ def returns(state: PqnState, settings: PqnConfig, segment: Segment) -> Tensor:
     value = torch.cat((segment.params.amax(-1), beyond))  # [T + 1 + K + 1, N]
     next_value = value.gather(0, segment.successor)
     return lambda_returns(
-        segment.reward, settings.gamma * segment.alive, value[:rows], next_value, segment.goes_on, segment.mask,
+        segment.reward,
+        settings.gamma * segment.alive,
+        value[:rows],
+        next_value,
+        segment.goes_on,
+        segment.mask,
         settings.q_lambda,
-    )  # fmt: skip
+    )
 
 
 def update(state: PqnState, inputs: PqnConfig, batch: Minibatch, gen: Generator) -> Metrics:

@@ -41,10 +41,13 @@ def update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generato
     state.priorities.update(batch.index, mixed(error, batch.mask, inputs.eta), batch.mask.amax(0))
     share = loss_share(batch.mask, torch.ones_like(batch.weight))
     return {
-        "loss/critic": total.detach(), "value/q": (q * share).sum(), "value/td_error": (error.abs() * share).sum(),
-        "grad_norm/critic": norm, "replay/weight_mean": (batch.weight * share).sum(),
+        "loss/critic": total.detach(),
+        "value/q": (q * share).sum(),
+        "value/td_error": (error.abs() * share).sum(),
+        "grad_norm/critic": norm,
+        "replay/weight_mean": (batch.weight * share).sum(),
         "replay/used": batch.mask.mean(),
-    }  # fmt: skip
+    }
 
 
 def values(net: RecurrentQNetwork, batch: Sequence, burn_in: int) -> Tensor:

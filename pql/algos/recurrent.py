@@ -25,7 +25,7 @@ from pql.algos.value import (
     target_updates,
     told,
     with_critic,
-)  # fmt: skip
+)
 from pql.collect import Collector
 from pql.config import Config, R2d2Config
 from pql.config.families import own
@@ -82,10 +82,11 @@ def counts(config: Config) -> Counts:
         steps = min(LONGEST_HORIZON, max(1, round(1 / updates)))
         near = Fraction(max(1, round(updates * steps)) * rows, steps * config.num_envs)
         raise ConfigError(
-            "algo.replay_ratio", algo.replay_ratio,
+            "algo.replay_ratio",
+            algo.replay_ratio,
             f"a ratio that gives a whole number of updates ({algo.batch_size} sequences of {algo.length} rows) within "
             f"{LONGEST_HORIZON} steps of {config.num_envs} environments, such as {float(near):g}",
-        )  # fmt: skip
+        )
     out = Counts(updates.denominator, {"v": updates.numerator}, 1)
     assert out.updates["v"] * rows == ratio * out.horizon * config.num_envs
     return out
@@ -108,10 +109,11 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     least = -(-least // algo.period) * algo.period
     if rows < least:
         raise ConfigError(
-            "replay.capacity", config.replay.capacity,
+            "replay.capacity",
+            config.replay.capacity,
             f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments, so that there always is "
             "a whole sequence",
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -131,7 +133,7 @@ def showing(config: Config) -> Config:
 
 def wire(
     kind: Recurrent, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
-) -> Wiring:  # fmt: skip
+) -> Wiring:
     """The ring and the states beside it, their collector and the V-learner."""
     spec, seed, algo = env.spec, seeds(config.seed), own(config, R2d2Config)
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
@@ -144,14 +146,16 @@ def wire(
     collector = Collector(env, actor, norm, [states, ring], gens["collector"], capture)  # in this order: see States
     sequences = make_sequences(config, spec, states)
     value = value_role(kind, config, net, norm, sequences, counts, gens["v"])
-    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={
-        "norm": norm.frozen(), "rows": ring.live.tensors()})  # fmt: skip
+    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
     assert value.cursor is not None
     assert value.learner is not None
     state = cast(ValueState, value.learner.state)
     assert state.priorities is not None
-    gauges = {"replay/bootstrap_lost": value.cursor.lost, "explore/epsilon": epsilon.mean,
-              "replay/beta": state.priorities.beta}  # fmt: skip
+    gauges = {
+        "replay/bootstrap_lost": value.cursor.lost,
+        "explore/epsilon": epsilon.mean,
+        "replay/beta": state.priorities.beta,
+    }
     return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
 
 
@@ -159,23 +163,40 @@ def make_sequences(config: Config, spec: EnvSpec, states: States) -> Sequences:
     algo = own(config, R2d2Config)
     states.ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
     return Sequences(
-        states.ring, states, algo.burn_in, algo.length, algo.n_step, algo.gamma, spec.max_episode_steps,
+        states.ring,
+        states,
+        algo.burn_in,
+        algo.length,
+        algo.n_step,
+        algo.gamma,
+        spec.max_episode_steps,
         algo.stored_state,
-    )  # fmt: skip
+    )
 
 
 def value_role(
-    kind: Recurrent, config: Config, net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences, counts: Counts,
+    kind: Recurrent,
+    config: Config,
+    net: RecurrentQNetwork,
+    norm: Normalizer,
+    sequences: Sequences,
+    counts: Counts,
     gen: Generator,
-) -> Role:  # fmt: skip
+) -> Role:
     """The V-learner: network and target, priorities, a private normaliser and cursor."""
     algo, ring = own(config, R2d2Config), sequences.ring
     device, wanted = ring.device, algo.priority
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = RankedSequences(
-        sequences, wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, algo.huber,
-        algo.eta, partial(kind.targets, epsilon=algo.rescale) if told(config) else None,
-    )  # fmt: skip
+        sequences,
+        wanted.alpha,
+        wanted.beta,
+        wanted.beta_steps,
+        counts.horizon * ring.num_envs,
+        algo.huber,
+        algo.eta,
+        partial(kind.targets, epsilon=algo.rescale) if told(config) else None,
+    )
     every = target_updates(config, counts)
     state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
@@ -199,6 +220,14 @@ def make_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
     group = (net.obs or ["policy"])[0]
     encoder, size = make_features(config, spec, group)
     return RecurrentQNetwork(
-        group, size, algo.lstm, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm,
-        encoder, algo.dueling, algo.shared_grad,
-    )  # fmt: skip
+        group,
+        size,
+        algo.lstm,
+        cast(Discrete, spec.action).n,
+        net.hidden,
+        net.activation,
+        net.layer_norm,
+        encoder,
+        algo.dueling,
+        algo.shared_grad,
+    )

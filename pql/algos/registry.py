@@ -20,10 +20,14 @@ from pql.schedule import Counts
 from pql.wiring import Devices, Wiring
 
 BUILT_IN = {
-    "ddpg": "pql.algos.ddpg:FAMILY", "sac": "pql.algos.sac:FAMILY", "ppo": "pql.algos.ppo:FAMILY",
-    "impala": "pql.algos.impala:FAMILY", "dqn": "pql.algos.dqn:FAMILY", "r2d2": "pql.algos.r2d2:FAMILY",
+    "ddpg": "pql.algos.ddpg:FAMILY",
+    "sac": "pql.algos.sac:FAMILY",
+    "ppo": "pql.algos.ppo:FAMILY",
+    "impala": "pql.algos.impala:FAMILY",
+    "dqn": "pql.algos.dqn:FAMILY",
+    "r2d2": "pql.algos.r2d2:FAMILY",
     "pqn": "pql.algos.pqn:FAMILY",
-}  # fmt: skip
+}
 
 _registered: dict[str, "Family"] = {}
 

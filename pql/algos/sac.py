@@ -19,7 +19,7 @@ from pql.algos.ddpg import (
     ensemble_value,
     loss_share,
     value_state,
-)  # fmt: skip
+)
 from pql.algos.off_policy import ActorCritic, Tensors, Trainer, make_atoms, make_policy
 from pql.config import Config, SacConfig
 from pql.config.families import own
@@ -96,8 +96,11 @@ def policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, 
 def probe(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     """A Gaussian policy's outputs, [2, A] each."""
     mean, log_std = network(obs)
-    outputs = {"forward(obs)'s mean": mean, "forward(obs)'s log_std": log_std,
-               "mean_action": cast(Any, network).mean_action(obs)}  # fmt: skip
+    outputs = {
+        "forward(obs)'s mean": mean,
+        "forward(obs)'s log_std": log_std,
+        "mean_action": cast(Any, network).mean_action(obs),
+    }
     return [(call, output, list(action.shape)) for call, output in outputs.items()]
 
 
@@ -121,10 +124,14 @@ def policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int,
     net, flat = algo.policy, Flat(policy, trained=True)
     temperature = Flat(Temperature(algo.alpha).to(device), trained=True)
     state = SacPolicyState(
-        flat, AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps), temperature,
-        AdamW(temperature, algo.alpha_lr), -float(size) if algo.target_entropy is None else algo.target_entropy,
-        algo.auto_alpha, net.reduce,
-    )  # fmt: skip
+        flat,
+        AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps),
+        temperature,
+        AdamW(temperature, algo.alpha_lr),
+        -float(size) if algo.target_entropy is None else algo.target_entropy,
+        algo.auto_alpha,
+        net.reduce,
+    )
     pulls: Tensors = {"critic": [Flat(critic).data]}
     owns: Tensors = {"policy": [flat.data], "temperature": [temperature.data]}
     return Trainer(state, policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)

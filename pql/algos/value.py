@@ -86,9 +86,10 @@ def counts(config: Config) -> Counts:
     ratio = Fraction(str(algo.v_per_step))
     if ratio.denominator > LONGEST_HORIZON:
         raise ConfigError(
-            "algo.v_per_step", algo.v_per_step,
+            "algo.v_per_step",
+            algo.v_per_step,
             f"a ratio that gives a whole number of updates within {LONGEST_HORIZON} steps, such as 0.5",
-        )  # fmt: skip
+        )
     return Counts(ratio.denominator, {"v": ratio.numerator}, 1)
 
 
@@ -104,10 +105,11 @@ def target_updates(config: Config, counts: Counts) -> int:
         return period * updates // steps
     unit = steps // gcd(steps, updates)
     raise ConfigError(
-        "algo.target_period", period,
+        "algo.target_period",
+        period,
         f"a whole number of updates, {updates} of which come with every {steps} env steps: a multiple of {unit}, "
         f"such as {unit * max(1, round(period / unit))}",
-    )  # fmt: skip
+    )
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
@@ -134,7 +136,7 @@ def check_acting(config: Config, spec: EnvSpec) -> None:
 
 def wire(
     kind: ValueBased, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
-) -> Wiring:  # fmt: skip
+) -> Wiring:
     """The replay, its collector and the V-learner."""
     spec, seed, algo = env.spec, seeds(config.seed), own(config, DqnConfig)
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
@@ -145,8 +147,7 @@ def wire(
     actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(told(config)))
     collector = Collector(env, actor, norm, [ring], gens["collector"], capture)
     value = value_role(kind, config, net, norm, ring, counts, gens["v"])
-    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={
-        "norm": norm.frozen(), "rows": ring.live.tensors()})  # fmt: skip
+    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
     assert value.cursor is not None
     assert value.learner is not None
     gauges = {"replay/bootstrap_lost": value.cursor.lost, "explore/epsilon": epsilon.mean}
@@ -158,7 +159,7 @@ def wire(
 
 def value_role(
     kind: ValueBased, config: Config, net: QNetwork, norm: Normalizer, ring: Replay, counts: Counts, gen: Generator
-) -> Role:  # fmt: skip
+) -> Role:
     """The V-learner: network and target, priorities where they are on, a private normaliser and cursor."""
     algo, device = own(config, DqnConfig), ring.device
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
@@ -209,9 +210,16 @@ def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized
         return None
     clip = None if algo.critic.atoms is not None else algo.huber  # of TD errors; a KL counts in full
     return Prioritized(
-        ring, algo.n_step, algo.gamma, wanted.alpha, wanted.beta, wanted.beta_steps,
-        counts.horizon * ring.num_envs, wanted.initial == "actor", clip,
-    )  # fmt: skip
+        ring,
+        algo.n_step,
+        algo.gamma,
+        wanted.alpha,
+        wanted.beta,
+        wanted.beta_steps,
+        counts.horizon * ring.num_envs,
+        wanted.initial == "actor",
+        clip,
+    )
 
 
 def told(config: Config) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 
 def wire(
     kind: ValueRollout, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
-) -> Wiring:  # fmt: skip
+) -> Wiring:
     """The rollout, its collector and its learner."""
     spec, seed, home, p = env.spec, seeds(config.seed), devices["learner"], own(config, PqnConfig)
     net = seeded(partial(make_q_network, config, spec), seed["init"])

@@ -22,9 +22,17 @@ class Corrected(NamedTuple):
 
 @torch.no_grad()
 def vtrace(
-    log_ratio: Tensor, reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, goes_on: Tensor,
-    mask: Tensor, weights: VtraceConfig, lam: float = 1.0, pg_lam: float = 1.0,
-) -> Corrected:  # fmt: skip
+    log_ratio: Tensor,
+    reward: Tensor,
+    discount: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    goes_on: Tensor,
+    mask: Tensor,
+    weights: VtraceConfig,
+    lam: float = 1.0,
+    pg_lam: float = 1.0,
+) -> Corrected:
     """V-trace targets and advantages, with ratio_t = pi(a_t | x_t) / mu(a_t | x_t).
 
     v_s = V(x_s) + sum_t (prod_{s<=i<t} discount_i c_i) rho_t delta_t over the rows from s to the trajectory's end, with

@@ -23,7 +23,7 @@ from pql.config.groups import (
     RolloutPolicyConfig,
     TrainedNetConfig,
     VtraceConfig,
-)  # fmt: skip
+)
 from pql.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -177,13 +177,19 @@ class DuelingConfig(ReplayAlgoConfig):
         1.0, "Factor on the gradient that both streams send into shared layers.", above=0, high=1
     )
     huber: float | None = setting(
-        1.0, "TD error from which on the loss is linear, and to which priorities are clipped; null: none.",
-        above=0, high=1e6,
-    )  # fmt: skip
+        1.0,
+        "TD error from which on the loss is linear, and to which priorities are clipped; null: none.",
+        above=0,
+        high=1e6,
+    )
     target_period: int = setting(
-        10_000, "Env steps between copies to the target network.", low=1, high=10**12, ranks="divide",
+        10_000,
+        "Env steps between copies to the target network.",
+        low=1,
+        high=10**12,
+        ranks="divide",
         replaces=("critic.tau", "critic.target_every"),
-    )  # fmt: skip
+    )
     optimizer: str = setting("adam", "Optimiser.", choices=("adam", "rmsprop"))
     rms_decay: float = setting(
         0.95, "Decay of the running mean of squared gradients.", low=0, high=1, when="optimizer=rmsprop"
@@ -210,9 +216,12 @@ class DqnConfig(DuelingConfig):
         None, "Initial noise (sigma_0) of noisy layers; null: ordinary layers.", above=0, high=10, weights="policy"
     )
     huber: float | None = setting(
-        1.0, "TD error from which on the loss is linear, and to which priorities are clipped; null: none.",
-        above=0, high=1e6, when="critic.atoms=null",
-    )  # fmt: skip
+        1.0,
+        "TD error from which on the loss is linear, and to which priorities are clipped; null: none.",
+        above=0,
+        high=1e6,
+        when="critic.atoms=null",
+    )
     critic: DistributionalNetConfig = group(DistributionalNetConfig, "The one network.")
 
     @property
@@ -224,9 +233,10 @@ class DqnConfig(DuelingConfig):
         check_support(self.critic)
         if self.priority.initial == "actor" and self.critic.atoms is not None:
             raise ConfigError(
-                "algo.priority.initial", "actor",
+                "algo.priority.initial",
+                "actor",
                 "max with algo.critic.atoms: there priorities are divergences, which the values when acted do not give",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True)
@@ -237,18 +247,24 @@ class R2d2Config(DuelingConfig):
 
     family: str = setting("r2d2", "Update functions.", weights="policy")
     lstm: int = setting(
-        512, "Units of the LSTM between the observation and the layers of critic.hidden.", low=1, high=100_000,
+        512,
+        "Units of the LSTM between the observation and the layers of critic.hidden.",
+        low=1,
+        high=100_000,
         weights="policy",
-    )  # fmt: skip
+    )
     length: int = setting(80, "Rows of a sequence that are trained on.", low=1, high=100_000)
     burn_in: int = setting(40, "Rows before those, which only bring the LSTM's state up to date.", low=0, high=100_000)
     period: int = setting(
         40, "A sequence begins at every so many rows: their states alone are stored.", low=1, high=100_000
     )
     replay_ratio: float = setting(
-        1.0, "Rows trained on per row collected, burn-in not counted; exact.", above=0, high=1e6,
+        1.0,
+        "Rows trained on per row collected, burn-in not counted; exact.",
+        above=0,
+        high=1e6,
         replaces=("v_per_step",),
-    )  # fmt: skip
+    )
     eta: float = setting(
         0.9, "A sequence's priority: this times its largest TD error, plus the rest of 1 times the mean.", low=0, high=1
     )
@@ -285,9 +301,12 @@ class RolloutAlgoConfig(AlgoConfig):
         2, "Equal parts of a rollout, one update each.", low=1, high=100_000, replaces=("batch_size",)
     )
     anneal_steps: int | None = setting(
-        None, "Env steps over which the learning rate falls to 0, warm-up not counted; null: it stays.",
-        low=1, high=10**15, ranks="floor",
-    )  # fmt: skip
+        None,
+        "Env steps over which the learning rate falls to 0, warm-up not counted; null: it stays.",
+        low=1,
+        high=10**15,
+        ranks="floor",
+    )
     amp: bool = setting(False, "Networks in bfloat16 (autocast), acting included; evaluations are in float32.")
 
     @property
@@ -307,8 +326,9 @@ class RolloutAlgoConfig(AlgoConfig):
 
     def check(self, config: "Config") -> None:
         for name, given, unset in (
-            ("replay.prefill", config.replay.prefill, None), ("replay.save", config.replay.save, False),
-        ):  # fmt: skip
+            ("replay.prefill", config.replay.prefill, None),
+            ("replay.save", config.replay.save, False),
+        ):
             if given != unset:
                 shown = "null" if unset is None else "false"
                 raise ConfigError(name, given, f"{shown}: for off-policy algorithms alone, not algo={self.name}")
@@ -381,9 +401,10 @@ class PpoConfig(StochasticConfig):
         True, "The critic predicts returns less their running mean, over their running deviation.", weights="critic"
     )
     lr_schedule: str = setting(
-        "adaptive", "adaptive: by the KL; fixed; linear: to 0 over anneal_steps.",
+        "adaptive",
+        "adaptive: by the KL; fixed; linear: to 0 over anneal_steps.",
         choices=("adaptive", "fixed", "linear"),
-    )  # fmt: skip
+    )
     kl_target: float = setting(
         0.01, "Mean KL that the learning rate is steered to.", above=0, high=100, when="lr_schedule=adaptive"
     )
@@ -438,13 +459,17 @@ class ImpalaConfig(StochasticConfig):
         1, "Equal parts of the environments, one update each.", low=1, high=100_000, replaces=("batch_size",)
     )
     trace_lambda: float = setting(
-        1.0, "Lambda of V-trace: 1: rewards up to the rollout's end; 0: one-step targets.", low=0, high=1,
+        1.0,
+        "Lambda of V-trace: 1: rewards up to the rollout's end; 0: one-step targets.",
+        low=0,
+        high=1,
         replaces=("n_step",),
-    )  # fmt: skip
+    )
     correction: str = setting(
-        "vtrace", "vtrace; one_step: of the policy gradient alone; none: as if on-policy.",
+        "vtrace",
+        "vtrace; one_step: of the policy gradient alone; none: as if on-policy.",
         choices=("vtrace", "one_step", "none"),
-    )  # fmt: skip
+    )
     reduce: str = setting(
         "sum", "Losses over a minibatch's rows. Learning rates do not carry over.", choices=("sum", "mean")
     )
@@ -489,9 +514,12 @@ class PqnConfig(RolloutAlgoConfig):
         32, "Equal parts of a rollout, one update each.", low=1, high=100_000, replaces=("batch_size",)
     )
     q_lambda: float = setting(
-        0.65, "Lambda of the Q(lambda) return: 0: one-step targets; 1: rewards up to the rollout's end.", low=0, high=1,
+        0.65,
+        "Lambda of the Q(lambda) return: 0: one-step targets; 1: rewards up to the rollout's end.",
+        low=0,
+        high=1,
         replaces=("n_step",),
-    )  # fmt: skip
+    )
     optimizer: str = setting("radam", "Optimiser.", choices=("radam", "adam"))
     critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.")
     epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.")

@@ -66,9 +66,18 @@ class Declaration:
 
 
 def setting(
-    default: Any, doc: str = "", *, low: float | None = None, above: float | None = None, high: float = math.inf,
-    choices: tuple[str, ...] = (), when: str = "", replaces: tuple[str, ...] = (), ranks: str = "", weights: str = "",
-) -> Any:  # fmt: skip
+    default: Any,
+    doc: str = "",
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float = math.inf,
+    choices: tuple[str, ...] = (),
+    when: str = "",
+    replaces: tuple[str, ...] = (),
+    ranks: str = "",
+    weights: str = "",
+) -> Any:
     """A dataclass field that is a setting.
 
     Args:

@@ -40,13 +40,20 @@ class RolloutPolicyConfig(TrainedNetConfig):
 
     lr: float = setting(5e-4, "Learning rate of policy and value.", above=0, high=1, replaces=("critic.lr",))
     eps: float | None = setting(
-        None, "Added to the root of the mean squared gradient; null: the optimiser's default.", above=0, high=1,
+        None,
+        "Added to the root of the mean squared gradient; null: the optimiser's default.",
+        above=0,
+        high=1,
         replaces=("critic.eps",),
-    )  # fmt: skip
+    )
     weight_decay: float = setting(
-        0.01, "Decoupled weight decay (AdamW).", low=0, high=1, when=".algo.optimizer=adam",
+        0.01,
+        "Decoupled weight decay (AdamW).",
+        low=0,
+        high=1,
+        when=".algo.optimizer=adam",
         replaces=("critic.weight_decay",),
-    )  # fmt: skip
+    )
     grad_clip: float | None = setting(
         0.5, "Largest gradient norm; null: no clipping.", above=0, high=1e9, replaces=("critic.grad_clip",)
     )
@@ -99,20 +106,26 @@ class EncoderConfig:
     """Network of each image observation."""
 
     kind: str = setting(
-        "small", "small, nature (Mnih et al. 2015) or resnet (Espeholt et al. 2018).",
-        choices=("small", "nature", "resnet"), weights="policy",
-    )  # fmt: skip
+        "small",
+        "small, nature (Mnih et al. 2015) or resnet (Espeholt et al. 2018).",
+        choices=("small", "nature", "resnet"),
+        weights="policy",
+    )
     channels: list[int] | None = setting(
         None, "Channels of the convolutions (of resnet's sections); null: the kind's own.", weights="policy"
     )
     features: int | None = setting(
-        None, "Features of each image; null: the kind's own (128, 512, 256); 0: all of the last convolution.",
-        low=0, high=65536, weights="policy",
-    )  # fmt: skip
-    layer_norm: bool = setting(
-        False, "LayerNorm over channels after each convolution, and over features; not with kind=resnet.",
+        None,
+        "Features of each image; null: the kind's own (128, 512, 256); 0: all of the last convolution.",
+        low=0,
+        high=65536,
         weights="policy",
-    )  # fmt: skip
+    )
+    layer_norm: bool = setting(
+        False,
+        "LayerNorm over channels after each convolution, and over features; not with kind=resnet.",
+        weights="policy",
+    )
 
 
 @dataclass(frozen=True)
@@ -120,10 +133,11 @@ class ExploreConfig:
     """Gaussian noise on the actions of a collector."""
 
     kind: str = setting(
-        "mixed", "mixed: a sigma for each environment, evenly from low to high (PQL); fixed: low everywhere; "
+        "mixed",
+        "mixed: a sigma for each environment, evenly from low to high (PQL); fixed: low everywhere; "
         "redrawn: uniform between low and high for each episode (FastTD3); none.",
         choices=("mixed", "fixed", "redrawn", "none"),
-    )  # fmt: skip
+    )
     low: float = setting(0.05, "Smallest sigma.", low=0, high=10)
     high: float = setting(0.8, "Largest sigma.", low=0, high=10)
     repeat: bool = setting(False, "Hold each noise vector for k steps, P(k) proportional to k^-2, k <= 16 (FlashSAC).")
@@ -134,15 +148,21 @@ class EpsilonConfig:
     """Share of random actions (epsilon-greedy)."""
 
     kind: str = setting(
-        "annealed", "annealed: linearly from start to end; ladder: another epsilon for each environment (Ape-X); "
-        "fixed: end; none: 0.", choices=("annealed", "ladder", "fixed", "none"),
-    )  # fmt: skip
+        "annealed",
+        "annealed: linearly from start to end; ladder: another epsilon for each environment (Ape-X); "
+        "fixed: end; none: 0.",
+        choices=("annealed", "ladder", "fixed", "none"),
+    )
     start: float = setting(1.0, "Epsilon at first.", low=0, high=1, when="kind=annealed")
     end: float = setting(0.1, "Epsilon in the end.", low=0, high=1, when="kind=annealed|fixed")
     steps: int = setting(
-        1_000_000, "Env steps from start to end, warm-up not counted.",
-        low=1, high=10**15, when="kind=annealed", ranks="floor",
-    )  # fmt: skip
+        1_000_000,
+        "Env steps from start to end, warm-up not counted.",
+        low=1,
+        high=10**15,
+        when="kind=annealed",
+        ranks="floor",
+    )
     base: float = setting(
         0.4, "Environment i of N has base ** (1 + exponent * i / (N - 1)).", above=0, high=1, when="kind=ladder"
     )
@@ -156,13 +176,19 @@ class PriorityConfig:
     alpha: float = setting(0.0, "Rows are drawn in proportion to priority ** alpha; 0: uniformly.", low=0, high=10)
     beta: float = setting(0.4, "Importance weights are probability ** -beta, at first.", low=0, high=1, when="alpha>0")
     beta_steps: int | None = setting(
-        None, "Env steps over which beta rises to 1, warm-up not counted; null: it stays.",
-        low=1, high=10**15, when="alpha>0", ranks="floor",
-    )  # fmt: skip
+        None,
+        "Env steps over which beta rises to 1, warm-up not counted; null: it stays.",
+        low=1,
+        high=10**15,
+        when="alpha>0",
+        ranks="floor",
+    )
     initial: str = setting(
-        "max", "Priority of a new row: max: the largest so far; actor: its TD error when it was acted.",
-        choices=("max", "actor"), when="alpha>0",
-    )  # fmt: skip
+        "max",
+        "Priority of a new row: max: the largest so far; actor: its TD error when it was acted.",
+        choices=("max", "actor"),
+        when="alpha>0",
+    )
 
 
 @dataclass(frozen=True)
@@ -189,11 +215,16 @@ class CentralConfig:
     """How replicas share parameters and moments."""
 
     order: str = setting(
-        "free", "Order of pulls and pushes: free: as replicas are ready; turns: one after the other, reproducible.",
-        choices=("free", "turns"), when=".algo.schedule=replicas",
-    )  # fmt: skip
+        "free",
+        "Order of pulls and pushes: free: as replicas are ready; turns: one after the other, reproducible.",
+        choices=("free", "turns"),
+        when=".algo.schedule=replicas",
+    )
     ticks: int = setting(
-        8, "Ticks of every replica (on average) in a tick of the run, after which all wait: to log, to save.",
-        low=1, high=100_000, when=".algo.schedule=replicas",
-    )  # fmt: skip
+        8,
+        "Ticks of every replica (on average) in a tick of the run, after which all wait: to log, to save.",
+        low=1,
+        high=100_000,
+        when=".algo.schedule=replicas",
+    )
     chunk: int = setting(65_536, "Parameters under one lock.", low=1, high=2**40, when=".algo.schedule=replicas")

@@ -8,8 +8,13 @@ from typing import Any
 from pql.config.families import record_of
 
 OWN = {
-    "sac": ("sac",), "ppo": ("ppo",), "impala": ("impala",), "dqn": ("dqn",), "r2d2": ("dqn", "r2d2"), "pqn": ("pqn",),
-}  # fmt: skip
+    "sac": ("sac",),
+    "ppo": ("ppo",),
+    "impala": ("impala",),
+    "dqn": ("dqn",),
+    "r2d2": ("dqn", "r2d2"),
+    "pqn": ("pqn",),
+}
 """Groups below ``algo`` that held a family's settings when every algorithm's stood side by side."""
 
 

@@ -94,9 +94,11 @@ class PlacementConfig:
         None, "A device for each replica; null: the run's, or all GPUs in turn.", when=".algo.schedule=replicas"
     )
     groups: int | None = setting(
-        None, "Groups of environments that step by turns; null: the simulator's own, in most all at once.",
-        low=1, high=1024,
-    )  # fmt: skip
+        None,
+        "Groups of environments that step by turns; null: the simulator's own, in most all at once.",
+        low=1,
+        high=1024,
+    )
     overlap: bool = setting(True, "One group's actions are computed while the others step; false: one after the other.")
     executor: str = setting(
         "auto", "How the workers of a tick are run.", choices=("auto", "threads", "inline", "streams")
@@ -109,9 +111,10 @@ class PlacementConfig:
         600.0, "As long may building, a reset, and each worker's first tick or step take.", above=0, high=1e6
     )
     matmul: str = setting(
-        "fast", "fast: TF32 on CUDA, oneDNN's reduced-precision mode on the CPU; exact: plain float32.",
+        "fast",
+        "fast: TF32 on CUDA, oneDNN's reduced-precision mode on the CPU; exact: plain float32.",
         choices=("fast", "exact"),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,12 @@ def _words(hint: Any) -> str:
     if hint == list[str]:
         return "a list of names such as [policy,image]"
     names = {
-        "str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "NoneType": "null",
-        "list": "a list of whole numbers such as [128,128]", "dict": "key=value settings",
-    }  # fmt: skip
+        "str": "text",
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "NoneType": "null",
+        "list": "a list of whole numbers such as [128,128]",
+        "dict": "key=value settings",
+    }
     return names[(typing.get_origin(hint) or hint).__name__]

@@ -54,20 +54,32 @@ BUILTIN = {
 }
 
 CHOOSES = {
-    "gymnasium": ("id", "Pendulum-v1"), "envpool": ("id", "HalfCheetah-v5"), "atari": ("game", "pong"),
-    "dmlab": ("level", "contributed/dmlab30/rooms_watermaze"), "playground": ("env", "CartpoleSwingup"),
-    "mjlab": ("task", "Mjlab-Velocity-Flat-Unitree-Go1"), "maniskill": ("task", "PickCube-v1"),
-    "isaaclab": ("task", "Isaac-Ant"), "isaacgym": ("task", "Ant"),
-}  # fmt: skip
+    "gymnasium": ("id", "Pendulum-v1"),
+    "envpool": ("id", "HalfCheetah-v5"),
+    "atari": ("game", "pong"),
+    "dmlab": ("level", "contributed/dmlab30/rooms_watermaze"),
+    "playground": ("env", "CartpoleSwingup"),
+    "mjlab": ("task", "Mjlab-Velocity-Flat-Unitree-Go1"),
+    "maniskill": ("task", "PickCube-v1"),
+    "isaaclab": ("task", "Isaac-Ant"),
+    "isaacgym": ("task", "Ant"),
+}
 """Simulators of many tasks: the keyword that chooses one of these, and an example. None is taken unasked."""
 
-EXTRA_OF = {"pql.envs.mujoco": "mujoco", "pql.envs.gymnasium": "gymnasium", "pql.envs.atari": "atari",
-            "pql.envs.remote": "remote",
-            "pql.envs.envpool": "bench"}  # fmt: skip
+EXTRA_OF = {
+    "pql.envs.mujoco": "mujoco",
+    "pql.envs.gymnasium": "gymnasium",
+    "pql.envs.atari": "atari",
+    "pql.envs.remote": "remote",
+    "pql.envs.envpool": "bench",
+}
 
 # Simulators that have, as a rule, a Python of their own (``task.process.python``), and the package that they are there;
 # of those that ``make robots`` installs for their files alone, also one of the packages they cannot run without.
 NEEDS = {
-    "isaacgym": ("isaacgymenvs",), "isaaclab": ("isaaclab_tasks",), "mjlab": ("mjlab", "tyro"),
-    "playground": ("mujoco_playground",), "maniskill": ("mani_skill", "sapien"),
-}  # fmt: skip
+    "isaacgym": ("isaacgymenvs",),
+    "isaaclab": ("isaaclab_tasks",),
+    "mjlab": ("mjlab", "tyro"),
+    "playground": ("mujoco_playground",),
+    "maniskill": ("mani_skill", "sapien"),
+}

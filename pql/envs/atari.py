@@ -71,17 +71,34 @@ class AtariVec:
         groups: int = 1,
     ):
         self.spec = self.describe(
-            num_envs, device, game, autoreset, noop_max, sticky, full_actions, life_loss, fire_reset,
-            max_episode_steps, threads, groups,
-        )  # fmt: skip
+            num_envs,
+            device,
+            game,
+            autoreset,
+            noop_max,
+            sticky,
+            full_actions,
+            life_loss,
+            fire_reset,
+            max_episode_steps,
+            threads,
+            groups,
+        )
         each = num_envs // groups
         settings: dict[str, Any] = {
-            "num_threads": threads or 0, "max_num_frames_per_episode": SKIP * max_episode_steps,
-            "repeat_action_probability": sticky, "full_action_space": full_actions,
-            "autoreset_mode": MODES[autoreset], "img_height": SIZE, "img_width": SIZE, "stack_num": STACK,
-            "frameskip": SKIP, "noop_max": noop_max + 1 if noop_max else 0, "use_fire_reset": fire_reset,
+            "num_threads": threads or 0,
+            "max_num_frames_per_episode": SKIP * max_episode_steps,
+            "repeat_action_probability": sticky,
+            "full_action_space": full_actions,
+            "autoreset_mode": MODES[autoreset],
+            "img_height": SIZE,
+            "img_width": SIZE,
+            "stack_num": STACK,
+            "frameskip": SKIP,
+            "noop_max": noop_max + 1 if noop_max else 0,
+            "use_fire_reset": fire_reset,
             "reward_clipping": False,
-        }  # fmt: skip
+        }
         self._groups = [Group(AtariVectorEnv(game, each, **settings), self.spec, life_loss) for _ in range(groups)]
         self._ids = torch.arange(num_envs).chunk(groups)
         self._sent: deque[int] = deque()  # groups under way, oldest first

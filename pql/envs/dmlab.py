@@ -24,15 +24,30 @@ from pql.envs.plain import ConfigError, Discrete, EnvSpec, ObsSpec, Step
 
 # Look right and down (pixels a frame), strafe right, forward, fire, jump, crouch.
 NINE = (
-    (0, 0, 0, 1, 0, 0, 0), (0, 0, 0, -1, 0, 0, 0), (0, 0, -1, 0, 0, 0, 0), (0, 0, 1, 0, 0, 0, 0),
-    (-20, 0, 0, 0, 0, 0, 0), (20, 0, 0, 0, 0, 0, 0), (-20, 0, 0, 1, 0, 0, 0), (20, 0, 0, 1, 0, 0, 0),
+    (0, 0, 0, 1, 0, 0, 0),
+    (0, 0, 0, -1, 0, 0, 0),
+    (0, 0, -1, 0, 0, 0, 0),
+    (0, 0, 1, 0, 0, 0, 0),
+    (-20, 0, 0, 0, 0, 0, 0),
+    (20, 0, 0, 0, 0, 0, 0),
+    (-20, 0, 0, 1, 0, 0, 0),
+    (20, 0, 0, 1, 0, 0, 0),
     (0, 0, 0, 0, 1, 0, 0),
-)  # fmt: skip
+)
 FIFTEEN = (
-    *NINE[:4], (-10, 0, 0, 0, 0, 0, 0), (10, 0, 0, 0, 0, 0, 0), (-60, 0, 0, 0, 0, 0, 0), (60, 0, 0, 0, 0, 0, 0),
-    (0, 10, 0, 0, 0, 0, 0), (0, -10, 0, 0, 0, 0, 0), (-10, 0, 0, 1, 0, 0, 0), (10, 0, 0, 1, 0, 0, 0),
-    (-60, 0, 0, 1, 0, 0, 0), (60, 0, 0, 1, 0, 0, 0), NINE[8],
-)  # fmt: skip
+    *NINE[:4],
+    (-10, 0, 0, 0, 0, 0, 0),
+    (10, 0, 0, 0, 0, 0, 0),
+    (-60, 0, 0, 0, 0, 0, 0),
+    (60, 0, 0, 0, 0, 0, 0),
+    (0, 10, 0, 0, 0, 0, 0),
+    (0, -10, 0, 0, 0, 0, 0),
+    (-10, 0, 0, 1, 0, 0, 0),
+    (10, 0, 0, 1, 0, 0, 0),
+    (-60, 0, 0, 1, 0, 0, 0),
+    (60, 0, 0, 1, 0, 0, 0),
+    NINE[8],
+)
 ACTIONS = {9: NINE, 15: FIFTEEN}
 PIXELS = "RGB_INTERLEAVED"
 INSTALL = (
@@ -42,10 +57,17 @@ INSTALL = (
 
 
 def dmlab(
-    num_envs: int = 8, device: Any = "cpu", level: str = "contributed/dmlab30/explore_goal_locations_small",
-    actions: int = 9, repeat: int = 4, width: int = 96, height: int = 72, renderer: str = "software",
-    cache: str | None = None, settings: Mapping[str, Any] | None = None,
-) -> Any:  # fmt: skip
+    num_envs: int = 8,
+    device: Any = "cpu",
+    level: str = "contributed/dmlab30/explore_goal_locations_small",
+    actions: int = 9,
+    repeat: int = 4,
+    width: int = 96,
+    height: int = 72,
+    renderer: str = "software",
+    cache: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Any:
     """``num_envs`` copies of a level, stepped one after the other: for more cores, more actors or ``placement.groups``.
 
     obs [N, 3, height, width] uint8; action [N] int64; reward: what the level pays in the frames of a step.
@@ -93,9 +115,14 @@ class DmLab:
     def __init__(self, labs: list[Any], level: str, actions: Any, repeat: int, shape: tuple[int, int, int]):
         self.labs, self.actions, self.repeat = labs, np.array(actions, dtype=np.intc), repeat
         self.spec = EnvSpec(
-            name=level.rpartition("/")[2], num_envs=len(labs), obs={"policy": ObsSpec(shape, pixels_type())},
-            action=Discrete(len(actions)), device="cpu", final_obs="never", info={"dt": repeat / labs[0].fps()},
-        )  # fmt: skip
+            name=level.rpartition("/")[2],
+            num_envs=len(labs),
+            obs={"policy": ObsSpec(shape, pixels_type())},
+            action=Discrete(len(actions)),
+            device="cpu",
+            final_obs="never",
+            info={"dt": repeat / labs[0].fps()},
+        )
         self.random = [np.random.RandomState(i) for i in range(len(labs))]
 
     def reset(self, seed: int | None = None) -> dict[str, Any]:
@@ -125,9 +152,16 @@ class DmLab:
         obs = self.show()
         none = np.zeros_like(ended)
         return Step(
-            obs={"policy": obs}, reward=reward, terminated=ended, truncated=none, first=ended.copy(),
-            final_obs={"policy": obs}, final_ok=~ended, valid=~none, log={},
-        )  # fmt: skip
+            obs={"policy": obs},
+            reward=reward,
+            terminated=ended,
+            truncated=none,
+            first=ended.copy(),
+            final_obs={"policy": obs},
+            final_ok=~ended,
+            valid=~none,
+            log={},
+        )
 
     def close(self) -> None:
         for lab in self.labs:

@@ -70,15 +70,28 @@ def make_task(task: str, num_envs: int, device: str, overrides: list) -> Any:
     if not os.path.exists(os.path.join(folder, "task", task + ".yaml")):
         known = sorted(name[: -len(".yaml")] for name in os.listdir(os.path.join(folder, "task")))
         raise ConfigError("task", task, "one of " + ", ".join(known))
-    words = ["task=" + task, f"num_envs={num_envs}", "sim_device=" + device, "rl_device=" + device,
-             "pipeline=" + ("cpu" if device == "cpu" else "gpu"), "headless=True", *overrides]  # fmt: skip
+    words = [
+        "task=" + task,
+        f"num_envs={num_envs}",
+        "sim_device=" + device,
+        "rl_device=" + device,
+        "pipeline=" + ("cpu" if device == "cpu" else "gpu"),
+        "headless=True",
+        *overrides,
+    ]
     GlobalHydra.instance().clear()  # under another Hydra application ``make`` would take that one's task
     with initialize_config_dir(config_dir=folder):
         config = compose("config", overrides=words)
     return isaacgymenvs.make(
-        seed=0, task=task, num_envs=num_envs, sim_device=device, rl_device=device, headless=True, force_render=False,
+        seed=0,
+        task=task,
+        num_envs=num_envs,
+        sim_device=device,
+        rl_device=device,
+        headless=True,
+        force_render=False,
         cfg=config,
-    )  # fmt: skip
+    )
 
 
 class IsaacGymVec:
@@ -98,9 +111,18 @@ class IsaacGymVec:
         ends: dict = {"same": ("same_step", "never"), "manual": ("same_step", "on_done")}
         autoreset, final_obs = ends.get(timing, ("next_step", "always"))
         self.spec = EnvSpec(
-            name, task.num_envs, obs, Box(task.num_actions), _device(task), max_episode_steps=self.limit,
-            autoreset=autoreset, final_obs=final_obs, single_instance=True, deterministic=False, stream="default",
-        )  # fmt: skip
+            name,
+            task.num_envs,
+            obs,
+            Box(task.num_actions),
+            _device(task),
+            max_episode_steps=self.limit,
+            autoreset=autoreset,
+            final_obs=final_obs,
+            single_instance=True,
+            deterministic=False,
+            stream="default",
+        )
         self.ended: Any = None  # [N] bool: what the simulator said in the last row, filler or not
 
     def reset(self, seed: int | None = None) -> dict:

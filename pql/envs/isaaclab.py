@@ -73,9 +73,15 @@ def isaaclab(
 
 
 def _start_2(
-    running: ExitStack, num_envs: int, device: str | torch.device, task: str, final_obs: bool,
-    settings: Mapping[str, Any] | None, cameras: bool, presets: Sequence[str],
-) -> tuple[str, Any]:  # fmt: skip
+    running: ExitStack,
+    num_envs: int,
+    device: str | torch.device,
+    task: str,
+    final_obs: bool,
+    settings: Mapping[str, Any] | None,
+    cameras: bool,
+    presets: Sequence[str],
+) -> tuple[str, Any]:
     """Start Isaac Sim, then read the task's configuration: (its id, the configuration)."""
     from isaaclab.app import AppLauncher
 
@@ -91,9 +97,15 @@ def _start_2(
 
 
 def _start_3(
-    running: ExitStack, num_envs: int, device: str | torch.device, task: str, final_obs: bool,
-    settings: Mapping[str, Any] | None, cameras: bool, presets: Sequence[str],
-) -> tuple[str, Any]:  # fmt: skip
+    running: ExitStack,
+    num_envs: int,
+    device: str | torch.device,
+    task: str,
+    final_obs: bool,
+    settings: Mapping[str, Any] | None,
+    cameras: bool,
+    presets: Sequence[str],
+) -> tuple[str, Any]:
     """Resolve the task's configuration, then start what it needs: (its id, the configuration)."""
     import isaaclab_tasks  # noqa: F401  registers the ids
     from isaaclab.app import launch_simulation
@@ -104,8 +116,13 @@ def _start_3(
     config = resolve_presets(load_cfg_from_registry(name, "env_cfg_entry_point"), tuple(presets))
     config.sim.device, config.scene.num_envs = str(device), num_envs
     adjusted(config, final_obs, settings)
-    wanted = {"device": str(device), "headless": True, "enable_cameras": cameras,
-              "visualizer": None, "visualizer_explicit": True}  # fmt: skip
+    wanted = {
+        "device": str(device),
+        "headless": True,
+        "enable_cameras": cameras,
+        "visualizer": None,
+        "visualizer_explicit": True,
+    }
     running.enter_context(launch_simulation(config, wanted))
     return name, config
 
@@ -145,9 +162,7 @@ class IsaacLabVec:
         ConfigError: observations in other than flat groups, or final observations that would be wrong.
     """
 
-    def __init__(
-        self, env: Any, name: str, action_bound: float = 1.0, random_lengths: bool = False, app: Any = None
-    ):  # fmt: skip
+    def __init__(self, env: Any, name: str, action_bound: float = 1.0, random_lengths: bool = False, app: Any = None):
         self.env, self.app, self.random_lengths = env, app, random_lengths
         self.finite = bool(getattr(env.cfg, "is_finite_horizon", False))
         self.computes_final = bool(getattr(env.cfg, "compute_final_obs", False))
@@ -157,10 +172,18 @@ class IsaacLabVec:
         obs, extras = env.reset(seed=None)  # what it logs shows here first
         self.log = Log(extras)
         self.spec = EnvSpec(
-            name, env.num_envs, group_specs(obs), self.actions.spec, torch.device(env.device),
-            max_episode_steps=int(env.max_episode_length), final_obs="on_done" if self.computes_final else "never",
-            log=self.log.terms, single_instance=True, deterministic=False, stream="default",
-        )  # fmt: skip
+            name,
+            env.num_envs,
+            group_specs(obs),
+            self.actions.spec,
+            torch.device(env.device),
+            max_episode_steps=int(env.max_episode_length),
+            final_obs="on_done" if self.computes_final else "never",
+            log=self.log.terms,
+            single_instance=True,
+            deterministic=False,
+            stream="default",
+        )
 
     def reset(self, seed: int | None = None) -> Obs:
         """All environments. ``seed`` seeds torch's global generator, and others."""
@@ -180,8 +203,9 @@ class IsaacLabVec:
             if "final_obs" in extras:  # written where anything ended, and then left there: only these rows are news
                 final = chosen(over, copies(extras["final_obs"]), seen)
         yes = torch.ones_like(over)
-        return Step(seen, reward.float().clone(), terminated, truncated, over, final, final_ok, yes,
-                    self.log.rows(extras, over))  # fmt: skip
+        return Step(
+            seen, reward.float().clone(), terminated, truncated, over, final, final_ok, yes, self.log.rows(extras, over)
+        )
 
     def close(self) -> None:
         self.env.close()
@@ -199,9 +223,8 @@ class Log:
     def __init__(self, extras: Mapping[str, Any]):
         self.last = extras.get("log")
         self.terms = tuple(
-            k for k, v in (self.last or {}).items()
-            if isinstance(v, Real) or (isinstance(v, Tensor) and v.numel() == 1)
-        )  # fmt: skip
+            k for k, v in (self.last or {}).items() if isinstance(v, Real) or (isinstance(v, Tensor) and v.numel() == 1)
+        )
 
     def seen(self, extras: Mapping[str, Any]) -> None:
         self.last = extras.get("log")

@@ -71,7 +71,7 @@ class ManiSkillVec:
 
     def __init__(
         self, env: Any, name: str, limit: int | None, device: str | torch.device, random_lengths: bool = False
-    ):  # fmt: skip
+    ):
         self.env, self.limit, self.random_lengths = env, limit, random_lengths
         self.actions = Actions(env.single_action_space, 1.0)
         if not self.actions.bounded:
@@ -79,10 +79,17 @@ class ManiSkillVec:
         seen, info = env.reset(seed=0)
         obs = self.groups(seen)
         self.spec = EnvSpec(
-            name, env.num_envs, {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
-            self.actions.spec, torch.device(device), max_episode_steps=limit, final_obs="on_done",
-            log=("success",) if "success" in info else (), deterministic=False, stream="default",
-        )  # fmt: skip
+            name,
+            env.num_envs,
+            {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
+            self.actions.spec,
+            torch.device(device),
+            max_episode_steps=limit,
+            final_obs="on_done",
+            log=("success",) if "success" in info else (),
+            deterministic=False,
+            stream="default",
+        )
 
     def reset(self, seed: int | None = None) -> Obs:
         obs, _ = self.env.reset(seed=None if seed is None else seed % 2**31)

@@ -62,10 +62,18 @@ class MjlabVec:
         obs, extras = env.reset()
         self.log = Log(extras)
         self.spec = EnvSpec(
-            name, env.num_envs, group_specs(obs), self.actions.spec, torch.device(env.device),
-            max_episode_steps=int(env.max_episode_length), final_obs="always", log=self.log.terms,
-            deterministic=False, stream="default", info={"dt": float(env.step_dt)},
-        )  # fmt: skip
+            name,
+            env.num_envs,
+            group_specs(obs),
+            self.actions.spec,
+            torch.device(env.device),
+            max_episode_steps=int(env.max_episode_length),
+            final_obs="always",
+            log=self.log.terms,
+            deterministic=False,
+            stream="default",
+            info={"dt": float(env.step_dt)},
+        )
 
     def reset(self, seed: int | None = None) -> Obs:
         """All environments. ``seed`` seeds torch's global generator, and others."""

@@ -60,10 +60,17 @@ class PlaygroundVec:
         self._n = num_envs
         obs = self.reset(0)
         self.spec = EnvSpec(
-            env, num_envs, {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
-            Box(int(wrapped.action_size)), self.device, max_episode_steps=limit, final_obs="always",
-            log=tuple(self._log()), deterministic=self.device.type == "cpu", info={"dt": dt},
-        )  # fmt: skip
+            env,
+            num_envs,
+            {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
+            Box(int(wrapped.action_size)),
+            self.device,
+            max_episode_steps=limit,
+            final_obs="always",
+            log=tuple(self._log()),
+            deterministic=self.device.type == "cpu",
+            info={"dt": dt},
+        )
 
         for _ in range(2):  # compiles here: once for what a reset gives, once for what a step gives
             self.step(torch.zeros(num_envs, self.spec.action.size))  # type: ignore[union-attr]
@@ -82,8 +89,17 @@ class PlaygroundVec:
         over = self._tensor(self._state.done) != 0
         truncated = (self._tensor(late) != 0) & over  # not set where the task has ended as well
         yes = torch.ones_like(over)
-        return Step(self._groups(self._state.obs), self._tensor(self._state.reward).float(), over & ~truncated,
-                    truncated, over, self._groups(final), yes, yes.clone(), self._log())  # fmt: skip
+        return Step(
+            self._groups(self._state.obs),
+            self._tensor(self._state.reward).float(),
+            over & ~truncated,
+            truncated,
+            over,
+            self._groups(final),
+            yes,
+            yes.clone(),
+            self._log(),
+        )
 
     def close(self) -> None:
         self._state = None

@@ -64,16 +64,22 @@ class Far:
         self.answers, answers = os.pipe()
         theirs = {"requests": requests, "answers": answers, "memory": self.memory, "crash": self.crash}
         told = {
-            **theirs, "parent": os.getpid(), "packages": _packages(),
+            **theirs,
+            "parent": os.getpid(),
+            "packages": _packages(),
             "lives_with_thread": threading.current_thread() is threading.main_thread(),
-        }  # fmt: skip
+        }
         environment = {**os.environ} if threads is None else {"OMP_NUM_THREADS": str(threads), **os.environ}
         files = [self.requests, self.answers, self.memory, self.crash]
         try:
             self.process = subprocess.Popen(
-                [found, "-u", far.__file__, json.dumps(told)], stdin=subprocess.DEVNULL, stdout=2,
-                pass_fds=list(theirs.values()), start_new_session=True, env=environment,
-            )  # fmt: skip
+                [found, "-u", far.__file__, json.dumps(told)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=list(theirs.values()),
+                start_new_session=True,
+                env=environment,
+            )
         except OSError as error:
             _close_files(files)
             raise ConfigError("task.process.python", python, f"a Python interpreter ({error.strerror})") from error
@@ -254,9 +260,12 @@ class ProcessVec:
         self._device, self._seconds, self._start_seconds = torch.device(device), step_seconds, start_seconds
         self._far = Far(python, threads)
         wanted: dict[str, Any] = {
-            "name": name, "num_envs": num_envs, "device": str(device), "kwargs": dict(kwargs or {}),
+            "name": name,
+            "num_envs": num_envs,
+            "device": str(device),
+            "kwargs": dict(kwargs or {}),
             "offered": dict(offered or {}),
-        }  # fmt: skip
+        }
         try:
             if approve is not None:
                 foreseen = self._far.ask("foresee", start_seconds, **wanted)[0]["spec"]

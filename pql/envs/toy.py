@@ -168,9 +168,16 @@ class Counter:
         final = torch.where((ended & ~lost)[:, None], final, obs)
         log = {"rows": (~filler).float()}
         return Step(
-            {"policy": obs}, reward, terminated, ended & ~terminated, first, {"policy": final}, ~(lost | restart),
-            ~filler, log,
-        )  # fmt: skip
+            {"policy": obs},
+            reward,
+            terminated,
+            ended & ~terminated,
+            first,
+            {"policy": final},
+            ~(lost | restart),
+            ~filler,
+            log,
+        )
 
     def close(self) -> None:
         pass

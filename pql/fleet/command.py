@@ -17,8 +17,12 @@ MOST_ACTORS = 10_000
 def add_options(parser: argparse.ArgumentParser) -> None:
     actor.add_setup(parser)
     parser.add_argument("--actors", type=int, default=1, help="how many; each has --num-envs environments")
-    parser.add_argument("--ray", metavar="ADDRESS", default="auto", help="HOST:PORT of the Ray cluster's head; auto: "
-                        "of this machine's; local: this machine alone")  # fmt: skip
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        default="auto",
+        help="HOST:PORT of the Ray cluster's head; auto: of this machine's; local: this machine alone",
+    )
     parser.add_argument("--cpus", type=float, default=1.0, help="processors that Ray keeps for each actor")
     parser.set_defaults(patience=None, run=run)
 

@@ -77,9 +77,13 @@ class Fleet:
     """
 
     def __init__(
-        self, cluster: Cluster, count: int, num_envs: int, tell: Callable[[str], None],
+        self,
+        cluster: Cluster,
+        count: int,
+        num_envs: int,
+        tell: Callable[[str], None],
         jitter: Callable[[float, float], float] = random.uniform,
-    ):  # fmt: skip
+    ):
         self.cluster, self.num_envs, self.tell, self.jitter = cluster, num_envs, tell, jitter
         self.posts = [Post(number) for number in range(count)]
         self.error: PqlError | None = None

@@ -33,14 +33,36 @@ SIZE = (4.0, 2.7)  # inches
 
 def look() -> AbstractContextManager[None]:
     """matplotlib's settings for everything here; enter it around drawing and saving."""
-    return matplotlib.rc_context({
-        "font.family": "DejaVu Sans", "font.size": 8, "text.color": INK, "axes.edgecolor": MUTED, "axes.linewidth": 0.7,
-        "axes.labelcolor": MUTED, "axes.labelsize": 8, "xtick.color": MUTED, "ytick.color": MUTED, "grid.color": GRID,
-        "grid.linewidth": 0.7, "xtick.major.size": 3, "ytick.major.size": 0, "axes.spines.top": False,
-        "axes.spines.right": False, "axes.spines.left": False, "axes.titlesize": 9, "axes.titleweight": "bold",
-        "axes.titlelocation": "left", "axes.titlepad": 9, "axes.axisbelow": True, "svg.fonttype": "none",
-        "svg.hashsalt": "pql", "savefig.dpi": 200, "text.parse_math": False, "axes.unicode_minus": True,
-    })  # fmt: skip
+    return matplotlib.rc_context(
+        {
+            "font.family": "DejaVu Sans",
+            "font.size": 8,
+            "text.color": INK,
+            "axes.edgecolor": MUTED,
+            "axes.linewidth": 0.7,
+            "axes.labelcolor": MUTED,
+            "axes.labelsize": 8,
+            "xtick.color": MUTED,
+            "ytick.color": MUTED,
+            "grid.color": GRID,
+            "grid.linewidth": 0.7,
+            "xtick.major.size": 3,
+            "ytick.major.size": 0,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.spines.left": False,
+            "axes.titlesize": 9,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.titlepad": 9,
+            "axes.axisbelow": True,
+            "svg.fonttype": "none",
+            "svg.hashsalt": "pql",
+            "savefig.dpi": 200,
+            "text.parse_math": False,
+            "axes.unicode_minus": True,
+        }
+    )
 
 
 def style(index: int) -> dict[str, Any]:

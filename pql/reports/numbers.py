@@ -39,11 +39,20 @@ def analyse(runs: Sequence[Run], x: str, thresholds: Sequence[float] = (), notes
     for task in tasks:
         task["groups"].sort(key=lambda g: order.index(g["label"]))
     together = overall([t for t in tasks if t["end"] is not None], order)
-    return clean({
-        "x": x, "labels": order, "tasks": tasks, "overall": together,
-        "runs": [run_numbers(r) for r in runs],
-        "notes": [*notes, *remarks(runs, tasks, together, x), *(f"{r.name}: {note}" for r in runs for note in r.notes)],
-    })  # fmt: skip
+    return clean(
+        {
+            "x": x,
+            "labels": order,
+            "tasks": tasks,
+            "overall": together,
+            "runs": [run_numbers(r) for r in runs],
+            "notes": [
+                *notes,
+                *remarks(runs, tasks, together, x),
+                *(f"{r.name}: {note}" for r in runs for note in r.notes),
+            ],
+        }
+    )
 
 
 # -- one task -------------------------------------------------------------------------------------------------------
@@ -75,9 +84,12 @@ def task_numbers(
         {"value": low + f * (high - low), "share": f} for f in FRACTIONS
     ]
     out: dict[str, Any] = {
-        "task": name, "low": low, "high": high, "end": dict(ends) if ends else None,
+        "task": name,
+        "low": low,
+        "high": high,
+        "end": dict(ends) if ends else None,
         "thresholds": levels if ends else [],
-    }  # fmt: skip
+    }
     labels = list(dict.fromkeys(r.label for r in runs))
     out["groups"] = [group_numbers([r for r in runs if r.label == text], out, x) for text in labels]
     return out
@@ -87,9 +99,17 @@ def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], x: str) -> dict[
     """One algorithm on one task."""
     scored = [r for r in runs if len(r.evals["return_mean"])]
     out: dict[str, Any] = {
-        "label": runs[0].label, "algo": runs[0].algo, "runs": [r.name for r in runs], "seeds": [r.seed for r in runs],
-        "speed": speed(runs), "score": None, "scores": [], "curves": {}, "time_to": [], "final": {},
-    }  # fmt: skip
+        "label": runs[0].label,
+        "algo": runs[0].algo,
+        "runs": [r.name for r in runs],
+        "seeds": [r.seed for r in runs],
+        "speed": speed(runs),
+        "score": None,
+        "scores": [],
+        "curves": {},
+        "time_to": [],
+        "final": {},
+    }
     if not scored:
         return out
     scores = [float(at(r, x, task["end"][x])) for r in scored]
@@ -128,8 +148,12 @@ def curve(runs: Sequence[Run], axis: str) -> dict[str, list[float]]:
     x = np.linspace(start, end, GRID) if end > start else np.array([max(start, end)])
     values = np.stack([at(r, axis, x) for r in runs])  # [runs, GRID]
     low, high = stats.interval([values], stats.iqm)
-    return {"x": x.tolist(), "iqm": stats.measured([values], stats.iqm).tolist(), "low": low.tolist(),
-            "high": high.tolist()}  # fmt: skip
+    return {
+        "x": x.tolist(),
+        "iqm": stats.measured([values], stats.iqm).tolist(),
+        "low": low.tolist(),
+        "high": high.tolist(),
+    }
 
 
 def reaching(runs: Sequence[Run], threshold: float) -> dict[str, Any]:
@@ -140,9 +164,10 @@ def reaching(runs: Sequence[Run], threshold: float) -> dict[str, Any]:
         reached = times[np.isfinite(times)]
         out["reached"] = max(len(reached), out.get("reached", 0))
         out[axis] = {
-            "median": float(np.median(times)), "min": float(reached.min()) if len(reached) else math.inf,
+            "median": float(np.median(times)),
+            "min": float(reached.min()) if len(reached) else math.inf,
             "max": float(times.max()),
-        }  # fmt: skip
+        }
     return out
 
 
@@ -188,11 +213,19 @@ def run_speed(run: Run) -> dict[str, float]:
 def run_numbers(run: Run) -> dict[str, Any]:
     """One run: who it is, how far it came, its evaluations."""
     return {
-        "name": run.name, "path": str(run.path), "task": run.task, "label": run.label, "seed": run.seed,
-        "complete": run.complete, "end": {axis: run.end(axis) for axis in AXES}, "speed": run_speed(run),
-        "machine": run.machine, "episodes": run.settings.get("eval.num_envs"),
-        "evals": {k: v.tolist() for k, v in run.evals.items()}, "notes": run.notes,
-    }  # fmt: skip
+        "name": run.name,
+        "path": str(run.path),
+        "task": run.task,
+        "label": run.label,
+        "seed": run.seed,
+        "complete": run.complete,
+        "end": {axis: run.end(axis) for axis in AXES},
+        "speed": run_speed(run),
+        "machine": run.machine,
+        "episodes": run.settings.get("eval.num_envs"),
+        "evals": {k: v.tolist() for k, v in run.evals.items()},
+        "notes": run.notes,
+    }
 
 
 def series(run: Run, points: int = 300) -> dict[str, dict[str, list[float]]]:
@@ -234,12 +267,19 @@ def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
     groups = []
     for label, strata in by_label.items():
         low, high = stats.interval(strata, stats.profile(taus))
-        groups.append({
-            "label": label, "score": aggregates(strata), "runs": sum(map(len, strata)),
-            "profile": {"value": stats.measured(strata, stats.profile(taus)).tolist(), "low": low.tolist(),
-                        "high": high.tolist()},
-            "beats": {k: stats.improvement(strata, other) for k, other in by_label.items() if k != label},
-        })  # fmt: skip
+        groups.append(
+            {
+                "label": label,
+                "score": aggregates(strata),
+                "runs": sum(map(len, strata)),
+                "profile": {
+                    "value": stats.measured(strata, stats.profile(taus)).tolist(),
+                    "low": low.tolist(),
+                    "high": high.tolist(),
+                },
+                "beats": {k: stats.improvement(strata, other) for k, other in by_label.items() if k != label},
+            }
+        )
     return {"tasks": [t["task"] for t in tasks], "tau": taus.tolist(), "groups": groups}
 
 

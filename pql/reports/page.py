@@ -99,8 +99,11 @@ def curves_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Sectio
             if not any(g["curves"].get(axis, {}).get("x") for g in task["groups"]):
                 continue
             figure = draw.learning_curves(task, numbers["runs"], numbers["labels"], axis)
-            last = [f"{g['label']} {num(g['curves'][axis]['iqm'][-1])} at {words.compact(g['curves'][axis]['x'][-1])}"
-                    for g in task["groups"] if g["curves"].get(axis, {}).get("x")]  # fmt: skip
+            last = [
+                f"{g['label']} {num(g['curves'][axis]['iqm'][-1])} at {words.compact(g['curves'][axis]['x'][-1])}"
+                for g in task["groups"]
+                if g["curves"].get(axis, {}).get("x")
+            ]
             alt = f"Return on {task['task']} over {words.AXIS_WORDS[axis]}. Ends: {'; '.join(last)} {UNITS[axis]}."
             out.pictures.append(picture(f"curve-{i}-{axis}", figure, alt))
         if several and scored(task, numbers["x"]):
@@ -185,8 +188,12 @@ def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section
             alt = f"{title} over time, {num(part['y'][0])} at first, {num(part['y'][-1])} at the end"
             out.pictures.append(picture(key, draw.lines(title, {key: part}, zero=True), alt))
     unit = "pushes" if series and "lag/policy_mean" in series else "ticks"  # the former: of replicas
-    for prefix, title in (("busy/", "busy share of each worker"), ("ratio/", "realised ratios"),
-                          ("memory/", "memory (GiB)"), ("lag/", f"policy lag ({unit})")):  # fmt: skip
+    for prefix, title in (
+        ("busy/", "busy share of each worker"),
+        ("ratio/", "realised ratios"),
+        ("memory/", "memory (GiB)"),
+        ("lag/", f"policy lag ({unit})"),
+    ):
         parts = {k.removeprefix(prefix): v for k, v in (series or {}).items() if k.startswith(prefix)}
         if parts:
             alt = f"{title} over time; at the end " + ", ".join(f"{k} {num(v['y'][-1])}" for k, v in parts.items())
@@ -213,12 +220,18 @@ def runs_section(numbers: Numbers) -> Section:
     rows = []
     for run in numbers["runs"]:
         returns = run["evals"]["return_mean"]
-        rows.append([
-            Cell(run["name"], "; ".join(run["notes"]), left=True), Cell(run["task"], left=True),
-            named(run, numbers["labels"]), Cell(DASH if run["seed"] is None else str(run["seed"])),
-            *(Cell(compact(run["end"][a])) for a in AXES), Cell(str(len(returns))),
-            Cell(num(returns[-1] if returns else None)), Cell(num(max(returns, default=None))),
-        ])  # fmt: skip
+        rows.append(
+            [
+                Cell(run["name"], "; ".join(run["notes"]), left=True),
+                Cell(run["task"], left=True),
+                named(run, numbers["labels"]),
+                Cell(DASH if run["seed"] is None else str(run["seed"])),
+                *(Cell(compact(run["end"][a])) for a in AXES),
+                Cell(str(len(returns))),
+                Cell(num(returns[-1] if returns else None)),
+                Cell(num(max(returns, default=None))),
+            ]
+        )
     ends = [a.replace("_", " ") for a in AXES]
     heads = ["run", "task", "algorithm", "seed", *ends, "evaluations", "last return", "best return"]
     out.tables.append(Table("Every run of this page", heads, rows))
@@ -237,8 +250,10 @@ def settings_section(runs: Sequence[Run], labels: Sequence[str]) -> Section:
     alike = {k: next(iter(v.values())) for k, v in values.items() if k not in differing}
     out = Section("Settings", ABOUT["settings"], folded=len(differing) + len(alike) > 12)
     if differing:
-        rows = [[Cell(k, left=True), *(Cell(", ".join(v.get(name, [DASH]))) for name in labels)]
-                for k, v in sorted(differing.items())]  # fmt: skip
+        rows = [
+            [Cell(k, left=True), *(Cell(", ".join(v.get(name, [DASH]))) for name in labels)]
+            for k, v in sorted(differing.items())
+        ]
         out.tables.append(Table("Settings that differ", ["setting", *labels], rows))
     if alike:
         same = [[Cell(k, left=True), Cell(", ".join(v))] for k, v in sorted(alike.items())]
@@ -253,10 +268,14 @@ def score_table(task: Numbers, labels: Sequence[str], x: str) -> Table:
     groups = [g for g in task["groups"] if g["score"]]
     more = [k for k in ("length_mean", "success") if any(k in g["final"] for g in groups)]
     rows = [
-        [named(g, labels), Cell(str(len(g["scores"]))), *(aggregate(g["score"][k]) for k in ("iqm", "median", "mean")),
-         *(Cell(num(g["final"].get(k)) if k != "success" else percent(g["final"].get(k))) for k in more)]
+        [
+            named(g, labels),
+            Cell(str(len(g["scores"]))),
+            *(aggregate(g["score"][k]) for k in ("iqm", "median", "mean")),
+            *(Cell(num(g["final"].get(k)) if k != "success" else percent(g["final"].get(k))) for k in more),
+        ]
         for g in groups
-    ]  # fmt: skip
+    ]
     called = {"length_mean": "episode length, last evaluation", "success": "success, last evaluation"}
     caption = f"{task['task']}: return at {num(task['end'][x], whole=True)} {UNITS[x]}"
     return Table(caption, ["algorithm", "runs", "IQM", "median", "mean", *(called[k] for k in more)], rows)
@@ -273,8 +292,10 @@ def overall_table(overall: Numbers, labels: Sequence[str]) -> Table:
 
 def beats_table(overall: Numbers, labels: Sequence[str]) -> Table:
     names = [g["label"] for g in overall["groups"]]
-    rows = [[named(g, labels), *(Cell(DASH if n == g["label"] else percent(g["beats"][n])) for n in names)]
-            for g in overall["groups"]]  # fmt: skip
+    rows = [
+        [named(g, labels), *(Cell(DASH if n == g["label"] else percent(g["beats"][n])) for n in names)]
+        for g in overall["groups"]
+    ]
     return Table("How often a run of the row's algorithm scores above one of the column's", ["algorithm", *names], rows)
 
 
@@ -301,8 +322,7 @@ def speed_table(task: Numbers, labels: Sequence[str]) -> Table:
     for k in prefixed("lag/"):
         columns.append((LAGS.get(k, k), lambda s, k=k: Cell(num(s.get(k)))))  # type: ignore[misc]
     for k in prefixed("busy/"):
-        columns.append((f"busy: {k.removeprefix('busy/')}",
-                        lambda s, k=k: Cell(percent(s.get(k)), bar=s.get(k))))  # type: ignore[misc] # fmt: skip
+        columns.append((f"busy: {k.removeprefix('busy/')}", lambda s, k=k: Cell(percent(s.get(k)), bar=s.get(k))))  # type: ignore[misc]
     for k, title in (("memory/host_gib", "memory, GiB"), ("memory/gpu_gib", "GPU memory, GiB")):
         if k in keys:
             columns.append((title, lambda s, k=k: Cell(num(s.get(k)))))  # type: ignore[misc]
@@ -346,8 +366,15 @@ def render(numbers: Numbers, parts: Sequence[Section], settings: Mapping[str, An
     template = environment.from_string(source.joinpath("page.html").read_text())
     single = settings is not None
     return template.render(
-        title=words.title(numbers), subtitle=words.subtitle(numbers), version=version, notes=numbers["notes"],
-        lead=[] if single else words.findings(numbers), facts=words.facts(numbers["runs"][0]) if single else [],
-        labels=numbers["labels"], parts=parts, colors=len(draw.COLORS), css=source.joinpath("page.css").read_text(),
+        title=words.title(numbers),
+        subtitle=words.subtitle(numbers),
+        version=version,
+        notes=numbers["notes"],
+        lead=[] if single else words.findings(numbers),
+        facts=words.facts(numbers["runs"][0]) if single else [],
+        labels=numbers["labels"],
+        parts=parts,
+        colors=len(draw.COLORS),
+        css=source.joinpath("page.css").read_text(),
         settings=[(k, str(v)) for k, v in (settings or {}).items()],
-    )  # fmt: skip
+    )

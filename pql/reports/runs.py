@@ -23,9 +23,19 @@ NAMED = 3  # settings in a label
 METRICS_BYTES = 256 << 20  # weeks of a row every two seconds
 # What makes no other algorithm of a run: who it is, how long it went on, and what watched it.
 ASIDE = (
-    "seed", "run_dir", "task.name", "task.id", "task.game", "task.model", "task.kwargs", "budget.", "eval.",
-    "checkpoint.", "logger.", "replay.save",
-)  # fmt: skip
+    "seed",
+    "run_dir",
+    "task.name",
+    "task.id",
+    "task.game",
+    "task.model",
+    "task.kwargs",
+    "budget.",
+    "eval.",
+    "checkpoint.",
+    "logger.",
+    "replay.save",
+)
 
 
 @dataclass(frozen=True)
@@ -120,11 +130,20 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
         notes.append("no evaluation: it has no score")
     target = settings.get("budget.target_return")
     return Run(
-        path, name, task_of(settings), str(settings.get("algo.name", "?")), text, settings.get("seed"), settings, rows,
-        evals, complete=bool(summary and summary.get("return_mean") is not None and not summary.get("interrupted")),
+        path,
+        name,
+        task_of(settings),
+        str(settings.get("algo.name", "?")),
+        text,
+        settings.get("seed"),
+        settings,
+        rows,
+        evals,
+        complete=bool(summary and summary.get("return_mean") is not None and not summary.get("interrupted")),
         reached=target is not None and bool((evals["return_mean"] >= target).any()),
-        machine=machine_of(_json(path / "env.json") or {}), notes=notes,
-    )  # fmt: skip
+        machine=machine_of(_json(path / "env.json") or {}),
+        notes=notes,
+    )
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
@@ -163,8 +182,10 @@ def position(row: Mapping[str, float]) -> dict[str, float]:
     """Where a row stands on each axis. Updates are those of all learners together."""
     updates = [v for k, v in row.items() if k.startswith("updates/")]
     return {
-        "seconds": row["time/seconds"], "env_steps": row["steps/env"], "updates": sum(updates) if updates else np.nan,
-    }  # fmt: skip
+        "seconds": row["time/seconds"],
+        "env_steps": row["steps/env"],
+        "updates": sum(updates) if updates else np.nan,
+    }
 
 
 def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:

@@ -125,8 +125,13 @@ def findings(numbers: Numbers) -> list[tuple[str, str]]:
 def facts(run: Numbers) -> list[tuple[str, str]]:
     """(what, value) of one run, for the top of its page."""
     evals, speed = run["evals"], run["speed"]
-    names = {"return_mean": "return, mean", "return_median": "return, median", "return_iqm": "return, IQM",
-             "length_mean": "episode length", "success": "success"}  # fmt: skip
+    names = {
+        "return_mean": "return, mean",
+        "return_median": "return, median",
+        "return_iqm": "return, IQM",
+        "length_mean": "episode length",
+        "success": "success",
+    }
     out = [(text, (percent if k == "success" else num)(evals[k][-1])) for k, text in names.items() if evals.get(k)]
     out += [(a.replace("_", " "), compact(run["end"][a])) for a in UNITS]
     rates = {"env_steps_per_s": "env steps per second", "updates_per_s": "updates per second"}

@@ -26,14 +26,18 @@ ROBOTS = {
     "allegro_hand": Model("mani_skill", "assets/robots/allegro/allegro_hand_right.urdf", "mani-skill>=3.0.1,<4"),
     "dclaw": Model("robel", "robel-scenes/dclaw/assets/chain3xh.xml", "robel>=0.1.2,<0.2"),
     "panda": Model("genesis", "assets/xml/franka_emika_panda/panda.xml", "genesis-world>=1.4.5,<2"),
-}  # fmt: skip
+}
 
 
 TASKS = {
-    "anymal": "anymal_c", "go1_velocity": "go1", "g1_velocity": "g1", "allegro_hand": "allegro_hand", "dclaw": "dclaw",
+    "anymal": "anymal_c",
+    "go1_velocity": "go1",
+    "g1_velocity": "g1",
+    "allegro_hand": "allegro_hand",
+    "dclaw": "dclaw",
     **dict.fromkeys(("franka_cube_stack", "franka_cube_stack_torque"), "panda"),
     **{f"shadow_hand{seen}": "shadow_hand" for seen in ("", "_full", "_full_no_vel", "_openai")},
-}  # fmt: skip
+}
 """The robot of each task that has one of these."""
 
 

@@ -56,13 +56,21 @@ def ground(spec: mujoco.MjSpec, over: str) -> None:
     ``contype`` has bit 1."""
     size = {"width": 256, "height": 256}
     spec.add_texture(
-        name="sky", type=mujoco.mjtTexture.mjTEXTURE_SKYBOX, builtin=mujoco.mjtBuiltin.mjBUILTIN_GRADIENT,
-        rgb1=[0.6, 0.7, 0.8], rgb2=[0.9, 0.93, 0.95], **size,
-    )  # fmt: skip
+        name="sky",
+        type=mujoco.mjtTexture.mjTEXTURE_SKYBOX,
+        builtin=mujoco.mjtBuiltin.mjBUILTIN_GRADIENT,
+        rgb1=[0.6, 0.7, 0.8],
+        rgb2=[0.9, 0.93, 0.95],
+        **size,
+    )
     spec.add_texture(
-        name="floor", type=mujoco.mjtTexture.mjTEXTURE_2D, builtin=mujoco.mjtBuiltin.mjBUILTIN_CHECKER,
-        rgb1=[0.7, 0.73, 0.75], rgb2=[0.6, 0.62, 0.64], **size,
-    )  # fmt: skip
+        name="floor",
+        type=mujoco.mjtTexture.mjTEXTURE_2D,
+        builtin=mujoco.mjtBuiltin.mjBUILTIN_CHECKER,
+        rgb1=[0.7, 0.73, 0.75],
+        rgb2=[0.6, 0.62, 0.64],
+        **size,
+    )
     material = spec.add_material(name="floor", texrepeat=[1, 1], texuniform=True)
     material.textures[mujoco.mjtTextureRole.mjTEXROLE_RGB.value] = "floor"
     plane = {"type": mujoco.mjtGeom.mjGEOM_PLANE, "size": [0, 0, 1], "contype": 0, "conaffinity": 1}
@@ -81,9 +89,14 @@ def bones(spec: mujoco.MjSpec, radius: float) -> None:
             limb = child.find_all(mujoco.mjtObj.mjOBJ_JOINT) or child.find_all(mujoco.mjtObj.mjOBJ_GEOM)
             if np.linalg.norm(child.pos) > radius and limb:
                 body.add_geom(
-                    type=mujoco.mjtGeom.mjGEOM_CAPSULE, fromto=[0, 0, 0, *child.pos], size=[radius, 0, 0],
-                    contype=0, conaffinity=0, density=0, rgba=[0.2, 0.2, 0.22, 1],
-                )  # fmt: skip
+                    type=mujoco.mjtGeom.mjGEOM_CAPSULE,
+                    fromto=[0, 0, 0, *child.pos],
+                    size=[radius, 0, 0],
+                    contype=0,
+                    conaffinity=0,
+                    density=0,
+                    rgba=[0.2, 0.2, 0.22, 1],
+                )
 
 
 class Velocity(Task):
@@ -144,16 +157,23 @@ class Velocity(Task):
             joint.armature, joint.damping, joint.frictionloss = servo.armature, [0, 0, 0], 0
             reach = cls.action_scale * servo.reach
             drive = spec.add_actuator(
-                name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT,
-                ctrllimited=True, ctrlrange=[pose - reach, pose + reach],
-                forcelimited=True, forcerange=[-servo.effort, servo.effort],
-            )  # fmt: skip
+                name=name,
+                target=name,
+                trntype=mujoco.mjtTrn.mjTRN_JOINT,
+                ctrllimited=True,
+                ctrlrange=[pose - reach, pose + reach],
+                forcelimited=True,
+                forcerange=[-servo.effort, servo.effort],
+            )
             drive.set_to_position(kp=servo.stiffness, kv=servo.damping)
         for body in cls.fragile:
             spec.add_sensor(
-                name=f"{body} contact", type=mujoco.mjtSensor.mjSENS_CONTACT,
-                objtype=mujoco.mjtObj.mjOBJ_BODY, objname=body, intprm=NET_FORCE,
-            )  # fmt: skip
+                name=f"{body} contact",
+                type=mujoco.mjtSensor.mjSENS_CONTACT,
+                objtype=mujoco.mjtObj.mjOBJ_BODY,
+                objname=body,
+                intprm=NET_FORCE,
+            )
 
     def start(self, count: int, draw: Draw) -> Start:
         robot, size = self.robot, len(self.joints)

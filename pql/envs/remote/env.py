@@ -117,8 +117,9 @@ class Remote:
             if interrupt.asked():
                 raise KeyboardInterrupt("no actor had connected: nothing to save")
             if time.monotonic() >= end:
-                raise RunError(f"no actor connected to {self.server.address} within {self.timeout:g} s "
-                               "(task.kwargs.timeout)")  # fmt: skip
+                raise RunError(
+                    f"no actor connected to {self.server.address} within {self.timeout:g} s (task.kwargs.timeout)"
+                )
         return self.server.facts
 
     # -- as any simulator ---------------------------------------------------------------------------------------------
@@ -241,9 +242,12 @@ class Beside:
 def check(wait: float | None, timeout: float, eval_envs: int, step_seconds: float, start_seconds: float) -> None:
     """Raises ``ConfigError`` for numbers that cannot be."""
     for name, value, least in (
-        ("wait", wait, 0), ("timeout", timeout, 0.001), ("eval_envs", eval_envs, 0),
-        ("step_seconds", step_seconds, 0.001), ("start_seconds", start_seconds, 0.001),
-    ):  # fmt: skip
+        ("wait", wait, 0),
+        ("timeout", timeout, 0.001),
+        ("eval_envs", eval_envs, 0),
+        ("step_seconds", step_seconds, 0.001),
+        ("start_seconds", start_seconds, 0.001),
+    ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
             raise ConfigError(name, value, f"a number from {least} up")
     if not isinstance(eval_envs, int):

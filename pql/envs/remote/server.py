@@ -64,10 +64,17 @@ class Server:
     """
 
     def __init__(
-        self, address: str, hall: Hall, evaluation: Hall | None = None, token: str | None = None,
-        cert: Path | None = None, key: Path | None = None, tell: Callable[[str], None] | None = None,
-        step_seconds: float = 20.0, start_seconds: float = 600.0,
-    ):  # fmt: skip
+        self,
+        address: str,
+        hall: Hall,
+        evaluation: Hall | None = None,
+        token: str | None = None,
+        cert: Path | None = None,
+        key: Path | None = None,
+        tell: Callable[[str], None] | None = None,
+        step_seconds: float = 20.0,
+        start_seconds: float = 600.0,
+    ):
         self.step = Limit(step_seconds, "task.kwargs.step_seconds")
         self.start = max(self.step, Limit(start_seconds, "task.kwargs.start_seconds"))
         self.halls: dict[str, Hall | None] = {"train": hall, "eval": evaluation}
@@ -221,8 +228,12 @@ def check_safe(address: str, token: str | None, cert: Path | None, key: Path | N
     if not address.startswith(LOOPBACK):
         for name, given in (("token_file", token), ("cert", cert)):
             if given is None:
-                raise ConfigError(name, None, f"a file: {address} can be reached from other machines, which takes a "
-                                  "token (token_file) and TLS (cert, key)")  # fmt: skip
+                raise ConfigError(
+                    name,
+                    None,
+                    f"a file: {address} can be reached from other machines, which takes a "
+                    "token (token_file) and TLS (cert, key)",
+                )
     if cert is None or key is None:
         return None
     return grpc.ssl_server_credentials(((read_file("key", key, KEY), read_file("cert", cert, CERTIFICATE)),))

@@ -17,7 +17,7 @@ from pql.algos.ddpg import (
     loss_share,
     policy_trainer,
     value_trainer,
-)  # fmt: skip
+)
 from pql.algos.off_policy import ActorCritic, Trainer
 from pql.config import Config, DdpgConfig
 from pql.config.families import own

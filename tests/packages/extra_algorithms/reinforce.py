@@ -38,9 +38,14 @@ def draw(state: PpoState, settings: ReinforceConfig, segment: Segment, gen: Gene
     with torch.no_grad():
         values = state.net.values(segment.obs)  # [T + 1 + K + 1, N]
         target = lambda_returns(
-            segment.reward, settings.gamma * segment.alive, values[:rows], values.gather(0, segment.successor),
-            segment.goes_on, segment.mask, 1.0,
-        )  # fmt: skip
+            segment.reward,
+            settings.gamma * segment.alive,
+            values[:rows],
+            values.gather(0, segment.successor),
+            segment.goes_on,
+            segment.mask,
+            1.0,
+        )
     obs = {k: v[:rows] for k, v in segment.obs.items()}
     yield {"obs": obs, "action": segment.action, "target": target, "baseline": values[:rows], "mask": segment.mask}
 
@@ -55,8 +60,12 @@ def update(state: PpoState, settings: ReinforceConfig, batch: dict[str, Any], ge
     state.optimizer.zero_grad()
     (policy_loss + settings.value_coef * critic_loss).backward()
     norm = state.optimizer.step(mask=batch["mask"])
-    return {"loss/policy": policy_loss.detach(), "loss/critic": critic_loss.detach(), "grad_norm/policy": norm,
-            "policy/lr": state.optimizer.lr}  # fmt: skip
+    return {
+        "loss/policy": policy_loss.detach(),
+        "loss/critic": critic_loss.detach(),
+        "grad_norm/policy": norm,
+        "policy/lr": state.optimizer.lr,
+    }
 
 
 def state(config: Config, flat: Flat, optimizer: Optimizer, num_envs: int) -> PpoState:

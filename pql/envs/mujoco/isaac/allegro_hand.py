@@ -48,8 +48,15 @@ class AllegroHand(Reorient):
     dt = 0.03334
     place = (0.0, -0.2, 0.56)
     parts: ClassVar[tuple[str, ...]] = (
-        "joints", "joint_speeds", "joint_forces", "pose", "motion", "goal", "error", "action",
-    )  # fmt: skip
+        "joints",
+        "joint_speeds",
+        "joint_forces",
+        "pose",
+        "motion",
+        "goal",
+        "error",
+        "action",
+    )
 
     @classmethod
     def source(cls) -> mujoco.MjSpec:
@@ -84,7 +91,12 @@ def _drive(spec: mujoco.MjSpec, joint: mujoco.MjsJoint, limits: tuple[float, flo
     """A motor that follows a target angle."""
     joint.range, joint.armature, joint.damping, joint.frictionloss = limits, ARMATURE, [0, 0, 0], 0
     motor = spec.add_actuator(
-        name=joint.name, target=joint.name, trntype=mujoco.mjtTrn.mjTRN_JOINT,
-        ctrlrange=limits, ctrllimited=True, forcerange=[-EFFORT, EFFORT], forcelimited=True,
-    )  # fmt: skip
+        name=joint.name,
+        target=joint.name,
+        trntype=mujoco.mjtTrn.mjTRN_JOINT,
+        ctrlrange=limits,
+        ctrllimited=True,
+        forcerange=[-EFFORT, EFFORT],
+        forcelimited=True,
+    )
     motor.set_to_position(kp=STIFFNESS, kv=DAMPING)

@@ -71,16 +71,25 @@ def _leg(tray: mujoco.MjsBody, index: int, angle: float) -> None:
 def _drive(spec: mujoco.MjSpec, index: int) -> None:
     """The knee follows a target; the foot stays where it is."""
     knee = spec.add_actuator(
-        name=f"lower_leg{index}", target=f"lower_leg{index}", trntype=mujoco.mjtTrn.mjTRN_JOINT,
-        ctrlrange=[-7 * math.pi / 18, math.pi / 2], ctrllimited=True, forcerange=[-EFFORT, EFFORT], forcelimited=True,
-    )  # fmt: skip
+        name=f"lower_leg{index}",
+        target=f"lower_leg{index}",
+        trntype=mujoco.mjtTrn.mjTRN_JOINT,
+        ctrlrange=[-7 * math.pi / 18, math.pi / 2],
+        ctrllimited=True,
+        forcerange=[-EFFORT, EFFORT],
+        forcelimited=True,
+    )
     knee.set_to_position(kp=4000.0, kv=100.0)
     angle, shin = LEGS[index], [FOOT[i] - KNEE[i] for i in (0, 1)]
     anchor = [shin[0] * math.cos(angle), shin[0] * math.sin(angle), shin[1]]
     spec.add_equality(
-        type=mujoco.mjtEq.mjEQ_CONNECT, objtype=mujoco.mjtObj.mjOBJ_BODY, name1=f"lower_leg{index}", name2="world",
-        data=[*anchor] + [0.0] * 9, solref=[0.005, 1.0],
-    )  # fmt: skip
+        type=mujoco.mjtEq.mjEQ_CONNECT,
+        objtype=mujoco.mjtObj.mjOBJ_BODY,
+        name1=f"lower_leg{index}",
+        name2="world",
+        data=[*anchor] + [0.0] * 9,
+        solref=[0.005, 1.0],
+    )
 
 
 class BallBalance(Task):

@@ -99,8 +99,15 @@ class DClaw(Reorient):
     tolerance = 0.4
     fall = 0.15
     parts: ClassVar[tuple[str, ...]] = (
-        "joints", "joint_speeds", "pose", "motion", "goal_turn", "error", "fingertips", "action",
-    )  # fmt: skip
+        "joints",
+        "joint_speeds",
+        "pose",
+        "motion",
+        "goal_turn",
+        "error",
+        "fingertips",
+        "action",
+    )
     STRIDE: ClassVar[float] = 3.5 * 0.0833
     SMOOTH: ClassVar[float] = 0.2
     RATES: ClassVar[tuple[float, float, float]] = (0.25, 0.04, 0.5)  # of joints rad/s, of the cube m/s and rad/s
@@ -142,9 +149,11 @@ class DClaw(Reorient):
         for finger in range(FINGERS):
             for kind in MOTION:
                 spec.add_sensor(
-                    name=f"F{finger}tip {kind}", type=getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}"),
-                    objtype=mujoco.mjtObj.mjOBJ_SITE, objname=f"F{finger}tip",
-                )  # fmt: skip
+                    name=f"F{finger}tip {kind}",
+                    type=getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}"),
+                    objtype=mujoco.mjtObj.mjOBJ_SITE,
+                    objname=f"F{finger}tip",
+                )
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
@@ -216,7 +225,12 @@ def _drive(spec: mujoco.MjSpec, finger: int, joint: int) -> None:
     hinge = spec.joint(_joint(finger, joint))
     hinge.damping = [0, 0, 0]
     motor = spec.add_actuator(
-        name=hinge.name, target=hinge.name, trntype=mujoco.mjtTrn.mjTRN_JOINT, ctrlrange=hinge.range,
-        ctrllimited=True, forcerange=[-EFFORT, EFFORT], forcelimited=True,
-    )  # fmt: skip
+        name=hinge.name,
+        target=hinge.name,
+        trntype=mujoco.mjtTrn.mjTRN_JOINT,
+        ctrlrange=hinge.range,
+        ctrllimited=True,
+        forcerange=[-EFFORT, EFFORT],
+        forcelimited=True,
+    )
     motor.set_to_position(kp=STIFFNESS[joint], kv=DAMPING[joint])

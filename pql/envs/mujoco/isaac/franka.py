@@ -59,9 +59,14 @@ def _drive(spec: mujoco.MjSpec) -> None:
     for name in FINGERS:
         spec.joint(name).armature, spec.joint(name).damping = 0.1, [0.0, 0.0, 0.0]
         finger = spec.add_actuator(
-            name=name, target=name, trntype=joint, ctrlrange=[0.0, OPEN], ctrllimited=True,
-            forcerange=[-200.0, 200.0], forcelimited=True,
-        )  # fmt: skip
+            name=name,
+            target=name,
+            trntype=joint,
+            ctrlrange=[0.0, OPEN],
+            ctrllimited=True,
+            forcerange=[-200.0, 200.0],
+            forcelimited=True,
+        )
         finger.set_to_position(kp=5000.0, kv=100.0)
 
 

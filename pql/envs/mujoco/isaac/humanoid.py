@@ -113,9 +113,13 @@ class IsaacHumanoid(Runner):
             joint.range, joint.armature = wanted.range, wanted.armature
             joint.stiffness, joint.damping = [wanted.stiffness, 0, 0], [wanted.damping, 0, 0]
             spec.add_actuator(
-                name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT, gear=[wanted.gear, 0, 0, 0, 0, 0],
-                ctrllimited=True, ctrlrange=[-1, 1],
-            )  # fmt: skip
+                name=name,
+                target=name,
+                trntype=mujoco.mjtTrn.mjTRN_JOINT,
+                gear=[wanted.gear, 0, 0, 0, 0, 0],
+                ctrllimited=True,
+                ctrlrange=[-1, 1],
+            )
         for foot in FEET:
             Wrench.sense(spec, foot)
 

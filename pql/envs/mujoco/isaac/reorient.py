@@ -183,17 +183,27 @@ def furnish(spec: mujoco.MjSpec, place: tuple[float, float, float], half: float,
     spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
     world.add_light(pos=[0, 0, 2], dir=[0, 0, -1])
     world.add_geom(
-        name="floor", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[1, 1, 0.1], rgba=[0.75, 0.78, 0.8, 1],
-        contype=0, conaffinity=0,
-    )  # fmt: skip
+        name="floor",
+        type=mujoco.mjtGeom.mjGEOM_PLANE,
+        size=[1, 1, 0.1],
+        rgba=[0.75, 0.78, 0.8, 1],
+        contype=0,
+        conaffinity=0,
+    )
     cube = world.add_body(name="object", pos=place)
     cube.add_freejoint(name="object")
     goal = world.add_body(name="goal", pos=[a + b for a, b in zip(place, DISPLAYED, strict=True)], mocap=True)
     for body, touches in ((cube, 1), (goal, 0)):
         body.add_geom(
-            type=mujoco.mjtGeom.mjGEOM_BOX, size=[half] * 3, density=density, friction=[1, 0.005, 0.001], condim=4,
-            contype=touches, conaffinity=touches, rgba=[0.9, 0.9, 0.9, 1],
-        )  # fmt: skip
+            type=mujoco.mjtGeom.mjGEOM_BOX,
+            size=[half] * 3,
+            density=density,
+            friction=[1, 0.005, 0.001],
+            condim=4,
+            contype=touches,
+            conaffinity=touches,
+            rgba=[0.9, 0.9, 0.9, 1],
+        )
         for axis in range(3):  # a mark in red, green and blue, so that no two orientations look alike
             mark = [float(axis == other) for other in range(3)]
             size = [0.001 if axis == other else 0.7 * half for other in range(3)]

@@ -25,9 +25,17 @@ TIPS = tuple(f"{PREFIX}{finger}distal" for finger in ("ff", "mf", "rf", "lf", "t
 MOTION = ("framepos", "framequat", "framelinvel", "frameangvel")  # of a fingertip: 13 numbers
 ORDER = (0, 1, 2, 4, 5, 6, 3, 7, 8, 9, 10, 11, 12)  # MuJoCo's w, x, y, z -> x, y, z, w
 STATE: tuple[str, ...] = (
-    "joints", "joint_speeds", "joint_forces", "pose", "motion", "goal", "error", "fingertips", "fingertip_forces",
+    "joints",
+    "joint_speeds",
+    "joint_forces",
+    "pose",
+    "motion",
+    "goal",
+    "error",
+    "fingertips",
+    "fingertip_forces",
     "action",
-)  # fmt: skip
+)
 
 
 class ShadowHand(Reorient):
