@@ -22,47 +22,47 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pql import wrap as wrap
-    from pql.api import compare as compare
-    from pql.api import evaluate as evaluate
-    from pql.api import report as report
-    from pql.api import resume as resume
-    from pql.api import train as train
     from pql.config import Config as Config
-    from pql.conformance import check_env as check_env
-    from pql.env import Box as Box
-    from pql.env import Discrete as Discrete
-    from pql.env import EnvSpec as EnvSpec
-    from pql.env import ObsSpec as ObsSpec
-    from pql.env import make_env as make_env
-    from pql.env import register as register
+    from pql.contract.conformance import check_env as check_env
+    from pql.contract.env import Box as Box
+    from pql.contract.env import Discrete as Discrete
+    from pql.contract.env import EnvSpec as EnvSpec
+    from pql.contract.env import ObsSpec as ObsSpec
+    from pql.contract.env import make_env as make_env
+    from pql.contract.env import register as register
     from pql.errors import ConfigError as ConfigError
     from pql.errors import RunError as RunError
-    from pql.export import export_policy as export_policy
-    from pql.play import record_video as record_video
-    from pql.policy import load_policy as load_policy
-    from pql.rundir import Summary as Summary
-    from pql.session import Session as Session
+    from pql.run.api import compare as compare
+    from pql.run.api import evaluate as evaluate
+    from pql.run.api import report as report
+    from pql.run.api import resume as resume
+    from pql.run.api import train as train
+    from pql.run.export.writer import export_policy as export_policy
+    from pql.run.play import record_video as record_video
+    from pql.run.policy import load_policy as load_policy
+    from pql.run.session import Session as Session
+    from pql.run.store.run_dir import Summary as Summary
     from pql.types import Step as Step
 
 _HOME = {
-    "train": "pql.api",
-    "resume": "pql.api",
-    "evaluate": "pql.api",
-    "compare": "pql.api",
-    "report": "pql.api",
-    "check_env": "pql.conformance",
-    "make_env": "pql.env",
-    "register": "pql.env",
-    "EnvSpec": "pql.env",
-    "ObsSpec": "pql.env",
-    "Box": "pql.env",
-    "Discrete": "pql.env",
+    "train": "pql.run.api",
+    "resume": "pql.run.api",
+    "evaluate": "pql.run.api",
+    "compare": "pql.run.api",
+    "report": "pql.run.api",
+    "check_env": "pql.contract.conformance",
+    "make_env": "pql.contract.env",
+    "register": "pql.contract.env",
+    "EnvSpec": "pql.contract.env",
+    "ObsSpec": "pql.contract.env",
+    "Box": "pql.contract.env",
+    "Discrete": "pql.contract.env",
     "Step": "pql.types",
-    "load_policy": "pql.policy",
-    "export_policy": "pql.export",
-    "record_video": "pql.play",
-    "Session": "pql.session",
-    "Summary": "pql.rundir",
+    "load_policy": "pql.run.policy",
+    "export_policy": "pql.run.export.writer",
+    "record_video": "pql.run.play",
+    "Session": "pql.run.session",
+    "Summary": "pql.run.store.run_dir",
     "Config": "pql.config",
     "ConfigError": "pql.errors",
     "RunError": "pql.errors",

@@ -4,9 +4,9 @@ import sys
 
 
 def main() -> int:
-    """As ``pql.main.main``, on this program's arguments."""
+    """As ``pql.cli.main.main``, on this program's arguments."""
     try:
-        from pql.main import main as command
+        from pql.cli.main import main as command
 
         return command()
     except KeyboardInterrupt:

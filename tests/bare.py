@@ -19,7 +19,7 @@ sys.path[:0] = [{lib!r}, {tests!r}]
 mount("pql", {root!r} + "/pql")
 missing = [name for name in ("torch", "hydra", "omegaconf", "rich") if importlib.util.find_spec(name) is None]
 assert len(missing) == 4, missing
-from pql.main import main
+from pql.cli.main import main
 code = main(sys.argv[1:])
 assert "torch" not in sys.modules
 sys.exit(code)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.env import make_env, register
-from pql.quarantine import column
+from pql.collect.nonfinite import column
+from pql.contract.env import make_env, register
 from pql.types import Obs, Step
 
 NAN, INF = float("nan"), float("inf")

@@ -15,15 +15,15 @@ from gates import LearningGate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pql import watchdog
-from pql.build import Parts, build
-from pql.checkpoint import flatten
 from pql.config import Config, from_dict
 from pql.config.families import record_of
 from pql.config.migrate import known
-from pql.conformance import Report
-from pql.schedule import Executor, Trace
-from pql.validate import validate
+from pql.config.validate import validate
+from pql.contract.conformance import Report
+from pql.engine import watchdog
+from pql.engine.schedule import Executor, Trace
+from pql.run.build import Parts, build
+from pql.run.store.checkpoint import flatten
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _one_core() -> Iterator[None]:
     """What a run takes its default threads from: with networks this small a second one only gets in the way, and where
     other programs share the cores it costs ten times what it brings."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pql.machine.available_cores", lambda: 1)
+        patch.setattr("pql.engine.placement.available_cores", lambda: 1)
         yield
 
 

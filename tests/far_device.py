@@ -1,4 +1,4 @@
-"""A file in the place of a device's memory, on both sides of ``pql.envs.process``."""
+"""A file in the place of a device's memory, on both sides of ``pql.remote.process.near``."""
 
 import os
 import tempfile
@@ -6,8 +6,8 @@ import tempfile
 import numpy as np
 import torch
 
-from pql.envs import shared_cuda
 from pql.envs.toy import Counter
+from pql.remote.process import shared_cuda
 
 WAITED = []
 FREED = []

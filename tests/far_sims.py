@@ -1,4 +1,4 @@
-"""Simulators for tests of ``pql.envs.process``: NumPy alone, in any Python from 3.8 on."""
+"""Simulators for tests of ``pql.remote.process.near``: NumPy alone, in any Python from 3.8 on."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from pql.envs.plain import Box, Discrete, EnvSpec, ObsSpec, Step
+from pql.contract.plain import Box, Discrete, EnvSpec, ObsSpec, Step
 
 
 class Walk:

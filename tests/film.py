@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from pql.envs.plain import Discrete, EnvSpec, ObsSpec, Step
+from pql.contract.plain import Discrete, EnvSpec, ObsSpec, Step
 
 
 class Film:

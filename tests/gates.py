@@ -4,9 +4,9 @@ import math
 import os
 from collections.abc import Callable
 
-from pql.build import Parts
-from pql.evaluation import run_episodes
-from pql.policy import fresh_policy, snapshot
+from pql.run.build import Parts
+from pql.run.evaluation import run_episodes
+from pql.run.policy import fresh_policy, snapshot
 
 SEED = "PQL_LEARNING_SEED"  # train with this seed alone: tools/pass_rates.py sets it
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from oracles import Event, n_step
 
-from pql.env import ObsSpec
-from pql.replay import Cursor, Replay
+from pql.contract.env import ObsSpec
+from pql.data.replay import Cursor, Replay
 from pql.types import Batch, Step
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pql.env import make_env
+from pql.contract.env import make_env
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.robots import model_file

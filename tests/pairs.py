@@ -17,7 +17,7 @@ class Pair:
 
     def __init__(self, size: int = 2):
         context = multiprocessing.get_context("forkserver")  # imports what takes seconds once, for all pairs
-        context.set_forkserver_preload(["torch", "pql.session", "pql.algos.ppo"])
+        context.set_forkserver_preload(["torch", "pql.run.session", "pql.algos.ppo"])
         port, self.pipes, self.processes = free_port(), [], []
         for rank in range(size):
             mine, theirs = context.Pipe()

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 from conftest import configured, start
 
-from pql.build import Parts
 from pql.config import Config
-from pql.schedule import Inline
+from pql.engine.schedule import Inline
+from pql.run.build import Parts
 
 BASE = {
     "replay": {"capacity": 4096},

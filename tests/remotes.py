@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 
-from pql import wire
-from pql.actor.client import Actor
-from pql.envs.far_build import describe
 from pql.envs.remote import Remote
+from pql.remote import protocol as wire
+from pql.remote.actor.client import Actor
+from pql.remote.process.far_build import describe
 
 
 def quiet(line):

@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from pql.compose import compose, resume_config
-from pql.rundir import Summary
-from pql.session import Session
+from pql.config.compose import compose, resume_config
+from pql.run.session import Session
+from pql.run.store.run_dir import Summary
 
 WORDS = (
     "task=pendulum",

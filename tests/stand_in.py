@@ -1,7 +1,7 @@
 """A stand-in for a CUDA device on the CPU, so that the bodies of the ``gpu`` tests run everywhere.
 
-Graphs are tapes (``pql.tape``), streams and events a log, and nothing may read a value back to the host where a device
-would be waited for. What it cannot show: what a real device does at the same time, and how fast.
+Graphs are tapes (``pql.engine.tape``), streams and events a log, and nothing may read a value back to the host where a
+device would be waited for. What it cannot show: what a real device does at the same time, and how fast.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from pql.graph import Graph
-from pql.schedule import Streams
-from pql.tape import TapedGraph
+from pql.engine.graph import Graph
+from pql.engine.schedule import Streams
+from pql.engine.tape import TapedGraph
 
 HELD = 30
 """Looks at an event that was recorded while the device was held up, until it has happened."""
@@ -97,7 +97,7 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
     patch.setattr(Streams, "__init__", begin)
     for name in ("_stream", "_on", "_wait", "_record", "_current"):
         patch.setattr(Streams, name, RecordingStreams.__dict__[name])
-    patch.setattr("pql.build.make_executor", lambda place, devices: Streams(devices, place.watchdog_seconds))
+    patch.setattr("pql.run.build.make_executor", lambda place, devices: Streams(devices, place.watchdog_seconds))
     patch.setattr(torch.cuda, "_sleep", device.sleep)
     patch.setattr(torch.cuda, "synchronize", lambda *args: setattr(device, "left", 0))
     patch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)

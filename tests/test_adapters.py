@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pql.conformance import check_env
-from pql.envs.process import ProcessVec
-from pql.main import main
+from pql.cli.main import main
+from pql.contract.conformance import check_env
+from pql.remote.process.near import ProcessVec
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,10 +11,10 @@ from oracles import c51_projection, tanh_gaussian_log_prob
 from torch.nn import functional as F
 
 from pql.algos import ddpg, sac
-from pql.compose import compose
-from pql.nets import LOG_STD_MAX, LOG_STD_MIN, Critic, DeterministicPolicy, EnsembleLinear, Flat, GaussianPolicy
-from pql.optim import AdamW
-from pql.schedule import Inline
+from pql.config.compose import compose
+from pql.engine.optim import AdamW
+from pql.engine.schedule import Inline
+from pql.nets.mlp import LOG_STD_MAX, LOG_STD_MIN, Critic, DeterministicPolicy, EnsembleLinear, Flat, GaussianPolicy
 from pql.types import Batch, ObsBatch
 
 B, D, P, A = 24, 4, 3, 2  # batch, features of "critic" and "policy", actions

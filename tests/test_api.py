@@ -11,11 +11,11 @@ import torch
 from run_files import rows, words, write_run
 
 import pql
-from pql.api import NAMES_A_TASK
-from pql.compose import parse_words, words_of
+from pql.config.compose import parse_words, words_of
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
-from pql.session import Session
+from pql.run.api import NAMES_A_TASK
+from pql.run.session import Session
 
 NAMES = {
     "Box",

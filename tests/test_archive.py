@@ -6,13 +6,14 @@ import pytest
 import torch
 from run_files import points, resume, rows, run, words
 
-from pql import rundir, tensorfile
-from pql.claim import holder
+from pql.cli.main import main
+from pql.data import tensorfile
 from pql.errors import PqlWarning, RunError
-from pql.main import main
-from pql.policy import load_policy
-from pql.rundir import read_summary
-from pql.session import Session
+from pql.run.policy import load_policy
+from pql.run.session import Session
+from pql.run.store import run_dir as rundir
+from pql.run.store.claim import holder
+from pql.run.store.run_dir import read_summary
 
 
 def everything(path):

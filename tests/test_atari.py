@@ -11,15 +11,15 @@ from run_files import rows
 pytest.importorskip("ale_py")
 
 from pql import train
-from pql.build import build_env
-from pql.compose import compose
-from pql.conformance import check_env
-from pql.env import Discrete, ObsSpec, find_factory, make_env
+from pql.cli.main import main
+from pql.config.compose import compose
+from pql.config.layers import Presets
+from pql.contract.conformance import check_env
+from pql.contract.env import Discrete, ObsSpec, find_factory, make_env
+from pql.data.replay import Replay
 from pql.errors import ConfigError
-from pql.main import main
-from pql.presets import Presets
-from pql.replay import Replay
-from pql.session import Session
+from pql.run.build import build_env
+from pql.run.session import Session
 
 MODES = pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
 CPU = torch.device("cpu")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pql.conformance import check_env
-from pql.env import Discrete, ObsSpec, find_factory, make_env
+from pql.contract.conformance import check_env
+from pql.contract.env import Discrete, ObsSpec, find_factory, make_env
 from pql.envs.catch import Catch
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pql.central import Central, CentralOptimizer, Halted, Turns
-from pql.nets import Flat, mlp
-from pql.optim import AdamW, Optimizer, RMSProp
+from pql.engine.central import Central, CentralOptimizer, Halted, Turns
+from pql.engine.optim import AdamW, Optimizer, RMSProp
+from pql.nets.mlp import Flat, mlp
 
 KINDS = {
     "adam": lambda flat: AdamW(flat, 1e-2, 0.5, weight_decay=0.1),

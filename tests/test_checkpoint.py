@@ -12,9 +12,20 @@ import pytest
 import torch
 from run_files import points
 
-from pql import checkpoint, tensorfile
-from pql.checkpoint import CorruptCheckpointError, flatten, load, newest, recover, rotate, save, set_aside, unflatten
+from pql.data import tensorfile
 from pql.errors import ConfigError, PqlWarning
+from pql.run.store import checkpoint
+from pql.run.store.checkpoint import (
+    CorruptCheckpointError,
+    flatten,
+    load,
+    newest,
+    recover,
+    rotate,
+    save,
+    set_aside,
+    unflatten,
+)
 
 
 def tree(value: float) -> dict:

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 from run_files import points, resume, run, words
 
-from pql import claim, rundir
-from pql.compose import compose, resume_config
+from pql.cli.jobs import next_command
+from pql.cli.main import main
+from pql.config.compose import compose, resume_config
 from pql.errors import ConfigError, PqlWarning
-from pql.jobs import next_command
-from pql.main import main
-from pql.session import Session
+from pql.run.session import Session
+from pql.run.store import claim
+from pql.run.store import run_dir as rundir
 
 HERE = f"process {os.getpid()} on "
 
@@ -103,7 +104,9 @@ def test_automatic_names_are_below_runs(tmp_path, monkeypatch):
 
 @pytest.mark.fault
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    script = "import sys, time; from pql.claim import claim; one = claim(__import__('pathlib').Path(sys.argv[1])); "
+    script = (
+        "import sys, time, pathlib; from pql.run.store.claim import claim; one = claim(pathlib.Path(sys.argv[1])); "
+    )
     script += "print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
@@ -166,7 +169,7 @@ def together(*commands: list[str]) -> list[tuple[int, str]]:
     """Status and errors of several ``pql`` commands, started at once."""
     pipe = subprocess.PIPE
     running = [
-        subprocess.Popen([sys.executable, "-m", "pql.main", *c], stdout=pipe, stderr=pipe, text=True) for c in commands
+        subprocess.Popen([sys.executable, "-m", "pql", *c], stdout=pipe, stderr=pipe, text=True) for c in commands
     ]
     errors = [process.communicate(timeout=240)[1] for process in running]
     return [(process.returncode, error) for process, error in zip(running, errors, strict=True)]

@@ -7,7 +7,7 @@ import torch
 from conftest import NoNarrowProducts, never_waiting
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pql.env import Box, Discrete
+from pql.contract.env import Box, Discrete
 from pql.envs.classic import BallBalance, Cartpole, CartpoleSwingup, Pendulum, TorchEnv
 from pql.envs.toy import LQR
 from pql.errors import ConfigError

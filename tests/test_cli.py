@@ -15,16 +15,16 @@ import pytest
 from run_files import manifest, points, rows, run, words
 
 import pql
-from pql import checkpoint
 from pql.__main__ import main as program
-from pql.actor.sims import make_sim
-from pql.compose import compose
-from pql.env import register
+from pql.cli.main import COMMANDS, main
+from pql.config.compose import compose
+from pql.config.layers import Presets
+from pql.contract.env import register
+from pql.engine.interrupt import Interrupt
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning
-from pql.interrupt import Interrupt
-from pql.main import COMMANDS, main
-from pql.presets import Presets
+from pql.remote.actor.sims import make_sim
+from pql.run.store import checkpoint
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_help_where_nothing_is_asked(capsys):
 )
 def test_what_needs_no_torch_loads_none(tmp_path, argv, status):
     """It takes seconds: four to seventeen on a busy machine."""
-    code = "import json, sys; from pql.main import main\ntry: status = main(sys.argv[1:])\n"
+    code = "import json, sys; from pql.cli.main import main\ntry: status = main(sys.argv[1:])\n"
     code += "except SystemExit as ended: status = ended.code\nprint(json.dumps([status, 'torch' in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [status, False], done.stderr
@@ -365,8 +365,8 @@ class Broken(Counter):
 @pytest.mark.parametrize("executor", ["threads", "inline"])
 def test_a_run_that_fails_has_status_1_and_shows_the_cause(tmp_path, executor):
     script = (
-        "import sys; from pql.env import register; from test_cli import Broken; register('broken', Broken); "
-        "from pql.main import main; sys.exit(main(sys.argv[1:]))"
+        "import sys; from pql.contract.env import register; from test_cli import Broken; register('broken', Broken); "
+        "from pql.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     more = ("task=env", "task.name=broken", f"placement.executor={executor}")
     command = [sys.executable, "-c", script, "train", *words(tmp_path, *more)]
@@ -410,7 +410,7 @@ def test_ctrl_c_before_there_is_a_run(monkeypatch, capsys):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pql.main.run_list", interrupt)
+    monkeypatch.setattr("pql.cli.main.run_list", interrupt)
     assert main(["list", "tasks"]) == 130
     assert capsys.readouterr().err == "pql: interrupted\n"
 
@@ -419,10 +419,10 @@ def test_ctrl_c_while_the_command_line_loads(monkeypatch, capsys):
     class Interrupted:
         @staticmethod
         def find_spec(name, path=None, target=None):
-            if name == "pql.main":
+            if name == "pql.cli.main":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "pql.main")
+    monkeypatch.delitem(sys.modules, "pql.cli.main")
     monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
     assert program() == 130
     assert capsys.readouterr().err == "pql: interrupted\n"
@@ -438,8 +438,8 @@ def start() -> Iterator[Start]:
 
     def begin(run_dir: Path, *more: str, stuck_at: int = 10**9) -> "subprocess.Popen[str]":
         script = (
-            "import sys; from pql.env import register; from test_cli import slow; register('slow', slow); "
-            "from pql.main import main; sys.exit(main(sys.argv[1:]))"
+            "import sys; from pql.contract.env import register; from test_cli import slow; register('slow', slow); "
+            "from pql.cli.main import main; sys.exit(main(sys.argv[1:]))"
         )
         slow = ("task=env", "task.name=slow", f"task.kwargs.stuck_at={stuck_at}", f"task.kwargs.mark={run_dir}.mark")
         command = [sys.executable, "-c", script, "train", *words(run_dir, *slow, "budget.env_steps=1000000", *more)]
@@ -528,7 +528,7 @@ def test_the_same_seed_gives_the_same_bits_in_two_processes(tmp_path):
     hashes = []
     for name in ("a", "b"):
         setting = words(tmp_path / name, "task.kwargs.max_episode_steps=11", "seed=7", "budget.env_steps=640")
-        python("-m", "pql.main", "train", *setting)
+        python("-m", "pql", "train", *setting)
         found = tmp_path / name / "checkpoints"
         hashes.append([manifest(found / "last")["sha256"], manifest(points(tmp_path / name)[-1])["sha256"]])
     assert hashes[0] == hashes[1]
@@ -540,12 +540,12 @@ import sys
 import pql
 assert "torch" not in sys.modules
 from pql.config import BudgetConfig, Config, ReplayConfig, TaskConfig
-from pql.validate import validate
-from pql.build import build
+from pql.config.validate import validate
+from pql.run.build import build
 config = Config(TaskConfig("pendulum"), replay=ReplayConfig(100_000), num_envs=16, device="cpu",
                 budget=BudgetConfig(env_steps=1000))
 parts = build(validate(config))
-import pql.session, pql.policy, pql.checkpoint, pql.wrap
+import pql.run.session, pql.run.policy, pql.run.store.checkpoint, pql.wrap
 foreign = {"hydra", "omegaconf", "rich", "yaml", "mujoco", "gymnasium", "tensorboard", "wandb", "antlr4", "rsl_rl",
            "stable_baselines3", "tensordict"}
 print(sorted(foreign & set(sys.modules)), parts.env.spec.name)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import small_config, start
 
-from pql.build import build, seeds
-from pql.checkpoint import flatten
-from pql.collect import EpisodeStats
+from pql.collect.collector import EpisodeStats
+from pql.engine.schedule import Inline
 from pql.envs.toy import Counter
-from pql.schedule import Inline
+from pql.run.build import build, seeds
+from pql.run.store.checkpoint import flatten
 from pql.types import Step
 
 

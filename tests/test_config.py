@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 from run_files import words
 
-from pql.compose import compose, known_settings, parse_word, resume_config
 from pql.config import Config, from_dict, to_dict
 from pql.config.algorithms import RECORDS
+from pql.config.compose import compose, known_settings, parse_word, resume_config
 from pql.config.fields import condition_text, settings
+from pql.config.layers import GROUPS, Presets
+from pql.config.validate import resolve_device, validate
 from pql.errors import ConfigError, PqlWarning, nearest
-from pql.presets import GROUPS, Presets
-from pql.rundir import create
-from pql.validate import resolve_device, validate
+from pql.run.store.run_dir import create
 
 
 def refusal(*overrides: str) -> str:
@@ -244,7 +244,7 @@ def test_words_win_over_presets():
 
 
 def test_the_scale_follows_the_device(monkeypatch):
-    monkeypatch.setattr("pql.compose.resolve_device", lambda name, setting="device": "cuda")
+    monkeypatch.setattr("pql.config.compose.resolve_device", lambda name, setting="device": "cuda")
     large, small = compose(["device=auto"]), compose(["device=auto", "scale=cpu"])
     assert (large.num_envs, large.algo.batch_size, large.algo.v_per_step) == (4096, 8192, 8.0)
     assert small.num_envs < 1000
@@ -300,7 +300,7 @@ def test_off_policy_algorithms_keep_the_random_steps_that_fill_their_replay():
 
 @pytest.mark.parametrize("task", [t for t in Presets().names("task") if t != "env"])
 def test_every_task_composes(task):
-    from pql.env import env_names
+    from pql.contract.env import env_names
     from pql.envs import CHOOSES
 
     keyword, example = CHOOSES.get(task, ("", ""))

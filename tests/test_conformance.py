@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pql.conformance import RULES, check_env
-from pql.env import Discrete, capturable, find_factory, make_env
+from pql.contract.conformance import RULES, check_env
+from pql.contract.env import Discrete, capturable, find_factory, make_env
+from pql.contract.grouped import Grouped
 from pql.envs.catch import Catch
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
-from pql.grouped import Grouped
 
 SHIPPED = [
     ("counter", {}),

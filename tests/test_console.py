@@ -12,9 +12,13 @@ import pytest
 from rich.console import Console as RichConsole
 from run_files import WORDS, words
 
-from pql.compose import compose
+from pql.cli.main import main
 from pql.config import BudgetConfig, Config, TaskConfig
-from pql.console import (
+from pql.config.compose import compose
+from pql.contract.env import register
+from pql.envs.toy import Counter
+from pql.errors import PqlWarning
+from pql.run.log.console import (
     COLUMNS,
     EVERY,
     WIDTH,
@@ -27,11 +31,7 @@ from pql.console import (
     make_face,
     opening,
 )
-from pql.env import register
-from pql.envs.toy import Counter
-from pql.errors import PqlWarning
-from pql.main import main
-from pql.session import Session
+from pql.run.session import Session
 
 ROW = {
     "time/seconds": 50.0,
@@ -103,7 +103,7 @@ def refuse(name, *more, **words):
     return known(name, *more, **words)
 
 builtins.__import__ = refuse
-from pql.main import main
+from pql.cli.main import main
 main(sys.argv[1:])
 """
 
@@ -366,8 +366,8 @@ def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch, threads_left):
     register("watched", lambda num_envs, device: Watched(num_envs, device, episode_length=3, terminate_every=0))
     assert main(["train", *words(tmp_path, "task=env", "task.name=watched")]) == 0
     plain_face = make_face
-    monkeypatch.setattr("pql.console.make_face", lambda *what: faces.append(plain_face(*what)) or faces[-1])
-    monkeypatch.setattr("pql.evaluation.CHECK_EVERY", 1)
+    monkeypatch.setattr("pql.run.log.console.make_face", lambda *what: faces.append(plain_face(*what)) or faces[-1])
+    monkeypatch.setattr("pql.run.evaluation.CHECK_EVERY", 1)
     assert main(["eval", str(tmp_path), "num_envs=2", "episodes=4"]) == 0
     assert [text.partition(",")[0] for text in seen] == [f"evaluation: {n} of 4 episodes" for n in (0, 0, 0, 2, 2, 2)]
     assert not threads_left()
@@ -377,7 +377,7 @@ def test_a_run_that_could_not_be_saved_names_no_next_command(tmp_path, capsys, m
     def full(path, tensors):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pql.tensorfile.write", full)
+    monkeypatch.setattr("pql.data.tensorfile.write", full)
     with pytest.warns(PqlWarning, match="not written, the run goes on"):
         assert main(["train", *words(tmp_path)]) == 1
     said = capsys.readouterr()

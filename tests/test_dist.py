@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from oracles import c51_projection, chi_square_fits, tanh_gaussian_log_prob
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pql import dist
-from pql.dist import Categorical, DiagGaussian, lower_mean, project, squashed_gaussian
+from pql.nets import distributions as dist
+from pql.nets.distributions import Categorical, DiagGaussian, lower_mean, project, squashed_gaussian
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from pql.actor.sims import make_sim
-from pql.conformance import check_env
-from pql.env import make_env
+from pql.contract.conformance import check_env
+from pql.contract.env import make_env
 from pql.envs import dmlab
 from pql.errors import ConfigError
+from pql.remote.actor.sims import make_sim
 
 LENGTH = 20  # frames of an episode
 LEVEL = "contributed/dmlab30/rooms_watermaze"

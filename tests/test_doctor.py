@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from pql import compose, doctor, registry
-from pql.completion import OWN, SCRIPTS, candidates
+from pql.cli import doctor
+from pql.cli.completion import OWN, SCRIPTS, candidates
+from pql.cli.main import COMMANDS, FLAGS, main
+from pql.cli.tables import table
+from pql.config import compose
+from pql.contract import registry
 from pql.envs.mujoco.robots import ROBOTS
 from pql.envs.mujoco.robots import TASKS as TASK_ROBOTS
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
-from pql.export import FORMATS
-from pql.main import COMMANDS, FLAGS, main
 from pql.reports.runs import AXES
-from pql.text import table
+from pql.run.export.writer import FORMATS
 
 
 def test_a_table():
@@ -201,7 +203,7 @@ def test_words_written_again_here_are_those_of_their_owners():
 def test_the_words_come_quickly():
     """At every Tab: so without torch and Hydra."""
     script = (
-        "import sys; from pql.main import main; main(['completion', '--words', 'pql train task=half'])\n"
+        "import sys; from pql.cli.main import main; main(['completion', '--words', 'pql train task=half'])\n"
         "print(sorted({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -211,7 +213,7 @@ def test_the_words_come_quickly():
 def test_in_bash(tmp_path):
     """The script as it is printed, with the words as bash breaks them: only what comes after the last = is offered."""
     pql = tmp_path / "pql"
-    pql.write_text(f'#!/bin/sh\nexec {sys.executable} -m pql.main "$@"\n')
+    pql.write_text(f'#!/bin/sh\nexec {sys.executable} -m pql.cli.main "$@"\n')
     pql.chmod(0o755)
     script = f"""
 eval "$({pql} completion bash)"

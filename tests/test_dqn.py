@@ -11,9 +11,9 @@ from oracles import c51_projection, huber, kl_divergence, q_target
 from pql.algos import dqn
 from pql.algos.value import ValueState
 from pql.config import DqnConfig
-from pql.nets import Flat
-from pql.optim import AdamW, Clock
-from pql.qnets import QNetwork, redraw_noise
+from pql.engine.optim import AdamW, Clock
+from pql.nets.mlp import Flat
+from pql.nets.q import QNetwork, redraw_noise
 from pql.types import Batch
 
 B, D, A = 24, 3, 4  # batch, features, actions

@@ -6,10 +6,10 @@ from conftest import start
 from dqn_runs import VARIANTS, config_of
 from gates import score, train_until
 
-from pql.compose import compose
-from pql.env import register
+from pql.config.compose import compose
+from pql.contract.env import register
+from pql.engine.schedule import Inline
 from pql.envs.classic import TorchEnv, Transition
-from pql.schedule import Inline
 
 
 @pytest.mark.parametrize("algo", ["dqn", "c51", "rainbow", "apex"])

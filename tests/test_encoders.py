@@ -13,13 +13,13 @@ from torch import nn
 
 import pql
 from pql.algos.on_policy import make_body
-from pql.build import make_critic, make_networks, make_policy
-from pql.checkpoint import flatten
+from pql.cli.main import main
 from pql.config import from_dict
-from pql.encoders import Encoder, Pictures
-from pql.env import Box, EnvSpec, ObsSpec, register
+from pql.contract.env import Box, EnvSpec, ObsSpec, register
 from pql.errors import ConfigError
-from pql.main import main
+from pql.nets.encoders import Encoder, Pictures
+from pql.run.build import make_critic, make_networks, make_policy
+from pql.run.store.checkpoint import flatten
 
 CPU = torch.device("cpu")
 SIDE = 8
@@ -301,7 +301,7 @@ def test_a_network_of_ones_own_sees_flat_rows(module):
 def test_installed_packages_offer_networks_by_name(module, monkeypatch, tmp_path):
     entry = importlib.metadata.EntryPoint("bounded", "pql_test_nets:Bounded", "pql.nets")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("pql.encoders.entry_points", lambda group: [entry] if group == "pql.nets" else [])
+    monkeypatch.setattr("pql.nets.encoders.entry_points", lambda group: [entry] if group == "pql.nets" else [])
     spec = spec_with(policy=(3,))
     assert (
         type(
@@ -358,8 +358,8 @@ def test_policies_that_read_images_export(tmp_path):
     both = {"hidden": [8], "obs": ["policy", "image"]}
     config = small_config(task={"name": "seek"}, algo={"encoder": {"channels": [4], "features": 6}, "policy": both})
     from pql.config import to_dict
-    from pql.export import describe, write
-    from pql.policy import fresh_policy
+    from pql.run.export.writer import describe, write
+    from pql.run.policy import fresh_policy
 
     policy = fresh_policy(config, Seek(1, CPU).spec, CPU)
     metadata = describe(policy, {"config": to_dict(config)}, Path("a/b/c"), scale=True)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pql.conformance import check_env
-from pql.env import Discrete, ObsSpec, make_env
+from pql.contract.conformance import check_env
+from pql.contract.env import Discrete, ObsSpec, make_env
 from pql.errors import ConfigError
 
 pytest.importorskip("envpool")

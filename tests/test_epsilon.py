@@ -8,10 +8,10 @@ from histories import CPU
 from oracles import chi_square_fits, epsilon_ladder
 from torch import Generator
 
+from pql.collect.epsilon import Epsilon, EpsilonActor, ladder
 from pql.config import EpsilonConfig
-from pql.env import Discrete, EnvSpec, ObsSpec
-from pql.epsilon import Epsilon, EpsilonActor, ladder
-from pql.qnets import QNetwork, redraw_noise
+from pql.contract.env import Discrete, EnvSpec, ObsSpec
+from pql.nets.q import QNetwork, redraw_noise
 
 N, D, A = 512, 3, 5
 

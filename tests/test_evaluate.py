@@ -10,16 +10,16 @@ import torch
 from conftest import small_config
 from run_files import points, rows, words
 
-from pql.checkpoint import load
-from pql.compose import compose
-from pql.env import EnvSpec, register
+from pql.config.compose import compose
+from pql.contract.env import EnvSpec, register
 from pql.envs.classic import Pendulum
 from pql.envs.toy import FILLER_REWARD, Counter
 from pql.errors import RunError
-from pql.evaluation import Evaluation, Evaluator, StoppedError, run_episodes
-from pql.policy import fresh_policy, load_policy, snapshot
-from pql.session import Session
-from pql.task import build_env
+from pql.run.evaluation import Evaluation, Evaluator, StoppedError, run_episodes
+from pql.run.policy import fresh_policy, load_policy, snapshot
+from pql.run.session import Session
+from pql.run.store.checkpoint import load
+from pql.run.task import build_env
 
 
 def zero(obs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_an_evaluation_wants_no_random_lengths(monkeypatch):
         given.append(random_lengths)
         return Counter(num_envs)
 
-    monkeypatch.setattr("pql.registry._registered", {"adapter": adapter})
+    monkeypatch.setattr("pql.contract.registry._registered", {"adapter": adapter})
     config = small_config(task={"name": "adapter", "kwargs": {"random_lengths": True}})
     assert [build_env(config).spec.num_envs, build_env(config, 3).spec.num_envs] == [8, 3]
     assert given == [True, False]
@@ -95,7 +95,7 @@ def test_a_final_evaluation_on_the_trainings_own_simulator_plays_whole_episodes(
         def describe(cls, *args: Any, **kwargs: Any) -> EnvSpec:
             return dataclasses.replace(super().describe(*args, **kwargs), single_instance=True)
 
-    monkeypatch.setattr("pql.registry._registered", {"single": Single})
+    monkeypatch.setattr("pql.contract.registry._registered", {"single": Single})
     task = ["task=env", "task.name=single", "task.kwargs.stagger=true", "task.kwargs.max_episode_steps=6"]
     session = Session(compose(words(tmp_path, *task, "eval.final=true")), quiet=True)
     session.train()
@@ -167,7 +167,7 @@ def test_what_is_logged_is_averaged_over_the_steps_of_all_episodes():
 
 
 def test_an_environment_that_does_not_end_counts_as_far_as_it_came(monkeypatch):
-    monkeypatch.setattr("pql.evaluation.LONGEST", 10)
+    monkeypatch.setattr("pql.run.evaluation.LONGEST", 10)
     env = Counter(num_envs=2, episode_length=10**6, terminate_every=0)
     env.spec = dataclasses.replace(env.spec, max_episode_steps=None)
     assert run_episodes(env, zero, seed=0).lengths == [10.0, 10.0]
@@ -309,7 +309,7 @@ def test_an_evaluator_that_fails_ends_the_run_and_names_the_cause(tmp_path, monk
     def fail(*args, **kwargs):
         raise ValueError("simulator lost")
 
-    monkeypatch.setattr("pql.evaluation.run_episodes", fail)
+    monkeypatch.setattr("pql.run.evaluation.run_episodes", fail)
     session = Session(compose(words(tmp_path, "eval.final=true")), quiet=True)
     with pytest.raises(RunError, match="the evaluator failed: ValueError: simulator lost"):
         session.train()

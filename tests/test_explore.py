@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles import chi_square_fits, zeta_pmf
 
-from pql.explore import REPEAT_MAX, Exploration
+from pql.collect.exploration import REPEAT_MAX, Exploration
 
 CPU = torch.device("cpu")
 

@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 import pql
-from pql import export
-from pql.compose import compose
+from pql.cli.main import main
 from pql.config import Config, to_dict
-from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.config.compose import compose
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.data.normalize import Normalizer
 from pql.errors import ConfigError, RunError
-from pql.evaluation import evaluate_saved
-from pql.export import Deployed, difference, export_policy, random_inputs, unit_map, write
-from pql.main import main
-from pql.normalize import Normalizer
-from pql.policy import Policy, open_stored
+from pql.run.evaluation import evaluate_saved
+from pql.run.export import writer as export
+from pql.run.export.writer import Deployed, difference, export_policy, random_inputs, unit_map, write
+from pql.run.policy import Policy, open_stored
 
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pql.conformance import check_env
-from pql.env import Discrete, make_env
+from pql.contract.conformance import check_env
+from pql.contract.env import Discrete, make_env
+from pql.contract.grouped import Grouped
+from pql.contract.last_action import Feedback, feedback_spec
 from pql.envs.classic import Cartpole
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
-from pql.feedback import Feedback, feedback_spec
-from pql.grouped import Grouped
 from pql.types import Step
 
 

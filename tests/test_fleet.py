@@ -14,16 +14,16 @@ from conftest import small_config
 from pairs import free_port
 from remotes import remote, wait_until
 
-from pql.actor.command import Setup, setup_of
-from pql.actor.sims import make_sim
-from pql.build import build
+from pql.cli.main import main, parser
+from pql.engine.schedule import Inline
 from pql.envs.remote import Remote
 from pql.errors import ConfigError, RunError
-from pql.fleet.cluster import reason
-from pql.fleet.host import Host
-from pql.fleet.supervisor import FAILED, GRACE, LOST, OVER, REFUSED, STEADY, STOPPED, TRIES, Ending, Fleet, Look
-from pql.main import main, parser
-from pql.schedule import Inline
+from pql.remote.actor.command import Setup, setup_of
+from pql.remote.actor.sims import make_sim
+from pql.remote.fleet.cluster import reason
+from pql.remote.fleet.host import Host
+from pql.remote.fleet.supervisor import FAILED, GRACE, LOST, OVER, REFUSED, STEADY, STOPPED, TRIES, Ending, Fleet, Look
+from pql.run.build import build
 
 GONE = Ending(LOST, "The node has died.")
 
@@ -317,7 +317,7 @@ def cluster(monkeypatch):
 def test_a_lost_node_s_actor_comes_back_elsewhere_and_the_run_goes_on(cluster, tmp_path):
     address, log = f"unix:{tmp_path}/s", tmp_path / "log"
     words = ["fleet", "--ray", cluster.address, "--connect", address, "--actors", "2", "--num-envs", "2"]
-    words = [sys.executable, "-m", "pql.main", *words, "--task", "gymnasium", "id=Pendulum-v1"]
+    words = [sys.executable, "-m", "pql", *words, "--task", "gymnasium", "id=Pendulum-v1"]
     with log.open("w") as file:
         fleet = subprocess.Popen(words, stderr=file)
     try:

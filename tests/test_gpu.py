@@ -29,12 +29,12 @@ from conftest import (
 )
 from torch import Generator
 
-from pql.build import build, build_env, seeds
-from pql.graph import Graph
-from pql.grouped import joined
-from pql.machine import worker_devices
-from pql.schedule import Inline, Streams
-from pql.tape import NoWaiting
+from pql.contract.grouped import joined
+from pql.engine.graph import Graph
+from pql.engine.placement import worker_devices
+from pql.engine.schedule import Inline, Streams
+from pql.engine.tape import NoWaiting
+from pql.run.build import build, build_env, seeds
 
 DEVICE = "cuda"
 TICKS = 20

@@ -5,8 +5,8 @@ import torch
 from conftest import never_waiting
 from torch import Generator
 
+from pql.data.replay import Replay
 from pql.envs.catch import Catch
-from pql.replay import Replay
 from pql.types import Step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from test_tools import check
 
-from pql.build import FAMILIES, _check
-from pql.task import describe_env
-from pql.validate import validate
+from pql.config.validate import validate
+from pql.run.build import FAMILIES, _check
+from pql.run.task import describe_env
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("env", "tests", "pql", "update", "envs", "learn", "peers", "bench", "warp", "long")
@@ -24,7 +24,7 @@ REAL = gpu_check.parse([])
 
 @pytest.mark.parametrize("name", _gpu_cases.configs(REAL))
 def test_every_configuration_fits_its_task_at_its_real_size(name, monkeypatch):
-    for place in ("pql.wiring", "pql.algos.on_policy"):
+    for place in ("pql.algos.wiring", "pql.algos.on_policy"):
         monkeypatch.setattr(f"{place}.available_bytes", lambda device: 80 << 30)  # as much as a large GPU has
     config = _gpu_cases.configs(REAL)[name]
     if config.task.name == "ant":

@@ -10,8 +10,8 @@ from conftest import differences, everywhere, never_waiting, traces
 from dqn_runs import VARIANTS, config_of
 from test_gpu import Ordered, learners, run, settle
 
-from pql.build import build, seeds
-from pql.schedule import Inline
+from pql.engine.schedule import Inline
+from pql.run.build import build, seeds
 
 DEVICE = "cuda"
 PIXELS = {"task": {"name": "catch", "kwargs": {}}, "algo": {"encoder": {"channels": [8], "features": 0}}}

@@ -9,20 +9,20 @@ from conftest import bits, differences, merge, small_config, start
 from ppo_runs import config_of
 from run_files import points, words
 
-from pql import checkpoint
-from pql.build import build
-from pql.collect import EpisodeStats, NoisyActor
-from pql.compose import compose, resume_config
-from pql.conformance import check_env
-from pql.env import make_env, register
+from pql.collect.collector import EpisodeStats, NoisyActor
+from pql.collect.exploration import Exploration
+from pql.config.compose import compose, resume_config
+from pql.config.validate import validate
+from pql.contract.conformance import check_env
+from pql.contract.env import make_env, register
+from pql.contract.grouped import Grouped
+from pql.engine.schedule import Inline, Threads
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
-from pql.explore import Exploration
-from pql.grouped import Grouped
-from pql.schedule import Inline, Threads
-from pql.session import Session
-from pql.validate import validate
+from pql.run.build import build
+from pql.run.session import Session
+from pql.run.store import checkpoint
 
 STEPS = 120
 NEXT_STEP = {"task": {"name": "counter", "kwargs": {"autoreset": "next_step", "final_obs": "never", "stagger": True}}}
@@ -321,14 +321,14 @@ def single(num_envs, device):
 
 @pytest.fixture
 def _registered(monkeypatch):
-    monkeypatch.setattr("pql.registry._registered", {})
+    monkeypatch.setattr("pql.contract.registry._registered", {})
     register("several", Several)
     register("single", single)
 
 
 @pytest.mark.usefixtures("_registered")
 def test_groups_are_the_simulators_own_where_it_takes_the_keyword():
-    from pql.task import build_env, describe_env
+    from pql.run.task import build_env, describe_env
 
     config = small_config(task={"name": "several"}, **grouped(4))
     assert build_env(config).spec.groups == describe_env(config, torch.device("cpu")).groups == 4

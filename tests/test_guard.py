@@ -7,13 +7,15 @@ import torch
 from run_files import points, resume, rows, run, words
 from torch import nn
 
-from pql import checkpoint, guard, saturation
 from pql.algos import ddpg
-from pql.central import Central, CentralOptimizer
+from pql.collect import saturation
+from pql.engine.central import Central, CentralOptimizer
+from pql.engine.optim import AdamW, RAdam, RMSProp, RMSPropTF
 from pql.errors import PqlWarning, RunError
-from pql.guard import FROZEN_UPDATES, LIMIT, FrozenPolicy, Guard
-from pql.nets import DeterministicPolicy, Flat, mlp
-from pql.optim import AdamW, RAdam, RMSProp, RMSPropTF
+from pql.nets.mlp import DeterministicPolicy, Flat, mlp
+from pql.run import guard
+from pql.run.guard import FROZEN_UPDATES, LIMIT, FrozenPolicy, Guard
+from pql.run.store import checkpoint
 
 NAN, INF = float("nan"), float("inf")
 

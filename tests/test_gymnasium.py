@@ -8,8 +8,8 @@ gymnasium = pytest.importorskip("gymnasium")
 
 from gymnasium import spaces  # noqa: E402
 
-from pql.conformance import check_env  # noqa: E402
-from pql.env import Box, Discrete, ObsSpec, make_env  # noqa: E402
+from pql.contract.conformance import check_env  # noqa: E402
+from pql.contract.env import Box, Discrete, ObsSpec, make_env  # noqa: E402
 from pql.envs.gymnasium import GymnasiumVec  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
 

@@ -22,16 +22,16 @@ from run_files import mutate, points, words
 from safetensors.torch import load_file, save_file
 
 import pql
-from pql import checkpoint
-from pql.compose import compose, resume_config
+from pql.cli.jobs import next_command
+from pql.cli.main import main
+from pql.config.compose import compose, resume_config
+from pql.config.files import read_yaml, walk
+from pql.config.trust import TEXT, check_networks, check_task
+from pql.contract.registry import import_name
 from pql.errors import ConfigError
-from pql.files import read_yaml, walk
-from pql.jobs import next_command
-from pql.main import main
-from pql.registry import import_name
 from pql.reports import runs, tell
-from pql.rundir import amend
-from pql.trust import TEXT, check_networks, check_task
+from pql.run.store import checkpoint
+from pql.run.store.run_dir import amend
 
 SECONDS = 10.0  # on a busy machine; by itself each takes well below 2
 
@@ -311,7 +311,7 @@ def test_mutated_runs_load_as_they_were_or_are_refused(run: Path) -> None:
 # -- settings that name code, a program or a path ----------------------------------------------------------------------
 
 SPY = "import pathlib\npathlib.Path({mark!r}).touch()\n"
-NETWORK = SPY + "from pql.nets import DeterministicPolicy\n\ndef make(spec, config):\n    return None\n"
+NETWORK = SPY + "from pql.nets.mlp import DeterministicPolicy\n\ndef make(spec, config):\n    return None\n"
 
 
 def plant(run: Path, setting: str, value: Any) -> None:
@@ -441,7 +441,7 @@ def test_too_little_memory_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr("pql.session.build", refuse)
+    monkeypatch.setattr("pql.run.session.build", refuse)
     assert main(["resume", str(run), "budget.env_steps=900"]) == 1
     assert capsys.readouterr().err.startswith("pql: too little memory for this run: choose smaller algo.policy.hidden")
 

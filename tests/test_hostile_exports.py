@@ -19,10 +19,10 @@ import torch
 from run_files import mutate, words
 
 import pql
+from pql.cli.main import main
 from pql.errors import ConfigError
-from pql.export_files import KNOWN, check_onnx, read_members
-from pql.main import main
-from pql.program import OPERATORS, UnknownOperatorError, find, takes_device
+from pql.run.export.files import KNOWN, check_onnx, read_members
+from pql.run.export.program import OPERATORS, UnknownOperatorError, find, takes_device
 
 SECONDS = 20.0  # on a busy machine, torch's first look at shapes included
 OBS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))

@@ -9,13 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from pql.algos.on_policy import make_body, make_policy
-from pql.build import make_networks
 from pql.config import EncoderConfig, PlacementConfig, from_dict, to_dict
-from pql.encoders import Encoder, Pictures, Residual, convolvable, groups_of, least_side
-from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.config.validate import validate
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.engine.placement import set_precision
 from pql.errors import ConfigError
-from pql.machine import set_precision
-from pql.validate import validate
+from pql.nets.encoders import Encoder, Pictures, Residual, convolvable, groups_of, least_side
+from pql.run.build import make_networks
 
 CPU = torch.device("cpu")
 

@@ -15,14 +15,14 @@ from run_files import points, resume, rows
 from test_schedule import RecordingStreams, check_order
 from torch import Generator
 
-from pql import checkpoint
 from pql.algos import impala, ppo
-from pql.compose import compose
+from pql.cli.main import main
 from pql.config import VtraceConfig
+from pql.config.compose import compose
+from pql.engine.schedule import Inline, Threads, Trace
 from pql.errors import ConfigError
-from pql.main import main
-from pql.policy import load_policy
-from pql.schedule import Inline, Threads, Trace
+from pql.run.policy import load_policy
+from pql.run.store import checkpoint
 
 ORDERS = list(itertools.permutations(("collector", "learner")))
 

@@ -4,8 +4,8 @@ import pytest
 from conftest import start
 from gates import score, train_until
 
-from pql.compose import compose
-from pql.schedule import Inline
+from pql.config.compose import compose
+from pql.engine.schedule import Inline
 
 ONE = ("device=cpu", "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1")
 

@@ -13,14 +13,14 @@ from by_hand import tilt
 from run_files import words
 
 import pql
-from pql.compose import compose
-from pql.conformance import check_env
-from pql.encoders import groups_of
+from pql.config.compose import compose
+from pql.contract.conformance import check_env
 from pql.envs.mujoco.isaac import raster
 from pql.envs.mujoco.isaac.ball import BALL, LEG, LEGS, TRAY
 from pql.envs.mujoco.isaac.measure import Wrench, into, rotation
 from pql.envs.mujoco.task import Robot
-from pql.session import Session
+from pql.nets.encoders import groups_of
+from pql.run.session import Session
 
 DOUBLE = torch.float64
 

@@ -14,7 +14,7 @@ from by_hand import gait
 from conftest import Told
 from mujoco_runs import Base, build, derived
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs.mujoco.isaac.ant import FEET, JOINTS, IsaacAnt
 from pql.envs.mujoco.isaac.measure import roll_yaw, rotation
 

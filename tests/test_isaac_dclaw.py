@@ -13,7 +13,7 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 from conftest import Told
 from mujoco_runs import build, needs
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.isaac.dclaw import DAMPING, EFFORT, HALF, POSE, STIFFNESS, DClaw
 from pql.envs.mujoco.isaac.measure import conjugate, product, unscale

@@ -15,7 +15,7 @@ from by_hand import stacker
 from conftest import Told
 from mujoco_runs import build, derived, needs
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.franka import EFFORT, HOME, FrankaCubeStack
 from pql.envs.mujoco.isaac.measure import product, rotation

@@ -14,7 +14,7 @@ from by_hand import HOLD
 from conftest import Told
 from mujoco_runs import build, needs
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac import allegro_hand

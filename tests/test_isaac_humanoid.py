@@ -14,7 +14,7 @@ from by_hand import GEARS, stand
 from conftest import Told
 from mujoco_runs import Base, build, derived
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs.mujoco.isaac.humanoid import JOINTS, IsaacHumanoid
 
 pytestmark = pytest.mark.usefixtures("scratch")

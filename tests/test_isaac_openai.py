@@ -10,7 +10,7 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 from conftest import Told
 from mujoco_runs import build, needs, random_actions
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.measure import product
 from pql.envs.mujoco.isaac.shadow_openai import DECAY, ShadowHandOpenAI
@@ -122,8 +122,8 @@ def hidden(seen: dict[str, Tensor], noise: float) -> Tensor:
 
 
 def test_the_preset_randomises_and_the_critic_sees_the_truth() -> None:
-    from pql.compose import compose
-    from pql.task import build_env
+    from pql.config.compose import compose
+    from pql.run.task import build_env
 
     env = build_env(compose(["device=cpu", f"task={NAME}", "num_envs=300"]))
     off = hidden(env.reset(0), 0.002)

@@ -7,8 +7,8 @@ import fake_isaacgym
 import pytest
 import torch
 
-from pql.collect import EpisodeStats
-from pql.conformance import check_env
+from pql.collect.collector import EpisodeStats
+from pql.contract.conformance import check_env
 from pql.envs import isaacgym
 from pql.envs.isaacgym import IsaacGymVec
 from pql.errors import ConfigError

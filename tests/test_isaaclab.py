@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_isaaclab import Config, FakeLabEnv, FakeMjlabEnv
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs import isaaclab
 from pql.envs.adapt import Actions, change
 from pql.envs.isaaclab import IsaacLabVec

@@ -3,8 +3,8 @@
 import pytest
 
 from pql.algos.value import counts, target_updates
-from pql.compose import compose
-from pql.large_batch import RECIPES, large_batch
+from pql.config.compose import compose
+from pql.config.large_batch import RECIPES, large_batch
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import merge, small_config, start
 
+from pql.engine.tape import Count
 from pql.envs.classic import CartpoleSwingup
-from pql.tape import Count
 
 SWINGUP = {"task": {"name": "cartpole_swingup", "kwargs": {"stagger": True}}, "num_envs": 4}
 CRITIC, POLICY = ({"hidden": [8, 8, 8]} for _ in range(2))

@@ -5,8 +5,8 @@ import torch
 from conftest import small_config, start
 from gates import score, train_until
 
+from pql.engine.schedule import Inline
 from pql.envs.toy import LQR
-from pql.schedule import Inline
 
 LQR_RUN = {
     "task": {"name": "lqr", "kwargs": {"stagger": True}},

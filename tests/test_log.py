@@ -16,12 +16,13 @@ import pytest
 import torch
 from run_files import points, rows, words
 
-from pql import log, wandb_feed
-from pql.compose import compose, resume_config
 from pql.config import BudgetConfig
+from pql.config.compose import compose, resume_config
 from pql.errors import ConfigError, PqlWarning
-from pql.rundir import Summary
-from pql.session import Session
+from pql.run.log import sinks as log
+from pql.run.log import wandb_feed
+from pql.run.session import Session
+from pql.run.store.run_dir import Summary
 
 ROW = {
     "time/seconds": 50.0,

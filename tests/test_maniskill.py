@@ -10,7 +10,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs.maniskill import ManiSkillVec, backend, maniskill
 from pql.errors import ConfigError
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pql.completion import choices_of
-from pql.compose import known_settings
-from pql.presets import GROUPS, Presets
+from pql.cli.completion import choices_of
+from pql.config.compose import known_settings
+from pql.config.layers import GROUPS, Presets
 
 TEXT = (Path(__file__).parents[1] / "docs/migrate.md").read_text()
 KNOWN = known_settings()

@@ -21,7 +21,7 @@ from mujoco.batch import SimulationError
 from mujoco_runs import ROBOT_OF, build, random_actions, task
 
 import pql.envs.mujoco as robots
-from pql.env import find_factory, make_env
+from pql.contract.env import find_factory, make_env
 from pql.envs.mujoco.engine import BatchEngine
 from pql.envs.mujoco.engines import measure
 from pql.envs.mujoco.env import MujocoVec
@@ -518,8 +518,8 @@ def test_cuda_results_equal_cpu_results() -> None:
 
 
 def test_the_model_is_a_setting_of_the_task() -> None:
-    from pql.compose import compose
-    from pql.task import build_env
+    from pql.config.compose import compose
+    from pql.run.task import build_env
 
     for words, model in (((), "shipped"), (("task.model=fast",), "fast")):
         env = build_env(compose(["device=cpu", "task=hopper", "num_envs=2", *words]))

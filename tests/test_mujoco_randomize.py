@@ -13,8 +13,8 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from mujoco_runs import build, random_actions
 
-from pql.conformance import check_env
-from pql.env import make_env
+from pql.contract.conformance import check_env
+from pql.contract.env import make_env
 from pql.envs.mujoco.curriculum import Levels, linear, make_curriculum, succeed, survive
 from pql.envs.mujoco.engine import BatchEngine, Listed
 from pql.envs.mujoco.env import MujocoVec
@@ -300,8 +300,8 @@ def test_bad_settings_are_named(name: str, kwargs: dict[str, Any], named: str) -
 
 
 def test_randomisation_is_reached_from_the_command_line() -> None:
-    from pql.compose import compose
-    from pql.task import build_env
+    from pql.config.compose import compose
+    from pql.run.task import build_env
 
     words = ["task.kwargs.randomize.mass=[0.8,1.2]", "task.kwargs.curriculum.kind=linear", "task.kwargs.stagger=true"]
     env = build_env(compose(["device=cpu", "task=hopper", "num_envs=2", *words]))

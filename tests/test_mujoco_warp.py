@@ -21,8 +21,8 @@ import mujoco_runs
 from conftest import Told, never_waiting
 from mujoco_runs import ROBOT_OF, derived, random_actions, task
 
-from pql.conformance import check_env
-from pql.env import make_env
+from pql.contract.conformance import check_env
+from pql.contract.env import make_env
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.engine import Masked
 from pql.envs.mujoco.env import MujocoVec

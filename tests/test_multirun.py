@@ -13,11 +13,12 @@ from typing import ClassVar
 import pytest
 from run_files import WORDS, points, rows
 
-from pql import jobs, multirun, rundir
+from pql.cli import jobs, multirun
+from pql.cli.jobs import Runner
+from pql.cli.main import main
+from pql.cli.sweep_values import Space, parse_space
 from pql.errors import ConfigError
-from pql.jobs import Runner
-from pql.main import main
-from pql.space import Space, parse_space
+from pql.run.store import run_dir as rundir
 
 SHORT = [w for w in WORDS if not w.startswith("task=")]
 
@@ -211,8 +212,8 @@ def test_a_summary_of_an_earlier_sitting_is_not_the_end(tmp_path):
     """A finished run that is resumed for longer and killed is unfinished."""
     assert main(["train", *WORDS, f"run_dir={tmp_path}"]) == 0
     assert rundir.state(tmp_path) == "finished"
-    from pql.compose import resume_config
-    from pql.session import Session
+    from pql.config.compose import resume_config
+    from pql.run.session import Session
 
     session = Session(resume_config(tmp_path, ["budget.env_steps=640"]), resume=True, quiet=True)
     session.closing.close()  # as if it had been killed here
@@ -284,7 +285,7 @@ def parent(tmp_path: Path, status: int) -> "tuple[subprocess.Popen[bytes], Path,
     """A process with a runner whose process is under way: (it, the other's mark, the other's pid)."""
     script = (
         f"import sys; sys.path.insert(0, {str(Path(jobs.__file__).parents[1])!r})\n"
-        "from pathlib import Path; from pql.jobs import Runner\n"
+        "from pathlib import Path; from pql.cli.jobs import Runner\n"
         f"with Runner(Path({str(tmp_path)!r}), 'dir', {PROGRAM!r}) as runner:\n"
         f"    sys.exit(runner.run([{str(tmp_path / 'child')!r}, '{status}']) * runner.asked)\n"
     )
@@ -326,7 +327,7 @@ def test_ctrl_c_of_a_real_command_saves_and_the_next_one_goes_on(here, tmp_path,
     """The whole way: two processes, a signal, the exit status, and the run resumed from where it was saved."""
     long = ["algo=pql", "seed=1", "budget.env_steps=8000"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pql.main", *command(tmp_path, *long)],
+        [sys.executable, "-m", "pql", *command(tmp_path, *long)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -351,9 +352,9 @@ def test_ctrl_c_of_a_real_command_saves_and_the_next_one_goes_on(here, tmp_path,
 # ``pql``, with an environment whose third step crashes in native code.
 CRASHING = """
 import ctypes, os, sys
-from pql.env import register
+from pql.contract.env import register
 from pql.envs.toy import Counter
-from pql.main import main
+from pql.cli.main import main
 
 class Crash(Counter):
     steps = 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pql.nets import (
+from pql.nets.mlp import (
     LOG_STD_MAX,
     LOG_STD_MIN,
     Critic,

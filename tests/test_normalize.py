@@ -4,8 +4,8 @@ import pytest
 import torch
 from oracles import Welford
 
-from pql.env import ObsSpec
-from pql.normalize import CLIP, Moments, Normalizer, meet
+from pql.contract.env import ObsSpec
+from pql.data.normalize import CLIP, Moments, Normalizer, meet
 
 CPU = torch.device("cpu")
 SPECS = {"policy": ObsSpec((3,)), "critic": ObsSpec((2,)), "frame": ObsSpec((2,), torch.uint8)}

@@ -11,17 +11,17 @@ from ppo_runs import VARIANTS, config_of
 from run_files import manifest, points, resume, rows, run
 
 import pql
-from pql import checkpoint
-from pql.build import build
-from pql.compose import compose
+from pql.cli.main import main
+from pql.config.compose import compose
+from pql.config.layers import Presets
+from pql.engine.schedule import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
-from pql.evaluation import run_episodes
-from pql.main import main
-from pql.policy import fresh_policy, load_policy, policy_of, snapshot
-from pql.presets import Presets
-from pql.schedule import Inline
-from pql.session import Session
+from pql.run.build import build
+from pql.run.evaluation import run_episodes
+from pql.run.policy import fresh_policy, load_policy, policy_of, snapshot
+from pql.run.session import Session
+from pql.run.store import checkpoint
 
 WORDS = (
     "algo=ppo",

@@ -8,9 +8,9 @@ from conftest import small_config
 from oracles import AdamW as SlowAdamW
 from torch import nn
 
-from pql.build import build
-from pql.nets import Flat, mlp
-from pql.optim import AdamW, RAdam, RMSProp, RMSPropTF, polyak
+from pql.engine.optim import AdamW, RAdam, RMSProp, RMSPropTF, polyak
+from pql.nets.mlp import Flat, mlp
+from pql.run.build import build
 
 
 def net(seed=0):

@@ -44,5 +44,5 @@ def test_static_tools_find_every_module_below_one_folder():
     assert spec.submodule_search_locations is not None
     folder = Path(next(iter(spec.submodule_search_locations)))
     assert (folder / "py.typed").exists()
-    for name in ("envs", "cfg", "envs/mujoco/isaac"):
+    for name in ("envs", "engine", "envs/mujoco/isaac"):
         assert (folder / name / "__init__.py").exists()

@@ -12,14 +12,14 @@ from ppo_runs import config_of
 from torch import Tensor
 
 from pql.algos import ppo, pqn
-from pql.build import build
-from pql.checkpoint import flatten
+from pql.data.normalize import Moments, Normalizer, pack, pooled
+from pql.engine.collectives import ALONE, Group, Order, PeerError
+from pql.engine.schedule import Inline
+from pql.engine.world import World, world
 from pql.errors import ConfigError
-from pql.normalize import Moments, Normalizer, pack, pooled
-from pql.parallel import ALONE, Group, Order, PeerError
-from pql.schedule import Inline
+from pql.run.build import build
+from pql.run.store.checkpoint import flatten
 from pql.types import Batch, ObsBatch
-from pql.world import World, world
 
 B = 24  # rows of the whole batch
 
@@ -33,7 +33,7 @@ def both():
 
 def join() -> None:
     """Meet, as a run does."""
-    from pql.ranks import Ranks
+    from pql.run.ranks import Ranks
 
     Ranks(small_config())
 
@@ -434,7 +434,7 @@ def observe(norm: Normalizer, take) -> None:
 
 
 def statistics(connected: bool) -> dict[str, Tensor]:
-    from pql.env import ObsSpec
+    from pql.contract.env import ObsSpec
 
     spec = {"policy": ObsSpec((3,)), "image": ObsSpec((2,), torch.uint8)}
     norm = Normalizer(spec, 3 if connected else 6, torch.device("cpu"), reward_scale=0.5, reward_gamma=0.9)
@@ -457,7 +457,7 @@ def test_statistics_of_two_processes_are_those_of_one_that_sees_both_halves(both
 
 def restored() -> list[float]:
     """What was seen since the last merge does not survive the loading of a state."""
-    from pql.env import ObsSpec
+    from pql.contract.env import ObsSpec
 
     norm = Normalizer({"policy": ObsSpec((1,))}, 2, torch.device("cpu"))
     norm.connect(group())

@@ -167,7 +167,7 @@ def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp
 
 
 def test_our_sizes_in_their_names(tool):  # noqa: F811
-    from pql.compose import compose
+    from pql.config.compose import compose
 
     peers, config = tool("_peers"), compose(["task=hopper", "algo=ppo", "device=cpu"])
     rows = config.num_envs * config.algo.horizon

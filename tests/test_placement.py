@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from pql import placement
-from pql.compose import compose
+from pql.cli import bench_placement as placement
+from pql.cli.main import main
+from pql.config.compose import compose
 from pql.errors import ConfigError
-from pql.main import main
 
 
 class Made:

@@ -10,14 +10,14 @@ import torch
 from run_files import words
 
 import pql
-from pql.compose import compose
-from pql.env import Box, EnvSpec, ObsSpec, find_factory, make_env, register
+from pql.cli.main import main
+from pql.config.compose import compose
+from pql.contract.env import Box, EnvSpec, ObsSpec, find_factory, make_env, register
 from pql.envs.draw import Drawn
 from pql.errors import ConfigError
-from pql.evaluation import evaluate_saved, run_episodes
-from pql.main import main
-from pql.play import cadence, filmed_env, record_video
-from pql.policy import Stored, fresh_policy
+from pql.run.evaluation import evaluate_saved, run_episodes
+from pql.run.play import cadence, filmed_env, record_video
+from pql.run.policy import Stored, fresh_policy
 
 iio = pytest.importorskip("imageio.v2")
 pytest.importorskip("PIL")
@@ -193,7 +193,7 @@ def made_up(run: Path, monkeypatch: pytest.MonkeyPatch):
 
     def swap(kind):
         register("made_up", lambda num_envs, device: kind(num_envs, device))
-        monkeypatch.setattr("pql.policy.build_env", lambda config, num_envs: make_env("made_up", num_envs))
+        monkeypatch.setattr("pql.run.policy.build_env", lambda config, num_envs: make_env("made_up", num_envs))
 
     return swap
 

@@ -7,7 +7,7 @@ import fake_playground
 import pytest
 import torch
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs.playground import PlaygroundVec
 from pql.errors import ConfigError
 

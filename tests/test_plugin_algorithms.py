@@ -9,13 +9,13 @@ from conftest import differences
 from run_files import points, rows
 
 import pql
-from pql import checkpoint
-from pql.completion import candidates
-from pql.compose import compose
+from pql.cli.completion import candidates
+from pql.cli.main import COMMANDS, main
+from pql.config.compose import compose
 from pql.config.families import own
+from pql.config.layers import Presets
 from pql.errors import ConfigError
-from pql.main import COMMANDS, main
-from pql.presets import Presets
+from pql.run.store import checkpoint
 
 PACKAGES = Path(__file__).parent / "packages"
 SMALL = {
@@ -120,7 +120,7 @@ def test_a_family_can_be_registered_in_python(tmp_path):
 
     from pql.algos.registry import register_algorithm
     from pql.config import families
-    from pql.presets import registered
+    from pql.config.layers import registered
 
     try:
         register_algorithm(FAMILY, {"n_step": 1, "subset": 1, "scales": {"cpu": {"num_envs": 4}}})

@@ -10,11 +10,11 @@ from ppo_runs import EVERY_VARIANT, VARIANTS, config_of, learned_with
 from torch import Generator
 
 from pql.algos import ppo
-from pql.build import build
-from pql.compose import compose
+from pql.config.compose import compose
+from pql.data.normalize import Moments
+from pql.engine.schedule import Inline
 from pql.errors import ConfigError
-from pql.normalize import Moments
-from pql.schedule import Inline
+from pql.run.build import build
 
 # -- on-policy --------------------------------------------------------------------------------------------------------
 

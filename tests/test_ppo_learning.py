@@ -9,13 +9,13 @@ from gates import score, train_until
 from ppo_runs import VARIANTS, config_of
 
 from pql.algos import ppo
-from pql.build import build
-from pql.compose import compose
-from pql.env import EnvSpec, ObsSpec, register
+from pql.config.compose import compose
+from pql.contract.env import EnvSpec, ObsSpec, register
+from pql.engine.schedule import Inline
 from pql.envs.classic import Pendulum, TorchEnv, Transition
 from pql.errors import ConfigError
-from pql.policy import fresh_policy
-from pql.schedule import Inline
+from pql.run.build import build
+from pql.run.policy import fresh_policy
 
 WIDE = {"critic": {"hidden": [64, 64]}, "policy": {"hidden": [64, 64]}}
 

@@ -16,22 +16,22 @@ from run_files import points, resume, rows
 from test_rollout import KINDS
 from torch import Generator, nn
 
-from pql import checkpoint
 from pql.algos import pqn
 from pql.algos.value_rollout import PqnState, values
-from pql.compose import compose
+from pql.cli.main import main
 from pql.config import PqnConfig
+from pql.config.compose import compose
 from pql.config.groups import TrainedNetConfig
-from pql.env import Discrete, EnvSpec
+from pql.contract.env import Discrete, EnvSpec
+from pql.data.normalize import Normalizer
+from pql.data.rollout import Acted, Progress, Rollout, final_rows
+from pql.engine.optim import AdamW
+from pql.engine.schedule import Inline
 from pql.errors import ConfigError
-from pql.main import main
-from pql.nets import Flat
-from pql.normalize import Normalizer
-from pql.optim import AdamW
-from pql.policy import load_policy
-from pql.qnets import QNetwork
-from pql.rollout import Acted, Progress, Rollout, final_rows
-from pql.schedule import Inline
+from pql.nets.mlp import Flat
+from pql.nets.q import QNetwork
+from pql.run.policy import load_policy
+from pql.run.store import checkpoint
 
 SETTINGS = PqnConfig(epochs=2, minibatches=4, gamma=0.9, q_lambda=0.65, critic=TrainedNetConfig(lr=0.1))
 BASE = {

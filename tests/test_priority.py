@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from oracles import Event, importance_weights, n_step
 from scipy.stats import chisquare
 
-from pql import priority
-from pql.env import ObsSpec
-from pql.priority import FANOUT, FLOOR, Prioritized, SumTree, least_rows
-from pql.replay import Cursor, Replay
+from pql.contract.env import ObsSpec
+from pql.data import priority
+from pql.data.priority import FANOUT, FLOOR, Prioritized, SumTree, least_rows
+from pql.data.replay import Cursor, Replay
 from pql.types import Acted, Step
 
 

@@ -17,20 +17,20 @@ from conftest import differences, small_config
 from far_python import far_python
 from run_files import points, words
 
-from pql import checkpoint
-from pql.build import build
-from pql.compose import compose, resume_config
-from pql.conformance import check_env
-from pql.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
-from pql.envs import far, shared_cuda
-from pql.envs.process import ProcessVec, _packages
+from pql.cli.main import main
+from pql.collect.env_slice import named
+from pql.config.compose import compose, resume_config
+from pql.contract.conformance import check_env
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
+from pql.contract.grouped import Grouped
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
-from pql.grouped import Grouped
-from pql.lane import named
-from pql.main import main
-from pql.session import Session
-from pql.task import build_env
+from pql.remote.process import far, shared_cuda
+from pql.remote.process.near import ProcessVec, _packages
+from pql.run.build import build
+from pql.run.session import Session
+from pql.run.store import checkpoint
+from pql.run.task import build_env
 from pql.types import Step
 
 HERE = Path(__file__).parent
@@ -258,7 +258,7 @@ def test_the_plain_records_are_the_librarys(python):
     """Where the library cannot be imported, records of the same names and defaults stand in."""
     script = (
         "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(json.loads(sys.argv[2]))\n"
-        "import pql.envs.isaacgym, pql.envs.dmlab, pql.envs.shared_cuda\n"  # they run in that Python, too
+        "import pql.envs.isaacgym, pql.envs.dmlab, pql.remote.process.shared_cuda\n"  # they run in that Python, too
         "from pql.envs import plain\n"
         "print(json.dumps({n: [getattr(plain, n)._fields, {k: str(v) for k, v in getattr(plain, n)._field_defaults"
         ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'EnvSpec', 'Step')}))"

@@ -8,8 +8,8 @@ import torch
 from oracles import dueling, noisy_linear
 from torch import nn
 
-from pql.nets import Flat
-from pql.qnets import NoisyLinear, QNetwork, redraw_noise
+from pql.nets.mlp import Flat
+from pql.nets.q import NoisyLinear, QNetwork, redraw_noise
 
 D, N = 3, 4  # features, actions
 ATOMS = torch.linspace(-2, 2, 5)

@@ -16,22 +16,24 @@ from run_files import points, resume, rows, run, words
 from test_pqn import BASE as PQN
 from torch import Generator, nn
 
-from pql import blackbox, checkpoint, quarantine
-from pql.blackbox import STEPS, replay
-from pql.build import build
-from pql.collect import Collector, NoisyActor
-from pql.env import make_env
+from pql.collect import nonfinite as quarantine
+from pql.collect.collector import Collector, NoisyActor
+from pql.collect.exploration import Exploration
+from pql.collect.nonfinite import LAG, Quarantine
+from pql.contract.env import make_env
+from pql.contract.grouped import Grouped
+from pql.data.flags import FINAL_OK, NEXT_FIRST, VALID
+from pql.data.normalize import Moments, Normalizer
+from pql.data.replay import Replay
+from pql.engine.schedule import Inline
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning, RunError
-from pql.explore import Exploration
-from pql.flags import FINAL_OK, NEXT_FIRST, VALID
-from pql.grouped import Grouped
-from pql.guard import Guard
-from pql.normalize import Moments, Normalizer
-from pql.quarantine import LAG, Quarantine
-from pql.replay import Replay
-from pql.schedule import Inline
+from pql.run import flight_recorder as blackbox
+from pql.run.build import build
+from pql.run.flight_recorder import STEPS, replay
+from pql.run.guard import Guard
+from pql.run.store import checkpoint
 
 N, WARM, STEPS_MADE = 64, 5, 30
 CPU = torch.device("cpu")

@@ -14,23 +14,23 @@ from oracles import huber, q_target
 from r2d2_runs import config_of
 from run_files import points, resume, rows
 
-from pql import checkpoint
 from pql.algos import r2d2
 from pql.algos.recurrent import counts
 from pql.algos.value import target_updates
-from pql.build import build
-from pql.compose import compose
 from pql.config import leaves
+from pql.config.compose import compose
+from pql.engine.schedule import Inline, Threads
+from pql.engine.world import World
 from pql.errors import ConfigError
-from pql.evaluation import run_episodes
-from pql.nets import Flat
-from pql.policy import fresh_policy, load_policy, snapshot
-from pql.qnets import RecurrentQNetwork
-from pql.ranks import share_of
-from pql.schedule import Inline, Threads
-from pql.session import Session
-from pql.task import build_env
-from pql.world import World
+from pql.nets.mlp import Flat
+from pql.nets.q import RecurrentQNetwork
+from pql.run.build import build
+from pql.run.evaluation import run_episodes
+from pql.run.policy import fresh_policy, load_policy, snapshot
+from pql.run.ranks import share_of
+from pql.run.session import Session
+from pql.run.store import checkpoint
+from pql.run.task import build_env
 
 
 def run(config, executor=None, ticks=12):
@@ -323,7 +323,7 @@ def test_recorded_rows_can_be_drawn_without_states(tmp_path):
 
 def test_an_exported_policy_agrees(tmp_path):
     pytest.importorskip("onnxruntime")
-    from pql.export import export_policy
+    from pql.run.export.writer import export_policy
 
     train(tmp_path / "run", "budget.env_steps=600")
     out = export_policy(tmp_path / "run", tmp_path / "out")
@@ -450,7 +450,7 @@ def test_it_runs_on_remote_actors_that_come_late(tmp_path):
     pytest.importorskip("grpc")
     from remotes import acting, remote, wait_until
 
-    from pql.actor.sims import make_sim
+    from pql.remote.actor.sims import make_sim
 
     address = f"unix:{tmp_path}/socket"
     with remote(address, [make_sim("tmaze", 4, {"length": 3})], 8) as env:

@@ -10,11 +10,11 @@ from oracles import chi_square_fits
 from r2d2_runs import config_of
 
 from pql.algos import r2d2
-from pql.build import build
-from pql.env import Discrete, ObsSpec
-from pql.interrupt import Interrupt
-from pql.replay import Replay
-from pql.schedule import Inline
+from pql.contract.env import Discrete, ObsSpec
+from pql.data.replay import Replay
+from pql.engine.interrupt import Interrupt
+from pql.engine.schedule import Inline
+from pql.run.build import build
 
 N, GAMMA = 8, 0.9
 

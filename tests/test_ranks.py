@@ -16,13 +16,13 @@ from pairs import Pair, free_port, pair, place
 from run_files import manifest, points, rows, words
 
 import pql
-from pql import checkpoint
-from pql.compose import compose, resume_config
+from pql.algos.wiring import own_seed
+from pql.config.compose import compose, resume_config
+from pql.engine.world import World, world
 from pql.errors import ConfigError
-from pql.ranks import share_of
-from pql.session import Session
-from pql.wiring import own_seed
-from pql.world import World, world
+from pql.run.ranks import share_of
+from pql.run.session import Session
+from pql.run.store import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_env_steps_are_those_of_all():
 
 
 def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
-    monkeypatch.setattr("pql.ranks.available_cores", lambda: 8)
+    monkeypatch.setattr("pql.run.ranks.available_cores", lambda: 8)
     config = small_config(placement={"threads": {"collector": None, "v": None, "p": 3, "simulator": None}})
     threads = share_of(config, World(1, 4, 1, 2)).placement.threads  # two machines
     assert (threads.v, threads.p, threads.collector, threads.simulator) == (2, 3, 1, 2)
@@ -358,7 +358,7 @@ class Faulty:
 
 
 def failing(run_dir: str, how: str) -> None:
-    from pql.env import register
+    from pql.contract.env import register
 
     register("faulty", Faulty)
     limit = f"placement.watchdog_seconds={4 if how == 'hang' else 200}"
@@ -388,7 +388,16 @@ def test_the_failure_of_one_ends_all_by_its_name(tmp_path, how, first, second):
 
 
 def torchrun(*argv: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pql.main"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "pql.cli.main",
+    ]
     return subprocess.run([*command, *argv], capture_output=True, text=True, timeout=timeout)
 
 
@@ -408,7 +417,7 @@ def test_two_agents_as_of_two_machines_train_one_run(tmp_path):
     """What docs/parallel.md says for several machines, on one: each agent starts a process, and they meet over TCP."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "x"]
-    command += ["-m", "pql.main"]
+    command += ["-m", "pql"]
 
     def both(*words: str) -> list[int]:
         agents = [subprocess.Popen([*command, *words]) for _ in range(2)]
@@ -427,7 +436,7 @@ def commands(*lines: list[str]) -> list[tuple[int, str]]:
     for rank, line in enumerate(lines):
         running.append(
             subprocess.Popen(
-                [sys.executable, "-m", "pql.main", *line],
+                [sys.executable, "-m", "pql", *line],
                 env={**os.environ, **place(rank, len(lines), port)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -447,7 +456,7 @@ def test_ranks_that_were_told_different_things_are_refused(tmp_path):
 
 
 def test_other_commands_are_for_one_process(monkeypatch, capsys):
-    from pql.main import main
+    from pql.cli.main import main
 
     for name, value in place(1, 2, 1).items():
         monkeypatch.setenv(name, value)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import pql
-from pql.main import COMMANDS
-from pql.presets import Presets
+from pql.cli.main import COMMANDS
+from pql.config.layers import Presets
 
 TEXT = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)

@@ -6,9 +6,9 @@ import pytest
 from run_files import WORDS
 
 import pql
+from pql.cli.main import main
+from pql.contract.registry import find_factory, import_name
 from pql.errors import ConfigError
-from pql.main import main
-from pql.registry import find_factory, import_name
 
 SIM = """
 from pql.envs.toy import Counter

@@ -17,22 +17,22 @@ from conftest import small_config
 from late import cells
 from remotes import Late, Raw, acting, quiet, remote, wait_until
 
-from pql import wire
-from pql.actor.client import Actor
-from pql.actor.command import keywords
-from pql.actor.sims import make_sim
-from pql.build import build
-from pql.compose import compose
-from pql.env import make_env
-from pql.envs.far_build import describe
+from pql.config.compose import compose
+from pql.contract.env import make_env
+from pql.engine.schedule import Inline
 from pql.envs.remote import Remote
-from pql.envs.remote.server import check_safe
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
-from pql.evaluation import run_episodes
-from pql.schedule import Inline
-from pql.session import Session
-from pql.task import build_env, describe_env
+from pql.remote import protocol as wire
+from pql.remote.actor.client import Actor
+from pql.remote.actor.command import keywords
+from pql.remote.actor.sims import make_sim
+from pql.remote.process.far_build import describe
+from pql.remote.server import check_safe
+from pql.run.build import build
+from pql.run.evaluation import run_episodes
+from pql.run.session import Session
+from pql.run.task import build_env, describe_env
 
 COUNTER = {"restart_every": 4, "stagger": True}
 
@@ -391,7 +391,7 @@ def test_a_token_and_tls(tmp_path):
         ready["env"] = Remote(4, listen="localhost:0", token_file=str(tmp_path / "token"), **files)
 
     # The address is known only once the server is up, which the first actor lets the constructor return from.
-    import pql.envs.remote.env as module
+    import pql.remote.env as module
 
     tell = []
     plain, module.Server = module.Server, lambda *a, **k: tell.append(plain(*a, **k, tell=quiet)) or tell[0]

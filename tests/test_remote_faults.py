@@ -13,10 +13,10 @@ import torch
 from remotes import acting, remote, wait_until
 from run_files import WORDS
 
-from pql.actor.sims import make_sim
+from pql.cli.main import main
+from pql.engine.interrupt import Interrupt
 from pql.envs.remote import Remote
-from pql.interrupt import Interrupt
-from pql.main import main
+from pql.remote.actor.sims import make_sim
 
 pytestmark = pytest.mark.fault
 

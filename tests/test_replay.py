@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from pql.data.replay import Replay
 from pql.envs.toy import Counter
-from pql.replay import Replay
 
 # --- the oracle over random histories ---
 

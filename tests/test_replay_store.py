@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import chi_square_fits
 
-from pql.checkpoint import flatten, unflatten
-from pql.env import ObsSpec
+from pql.contract.env import ObsSpec
+from pql.data.replay import Replay, preflight, replay_bytes
 from pql.errors import ConfigError
-from pql.replay import Replay, preflight, replay_bytes
+from pql.run.store.checkpoint import flatten, unflatten
 from pql.types import Step, split
 
 STORED = ("flags", "action", "reward", "final")

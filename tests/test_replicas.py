@@ -12,10 +12,10 @@ from gates import score, train_until
 from ppo_runs import VARIANTS, config_of
 
 from pql.algos import ppo
-from pql.compose import compose
+from pql.algos.wiring import own_seed, seeds
+from pql.config.compose import compose
+from pql.data.normalize import Moments
 from pql.errors import RunError
-from pql.normalize import Moments
-from pql.wiring import own_seed, seeds
 
 CHUNK = 64  # of networks of some hundred parameters: many chunks
 

@@ -9,16 +9,16 @@ from run_files import manifest, points, resume, rows, run
 from test_onpolicy import WORDS
 
 import pql
-from pql import checkpoint
-from pql.compose import compose, resume_config
+from pql.cli.main import main
 from pql.config import from_dict
-from pql.env import register
+from pql.config.compose import compose, resume_config
+from pql.contract.env import register
+from pql.engine.placement import replica_devices, thread_counts
 from pql.envs.classic import Pendulum
 from pql.errors import ConfigError
-from pql.machine import replica_devices, thread_counts
-from pql.main import main
-from pql.policy import load_policy, policy_of
-from pql.session import Session
+from pql.run.policy import load_policy, policy_of
+from pql.run.session import Session
+from pql.run.store import checkpoint
 
 ROWS = 16 * 4  # a tick of both replicas together: WORDS has 16 environments, and rollouts of 4 rows
 
@@ -218,11 +218,11 @@ def test_a_resumed_run_keeps_its_replicas(tmp_path):
 
 def test_replicas_share_cores_and_gpus_evenly(monkeypatch):
     config = compose(["device=cpu", "algo=a3c", "algo.replicas=4"])
-    monkeypatch.setattr("pql.machine.available_cores", lambda: 8)
+    monkeypatch.setattr("pql.engine.placement.available_cores", lambda: 8)
     assert thread_counts(config) == {"collector": 2, "v": 2, "p": 2, "simulator": 2, "learner": 2}
     assert replica_devices(config) == ["cpu"] * 4
     assert replica_devices(compose(["device=cpu", "algo=a3c", "placement.replicas=[cpu,cpu]"])) == ["cpu", "cpu"]
-    monkeypatch.setattr("pql.machine.resolve_device", lambda name: "cuda")
+    monkeypatch.setattr("pql.engine.placement.resolve_device", lambda name: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert replica_devices(config) == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
     one = from_dict({"algo": {"schedule": "replicas", "family": "ppo"}, "device": "auto"})

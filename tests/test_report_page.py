@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_files import words, write_run
 
-from pql.main import main
+from pql.cli.main import main
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -421,7 +421,7 @@ def test_a_package_that_is_not_installed_is_named(two, capsys, monkeypatch, pack
 def test_the_command_line_does_not_need_them(tmp_path):
     import subprocess
 
-    script = "import sys; import pql.main; pql.main.main(['list', 'algos']); import pql.reports; "
+    script = "import sys; import pql.cli.main; pql.cli.main.main(['list', 'algos']); import pql.reports; "
     script += "print(sorted({'matplotlib', 'scipy', 'jinja2'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

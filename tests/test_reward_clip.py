@@ -9,12 +9,12 @@ from histories import CPU, SPECS, Column, Recorded
 from ppo_runs import config_of
 from test_rollout import record
 
-from pql.compose import compose
-from pql.env import Box, EnvSpec
+from pql.config.compose import compose
+from pql.contract.env import Box, EnvSpec
+from pql.data.normalize import Normalizer
+from pql.data.rollout import Rollout
+from pql.engine.schedule import Inline
 from pql.errors import ConfigError
-from pql.normalize import Normalizer
-from pql.rollout import Rollout
-from pql.schedule import Inline
 
 
 @pytest.mark.parametrize("n", [1, 3])

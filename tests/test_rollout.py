@@ -8,10 +8,10 @@ from histories import CPU, SPECS, Column, picture, stack
 from oracles import gae as gae_oracle
 from oracles import known_end, lambda_return
 
-from pql.env import Box, Discrete, EnvSpec
-from pql.normalize import Normalizer
-from pql.returns import backward_scan, gae, lambda_returns
-from pql.rollout import Acted, Rollout, final_rows, minibatches, permutations, rollout_bytes
+from pql.contract.env import Box, Discrete, EnvSpec
+from pql.data.normalize import Normalizer
+from pql.data.returns import backward_scan, gae, lambda_returns
+from pql.data.rollout import Acted, Rollout, final_rows, minibatches, permutations, rollout_bytes
 from pql.types import Memory
 
 KINDS = ("go", "go", "go", "terminate", "truncate", "lose", "forget", "life", "cut", "restart", "stall")

@@ -10,15 +10,16 @@ import pytest
 import torch
 from run_files import points, resume, run, words
 
-from pql import checkpoint, rundir
-from pql.checkpoint import CorruptCheckpointError
-from pql.compose import compose, resume_config
+from pql.cli.main import main
 from pql.config import from_dict
+from pql.config.compose import compose, resume_config
+from pql.config.files import read_yaml
 from pql.errors import ConfigError, PqlWarning
-from pql.files import read_yaml
-from pql.main import main
-from pql.policy import load_policy, open_stored
-from pql.session import Session
+from pql.run.policy import load_policy, open_stored
+from pql.run.session import Session
+from pql.run.store import checkpoint
+from pql.run.store import run_dir as rundir
+from pql.run.store.checkpoint import CorruptCheckpointError
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,12 @@ import torch
 from conftest import differences
 from run_files import manifest, points, resume, run, words
 
-from pql import checkpoint, saver, tensorfile
-from pql.compose import compose
+from pql.config.compose import compose
+from pql.data import tensorfile
 from pql.errors import PqlWarning, RunError
-from pql.saver import Saver
-from pql.session import Session
+from pql.run.session import Session
+from pql.run.store import checkpoint, saver
+from pql.run.store.saver import Saver
 
 
 def tree(value: float) -> dict:

@@ -8,7 +8,7 @@ import torch
 from histories import SCENARIOS, Fate, Recorded, assert_shows, stack
 from oracles import n_step
 
-from pql.sequences import RankedSequences, Sequences, States, finals_within, mixed
+from pql.data.sequences import RankedSequences, Sequences, States, finals_within, mixed
 from pql.types import Acted
 
 GAMMA = 0.9

@@ -13,18 +13,19 @@ from conftest import differences
 from run_files import manifest, points, resume, rows, run, words
 
 import pql
-from pql import checkpoint, tensorfile
-from pql.compose import compose, resume_config
-from pql.env import register
+from pql.config.compose import compose, resume_config
+from pql.contract.env import register
+from pql.data import tensorfile
+from pql.data.replay import Replay
+from pql.engine.interrupt import Interrupt
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning, RunError
-from pql.evaluation import Evaluation, Report
-from pql.interrupt import Interrupt
-from pql.policy import load_policy
-from pql.replay import Replay
-from pql.rundir import read_summary
-from pql.session import Session
+from pql.run.evaluation import Evaluation, Report
+from pql.run.policy import load_policy
+from pql.run.session import Session
+from pql.run.store import checkpoint
+from pql.run.store.run_dir import read_summary
 from pql.types import Rows
 
 

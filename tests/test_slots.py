@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pql.slots import WeightSlot
+from pql.engine.slots import WeightSlot
 
 
 def make():

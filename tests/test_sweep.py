@@ -16,12 +16,12 @@ from run_files import WORDS
 
 optuna = pytest.importorskip("optuna")
 
-from pql import sweep  # noqa: E402
-from pql.compose import compose  # noqa: E402
+from pql.cli import sweep  # noqa: E402
+from pql.cli.main import main  # noqa: E402
+from pql.cli.sweep_plan import make_plan  # noqa: E402
+from pql.cli.sweep_values import Space  # noqa: E402
+from pql.config.compose import compose  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
-from pql.main import main  # noqa: E402
-from pql.space import Space  # noqa: E402
-from pql.sweep_plan import make_plan  # noqa: E402
 
 LR = "algo.critic.lr=tag(log,interval(1e-5,1e-1))"
 

@@ -5,10 +5,10 @@ import torch
 from conftest import small_config, start
 from torch import Generator, nn
 
-from pql.build import build
+from pql.engine.tape import Count, NoWaiting, Tape
 from pql.envs.classic import Pendulum
 from pql.errors import RunError
-from pql.tape import Count, NoWaiting, Tape
+from pql.run.build import build
 
 
 def test_a_replay_reads_and_writes_the_memory_of_the_recording():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from pql import tensorfile
+from pql.data import tensorfile
 
 TENSORS = {
     "a/wide": torch.arange(5, dtype=torch.int64),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pql.algos.value import make_q_network
-from pql.env import Discrete, EnvSpec, ObsSpec
+from pql.contract.env import Discrete, EnvSpec, ObsSpec
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {"name": str, "value": float, "unit": str, "baseline": float, "ratio": float, "runs": int, "machine": str}

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from run_files import words
 from safetensors.torch import load_file, save_file
 
-from pql.build import build, seeds
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.cli.main import main
+from pql.collect.prefill import prefill
+from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.data.replay import Cursor, Replay
 from pql.errors import ConfigError
-from pql.main import main
-from pql.prefill import prefill
-from pql.replay import Cursor, Replay
+from pql.run.build import build, seeds
 from pql.types import Batch
 
 KINDS = ("step", "step", "step", "terminate", "truncate", "lose", "forget", "life", "cut", "stall", "restart")
@@ -149,7 +149,7 @@ class FakeCollector:
     """What ``prefill`` needs of a collector."""
 
     def __init__(self, num_envs: int, rows: int):
-        from pql.normalize import Normalizer
+        from pql.data.normalize import Normalizer
 
         self.env, self.device = Lead(num_envs, CPU), CPU
         self.replays = [

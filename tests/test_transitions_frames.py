@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.collect.prefill import prefill
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.data.normalize import Normalizer
+from pql.data.replay import Replay
 from pql.errors import ConfigError
-from pql.normalize import Normalizer
-from pql.prefill import prefill
-from pql.replay import Replay
 from pql.types import Acted, Step
 
 KINDS = ("step", "step", "step", "step", "terminate", "truncate", "lose", "life", "cut", "stall", "restart")

@@ -15,13 +15,13 @@ from oracles import Event
 from test_rollout import KINDS
 
 from pql.algos import impala
-from pql.build import build
-from pql.dist import DiagGaussian
-from pql.env import Box, EnvSpec
-from pql.normalize import Normalizer
-from pql.rollout import Acted, Rollout
-from pql.schedule import Inline, Threads
-from pql.unrolls import FULL, Reader, Unrolls
+from pql.contract.env import Box, EnvSpec
+from pql.data.normalize import Normalizer
+from pql.data.rollout import Acted, Rollout
+from pql.data.unrolls import FULL, Reader, Unrolls
+from pql.engine.schedule import Inline, Threads
+from pql.nets.distributions import DiagGaussian
+from pql.run.build import build
 
 C = 3  # size of a made-up memory
 HISTORY = {"restart_every": 4, "stagger": True, "episode_length": 5}

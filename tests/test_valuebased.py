@@ -12,18 +12,18 @@ from dqn_runs import EVERY_VARIANT, VARIANTS, config_of
 from run_files import manifest, points, resume, rows, words
 
 import pql
-from pql import checkpoint
 from pql.algos.value import GATHERED, counts, shares, target_updates
-from pql.build import build
-from pql.compose import compose
+from pql.cli.main import main
 from pql.config import leaves
+from pql.config.compose import compose
+from pql.config.layers import Presets
+from pql.engine.schedule import Inline, Threads
 from pql.errors import ConfigError
-from pql.evaluation import evaluate_saved, random_actions, run_episodes
-from pql.main import main
-from pql.policy import fresh_policy, load_policy, snapshot
-from pql.presets import Presets
-from pql.schedule import Inline, Threads
-from pql.session import Session
+from pql.run.build import build
+from pql.run.evaluation import evaluate_saved, random_actions, run_episodes
+from pql.run.policy import fresh_policy, load_policy, snapshot
+from pql.run.session import Session
+from pql.run.store import checkpoint
 
 TICKS = 60
 
@@ -288,7 +288,7 @@ def test_a_runs_own_evaluations_are_as_random_as_it_says(tmp_path, monkeypatch):
         shares.setdefault(threading.current_thread().name, set()).add(epsilon)
         return random_actions(env, epsilon, seed)
 
-    monkeypatch.setattr("pql.evaluation.random_actions", noted)
+    monkeypatch.setattr("pql.run.evaluation.random_actions", noted)
     more = ["algo=dqn", "eval.final=true", "eval.epsilon=0.25", "budget.env_steps=1000"]
     train(tmp_path / "a", *more)
     words = [w for w in WORDS if not w.startswith(("task", "num_envs", "device"))]
@@ -303,7 +303,7 @@ def test_random_actions_in_evaluations_are_for_discrete_ones(tmp_path):
 
 def test_an_exported_policy_agrees(tmp_path):
     pytest.importorskip("onnxruntime")
-    from pql.export import export_policy
+    from pql.run.export.writer import export_policy
 
     train(tmp_path / "run", "algo=rainbow", "budget.env_steps=600")
     out = export_policy(tmp_path / "run", tmp_path / "out")

@@ -14,7 +14,7 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 from by_hand import follower
 from mujoco_runs import Base, build, derived, needs
 
-from pql.conformance import check_env
+from pql.contract.conformance import check_env
 from pql.envs.mujoco import TASKS as TASK_MAKERS
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.anymal import Anymal

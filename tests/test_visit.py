@@ -5,18 +5,18 @@ import re
 import pytest
 import torch
 
-from pql.compose import compose
-from pql.env import register
+from pql.cli.doctor_env import Range, settings, visit
+from pql.cli.main import main
+from pql.config.compose import compose
+from pql.contract.env import register
 from pql.envs.toy import FILLER_REWARD, Counter
 from pql.errors import ConfigError
-from pql.main import main
-from pql.visit import Range, settings, visit
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("pql.visit.SPEED_SECONDS", 0.01)
-    monkeypatch.setattr("pql.registry._registered", {})
+    monkeypatch.setattr("pql.cli.doctor_env.SPEED_SECONDS", 0.01)
+    monkeypatch.setattr("pql.contract.registry._registered", {})
 
 
 class Flawed(Counter):
@@ -88,8 +88,10 @@ def test_the_doctor_sees_what_a_run_would_build(monkeypatch, capsys):
         seen.update(kwargs, num_envs=num_envs, device=str(device))
         return Counter(num_envs, episode_length=5)
 
-    monkeypatch.setattr("pql.task.find_factory", lambda name: make)
-    monkeypatch.setattr("pql.task.make_env", lambda name, num_envs, device, **kwargs: make(num_envs, device, **kwargs))
+    monkeypatch.setattr("pql.run.task.find_factory", lambda name: make)
+    monkeypatch.setattr(
+        "pql.run.task.make_env", lambda name, num_envs, device, **kwargs: make(num_envs, device, **kwargs)
+    )
     words = ["task.model=fast", "task.kwargs.randomize.friction=[0.9,1.1]", "randomize.obs_delay=[1,2]", "stagger=true"]
     assert main(["doctor", "--env", "shadow_hand_openai", "--num-envs", "3", "device=cpu", *words]) == 0
     assert seen == {

@@ -10,8 +10,8 @@ from test_rollout import KINDS, make_rollout, read, record, value_of
 
 from pql.algos.vtrace import vtrace
 from pql.config import VtraceConfig
-from pql.returns import gae, lambda_returns
-from pql.rollout import final_rows
+from pql.data.returns import gae, lambda_returns
+from pql.data.rollout import final_rows
 
 HORIZON, GAMMA = 9, 0.9
 

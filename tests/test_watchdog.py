@@ -12,19 +12,19 @@ import torch
 from conftest import small_config, ticks
 from run_files import points, resume, run, words
 
-from pql import watchdog
-from pql.build import build
+from pql.cli.main import main
 from pql.config import PlacementConfig
-from pql.env import register
+from pql.contract.env import register
+from pql.engine import watchdog
+from pql.engine.interrupt import Interrupt
+from pql.engine.schedule import Inline, Threads
+from pql.engine.watchdog import Limit, Timed, Watchdog, stepped, touch, watching
 from pql.envs.toy import Counter
 from pql.errors import HungError, RunError, first_line, with_cause
-from pql.evaluation import Evaluator, evaluate_saved
-from pql.interrupt import Interrupt
-from pql.main import main
-from pql.play import record_video
-from pql.policy import fresh_policy
-from pql.schedule import Inline, Threads
-from pql.watchdog import Limit, Timed, Watchdog, stepped, touch, watching
+from pql.run.build import build
+from pql.run.evaluation import Evaluator, evaluate_saved
+from pql.run.play import record_video
+from pql.run.policy import fresh_policy
 
 pytestmark = pytest.mark.fault
 SHORT = Limit(0.2, "placement.watchdog_seconds")
@@ -108,8 +108,8 @@ def test_the_thread_ends_with_it(threads_left):
 # go, too.
 STUCK = """
 import ctypes, multiprocessing, sys, time
-from pql import watchdog
-from pql.interrupt import Interrupt
+from pql.engine import watchdog
+from pql.engine.interrupt import Interrupt
 watchdog.GRACE = 0.2
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
 child.start()

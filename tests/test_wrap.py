@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from wrapped import Groups, N
 
 import pql
-from pql.env import Box
+from pql.contract.env import Box
 from pql.envs.classic import BallBalance
 from pql.envs.gymnasium import GymnasiumVec
 from pql.envs.toy import LQR, Counter

@@ -8,9 +8,9 @@ import torch
 from gymnasium import spaces
 
 import pql
-from pql.env import Discrete
+from pql.contract.env import Discrete
 from pql.envs.toy import Counter
-from pql.evaluation import run_episodes
+from pql.run.evaluation import run_episodes
 
 N = 5
 

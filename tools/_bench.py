@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pql.machine import processor
+from pql.engine.placement import processor
 
 COLUMNS = ("name", "value", "unit", "baseline", "ratio", "runs")
 

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from pql.envs.plain import Box, EnvSpec, ObsSpec, Step
+from pql.contract.plain import Box, EnvSpec, ObsSpec, Step
 
 OBS, ACTIONS = 60, 8  # Ant's, as Isaac Gym has it
 

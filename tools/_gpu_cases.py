@@ -40,13 +40,13 @@ from _gpu_runs import (
 )
 from bench_replay import microseconds
 
-from pql.checkpoint import flatten
-from pql.collect import action_buffer
+from pql.collect.collector import action_buffer
 from pql.config import Config, DdpgConfig, PlacementConfig, ReplayConfig
-from pql.conformance import check_env
-from pql.env import make_env
-from pql.graph import Graph
-from pql.machine import available_cores
+from pql.contract.conformance import check_env
+from pql.contract.env import make_env
+from pql.engine.graph import Graph
+from pql.engine.placement import available_cores
+from pql.run.store.checkpoint import flatten
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("pendulum", "cartpole", "cartpole_swingup", "ball_balance", "catch", "tmaze")

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from _bench import alternate, compare
 
-from pql.build import Parts, build, seeds
-from pql.checkpoint import flatten
 from pql.config import (
     AlgoConfig,
     BudgetConfig,
@@ -33,11 +31,13 @@ from pql.config import (
     changed,
 )
 from pql.config.groups import ExploreConfig
-from pql.evaluation import run_episodes
-from pql.machine import worker_devices
-from pql.policy import fresh_policy, snapshot
-from pql.schedule import Executor, Inline, Streams
-from pql.task import build_env
+from pql.engine.placement import worker_devices
+from pql.engine.schedule import Executor, Inline, Streams
+from pql.run.build import Parts, build, seeds
+from pql.run.evaluation import run_episodes
+from pql.run.policy import fresh_policy, snapshot
+from pql.run.store.checkpoint import flatten
+from pql.run.task import build_env
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 NAMES = {"v": "critic", "p": "policy", "learner": "learner"}

@@ -16,7 +16,7 @@ from _isaacgym import DOUBLE, Scene, build, settings
 from by_hand import stacker
 from torch import Tensor
 
-from pql.env import make_env
+from pql.contract.env import make_env
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.franka import EFFORT, GRIP, LARGE, SMALL, TOP, WIDER
 from pql.envs.mujoco.isaac.measure import rotation

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 import pql
-from pql.compose import compose
 from pql.config import Config, PpoConfig, leaves
+from pql.config.compose import compose
 from pql.config.families import own
 from pql.types import Obs
 
@@ -234,7 +234,7 @@ def train_pql(task: str, seed: int, budget: Budget, settings: Settings) -> Train
         run_dir = Path(folder) / "run"
         words = [*settings["words"], f"seed={seed}", *(f"budget.{k}={v}" for k, v in limits.items())]
         words.append(f"run_dir={run_dir}")
-        done = subprocess.run([sys.executable, "-m", "pql.main", "train", *words], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "pql", "train", *words], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError((done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1])
         summary = json.loads((run_dir / "summary.json").read_text())

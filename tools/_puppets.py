@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from pql import wire
-from pql.actor.client import OPTIONS
+from pql.remote import protocol as wire
+from pql.remote.actor.client import OPTIONS
 
 ENVS, FRAME = 32, (84, 84)
 PIXELS = {

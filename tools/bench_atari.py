@@ -36,7 +36,6 @@ from bench_replay import intra_op, microseconds
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pql.build import Parts, build, seeds
 from pql.config import (
     Config,
     DistributionalNetConfig,
@@ -48,9 +47,10 @@ from pql.config import (
     TaskConfig,
     ThreadsConfig,
 )
-from pql.machine import available_cores
-from pql.replay import replay_bytes
-from pql.task import describe_env
+from pql.data.replay import replay_bytes
+from pql.engine.placement import available_cores
+from pql.run.build import Parts, build, seeds
+from pql.run.task import describe_env
 
 SKIP = 4  # frames to an action
 STEPS = 16  # of a sampling tick

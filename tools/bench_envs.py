@@ -23,7 +23,7 @@ import torch
 from _bench import alternate, compare, report, save
 from mujoco.batch import Batch
 
-from pql.env import make_env
+from pql.contract.env import make_env
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.task import load_spec

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from _bench import machine, report
 
-from pql.build import build
-from pql.compose import compose
+from pql.config.compose import compose
+from pql.run.build import build
 
 CORRECTIONS = ("vtrace", "one_step", "none")
 LAST = 0.4  # of a run's ticks, whose episodes count

@@ -2,8 +2,8 @@
 
 python tools/bench_learner.py [--presets cpu wide] [--profile] [--rounds 7] [--seconds 0.3] [--smoke] [--json PATH]
 
-Presets: ``cpu`` is pql/cfg/scale/cpu.yaml; ``wide`` the same with 256-256 networks and batch 512; ``gpu`` is
-pql/cfg/scale/gpu.yaml, on whatever ``--device`` says. Observations have 17 features and actions 6, as HalfCheetah's.
+Presets: ``cpu`` is pql/config/presets/scale/cpu.yaml; ``wide`` the same with 256-256 networks and batch 512; ``gpu`` is
+pql/config/presets/scale/gpu.yaml, on whatever ``--device`` says. Observations have 17 features and actions 6, as HalfCheetah's.
 All rows are microseconds per update, so a lower ratio is better:
 
 critic, policy               ``update`` alone, on batches drawn before
@@ -27,12 +27,12 @@ from _bench import alternate, compare, measuring, report
 from bench_replay import intra_op, microseconds
 from torch import Tensor
 
-from pql.build import Parts, build
-from pql.compose import compose
 from pql.config import Config, DdpgConfig, changed
+from pql.config.compose import compose
 from pql.config.families import own
-from pql.env import Box, EnvSpec, ObsSpec
-from pql.machine import thread_counts
+from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.engine.placement import thread_counts
+from pql.run.build import Parts, build
 from pql.types import Obs, Step
 
 OBS, ACTION = 17, 6

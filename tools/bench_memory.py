@@ -18,11 +18,11 @@ from typing import Any
 
 from _bench import machine, report
 
-from pql.build import build, build_env
-from pql.compose import compose
 from pql.config import Config
-from pql.evaluation import run_episodes
-from pql.policy import fresh_policy, snapshot
+from pql.config.compose import compose
+from pql.run.build import build, build_env
+from pql.run.evaluation import run_episodes
+from pql.run.policy import fresh_policy, snapshot
 
 SHORT = ("algo.burn_in=0", "algo.length=12", "algo.period=6", "algo.replay_ratio=3")
 VARIANTS = {

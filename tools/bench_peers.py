@@ -41,7 +41,7 @@ from _peers import CONTENDERS, DEFAULT, Budget, Settings
 
 import pql
 from pql.errors import ConfigError
-from pql.evaluation import run_episodes
+from pql.run.evaluation import run_episodes
 
 Run = dict[str, Any]
 FACTS = ("kind", "contender", "task", "seed", "budget", "budget_steps", "settings")

@@ -34,7 +34,6 @@ from _bench import alternate, compare, measuring, report
 from _echo import ACTIONS, OBS, Echo
 from torch import Tensor
 
-from pql.build import build
 from pql.config import (
     Config,
     CriticConfig,
@@ -44,10 +43,11 @@ from pql.config import (
     ReplayConfig,
     ThreadsConfig,
 )
-from pql.env import VecEnv
-from pql.envs.far_build import FLAGS, describe
-from pql.envs.process import ProcessVec, read_spec
-from pql.machine import keep_freed_memory
+from pql.contract.env import VecEnv
+from pql.engine.placement import keep_freed_memory
+from pql.remote.process.far_build import FLAGS, describe
+from pql.remote.process.near import ProcessVec, read_spec
+from pql.run.build import build
 from pql.types import Obs, Step
 
 GOALS = {64: 24, 4096: 114, 16384: 626}  # us: twice the prototype's

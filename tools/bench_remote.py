@@ -21,7 +21,7 @@ import torch
 from _bench import alternate, compare, report
 from _puppets import ENVS
 
-from pql.env import make_env
+from pql.contract.env import make_env
 from pql.envs.remote import Remote
 
 
@@ -53,7 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def stepping(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """2 actors of 32 consoles each, and the same 64 consoles here in two groups: random actions, no learner."""
     address, count = f"unix:{folder}/step", args.consoles
-    words = [sys.executable, "-m", "pql.main", "actor", "--connect", address, "--task", "atari", f"--num-envs={count}"]
+    words = [
+        sys.executable,
+        "-m",
+        "pql.cli.main",
+        "actor",
+        "--connect",
+        address,
+        "--task",
+        "atari",
+        f"--num-envs={count}",
+    ]
     actors = [subprocess.Popen([*words, f"game={args.game}", "threads=1"], stderr=subprocess.DEVNULL) for _ in range(2)]
     remote = Remote(2 * count, listen=address, groups=2)
     local: Any = make_env("atari", 2 * count, game=args.game, groups=2, threads=1)

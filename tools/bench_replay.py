@@ -26,10 +26,10 @@ from _bench import alternate, compare, measuring, report
 from torch import Generator, Tensor
 
 from pql.config import Config
-from pql.env import ObsSpec
-from pql.flags import FINAL_OK, NEXT_FIRST, TERMINATED, VALID
-from pql.machine import thread_counts
-from pql.replay import Cursor, Replay
+from pql.contract.env import ObsSpec
+from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, VALID
+from pql.data.replay import Cursor, Replay
+from pql.engine.placement import thread_counts
 from pql.types import Step
 
 N_STEP, GAMMA, HORIZON, LIMIT = 3, 0.99, 1, 1000

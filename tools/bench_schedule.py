@@ -36,12 +36,12 @@ from _bench import alternate, compare, measuring, report
 from bench_replay import intra_op
 from torch import Tensor
 
-from pql.build import Parts, build
-from pql.collect import Collector
+from pql.collect.collector import Collector
 from pql.config import Config, CriticConfig, DdpgConfig, DeterministicPolicyConfig, ReplayConfig, changed
 from pql.config.families import own
-from pql.env import EnvSpec, VecEnv, make_env
-from pql.grouped import Grouped
+from pql.contract.env import EnvSpec, VecEnv, make_env
+from pql.contract.grouped import Grouped
+from pql.run.build import Parts, build
 from pql.types import Obs, Step
 
 WAIT = 1.2  # the simulator's wait over the learners' work

@@ -47,7 +47,7 @@ def rate(step: Callable[[], Any], num_envs: int, seconds: float, device: torch.d
 
 
 def case(name: str, num_envs: int, device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
-    from pql.env import make_env
+    from pql.contract.env import make_env
     from pql.envs.mujoco.env import MujocoVec
     from pql.envs.mujoco.warp import WarpEngine
 

@@ -19,12 +19,12 @@ from _bench import save
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from pql.env import Box, Discrete, VecEnv, env_names, make_env
+from pql.contract.env import Box, Discrete, VecEnv, env_names, make_env
 from pql.envs.mujoco.isaac.ball import LEGS
 from pql.envs.mujoco.isaac.humanoid import JOINTS
 from pql.envs.mujoco.isaac.measure import product
 from pql.errors import ConfigError, nearest
-from pql.evaluation import run_episodes
+from pql.run.evaluation import run_episodes
 from pql.types import Obs
 
 Play = Callable[[Obs], Tensor]
@@ -274,7 +274,7 @@ BY_HAND: dict[str, dict[str, Callable[[VecEnv], Play]]] = {
 
 def preset(task: str) -> dict[str, Any]:
     """Keywords of the task's environment that its preset sets."""
-    path = Path(str(files("pql.cfg"))) / "task" / f"{task}.yaml"
+    path = Path(str(files("pql.config.presets"))) / "task" / f"{task}.yaml"
     settings = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
     return settings.get("kwargs") or {} if isinstance(settings, dict) else {}
 

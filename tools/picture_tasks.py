@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pql.env import make_env
+from pql.contract.env import make_env
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.env import MujocoVec
 from pql.errors import ConfigError

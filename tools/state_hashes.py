@@ -54,7 +54,7 @@ def state_hash(algorithm: str, schedule: str) -> str:
             words.append("algo.policy.hidden=[16,16]")
         if algorithm not in ("pqn", "r2d2") and algorithm not in ALGORITHMS[6:11]:
             words.append("algo.batch_size=32")
-        command = [sys.executable, "-m", "pql.main", "train", *words]
+        command = [sys.executable, "-m", "pql", "train", *words]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             return "refused: " + (done.stderr.strip() or "no message").splitlines()[-1]

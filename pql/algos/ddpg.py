@@ -15,14 +15,14 @@ from pql.algos.off_policy import ActorCritic, Tensors, Trainer, make_atoms, make
 from pql.config import Config, DdpgConfig
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
-from pql.dist import lower_mean, project
-from pql.encoders import Outputs
-from pql.env import EnvSpec
+from pql.contract.env import EnvSpec
+from pql.engine.optim import AdamW, Clock, follow, polyak
+from pql.engine.worker import State
 from pql.errors import ConfigError
-from pql.nets import Critic, DeterministicPolicy, Flat
-from pql.optim import AdamW, Clock, follow, polyak
+from pql.nets.distributions import lower_mean, project
+from pql.nets.encoders import Outputs
+from pql.nets.mlp import Critic, DeterministicPolicy, Flat
 from pql.types import Batch, Metrics, Obs, ObsBatch
-from pql.worker import State
 
 
 @dataclass

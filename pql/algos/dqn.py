@@ -10,9 +10,9 @@ from torch import Generator, Tensor
 from pql.algos.ddpg import loss_share
 from pql.algos.value import ValueBased, ValueState, make_q_network
 from pql.config import DqnConfig
-from pql.dist import project
-from pql.optim import follow
-from pql.qnets import QNetwork, redraw_noise
+from pql.engine.optim import follow
+from pql.nets.distributions import project
+from pql.nets.q import QNetwork, redraw_noise
 from pql.types import Batch, Metrics
 
 

@@ -16,13 +16,13 @@ from pql.algos.on_policy import OnPolicy
 from pql.algos.ppo import PpoState, begin_tick, grouped, make_state, masked_moments, rows_lag
 from pql.algos.vtrace import Corrected, vtrace
 from pql.config import ImpalaConfig
-from pql.normalize import EPSILON
-from pql.rollout import Segment, minibatches
+from pql.data.normalize import EPSILON
+from pql.data.rollout import Segment, minibatches
 from pql.types import Metrics, Obs
 
 
 class Unroll(NamedTuple):
-    """All rows of B environments: as :class:`~pql.rollout.Segment`, with B of its columns."""
+    """All rows of B environments: as :class:`~pql.data.rollout.Segment`, with B of its columns."""
 
     obs: Obs  # [T + 1 + K + 1, B, ...]
     action: Tensor

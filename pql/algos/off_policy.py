@@ -13,21 +13,21 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.registry import Family
-from pql.collect import ActFunction, Collector, NoisyActor
+from pql.algos.wiring import Devices, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows, seeds
+from pql.collect.collector import ActFunction, Collector, NoisyActor
+from pql.collect.exploration import Exploration
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
-from pql.encoders import Outputs, Probe, custom_network, groups_of, make_encoder
-from pql.env import Box, EnvSpec, VecEnv
+from pql.contract.env import Box, EnvSpec, VecEnv
+from pql.data.normalize import Normalizer
+from pql.data.replay import Cursor, Replay
+from pql.engine.schedule import Counts, tick_counts
+from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
-from pql.explore import Exploration
-from pql.nets import Critic, Flat, seeded
-from pql.normalize import Normalizer
-from pql.replay import Cursor, Replay
-from pql.schedule import Counts, tick_counts
+from pql.nets.encoders import Outputs, Probe, custom_network, groups_of, make_encoder
+from pql.nets.mlp import Critic, Flat, seeded
 from pql.types import Batch, Metrics, Obs, ObsBatch, split
-from pql.wiring import Devices, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows, seeds
-from pql.worker import Learner, State
 
 Update = Callable[[Any, Any, Any, Generator], Metrics]
 Tensors = dict[str, list[Tensor]]

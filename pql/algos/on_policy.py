@@ -12,26 +12,26 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Generator, Tensor
 
-from pql.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
 from pql.algos.registry import Family
-from pql.collect import Collector, action_buffer
+from pql.algos.wiring import Devices, Role, Wiring, check_obs, make_normalizer, seeds
+from pql.collect.collector import Collector, action_buffer
 from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
 from pql.config.families import own
-from pql.dist import ActionDist, Categorical, DiagGaussian
-from pql.encoders import custom_network, groups_of, make_encoder
-from pql.env import Discrete, EnvSpec, VecEnv
+from pql.contract.env import Discrete, EnvSpec, VecEnv
+from pql.data.normalize import Normalizer
+from pql.data.rollout import Acted, Rollout, Segment, View, rollout_bytes
+from pql.data.unrolls import FULL, Reader, Unrolls
+from pql.engine.optim import AdamW, Optimizer, RMSProp, RMSPropTF
+from pql.engine.placement import available_bytes
+from pql.engine.schedule import Counts
+from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
-from pql.machine import available_bytes
-from pql.nets import Flat, seeded
-from pql.normalize import Normalizer
-from pql.optim import AdamW, Optimizer, RMSProp, RMSPropTF
-from pql.rollout import Acted, Rollout, Segment, View, rollout_bytes
-from pql.schedule import Counts
+from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
+from pql.nets.distributions import ActionDist, Categorical, DiagGaussian
+from pql.nets.encoders import custom_network, groups_of, make_encoder
+from pql.nets.mlp import Flat, seeded
 from pql.types import Memory, Metrics, Obs
-from pql.unrolls import FULL, Reader, Unrolls
-from pql.wiring import Devices, Role, Wiring, check_obs, make_normalizer, seeds
-from pql.worker import Learner, State
 
 
 class StochasticActor:

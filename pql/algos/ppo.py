@@ -16,21 +16,21 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.actor_critic import ActorCritic, cut
 from pql.algos.on_policy import OnPolicy
 from pql.algos.vtrace import vtrace
 from pql.config import Config, PpoConfig
 from pql.config.algorithms import StochasticConfig
 from pql.config.families import own
-from pql.nets import Flat
-from pql.normalize import EPSILON, Moments, pack, pooled
-from pql.optim import Optimizer, annealed
-from pql.parallel import ALONE, Group
-from pql.returns import gae
-from pql.rollout import Progress, Segment, by_parts, minibatches
+from pql.data.normalize import EPSILON, Moments, pack, pooled
+from pql.data.returns import gae
+from pql.data.rollout import Progress, Segment, by_parts, minibatches
+from pql.data.unrolls import Reader
+from pql.engine.collectives import ALONE, Group
+from pql.engine.optim import Optimizer, annealed
+from pql.engine.worker import State
+from pql.nets.actor_critic import ActorCritic, cut
+from pql.nets.mlp import Flat
 from pql.types import Metrics, Obs
-from pql.unrolls import Reader
-from pql.worker import State
 
 LR_MIN, LR_MAX, LR_FACTOR = 1e-5, 1e-2, 1.5
 """Bounds and step of the adaptive learning rate (rsl_rl's)."""

@@ -12,9 +12,9 @@ from torch import Generator, Tensor
 
 from pql.algos.value_rollout import PqnState, ValueRollout, values
 from pql.config import PqnConfig
-from pql.optim import annealed
-from pql.returns import lambda_returns
-from pql.rollout import Segment, by_parts, minibatches
+from pql.data.returns import lambda_returns
+from pql.data.rollout import Segment, by_parts, minibatches
+from pql.engine.optim import annealed
 from pql.types import Metrics, Obs
 
 

@@ -14,9 +14,9 @@ from pql.algos.dqn import huber
 from pql.algos.recurrent import Recurrent
 from pql.algos.value import ValueState
 from pql.config import R2d2Config
-from pql.optim import follow
-from pql.qnets import RecurrentQNetwork
-from pql.sequences import Sequence, mixed
+from pql.data.sequences import Sequence, mixed
+from pql.engine.optim import follow
+from pql.nets.q import RecurrentQNetwork
 from pql.types import Metrics
 
 

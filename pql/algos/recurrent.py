@@ -26,24 +26,24 @@ from pql.algos.value import (
     told,
     with_critic,
 )
-from pql.collect import Collector
+from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.collect.collector import Collector
+from pql.collect.epsilon import Epsilon, RecurrentActor
 from pql.config import Config, R2d2Config
 from pql.config.families import own
-from pql.env import Discrete, EnvSpec, VecEnv
-from pql.epsilon import Epsilon, RecurrentActor
+from pql.contract.env import Discrete, EnvSpec, VecEnv
+from pql.contract.last_action import GROUP
+from pql.data.frames import deepest
+from pql.data.normalize import Normalizer
+from pql.data.replay import Cursor
+from pql.data.sequences import RankedSequences, Sequence, Sequences, States
+from pql.engine.optim import Clock
+from pql.engine.schedule import Counts
+from pql.engine.worker import Learner
 from pql.errors import ConfigError
-from pql.feedback import GROUP
-from pql.frames import deepest
-from pql.nets import Flat, seeded
-from pql.normalize import Normalizer
-from pql.optim import Clock
-from pql.qnets import RecurrentQNetwork
-from pql.replay import Cursor
-from pql.schedule import Counts
-from pql.sequences import RankedSequences, Sequence, Sequences, States
+from pql.nets.mlp import Flat, seeded
+from pql.nets.q import RecurrentQNetwork
 from pql.types import Metrics
-from pql.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
-from pql.worker import Learner
 
 LONGEST_HORIZON = 1024
 """Steps of a tick at the most: an update is on thousands of rows, so few come with many steps."""

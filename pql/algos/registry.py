@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pql import presets
+from pql.algos.wiring import Devices, Wiring
 from pql.config import AlgoConfig, Config, families
+from pql.config import layers as presets
 from pql.config.algorithms import RECORDS
-from pql.env import EnvSpec, VecEnv
-from pql.registry import import_name
-from pql.schedule import Counts
-from pql.wiring import Devices, Wiring
+from pql.contract.env import EnvSpec, VecEnv
+from pql.contract.registry import import_name
+from pql.engine.schedule import Counts
 
 BUILT_IN = {
     "ddpg": "pql.algos.ddpg:FAMILY",
@@ -62,8 +62,8 @@ def register_algorithm(family: Family, preset: Mapping[str, Any] | None = None) 
     Packages use the entry-point group ``pql.algos``.
 
     Args:
-        preset: as ``pql/cfg/algo/NAME.yaml`` has it; ``scales`` has the settings at each scale. None: the family's
-            defaults, at every scale.
+        preset: as ``pql/config/presets/algo/NAME.yaml`` has it; ``scales`` has the settings at each scale. None: the
+            family's defaults, at every scale.
     """
     name = family.name
     _registered[name], families.registered[name] = family, family.settings

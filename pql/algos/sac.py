@@ -23,12 +23,12 @@ from pql.algos.ddpg import (
 from pql.algos.off_policy import ActorCritic, Tensors, Trainer, make_atoms, make_policy
 from pql.config import Config, SacConfig
 from pql.config.families import own
-from pql.dist import squashed_gaussian
-from pql.encoders import Outputs
-from pql.nets import Critic, Flat, GaussianPolicy
-from pql.optim import AdamW
+from pql.engine.optim import AdamW
+from pql.engine.worker import State
+from pql.nets.distributions import squashed_gaussian
+from pql.nets.encoders import Outputs
+from pql.nets.mlp import Critic, Flat, GaussianPolicy
 from pql.types import Batch, Metrics, Obs, ObsBatch
-from pql.worker import State
 
 
 class Temperature(nn.Module):

@@ -15,27 +15,27 @@ from typing import Any, cast
 import torch
 from torch import Generator, nn
 
-from pql.actor_critic import OwnBody
 from pql.algos.registry import Family
-from pql.collect import Collector
+from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.collect.collector import Collector
+from pql.collect.epsilon import TOLD, Epsilon, EpsilonActor
 from pql.config import Config, DqnConfig
 from pql.config.algorithms import DuelingConfig
 from pql.config.families import own
 from pql.config.groups import DistributionalNetConfig, TrainedNetConfig
-from pql.encoders import custom_network, groups_of, make_encoder
-from pql.env import Discrete, EnvSpec, VecEnv
-from pql.epsilon import TOLD, Epsilon, EpsilonActor
+from pql.contract.env import Discrete, EnvSpec, VecEnv
+from pql.data.normalize import Normalizer
+from pql.data.priority import Prioritized, Ranked
+from pql.data.replay import Cursor, Replay
+from pql.engine.optim import AdamW, Clock, Optimizer, RMSProp
+from pql.engine.schedule import LONGEST_HORIZON, Counts
+from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
-from pql.nets import Flat, seeded
-from pql.normalize import Normalizer
-from pql.optim import AdamW, Clock, Optimizer, RMSProp
-from pql.priority import Prioritized, Ranked
-from pql.qnets import QNetwork
-from pql.replay import Cursor, Replay
-from pql.schedule import LONGEST_HORIZON, Counts
+from pql.nets.actor_critic import OwnBody
+from pql.nets.encoders import custom_network, groups_of, make_encoder
+from pql.nets.mlp import Flat, seeded
+from pql.nets.q import QNetwork
 from pql.types import Batch, Metrics, split
-from pql.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
-from pql.worker import Learner, State
 
 GATHERED = 16 << 20  # bytes of observations that are gathered at once, where several batches may be
 

@@ -9,23 +9,23 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.actor_critic import bfloat16
 from pql.algos.on_policy import check_room
 from pql.algos.registry import Family
 from pql.algos.value import check_acting, make_q_network
-from pql.collect import Collector, action_buffer
+from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, seeds
+from pql.collect.collector import Collector, action_buffer
+from pql.collect.epsilon import Epsilon, epsilon_greedy
 from pql.config import Config, PqnConfig
 from pql.config.families import own
-from pql.env import Discrete, EnvSpec, VecEnv
-from pql.epsilon import Epsilon, epsilon_greedy
-from pql.nets import Flat, seeded
-from pql.optim import AdamW, Optimizer, RAdam
-from pql.qnets import QNetwork
-from pql.rollout import Acted, Progress, Rollout, Segment
-from pql.schedule import Counts
+from pql.contract.env import Discrete, EnvSpec, VecEnv
+from pql.data.rollout import Acted, Progress, Rollout, Segment
+from pql.engine.optim import AdamW, Optimizer, RAdam
+from pql.engine.schedule import Counts
+from pql.engine.worker import Learner, State
+from pql.nets.actor_critic import bfloat16
+from pql.nets.mlp import Flat, seeded
+from pql.nets.q import QNetwork
 from pql.types import Memory, Metrics, Obs
-from pql.wiring import Devices, Role, Wiring, make_normalizer, seeds
-from pql.worker import Learner, State
 
 
 @dataclass

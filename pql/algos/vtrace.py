@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pql.config import VtraceConfig
-from pql.returns import backward_scan
+from pql.data.returns import backward_scan
 
 
 class Corrected(NamedTuple):
@@ -39,12 +39,12 @@ def vtrace(
     delta_t = r_t + discount_t V(x'_t) - V(x_t), rho_t = min(rho_bar, ratio_t), c_i = lam min(c_bar, ratio_i); and
     advantage_s = r_s + discount_s v_{s+1} - V(x_s), weighed with min(pg_rho_bar, ratio_s). At the trajectory's end
     v_{s+1} is V(x'_s), the value of the true successor. Rows with ``mask == 0`` are treated as by
-    :func:`pql.returns.gae`.
+    :func:`pql.data.returns.gae`.
 
     With ratios of 1, v_s is the TD(lam) return: for lam = 1, all rewards up to the end and the value beyond it.
 
     Args:
-        log_ratio, reward, value, next_value, goes_on, mask: [T, N], as in :func:`pql.returns.gae`.
+        log_ratio, reward, value, next_value, goes_on, mask: [T, N], as in :func:`pql.data.returns.gae`.
         discount: [T, N] gamma, 0 where terminated.
         lam: factor on c (Remark 2 of the paper).
         pg_lam: weight of v_{s+1} against V(x'_s) in the advantage. 1: the paper's; ``lam`` makes it, with ratios of 1,

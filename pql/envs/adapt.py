@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.env import Box
+from pql.contract.env import Box
 from pql.errors import ConfigError, nearest
 
 

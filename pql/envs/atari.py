@@ -19,11 +19,11 @@ from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from pql.env import Discrete, EnvSpec, ObsSpec
+from pql.contract.env import Discrete, EnvSpec, ObsSpec
+from pql.contract.grouped import join_steps
 from pql.envs.classic import positive
 from pql.envs.stage import Handover
 from pql.errors import ConfigError, nearest
-from pql.grouped import join_steps
 from pql.types import Obs, Step
 
 SIZE, SKIP, STACK = 84, 4, 4

@@ -4,7 +4,7 @@ discrete actions on frames."""
 import torch
 from torch import Tensor
 
-from pql.env import ObsSpec
+from pql.contract.env import ObsSpec
 from pql.envs import draw
 from pql.envs.classic import TorchEnv, Transition
 from pql.envs.draw import Drawn

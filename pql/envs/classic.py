@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.envs import draw
 from pql.envs.draw import Drawn
 from pql.errors import ConfigError

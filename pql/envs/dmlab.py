@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pql.envs.plain import ConfigError, Discrete, EnvSpec, ObsSpec, Step
+from pql.contract.plain import ConfigError, Discrete, EnvSpec, ObsSpec, Step
 
 # Look right and down (pixels a frame), strafe right, forward, fire, jump, crouch.
 NINE = (

@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.envs.stage import Handover
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from pql.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.envs.stage import Stage
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step

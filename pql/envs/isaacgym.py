@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pql.envs.plain import Box, ConfigError, EnvSpec, ObsSpec, Step
+from pql.contract.plain import Box, ConfigError, EnvSpec, ObsSpec, Step
 
 TIMINGS = ("post", "pre", "same", "manual")
 LOCKSTEP = ("Factory", "IndustReal")  # all of whose environments begin and end together
@@ -95,7 +95,7 @@ def make_task(task: str, num_envs: int, device: str, overrides: list) -> Any:
 
 
 class IsaacGymVec:
-    """A ``VecTask`` with the contract of ``pql.env.VecEnv``.
+    """A ``VecTask`` with the contract of ``pql.contract.env.VecEnv``.
 
     Args:
         task: the simulator.

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.env import EnvSpec, ObsSpec
+from pql.contract.env import EnvSpec, ObsSpec
 from pql.envs.adapt import Actions, change
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step, chosen
@@ -153,7 +153,7 @@ def adjusted(config: Any, final_obs: bool, settings: Mapping[str, Any] | None) -
 
 
 class IsaacLabVec:
-    """An unwrapped environment of Isaac Lab with the contract of ``pql.env.VecEnv``.
+    """An unwrapped environment of Isaac Lab with the contract of ``pql.contract.env.VecEnv``.
 
     Args:
         env: the simulator, manager-based or direct.

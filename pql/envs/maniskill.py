@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.env import EnvSpec, ObsSpec
+from pql.contract.env import EnvSpec, ObsSpec
 from pql.envs.adapt import Actions
 from pql.errors import ConfigError
 from pql.types import Obs, Step, chosen
@@ -67,7 +67,7 @@ def backend(device: torch.device) -> str:
 
 
 class ManiSkillVec:
-    """A ``ManiSkillVectorEnv`` with automatic resets, with the contract of ``pql.env.VecEnv``."""
+    """A ``ManiSkillVectorEnv`` with automatic resets, with the contract of ``pql.contract.env.VecEnv``."""
 
     def __init__(
         self, env: Any, name: str, limit: int | None, device: str | torch.device, random_lengths: bool = False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.env import EnvSpec
+from pql.contract.env import EnvSpec
 from pql.envs.adapt import Actions, change
 from pql.envs.isaaclab import Log, copies, ends, group_specs, randomize_lengths
 from pql.errors import ConfigError, nearest
@@ -53,7 +53,7 @@ def mjlab(
 
 
 class MjlabVec:
-    """A ``ManagerBasedRlEnv`` that does not reset by itself, with the contract of ``pql.env.VecEnv``."""
+    """A ``ManagerBasedRlEnv`` that does not reset by itself, with the contract of ``pql.contract.env.VecEnv``."""
 
     def __init__(self, env: Any, name: str, action_bound: float = 1.0, random_lengths: bool = False):
         self.env, self.random_lengths = env, random_lengths

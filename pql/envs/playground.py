@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.envs.adapt import change
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step

@@ -54,7 +54,7 @@ class Handover:
 
 
 class Tensors:
-    """A simulator that speaks NumPy (``pql.envs.plain``), with its arrays as tensors on ``device``."""
+    """A simulator that speaks NumPy (``pql.contract.plain``), with its arrays as tensors on ``device``."""
 
     def __init__(self, env: Any, device: torch.device):
         self.env, self.spec = env, replace(env.spec, device=device)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pql.env import EnvSpec
+from pql.contract.env import EnvSpec
 from pql.envs import draw
 from pql.envs.classic import TorchEnv, Transition, positive
 from pql.envs.draw import Drawn

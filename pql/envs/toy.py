@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.env import Box, EnvSpec, ObsSpec
+from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.envs.classic import TorchEnv, Transition, positive, times
 from pql.errors import ConfigError
 from pql.types import Obs, Step

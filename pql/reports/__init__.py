@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pql
+from pql.config.files import read_json
+from pql.config.trust import check_links
 from pql.errors import ConfigError, nearest, printable
-from pql.files import read_json
-from pql.trust import check_links
 
 PACKAGES = ("matplotlib", "scipy", "jinja2")
 

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pql.config import AlgoConfig, from_dict
+from pql.config.files import read_bytes, read_json
 from pql.config.schema import nested
 from pql.errors import ConfigError, nearest, show
-from pql.files import read_bytes, read_json
-from pql.rundir import read_config
+from pql.run.store.run_dir import read_config
 
 Row = dict[str, float]
 AXES = ("seconds", "env_steps", "updates")

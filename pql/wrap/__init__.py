@@ -16,7 +16,7 @@ The libraries are imported when a function is called, and nothing else in pql im
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pql.env import VecEnv
+from pql.contract.env import VecEnv
 from pql.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pql.env import Box, VecEnv
+from pql.contract.env import Box, VecEnv
 from pql.errors import ConfigError
 from pql.types import Obs, Step, chosen
 

@@ -8,9 +8,9 @@ import gymnasium
 import numpy as np
 
 from pql.config import Config
-from pql.env import find_factory
+from pql.contract.env import find_factory
 from pql.errors import ConfigError
-from pql.task import build_env, task_kwargs
+from pql.run.task import build_env, task_kwargs
 from pql.types import Obs
 from pql.wrap.rows import SameStep, clamped, to_device, to_host
 from pql.wrap.to_gymnasium import action_space, box

@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from pql.env import Box, EnvSpec, ObsSpec, VecEnv
+from pql.contract.env import Box, EnvSpec, ObsSpec, VecEnv
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 from pql.wrap.rows import clamped, ends, to_device, to_host

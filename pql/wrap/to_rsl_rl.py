@@ -7,9 +7,9 @@ from rsl_rl.env import VecEnv as RslRlVecEnv
 from tensordict import TensorDict
 from torch import Tensor
 
-from pql.env import Box, VecEnv
+from pql.contract.env import Box, VecEnv
 from pql.errors import ConfigError
-from pql.evaluation import LONGEST
+from pql.run.evaluation import LONGEST
 from pql.types import Obs
 from pql.wrap.rows import SameStep
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from stable_baselines3.common.vec_env import VecEnv as SB3VecEnv
 
-from pql.env import VecEnv
+from pql.contract.env import VecEnv
 from pql.errors import ConfigError
 from pql.wrap.rows import SameStep, to_device, to_host
 from pql.wrap.to_gymnasium import action_space, box

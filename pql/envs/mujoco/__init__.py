@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pql.env import EnvSpec
+from pql.contract.env import EnvSpec
 from pql.envs.mujoco import control, locomotion, unitree
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe

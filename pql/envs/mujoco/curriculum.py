@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pql.env import check_keywords
+from pql.contract.env import check_keywords
+from pql.contract.registry import import_name
 from pql.envs.mujoco.engine import Rows
 from pql.envs.mujoco.randomize import amount
 from pql.errors import ConfigError, nearest
-from pql.registry import import_name
 
 
 class Progress(NamedTuple):

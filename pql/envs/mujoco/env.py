@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pql.env import Box, EnvSpec
+from pql.contract.env import Box, EnvSpec
 from pql.envs.mujoco.curriculum import Curriculum, Levels
 from pql.envs.mujoco.engine import Engine, Rows
 from pql.envs.mujoco.engines import choose, make_engine

@@ -39,7 +39,7 @@ import mujoco
 import torch
 from torch import Tensor
 
-from pql.env import ObsSpec
+from pql.contract.env import ObsSpec
 from pql.envs.mujoco.engine import Fields
 from pql.errors import ConfigError, nearest
 from pql.types import Obs

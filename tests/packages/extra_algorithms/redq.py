@@ -22,9 +22,9 @@ from pql.algos.off_policy import ActorCritic, Trainer
 from pql.config import Config, DdpgConfig
 from pql.config.families import own
 from pql.config.fields import setting
+from pql.engine.optim import polyak
 from pql.errors import ConfigError
-from pql.nets import Critic
-from pql.optim import polyak
+from pql.nets.mlp import Critic
 from pql.types import Batch, Metrics
 
 

@@ -15,10 +15,10 @@ from pql.algos.ppo import PpoState, begin_tick, make_state
 from pql.config import Config
 from pql.config.algorithms import StochasticConfig
 from pql.config.fields import setting
-from pql.nets import Flat
-from pql.optim import Optimizer
-from pql.returns import lambda_returns
-from pql.rollout import Segment
+from pql.data.returns import lambda_returns
+from pql.data.rollout import Segment
+from pql.engine.optim import Optimizer
+from pql.nets.mlp import Flat
 from pql.types import Metrics
 
 

@@ -15,7 +15,7 @@ import mujoco
 import torch
 from torch import Tensor
 
-from pql.env import ObsSpec
+from pql.contract.env import ObsSpec
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac import raster
 from pql.envs.mujoco.isaac.measure import Wrench, rotation

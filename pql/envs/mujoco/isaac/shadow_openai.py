@@ -15,7 +15,7 @@ import mujoco
 import torch
 from torch import Tensor
 
-from pql.env import ObsSpec
+from pql.contract.env import ObsSpec
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.reorient import pick
 from pql.envs.mujoco.isaac.shadow_hand import STATE, ShadowHand

@@ -1,0 +1,159 @@
+"""What ``build`` and the algorithms' families share: the pieces of a wiring, seeds, and checks of an environment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pql.collect.collector import Collector
+from pql.config import Config
+from pql.config.algorithms import ReplayAlgoConfig
+from pql.config.families import own
+from pql.contract.env import Box, EnvSpec
+from pql.data.frames import deepest
+from pql.data.normalize import Normalizer
+from pql.data.priority import least_rows
+from pql.data.replay import Cursor, Replay, preflight
+from pql.engine.placement import available_bytes
+from pql.engine.schedule import Counts
+from pql.engine.worker import Learner
+from pql.errors import ConfigError
+from pql.nets.encoders import groups_of
+from pql.nets.mlp import Flat
+
+Devices = dict[str, torch.device]
+"""Where each worker sits, by name."""
+
+
+@dataclass
+class Role:
+    """One worker's algorithmic side: private tensors by the slot that fills them, and what it owns."""
+
+    pulls: dict[str, list[Tensor]]
+    owns: dict[str, list[Tensor]]
+    learner: Learner | None = None
+    cursor: Cursor | None = None
+
+
+@dataclass
+class Wiring:
+    """What a family makes of a config and an environment; ``build`` adds workers, slots and a schedule.
+
+    Attributes:
+        roles: by worker: learners, in the order in which a tick without concurrency runs them, then the collector.
+        policy: what is evaluated and saved.
+        gauges: 0-dim tensors for the log.
+    """
+
+    collector: Collector
+    roles: dict[str, Role]
+    policy: Flat | nn.Module
+    gauges: dict[str, Tensor] = field(default_factory=dict)
+
+
+def seeds(seed: int) -> dict[str, int]:
+    """One seed -> a seed for every generator and for the simulator. A single learner's is that of "v"."""
+    root = torch.Generator().manual_seed(seed)
+    names = ("init", "env", "collector", "v", "p", "eval")
+    return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
+
+
+def own_seed(seed: int, number: int) -> int:
+    """A seed for what must differ between processes, or replicas, that share a run. The first one's is the run's."""
+    if number == 0:
+        return seed
+    return int(torch.randint(2**62, (number,), generator=torch.Generator().manual_seed(seed))[-1])
+
+
+def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Normalizer:
+    """The collector's statistics."""
+    algo = config.algo
+    return Normalizer(
+        spec.obs,
+        spec.num_envs,
+        device,
+        algo.normalize_obs,
+        config.task.reward_scale * algo.reward_scale,
+        algo.gamma if algo.normalize_reward else None,
+        config.task.reward_clip,
+    )
+
+
+def check_obs(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for an observation that no network here takes; networks from elsewhere are not asked."""
+    for which in ("policy", "critic"):
+        if getattr(config.algo, which).net is None:
+            groups_of(config, spec, which)
+
+
+def ring_rows(
+    config: Config,
+    spec: EnvSpec,
+    counts: Counts,
+    device: torch.device,
+    extra: Sequence[str] = (),
+    prioritized: bool = False,
+) -> int:
+    """Rows per environment of a replay of ``replay.capacity`` transitions.
+
+    Args:
+        extra: names of the columns that it keeps beside the actions.
+        prioritized: single rows are drawn by priority.
+    Raises:
+        ConfigError: it is too small for the warm-up or a tick, or does not fit into memory.
+    """
+    replay, horizon = config.replay, counts.horizon * spec.spread
+    rows = preflight(
+        spec.obs,
+        action_size(spec),
+        spec.num_envs,
+        replay.capacity,
+        horizon,
+        spec.max_episode_steps,
+        getattr(torch, replay.dtype),
+        available_bytes(device),
+        extra,
+    )
+    guard, n = horizon + deepest(spec.obs.values()), own(config, ReplayAlgoConfig).n_step
+    tick = least_rows(horizon, n, guard) if prioritized else guard + n + 1
+    warm_up = guard + config.algo.warmup_steps + 1
+    if rows < max(tick, warm_up):
+        least, what = max((warm_up, "the warm-up"), (tick, "a tick and its n-step windows"))
+        raise ConfigError(
+            "replay.capacity",
+            replay.capacity,
+            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for {what}",
+        )
+    return rows
+
+
+def make_ring(
+    config: Config,
+    spec: EnvSpec,
+    rows: int,
+    counts: Counts,
+    device: torch.device,
+    obs_only: bool = False,
+    extra: Sequence[str] = (),
+) -> Replay:
+    """An empty replay on ``device``."""
+    return Replay(
+        spec.obs,
+        action_size(spec),
+        spec.num_envs,
+        rows,
+        counts.horizon * spec.spread,
+        spec.max_episode_steps,
+        device,
+        getattr(torch, config.replay.dtype),
+        obs_only,
+        extra,
+        config.task.reward_clip,
+        spec.spread > 1,
+    )
+
+
+def action_size(spec: EnvSpec) -> int | None:
+    """Dimensions of continuous actions; None where they are discrete."""
+    return spec.action.size if isinstance(spec.action, Box) else None

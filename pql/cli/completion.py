@@ -1,0 +1,154 @@
+"""Shell completion: ``eval "$(pql completion bash)"``. The shell's script asks ``pql completion --words`` at every Tab.
+
+So what is offered is what this installation has: commands, presets, settings and their values. It takes a tenth of a
+second: nothing here may import torch or Hydra.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+
+from pql.cli.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
+from pql.config import Config
+from pql.config.algorithms import RECORDS
+from pql.config.compose import BATCH, RESUMABLE, RESUMABLE_TOO, known_settings
+from pql.config.fields import reads, settings
+from pql.config.layers import GROUPS, Presets
+
+BASH = """\
+_pql() {
+    local line="${COMP_LINE:0:COMP_POINT}" IFS=$'\\n'
+    local word="${line##*[[:space:]]}"
+    COMPREPLY=($("${COMP_WORDS[0]}" completion --words "$line" 2>/dev/null))
+    # Bash breaks words at '=' and ':': what stands before the last of these is there already.
+    local have="${word%"${word##*[=:]}"}"
+    [[ -n $have && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"$have"}")
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace 2>/dev/null
+}
+complete -o default -F _pql pql
+"""
+
+ZSH = """\
+#compdef pql
+_pql() {
+    local -a found=("${(@f)$(${words[1]} completion --words "${LBUFFER}" 2>/dev/null)}")
+    found=(${found:#})
+    if (( ! $#found )); then _files; return; fi
+    compadd -S '' -- ${(M)found:#*[=.]}
+    compadd -- ${found:#*[=.]}
+}
+if [ "$funcstack[1]" = "_pql" ]; then _pql "$@"; else compdef _pql pql; fi
+"""
+
+FISH = """\
+complete -c pql -f -n '__fish_seen_subcommand_from train sweep list doctor completion'
+complete -c pql -a '(pql completion --words (commandline -cp) 2>/dev/null)'
+"""
+
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
+ONLY = {"list": ("tasks", "algos", "games"), "completion": tuple(SCRIPTS), "doctor": ("--env", "--num-envs", "--steps")}
+OWN = {
+    "device": ("auto", "cpu", "cuda"),
+    "sampler": SAMPLERS,
+    "objective": OBJECTIVES,
+    "prune": AXES,
+    "x": ("seconds", "env_steps", "updates"),
+    "formats": ("pt2", "onnx"),
+    "scale": ("true", "false"),
+    BATCH: tuple(str(2**i) for i in range(5, 12)),
+}
+RUN_FIRST = ("resume", "eval", "play", "export", "compare", "report")  # the first word is a path, for the shell
+
+
+def candidates(
+    line: str, commands: Mapping[str, Iterable[str]], flags: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
+    """Whole words that the last word of ``line`` may become. Empty: a file's name, perhaps.
+
+    Names are completed a part at a time: ``algo.cr`` -> ``algo.critic.``, then ``algo.critic.lr=``.
+
+    Args:
+        commands: with the settings that are each one's own.
+        flags: by command.
+    """
+    words = line.split()
+    if line[-1:].isspace() or not words:
+        words.append("")
+    *before, word = words
+    if len(before) < 2:
+        found: Iterable[str] = commands if before else ()
+    elif (command := before[1]) in ONLY:
+        from pql.envs import BUILTIN
+
+        found = sorted(BUILTIN) if before[-1] == "--env" else ONLY[command]
+    elif command == "bench" and len(before) == 2:
+        found = ("placement",)
+    elif word.startswith("-"):
+        found = (flags or {}).get(command, ())
+    elif command in RUN_FIRST and len(before) == 2:
+        found = ()
+    elif "=" in word:
+        found = values(command, word)
+    elif command in ("compare", "report") and not word:
+        found = ()  # another run, rather
+    else:
+        chosen = next((w.removeprefix("algo=") for w in before if w.startswith("algo=")), "pql")
+        algo = chosen if chosen in Presets().names("algo") else None
+        found = next_parts(word, [*names(command, algo), *commands.get(command, ())])
+    return [w for w in found if w.startswith(word)]
+
+
+def names(command: str, algo: str | None = None) -> list[str]:
+    """What of a run's settings, and of a tool's that makes several, may stand before ``=`` after ``pql command``.
+
+    Args:
+        algo: the preset that is named on the line already; None: settings of every algorithm are offered.
+    """
+    known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
+    if command == "train":
+        return [*GROUPS, BATCH, *known, "multirun_dir"]
+    if command == "bench":
+        return [*GROUPS, BATCH, *known]
+    if command == "sweep":
+        return [*GROUPS, BATCH, *known, *(f.name for f in fields(Settings))]
+    if command == "resume":
+        return [s for s in known if s.partition(".")[0] in RESUMABLE or s in RESUMABLE_TOO]
+    return []
+
+
+def is_of(name: str, algo: str) -> bool:
+    """Whether the algorithm of the preset ``algo`` reads the setting ``name``."""
+    record = RECORDS.get(Presets().family(algo))  # others would import their packages, and these torch
+    return record is None or not name.startswith("algo.") or reads(Config(algo=record()), name)
+
+
+def next_parts(word: str, found: Sequence[str]) -> list[str]:
+    """Of dotted names that begin with ``word``: up to the next dot, or ``=`` at their end."""
+    parts = []
+    for name in found:
+        if name.startswith(word):
+            dot = name.find(".", len(word))
+            parts.append(name[: dot + 1] if dot >= 0 else f"{name}=")
+    return list(dict.fromkeys(parts))
+
+
+def values(command: str, word: str) -> list[str]:
+    """``algo=p`` -> ``algo=pql``, ...; after a comma, as ``pql train -m`` takes it, the next one."""
+    key, _, text = word.partition("=")
+    head = f"{key}={text[: text.rfind(',') + 1]}"
+    allowed: Sequence[str] = ()
+    if key in GROUPS and command in ("train", "sweep", "bench", "resume"):
+        allowed = Presets().names(key)
+    elif key in OWN:
+        allowed = OWN[key]
+    elif choices := choices_of(key):
+        allowed = choices
+    elif known_settings().get(key) is bool:
+        allowed = ("true", "false")
+    return [head + value for value in allowed]
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values that a setting may have in any algorithm, where they can be counted."""
+    found = (one for record in RECORDS.values() for one in settings(Config(algo=record())) if one.name == name)
+    return tuple(dict.fromkeys(choice for one in found for choice in one.declaration.choices))

@@ -1,0 +1,151 @@
+"""``pql doctor``: what this machine and this installation have, what is missing, and the command that installs it."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Any
+
+from pql.cli.tables import table
+
+CORE = ("pql-rl", "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "rich")
+
+# extra: (what it is for, its packages). One line each; pyproject.toml has the versions (a test compares the two).
+EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "mujoco": ("the MuJoCo tasks", ("mujoco", "gymnasium")),
+    "warp": ("the MuJoCo tasks on CUDA", ("mujoco", "gymnasium", "mujoco-warp", "warp-lang")),
+    "gymnasium": ("task=gymnasium", ("gymnasium",)),
+    "atari": ("the Atari games", ("ale-py", "gymnasium")),
+    "remote": ("task=remote and pql actor", ("grpcio",)),
+    "cluster": ("pql fleet", ("ray", "grpcio")),
+    "tensorboard": ("logger=tensorboard", ("tensorboard",)),
+    "wandb": ("logger=wandb", ("wandb",)),
+    "report": ("pql report and compare", ("matplotlib", "scipy", "jinja2")),
+    "sweep": ("pql sweep", ("optuna",)),
+    "export": ("pql export", ("onnx", "onnxscript", "onnxruntime")),
+    "video": ("pql play", ("imageio", "imageio-ffmpeg", "pillow")),
+    "peers": ("pql.wrap for rsl_rl and Stable-Baselines3", ("rsl-rl-lib", "stable-baselines3", "gymnasium")),
+    "bench": ("comparisons with other simulators", ("envpool",)),
+    "dev": ("the test suite", ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy", "ruff", "mypy")),
+}
+
+
+def report() -> str:
+    """All of it, as text."""
+    return "\n\n".join(["\n".join(machine()), table(extras()), table(simulators()), table(robots())])
+
+
+def machine() -> list[str]:
+    import torch
+
+    from pql.engine.placement import available_cores, host_memory
+
+    def gpu(i: int) -> str:
+        found = torch.cuda.get_device_properties(i)
+        return f"cuda:{i} {found.name} ({found.total_memory / 2**30:.0f} GiB)"
+
+    gpus = ", ".join(gpu(i) for i in range(torch.cuda.device_count()))
+    return [
+        f"python {platform.python_version()}, {platform.platform()}",
+        f"{available_cores()} of {os.cpu_count()} cores, {host_memory() / 2**30:.1f} GiB of memory free",
+        f"GPUs: {gpus or 'none'} (torch built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'})",
+        ", ".join(f"{name} {version(name) or '-'}" for name in CORE),
+    ]
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def extras() -> list[list[str]]:
+    """A row per extra: its name, its use, ok or the command that installs it, and its packages' versions."""
+    rows = [["extra", "for", "state", "packages"]]
+    for extra, (use, packages) in EXTRAS.items():
+        needed = requirements(extra)
+        found = {package: version(package) for package in packages}
+        wrong = {p for p, v in found.items() if v is None or (p in needed and not needed[p].contains(v, True))}
+        told = ", ".join(
+            f"{p} {v or 'missing'}" + (f" (needs {needed[p]})" if v and p in wrong else "") for p, v in found.items()
+        )
+        rows.append([extra, use, f"pip install 'pql-rl[{extra}]'" if wrong else "ok", told])
+    return rows
+
+
+def requirements(extra: str) -> dict[str, Any]:
+    """package -> the versions of it that this installation of pql asks for with ``extra``; others ask for others."""
+    from packaging.requirements import Requirement
+
+    try:
+        words: Iterable[str] = importlib.metadata.requires("pql-rl") or ()
+    except importlib.metadata.PackageNotFoundError:
+        words = ()
+    asked = (r for r in map(Requirement, words) if r.marker is None or r.marker.evaluate({"extra": extra}))
+    return {r.name: r.specifier for r in asked}
+
+
+def simulators() -> list[list[str]]:
+    """A row per state: the tasks that can be had here, robots included, and those that cannot, with the reason."""
+    from pql.config.layers import Presets
+    from pql.contract.registry import env_names
+
+    tasks = {task: simulator_of(task) for task in Presets().names("task") if task != "env"}
+    tasks |= {name: name for name in env_names() if name not in tasks}
+    states: dict[str, list[str]] = {"ok": []}
+    for task, name in sorted(tasks.items()):
+        states.setdefault(state_of(name), []).append(task)
+    return [["state", "tasks"], *([state, ", ".join(names)] for state, names in states.items())]
+
+
+def simulator_of(task: str) -> str:
+    """The environment that a preset names, or the one that it is made from."""
+    import yaml
+
+    raw = yaml.safe_load(files("pql.config.presets").joinpath("task", f"{task}.yaml").read_text())
+    return raw["name"] if "name" in raw else simulator_of(raw["defaults"][0])
+
+
+def state_of(name: str) -> str:
+    """ok, or what installs what this environment needs."""
+    from pql.contract.registry import find_factory
+    from pql.errors import ConfigError, first_line
+
+    try:
+        find_factory(name)
+        with contextlib.suppress(ModuleNotFoundError):
+            from pql.envs.mujoco.robots import TASKS, model_file
+
+            if name in TASKS:
+                model_file(TASKS[name])
+        return "ok"
+    except ConfigError as error:
+        return error.allowed.rpartition(": ")[2]  # the command that installs it
+    except Exception as error:  # installed, but broken: somebody else's package, as a rule
+        return first_line(error)
+
+
+def robots() -> list[list[str]]:
+    """A row per robot whose model is a file of somebody's package: ok, or the command that installs it."""
+    from packaging.requirements import Requirement
+
+    from pql.errors import ConfigError
+
+    rows = [["robot", "state", "package"]]
+    try:
+        from pql.envs.mujoco.robots import ROBOTS, model_file
+    except ModuleNotFoundError:  # the extra ``mujoco`` comes first
+        return rows
+    for robot, model in ROBOTS.items():
+        package = Requirement(model.project).name
+        try:
+            model_file(robot)
+            state = "ok"
+        except ConfigError as error:
+            state = error.allowed.rpartition(": ")[2]
+        rows.append([robot, state, f"{package} {version(package) or 'missing'}"])
+    return rows

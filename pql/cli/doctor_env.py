@@ -1,0 +1,194 @@
+"""``pql doctor --env``: the contract's rules on one environment, how its episodes end, its speed, its numbers."""
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pql.cli.tables import table
+from pql.config import Config, to_dict
+from pql.config.compose import compose, split_word
+from pql.config.layers import Presets
+from pql.config.validate import STEPS, limits, resolve_device
+from pql.contract.conformance import Checker, Report, check_env, protocol_fault
+from pql.contract.env import EnvSpec, VecEnv
+from pql.engine.watchdog import Timed, guarded, start_limit, watching
+from pql.errors import ConfigError
+from pql.run.task import build_env, describe_env
+from pql.types import Step
+
+SPEED_SECONDS = 1.0  # at least so long is stepped to measure the rate
+DEADLINES = ("placement.watchdog_seconds", "placement.start_seconds")
+NAMED = ("id", "game", "model")  # keywords that have a setting of their own
+SECTIONS = {name for name, value in to_dict(Config()).items() if isinstance(value, dict)} - {"task"}
+MEANING = {
+    "same_step": "same step: the row that ends an episode shows the next one's first observation",
+    "next_step": "next step: a filler row follows the end of an episode, and is not learned from",
+}
+
+
+def check(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> int:
+    """``pql doctor --env``: print what the contract's rules and a visit find. Returns the exit status.
+
+    The environment is the one that ``pql train`` would build.
+
+    Args:
+        name: of a task (``task=``, with all that its preset sets), a registered environment, or ``module:attribute``.
+        steps: of the main run; None: a little over the time limit.
+        words: ``key=value``; ``device``, settings ``task.*`` and the two deadlines of ``placement`` as in training,
+            others are the environment's keywords.
+    Raises:
+        HungError: a call of the environment has not returned within its deadline.
+    """
+    limits("num_envs").check("--num-envs", num_envs)
+    STEPS.check("--steps", steps)
+    config = replace(compose(settings(name, words)), num_envs=num_envs)
+    with guarded():
+        report = _check(config, steps)
+    return 0 if report.ok else 1
+
+
+def _check(config: Config, steps: int | None) -> Report:
+    place = config.placement
+    foreseen: list[EnvSpec] = []
+    if spec := describe_env(config, torch.device(resolve_device(config.device))):
+        foreseen.append(spec)
+    with watching(f"building {config.task.title}", start_limit(place)):
+        env = build_env(config, approve=foreseen.append)
+    if not protocol_fault(env):  # else its calls are not made
+        env = Timed(env, place)
+    try:
+        steps = steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
+        report = check_env(env, steps, described=foreseen[0] if foreseen else None)
+        print(report)
+        if not {"protocol", "shapes"} & {*report.failed}:
+            print("\n" + table(visit(env, steps)))
+    finally:
+        env.close()
+    return report
+
+
+def settings(name: str, words: Sequence[str]) -> list[str]:
+    """The command line's words as a run's settings.
+
+    Raises:
+        ConfigError: a word for something else than the environment.
+    """
+    known = name in Presets().names("task") and name != "env"
+    out = [f"task={name}"] if known else ["task=env", f"task.name={name}"]
+    for word in words:
+        key, value = split_word(word)
+        if key == "num_envs":
+            raise ConfigError(key, value, f"--num-envs {value}")
+        if key.partition(".")[0] in SECTIONS and key not in DEADLINES:
+            raise ConfigError(key, value, "device, task.* or a keyword of the environment: no run is made")
+        named = known and key in NAMED  # which a preset may have set
+        own = key in ("device", *DEADLINES) or key.startswith("task.")
+        out.append(word if own else f"task.{word}" if named else f"task.kwargs.{word}")
+    return out
+
+
+class Range:
+    """Smallest and largest finite number, and how many were not finite."""
+
+    def __init__(self) -> None:
+        self.low, self.high, self.bad = float("inf"), float("-inf"), 0
+
+    def add(self, values: Tensor) -> None:
+        known = values[values.isfinite()] if values.is_floating_point() else values
+        self.bad += values.numel() - known.numel()
+        if known.numel():
+            self.low, self.high = min(self.low, float(known.min())), max(self.high, float(known.max()))
+
+    def __str__(self) -> str:
+        found = f"{self.low:.4g} to {self.high:.4g}" if self.low <= self.high else "nothing finite"
+        return found + (f"; {self.bad:,} NaN or infinite" if self.bad else "")
+
+
+@torch.no_grad()
+def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
+    """Step ``env`` with random actions -> rows of (what, what was found). Reads values back at every step."""
+    checker, spec = Checker(env, seed), env.spec
+    ranges = {f"obs {k}": Range() for k in spec.obs} | {"reward": Range()}
+    counts = dict.fromkeys(("rows", "terminated", "truncated", "lost", "fillers", "late"), 0)
+    length, limit = torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device), spec.max_episode_steps
+    for name, value in env.reset(seed).items():
+        ranges[f"obs {name}"].add(value)
+    for action in checker.actions(steps):
+        step = env.step(action)
+        tally(step, ranges, counts)
+        length += step.valid
+        counts["late"] += int((step.terminated & (length >= limit)).sum()) if limit else 0
+        length[step.first] = 0
+    return [
+        ["autoreset", MEANING[spec.autoreset]],
+        [
+            "episode ends",
+            f"{counts['terminated']:,} terminated, {counts['truncated']:,} truncated in "
+            f"{counts['rows']:,} rows; {counts['fillers']:,} filler rows beside these",
+        ],
+        [
+            "final observations",
+            f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
+            + (", from which nothing is bootstrapped" if counts["lost"] else ""),
+        ],
+        [
+            "time limit",
+            f"{limit or 'none'}"
+            + (
+                f"; {counts['late']:,} terminations in its row: those of its doing must truncate"
+                if counts["late"]
+                else ""
+            ),
+        ],
+        *([["crosses through", env.crossing]] if hasattr(env, "crossing") else []),  # in a process of its own
+        ["host syncs a step", syncs(env, checker)],
+        ["env-steps/s", f"{speed(env, checker):,.0f} with {spec.num_envs} environments on {spec.device}"],
+        *([name, str(found)] for name, found in ranges.items()),
+    ]
+
+
+def tally(step: Step, ranges: dict[str, Range], counts: dict[str, int]) -> None:
+    """Add one step's numbers."""
+    for name, value in step.obs.items():
+        ranges[f"obs {name}"].add(value)
+    ranges["reward"].add(step.reward[step.valid])
+    for name, flags in (
+        ("rows", step.valid),
+        ("terminated", step.terminated),
+        ("truncated", step.truncated),
+        ("lost", step.truncated & ~step.final_ok),
+        ("fillers", ~step.valid),
+    ):
+        counts[name] += int(flags.sum())
+
+
+def syncs(env: VecEnv, checker: Checker) -> str:
+    """How often a step makes the host wait for a GPU; as torch counts it, which does not see the simulator's own."""
+    if env.spec.device.type != "cuda":
+        return f"none to count: its tensors are on {env.spec.device}"
+    (action,) = checker.actions(1)
+    before: Any = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            env.step(action)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return str(sum("synchroniz" in str(w.message) for w in seen))
+
+
+def speed(env: VecEnv, checker: Checker) -> float:
+    """Env-steps per second."""
+    actions, count, began = list(checker.actions(8)), 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < SPEED_SECONDS:
+        for action in actions:
+            step = env.step(action)
+        float(step.reward[0])  # waits for a GPU
+        count += len(actions)
+    return count * env.spec.num_envs / spent

@@ -1,0 +1,155 @@
+"""Runs in processes of their own, one after the other: no state is carried over, and none outlives its parent.
+
+Used by ``pql train -m`` and ``pql sweep``; knows nothing of what they compare.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from pql.config.compose import counts_when_typed
+from pql.errors import ConfigError
+from pql.run.store import checkpoint, claim
+from pql.run.store import run_dir as rundir
+
+PROGRAM = (sys.executable, "-m", "pql")
+INTERRUPTED = 130
+
+
+def next_command(run_dir: Path, words: Sequence[str]) -> list[str] | None:
+    """What to give ``pql`` next so that the run in ``run_dir`` comes to its end; None where it has.
+
+    What an earlier sitting left that ended before its first resume point is moved to ``.lost`` beside the run; a run
+    that a process is still at work on is not: ``resume`` refuses it, and says which process that is.
+    """
+    state = rundir.state(run_dir)
+    if state == "finished":
+        return None
+    if state == "interrupted":
+        if checkpoint.resume_points(run_dir / "checkpoints") or claim.holder(run_dir) is not None:
+            return ["resume", str(run_dir), *filter(counts_when_typed, words)]
+        lost = run_dir.parent / ".lost" / f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        lost.parent.mkdir(exist_ok=True)
+        run_dir.rename(lost)
+        with contextlib.suppress(OSError):  # no run any more, for those that look for runs below a folder
+            (lost / "metrics.jsonl").rename(lost / "metrics.jsonl.lost")
+    return ["train", *words, f"run_dir={run_dir}"]
+
+
+class Runner:
+    """Gives commands to ``pql``, each in a fresh process, while it is entered.
+
+    Ctrl-C and SIGTERM are passed on to the process at work, which saves and ends; a second time, it leaves at once.
+    The process has a group of its own, so that a terminal's Ctrl-C reaches it through here only, and once.
+
+    Args:
+        folder: of all runs; made where it is not there. Only one runner works in it.
+        setting: how the user names ``folder``.
+        program: what to run instead of ``pql``.
+
+    Attributes:
+        asked: Ctrl-C or SIGTERM came, or a process said that they came to it: nothing more is started.
+    """
+
+    def __init__(self, folder: Path, setting: str, program: Sequence[str] = PROGRAM):
+        self.folder, self.setting, self.program = folder, setting, list(program)
+        self.asked = False
+        self._signals = 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lock: IO[str] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Runner":
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError(self.setting, self.folder, f"a folder that can be written ({error})") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ConfigError(self.setting, self.folder, "a folder that no other command is at work in") from error
+        self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        assert self._lock is not None
+        self._lock.close()
+
+    def run(
+        self,
+        words: Sequence[str],
+        log: Path | None = None,
+        enough: Callable[[], bool] | None = None,
+        every: float = 0.5,
+    ) -> int:
+        """Run one command to its end. Returns its exit status (below 0: the signal that ended it).
+
+        Args:
+            log: where its output goes; the console by default.
+            enough: asked every ``every`` seconds; once it is true, the process is told to save and end.
+        """
+        if self.asked:
+            return INTERRUPTED
+        assert self._lock is not None
+        with contextlib.ExitStack() as opened:
+            out = opened.enter_context(log.open("ab")) if log else None
+            self._child = child = subprocess.Popen(
+                [*self.program, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                process_group=0,
+                pass_fds=[self._lock.fileno()],  # held until the process, too, has ended
+                preexec_fn=end_with_parent,
+            )
+            if self.asked:  # it came while the process was being started
+                child.send_signal(signal.SIGTERM)
+            status = _wait(child, enough, every)
+        self._child = None
+        self.asked = self.asked or (status == INTERRUPTED and enough is None)
+        return status
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._signals += 1
+        if self._child is not None:
+            self._child.send_signal(number if self._signals < 3 else signal.SIGKILL)
+
+
+def how_ended(status: int) -> str:
+    """An exit status in words: ``status 1``, ``ended by SIGABRT``."""
+    return f"status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
+
+
+def _wait(child: "subprocess.Popen[bytes]", enough: Callable[[], bool] | None, every: float) -> int:
+    told = enough is None
+    while True:
+        try:
+            return child.wait(None if told else every)
+        except subprocess.TimeoutExpired:
+            if enough is not None and enough():
+                child.send_signal(signal.SIGTERM)
+                told = True
+
+
+_libc = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """On Linux: SIGTERM, so save and end, when the parent dies, even of SIGKILL."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(AttributeError):
+        _libc.prctl(pr_set_pdeathsig, signal.SIGTERM)

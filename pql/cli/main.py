@@ -1,0 +1,447 @@
+"""The command line: one function a command. Errors a user can mend are one line and exit status 2."""
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import sys
+import textwrap
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pql import __version__
+from pql.engine.world import world
+from pql.errors import ConfigError, HungError, PqlError, PqlWarning, nearest, with_cause
+from pql.remote.actor import command as actor_command
+from pql.remote.fleet import command as fleet_command
+from pql.run.api import launch
+
+# Every command, with the settings of its own and their types: key=value words that are none of a run's.
+COMMANDS: dict[str, dict[str, type]] = {
+    "train": {},
+    "resume": {},
+    "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "out": str},
+    "play": {"episodes": int, "steps": int, "width": int, "height": int, "seed": int, "device": str, "out": str},
+    "export": {"formats": str, "scale": bool, "out": str},
+    "compare": {"x": str, "out": str, "thresholds": list},
+    "report": {"x": str, "out": str, "thresholds": list},
+    "sweep": {},
+    "bench": {"seconds": int, "rounds": int},
+    "actor": {},
+    "fleet": {},
+    "list": {},
+    "doctor": {},
+    "completion": {},
+}
+FLAGS: dict[str, tuple[str, ...]] = {
+    "train": ("-m", "--multirun"),
+    "resume": ("--trust",),
+    "eval": ("--trust",),
+    "play": ("--live", "--trust"),
+    "export": ("--trust",),
+}
+"""Options that may stand anywhere among a command's words."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0 done, 1 the run failed, 2 wrong input, 130 interrupted and saved."""
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    show_crashes()
+    plain, warnings.formatwarning = warnings.formatwarning, _format_warning
+    try:
+        if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+            raise ConfigError("command", words[0], f"one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
+        args = parser().parse_args(words)
+        check_alone(words[0], getattr(args, "multirun", False))
+        return args.run(args)
+    except ConfigError as error:
+        print(f"{speaker()}: {error}", file=sys.stderr)
+        return 2
+    except PqlError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(with_cause(f"{speaker()}: ", str(error)), file=sys.stderr)
+        if isinstance(error, HungError) and argv is None:  # this is a program: what hangs must not keep it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        return 1
+    except KeyboardInterrupt as error:  # before, or after, there was something to save
+        print(f"pql: interrupted: {error}" if error.args else "pql: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        warnings.formatwarning = plain
+
+
+def show_crashes() -> None:
+    """Have the stacks of all threads printed where native code ends this process, unless that is on already."""
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # standard error is no file
+            faulthandler.enable()
+
+
+def speaker() -> str:
+    """Who prints an error: ``pql``, and which of several processes."""
+    rank = 0
+    with contextlib.suppress(ConfigError):  # it may be the very error to print
+        rank = world().rank
+    return f"pql, rank {rank}" if rank else "pql"
+
+
+def check_alone(command: str, multirun: bool) -> None:
+    """Raises ``ConfigError`` where several processes were started for what one does."""
+    if (multirun or command not in ("train", "resume")) and world().size > 1:
+        command += " -m" * multirun
+        raise ConfigError("command", command, "train or resume: under torchrun, all processes make one run")
+
+
+def _format_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
+    """One line for a warning of this package; Python's own form for all others."""
+    if issubclass(category, PqlWarning):
+        return f"pql: warning: {message}\n"
+    return f"{where[0]}:{where[1]}: {category.__name__}: {message}\n"
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for wrong usage, as for every other error, instead of argparse's own report.
+
+    ``flags`` may stand anywhere: argparse would end a list of settings at the first.
+    """
+
+    flags: tuple[str, ...] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(sorted(args or (), key=lambda word: word not in self.flags), namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("command", self.prog, f"other words: {message} ({self.prog} --help)")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(prog="pql", description="Parallel Q-Learning on massively parallel simulators.")
+    top.add_argument("--version", action="version", version=f"pql {__version__}")
+    sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
+    train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
+    train.add_argument(
+        "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= batch= placement= logger= scale="
+    )
+    train.flags = FLAGS["train"]
+    train.add_argument(
+        *FLAGS["train"],
+        action="store_true",
+        help="a run for every combination: pql train -m algo=pql,sac seed=1,2,3",
+    )
+    train.set_defaults(run=run_train)
+    resume = sub.add_parser("resume", help="continue a run: pql resume RUN budget.seconds=600")
+    resume.add_argument("run_dir", metavar="RUN")
+    resume.add_argument("overrides", nargs="*")
+    add_trust(resume, "resume")
+    resume.set_defaults(run=run_resume)
+    evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
+    evaluate.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
+    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 out=FILE")
+    add_trust(evaluate, "eval")
+    evaluate.set_defaults(run=run_eval)
+    compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
+    compare.add_argument("words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...]")
+    compare.set_defaults(run=run_report, single=False)
+    report = sub.add_parser("report", help="a page about one run: pql report RUN out=DIR")
+    report.add_argument("words", metavar="RUN", nargs="+", help="a run; x= out= thresholds=[...]")
+    report.set_defaults(run=run_report, single=True)
+    sweep = sub.add_parser("sweep", help="search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20")
+    sweep.add_argument(
+        "overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir="
+    )
+    sweep.set_defaults(run=run_sweep)
+    play = sub.add_parser("play", help="a video of a policy: pql play RUN|CHECKPOINT episodes=1")
+    play.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
+    play.add_argument("overrides", nargs="*", help="out=FILE.mp4 episodes=1 steps=N width=N height=N seed=0 device=cpu")
+    add_trust(play, "play")
+    play.add_argument("--live", action="store_true", help="the simulator's own window instead of a video (MuJoCo)")
+    play.set_defaults(run=run_play)
+    export = sub.add_parser("export", help="a policy as .pt2 and .onnx files: pql export RUN|CHECKPOINT formats=onnx")
+    export.add_argument("path", metavar="RUN|CHECKPOINT")
+    export.add_argument("overrides", nargs="*", help="out=FOLDER formats=pt2,onnx scale=true")
+    add_trust(export, "export")
+    export.set_defaults(run=run_export)
+    bench = sub.add_parser("bench", help="what makes a run's ticks fastest here: pql bench placement task=ant algo=sac")
+    bench.add_argument("what", choices=("placement",))
+    bench.add_argument("overrides", nargs="*", help="as for train; seconds=2 rounds=3")
+    bench.set_defaults(run=run_bench)
+    actor = sub.add_parser(
+        "actor", help="environments for a learner elsewhere: pql actor --connect HOST:PORT --task ant"
+    )
+    actor_command.add_options(actor)
+    fleet = sub.add_parser(
+        "fleet", help="actors on a Ray cluster: pql fleet --connect HOST:PORT --task ant --actors 16"
+    )
+    fleet_command.add_options(fleet)
+    listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
+    listing.add_argument("what", choices=("tasks", "algos", "games"))
+    listing.set_defaults(run=run_list)
+    doctor = sub.add_parser("doctor", help="check this machine, or a simulator: pql doctor --env NAME")
+    doctor.add_argument("--env", metavar="NAME")
+    doctor.add_argument("--num-envs", type=int, default=16)
+    doctor.add_argument("--steps", type=int, help="default: a little over the time limit, so that episodes end")
+    doctor.add_argument(
+        "overrides", nargs="*", help="device=, task.*= as in training; key=value: keywords of the environment"
+    )
+    doctor.set_defaults(run=run_doctor)
+    completion = sub.add_parser("completion", help='for the shell: eval "$(pql completion bash)"')
+    completion.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"))
+    completion.add_argument("--words", metavar="LINE", help="what the line's last word may become")
+    completion.set_defaults(run=run_completion)
+    return top
+
+
+def add_trust(command: Parser, name: str) -> None:
+    command.flags = FLAGS[name]
+    command.add_argument(
+        "--trust", action="store_true", help="run the code, programs and paths that the file names (docs/security.md)"
+    )
+
+
+def run_train(args: argparse.Namespace) -> int:
+    if args.multirun:
+        from pql.cli import multirun
+
+        return multirun.main(args.overrides)
+    from pql.engine.interrupt import Interrupt
+
+    with Interrupt() as interrupt:  # from the start: what is slow to build is saved, too, once it stands
+        summary = launch(args.overrides, interrupt=interrupt)
+    return 130 if summary.interrupted else 0
+
+
+def run_resume(args: argparse.Namespace) -> int:
+    from pql.engine.interrupt import Interrupt
+
+    with Interrupt() as interrupt:
+        summary = launch(args.overrides, Path(args.run_dir), trust=args.trust, interrupt=interrupt)
+    return 130 if summary.interrupted else 0
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    from pql.config.validate import EPISODES, limits, resolve_device
+    from pql.run.evaluation import evaluate_saved, evaluation_file
+    from pql.run.log.console import Console
+
+    asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, COMMANDS["eval"])
+    asked.setdefault("episodes", asked["num_envs"])
+    for key, allowed in (
+        ("num_envs", limits("eval.num_envs")),
+        ("episodes", EPISODES),
+        ("seed", limits("seed")),
+        ("epsilon", limits("eval.epsilon")),
+    ):
+        allowed.check(key, asked.get(key))
+    device = resolve_device(asked["device"])
+    out = Path(asked["out"]).expanduser() if "out" in asked else None
+    if out:
+        check_writable(out)  # before the episodes, not after
+    ended: list[int] = []
+
+    def far() -> str:
+        return f"{ended[-1]} of {asked['episodes']} episodes" if ended else "starting"
+
+    with contextlib.closing(Console("pql eval", {})) as console, console.doing("evaluation", far):
+        row = evaluate_saved(
+            Path(args.path),
+            asked["num_envs"],
+            asked["episodes"],
+            asked["seed"],
+            device,
+            asked.get("epsilon"),
+            args.trust,
+            ended.append,
+        )
+    print_evaluation(row)
+    if row["episodes"] < asked["episodes"]:
+        print(
+            f"only {row['episodes']} of {asked['episodes']} episodes: "
+            "the environment has no time limit, or places for remote actors were empty"
+        )
+    path = out or evaluation_file(Path(row["checkpoint"]), row["seed"], row["episodes"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(row, indent=1) + "\n")
+        print(f"written: {path}")
+    except OSError as error:  # someone else's run, say
+        warnings.warn(f"not written: {error}", PqlWarning, stacklevel=1)
+    return 0
+
+
+def check_writable(path: Path) -> None:
+    """Raises ``ConfigError`` where the file ``out=path`` cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise ConfigError("out", path, f"a file that can be written ({error.strerror})") from error
+
+
+def print_evaluation(row: dict[str, Any]) -> None:
+    """The table of ``pql eval``."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+    for name in ("", "mean", "median", "IQM", "std", "min", "max"):
+        table.add_column(name, justify="right" if name else "left")
+    names = ("return_mean", "return_median", "return_iqm", "return_std", "return_min", "return_max")
+    table.add_row("return", *(f"{row[k]:,.1f}" for k in names))
+    longest = (f"{row[k]:,.0f}" for k in ("length_min", "length_max"))
+    table.add_row("length", f"{row['length_mean']:,.1f}", "", "", "", *longest)
+    if "success" in row:
+        table.add_row("success", f"{row['success']:.1%}")
+    console = Console()
+    where = f"{row['episodes']} episodes in {row['num_envs']} environments, seed {row['seed']}"
+    console.print(f"{row['algo']} on {row['task']}: {where}", highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+    terms = {name.removeprefix("step/"): value for name, value in row.items() if name.startswith("step/")}
+    if terms:
+        print("a step: " + ", ".join(f"{name} {value:.3g}" for name, value in terms.items()))
+    print(f"policy: {row['checkpoint']}")
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from pql import reports
+
+    runs = [
+        w for w in args.words if "=" not in w or Path(w).expanduser().exists()
+    ]  # a sweep's folders may be key=value
+    asked = parse_pairs([w for w in args.words if w not in runs], COMMANDS["report"])
+    if not runs or (args.single and len(runs) > 1):
+        raise ConfigError("run", " ".join(runs) or None, "one run directory" if args.single else "run directories")
+    levels = asked.get("thresholds", [])
+    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in levels):
+        raise ConfigError("thresholds", levels, "a list of numbers such as [100,200]")
+    out = Path(asked["out"]).expanduser() if "out" in asked else None
+    path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single)
+    reports.tell(numbers)
+    print(f"page: {path}\nnumbers: {path.with_name('numbers.json')}")
+    return 0
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    from pql.cli import sweep
+
+    return sweep.main(args.overrides)
+
+
+def run_play(args: argparse.Namespace) -> int:
+    from pql.run.play import record_video, watch
+
+    of_videos = ("width", "height", "out")
+    kinds = {k: kind for k, kind in COMMANDS["play"].items() if not (args.live and k in of_videos)}
+    asked: dict[str, Any] = {"episodes": 1, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)
+    if args.live:
+        watch(args.path, **asked, trust=args.trust)
+        return 0
+    video = record_video(args.path, **asked, trust=args.trust)
+    for i, (total, length) in enumerate(zip(video.returns, video.lengths, strict=True), 1):
+        print(f"episode {i}: return {total:.6g}, {length} steps")
+    print(f"{video.path}: {video.frames} frames of {video.size[0]} x {video.size[1]}, {video.fps:.4g} per second")
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from pql.run.export.writer import PARITY_ROWS, TOLERANCE, export_policy
+
+    asked: dict[str, Any] = {"formats": "pt2,onnx", "scale": True} | parse_pairs(args.overrides, COMMANDS["export"])
+    formats = asked.pop("formats").strip("[]").replace(" ", "").split(",")
+    export = export_policy(args.path, formats=formats, **asked, trust=args.trust)
+    for file in (*export.files.values(), export.metadata):
+        print(f"{file}  {file.stat().st_size:,} bytes")
+    found = ", ".join(f"{k} {v:.3g}" for k, v in export.parity.items())
+    print(f"parity on {PARITY_ROWS:,} random observations, largest difference: {found} (at most {TOLERANCE:g})")
+    return 0
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from pql.cli import bench_placement as placement
+    from pql.config.fields import Range
+
+    own = [w for w in args.overrides if w.partition("=")[0] in COMMANDS["bench"]]
+    asked = {"seconds": 2, "rounds": 3} | parse_pairs(own, COMMANDS["bench"])
+    for key, allowed in (("seconds", Range(1, 3600)), ("rounds", Range(1, 1000))):
+        allowed.check(key, asked[key])
+    return placement.main([w for w in args.overrides if w not in own], **asked)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    from pql.config.layers import Presets
+    from pql.contract.registry import env_names, find_factory
+
+    if args.what == "games":
+        print("\n".join(find_factory("atari").games()))
+        return 0
+    group = "task" if args.what == "tasks" else "algo"
+    wide = shutil.get_terminal_size().columns
+    presets = Presets()
+    names = presets.names(group)
+    column = max(map(len, names)) + 2
+    for name in names:
+        about = f"{name:{column}}{presets.about(group, name)}"
+        print(
+            textwrap.fill(about, wide, subsequent_indent=" " * column, break_on_hyphens=False, break_long_words=False)
+        )
+    if group == "task":
+        extra = sorted({*env_names()} - {*names})
+        print("".join(f"task=env task.name={name}\n" for name in extra), end="")
+    return 0
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    from pql.cli.completion import SCRIPTS, candidates
+
+    if args.words is None and args.shell is None:
+        raise ConfigError("command", "completion", f"one of {', '.join(SCRIPTS)}")
+    print(SCRIPTS[args.shell] if args.words is None else "\n".join(candidates(args.words, COMMANDS, FLAGS)))
+    return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    if args.env:
+        from pql.cli.doctor_env import check
+
+        return check(args.env, args.num_envs, args.steps, args.overrides)
+    if args.overrides:
+        raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
+    from pql.cli.doctor import report
+
+    print(report())
+    return 0
+
+
+def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:
+    """``key=value`` words whose keys and types are those of ``kinds``."""
+    from pql.config.compose import parse_word
+
+    words_of = {
+        int: "a whole number",
+        bool: "true or false",
+        str: "text",
+        float: "a number",
+        list: "a list of numbers such as [100,200]",
+    }
+    out = {}
+    for word in words:
+        key, value = parse_word(word, [k for k, kind in kinds.items() if kind is str])
+        if key not in kinds:
+            raise ConfigError(key, value, f"one of {', '.join(kinds)}{nearest(key, kinds)}")
+        if kinds[key] is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kinds[key]:
+            raise ConfigError(key, value, words_of[kinds[key]])
+        out[key] = value
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""``pql train -m``: one run for every combination of the swept settings. The same command again does what is missing.
+
+The directory of a run follows from its settings alone: ``DIR/<task>-<algo>[-<swept setting>=<value>...]-seed<k>``.
+"""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pql.cli.jobs import INTERRUPTED, PROGRAM, Runner, how_ended, next_command
+from pql.cli.sweep_values import Space, parse_space
+from pql.cli.tables import table
+from pql.config import Config, from_dict, leaves
+from pql.config.compose import compose, split_word
+from pql.errors import ConfigError, show
+from pql.run.store import run_dir as rundir
+
+DIR = "runs/multirun"
+NAMED = ("task", "task.name", "algo", "seed")  # are in every run's name
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to be made: its words without ``run_dir``, and the config that they give."""
+
+    run_dir: Path
+    words: tuple[str, ...]
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.name
+
+
+def main(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
+    """Do what is missing. Returns the exit status: 0, 1 where a run failed, 130 where Ctrl-C came.
+
+    Raises:
+        ConfigError: before anything starts: a wrong setting, or a run that is there was made with other settings.
+    """
+    folder, jobs = plan(words)
+    for job in jobs:
+        check_same(job)
+    with Runner(folder, "multirun_dir", program) as runner:
+        outcomes = [run(job, runner, f"[{i}/{len(jobs)}] {job.name}") for i, job in enumerate(jobs, 1)]
+        print(f"\n{results(jobs, outcomes)}\n", flush=True)
+    failed = sum(o.startswith("failed") for o in outcomes)
+    if runner.asked:
+        print("interrupted: give the same command again to go on")
+        return INTERRUPTED
+    if failed:
+        print(f"{failed} of {len(jobs)} runs failed: give the same command again to try them once more")
+    else:
+        print(f"all {len(jobs)} runs are there: {folder}")
+    return 1 if failed else 0
+
+
+def plan(words: Sequence[str]) -> tuple[Path, list[Job]]:
+    """The folder, and all runs in the order of the command line, the last swept setting changing fastest.
+
+    Raises:
+        ConfigError: a wrong setting; an interval, which is for ``pql sweep``; two combinations of one name.
+    """
+    folder, settings = DIR, dict[str, str | Space]()
+    for word in words:
+        key, value = parse_space(word) if not word.startswith("multirun_dir=") else split_word(word)
+        if key == "run_dir":
+            raise ConfigError(key, value, "multirun_dir=FOLDER with -m: each run gets a folder of its own in it")
+        if isinstance(value, Space) and not value.values:
+            raise ConfigError(key, value.text, "values that can be counted; intervals are for pql sweep")
+        if key == "multirun_dir":
+            folder = str(value)
+        else:
+            settings[key] = value
+    options = [value.values if isinstance(value, Space) else (value,) for value in settings.values()]
+    swept = [key for key, value in settings.items() if isinstance(value, Space) and key not in NAMED]
+    root, jobs = Path(folder).expanduser(), dict[str, Job]()
+    for combination in itertools.product(*options):
+        chosen = dict(zip(settings, combination, strict=True))
+        job = make_job(root, chosen, swept)
+        if job.name in jobs:
+            raise ConfigError("-m", job.name, "combinations that differ; two would be the run of this name")
+        jobs[job.name] = job
+    return root, list(jobs.values())
+
+
+def make_job(root: Path, chosen: dict[str, str], swept: Sequence[str]) -> Job:
+    words = tuple(f"{key}={value}" for key, value in chosen.items())
+    config = compose(words)
+    parts = [plain(config.task.name), plain(config.algo.name), *(f"{key}={plain(chosen[key])}" for key in swept)]
+    name = "-".join([*parts, f"seed{config.seed}"])
+    return Job(root / name, words, config)
+
+
+def plain(value: str) -> str:
+    """A value's text as a part of a folder's name: ``[64,64]`` -> ``64_64``."""
+    return re.sub(r"[^\w.+-]+", "_", value).strip("_")
+
+
+def check_same(job: Job) -> None:
+    """Raises ``ConfigError`` where the run in the job's folder was made with other settings."""
+    if rundir.state(job.run_dir) == "missing":
+        return
+    saved = dict(leaves(from_dict(rundir.settings(job.run_dir))))
+    for name, value in leaves(job.config):
+        if name != "run_dir" and saved[name] != value:
+            like = f"{show(saved[name])}, as in {job.run_dir}; for other settings, another multirun_dir"
+            raise ConfigError(name, value, like)
+
+
+def run(job: Job, runner: Runner, title: str) -> str:
+    """Make, resume or skip one run. Returns what became of it, in words for the table."""
+    if runner.asked:
+        return rundir.state(job.run_dir)
+    command = next_command(job.run_dir, job.words)
+    if command is None:
+        print(f"{title}: finished before", flush=True)
+        return "finished before"
+    print(f"{title}: {'resumed' if command[0] == 'resume' else 'started'}", flush=True)
+    status = runner.run(command)
+    if status == 0:
+        return "finished"
+    if runner.asked:
+        return "interrupted"
+    if status < 0:
+        print(
+            f"{title}: {how_ended(status)}; where its threads were stands above, if it could still be said", flush=True
+        )
+    return f"failed ({how_ended(status)})"
+
+
+def results(jobs: Sequence[Job], outcomes: Sequence[str]) -> str:
+    """The table at the end: what became of each run, and the final evaluation of those that have one."""
+    rows = [["run", "state", "return", "IQM", "seconds", "env steps"]]
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        summary = rundir.read_summary(job.run_dir) if outcome.startswith("finished") else None
+        cells = ["return_mean", "return_iqm", "seconds", "env_steps"]
+        values = [(summary or {}).get(key) for key in cells]
+        forms = [",.1f", ",.1f", ",.0f", ",d"]
+        rows.append(
+            [job.name, outcome, *("-" if v is None else format(v, f) for v, f in zip(values, forms, strict=True))]
+        )
+    return table(rows, right=(2, 3, 4, 5))

@@ -1,0 +1,274 @@
+"""``pql sweep``: searches settings with Optuna. The same command again goes on; ``trials`` counts all of them.
+
+A trial is one run per seed, each in a process of its own; its value is the mean of their final evaluations. Of the
+first seed's run, the evaluations on the way are compared with those of earlier trials, and a poor one is ended early.
+"""
+
+import csv
+import json
+import math
+import os
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pql.cli.jobs import INTERRUPTED, PROGRAM, Runner, how_ended, next_command
+from pql.cli.sweep_plan import OBJECTIVES, Plan, chosen, make_plan, show_param
+from pql.cli.sweep_values import Space
+from pql.config import Config
+from pql.config.compose import compose
+from pql.errors import ConfigError
+from pql.run.store import run_dir as rundir
+
+BUCKETS = 20  # of the budget: evaluations of two trials are compared where they fall into the same one
+PATIENCE = 5  # no trial is ended before this bucket, nor before this many trials have finished
+
+
+def main(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
+    """Run trials until there are enough. Returns the exit status: 0, 1 where none finished, 130 where Ctrl-C came.
+
+    Raises:
+        ConfigError: before anything starts: a wrong setting, or a sweep that was begun with others.
+    """
+    try:
+        import optuna
+    except ModuleNotFoundError as error:
+        what = f"the package {error.name!r}, which is not installed: pip install 'pql-rl[sweep]'"
+        raise ConfigError("command", "sweep", what) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    plan = make_plan(words)
+    with Runner(plan.folder, "sweep_dir", program) as runner:
+        study = open_study(plan)
+        while (trial := next_trial(study, plan)) is not None:
+            run_trial(plan, study, trial, runner)
+            write_trials(plan, study)
+            if runner.asked:
+                print("interrupted: give the same command again to go on")
+                return INTERRUPTED
+            print(describe(study), flush=True)
+        return conclude(plan, study)
+
+
+# -- Optuna ---------------------------------------------------------------------------------------------------------
+
+
+def open_study(plan: Plan) -> Any:
+    """The study in the sweep's folder, new or as it was left.
+
+    Raises:
+        ConfigError: it was begun with other settings.
+    """
+    import optuna
+
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=PATIENCE, n_warmup_steps=PATIENCE)
+    study = optuna.create_study(
+        storage=f"sqlite:///{(plan.folder / 'study.db').resolve()}",
+        study_name="sweep",
+        load_if_exists=True,
+        direction="maximize",
+        pruner=optuna.pruners.NopPruner() if plan.settings.prune == "none" else pruner,
+    )
+    asked, before = plan.asked(), study.user_attrs.get("asked")
+    if before is None:
+        study.set_user_attr("asked", asked)
+    elif asked != before:
+        key = next(k for k in [*asked, *before] if asked.get(k) != before.get(k))
+        what = f"{before.get(key, 'nothing')}, as this sweep began; for another, another sweep_dir than {plan.folder}"
+        raise ConfigError(key, asked.get(key, "nothing"), what)
+    return study
+
+
+def next_trial(study: Any, plan: Plan) -> Any:
+    """A trial that was interrupted, else a new one; None where there are enough."""
+    import optuna
+
+    trials = study.get_trials(deepcopy=False)
+    left = next((t for t in trials if not t.state.is_finished()), None)
+    if left is None and len(trials) >= plan.settings.trials:
+        return None
+    number = len(trials) if left is None else left.number
+    # Seeded by the trial: a sweep that was interrupted draws what it would have drawn without.
+    seed = plan.settings.sweep_seed * 1_000_003 + number
+    samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+    study.sampler = samplers[plan.settings.sampler](seed=seed)
+    return study.ask() if left is None else optuna.trial.Trial(study, left._trial_id)
+
+
+def suggest(trial: Any, key: str, space: Space) -> Any:
+    """The trial's value of a setting; of a trial that goes on, the one it had."""
+    if space.low is None:
+        return trial.suggest_categorical(key, space.values)
+    step = {} if space.step is None else {"step": int(space.step) if space.whole else space.step}
+    of_type = trial.suggest_int if space.whole else trial.suggest_float
+    return of_type(key, space.low, space.high, log=space.log, **step)
+
+
+# -- a trial --------------------------------------------------------------------------------------------------------
+
+
+def run_trial(plan: Plan, study: Any, trial: Any, runner: Runner) -> None:
+    """Run it to its end, and tell the study. After Ctrl-C it stays unfinished."""
+    from optuna.trial import TrialState
+
+    params = {key: suggest(trial, key, space) for key, space in plan.spaces.items()}
+    words = chosen(plan.words, params)
+    folder = plan.folder / f"trial-{trial.number:03d}"
+    print(f"trial {trial.number}: {' '.join(f'{k}={show_param(v)}' for k, v in params.items())}", flush=True)
+    values, seconds = [], 0.0
+    try:
+        config = compose(words)
+        for seed in plan.settings.seeds:
+            first = plan.settings.prune != "none" and seed == plan.settings.seeds[0]
+            watch = Watch(trial, folder / f"seed{seed}", plan.settings.prune, config) if first else None
+            summary = run_seed(runner, folder / f"seed{seed}", [*words, f"seed={seed}"], watch)
+            if summary is None:
+                if runner.asked:
+                    return
+                study.tell(trial, state=TrialState.PRUNED)
+                return
+            values.append(summary[plan.settings.objective])
+            seconds += summary["seconds"]
+            trial.set_user_attr("returns", values)
+            trial.set_user_attr("seconds", seconds)
+        study.tell(trial, math.fsum(values) / len(values))
+    except (ConfigError, TrialFailedError) as error:
+        trial.set_user_attr("why", str(error))
+        study.tell(trial, state=TrialState.FAIL)
+
+
+class TrialFailedError(Exception):
+    """Says in a line why."""
+
+
+def run_seed(
+    runner: Runner, run_dir: Path, words: list[str], watch: Callable[[], bool] | None
+) -> dict[str, Any] | None:
+    """The summary of one run of a trial; None where it was ended early.
+
+    Raises:
+        TrialFailedError: the run failed, or has no finite return.
+    """
+    run_dir.parent.mkdir(exist_ok=True)
+    log = run_dir.with_suffix(".log")
+    command = next_command(run_dir, words)
+    status = 0 if command is None else runner.run(command, log=log, enough=watch)
+    if watch and rundir.state(run_dir) == "finished":
+        watch()  # the last evaluations
+    summary = rundir.read_summary(run_dir)
+    if status == 0 and summary is not None:
+        if not all(math.isfinite(summary[k] if summary[k] is not None else math.nan) for k in OBJECTIVES):
+            raise TrialFailedError("no finite return in its final evaluation")
+        return summary
+    if runner.asked or (isinstance(watch, Watch) and watch.over and status == INTERRUPTED):
+        return None
+    why = last_line(log) if status >= 0 else f"the stacks of its threads, if there are any, are in {log}"
+    raise TrialFailedError(f"{how_ended(status)}: {why}")
+
+
+def last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+class Watch:
+    """Tells the trial of its run's evaluations as they come, and whether to go on.
+
+    Attributes:
+        over: the pruner has had enough of it.
+    """
+
+    def __init__(self, trial: Any, run_dir: Path, axis: str, config: Config):
+        self.trial, self.path = trial, run_dir / "metrics.jsonl"
+        self.key = {"seconds": "time/seconds", "env_steps": "steps/env"}[axis]
+        self.budget = float(getattr(config.budget, axis))
+        self.told: set[int] = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
+        self.over = False
+
+    def __call__(self) -> bool:
+        for row in evaluations(self.path):
+            bucket = min(BUCKETS, int(BUCKETS * row[self.key] / self.budget))
+            if bucket not in self.told:
+                self.told.add(bucket)
+                self.trial.report(row["eval/return_mean"], bucket)
+                self.over = self.over or self.trial.should_prune()
+        return self.over
+
+
+def evaluations(path: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl that hold an evaluation; one being written at this moment is left for the next time."""
+    if not path.exists():
+        return []
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if '"eval/return_mean"' in line and line.endswith("}\n")]
+
+
+# -- what came of it ------------------------------------------------------------------------------------------------
+
+
+def trial_rows(study: Any) -> list[dict[str, Any]]:
+    """Number, state, value, what each seed returned, seconds, why it failed, and the settings, of every trial."""
+    return [
+        {
+            "trial": t.number,
+            "state": t.state.name.lower(),
+            "value": t.value if t.state.name == "COMPLETE" else None,
+            "returns": t.user_attrs.get("returns", []),
+            "seconds": t.user_attrs.get("seconds"),
+            "why": t.user_attrs.get("why"),
+            "params": t.params,
+        }
+        for t in study.get_trials(deepcopy=False)
+    ]
+
+
+def write_trials(plan: Plan, study: Any) -> None:
+    """trials.json and trials.csv, with a column for every searched setting."""
+    rows = trial_rows(study)
+    _replace(plan.folder / "trials.json", lambda file: json.dump(rows, file, indent=1))
+
+    def write(file: Any) -> None:
+        table = csv.writer(file)
+        table.writerow(["trial", "state", "value", "seconds", *plan.spaces, "why"])
+        for row in rows:
+            params = (row["params"].get(k) for k in plan.spaces)
+            table.writerow([row["trial"], row["state"], row["value"], row["seconds"], *params, row["why"]])
+
+    _replace(plan.folder / "trials.csv", write)
+
+
+def _replace(path: Path, write: Callable[[Any], None]) -> None:
+    aside = path.with_name(f".{path.name}")
+    with aside.open("w", newline="") as file:
+        write(file)
+    os.replace(aside, path)
+
+
+def describe(study: Any) -> str:
+    """A line on the last trial."""
+    rows = trial_rows(study)
+    row = next(r for r in reversed(rows) if r["state"] != "running")
+    done = [r for r in rows if r["state"] == "complete"]
+    best = max(done, key=lambda r: r["value"], default=None)
+    told = {"complete": f"{row['value'] or 0:,.1f}", "fail": f"failed: {row['why']}"}.get(row["state"], "pruned")
+    return f"trial {row['trial']}: {told}" + (f" (best {best['value']:,.1f}: trial {best['trial']})" if best else "")
+
+
+def conclude(plan: Plan, study: Any) -> int:
+    """Print the best trial as a command."""
+    rows = trial_rows(study)
+    counts = Counter(row["state"] for row in rows)
+    print(f"{len(rows)} trials: {counts['complete']} finished, {counts['pruned']} pruned, {counts['fail']} failed")
+    print(f"all of them: {plan.folder / 'trials.csv'}")
+    done = [row for row in rows if row["state"] == "complete"]
+    if not done:
+        print("none finished: the reasons are in trials.csv, each run's output in trial-*/seed*.log")
+        return 1
+    best = max(done, key=lambda row: row["value"])
+    words = [w for w in chosen(plan.words, best["params"]) if not w.startswith("checkpoint.replay=")]
+    seeds = ",".join(str(s) for s in plan.settings.seeds)
+    command = ["pql", "train", *(["-m"] if "," in seeds else []), *words, f"seed={seeds}"]
+    print(f"best: trial {best['trial']}, {plan.settings.objective} {best['value']:,.1f}")
+    print(shlex.join(command))
+    return 0

@@ -1,0 +1,148 @@
+"""The words of ``pql sweep`` -> a checked :class:`Plan`. Knows nothing of Optuna."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pql.cli.sweep_values import Space, parse_space
+from pql.config import Config
+from pql.config.compose import BATCH, FREE, compose, known_settings, split_word, whole_numbers
+from pql.config.layers import GROUPS
+from pql.errors import ConfigError, nearest
+
+SAMPLERS = ("tpe", "random")
+OBJECTIVES = ("return_mean", "return_iqm")
+AXES = ("seconds", "env_steps", "none")
+INSTEAD = {"seed": "seeds=1,2", "run_dir": "sweep_dir=FOLDER: each run gets a folder of its own in it"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``pql sweep`` takes besides a run's settings."""
+
+    trials: int = 20  # in all, earlier sittings included
+    seeds: tuple[int, ...] = (0,)  # a run of each, one after the other
+    sampler: str = "tpe"  # tpe | random
+    objective: str = "return_mean"  # return_mean | return_iqm of the final evaluation
+    prune: str = ""  # seconds | env_steps | none: what evaluations on the way are compared by; empty: the budget's
+    sweep_seed: int = 0  # of the sampler
+    sweep_dir: str = ""  # empty: runs/sweep-<task>-<algo>
+
+
+NAMES = tuple(f.name for f in dataclasses.fields(Settings))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked sweep: its settings, and a run's words, the searched ones as spaces."""
+
+    settings: Settings
+    words: dict[str, str | Space]
+    folder: Path
+
+    @property
+    def spaces(self) -> dict[str, Space]:
+        return spaces(self.words)
+
+    def asked(self) -> dict[str, str]:
+        """All that has to be the same when the sweep goes on."""
+        own = {k: str(v) for k, v in dataclasses.asdict(self.settings).items() if k not in ("trials", "sweep_dir")}
+        own["seeds"] = ",".join(map(str, self.settings.seeds))
+        return own | {k: v.text if isinstance(v, Space) else v for k, v in self.words.items()}
+
+
+def spaces(words: dict[str, str | Space]) -> dict[str, Space]:
+    return {k: v for k, v in words.items() if isinstance(v, Space)}
+
+
+def chosen(words: dict[str, str | Space], params: dict[str, Any]) -> list[str]:
+    """A run's words, with ``params`` for the searched ones."""
+    return [f"{k}={show_param(params[k]) if isinstance(v, Space) else v}" for k, v in words.items()]
+
+
+def make_plan(words: Sequence[str]) -> Plan:
+    """Raises ``ConfigError`` for what is wrong with the command, or with a run at either end of the spaces."""
+    own: dict[str, Any] = {}
+    run: dict[str, str | Space] = {}
+    for word in words:
+        key, value = parse_space(word) if not word.startswith("sweep_dir=") else split_word(word)
+        if key in INSTEAD:
+            raise ConfigError(key, getattr(value, "text", value), INSTEAD[key])
+        if key in ("task", "task.name", "task.id", "task.game") and isinstance(value, Space):
+            raise ConfigError(key, value.text, "a single value: returns of two tasks cannot be compared")
+        if key in NAMES:
+            own[key] = own_setting(key, value)
+        else:
+            check_known(key, word)
+            run[key] = fit(key, value) if isinstance(value, Space) else value
+    settings = Settings(**own)
+    if not spaces(run):
+        raise ConfigError("sweep", " ".join(words), "a setting to search, such as algo.critic.lr=interval(1e-4,1e-2)")
+    run.setdefault("checkpoint.replay", "false")  # resume points of all trials would fill the disk
+    low, _ = (compose(chosen(run, {k: end(s, i) for k, s in spaces(run).items()})) for i in (0, -1))
+    if not low.eval.final:
+        raise ConfigError("eval.final", False, "true: a trial's value is that of its final evaluation")
+    folder = settings.sweep_dir or f"runs/sweep-{low.task.name}-{low.algo.name}"
+    return Plan(dataclasses.replace(settings, prune=axis(settings, low)), run, Path(folder).expanduser())
+
+
+def check_known(key: str, word: str) -> None:
+    """Raises ``ConfigError`` for a name that neither a run nor a sweep has."""
+    names = [*NAMES, *GROUPS, BATCH, *known_settings()]
+    if key not in names and not key.startswith(FREE):
+        raise ConfigError(key, word.partition("=")[2], f"a known setting{nearest(key, names)}")
+
+
+def own_setting(key: str, value: str | Space) -> Any:
+    """One of the sweep's own settings, checked."""
+    if key == "seeds":
+        texts = value.values if isinstance(value, Space) else (value,)
+        if not texts or not all(t.isdecimal() for t in texts):
+            raise ConfigError(key, getattr(value, "text", value), "whole numbers, at least 0, such as 1,2")
+        return tuple(int(t) for t in texts)
+    if isinstance(value, Space):
+        raise ConfigError(key, value.text, "a single value")
+    if key in ("trials", "sweep_seed"):
+        least = 1 if key == "trials" else 0
+        if not value.isdecimal() or int(value) < least:
+            raise ConfigError(key, value, f"a whole number, at least {least}")
+        return int(value)
+    allowed = {"sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES}.get(key)
+    if allowed and value not in allowed:
+        raise ConfigError(key, value, f"one of {', '.join(allowed)}{nearest(value, allowed)}")
+    return value
+
+
+def fit(key: str, space: Space) -> Space:
+    """A space of numbers in the type of its setting: whole ones where the setting is a whole number."""
+    if space.low is None or space.high is None or key not in whole_numbers():
+        return space
+    if not (float(space.low).is_integer() and float(space.high).is_integer() and (space.step or 1) % 1 == 0):
+        raise ConfigError(key, space.text, "whole numbers")
+    return dataclasses.replace(space, low=int(space.low), high=int(space.high), whole=True)
+
+
+def end(space: Space, which: int) -> Any:
+    """The first (0) or last (-1) value of a space."""
+    return space.values[which] if space.values else (space.low, space.high)[which]
+
+
+def axis(settings: Settings, config: Config) -> str:
+    """What evaluations are compared by: as asked, or as the budget is counted."""
+    budget = dataclasses.asdict(config.budget)
+    counted = [k for k in AXES[:2] if budget[k] is not None]
+    if not counted:
+        raise ConfigError("budget", None, "budget.seconds or budget.env_steps: trials of one length can be compared")
+    if settings.prune not in (*counted, "none", ""):
+        raise ConfigError("prune", settings.prune, f"one of {', '.join([*counted, 'none'])}, as the budget is counted")
+    if config.eval.every_seconds is None:
+        if settings.prune not in ("none", ""):
+            raise ConfigError("prune", settings.prune, "none: eval.every_seconds is null")
+        return "none"
+    return settings.prune or counted[0]
+
+
+def show_param(value: Any) -> str:
+    return repr(value) if isinstance(value, float) else str(value)

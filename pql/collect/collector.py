@@ -1,0 +1,411 @@
+"""The collector: act -> env.step -> write. It owns the rows it writes, the statistics and the exploration noise.
+
+Where a simulator answers in groups, they take turns: while one group's actions are computed, the others step (the
+alternating sampler of Stooke & Abbeel 2018, section 3, with two halves). ::
+
+    group 0   act send ......... record act send ......... record act
+    group 1            act send ........ record act send ........ record
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Generator, Tensor, nn
+
+from pql.collect.asynchronous import Ragged
+from pql.collect.env_slice import Lane
+from pql.collect.exploration import Exploration
+from pql.collect.nonfinite import Quarantine, both
+from pql.collect.saturation import Saturation
+from pql.contract.env import Discrete, EnvSpec, VecEnv, check_answer, make_ready
+from pql.data.normalize import Normalizer
+from pql.data.replay import Replay
+from pql.engine.collectives import ALONE, Group
+from pql.run.flight_recorder import BlackBox
+from pql.types import Memory, Obs, Step
+
+ActFunction = Callable[[nn.Module, Obs, Generator], Tensor]
+"""(policy, normalised obs, generator) -> action [N, A]: what algorithms differ in when acting."""
+
+
+class Store(Protocol):
+    """Where rows go: the replay, or a rollout."""
+
+    device: torch.device
+
+    def begin(self, obs: Obs) -> None:
+        """The observation that a run acts on first."""
+        ...
+
+    def open(self, obs: Obs, memory: Memory | None) -> None:
+        """A tick begins, from this observation and the policy's memory (None: it has none)."""
+        ...
+
+    def insert(self, acted: Any, step: Step, columns: Tensor | None = None) -> None:
+        """Append a row to ``columns`` ([n] int64; default: all): what ``Actor.record`` gave, and what followed.
+
+        A store whose columns may advance apart (``ragged``) is told with a fourth argument who has answered, [n] bool.
+        """
+        ...
+
+    def restart(self, obs: Obs) -> None:
+        """Go on from ``obs`` in new episodes that nothing announced."""
+        ...
+
+    def positions(self) -> list[Tensor]:
+        """What a warm-up of the recording must leave as it was; beyond these positions a store holds nothing."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class Actor(Protocol):
+    """A policy at work: it turns observations into actions, and keeps what it needs from one step to the next."""
+
+    action: Tensor  # [N, A] or [N] int64: what the simulator gets, at a fixed address
+    memory: Memory | None
+
+    @property
+    def policy(self) -> nn.Module:
+        """A private copy, that pulls land in."""
+        ...
+
+    @property
+    def squashed(self) -> Tensor | None:
+        """What a policy bounded by a tanh gave last, before exploration noise, [N, A]; None: it is of another kind."""
+        ...
+
+    def act(self, obs: Obs, gen: Generator) -> None:
+        """Normalised observations -> ``action``."""
+        ...
+
+    def record(self, device: torch.device) -> Any:
+        """What a store on ``device`` keeps of the last ``act``."""
+        ...
+
+    def observe(self, first: Tensor) -> None:
+        """Note where the next action begins an episode ([N] bool)."""
+        ...
+
+    def restart(self) -> None:
+        """Every next action begins an episode."""
+        ...
+
+    def part(self, columns: slice) -> "Actor":
+        """The same policy for a range of the environments. Its tensors are views: it has no state of its own."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class NoisyActor:
+    """A policy without memory, and exploration noise on its action."""
+
+    memory: Memory | None = None
+
+    def __init__(self, policy: nn.Module, act: ActFunction, explore: Exploration, spec: EnvSpec):
+        self.policy, self.explore, self._act = policy, explore, act
+        self.action, self.squashed = action_buffer(spec), action_buffer(spec)
+
+    def act(self, obs: Obs, gen: Generator) -> None:
+        self.squashed.copy_(self._act(self.policy, obs, gen))
+        self.action.copy_(self.explore(self.squashed, gen))
+
+    def record(self, device: torch.device) -> Tensor:
+        return self.action.to(device)
+
+    def observe(self, first: Tensor) -> None:
+        self.explore.observe(first)
+
+    def restart(self) -> None:
+        self.explore.fresh.fill_(True)
+
+    def part(self, columns: slice) -> "NoisyActor":
+        part = copy.copy(self)
+        part.action, part.squashed = self.action[columns], self.squashed[columns]
+        part.explore = self.explore.part(columns)
+        return part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.explore.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.explore.load_state_dict(state)
+
+
+def action_buffer(spec: EnvSpec) -> Tensor:
+    """Zeros in the shape and type of an action: [N, A] float32, or [N] int64."""
+    if isinstance(spec.action, Discrete):
+        return torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device)
+    return torch.zeros(spec.num_envs, spec.action.size, device=spec.device)
+
+
+class EpisodeStats:
+    """Returns, lengths and log terms of finished episodes, summed on the device.
+
+    An episode counts where the next one begins (under next-step autoreset that is a row later), if it had ended: a lost
+    life ends none, and one that an unannounced restart cut short is left out.
+    """
+
+    def __init__(self, num_envs: int, terms: Sequence[str], device: torch.device):
+        self.terms = tuple(terms)
+        rows = 2 + len(self.terms)  # return, length, then one per term
+        # The episode in hand; below its sums, 1 where its newest row terminated or was truncated.
+        self.running = torch.zeros(rows + 1, num_envs, device=device)
+        self.finished = torch.zeros(rows, device=device)
+        self.count = torch.zeros((), device=device)
+
+    def update(self, step: Step) -> None:
+        new = torch.stack([step.reward, torch.ones_like(step.reward), *(step.log[k] for k in self.terms)])
+        sums, over = self.running[:-1], self.running[-1]
+        sums += torch.where(step.valid, new, 0)
+        over.copy_(torch.where(step.valid, (step.terminated | step.truncated).float(), over))
+        finished = step.first & (over > 0)
+        self.finished += torch.where(finished, sums, 0).sum(1)
+        self.count += finished.sum()
+        self.running.copy_(torch.where(step.first, 0, self.running))
+
+    def absorb(self, other: "EpisodeStats") -> None:
+        """Take the episodes that ended in ``other``, which has the same terms; it starts over."""
+        for mine, theirs in ((self.finished, other.finished), (self.count, other.count)):
+            mine += theirs.to(mine.device)
+            theirs.zero_()
+
+    def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
+        """Means over the episodes that ended since the last drain, of all processes of ``group``, and their number."""
+        count, *sums = group.sum_(torch.cat((self.count.view(1), self.finished)))
+        names = ["train/return_mean", "train/length_mean", *(f"episode/{k}" for k in self.terms)]
+        mean = torch.stack(sums) / count.clamp(min=1)
+        out = dict(zip(names, mean, strict=True)) | {"train/episodes": count}
+        self.finished.zero_()
+        self.count.zero_()
+        return out
+
+    def part(self, columns: slice) -> "EpisodeStats":
+        """For a range of the environments: the same sums."""
+        part = copy.copy(self)
+        part.running = self.running[:, columns]
+        return part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"running": self.running, "finished": self.finished, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+class Collector:
+    """Steps all environments with a private copy of the policy.
+
+    Args:
+        actor: the policy that acts.
+        stores: where rows go: rings (all but the first are observation-only copies on other devices) or a rollout.
+        capture: put acting and recording into CUDA graphs, and the simulator's step where it can be captured.
+
+    Attributes:
+        overlap: groups of environments step while others' actions are computed; False: one after the other, which gives
+            the same bits later.
+        saturation: how much the policy uses the ends of its range; None: it has no tanh.
+        quarantine: the environments whose numbers are not finite.
+        box: what led to where the simulator stands.
+    """
+
+    def __init__(
+        self,
+        env: VecEnv,
+        actor: Actor,
+        normalizer: Normalizer,
+        stores: Sequence[Store],
+        gen: Generator,
+        capture: bool = False,
+    ):
+        self.env, self.actor, self.normalizer, self.gen = env, actor, normalizer, gen
+        self.stores = stores
+        spec = env.spec
+        self.device = spec.device
+        self.episodes = EpisodeStats(spec.num_envs, spec.log, self.device)
+        ends = actor.squashed
+        self.saturation = None if ends is None else Saturation(ends.shape[0], ends.shape[1], self.device)
+        self.obs = {
+            k: torch.zeros(spec.num_envs, *s.shape, dtype=s.dtype, device=self.device) for k, s in spec.obs.items()
+        }
+        self.steps: float = 0  # env steps of each environment (their mean), warm-up included
+        self.overlap = True
+        self.late = spec.spread > 1 and all(getattr(s, "ragged", False) for s in stores)
+        groups = 1 if spec.spread > 1 and not self.late else spec.groups  # there a step waits for everybody
+        size = spec.num_envs // groups
+        together = groups == 1 and not self.late
+        self.box = BlackBox(env, groups)
+        self.quarantine = Quarantine(
+            spec.num_envs, self.device, together, self.restart if together and self.restarts else None
+        )
+        ranges = [slice(g * size, (g + 1) * size) for g in range(groups)] if groups > 1 or self.late else [None]
+        self.lanes = [Lane(self, columns, capture) for columns in ranges]
+        self.ragged = Ragged(self) if self.late else None
+
+    @property
+    def replays(self) -> list[Replay]:
+        """Those of the stores that are rings."""
+        return [s for s in self.stores if isinstance(s, Replay)]
+
+    def prepare(self) -> None:
+        """Make the simulator ready, and capture where that is on; before the first reset, while stores are empty."""
+        make_ready(self.env)
+        for lane in self.lanes:
+            lane.prepare()
+
+    def start(self, seed: int) -> None:
+        """Reset the simulator and write the first observation."""
+        self.box.forget()
+        if self.saturation is not None:
+            self.saturation.reset()  # a capture has acted
+        check_answer("reset", shown := self.env.reset(seed), dict, self.env.spec)
+        obs = self.quarantine.begin(shown)
+        self._keep(obs)
+        for store in self.stores:
+            store.begin({k: v.to(store.device) for k, v in obs.items()})
+        present = None if self.ragged is None else self.ragged.start().to(self.device)
+        self.normalizer.observe(obs, both(present, ~self.quarantine.out))
+        self.normalizer.freeze()
+
+    def owes(self) -> bool:
+        """The last tick ended before all its transitions had come: no updates until they have."""
+        return self.ragged is not None and self.ragged.owes()
+
+    @torch.no_grad()
+    def run(self, steps: int) -> None:
+        """``steps`` steps of every environment with the policy; then freeze the statistics for the next tick."""
+        for store in self.stores:
+            store.open({k: v.to(store.device) for k, v in self.obs.items()}, self.actor.memory)
+        self._step(steps, Lane.act)
+
+    @torch.no_grad()
+    def warm_up(self, steps: int, going: Callable[[], bool] = lambda: True) -> None:
+        """``steps`` steps with actions uniform in [-1, 1], or among all discrete ones.
+
+        Args:
+            going: is asked before each, with ``self.steps`` up to date; False ends the warm-up there. The rest may be
+                made later: nothing shows that it was interrupted.
+        """
+        self._step(steps, Lane.wander, going)
+
+    def _step(self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None = None) -> None:
+        """All lanes by turns, until none is under way; then freeze the statistics for the next tick.
+
+        Lanes choose and record in the same order with overlap and without, so what they share (the generator, sums of
+        statistics) goes through the same values.
+        """
+        if self.ragged is not None:
+            complete = self.ragged.step(steps, choose, going)
+        else:
+            complete = self._all_step(steps, choose, going)
+        if complete:
+            self.normalizer.freeze()
+            self._mend()
+
+    def _all_step(self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None) -> bool:
+        """False: it was ended before its last step."""
+        with self.lanes[0].simulator():
+            self.box.open(self.obs)
+        if choose is Lane.act and self.lanes[0].captured:
+            for _ in range(steps):
+                self.lanes[0].step()
+            self.steps += steps
+            return True
+        return self._by_turns(steps, choose, going)
+
+    def _by_turns(self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None) -> bool:
+        lanes, turns, turn, before = self.lanes, steps * len(self.lanes), 0, self.steps
+        behind = len(lanes) - 1 if self.overlap else 0  # turns between a step's start and its end
+        while turn < turns + behind:
+            if going is not None and turn < turns and turn % len(lanes) == 0:
+                self.steps = before + turn // len(lanes)
+                turns = turns if going() else turn  # what is under way comes to its end
+            if turn < turns:
+                choose(lanes[turn % len(lanes)])
+                lanes[turn % len(lanes)].send()
+            if behind <= turn < turns + behind:
+                lanes[(turn - behind) % len(lanes)].receive()
+            turn += 1
+        self.steps = before + turns // len(lanes)
+        return turns == steps * len(lanes)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the simulator can restart single environments."""
+        return hasattr(self.env, "reset_where")
+
+    def restart(self, mask: Tensor) -> Obs:
+        """Restart the environments of ``mask`` ([N] bool); all current observations."""
+        self.box.restarted(mask)
+        return self.env.reset_where(mask)  # type: ignore[attr-defined]
+
+    def _mend(self) -> None:
+        """Between two steps: restart the environments in quarantine."""
+        if self.quarantine.look() and self.restarts and self.ragged is None:
+            mask = self.quarantine.out.clone()
+            with self.lanes[0].simulator():
+                fresh = self.restart(mask)
+            self._keep(self.quarantine.admit(mask, fresh, self.obs))
+
+    def _keep(self, obs: dict[str, Tensor]) -> None:
+        for k, v in self.obs.items():
+            v.copy_(obs[k])
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Steps of each environment; where they may answer late, transitions instead."""
+        return {"steps": int(self.steps)} if self.ragged is None else self.ragged.counters()
+
+    def load_counters(self, counters: Mapping[str, float]) -> None:
+        """The reverse of :meth:`counters`."""
+        if self.ragged is None:
+            self.steps = int(counters["steps"])
+            return
+        self.ragged.load_counters(counters)
+        self.steps = self.ragged.transitions / self.env.spec.num_envs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on, the simulator included where it offers ``state_dict``."""
+        state = {
+            "obs": self.obs,
+            "gen": self.gen.get_state(),
+            "explore": self.actor.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
+            "episodes": self.episodes.state_dict(),
+            "quarantine": self.quarantine.state_dict(),
+            "replay": [s.state_dict() for s in self.stores],
+        }
+        if hasattr(self.env, "state_dict"):
+            state["env"] = self.env.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore in place. A simulator that offers no ``state_dict`` begins new episodes, which nothing announced."""
+        self.box.forget()
+        fresh, out = {k: v.clone() for k, v in self.obs.items()}, self.quarantine.out.clone()
+        self._keep(state["obs"])
+        self.gen.set_state(state["gen"].cpu())
+        self.actor.load_state_dict(state["explore"])
+        self.normalizer.load_state_dict(state["normalizer"])
+        self.episodes.load_state_dict(state["episodes"])
+        self.quarantine.load_state_dict(state["quarantine"])
+        for store, saved in zip(self.stores, state["replay"], strict=True):
+            store.load_state_dict(saved)
+        if "env" in state:
+            self.env.load_state_dict(state["env"])  # type: ignore[attr-defined]
+            return
+        self._keep(fresh)
+        self.quarantine.begin_anew(out)
+        for store in self.stores:
+            store.restart({k: v.to(store.device) for k, v in fresh.items()})
+        self.actor.restart()
+        self.episodes.running.zero_()
+        if self.normalizer.reward_gamma is not None:
+            self.normalizer.running_return.zero_()

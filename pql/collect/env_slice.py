@@ -1,0 +1,282 @@
+"""A lane: environments that step together, from the observation that is acted on to the row that is written.
+
+A collector has one lane or, where its simulator answers in groups, one for each group; while one lane's actions are
+computed, another's environments step. A lane owns nothing but its graphs. All it writes are views of the collector's
+tensors, so a run's state is the same whatever the number of lanes.
+
+This file knows nothing of schedules or checkpoints.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pql.collect.asynchronous import only
+from pql.collect.nonfinite import both, floats
+from pql.contract.env import Discrete, capturable, check_answer
+from pql.data.normalize import ALL
+from pql.engine import watchdog
+from pql.engine.graph import Graph
+from pql.types import Step
+
+if TYPE_CHECKING:
+    from pql.collect.collector import Collector
+
+
+class Lane:
+    """Acts, sends, receives and records for a range of a collector's environments.
+
+    Args:
+        whole: its policy, simulator, stores, statistics and generator.
+        columns: the range; None: every environment, by a simulator that steps all at once.
+        capture: put acting and recording into CUDA graphs; into one, with the simulator's step between them, where that
+            can be captured (``VecEnv.capturable``).
+    """
+
+    def __init__(self, whole: "Collector", columns: slice | None, capture: bool):
+        self.env, self.normalizer, self.stores = whole.env, whole.normalizer, whole.stores
+        self.box, self.quarantine = whole.box, whole.quarantine
+        self.gen, self.device = whole.gen, whole.device
+        self.actor, self.episodes, self.obs = whole.actor, whole.episodes, whole.obs
+        self.title = f"the simulator {self.env.spec.name}"
+        self.saturation = whole.saturation
+        self.columns, self.ids = ALL, None
+        self.places: list[Tensor | None] = [None for _ in self.stores]
+        if columns is not None:
+            self.actor, self.episodes = whole.actor.part(columns), whole.episodes.part(columns)
+            self.obs = {k: v[columns] for k, v in whole.obs.items()}
+            self.quarantine = whole.quarantine.part(columns)
+            self.saturation = whole.saturation and whole.saturation.part(columns)
+            self.columns, self.ids = columns, torch.arange(whole.env.spec.num_envs)[columns]
+            self.places = [self.ids.to(store.device) for store in self.stores]
+        # Where answers come late: whom the next act, or record, is for.
+        self.mask = torch.zeros(len(self.obs["policy"]), dtype=torch.bool, device=self.device) if whole.late else None
+        self.made = floats((self.actor.action, self.actor.record(self.actor.action.device), self.actor.memory))
+        self.bridged = self.env.spec.stream == "default" and self.device.type == "cuda"
+        self.now: Step | None = None
+        # A copy to another device joins that device's current stream, which no capture may do.
+        here = all(store.device == self.actor.action.device for store in self.stores)
+        whole_step = capture and here and self.ids is None and not self.bridged and capturable(self.env)
+        drawn = [self.gen, *(self.env.generators if whole_step else ())]  # type: ignore[attr-defined]
+        self._act = Graph(self._act_body, self.device, [self.gen], _ActState(self), capture and not whole_step)
+        self._record = Graph(
+            self._record_body, self.device, [], _RecordState(self), capture and here and not whole_step
+        )
+        self._step = Graph(self._step_body, self.device, drawn, _StepState(self), whole_step)
+        self._answer: Step | None = None  # what the captured step returns, at the graph's own addresses
+
+    def prepare(self) -> None:
+        """Capture, where that is on; before the first reset, while the stores are empty."""
+        self._step.prepare()
+        self._answer = self.now
+        if self._act.capture:
+            zero = torch.zeros(self.actor.action.shape[0], device=self.device)
+            obs = {k: v.clone() for k, v in self.obs.items()}
+            final = {k: v.clone() for k, v in self.obs.items()}
+            log = {k: zero.clone() for k in self.env.spec.log}
+            flags = [zero.bool() for _ in range(5)]
+            self.now = Step(obs, zero, flags[0], flags[1], flags[2], final, flags[3], flags[4], log)
+            self._act.prepare()
+            self._record.prepare()
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    @property
+    def captured(self) -> bool:
+        """Whether :meth:`step` is one graph."""
+        return self._step.graph is not None
+
+    def step(self) -> None:
+        """Choose actions with the policy, step the simulator, and write what was done and what followed: one graph."""
+        self._step()
+        watchdog.stepped()
+        self.now = self._answer
+        self.box.sent(self.actor.action)
+
+    def act(self) -> None:
+        """Choose actions with the policy."""
+        self._act()
+
+    def wander(self) -> None:
+        """Actions uniform in [-1, 1], or among all discrete ones."""
+        action, kind = self.actor.action, self.env.spec.action
+        with only(self.actor, self.mask):
+            if isinstance(kind, Discrete):
+                action.random_(kind.n, generator=self.gen)
+            else:
+                action.copy_(torch.rand(action.shape, generator=self.gen, device=self.device).mul_(2).sub_(1))
+
+    def send(self) -> None:
+        """Start the simulator's step where it can be waited for later."""
+        if self.ids is not None:
+            self.box.sent(self.actor.action)
+            with self.simulator():
+                self.env.send(self.actor.action, self.ids)  # type: ignore[attr-defined]
+
+    def receive(self) -> None:
+        """Wait for the step, and write what was done and what followed."""
+        if self.ids is None:
+            self.box.sent(self.actor.action)
+        with self.simulator():
+            step = self.env.step(self.actor.action) if self.ids is None else self.env.recv()[1]  # type: ignore[attr-defined]
+        watchdog.stepped()
+        self.record(step)
+
+    def record(self, step: Step) -> None:
+        """Write what was done and what followed."""
+        check_answer("step", step, Step, self.env.spec)
+        if self.bridged:
+            for tensor in named(step).values():
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+        if self._record.graph is None:
+            self.now = step
+        else:
+            self._load(step)
+        self._record()
+
+    def returned(self) -> dict[str, Tensor]:
+        """What the simulator answered last, by name; nothing before the first answer."""
+        return {} if self.now is None else {k: v.clone() for k, v in named(self.now).items()}
+
+    def keep(self, obs: dict[str, Tensor]) -> None:
+        """Act on ``obs`` next."""
+        for k, v in self.obs.items():
+            v.copy_(obs[k])
+
+    def _act_body(self) -> None:
+        with only(self.actor, self.mask):
+            self.actor.act(self.normalizer(self.obs), self.gen)
+            self.quarantine.act(self.made, self.mask)
+        if self.saturation is not None and self.actor.squashed is not None:
+            self.saturation(self.actor.squashed, self.mask)
+
+    def _record_body(self) -> None:
+        assert self.now is not None
+        step, shown = self.quarantine(self.now, self.obs, self.mask)
+        for store, places in zip(self.stores, self.places, strict=True):
+            late = () if self.mask is None else (self.mask.to(store.device, non_blocking=True),)
+            store.insert(self.actor.record(store.device), step_to(step, store.device), places, *late)
+        over = step.terminated | step.truncated
+        # Next-step autoreset shows the final observation here: where the simulator lost it, this is no real frame.
+        lost = over & ~step.final_ok & ~step.first if self.env.spec.final_obs == "never" else None
+        fresh = both(self.mask, None if lost is None else ~lost, shown)
+        self.normalizer.observe(step.obs, fresh)
+        self.normalizer.observe_reward(step.reward, over | step.first, step.valid, self.columns)
+        self.episodes.update(step)
+        with only(self.actor, self.mask):
+            self.actor.observe(step.first)
+        self.keep(step.obs)
+
+    def _step_body(self) -> None:
+        self._act_body()
+        step = self.env.step(self.actor.action)
+        check_answer("step", step, Step, self.env.spec)
+        self.now = step
+        self._record_body()
+
+    def _load(self, step: Step) -> None:
+        """Copy a simulator's step to the addresses that the captured recording reads, groups and terms by name."""
+        source = named(step)
+        for name, target in named(self.now).items():
+            target.copy_(source[name], non_blocking=True)
+
+    @contextmanager
+    def simulator(self) -> Iterator[None]:
+        """Inside, work is the simulator's: on the stream it uses, ordered with the collector's before and after."""
+        watchdog.touch(self.title)
+        if not self.bridged:
+            yield
+            watchdog.touch()
+            return
+        # The simulator works on the legacy default stream, which PyTorch's side streams are not ordered with.
+        mine, theirs = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
+        theirs.wait_stream(mine)
+        with torch.cuda.stream(theirs):
+            yield
+        mine.wait_stream(theirs)
+        watchdog.touch()
+
+
+class _ActState:
+    """What a warm-up of acting must leave as it was."""
+
+    def __init__(self, lane: Lane):
+        self.lane = lane
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gen": self.lane.gen.get_state(), "actor": self.lane.actor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lane.gen.set_state(state["gen"].cpu())
+        self.lane.actor.load_state_dict(state["actor"])
+
+
+class _RecordState:
+    """What a warm-up of recording must leave as it was. Rows past a head hold nothing, so heads suffice."""
+
+    def __init__(self, lane: Lane):
+        self.lane = lane
+
+    def _cursors(self) -> dict[str, Tensor]:
+        return {f"{i}.{j}": t for i, s in enumerate(self.lane.stores) for j, t in enumerate(s.positions())}
+
+    def state_dict(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {
+            "actor": self.lane.actor,
+            "normalizer": self.lane.normalizer,
+            "episodes": self.lane.episodes,
+            "quarantine": self.lane.quarantine,
+        }
+        return {**{k: v.state_dict() for k, v in parts.items()}, "cursors": self._cursors()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lane.actor.load_state_dict(state["actor"])
+        self.lane.normalizer.load_state_dict(state["normalizer"])
+        self.lane.episodes.load_state_dict(state["episodes"])
+        self.lane.quarantine.load_state_dict(state["quarantine"])
+        for k, t in self._cursors().items():
+            t.copy_(state["cursors"][k])
+
+
+class _StepState:
+    """What a warm-up of a whole step must leave as it was: acting, recording and the simulator."""
+
+    def __init__(self, lane: Lane):
+        self.lane, self.act, self.record = lane, _ActState(lane), _RecordState(lane)
+
+    def state_dict(self) -> dict[str, Any]:
+        env: Any = self.lane.env
+        obs = {k: v.clone() for k, v in self.lane.obs.items()}
+        return {"act": self.act.state_dict(), "record": self.record.state_dict(), "env": env.state_dict(), "obs": obs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        env: Any = self.lane.env
+        self.act.load_state_dict(state["act"])
+        self.record.load_state_dict(state["record"])
+        env.load_state_dict(state["env"])
+        self.lane.keep(state["obs"])
+
+
+def named(step: Step | None) -> dict[str, Tensor]:
+    """A step's tensors by name: ``reward``, ``obs.policy``, ``log.speed`` ..."""
+    assert step is not None
+    out: dict[str, Tensor] = {}
+    for field, part in step._asdict().items():
+        out |= {f"{field}.{k}": v for k, v in part.items()} if isinstance(part, dict) else {field: part}
+    return out
+
+
+def step_to(step: Step, device: torch.device) -> Step:
+    """The step on ``device`` (itself where it is there already)."""
+    if step.reward.device == device:
+        return step
+    move = {k: v.to(device, non_blocking=True) for k, v in step.obs.items()}
+    final = {k: v.to(device, non_blocking=True) for k, v in step.final_obs.items()}
+    rest = {
+        f: getattr(step, f).to(device, non_blocking=True)
+        for f in ("reward", "terminated", "truncated", "first", "final_ok", "valid")
+    }
+    return Step(obs=move, final_obs=final, log={}, **rest)

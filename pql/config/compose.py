@@ -1,0 +1,320 @@
+"""The command line's words -> a checked ``Config``: presets (:mod:`pql.config.layers`), over which the words are laid.
+
+Hydra's grammar is used here and in ``space.py`` alone, and imported only when called.
+"""
+
+import dataclasses
+import re
+import typing
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pql.config import AlgoConfig, Config, from_dict, leaves, to_dict
+from pql.config.algorithms import RECORDS
+from pql.config.families import record_of, registered
+from pql.config.fields import condition_text, is_read, settings
+from pql.config.large_batch import large_batch
+from pql.config.layers import GROUPS, Layer, Presets
+from pql.config.schema import nested
+from pql.config.trust import PYTHON, check_links, check_networks, check_task, names_code
+from pql.config.validate import resolve_device, validate
+from pql.errors import ConfigError, PqlWarning, nearest, show
+
+BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.config.large_batch
+ATARI = "atari"  # the task that comes in protocols, which are a group of presets of this name
+DEFAULT = {"algo": "pql", "task": "halfcheetah", "placement": "auto", "logger": "none"}
+PRESETS = "presets"  # presets=DIR: a folder of the user's presets
+SPECIAL = (BATCH, PRESETS)
+FREE = ("task.kwargs.", "task.remote.")  # below these any name is a simulator's to know
+SEVERAL = " (pql train -m takes several)"
+
+
+def split_word(word: str) -> tuple[str, str]:
+    """``key=value`` -> (key, value's text).
+
+    Raises:
+        ConfigError: no such form, or no value.
+    """
+    key, equals, text = word.partition("=")
+    key, text = key.strip().lstrip("+"), text.strip()
+    if not (key and equals):
+        raise ConfigError("override", word, "the form key=value")
+    if not text:
+        raise ConfigError(key, text, "a value (null for none)")
+    return key, text
+
+
+def parse_override(key: str, text: str) -> Any:
+    """Hydra's ``Override`` of a value's text.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(f"value={text}")
+    except HydraException as error:
+        raise ConfigError(key, text, "a value such as 3, 0.5, true, null, [64,64], or text in quotes") from error
+
+
+def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
+    """``key=value`` with the value in Hydra's grammar; those of ``text_keys`` need no quotes, whatever they hold.
+
+    Raises:
+        ConfigError: no such form, no value, or one that cannot be read.
+    """
+    key, text = split_word(word)
+    if key in text_keys and text != "null" and text[0] not in "'\"":
+        return key, text
+    override = parse_override(key, text)
+    if override.is_sweep_override():
+        raise ConfigError(key, text, f"a single value{SEVERAL}")
+    return key, override.value()
+
+
+def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The command line's words -> (preset by group, value by setting); of two for the same thing the later wins.
+
+    Names below ``algo.`` are not checked: which there are depends on the algorithm.
+
+    Args:
+        known: names of settings.
+    Raises:
+        ConfigError: an unknown group or setting, or a value that cannot be read.
+    """
+    known, text_keys = [*known], plain_text_keys()
+    presets: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for word in words:
+        key, value = parse_word(word, text_keys)
+        if key in GROUPS:
+            presets[key] = str(value)
+        elif key in (*SPECIAL, *known) or (key.startswith(("algo.", *FREE)) and all(key.split("."))):
+            values[key] = value
+        else:
+            raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS, *SPECIAL])}")
+    return presets, values
+
+
+def words_of(settings: Iterable[str | Mapping[str, Any]]) -> list[str]:
+    """``key=value`` words as they are, and dicts of settings, nested or with dotted names, as such words.
+
+    Raises:
+        ConfigError: something else.
+    """
+    words: list[str] = []
+    for one in settings:
+        if isinstance(one, Mapping):
+            words += [f"{key}={in_words(key, value)}" for key, value in _flat(one)]
+        elif isinstance(one, str):
+            words.append(one)
+        else:
+            raise ConfigError("override", one, "the form 'key=value', or a dict of settings")
+    return words
+
+
+def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def in_words(key: str, value: Any) -> str:
+    """A Python value in the command line's grammar.
+
+    Raises:
+        ConfigError: it has no such form.
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return show(value)
+    if isinstance(value, str | Path):  # quotes are escaped, and backslashes where they stand before one
+        return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(in_words(key, v) for v in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{in_words(key, v)}" for k, v in value.items()) + "}"
+    raise ConfigError(key, value, "null, true, false, a number, text, a list or a dict")
+
+
+def type_of(config: Config, name: str) -> Any:
+    """The declared type of a dotted setting of ``config``."""
+    record: Any = config
+    *groups, last = name.split(".")
+    for part in groups:
+        record = getattr(record, part)
+    return typing.get_type_hints(type(record))[last]
+
+
+def known_settings() -> Mapping[str, Any]:
+    """Settings of all built-in and registered algorithms, with their types."""
+    found: dict[str, Any] = {}
+    for record in (*RECORDS.values(), *registered.values()):
+        config = Config(algo=record())
+        found |= {name: type_of(config, name) for name, _ in leaves(config)}
+    return found
+
+
+def plain_text_keys() -> tuple[str, ...]:
+    """Settings whose values are text, which needs no quotes."""
+    return (*GROUPS, PRESETS, *(name for name, kind in known_settings().items() if kind in (str, str | None)))
+
+
+def whole_numbers() -> list[str]:
+    """Settings whose values are whole numbers."""
+    return [name for name, kind in known_settings().items() if kind in (int, int | None)]
+
+
+def compose(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> Config:
+    """Presets plus ``key=value`` overrides -> a checked :class:`Config`.
+
+    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU. Atari
+    games come in the protocol ``atari=paper`` unless another is chosen.
+
+    Args:
+        resolve: says what ``device=auto`` is; None: ``resolve_device``, which may have to import torch.
+    Raises:
+        ConfigError: unknown group, key or option, wrong type or range; names the nearest valid name.
+    """
+    return trace(overrides, resolve)[0]
+
+
+def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> tuple[Config, list[Layer]]:
+    """As :func:`compose`; also the layers that the settings come from, weakest first."""
+    chosen, values = parse_words(overrides, known_settings())
+    presets = Presets([values.pop(PRESETS)] if PRESETS in values else [])
+    for group, name in chosen.items():
+        presets.check(group, name, SEVERAL if "," in name else "")
+    device = (resolve or resolve_device)(str(values.get("device", "auto")))
+    if (batch := values.pop(BATCH, None)) is not None:
+        values = {**large_batch(chosen.get("algo", DEFAULT["algo"]), batch), **values}
+    given = dict(values)
+    if any(k.startswith("budget.") for k in values):
+        values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
+    chosen = {**DEFAULT, "scale": "cpu" if device == "cpu" else "gpu", **chosen}
+    if ATARI in presets.line("task", chosen["task"]):
+        chosen.setdefault(ATARI, "paper")
+    elif ATARI in chosen:
+        raise ConfigError(ATARI, chosen[ATARI], "task=atari with it: a protocol of its games")
+    layers = [*presets.layers(chosen), Layer("command line", nested(values))]
+    config = _resolve(layers, given)
+    check_read(config, given)
+    return config, layers
+
+
+OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
+
+
+def check_read(config: Config, names: Iterable[str]) -> None:
+    """Refuse settings that are not read, of those that somebody asked for by name.
+
+    Raises:
+        ConfigError: names the first, and the condition under which it is read.
+    """
+    found = {one.name: one for one in settings(config)}
+    for name in names:
+        if config.algo.data == "rollout" and name in OF_A_REPLAY:
+            raise ConfigError(name, found[name].value, f"no such setting: algo={config.algo.name} does not read it")
+        if name in found and not is_read(config, found[name]):
+            raise ConfigError(name, found[name].value, f"{condition_text(found[name])} with it; nothing else reads it")
+
+
+def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) -> None:
+    """Raises ``ConfigError`` for a setting that the algorithm does not have, and says which one serves instead."""
+    mine = [*settings(record(), "algo.")]
+    if name in (one.name for one in mine):
+        return
+    part = name.removeprefix("algo.")
+    for one in mine:
+        if any(part == other or part.startswith(f"{other}.") for other in one.declaration.replaces):
+            raise ConfigError(name, value, f"no such setting: algo={preset} does not read it: see {one.name}")
+    others = [f for f, r in RECORDS.items() if name in (k for k, _ in leaves(r(), "algo."))]
+    if others:
+        raise ConfigError(name, value, f"no such setting: algo={preset} does not read it; {', '.join(others)} would")
+    raise ConfigError(name, value, f"a known setting{nearest(name, [one.name for one in mine])}")
+
+
+RESUMABLE = ("budget", "eval", "logger", "checkpoint")
+RESUMABLE_TOO = ("replay.save",)
+UPLOADING = "logger.mode"  # counts where it is typed: a run directory may be somebody else's
+
+
+def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) -> Config:
+    """A run's config with ``overrides`` of its budget, evaluation, logger or checkpoints.
+
+    Args:
+        overrides: settings that name code may be among them, as they were: so they need not be trusted. The simulator's
+            interpreter may be another one.
+        trust: the settings that name code, programs or paths, and uploads to wandb, are taken from the run as they are.
+    Raises:
+        ConfigError: no run there, an override that would make it another run, or settings that are not trusted.
+    """
+    from pql.run.store.run_dir import settings as settings_of
+
+    data = settings_of(run_dir)
+    presets, values = parse_words(overrides, dict(leaves(from_dict(data))))
+    values |= {f"{group}.kind": name for group, name in presets.items() if group == "logger"}
+    for key, value in {**presets, **values}.items():
+        if key.partition(".")[0] not in RESUMABLE and key not in RESUMABLE_TOO and not names_code(key):
+            known = [*(f"{g}.*" for g in RESUMABLE), *RESUMABLE_TOO]
+            raise ConfigError(key, value, f"one of {', '.join(known)}: the rest stays as it was")
+    saved = dict(leaves(from_dict(data)))
+    config = _resolve([Layer("run", data), Layer("command line", nested(values))], values)
+    for name, value in leaves(config):
+        moved = name == PYTHON and None not in (value, saved[name])
+        if names_code(name) and value != saved[name] and not moved:
+            raise ConfigError(name, value, f"{show(saved[name])}, as the run has it")
+    if not trust:
+        check_task(config, run_dir, values)
+        check_networks(config, run_dir, values)
+        check_links(run_dir)
+        if UPLOADING not in values:
+            config = _offline(config)
+    return dataclasses.replace(config, run_dir=str(run_dir))
+
+
+def counts_when_typed(word: str) -> bool:
+    """Whether ``key=value`` is of a setting that a run directory cannot decide alone: to resume, it is typed again."""
+    name = word.partition("=")[0].strip().lstrip("+")
+    return names_code(name) or name == UPLOADING
+
+
+def _offline(config: Config) -> Config:
+    """With wandb's data on the disk alone: uploads go by the user's login, to a project that the config names."""
+    if (config.logger.kind, config.logger.mode) != ("wandb", "online"):
+        return config
+    what = (
+        f"wandb stays offline: that it uploads with your login is the run directory's word; {UPLOADING}=online says so"
+    )
+    warnings.warn(what, PqlWarning, stacklevel=3)
+    return dataclasses.replace(config, logger=dataclasses.replace(config.logger, mode="offline"))
+
+
+def _resolve(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
+    """The layers' settings, interpolated and checked.
+
+    Args:
+        given: settings of the last layer, the command line, by name.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
+    *below, words = (OmegaConf.create(layer.tree) for layer in layers)
+    try:
+        presets = OmegaConf.merge(OmegaConf.create(schema), *below)
+        algo = typing.cast(Mapping[str, Any], OmegaConf.select(presets, "algo"))
+        for name, value in given.items():
+            if name.startswith("algo."):
+                check_known(record_of({**algo}), name, value, str(algo.get("name", "?")))
+        data = OmegaConf.to_container(OmegaConf.merge(presets, words), resolve=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or "override"
+        raise ConfigError(key, given.get(key), f"a value ({str(error).splitlines()[0]})") from error
+    assert isinstance(data, dict)
+    return validate(from_dict({str(k): v for k, v in data.items()}))

@@ -1,0 +1,185 @@
+"""Presets: YAML files of settings that are laid over one another.
+
+From the weakest to the strongest: the schema's defaults; ``algo/NAME.yaml``; ``task/``; ``placement/``, ``logger/`` and
+``atari/``; ``scale/``; ``tuned/SCALE/ALGO.yaml``; ``tuned/TASK/ALGO.yaml``; the command line. A file may extend another
+of its group by ``like: NAME``. An algorithm without a file below ``tuned/`` takes that of the one that it is like, of
+the same family; a task, that of the task that it is like.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pql.config.families import GROUP
+from pql.errors import ConfigError, nearest
+
+GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
+WHOLE = ("atari", "scale")  # groups whose files set what they like; those of the others, their own group
+LIKE, SCALES = "like", "scales"
+
+registered: dict[str, Mapping[str, Any]] = {}
+"""Presets of algorithms that were registered in this process."""
+
+
+class Layer(NamedTuple):
+    """Settings of one file, as a tree, and where they come from."""
+
+    source: str
+    tree: Any
+
+
+class Presets:
+    """The preset files of this library, of installed packages and of the user.
+
+    Args:
+        folders: of the user's, laid out as ``pql/config/presets``; they come first.
+    """
+
+    def __init__(self, folders: Sequence[str | Path] = ()):
+        for folder in folders:
+            if not Path(folder).expanduser().is_dir():
+                raise ConfigError("presets", folder, "a folder with presets: algo/NAME.yaml, tuned/TASK/ALGO.yaml, ...")
+        self.folders = [*(Path(f).expanduser() for f in folders), Path(__file__).with_name("presets")]
+
+    @cached_property
+    def plugins(self) -> dict[str, Path]:
+        """The YAML files of installed packages' algorithms: ``NAME.yaml`` beside the module that has NAME."""
+        found = {}
+        for entry in entry_points(group=GROUP):
+            spec = find_spec(entry.module)
+            if spec is not None and spec.origin is not None:
+                found[entry.name] = Path(spec.origin).with_name(f"{entry.name}.yaml")
+        return found
+
+    def names(self, group: str) -> list[str]:
+        """The presets of a group."""
+        found = {p.stem for folder in self.folders for p in (folder / group).glob("*.yaml")}
+        return sorted(found | ({*self.plugins, *registered} if group == "algo" else set()))
+
+    def check(self, group: str, name: str, hint: str = "") -> None:
+        """Raises ``ConfigError`` for a preset that does not exist."""
+        if self._path(group, name) is None and not (group == "algo" and name in registered):
+            names = self.names(group)
+            raise ConfigError(group, name, f"one of {', '.join(names)}{hint or nearest(name, names)}")
+
+    def about(self, group: str, name: str) -> str:
+        """What a preset is for: the comment at the beginning of its file."""
+        path = self._path(group, name)
+        lines = path.read_text().splitlines() if path else []
+        return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""
+
+    def layers(self, chosen: Mapping[str, str]) -> Iterator[Layer]:
+        """The files for the chosen presets, weakest first.
+
+        Args:
+            chosen: preset by group.
+        Raises:
+            ConfigError: no such preset, a file that cannot be read, or an algorithm without settings for the scale.
+        """
+        for group in (g for g in GROUPS if g in chosen):
+            for name in reversed(self.line(group, chosen[group])):
+                tree = {k: v for k, v in self._read(group, name).items() if k not in (LIKE, SCALES)}
+                if group == "algo":
+                    tree = {"name": Path(chosen["algo"]).stem, **tree}
+                yield Layer(f"{group}/{name}.yaml", tree if group in WHOLE else {group: tree})
+        algo, scale = chosen["algo"], chosen["scale"]
+        tuned = [*self.tuned([scale], algo, scale)]
+        if not tuned:
+            there = [s for s in self.names("scale") if [*self.tuned([s], algo, s)]]
+            raise ConfigError("scale", scale, f"one of {', '.join(there)}: algo={algo} has no settings for another")
+        yield from tuned
+        yield from self.tuned(self.line("task", chosen["task"]), algo, scale)
+
+    def line(self, group: str, name: str) -> list[str]:
+        """A preset and those that it is like, directly or not."""
+        self.check(group, name)
+        found = [name]
+        while (base := self._read(group, found[-1]).get(LIKE)) is not None:
+            if base in found:
+                raise ConfigError(f"{group}.{LIKE}", base, f"a preset that is not like {name} itself")
+            self.check(group, base)
+            found.append(base)
+        return found
+
+    def family(self, algo: str) -> str:
+        """The family of an algorithm's preset."""
+        for name in self.line("algo", algo):
+            if (family := self._read("algo", name).get("family")) is not None:
+                return str(family)
+        return "ddpg"
+
+    def tuned(self, places: Sequence[str], algo: str, scale: str) -> Iterator[Layer]:
+        """The settings of an algorithm at a scale or on a task, weakest first; of several ``places`` the first's.
+
+        Args:
+            scale: whose part of a task's file, below ``scales``, comes after the rest of it.
+        """
+        family = self.family(algo)
+        for name in (n for n in self.line("algo", algo) if self.family(n) == family):
+            for place in places:
+                if (found := self._tuned_tree(place, name)) is not None:
+                    yield from self._extended(place, name, found, scale)
+                    return
+
+    def _extended(self, place: str, algo: str, tree: Mapping[str, Any], scale: str) -> Iterator[Layer]:
+        if (base := tree.get(LIKE)) is not None:
+            there, _, name = base.rpartition("/")
+            found = self._tuned_tree(there or place, name)
+            if found is None:
+                raise ConfigError(f"tuned/{place}/{algo}.yaml: {LIKE}", base, "ALGO, or PLACE/ALGO, with such a file")
+            yield from self._extended(there or place, name, found, scale)
+        file = f"tuned/{place}/{algo}.yaml"
+        yield Layer(file, {k: v for k, v in tree.items() if k not in (LIKE, SCALES)})
+        if (own := (tree.get(SCALES) or {}).get(scale)) is not None:
+            yield Layer(f"{file}: {SCALES}.{scale}", own)
+
+    def _tuned_tree(self, place: str, algo: str) -> Mapping[str, Any] | None:
+        for folder in self.folders:
+            if (path := folder / "tuned" / place / f"{algo}.yaml").exists():
+                return read(path)
+        scales = self._read("algo", algo).get(SCALES) or {}
+        return scales.get(place)
+
+    def _path(self, group: str, name: str) -> Path | None:
+        if name.endswith(".yaml"):
+            path = Path(name).expanduser()
+            return path if path.exists() else None
+        found = [p for folder in self.folders if (p := folder / group / f"{name}.yaml").exists()]
+        if not found and group == "algo":
+            found = [p for n, p in self.plugins.items() if n == name and p.exists()]
+        return found[0] if found else None
+
+    def _read(self, group: str, name: str) -> Mapping[str, Any]:
+        path = self._path(group, name)
+        return registered[name] if path is None else read(path)
+
+
+def read(path: Path) -> Mapping[str, Any]:
+    """A YAML file's settings.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        tree = _parsed(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError("presets", path, f"a YAML file of settings ({error})") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("presets", path, "a YAML file of settings")
+    return {str(k): v for k, v in tree.items()}
+
+
+@cache
+def _parsed(text: str) -> Any:
+    """Raises ``ValueError`` where ``text`` is no YAML."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,127 @@
+"""Settings that make a run import a module, start a program or touch a file that somebody names.
+
+Typed by the user they are the user's own. In a file (a run directory, a checkpoint, an export) they are its maker's,
+and refused, unless the user says ``--trust`` or types the same setting anew: ``docs/security.md``.
+"""
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from pql.config import Config
+from pql.errors import ConfigError
+
+PYTHON = "task.process.python"
+NETWORKS = ("algo.policy.net", "algo.critic.net")
+NAMING = (PYTHON, "task.name", "task.id", "task.game", "task.model", "task.kwargs", "task.remote", *NETWORKS)
+"""Where such things can be named."""
+WORDS_OF_OTHERS = {"isaacgym": ("overrides",)}  # keywords that another program's own configuration reads
+
+TEXT = re.compile(r"(?!.*\.\.)([\w.+(\[-][\w .,;+=()\[\]'!?%*<>&/-]*)?")
+"""Texts that a file may give to a task. Without ``:`` nothing can be imported: all that import by name split there.
+Nor is any of these an absolute path, or one that leads upwards."""
+HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}")  # addresses that this machine alone can reach
+
+
+def names_code(setting: str) -> bool:
+    """Whether a module, a program or a file could be named by ``setting``."""
+    return any(setting == name or setting.startswith(f"{name}.") for name in NAMING)
+
+
+def check_task(config: Config, source: object, given: Collection[str] = ()) -> None:
+    """The task of a config that was read from ``source``.
+
+    Args:
+        given: settings that the user typed, which are not looked at.
+    Raises:
+        ConfigError: the first setting that names code, a program or a file, and how to allow it.
+    """
+    _refuse(_of_task(config), source, given)
+
+
+def check_networks(config: Config, source: object, given: Collection[str] = ()) -> None:
+    """The networks of a config that was read from ``source``. Arguments and errors as for :func:`check_task`."""
+    nets = ((name, getattr(config.algo, name.split(".")[1]).net) for name in NETWORKS)
+    _refuse(((name, net) for name, net in nets if net is not None and ":" in net), source, given)
+
+
+def check_links(run: Path, *names: str) -> None:
+    """Raises ``ConfigError`` for a symbolic link out of a run directory where a command is about to write: in a run of
+    somebody else it would lead astray.
+
+    Args:
+        names: of the folders that it writes to; none: all of it.
+    """
+    inside = run.resolve()
+    for folder in [run / name for name in names] or [inside]:
+        below = (Path(root) / name for root, *parts in os.walk(folder) for name in (*parts[0], *parts[1]))
+        for path in chain([folder], below):
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                what = (
+                    f"a run directory without links to elsewhere; {path} is one. --trust (report: out=FOLDER) allows it"
+                )
+                raise ConfigError("run", run, what)
+
+
+def _refuse(found: Iterator[tuple[str, Any]], source: object, given: Collection[str]) -> None:
+    for name, value in found:
+        if any(name == own or name.startswith(f"{own}.") for own in given):
+            continue
+        where = Path(str(source)).name
+        raise ConfigError(
+            name,
+            value,
+            f"only what is built in or registered, in a file: {where} names code, a program or a path of "
+            "its maker's. --trust (in Python trust=True) takes it as it is",
+        )
+
+
+def _of_task(config: Config) -> Iterator[tuple[str, Any]]:
+    task = config.task
+    if task.process.python is not None:
+        yield PYTHON, task.process.python
+    if ":" in task.name and not _registered(task.name):
+        yield "task.name", task.name
+    for name in ("id", "game", "model"):
+        yield from _texts(f"task.{name}", getattr(task, name))
+    for name in WORDS_OF_OTHERS.get(task.name, ()):
+        if name in task.kwargs:
+            yield f"task.kwargs.{name}", task.kwargs[name]
+    keywords = {"task.kwargs": task.kwargs, "task.remote": task.remote}
+    if task.by_actors:
+        group = "task.remote" if task.remote else "task.kwargs"
+        yield from _of_actors(group, keywords[group])
+        keywords[group] = {k: v for k, v in keywords[group].items() if k != "listen"}
+    for group, given in keywords.items():
+        yield from _texts(group, given)
+
+
+def _registered(name: str) -> bool:
+    from pql.contract.env import env_names
+
+    return name in env_names()
+
+
+def _of_actors(group: str, keywords: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Files with secrets, and addresses that others can reach."""
+    yield from ((f"{group}.{k}", keywords[k]) for k in ("token_file", "cert", "key") if keywords.get(k) is not None)
+    listen = str(keywords.get("listen", "127.0.0.1:5555"))
+    if not HERE.fullmatch(listen):
+        yield f"{group}.listen", listen
+
+
+def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Texts in ``value`` that could name a module, or a path away from where the user is; their keys included."""
+    if isinstance(value, str):
+        if not TEXT.fullmatch(value):
+            yield name, value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _texts(name, key)
+            yield from _texts(f"{name}.{key}", part)
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            yield from _texts(f"{name}.{i}", part)

@@ -1,0 +1,241 @@
+"""The rules of ``check_env``, one function each over one recorded step; each returns the fault, or nothing.
+
+They read values back to the host, as nothing in a training loop may.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pql.contract.env import EnvSpec
+from pql.types import Obs, Step
+
+FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
+
+
+@dataclass
+class Row:
+    """One step and what the rules need to know of the steps before it. All tensors are clones."""
+
+    spec: EnvSpec
+    index: int  # steps since reset
+    step: Step
+    before: Obs  # what was acted on; clones
+    length: Tensor  # [N] int64; valid rows of the running episode, this one included
+    after_end: Tensor  # [N] bool; the row before was valid and ended an episode
+    after_filler: Tensor  # [N] bool
+    next_valid: Tensor  # [N] bool; the row after this one is no filler
+
+
+def ended(step: Step) -> Tensor:
+    return step.terminated | step.truncated
+
+
+def continues(row: Row) -> Tensor:
+    """Rows that end a value without ending an episode: a lost life, where the specification declares it.
+
+    Under next-step autoreset the row itself does not tell: it is one if no filler row follows.
+    """
+    if not row.spec.info.get("lost_life"):
+        return torch.zeros_like(row.step.first)
+    return row.step.terminated & (row.next_valid if row.spec.autoreset == "next_step" else ~row.step.first)
+
+
+def restarted(row: Row) -> Tensor:
+    """Rows whose observation begins an episode although none ended."""
+    return row.step.first & row.step.valid & ~ended(row.step)
+
+
+def closes(row: Row) -> Tensor:
+    """Rows that end an episode."""
+    return ended(row.step) & row.step.valid & ~continues(row)
+
+
+def following(spec: EnvSpec, last: Row | None, step: Step, obs: Obs) -> Row:
+    """The row after ``last``; where that is None, the first, acted in from ``obs``."""
+    none = torch.zeros_like(step.first)
+    if last is None:
+        return Row(spec, 0, step, obs, step.valid.long(), none, none, none)
+    closed = closes(last)
+    length = last.length.masked_fill(closed | last.step.first, 0) + step.valid
+    return Row(spec, last.index + 1, step, last.step.obs, length, closed, ~last.step.valid, none)
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """[N] bool; NaN equals NaN."""
+    return ((a != b) & ~((a != a) & (b != b))).reshape(len(a), -1).any(1)
+
+
+def where(bad: Tensor) -> str:
+    """``" (environments 0, 3, ...)"``, or an empty string where nothing is bad."""
+    rows = bad.nonzero()[:, 0].unique().tolist()
+    if not rows:
+        return ""
+    return f" (environments {', '.join(map(str, rows[:4]))}{', ...' if len(rows) > 4 else ''})"
+
+
+def tensors(step: Step) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a step by name."""
+    for name, value in step._asdict().items():
+        if isinstance(value, dict):
+            yield from ((f"{name}[{key}]", tensor) for key, tensor in value.items())
+        else:
+            yield name, value
+
+
+def clone(step: Step) -> Step:
+    return Step._make({k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v.clone() for v in step)
+
+
+# --- rules on one step: "" where it is kept, else what is wrong ---------------------------------------------------
+
+
+def _tensor_fault(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
+    if not isinstance(value, Tensor):
+        return f"{name} is a {type(value).__name__}, not a tensor"
+    if tuple(value.shape) != shape:
+        return f"{name} has shape {list(value.shape)}, expected {list(shape)}"
+    if value.dtype != dtype:
+        return f"{name} is {value.dtype}, expected {dtype}"
+    if value.device.type != device.type or (device.index is not None and value.device.index != device.index):
+        return f"{name} is on {value.device}, expected {device}"
+    if value.requires_grad or value.is_inference():
+        return f"{name} must carry neither a gradient nor inference mode"
+    return ""
+
+
+def obs_fault(name: str, obs: Any, spec: EnvSpec) -> str:
+    if not isinstance(obs, dict):
+        return f"{name} is a {type(obs).__name__}, expected a dict of the groups {sorted(spec.obs)}"
+    if set(obs) != set(spec.obs):
+        return f"{name} has groups {sorted(obs)}, expected {sorted(spec.obs)}"
+    for key, part in spec.obs.items():
+        if fault := _tensor_fault(f"{name}[{key}]", obs[key], (spec.num_envs, *part.shape), part.dtype, spec.device):
+            return fault
+    return ""
+
+
+def shapes_fault(step: Any, spec: EnvSpec) -> str:
+    """The one rule that must hold before any other can be tested."""
+    if not isinstance(step, Step):
+        return f"step returned a {type(step).__name__}, not a pql.types.Step"
+    fault = obs_fault("obs", step.obs, spec) or obs_fault("final_obs", step.final_obs, spec)
+    for name in ("reward", *FLAGS):
+        dtype = torch.float32 if name == "reward" else torch.bool
+        fault = fault or _tensor_fault(name, getattr(step, name), (spec.num_envs,), dtype, spec.device)
+    return fault
+
+
+def log_fault(step: Step, spec: EnvSpec) -> str:
+    if set(step.log) != set(spec.log):
+        return f"log has keys {sorted(step.log)}, spec.log says {sorted(spec.log)}"
+    faults = (_tensor_fault(f"log[{k}]", v, (spec.num_envs,), torch.float32, spec.device) for k, v in step.log.items())
+    return next((fault for fault in faults if fault), "")
+
+
+def finite(row: Row) -> str:
+    for name, value in tensors(row.step):
+        if value.is_floating_point() and not value.isfinite().all():
+            return f"{name} holds NaN or infinity" + where(~value.isfinite())
+    return ""
+
+
+def disjoint(row: Row) -> str:
+    both = row.step.terminated & row.step.truncated
+    return f"terminated and truncated are both set{where(both)}: terminated wins" if both.any() else ""
+
+
+def final_obs(row: Row) -> str:
+    step = row.step
+    exempt = restarted(row) | (closes(row) if row.spec.autoreset == "same_step" else ~step.final_ok)
+    for name, obs in step.obs.items():
+        bad = differs(obs, step.final_obs[name]) & ~exempt
+        if bad.any():
+            return f"final_obs[{name}] differs from obs, which is the true successor there{where(bad)}"
+    return ""
+
+
+def final_ok(row: Row) -> str:
+    lost = closes(row) if row.spec.final_obs == "never" else torch.zeros_like(row.step.first)
+    bad = (row.step.final_ok == lost) & ~restarted(row)
+    if not bad.any():
+        return ""
+    wanted = "False on a row that ends an episode" if (bad & lost).any() else "True"
+    return f"final_ok must be {wanted} with spec.final_obs={row.spec.final_obs}{where(bad)}"
+
+
+def first(row: Row) -> str:
+    step, same = row.step, row.spec.autoreset == "same_step"
+    begins = closes(row) if same else row.after_end | (row.after_filler & ~step.valid)
+    bad = step.first != begins
+    if row.spec.info.get("restarts"):
+        bad &= ~restarted(row)
+    if not bad.any():
+        return ""
+    rows = "a row that ends an episode" if same else "the filler row after an episode's end"
+    if (bad & begins).any():
+        return f"first is missing on {rows}{where(bad & begins)}"
+    return (
+        f"first is set on other than {rows}{where(bad)}; declare spec.info['restarts'] if the simulator restarts alone"
+    )
+
+
+def filler(row: Row) -> str:
+    valid = row.step.valid
+    if row.spec.autoreset == "same_step":
+        return f"valid is False under same-step autoreset{where(~valid)}" if not valid.all() else ""
+    missing, extra = row.after_end & valid, ~(row.after_end | row.after_filler) & ~valid
+    if missing.any():
+        return f"no filler row (valid=False) after a row that ended an episode{where(missing)}"
+    return f"a filler row (valid=False) that follows no end of an episode{where(extra)}" if extra.any() else ""
+
+
+def filler_flags(row: Row) -> str:
+    bad = ended(row.step) & ~row.step.valid
+    return f"a filler row carries terminated or truncated{where(bad)}" if bad.any() else ""
+
+
+def time_limit(row: Row) -> str:
+    limit = row.spec.max_episode_steps
+    if limit is None:
+        return ""
+    late = (row.length >= limit) & row.step.valid & ~ended(row.step) & ~row.step.first
+    return f"an episode goes on after max_episode_steps={limit} rows{where(late)}" if late.any() else ""
+
+
+def stack(row: Row) -> str:
+    step, spec = row.step, row.spec
+    # Next-step autoreset shows the final observation where the episode goes on otherwise: it may be lost.
+    shown = stack_fault("obs", step.obs, row.before, step.first, step.first | step.final_ok, spec)
+    none = torch.zeros_like(step.first)
+    return shown or stack_fault("final_obs", step.final_obs, row.before, none, step.final_ok & step.valid, spec)
+
+
+def stack_fault(name: str, obs: Obs, before: Obs, begins: Tensor, asked: Tensor, spec: EnvSpec) -> str:
+    """Of the rows ``asked``: older frames are zeros where an episode ``begins``, else those newest in ``before``."""
+    for key, part in spec.obs.items():
+        if part.stack > 1:
+            older, kept = obs[key][:, :-1], before[key][:, 1:]
+            blank = differs(older, torch.zeros_like(older)) & begins & asked
+            if blank.any():
+                return f"older frames of {name}[{key}] are not zeros where an episode begins{where(blank)}"
+            moved = differs(older, kept) & ~begins & asked
+            if moved.any():
+                return f"older frames of {name}[{key}] are not the newest of the observation before{where(moved)}"
+    return ""
+
+
+STEP_RULES: dict[str, Callable[[Row], str]] = {
+    "finite": finite,
+    "disjoint": disjoint,
+    "final_obs": final_obs,
+    "final_ok": final_ok,
+    "first": first,
+    "filler": filler,
+    "filler_flags": filler_flags,
+    "time_limit": time_limit,
+    "stack": stack,
+}

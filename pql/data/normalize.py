@@ -1,0 +1,233 @@
+"""Running statistics: observations to zero mean and unit variance, rewards to unit-variance returns.
+
+The collector owns both. It feeds each frame once, when it is fresh; what everybody uses (the collector included)
+are the values frozen at the last tick's boundary, which travel with the weights.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pql.contract.env import ObsSpec
+from pql.engine.collectives import ALONE, Group
+from pql.types import Obs, column
+
+CLIP = 5.0
+EPSILON = 1e-8
+ALL = slice(None)  # environments
+
+
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Count (0-dim), mean and sum of squared deviations."""
+
+
+def combine(one: Sums, count: float | Tensor, mean: Tensor, squares: Tensor) -> Sums:
+    """Those of ``one`` and of ``count`` more values, with this mean and sum of squared deviations, together.
+
+    Chan et al. 1979. Exactly ``one`` where ``count`` is 0.
+    """
+    total, delta = one[0] + count, mean - one[1]
+    share = count / total.clamp(min=1)
+    return total, one[1].addcmul(delta, share), (one[2] + squares).addcmul_(delta * delta, one[0] * share)
+
+
+class Moments(nn.Module):
+    """Count, mean and sum of squared deviations in float64, merged batch by batch.
+
+    Attributes:
+        base: what counts beside what was fed here, where several sets go on from common ground (:func:`meet`).
+    """
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+    base: Sums | None = None
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=device))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64, device=device))
+        self.register_buffer("m2", torch.zeros(shape, dtype=torch.float64, device=device))
+
+    def update(self, x: Tensor, keep: Tensor | None = None, group: Group = ALONE) -> None:
+        """Merge ``x`` [N, ...], or those of its rows where ``keep`` [N] is True; of all processes of ``group``."""
+        x = x.to(torch.float64)
+        count: float | Tensor = x.shape[0]
+        if keep is not None:
+            row, count = column(keep, x), keep.sum()
+            # The others stand where the mean is, and add nothing. Where all are kept this changes no bit.
+            x = torch.where(row, x, torch.where(row, x, 0).sum(0) / count.clamp(min=1))
+        var, mean = torch.var_mean(x, 0, correction=0)
+        squares = var * x.shape[0]
+        if group.size > 1:
+            mine = pack(torch.zeros_like(self.count) + count, mean, squares)
+            count, mean, squares = pooled(group.gather(mine), self.mean.shape)
+        self.merge(count, mean, squares)
+
+    def merge(self, count: float | Tensor, mean: Tensor, squares: Tensor) -> None:
+        """Add ``count`` values with this mean and this sum of squared deviations."""
+        for old, new in zip(self.sums(), combine(self.sums(), count, mean, squares), strict=True):
+            old.copy_(new)
+
+    def sums(self) -> Sums:
+        """Of what was fed here alone."""
+        return self.count, self.mean, self.m2
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and population variance; 0 and 1 while nothing was fed, so that a freeze then rescales nothing."""
+        count, mean, m2 = self.sums() if self.base is None else combine(self.base, *self.sums())
+        return mean, torch.where(count > 0, m2 / count.clamp(min=1), 1.0)
+
+    def variance(self) -> Tensor:
+        """The second of :meth:`statistics`."""
+        return self.statistics()[1]
+
+    def zero(self) -> None:
+        """Forget everything."""
+        for tensor in self.sums():
+            tensor.zero_()
+
+
+def meet(sets: Sequence[Moments]) -> None:
+    """Move all that ``sets`` were fed since they last met into the first; from there all go on."""
+    first, *others = sets
+    for one in others:
+        first.merge(*(t.to(first.count.device) for t in one.sums()))
+        one.zero()
+    for one in others:
+        count, mean, m2 = (t.to(one.count.device, copy=True) for t in first.sums())
+        one.base = count, mean, m2
+
+
+def pack(count: Tensor, mean: Tensor, squares: Tensor) -> Tensor:
+    """Moments of S numbers each as one tensor [1 + 2 S]."""
+    return torch.cat((count.view(1), mean.flatten(), squares.flatten()))
+
+
+def pooled(parts: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of K packed samples [K, 1 + 2 S] as of one: count, mean and sum of squared deviations."""
+    size = (parts.shape[1] - 1) // 2
+    counts, means, squares = parts.split((1, size, size), 1)
+    count = counts.sum()
+    mean = (counts * means).sum(0) / count.clamp(min=1)
+    return count, mean.view(shape), (squares + counts * (means - mean).square()).sum(0).view(shape)
+
+
+def clip(reward: Tensor, limit: float | None) -> Tensor:
+    """Rewards within +- ``limit``; as they are where that is None."""
+    return reward if limit is None else reward.clamp(-limit, limit)
+
+
+class Normalizer(nn.Module):
+    """Observation normalisation by group, and a reward scale, as one thing to publish.
+
+    ``forward`` maps observations with the frozen statistics, clamped to +-5; before the first :meth:`freeze` it is
+    the identity (clamped). uint8 groups pass through.
+
+    Args:
+        normalize_obs: False: the identity, unclamped.
+        reward_scale: constant factor on rewards.
+        reward_gamma: discount of the return whose running standard deviation divides the reward; None: off.
+        reward_clip: rewards are clipped to +- this before anything else; None: they are not.
+    """
+
+    reward_scale: Tensor
+    running_return: Tensor
+
+    def __init__(
+        self,
+        obs: Mapping[str, ObsSpec],
+        num_envs: int,
+        device: torch.device,
+        normalize_obs: bool = True,
+        reward_scale: float = 1.0,
+        reward_gamma: float | None = None,
+        reward_clip: float | None = None,
+    ):
+        super().__init__()
+        self.base_scale, self.reward_gamma, self.reward_clip = reward_scale, reward_gamma, reward_clip
+        groups = {k: s for k, s in obs.items() if normalize_obs and s.dtype.is_floating_point}
+        self.moments = nn.ModuleDict({k: Moments(s.shape, device) for k, s in groups.items()})
+        for k, s in groups.items():  # x -> x * scale + shift
+            self.register_buffer(f"scale_{k}", torch.ones(s.shape, device=device))
+            self.register_buffer(f"shift_{k}", torch.zeros(s.shape, device=device))
+        self.register_buffer("reward_scale", torch.tensor(reward_scale, device=device))
+        if reward_gamma is not None:
+            self.returns = Moments((), device)
+            self.register_buffer("running_return", torch.zeros(num_envs, device=device))
+        self.group = ALONE
+        self.fresh = self._all()
+
+    def connect(self, group: Group) -> None:
+        """Statistics of all processes of ``group``: each takes down what it sees, and :meth:`freeze` merges it."""
+        self.group = group
+        if group.size > 1:
+            self.fresh = [Moments(tuple(m.mean.shape), m.mean.device) for m in self._all()]
+
+    def forward(self, obs: Obs) -> Obs:
+        return {k: self._map(k, v) if k in self.moments else v for k, v in obs.items()}
+
+    def _map(self, k: str, x: Tensor) -> Tensor:
+        out = torch.addcmul(getattr(self, f"shift_{k}"), x, getattr(self, f"scale_{k}"))
+        return out.clamp_(-CLIP, CLIP)
+
+    def _groups(self) -> Iterator[tuple[str, Moments]]:
+        return ((k, cast(Moments, m)) for k, m in self.moments.items())
+
+    def _all(self) -> list[Moments]:
+        """The moments of every group of observations, and of returns."""
+        return [*(m for _, m in self._groups()), *([] if self.reward_gamma is None else [self.returns])]
+
+    def observe(self, obs: Obs, keep: Tensor | None = None) -> None:
+        """Feed fresh observations [N, ...], or those of the rows where ``keep`` [N] is True."""
+        for k, moments in zip(self.moments, self.fresh, strict=False):
+            moments.update(obs[k], keep)
+
+    def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor, columns: slice = ALL) -> None:
+        """Feed rewards [n] of ``columns``, where an episode is over or another begins, and which rows are no filler."""
+        if self.reward_gamma is not None:
+            running = self.running_return[columns]
+            grown = running * self.reward_gamma + clip(reward, self.reward_clip)
+            running.copy_(torch.where(valid, grown, running))
+            self.fresh[-1].update(running, valid)
+            running.mul_(~over)
+
+    def freeze(self) -> None:
+        """Make the statistics so far the ones in use (a tick's boundary)."""
+        if self.group.size > 1 and self.fresh:
+            with self.group.turn():
+                self._merge()
+        for k, moments in self._groups():
+            mean, variance = moments.statistics()
+            scale = (variance + EPSILON).rsqrt()
+            getattr(self, f"scale_{k}").copy_(scale)
+            getattr(self, f"shift_{k}").copy_(-mean * scale)
+        if self.reward_gamma is not None:
+            self.reward_scale.copy_(self.base_scale * (self.returns.variance() + EPSILON).rsqrt())
+
+    def _merge(self) -> None:
+        """Add what every process has seen since the last time, in the order of ranks."""
+        parts = self.group.gather(torch.cat([pack(m.count, m.mean, m.m2) for m in self.fresh]))
+        sizes = [1 + 2 * m.mean.numel() for m in self.fresh]
+        for whole, mine, part in zip(self._all(), self.fresh, parts.split(sizes, 1), strict=True):
+            whole.merge(*pooled(part, whole.mean.shape))
+            mine.zero()
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *args: Any, **more: Any) -> Any:
+        """As of any module. States are saved at ticks' boundaries, where nothing is left to merge."""
+        if self.group.size > 1:
+            for moments in self.fresh:
+                moments.zero()
+        return super().load_state_dict(state_dict, *args, **more)
+
+    def copy_to(self, device: torch.device) -> "Normalizer":
+        """A private copy for a reader on ``device``: only the frozen tensors are ever filled."""
+        return copy.deepcopy(self).to(device)
+
+    def frozen(self) -> list[Tensor]:
+        """The tensors that readers need, in a fixed order."""
+        used = [getattr(self, f"{what}_{k}") for k in self.moments for what in ("scale", "shift")]
+        return [*used, self.reward_scale]

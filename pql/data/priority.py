@@ -1,0 +1,307 @@
+"""Prioritised replay, on the device: a sum tree over a ring's cells, and who enters it, leaves it and is drawn.
+
+The tree is wide: 128 children a node, so three levels hold two million leaves, and a level is one gather, one sum over
+children. A parent is always summed anew from its children, never changed by a difference: it holds no rounding error
+of the past, and duplicate indices are harmless. ::
+
+    level 2            [  3.0                                       |  .  ]      one block of children
+    level 1            [ 1.5            | 1.5       | 0.0 ...       ]
+    level 0, leaves    [ .5  1.0  0 ... | .5  1 ... | 0 ...         ]      leaf i: priority of cell i (row * N + column)
+
+The V-learner owns all of it. Sums are float64: with float32, a million leaves would round away.
+"""
+
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from pql.data.replay import Cursor, Replay, Window
+from pql.types import Batch, Rows, fill
+
+FANOUT = 128
+FLOOR = 1e-6  # added to |priority|, so that every row may come up again (Schaul et al. 2016, section 3.3)
+CHUNK = 1 << 16  # rows that enter at once before the first tick
+
+
+class SumTree:
+    """Nonnegative numbers under indices 0 .. size - 1, drawn in proportion.
+
+    Attributes:
+        levels: from the leaves up; each level's length is a multiple of the fan-out. The last is one node's children.
+    """
+
+    def __init__(self, size: int, device: torch.device, fanout: int = FANOUT):
+        self.fanout, self.levels = fanout, list[Tensor]()
+        while True:
+            nodes = -(-size // fanout)
+            self.levels.append(torch.zeros(nodes * fanout, dtype=torch.float64, device=device))
+            if nodes == 1:
+                break
+            size = nodes
+        self._place = torch.arange(fanout, device=device)
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of all, 0-dim."""
+        return self.levels[-1].sum()
+
+    def set(self, index: Tensor, value: Tensor) -> None:
+        """Overwrite leaves; where an index comes up more than once, the largest of its values counts.
+
+        Args:
+            index: [M] int64. value: [M] float64, nonnegative.
+        """
+        self.levels[0].index_fill_(0, index, 0.0)
+        self.levels[0].scatter_reduce_(0, index, value, "amax")
+        for children, parents in zip(self.levels, self.levels[1:], strict=False):
+            blocks, index = children.view(-1, self.fanout), index // self.fanout
+            if index.numel() < blocks.shape[0]:
+                parents.index_copy_(0, index, blocks.index_select(0, index).sum(1))  # duplicates write the same sum
+            else:
+                parents[: blocks.shape[0]] = blocks.sum(1)
+
+    def find(self, mass: Tensor) -> tuple[Tensor, Tensor]:
+        """For each of ``mass`` [B] in [0, total): the leaf i with sum(leaves < i) <= mass < sum(leaves <= i).
+
+        Rounding never leads to a leaf of zero, unless all are.
+
+        Returns:
+            index [B] int64, value of that leaf [B].
+        """
+        node, value = torch.zeros_like(mass, dtype=torch.int64), mass
+        for level in reversed(self.levels):
+            children = level.view(-1, self.fanout).index_select(0, node)  # [B, F]
+            sums, filled = children.cumsum(1), children > 0
+            beyond = torch.where(filled & (sums > mass.unsqueeze(1)), self._place, self.fanout).amin(1)
+            last = torch.where(filled, self._place, 0).amax(1)
+            child = torch.minimum(beyond, last).unsqueeze(1)
+            value = children.gather(1, child).squeeze(1)
+            mass = mass - (sums.gather(1, child).squeeze(1) - value)
+            node = node * self.fanout + child.squeeze(1)
+        return node, value
+
+    def state_dict(self, used: int) -> Rows:
+        """The first ``used`` leaves and what stands above them (views); all others must be 0."""
+        out = Rows()
+        for i, level in enumerate(self.levels):
+            out[f"level{i}"] = level[:used]
+            used = -(-used // self.fanout)
+        return out
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for i, level in enumerate(self.levels):
+            fill(f"level{i}", level, state[f"level{i}"])
+            level[len(state[f"level{i}"]) :] = 0
+
+
+def valued_when_acted(replay: Replay, window: Window) -> tuple[Tensor, Tensor]:
+    """Q(s, a) and max_a Q(s', a) of windows, [B] each, as the actor stored them; NaN where that is not known, and 0 for
+    a successor that does not count."""
+    q, value = (replay.extra[k] for k in ("q", "value"))
+    # After a cut the next row acted on another episode's observation: nobody valued the final one.
+    after = value.index_select(0, torch.where(window.cut, window.cell, window.successor))
+    ahead = torch.where(window.cut, torch.nan, after)
+    return q.index_select(0, window.cell), torch.where(window.discount > 0, ahead, 0.0)
+
+
+class Ranked:
+    """What is drawn in proportion to priority ** alpha (Schaul et al. 2016, the proportional variant), by number.
+
+    Args:
+        size: how many there are.
+        alpha, beta: exponents; beta rises linearly to 1 within ``beta_steps`` env steps, or stays where that is None.
+        steps_per_tick: env steps, all environments together.
+        clip: largest priority that counts; None: any.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        alpha: float,
+        beta: float,
+        beta_steps: int | None,
+        steps_per_tick: int,
+        clip: float | None = None,
+    ):
+        self.size, self.alpha, self.clip, self.first_beta = size, alpha, clip, beta
+        self.beta_per_tick = 0.0 if beta_steps is None else (1 - beta) * steps_per_tick / beta_steps
+        self.tree = SumTree(size, device)
+        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
+        self.beta = torch.tensor(beta, dtype=torch.float64, device=device)
+        self.largest = self.power(torch.ones((), device=device))  # leaf of one of which nothing is known
+
+    def power(self, priority: Tensor) -> Tensor:
+        """|priority|, clipped, as a leaf: float64."""
+        size = priority.abs().double()
+        return ((size if self.clip is None else size.clamp(max=self.clip)) + FLOOR) ** self.alpha
+
+    def count_tick(self) -> None:
+        """Move beta on."""
+        self.beta.copy_((self.first_beta + self.beta_per_tick * self.ticks.double()).clamp(max=1))
+        self.ticks += 1
+
+    def draw(self, batch: int, gen: Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """One from each of ``batch`` equal parts of the whole mass: index [B], leaf [B], weight [B].
+
+        The weight is (probability / the batch's smallest) ** -beta: at most 1; and 0, as the leaf is, where nothing
+        is there to be drawn.
+        """
+        device = self.beta.device
+        place = torch.arange(batch, device=device)
+        u = torch.rand(batch, generator=gen, device=device, dtype=torch.float64)
+        index, leaf = self.tree.find((place + u) / batch * self.tree.total)
+        weight = torch.where(leaf > 0, (leaf.amin() / leaf) ** self.beta, 0.0).float()
+        return index, leaf, weight
+
+    def update(self, index: Tensor, priority: Tensor, mask: Tensor) -> None:
+        """Set the priorities [B] of what was drawn; where ``mask`` is 0 it never comes up again."""
+        leaf = torch.where(mask > 0, self.power(priority), 0.0)
+        self.largest.copy_(torch.maximum(self.largest, leaf.amax()))
+        self.tree.set(index, leaf)
+
+    def used(self) -> int:
+        """As many of the first leaves as may be other than 0. Waits for the device."""
+        return self.size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Waits for the device."""
+        tree = self.tree.state_dict(self.used())
+        return {"ticks": self.ticks, "beta": self.beta, "largest": self.largest, "tree": tree}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("ticks", "beta", "largest"):
+            getattr(self, name).copy_(state[name])
+        self.tree.load_state_dict(state["tree"])
+
+
+def least_rows(horizon: int, n: int, guard: int) -> int:
+    """The smallest ring of which single rows may be drawn by priority.
+
+    At a tick's start rows ``head - n - horizon`` to ``head - n - 1`` enter the tree, and those that the tick may
+    overwrite, up to ``head - (rows - guard) - 1``, leave it. In a smaller ring a row would do both at once.
+    """
+    return guard + horizon + n
+
+
+class Prioritized(Ranked):
+    """A ring's rows as what is drawn.
+
+    A row enters ``n`` steps after it was written, when its window is complete, at a tick's start; it leaves when the
+    collector may overwrite it before the next one. Filler rows and windows that must not be used never enter.
+
+    Args:
+        n, gamma: of the windows.
+        from_actor: a new row's priority is its TD error by the values that its actor stored beside it (Horgan et al.
+            2018), where it has them; else, and without, the largest so far.
+    Raises:
+        ValueError: the ring has fewer rows than :func:`least_rows`.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        n: int,
+        gamma: float,
+        alpha: float,
+        beta: float,
+        beta_steps: int | None,
+        steps_per_tick: int,
+        from_actor: bool = False,
+        clip: float | None = None,
+    ):
+        device, least = replay.device, least_rows(replay.horizon, n, replay.guard)
+        if replay.rows < least:
+            raise ValueError(f"a ring of {replay.rows} rows is too small for priorities: expected at least {least}")
+        super().__init__(replay.rows * replay.num_envs, device, alpha, beta, beta_steps, steps_per_tick, clip)
+        self.replay, self.n, self.gamma, self.from_actor = replay, n, gamma, from_actor
+        self.entered = torch.zeros(replay.num_envs, dtype=torch.int64, device=device)  # [N] rows that are through
+        self.reach = replay.rows - replay.guard  # rows below the head that may be drawn
+        self._steps = torch.arange(replay.horizon, device=device).unsqueeze(1)  # [horizon, 1]
+
+    # -- who is in the tree -------------------------------------------------------------------------------------------
+
+    def begin(self, cursor: Cursor) -> None:
+        """Before the first tick: enter the rows that are there already, as rows of which nothing is known.
+
+        Outside of any capture: it reads the ring's length on the host.
+
+        Args:
+            cursor: the V-learner's; it is moved to the ring's present head.
+        """
+        replay = self.replay
+        for mine, live in zip(cursor.tensors(), replay.live.tensors(), strict=True):
+            mine.copy_(live)
+        self.entered.copy_((cursor.head - self.reach).clamp(min=0))
+        done = (cursor.head - self.n).clamp(min=0)
+        chunk = max(1, CHUNK // replay.num_envs)
+        for start in range(0, int((done - self.entered).max()), chunk):
+            steps = torch.arange(start, start + chunk, device=replay.device).unsqueeze(1)
+            self.tree.set(*self._entries(cursor, steps, None))
+        self.entered.copy_(torch.maximum(self.entered, done))
+
+    def open(self, cursor: Cursor, reward_scale: Tensor) -> None:
+        """A tick begins: rows that the collector may overwrite from now on leave, complete ones enter.
+
+        Args:
+            reward_scale: 0-dim; what learners multiply rewards by.
+        """
+        leaving = self._cell(cursor.head - self.reach - 1 - self._steps).flatten()
+        cell, leaf = self._entries(cursor, self._steps, reward_scale)
+        self.tree.set(torch.cat((leaving, cell)), torch.cat((torch.zeros_like(leaf), leaf)))
+        self.entered.add_((cursor.head - self.n - self.entered).clamp(0, self.replay.horizon))
+        self.count_tick()
+
+    def _cell(self, row: Tensor) -> Tensor:
+        """Logical rows [K, N] -> cells."""
+        return row % self.replay.rows * self.replay.num_envs + self.replay.columns
+
+    def _entries(self, cursor: Cursor, steps: Tensor, reward_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Cells and leaves, [K N] each, of the rows ``steps`` [K, 1] after those that have entered.
+
+        A leaf is zero where a window must not be used; what is not complete yet becomes the row at the head, which has
+        not been written: its leaf is zero and stays so.
+
+        Args:
+            reward_scale: None: nothing is known of any row, whatever its actor stored.
+        """
+        replay, head = self.replay, cursor.head
+        row = self.entered + steps
+        complete = (row < head - self.n).flatten()
+        column, heads = (v.expand_as(row).flatten() for v in (replay.columns, head))
+        row = torch.where(complete, row.flatten(), heads)
+        window = replay.targets(cursor, torch.minimum(row, heads - 1), column, heads, self.n, self.gamma)
+        cursor.lost += (window.lost & complete).sum()
+        leaf = self.largest.expand_as(row)
+        if self.from_actor and reward_scale is not None:
+            error = self._error_when_acted(window, reward_scale)
+            leaf = torch.where(error.isnan(), leaf, self.power(error))
+        return row % replay.rows * replay.num_envs + column, torch.where(window.mask & complete, leaf, 0.0)
+
+    def _error_when_acted(self, window: Window, reward_scale: Tensor) -> Tensor:
+        """n-step TD errors by the values that the actor stored; NaN where one of them is not known."""
+        q, ahead = valued_when_acted(self.replay, window)
+        return window.reward * reward_scale + window.discount * ahead - q
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def sample(self, cursor: Cursor, batch: int, gen: Generator) -> Batch:
+        """Draw ``batch`` windows; all of them are used. An empty tree gives rows of no weight."""
+        replay = self.replay
+        cell, leaf, weight = self.draw(batch, gen)
+        column = cell % replay.num_envs
+        head = cursor.head.index_select(0, column)
+        row = head - 1 - (head - 1 - cell // replay.num_envs) % replay.rows  # the newest row in this place
+        out = replay.windows(cursor, row, column, head, self.n, self.gamma)
+        return out._replace(mask=out.mask * (leaf > 0), weight=weight)
+
+    def used(self) -> int:
+        return self.replay.used() * self.replay.num_envs
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "entered": self.entered}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.entered.copy_(state["entered"])

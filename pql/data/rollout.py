@@ -1,0 +1,320 @@
+"""A rollout: ``horizon`` rows of every environment, as one policy with one set of statistics saw and made them.
+
+Time runs down the rows, as in the replay, and each observation is stored once; but nothing wraps: every tick fills the
+segment anew. ::
+
+      row 0     |  o a p r f     o  observation acted on        p  parameters of the distribution that acted
+      row 1     |  o a p r f     a  action, before clamping     r  reward, raw      f  flags (+ number of the final
+      ...       |                                                                      observation, if cut off)
+      row T     |  o             the observation acted on next
+      finals    |  o o           K true final observations of truncated rows, in order, and one row to waste
+
+All observations live in one tensor, so the values of rows, of row T and of finals are one pass. The collector writes
+it during its part of a tick; a learner reads it after. Where a schedule lets both work at once there are two halves:
+the collector fills one while the learner reads the other, and they swap between ticks. Which one is full, and the
+statistics that it was made with, the learner pulls as it would weights (:class:`View`).
+
+This file knows nothing of networks or losses.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from pql.contract.env import Discrete, EnvSpec
+from pql.data.frames import put
+from pql.data.normalize import Normalizer, clip
+from pql.types import Memory, Obs, Step
+
+STEPS = ("action", "params", "reward", "flags", "final", "version")
+"""What a rollout stores of every step, [T, N, ...]; all else has one axis of rows and columns together."""
+
+
+class Progress:
+    """Where a run on rollouts stands; 0-dim tensors on the device.
+
+    Args:
+        steps_per_tick: env steps of a rollout, T * N.
+    """
+
+    def __init__(self, device: torch.device, steps_per_tick: int = 1):
+        self.steps_per_tick = steps_per_tick
+        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
+        self.lost = torch.zeros((), dtype=torch.int64, device=device)  # time limits without a final observation
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+class Acted(NamedTuple):
+    """What a policy did in one row: more than the simulator sees."""
+
+    raw: Tensor  # [N, A] before clamping or squashing, or [N] int64
+    params: Tensor  # [N, P] of its distribution
+    version: Tensor  # [N] int64 of the weights that it acted with, counted in the learner's ticks; -1: it did not act
+    carry: Tensor | None = None  # [N, C] what it remembered before; kept where environments may answer late
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Acted":
+        """The same with every tensor changed."""
+        return Acted._make(None if t is None else change(t) for t in self)
+
+
+class Segment(NamedTuple):
+    """A full rollout, read with the statistics it was made with. T rows, then row T, then K + 1 finals.
+
+    ``mask`` is 0 for filler rows and where the true successor is unknown (an unannounced restart, a time limit whose
+    final observation was lost): such rows are not learned from, and rows before them end with their value.
+    """
+
+    obs: Obs  # [T + 1 + K + 1, N, ...] normalised
+    action: Tensor  # [T, N, A] raw, or [T, N] int64
+    params: Tensor  # [T, N, P]
+    reward: Tensor  # [T, N] clipped and scaled
+    alive: Tensor  # [T, N] float32; 0 where terminated: no value lies beyond
+    goes_on: Tensor  # [T, N] float32; 1 where the next row is the successor
+    successor: Tensor  # [T, N] int64; row of ``obs`` whose value lies beyond
+    first: Tensor  # [T, N] bool; the next row begins an episode
+    mask: Tensor  # [T, N] float32
+    lost: Tensor  # 0-dim int64; time limits whose final observation was lost
+    carry: Tensor  # [N, C] the policy's memory before row 0
+    fresh: Tensor  # [N] bool; row 0 begins an episode (with memory)
+    final_row: Tensor  # [K + 1, N] int64; the row that each final observation followed
+    version: Tensor  # [T, N] int64; of the weights that acted
+
+
+class View:
+    """Which half of a rollout was filled last, and the statistics that it was made with."""
+
+    def __init__(self, norm: Normalizer, device: torch.device):
+        self.half = torch.zeros((), dtype=torch.int64, device=device)
+        self.norm = norm.copy_to(device)
+
+    def tensors(self) -> list[Tensor]:
+        """In a fixed order: what the collector publishes, and a reader pulls."""
+        return [self.half, *self.norm.frozen()]
+
+
+class Rollout:
+    """Storage for one segment, or two, and the collector's way to write it (a store, as the replay is).
+
+    Args:
+        spec: of the environment.
+        norm: the collector's normaliser; its frozen statistics are copied when a segment begins.
+        horizon: T.
+        params_size: P.
+        carry_size: C, of the policy's memory; 0 without.
+        halves: 2 where one is read while the other is filled.
+
+    Attributes:
+        sealed: of the half filled last (between ticks) or being filled.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        norm: Normalizer,
+        horizon: int,
+        params_size: int,
+        device: torch.device,
+        carry_size: int = 0,
+        halves: int = 1,
+    ):
+        n = spec.num_envs
+        self.horizon, self.num_envs, self.device, self.halves = horizon, n, device, halves
+        self.finals = final_rows(horizon, spec.max_episode_steps)  # K
+        self.rows = horizon + 1 + self.finals + 1
+        count = halves * self.rows * n
+        self.obs = {k: torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
+        size = () if isinstance(spec.action, Discrete) else (spec.action.size,)
+        kind, steps = torch.float32 if size else torch.int64, halves * horizon
+        self.action = torch.zeros(steps, n, *size, dtype=kind, device=device)
+        self.params = torch.zeros(steps, n, params_size, device=device)
+        self.reward = torch.zeros(steps, n, device=device)
+        self.flags = torch.zeros(steps, n, 5, dtype=torch.bool, device=device)
+        self.final = torch.zeros(steps, n, dtype=torch.int64, device=device)  # finals in the column so far
+        self.version = torch.zeros(steps, n, dtype=torch.int64, device=device)
+        self.final_row = torch.zeros(halves * (self.finals + 1) * n, dtype=torch.int64, device=device)
+        self.carry = torch.zeros(halves * n, carry_size, device=device)
+        self.fresh = torch.ones(halves * n, dtype=torch.bool, device=device)
+        self.sealed = View(norm, device)
+        self._source = norm.frozen()
+        self.row = torch.zeros(n, dtype=torch.int64, device=device)  # columns advance alone, as in the replay
+        self.count = torch.zeros(n, dtype=torch.int64, device=device)
+        self.columns = torch.arange(n, device=device)
+        self._here = torch.arange(horizon, device=device).unsqueeze(1)
+
+    # -- the collector's side -------------------------------------------------------------------------------------
+
+    def begin(self, obs: Obs) -> None:
+        """Nothing to keep: the tick's ``open`` brings the observation."""
+
+    def restart(self, obs: Obs) -> None:
+        """Nothing to cut: a segment ends with its tick."""
+
+    def take_statistics(self) -> None:
+        """What is read from now on is read with the statistics in use now."""
+        torch._foreach_copy_(self.norm.frozen(), self._source)
+
+    def open(self, obs: Obs, memory: Memory | None) -> None:
+        """A tick begins: from ``obs`` [N, ...] and the policy's memory, with the statistics in use now."""
+        half = self.sealed.half
+        half.add_(1).remainder_(self.halves)
+        for k, store in self.obs.items():
+            put(store, self.columns + half * (self.rows * self.num_envs), obs[k])
+        if memory is not None:
+            self.carry.index_copy_(0, self.columns + half * self.num_envs, memory.carry.to(self.device))
+            self.fresh.index_copy_(0, self.columns + half * self.num_envs, memory.fresh.to(self.device))
+        self.take_statistics()
+        self.row.zero_()
+        self.count.zero_()
+
+    def insert(self, acted: Acted, step: Step, columns: Tensor | None = None) -> None:
+        """Append one row to ``columns`` [n] (default: all); steps beyond the horizon overwrite from row 0."""
+        columns = self.columns if columns is None else columns
+        row, count, n, half = self.row[columns], self.count[columns], self.num_envs, self.sealed.half
+        here = (row + half * self.horizon) * n + columns
+        flags = torch.stack((step.terminated, step.truncated, step.first, step.valid, step.final_ok), -1)
+        rows = [
+            (self.action, acted.raw),
+            (self.params, acted.params),
+            (self.reward, step.reward),
+            (self.flags, flags),
+            (self.final, count),
+            (self.version, acted.version),
+        ]
+        for store, new in rows:
+            store.flatten(0, 1).index_copy_(0, here, new)
+        # Written whether or not this row was cut off: the place counts only once the counter has passed it. Where
+        # more rows were cut off than there are places, the last one takes what is wasted.
+        place = count.clamp(max=self.finals)
+        self.final_row.index_copy_(0, (place + half * (self.finals + 1)) * n + columns, row)
+        for k, store in self.obs.items():
+            put(store, (row + 1 + half * self.rows) * n + columns, step.obs[k])
+            put(store, (place + self.horizon + 1 + half * self.rows) * n + columns, step.final_obs[k])
+        self.count.index_copy_(0, columns, count + (step.truncated & step.valid))
+        self.row.index_copy_(0, columns, (row + 1).remainder(self.horizon))
+
+    def positions(self) -> list[Tensor]:
+        """What a warm-up of the recording must leave as it was."""
+        return [self.row, self.count]
+
+    # -- the learner's side ---------------------------------------------------------------------------------------
+
+    def segment(self, view: View | None = None, columns: Tensor | None = None) -> Segment:
+        """The rows of the tick that has just ended: normalised, rewards clipped and scaled, episode ends settled.
+
+        Args:
+            view: a reader's own; None: the collector's, between ticks.
+            columns: [n] int64, those to read; None: all.
+        """
+        view = self.sealed if view is None else view
+        norm, parts = view.norm, {k: self._read(k, t, view, columns) for k, t in self.storage().items()}
+        width = parts["reward"].shape[1]
+        terminated, truncated, first, valid, final_ok = parts["flags"].unbind(-1)
+        final, cut = parts["final"], truncated & ~terminated
+        lost = cut & valid & (~final_ok | (final >= self.finals))
+        unknown = lost | (first & ~terminated & ~truncated)
+        successor = torch.where(cut, final.clamp(max=self.finals) + self.horizon + 1, self._here + 1)
+        rows = {k: parts[f"obs/{k}"].unflatten(0, (-1, width)) for k in self.obs}
+        reward = clip(parts["reward"], norm.reward_clip) * norm.reward_scale
+        return Segment(
+            norm(rows),
+            parts["action"],
+            parts["params"],
+            reward,
+            (~terminated).float(),
+            (~(terminated | truncated | first)).float(),
+            successor,
+            first,
+            (valid & ~unknown).float(),
+            lost.sum(),
+            parts["carry"],
+            parts["fresh"],
+            parts["final_row"].view(-1, width),
+            parts["version"],
+        )
+
+    @property
+    def norm(self) -> Normalizer:
+        """The statistics of the segment filled last."""
+        return self.sealed.norm
+
+    def storage(self) -> dict[str, Tensor]:
+        """All that is written, the halves one after the other along the first axis."""
+        names = (*STEPS, "final_row", "carry", "fresh")
+        return {**{f"obs/{k}": v for k, v in self.obs.items()}, **{k: getattr(self, k) for k in names}}
+
+    def _read(self, name: str, store: Tensor, view: View, columns: Tensor | None) -> Tensor:
+        """What ``view`` shows of the store ``name``; of ``columns`` alone where they are given."""
+        store = self._half(store, view)
+        if columns is None:
+            return store
+        if name in STEPS:
+            return store.index_select(1, columns)
+        return store.unflatten(0, (-1, self.num_envs)).index_select(1, columns).flatten(0, 1)
+
+    def _half(self, store: Tensor, view: View) -> Tensor:
+        """The half of ``store`` that ``view`` is of; a copy where there are two, at an address that does not move."""
+        if self.halves == 1:
+            return store
+        return store.unflatten(0, (2, -1)).index_select(0, view.half.view(1)).squeeze(0)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """With two halves, the segment that is still to be read. With one, nothing: between ticks, what the next
+        segment depends on is all with the collector."""
+        if self.halves == 1:
+            return {}
+        return {**self.storage(), **{f"sealed/{i}": t for i, t in enumerate(self.sealed.tensors())}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for k, t in self.state_dict().items():
+            t.copy_(state[k])
+
+
+def final_rows(horizon: int, max_episode_steps: int | None) -> int:
+    """K: as many final observations per column as time limits can fall in ``horizon`` rows, plus one for other cuts."""
+    return min(horizon, math.ceil(horizon / max_episode_steps) + 1) if max_episode_steps else horizon
+
+
+def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
+    """Bytes that a segment takes."""
+    obs = sum(math.prod(s.shape) * s.dtype.itemsize for s in spec.obs.values())
+    action = 8 if isinstance(spec.action, Discrete) else 4 * spec.action.size
+    finals = final_rows(horizon, spec.max_episode_steps) + 1
+    return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 25))
+
+
+def by_parts(function: Callable[[Obs], Tensor], obs: Obs, count: int) -> Tensor:
+    """``function`` of observations [T, ...], in at most ``count`` calls on consecutive rows: images take four and more
+    times the room of their bytes inside a network."""
+    rows = next(iter(obs.values())).shape[0]
+    size = math.ceil(rows / count)
+    return torch.cat([function({k: v[i : i + size] for k, v in obs.items()}) for i in range(0, rows, size)])
+
+
+def permutations(count: int, size: int, gen: Generator, device: torch.device) -> Tensor:
+    """``count`` random orders of ``range(size)``, [count, size] int64, without a host sync."""
+    return torch.randint(1 << 62, (count, size), generator=gen, device=device).argsort(1)
+
+
+def minibatches(rows: Mapping[str, Tensor], epochs: int, count: int, dim: int, gen: Generator) -> Iterator[Any]:
+    """Every epoch cuts all rows, in an order of its own, into ``count`` equal minibatches.
+
+    Args:
+        rows: by name; the same size along ``dim`` (0: transitions; 1: environments, whole sequences of them).
+    Yields:
+        ``epochs * count`` dicts, each copied when it is asked for: of images, no more than a minibatch lies twice.
+    """
+    like = next(iter(rows.values()))
+    for order in permutations(epochs, like.shape[dim], gen, like.device):
+        for part in order.chunk(count):
+            yield {k: v.index_select(dim, part) for k, v in rows.items()}

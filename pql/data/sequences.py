@@ -1,0 +1,296 @@
+"""Sequences of rows from a replay ring, with the recurrent state that acted in their first row (R2D2).
+
+A sequence begins at every row whose number is a multiple of ``period``, and there alone the ring's side store keeps
+what the policy remembered before it acted. It runs over episode ends. ::
+
+    row         80        120                             200        n = 5
+                |---------|-------------------------------|-----|
+                 burn-in   trained on: losses and targets  ahead  the last rows' targets reach this far
+    state       s         .    .    .    first  .    .            zeroed where an episode begins
+
+One number per sequence, its priority, lies in an array [ring rows / period, environments], the leaves of a sum tree.
+
+Source: Kapturowski et al. 2019 (Recurrent Experience Replay in Distributed Reinforcement Learning). This file knows
+nothing of networks or losses.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from pql.data.priority import Ranked, valued_when_acted
+from pql.data.replay import Cursor, Replay
+from pql.types import Acted, Memory, Obs, Rows, Step, fill
+
+Target = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Sequence(NamedTuple):
+    """B sequences of S rows, of which L are trained on; and K true final observations, which some rows lead to.
+
+    Rows are counted from the sequence's first; ``action`` to ``successor`` begin at row ``burn_in``.
+    """
+
+    obs: Obs  # [S + K, B, ...]
+    first: Tensor  # [S, B] bool; the next row begins an episode
+    carry: Tensor  # [B, C] what the policy remembered before row 0
+    final_row: Tensor  # [K, B] int64; the row, from ``burn_in`` on, that a final observation followed
+    action: Tensor  # [L, B] int64
+    reward: Tensor  # [L, B] n-step sum
+    discount: Tensor  # [L, B]
+    successor: Tensor  # [L, B] int64; whose value lies beyond, among ``obs`` from row ``burn_in`` on
+    mask: Tensor  # [L, B] float32; 0: a filler row, or one whose target is not known
+    weight: Tensor  # [B] importance weight
+    index: Tensor  # type: ignore[assignment]  # [B] int64, for the priorities
+
+
+class States:
+    """What a recurrent policy remembered before it acted in a ring's aligned rows: a store beside the ring.
+
+    Args:
+        ring: with a whole number of periods. It takes each row after this store does.
+        size: C.
+    """
+
+    def __init__(self, ring: Replay, size: int, period: int):
+        assert ring.rows % period == 0, (ring.rows, period)
+        self.ring, self.period, self.device = ring, period, ring.device
+        self.slots, self.ragged = ring.rows // period, ring.ragged  # P
+        # One slot more, which takes what is not kept: every row writes, so that nothing branches.
+        self.carry = torch.zeros((self.slots + 1) * ring.num_envs, size, device=self.device)
+
+    def begin(self, obs: Obs) -> None:
+        """Nothing: observations are the ring's."""
+
+    def open(self, obs: Obs, memory: Memory | None) -> None:
+        """Nothing: sequences run across ticks."""
+
+    def restart(self, obs: Obs) -> None:
+        """Nothing: the policy begins with an empty memory, which the next aligned row stores."""
+
+    def insert(self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None) -> None:
+        """Keep ``acted.extra["carry"]`` [n, C] where the row is aligned and there is one.
+
+        Args:
+            arrived: [n] bool; False: no answer has come yet, so there is no row. None: all have.
+        """
+        ring = self.ring
+        columns = ring.columns if columns is None else columns
+        row = ring.live.head[columns]
+        kept = row % self.period == 0
+        kept = kept if arrived is None else kept & arrived
+        slot = torch.where(kept, row // self.period % self.slots, self.slots)
+        self.carry.index_copy_(0, slot * ring.num_envs + columns, acted.extra["carry"])
+
+    def positions(self) -> list[Tensor]:
+        return []
+
+    def at(self, row: Tensor, column: Tensor) -> Tensor:
+        """Before aligned logical ``row`` of ``column`` (both [B]): [B, C]."""
+        return self.carry.index_select(0, row // self.period % self.slots * self.ring.num_envs + column)
+
+    def used(self) -> int:
+        """Places from the first on that hold something, N to a period of rows. Waits for the device."""
+        return -(-self.ring.used() // self.period) * self.ring.num_envs
+
+    def state_dict(self) -> Rows:
+        """Those in use (views). Waits for the device."""
+        return Rows(carry=self.carry[: self.used()])
+
+    def load_state_dict(self, state: Any) -> None:
+        fill("carry", self.carry[: self.slots * self.ring.num_envs], state["carry"])
+
+
+class Sequences:
+    """Which sequences of a ring may be read, and reading them.
+
+    Args:
+        burn_in, length, n: rows before those trained on, rows trained on (L), and steps of their targets.
+        limit: steps of an episode at the most; sizes the room for final observations (None: for one).
+        stored: begin with the stored state; False: with zeros.
+
+    Attributes:
+        size: S, rows that must be sealed: burn_in + length + n.
+    """
+
+    def __init__(
+        self,
+        ring: Replay,
+        states: States,
+        burn_in: int,
+        length: int,
+        n: int,
+        gamma: float,
+        limit: int | None,
+        stored: bool = True,
+    ):
+        self.ring, self.states, self.burn_in, self.length, self.n, self.gamma = ring, states, burn_in, length, n, gamma
+        self.size, self.stored, self.count = burn_in + length + n, stored, states.slots * ring.num_envs
+        self.finals = finals_within(length + n - 1, limit)
+        device = ring.device
+        self._steps = torch.arange(self.size, device=device).unsqueeze(1)  # [S, 1]
+        self.trained = self._steps[:length]  # [L, 1]
+        self._places = torch.arange(self.finals, device=device).view(-1, 1, 1)  # [K, 1, 1]
+        self._first_places = torch.arange(states.slots, device=device).unsqueeze(1) * states.period  # [P, 1]
+
+    def starts(self, cursor: Cursor) -> tuple[Tensor, Tensor]:
+        """The newest sequence in each place: its first logical row, and whether it may be read; [P * N] both.
+
+        All its rows are sealed, and none is in the guard band that the collector may be overwriting.
+        """
+        ring, head = self.ring, cursor.head
+        row = head - 1 - (head - 1 - self._first_places) % ring.rows  # [P, N] the newest in this place below the head
+        usable = (row >= 0) & (row >= head - (ring.rows - ring.guard)) & (row + self.size <= head)
+        return row.flatten(), usable.flatten()
+
+    def column(self, index: Tensor) -> Tensor:
+        return index % self.ring.num_envs
+
+    def read(self, cursor: Cursor, start: Tensor, column: Tensor) -> Sequence:
+        """The sequences that begin at logical rows ``start`` of ``column`` (both [B]); raw observations and rewards."""
+        ring, burn, trained = self.ring, self.burn_in, self.length
+        heads = cursor.head.index_select(0, column).expand(self.size, -1)
+        rows = torch.minimum(start + self._steps, heads - 1)  # [S, B]; where nothing may be read yet, some written row
+        columns = column.expand_as(rows)
+        cells = rows % ring.rows * ring.num_envs + columns
+        flags = ring.flags.index_select(0, cells.flatten()).int().view_as(rows)
+        part = slice(burn, burn + trained)
+        row, col, head = (v[part].flatten() for v in (rows, columns, heads))
+        window = ring.targets(cursor, row, col, head, self.n, self.gamma)
+        ends = flags[burn : burn + trained + self.n - 1]  # a target's last row is one of these
+        cut = (ring.rule("cut", ends.flatten()) & ring.rule("valid", ends.flatten())).view_as(ends)
+        count = cut.cumsum(0)
+        # The k-th final observation's row is where the count first exceeds k; row 0 where it never does.
+        final_row = (count <= self._places).sum(1)  # [K, B]
+        final_row = torch.where(final_row < ends.shape[0], final_row, 0)
+        last = window.last.view(trained, -1) - rows[burn]  # from burn_in on
+        which = count.gather(0, last) - 1
+        leads = window.cut.view_as(last)
+        room = ~leads | (which < self.finals)
+        successor = torch.where(leads, which.clamp(0, self.finals - 1) + trained + self.n, last + 1)
+        cursor.lost += (window.lost | (window.mask & ~room.flatten())).sum()
+        mask = window.mask.view_as(last) & room
+        carry = self.states.at(start, column)
+        return Sequence(
+            self._observations(rows, columns, final_row),
+            ~ring.rule("same episode", flags.flatten()).view_as(rows),
+            carry if self.stored else torch.zeros_like(carry),
+            final_row,
+            ring.action.index_select(0, window.cell).view_as(last),
+            window.reward.view_as(last),
+            window.discount.view_as(last),
+            successor,
+            mask.float(),
+            torch.ones_like(carry[:, 0]),
+            start,
+        )
+
+    def _observations(self, rows: Tensor, columns: Tensor, final_row: Tensor) -> Obs:
+        """Those of all rows [S, B], then the final ones that followed rows [K, B] from burn_in on."""
+        ring = self.ring
+        plain = ring.observations(rows.flatten(), columns.flatten())
+        before, column = rows[self.burn_in :].gather(0, final_row).flatten(), columns[: self.finals].flatten()
+        which = ring.final.index_select(0, before % ring.rows * ring.num_envs + column)
+        final = ring.observations(before, column, (ring.rows + which % ring.finals) * ring.num_envs + column)
+        return {k: torch.cat((v, final[k])).unflatten(0, (-1, rows.shape[1])) for k, v in plain.items()}
+
+
+class RankedSequences(Ranked):
+    """Sequences drawn in proportion to priority ** alpha, from an array [P, N].
+
+    Each enters when its last row is sealed and leaves when the collector may overwrite its first row; both at a tick's
+    start.
+
+    Args:
+        eta: see :func:`mixed`.
+        target: (rewards, discounts, values beyond) -> targets, in the units of the values: a new sequence's priority is
+            that of its TD errors by the values that its actor stored, where it has any. None, and else: the largest.
+
+    Attributes:
+        entered: [P * N] int64; the first row of the sequence whose priority each leaf is, -1 where there is none.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        alpha: float,
+        beta: float,
+        beta_steps: int | None,
+        steps_per_tick: int,
+        clip: float | None = None,
+        eta: float = 0.9,
+        target: Target | None = None,
+    ):
+        device, states = sequences.ring.device, sequences.states
+        super().__init__(sequences.count, device, alpha, beta, beta_steps, steps_per_tick, clip)
+        self.sequences, self.eta, self.target = sequences, eta, target
+        self.entered = torch.full((sequences.count,), -1, dtype=torch.int64, device=device)
+        self._all = torch.arange(sequences.count, device=device)
+        self._newest = torch.arange(-(-sequences.ring.horizon // states.period), device=device).unsqueeze(1)  # [M, 1]
+
+    def open(self, cursor: Cursor, reward_scale: Tensor) -> None:
+        """A tick begins.
+
+        Args:
+            reward_scale: 0-dim; what learners multiply rewards by.
+        """
+        start, usable = self.sequences.starts(cursor)
+        old, new = self.tree.levels[0][: self.sequences.count], self.largest.repeat(self.sequences.count)
+        if self.target is not None:
+            new.index_copy_(0, *self._when_acted(cursor, reward_scale, self.target))
+        leaf = torch.where(start == self.entered, old, new)
+        self.tree.set(self._all, torch.where(usable, leaf, 0.0))
+        self.entered.copy_(torch.where(usable, start, -1))
+        self.count_tick()
+
+    def _when_acted(self, cursor: Cursor, reward_scale: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        """Places and leaves [M N] of as many sequences as a tick may complete in each column: the newest."""
+        seq, ring, states = self.sequences, self.sequences.ring, self.sequences.states
+        number = (cursor.head - seq.size) // states.period - self._newest  # [M, N]; negative: there is none
+        rows = (number * states.period + seq.burn_in).clamp(min=0) + seq.trained.unsqueeze(2)  # [L, M, N]
+        column, head = (v.expand_as(rows).flatten() for v in (ring.columns, cursor.head))
+        window = ring.targets(cursor, torch.minimum(rows.flatten(), head - 1), column, head, seq.n, seq.gamma)
+        q, ahead = valued_when_acted(ring, window)
+        error = (target(window.reward * reward_scale, window.discount, ahead) - q).view(seq.length, -1)
+        known = window.mask.view_as(error) & ~error.isnan()
+        leaf = self.power(mixed(error.nan_to_num(), known.float(), self.eta))
+        place = number % states.slots * ring.num_envs + ring.columns
+        return place.flatten(), torch.where(known.any(0), leaf, self.largest)
+
+    def sample(self, cursor: Cursor, batch: int, gen: Generator) -> Sequence:
+        """Draw ``batch`` sequences; those of an empty array have neither weight nor rows that count."""
+        index, leaf, weight = self.draw(batch, gen)
+        start = self.entered.index_select(0, index).clamp(min=0)
+        out = self.sequences.read(cursor, start, self.sequences.column(index))
+        return out._replace(mask=out.mask * (leaf > 0), weight=weight, index=index)
+
+    def used(self) -> int:
+        return self.sequences.states.used()
+
+    def state_dict(self) -> dict[str, Any]:
+        return Rows({**super().state_dict(), "entered": self.entered[: self.used()]})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        fill("entered", self.entered, state["entered"])
+        self.entered[len(state["entered"]) :] = -1
+
+
+def finals_within(rows: int, limit: int | None) -> int:
+    """Room for final observations: as many as time limits can fall in ``rows`` rows, and one for another cut."""
+    return min(rows, math.ceil(rows / limit) + 1) if limit else 1
+
+
+def mixed(error: Tensor, mask: Tensor, eta: float) -> Tensor:
+    """A sequence's priority: eta max |e| + (1 - eta) mean |e| over the rows that count.
+
+    Args:
+        error, mask: [L, B].
+    Returns:
+        [B]; 0 where no row counts.
+    """
+    size = error.abs() * mask
+    return eta * size.amax(0) + (1 - eta) * size.sum(0) / mask.sum(0).clamp(min=1)

@@ -1,0 +1,203 @@
+"""Transitions in files: what is in one, and a replay ring saved and loaded bit for bit.
+
+One safetensors file, one tensor per column, in either of two layouts (``docs/replay.md`` is the reference):
+
+* rows: ``[T, N, ...]``, N environments side by side, each observation once, of a stack of frames the newest: a ring's
+  content, as ``save`` writes it;
+* transitions: ``[M, ...]`` with ``next_obs.<group>``; what most other software records. Stacks are whole there.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pql.config.files import check_header
+from pql.contract.env import ObsSpec
+from pql.data import tensorfile
+from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID
+from pql.data.frames import kept_shape
+from pql.data.replay import Replay
+from pql.errors import ConfigError, nearest
+
+Columns = dict[str, Tensor]
+META = {"format": "pql-replay-1"}  # one entry: safetensors writes several in random order
+
+
+# -- a ring as it is --------------------------------------------------------------------------------------------------
+
+
+def save(replay: Replay, path: str | Path) -> None:
+    """Write a ring's content in rows, oldest first. Between two ticks: nobody may be writing to it.
+
+    Raises:
+        OSError: it cannot be written; a file that was there before stays.
+    """
+    path = Path(path).expanduser()
+    aside = path.with_name(f".writing-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensorfile.write(aside, rows_of(replay), META)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def rows_of(replay: Replay) -> Columns:
+    """A ring's intact rows: columns [T, N, ...], each environment's own ``length`` of them from the top."""
+    head, n = replay.live.head, replay.num_envs
+    length = head.clamp(max=replay.rows - 1)  # the observation to act on next lies in the oldest row's place
+    t = torch.arange(int(length.max()) + 1, device=replay.device)[:, None]  # [T + 1, 1]
+    logical = head - length + torch.minimum(t, length)
+    cell = logical % replay.rows * n + replay.columns  # [T + 1, N]
+    obs = {f"obs.{k}": v[cell] for k, v in replay.obs.items()}
+    cell = cell[:-1]
+    flags = replay.flags[cell].int()
+    held = t[:-1] < length
+    bits = {"terminated": TERMINATED, "truncated": TRUNCATED, "first": NEXT_FIRST, "valid": VALID}
+    marks = {k: (flags & bit > 0) & held for k, bit in bits.items()}
+    # Where older rows are gone, frames of the first ones' stacks are, too: these rows serve others' stacks alone.
+    marks["valid"] &= (t[:-1] >= max(replay.stacks.values()) - 1) | (head == length)
+    count = replay.final[cell]
+    kept = count >= replay.live.finals - (replay.finals - replay.horizon)  # as a reader sees it
+    known = marks["truncated"] & marks["valid"] & (flags & FINAL_OK > 0) & kept
+    row, column = known.nonzero().unbind(1)
+    slot = (replay.rows + count[row, column] % replay.finals) * n + column
+    finals = {f"final_obs.{k}": v[slot] for k, v in replay.obs.items()}
+    rest = {"action": replay.action[cell], "reward": replay.reward[cell], "length": length}
+    rest |= {f"extra.{k}": v[cell] for k, v in replay.extra.items()}
+    return {**obs, **rest, **marks, **finals, "final_row": row * n + column}
+
+
+def load(replay: Replay, path: str | Path) -> None:
+    """Fill a ring from what :func:`save` wrote: it then gives the same samples. Of a longer file, the newest rows.
+
+    Raises:
+        ConfigError: no such file, or columns that do not fit this ring; names the column.
+    """
+    n = replay.num_envs
+    groups = {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in replay.obs.items()}
+    data = read("replay", path, groups, None if replay.obs_only else replay.action, replay.extra)
+    if data["reward"].dim() != 2 or data["reward"].shape[1] != n:
+        have = f"not rewards of shape {list(data['reward'].shape)} (replay.prefill takes those, too)"
+        raise ConfigError("replay", path, f"rows of {n} environments, {have}")
+    length = data["length"].clamp(max=replay.rows - 1)
+    skipped = data["length"] - length  # [N] rows too old for this ring
+    t, columns = torch.arange(int(length.max()) + 1)[:, None], torch.arange(n)
+    taken = skipped + torch.minimum(t, length)  # [T + 1, N] rows of the file
+    for k in replay.obs:
+        write(replay.obs[k], data[f"obs.{k}"][taken, columns])
+    taken = taken[:-1].clamp(max=data["reward"].shape[0] - 1)
+    flags = flags_of(data)[taken, columns]
+    write(replay.flags, flags)
+    replay.live.head.copy_(length)
+    if replay.obs_only:
+        return
+    write(replay.action, data["action"][taken, columns])
+    write(replay.reward, data["reward"][taken, columns])
+    for k, store in replay.extra.items():
+        write(store, data[f"extra.{k}"][taken, columns])
+    counted = (flags & (TRUNCATED | VALID) == TRUNCATED | VALID) & (t[:-1] < length)  # as ``insert`` counts
+    before, total = counted.cumsum(0) - counted.long(), counted.sum(0)
+    write(replay.final, before)
+    replay.live.finals.copy_(total)
+    row, column = data["final_row"] // n, data["final_row"] % n
+    row = row - skipped[column]
+    count = before[row.clamp(min=0), column]
+    held = ((row >= 0) & (count >= total[column] - replay.finals)).nonzero().squeeze(1)
+    slot = (replay.rows + count % replay.finals)[held] * n + column[held]
+    for k, v in replay.obs.items():
+        v[slot.to(v.device)] = data[f"final_obs.{k}"][held].to(v)
+
+
+def flags_of(data: Columns) -> Tensor:
+    """A ring's packed flags, uint8 [T, N]."""
+    bits = {"terminated": TERMINATED, "truncated": TRUNCATED, "first": NEXT_FIRST, "valid": VALID}
+    flags = sum((data[k] * bit for k, bit in bits.items()), torch.zeros_like(data["reward"], dtype=torch.int64))
+    found = torch.zeros_like(data["truncated"])
+    found.view(-1)[data["final_row"]] = True
+    return (flags + (found | ~data["truncated"]) * FINAL_OK).to(torch.uint8)
+
+
+def write(store: Tensor, values: Tensor) -> None:
+    """``values`` [T, N, ...] into the first cells of a ring's tensor, in its own type."""
+    store[: values.shape[0] * values.shape[1]] = values.flatten(0, 1).to(store)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def read(
+    setting: str, path: str | Path, obs: Mapping[str, ObsSpec], action: Tensor | None, extra: Iterable[str] = ()
+) -> Columns:
+    """A file's columns, checked against an environment, with defaults for those that may be left out.
+
+    Args:
+        setting: what to call the file in an error.
+        action: a ring's store of them, for its shape and type; None: all but observations is not needed.
+        extra: names of the numbers that the ring keeps beside them.
+    """
+    try:
+        check_header(Path(path).expanduser())
+        data = load_file(Path(path).expanduser())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(setting, path, f"a safetensors file ({error})") from error
+
+    def column(name: str) -> Tensor:
+        if name not in data:
+            has = ", ".join(sorted(data))
+            raise ConfigError(setting, path, f"a column {name}{nearest(name, data)}; it has {has or 'none'}")
+        return data[name]
+
+    reward = column("reward")
+    flat, lead = reward.dim() == 1, list(reward.shape)
+    if reward.dim() not in (1, 2):
+        raise ConfigError(setting, path, f"a column reward of shape [T, N] or [M], not {lead}")
+    out: Columns = {}
+
+    def take(name: str, shape: list[int], kind: str, default: Tensor | None = None) -> None:
+        value = default if default is not None and name not in data else column(name)
+        fits = {
+            "float": value.is_floating_point(),
+            "bool": value.dtype == torch.bool,
+            "uint8": value.dtype == torch.uint8,
+            "int64": value.dtype == torch.int64,
+        }[kind]
+        if list(value.shape) != shape or not fits:
+            have = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            raise ConfigError(setting, path, f"a column {name} of {kind} {shape}, not {have}")
+        out[name] = value
+
+    def take_obs(prefix: str, count: list[int]) -> None:
+        for k, s in obs.items():
+            shape = s.shape if flat else kept_shape(s)
+            take(f"{prefix}.{k}", [*count, *shape], "float" if s.dtype.is_floating_point else "uint8")
+
+    take_obs("obs", lead if flat else [lead[0] + 1, lead[1]])
+    take("reward", lead, "float")
+    take("terminated", lead, "bool")
+    take("truncated", lead, "bool")
+    if action is not None:
+        take("action", [*lead, *action.shape[1:]], "float" if action.is_floating_point() else "int64")
+        for name in extra:
+            take(f"extra.{name}", lead, "float", torch.zeros(lead))
+    if flat:
+        take_obs("next_obs", lead)
+        return out
+    take("first", lead, "bool", out["terminated"] | out["truncated"])
+    take("valid", lead, "bool", torch.ones(lead, dtype=torch.bool))
+    take("length", lead[1:], "int64", torch.full(lead[1:], lead[0]))
+    finals = list(data.get("final_row", torch.empty(0)).shape)
+    take("final_row", finals, "int64", torch.empty(0, dtype=torch.int64))
+    if finals != [0]:
+        take_obs("final_obs", finals)
+    else:
+        out |= {f"final_obs.{k}": out[f"obs.{k}"][:0, 0] for k in obs}
+    for name, top in (("length", lead[0]), ("final_row", lead[0] * lead[1] - 1)):
+        if ((out[name] < 0) | (out[name] > top)).any():
+            raise ConfigError(setting, path, f"a column {name} within 0 to {top}")
+    return out

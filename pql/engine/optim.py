@@ -1,0 +1,238 @@
+"""Optimisation over one flat parameter tensor: clip, AdamW, RAdam or RMSProp, polyak averaging. All capturable."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pql.engine.collectives import ALONE, Group
+from pql.engine.graph import Graph
+from pql.nets.mlp import Flat
+
+
+class Optimizer:
+    """Gradient-norm clipping and a learning rate that is a device scalar, on a :class:`Flat`.
+
+    A gradient that is not finite changes nothing: the step is left out.
+
+    Args:
+        clip: largest gradient norm; None: no clipping.
+
+    Attributes:
+        broken: 0-dim float; 1 where the last gradient was not finite.
+    """
+
+    def __init__(self, flat: Flat, lr: float, clip: float | None = None):
+        self.flat, self.clip = flat, clip
+        self.lr = torch.tensor(lr, device=flat.data.device)
+        self.broken = self._whole = torch.zeros_like(self.lr)
+        self.group = ALONE
+
+    def connect(self, group: Group) -> None:
+        """Average gradients over the processes of ``group`` from now on."""
+        self.group = group
+
+    def zero_grad(self) -> None:
+        assert self.flat.data.grad is not None
+        self.flat.data.grad.zero_()
+
+    @torch.no_grad()
+    def step(self, skip: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Average over processes, clip, step; returns the gradient norm before clipping (0-dim).
+
+        Args:
+            skip: 0-dim float; where it is 1, nothing changes.
+            mask: 1 for each row that the gradient is a mean over, so that processes weigh by rows; None: all the same.
+        """
+        grad = self.flat.data.grad
+        assert grad is not None
+        self.group.mean_(self.flat.sent, mask)
+        norm = torch.linalg.vector_norm(grad)
+        skip = self._guard(norm, skip)
+        if self.clip is not None:
+            scale = (self.clip / (norm + 1e-6)).clamp_(max=1.0)
+            if Graph.possible(scale.device) or not scale >= 1:  # a host may look: it saves a pass over all gradients
+                grad.mul_(scale)
+        self.apply(grad, skip)
+        return norm
+
+    def _guard(self, norm: Tensor, skip: Tensor | None) -> Tensor | None:
+        """``skip``, and 1 where ``norm`` is not finite."""
+        if not Graph.possible(norm.device) and math.isfinite(norm):  # a host may look
+            self.broken = self._whole
+            return skip
+        self.broken = (norm - norm != 0).to(norm)
+        return self.broken if skip is None else torch.maximum(skip, self.broken)
+
+    def apply(self, grad: Tensor, skip: Tensor | None) -> None:
+        """Step along ``grad`` [P], which is clipped already."""
+        self.rule(self.flat.data, grad, self.state_dict(), skip)
+
+    def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+        """The update rule, element by element: on all parameters, or on some.
+
+        Args:
+            data, grad: [C]; ``data`` is changed in place.
+            state: as ``state_dict`` has it, with the rows of these parameters where it holds a row for each; changed in
+                place, but for ``lr``.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``lr``, what the rule remembers of past gradients ([P] each), and counts (0-dim)."""
+        return {"lr": self.lr}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+class AdamW(Optimizer):
+    """AdamW.
+
+    One fused kernel for the step, called without ``torch.optim``'s own wrapper, which costs more than the step itself
+    on small networks (the update rule and its defaults are the same; a test holds the two equal).
+
+    Args:
+        weight_decay: decoupled (Loshchilov & Hutter 2019).
+        eps: beside the root of the second moment; None: 1e-8.
+    """
+
+    BETA1, BETA2 = 0.9, 0.999
+
+    def __init__(
+        self, flat: Flat, lr: float, clip: float | None = None, weight_decay: float = 0.0, eps: float | None = None
+    ):
+        super().__init__(flat, lr, clip)
+        self.weight_decay, self.eps = weight_decay, 1e-8 if eps is None else eps
+        self.count = torch.zeros((), device=flat.data.device)  # steps taken
+        self.mean = torch.zeros_like(flat.data, requires_grad=False)
+        self.square = torch.zeros_like(flat.data, requires_grad=False)
+
+    def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+        state["count"].add_(1 if skip is None else 1 - skip)
+        self._fused(data, grad, state, skip, state["lr"])
+
+    def _fused(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None, lr: Tensor) -> None:
+        # ``found_inf`` is meant for loss scaling: where it is 1, the kernel leaves everything as it is.
+        torch._fused_adamw_(
+            [data],
+            [grad],
+            [state["mean"]],
+            [state["square"]],
+            [],
+            [state["count"]],
+            lr=lr,
+            beta1=self.BETA1,
+            beta2=self.BETA2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            found_inf=skip,
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"lr": self.lr, "count": self.count, "mean": self.mean, "square": self.square}
+
+
+class RAdam(AdamW):
+    """RAdam (Liu et al. 2020, Algorithm 2): Adam's step times a factor that rises to 1 as the estimate of the second
+    moment gains in certainty; momentum alone in the first few steps, where there is none.
+
+    ``eps`` stands where Adam has it (as in optax; ``torch.optim.RAdam`` has it before the bias correction), and the
+    decay of weights, too, is times that factor.
+    """
+
+    CERTAIN = 5.0  # length of the approximated moving average above which the second moment is used
+    LONGEST = 2 / (1 - AdamW.BETA2) - 1
+
+    def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+        state["count"].add_(1 if skip is None else 1 - skip)
+        # In double: differences of nearly equal numbers follow.
+        count, longest = state["count"].double().clamp_(min=1), self.LONGEST
+        decay = self.BETA2**count
+        length = longest - 2 * count * decay / (1 - decay)
+        certain = length > self.CERTAIN
+        factor = ((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)
+        lr = state["lr"]
+        self._fused(data, grad, state, skip, lr * torch.where(certain, factor, 0).sqrt().float())
+        plain = lr * (~certain / (1 - self.BETA1**count)).float()
+        data.addcmul_(state["mean"], plain if skip is None else plain * (1 - skip), value=-1)
+
+
+class RMSProp(Optimizer):
+    """RMSProp (Tieleman & Hinton 2012), uncentred: data -= lr grad / (sqrt(square) + eps).
+
+    Args:
+        decay: of the running mean of squared gradients.
+        eps: beside its root; None: 1e-5.
+    """
+
+    def __init__(self, flat: Flat, lr: float, clip: float | None = None, decay: float = 0.99, eps: float | None = None):
+        super().__init__(flat, lr, clip)
+        self.decay, self.eps = decay, 1e-5 if eps is None else eps
+        self.square = torch.zeros_like(flat.data, requires_grad=False)
+
+    def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+        go: float | Tensor = 1.0 if skip is None else 1 - skip
+        if skip is not None:
+            grad = torch.where(skip > 0, 0.0, grad)  # times 0, what is not finite stays so
+        square = state["square"]
+        square.lerp_(grad.square(), (1 - self.decay) * go)
+        data.addcdiv_(grad, self.root(square).div_(-state["lr"] * go))  # in few passes: it counts
+
+    def root(self, square: Tensor) -> Tensor:
+        """What the gradient is divided by, [C]."""
+        return square.sqrt().add_(self.eps)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"lr": self.lr, "square": self.square}
+
+
+class RMSPropTF(RMSProp):
+    """As TensorFlow has it, and the papers that used it: data -= lr grad / sqrt(square + eps), ``square`` 1 at first.
+
+    Where gradients are small, an ``eps`` under the root holds steps down much more than the same beside it.
+    """
+
+    def __init__(self, flat: Flat, lr: float, clip: float | None = None, decay: float = 0.99, eps: float | None = None):
+        super().__init__(flat, lr, clip, decay, eps)
+        self.square.fill_(1.0)
+
+    def root(self, square: Tensor) -> Tensor:
+        return square.add(self.eps).sqrt_()
+
+
+def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
+    """What a linear fall from 1 to 0 over ``steps`` env steps has left after ``ticks`` ticks (0-dim)."""
+    return (1 - ticks * (steps_per_tick / steps)).clamp_(min=0)
+
+
+@torch.no_grad()
+def polyak(target: Flat, source: Flat, tau: float | Tensor) -> None:
+    """target <- (1 - tau) target + tau source, in one kernel."""
+    target.data.lerp_(source.data, tau)
+
+
+class Clock:
+    """Updates so far, on the device: it says when a target network is due."""
+
+    def __init__(self, device: torch.device):
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.updates.copy_(state["updates"])
+
+
+@torch.no_grad()
+def follow(target: Flat, source: Flat, clock: Clock, period: int, tau: float = 1.0) -> None:
+    """Count an update, and move the target with every ``period``-th by :func:`polyak`, without a branch."""
+    clock.updates += 1
+    due = (clock.updates % period == 0).to(source.data.dtype)
+    # A share of 1 copies bit for bit, one of 0 changes nothing.
+    polyak(target, source, due if tau == 1 else due * tau)

@@ -1,0 +1,141 @@
+"""What this computer offers and how a run uses it: devices, threads, precision of products, memory."""
+
+import contextlib
+import ctypes
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pql.config import Config, PlacementConfig
+from pql.config.validate import resolve_device
+from pql.engine.schedule import Executor, Inline, Streams, Threads
+from pql.engine.watchdog import start_limit, step_limit
+from pql.errors import ConfigError
+
+
+def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict[str, torch.device]:
+    """Where each worker sits: its own placement, else the run's device. A single learner goes where "v" would.
+
+    Raises:
+        ConfigError: a device that this machine does not have.
+    """
+    place, out = config.placement, {}
+    wanted = {"collector": place.collector, "v": place.v_learner, "p": place.p_learner, "learner": place.v_learner}
+    for worker in ("collector", *learners):
+        device = torch.device(resolve_device(wanted[worker] or config.device))
+        # One spelling per device, or tensors on cuda and on cuda:0 would count as apart.
+        out[worker] = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return out
+
+
+def replica_devices(config: Config) -> list[str]:
+    """A device for each replica: as placed, else the run's: for ``cuda`` without a number, all GPUs in turn."""
+    count = config.replicas
+    if config.placement.replicas is not None:
+        return config.placement.replicas
+    if count > 1 and resolve_device(config.device) == "cuda":
+        return [f"cuda:{i % torch.cuda.device_count()}" for i in range(count)]
+    return [config.device] * count
+
+
+def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
+    """Threads on the CPU: each worker's intra-op threads, and those of a simulator that has its own.
+
+    ``cores`` is how many there are to share out; None: all that this process may use.
+
+    Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere; under ``replicas``
+    the same with a replica's share of the cores. Under ``concurrent`` the V-learner and the simulator, which bound most
+    ticks, get half the cores each. Another count is another order of summation, so other bits: never chosen at run
+    time.
+    """
+    cores, place = max(1, (cores or available_cores()) // config.replicas), config.placement.threads
+    alone = config.algo.schedule != "concurrent"
+    default = {
+        "collector": cores if alone else 1,
+        "v": cores if alone else max(1, cores // 2),
+        "p": cores if alone else 1,
+        "simulator": cores if alone or resolve_device(config.device) != "cpu" else max(1, cores // 2),
+    }
+    counts = {w: getattr(place, w) or n for w, n in default.items()}
+    return {**counts, "learner": counts["v"]}  # a single learner has the threads that "v" would
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The CPU's name."""
+    with contextlib.suppress(OSError, StopIteration):  # Linux
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> Executor:
+    """How the workers of a concurrent tick are run."""
+    on_cuda = all(d.type == "cuda" for d in devices.values())
+    kind = place.executor if place.executor != "auto" else ("streams" if on_cuda else "threads")
+    if kind == "streams":
+        if not on_cuda:
+            raise ConfigError("placement.executor", kind, "threads or inline where a worker sits on the CPU")
+        return Streams(devices, place.watchdog_seconds)
+    if kind == "threads":
+        return Threads(list(devices), place.watchdog_seconds, place.start_seconds)
+    return make_inline(place)
+
+
+def make_inline(place: PlacementConfig) -> Inline:
+    """The workers one after the other, under the placement's deadlines."""
+    return Inline(step=step_limit(place), start=start_limit(place))
+
+
+def set_precision(place: PlacementConfig) -> None:
+    """float32 products and convolutions: TF32 on CUDA, and on the CPU oneDNN's reduced-precision mode.
+
+    That mode hands float32 products to oneDNN, which rounds inputs to bfloat16 only on CPUs with matrix units for
+    it (AMX); elsewhere they stay float32 and merely run faster than MKL's on some processors.
+    """
+    fast = place.matmul == "fast"
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if fast else "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if fast else "ieee"  # type: ignore[attr-defined]
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
+    torch.backends.mkldnn.conv.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True  # else convolutions' gradients differ from run to run
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc's allocator to keep what is freed: an update's temporaries (about 0.5 MiB each) otherwise go back to
+    the kernel every time, and fault in again page by page. Where there is no glibc, nothing happens."""
+    m_mmap_threshold, m_trim_threshold, m_top_pad = -3, -1, -2
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(m_mmap_threshold, 32 << 20)  # the largest it accepts
+        mallopt(m_trim_threshold, 1 << 30)
+        mallopt(m_top_pad, 64 << 20)
+
+
+def host_memory() -> int:
+    """Bytes that this process can still have: what the kernel can free up, within the container's limit."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):  # Linux: the page cache can be had too
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    with contextlib.suppress(OSError, ValueError):  # cgroup v2; "max" where there is no limit
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        free = min(free, int(limit) - int(used))
+    return free
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that a replay may take: what is free, less a tenth."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = host_memory()
+    return int(free * 0.9)

@@ -1,0 +1,141 @@
+"""``Tape``: a CUDA graph's stand-in on the CPU. It records the operations of a body, and runs them again on the same
+memory.
+
+For checks on machines without a GPU. What a capture refuses is an error here: a value read back to the host, a shape
+that depends on values, a generator that was not registered. What a capture freezes shows as other numbers: a branch or
+a count in Python, a tensor that is made anew where one at a fixed address should be written. Gradients are recorded
+too, as the operations that they are made of.
+
+This file knows nothing of environments, networks or workers.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pql.engine.graph import WARMUP, Graph
+from pql.errors import RunError
+
+INDEXING = ("index", "index_put", "index_put_")
+"""Operations whose shape depends on values only where an index is a mask."""
+
+
+def waits(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation makes the host wait for a device: its shape or its result depends on values."""
+    if func.overloadpacket.__name__ in INDEXING:
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Inside, an operation that would make the host wait for a device is an error.
+
+    Raises:
+        RunError: there was one; names it.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if waits(func, args):
+            raise RunError(f"{func}: the host would wait for the device")
+        return func(*args, **(kwargs or {}))
+
+
+class Count(TorchDispatchMode):
+    """Counts operations that compute or copy, by name: about what a device runs kernels for. Views are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, int] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self.names.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not (func.is_view or func.overloadpacket.__name__ in FREE):
+            name = str(func.overloadpacket.__name__)
+            self.names[name] = self.names.get(name, 0) + 1
+        return out
+
+
+FREE = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "alias",
+    "lift_fresh",
+    "_reshape_alias",
+    "_local_scalar_dense",
+)
+"""Operations that run nothing on a device: they make room, or another view of it."""
+
+
+class Tape(TorchDispatchMode):
+    """Records what runs inside; :meth:`replay` runs it again.
+
+    Args:
+        generators: those that may be drawn from.
+    Raises:
+        RunError: an operation that no capture takes.
+    """
+
+    def __init__(self, generators: Sequence[Generator] = ()):
+        super().__init__()
+        self.generators = {_identity(g): g for g in generators}  # kept: a number may be used again
+        self.calls: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if waits(func, args):
+            raise RunError(f"{func} cannot be captured: the host would wait for the device")
+        drawn = kwargs.get("generator")
+        if drawn is not None and _identity(drawn) not in self.generators:
+            raise RunError(f"{func} cannot be captured: it draws from a generator that is not among the registered")
+        out = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, [t for t in tree_leaves(out) if isinstance(t, Tensor)]))
+        return out
+
+    def replay(self) -> None:
+        """Everything again, from what the memory now holds."""
+        with torch.no_grad():
+            for func, args, kwargs, made in self.calls:
+                new = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
+                for old, value in zip(made, new, strict=True):
+                    if old.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+                        old.copy_(value)
+
+
+class TapedGraph(Graph):
+    """A graph whose capture is a tape, on any device."""
+
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        return True
+
+    def place(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def take(self) -> Tape:
+        for _ in range(WARMUP):
+            self.body()
+        with Tape(self.generators) as tape:
+            self.body()
+        return tape
+
+    def finish(self) -> None:
+        pass
+
+
+def _identity(generator: Any) -> int:
+    """The same for all of Python's objects that stand for one generator."""
+    return generator._cdata

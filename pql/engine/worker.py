@@ -1,0 +1,189 @@
+"""Workers and learners: who runs what, on which device and thread share, with which private copies.
+
+A :class:`Learner` is pure algorithm: named state, a way to draw a batch, an update. A :class:`Worker` gives it (or
+the collector) a place: it pulls private copies, works, publishes. Nobody reads another worker's tensors.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from pql.engine import watchdog
+from pql.engine.collectives import ALONE, Group
+from pql.engine.graph import Graph
+from pql.engine.optim import Optimizer
+from pql.engine.slots import WeightSlot
+from pql.types import Metrics
+
+
+class State:
+    """Base of the learners' state dataclasses: one nested state_dict over the members that have one."""
+
+    def _members(self) -> dict[str, Any]:
+        named = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {k: v for k, v in named.items() if hasattr(v, "state_dict")}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v.state_dict() for k, v in self._members().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for k, v in self._members().items():
+            v.load_state_dict(state[k])
+
+    def optimizers(self) -> list[Optimizer]:
+        members = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        return [member for member in members if isinstance(member, Optimizer)]
+
+    def connect(self, group: Group) -> None:
+        """Train the same weights as all processes of ``group``: optimisers average their gradients."""
+        for optimizer in self.optimizers():
+            optimizer.connect(group)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a worker runs. ``update`` touches only its arguments; ``draw`` reads sealed rows and private copies."""
+
+    name: str
+    state: State
+    update: Callable[[Any, Any, Any, Generator], Metrics]  # (state, inputs, batch, gen)
+    draw: Callable[[int, Generator], Iterable[Any]]  # (k, gen) -> k batches: the rows are sealed for the whole tick
+    inputs: Any  # private copies of what other workers publish
+    gen: Generator
+    trains: tuple[str, ...] = ()  # which counts an update adds to: "v" (value), "p" (policy); default: its name
+    begin: Callable[[], None] | None = None  # called once before a new run's first tick; it may wait for the device
+    rest: Callable[[], None] | None = None  # called in place of updates, in a tick that has none
+    clock: Tensor | None = None  # 0-dim, in ``state``: ticks so far, where schedules of its own run by them
+
+
+class MetricSum:
+    """Sums of an update's metrics on the device; read once per log line, never in between."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.sums: list[Tensor] = []
+        self.count: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, metrics: Metrics) -> None:
+        if self.count is None:
+            self.names = list(metrics)
+            self.sums = [torch.zeros_like(v) for v in metrics.values()]
+            self.count = torch.zeros_like(self.sums[0])
+        torch._foreach_add_([self.count, *self.sums], [torch.ones_like(self.count), *metrics.values()])
+
+    def zero(self) -> None:
+        if self.count is not None:
+            torch._foreach_zero_([self.count, *self.sums])
+
+    def absorb(self, other: "MetricSum") -> None:
+        """Take what ``other``, which has the same metrics, was given; it starts over. Both were given something."""
+        assert self.count is not None
+        assert other.count is not None
+        theirs = [t.to(self.count.device) for t in (other.count, *other.sums)]
+        torch._foreach_add_([self.count, *self.sums], theirs)
+        other.zero()
+
+    def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
+        """Means since the last drain, of all processes of ``group``, as device tensors; and start over."""
+        if self.count is None:
+            return {}
+        count, *sums = group.sum_(torch.stack([self.count, *self.sums]))
+        self.zero()
+        return dict(zip(self.names, torch.stack(sums) / count.clamp(min=1), strict=True))
+
+
+class LearnerJob:
+    """A burst of ``size`` updates: eager on the CPU, one captured graph on CUDA."""
+
+    def __init__(self, learner: Learner, size: int, device: torch.device, capture: bool):
+        self.learner, self.size = learner, size
+        self.metrics = MetricSum()
+        self.updates = 0
+        self.group = ALONE
+        self.graph = Graph(self._burst, device, [learner.gen], self, capture)
+
+    def _burst(self) -> None:
+        one = self.learner
+        for batch in one.draw(self.size, one.gen):
+            metrics = one.update(one.state, one.inputs, batch, one.gen)
+            broken = [optimizer.broken for optimizer in one.state.optimizers()]
+            self.metrics.add({**metrics, f"skipped/{one.name}": functools.reduce(torch.maximum, broken)})
+            watchdog.touch()
+
+    def __call__(self, bursts: int) -> None:
+        if bursts == 0 and self.learner.rest is not None:
+            self.learner.rest()
+        for _ in range(bursts):
+            with self.group.turn():
+                self.graph()
+        self.updates += bursts * self.size
+
+    def connect(self, group: Group) -> None:
+        """Train as one with all processes of ``group``. Before the graph is captured."""
+        self.group = group
+        self.learner.state.connect(group)
+
+    # what the graph's warm-up must leave as it was
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.learner.state.state_dict(), "gen": self.learner.gen.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.learner.state.load_state_dict(state["state"])
+        self.learner.gen.set_state(state["gen"].cpu())
+        self.metrics.zero()
+
+
+Pull = tuple[WeightSlot, Sequence[Tensor]]
+
+
+class Worker:
+    """One role of the tick: pull private copies, work, publish.
+
+    Args:
+        job: called with a count (steps for the collector, bursts for a learner).
+        pulls: slots and the private tensors that receive them.
+        publishes: slots that this worker owns.
+        threads: intra-op threads; a per-thread setting in PyTorch, so it is applied wherever the job runs.
+        trace: records every pull and publish (see ``schedule.Trace``).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: Callable[[int], None],
+        device: torch.device,
+        pulls: Sequence[Pull] = (),
+        publishes: Sequence[WeightSlot] = (),
+        threads: int = 1,
+        trace: Callable[..., None] | None = None,
+    ):
+        self.name, self.job, self.device, self.threads = name, job, device, threads
+        self.pulls, self.publishes, self.trace = pulls, publishes, trace
+        self.pulled: dict[str, int] = {}
+        self.busy = 0.0  # seconds of work so far, as the executor measured them
+
+    def run(self, count: int, version: int | None = None) -> None:
+        """Pull (``version``, or the newest where None), work, publish."""
+        # Asked first: the first question makes the calling thread take the process-wide count, whenever it comes.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            self._run(count, version)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self, count: int, version: int | None) -> None:
+        for slot, target in self.pulls:
+            self.pulled[slot.name] = slot.pull(target, slot.version if version is None else version)
+            if self.trace:
+                self.trace("pull", self.name, slot.name, self.pulled[slot.name])
+        self.job(count)
+        for slot in self.publishes:
+            slot.publish()
+            if self.trace:
+                self.trace("publish", self.name, slot.name, slot.version)

@@ -1,0 +1,296 @@
+"""On-policy networks: a stochastic policy and a state value, each an MLP, with an LSTM before it where wanted.
+
+A recurrent network's memory is a tensor [N, 2 H], the *carry*: hidden and cell state side by side; zeros begin an
+episode. A network without memory has a carry of size 0. This file knows nothing of losses.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pql.contract.env import ObsSpec
+from pql.nets.distributions import ActionDist, DiagGaussian
+from pql.nets.encoders import Encoder
+from pql.nets.mlp import Reads, groups_read, mlp
+from pql.types import Obs
+
+
+class Lstm(nn.Module):
+    """An LSTM over observations [T, N, D], forgetting where an episode begins."""
+
+    def __init__(self, size_in: int, hidden: int):
+        super().__init__()
+        self.hidden = hidden
+        self.cell = nn.LSTMCell(size_in, hidden)
+
+    def step(self, x: Tensor, carry: Tensor) -> Tensor:
+        """[N, D], [N, 2 H] -> the carry after it, [N, 2 H]; its first half is the output."""
+        hidden, cell = carry.chunk(2, -1)
+        return torch.cat(self.cell(x, (hidden, cell)), -1).float()
+
+    def unroll(self, x: Tensor, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Through the rows of a rollout.
+
+        Args:
+            x: [T, N, D]; carry: [N, 2 H] before row 0.
+            first: [T, N] bool; row t + 1 begins an episode (as ``Step.first``).
+        Returns:
+            [T, N, 2 H] the carry after each row, not yet reset; [N, 2 H] the carry that row T begins with.
+        """
+        after, keep = [], (~first).unsqueeze(-1).to(carry.dtype)
+        for t in range(x.shape[0]):
+            after.append(self.step(x[t], carry))
+            carry = after[-1] * keep[t]
+        return torch.stack(after), carry
+
+
+class Body(Reads):
+    """Observations -> features: (encoder ->) (LSTM ->) an MLP whose every layer has an activation.
+
+    ``hidden`` may be empty where the encoder's features, or the LSTM's, are those wanted.
+
+    Attributes:
+        size: of the features. carry_size: 2 H, or 0.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        obs_size: int,
+        hidden: Sequence[int],
+        activation: str,
+        layer_norm: bool,
+        lstm: int | None,
+        encoder: Encoder | None = None,
+    ):
+        super().__init__(group, encoder)
+        self.size, self.carry_size = [lstm or obs_size, *hidden][-1], 2 * (lstm or 0)
+        self.memory = Lstm(obs_size, lstm) if lstm else None
+        layers = list(mlp(lstm or obs_size, hidden, 1, activation, layer_norm))[:-1]
+        self.trunk = nn.Sequential(*layers)
+        for layer in (*(encoder.plain_layers() if encoder else ()), *layers):
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                orthogonal(layer, math.sqrt(2))
+
+    def forward(self, obs: Obs) -> Tensor:
+        """[..., D] -> [..., size], without memory."""
+        assert self.memory is None
+        return self.trunk(self.features(obs))
+
+    def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
+        """With memory, one row: [N, D] and the carry before it -> features [N, size] and the carry after it."""
+        assert self.memory is not None
+        carry = self.memory.step(self.features(obs), carry)
+        return self.trunk(carry[..., : self.memory.hidden]), carry
+
+    def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """With memory: [T, N, D] -> features [T, N, size], carries after each row [T, N, 2 H], and that for row T."""
+        assert self.memory is not None
+        after, carry = self.memory.unroll(self.features(obs), carry, first)
+        return self.trunk(after[..., : self.memory.hidden]), after, carry
+
+
+class OwnBody(nn.Module):
+    """Features by a network from elsewhere, without memory; it sees [B, ...] whatever stands before a group's axes."""
+
+    carry_size = 0
+
+    def __init__(self, network: nn.Module, obs: Mapping[str, ObsSpec]):
+        super().__init__()
+        self.network, self.groups = network, groups_read(network)
+        self.axes = {k: len(obs[k].shape) for k in self.groups}
+        with torch.no_grad():
+            self.size = network({k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in obs.items()}).shape[-1]
+
+    def forward(self, obs: Obs) -> Tensor:
+        """[..., D] and so on -> [..., size]."""
+        seen = {k: obs[k] for k in self.groups}
+        k, x = next(iter(seen.items()))
+        lead = x.shape[: x.dim() - self.axes[k]]
+        out = self.network({k: v.reshape(-1, *v.shape[v.dim() - self.axes[k] :]) for k, v in seen.items()})
+        return out.view(*lead, self.size)
+
+
+def orthogonal(layer: nn.Conv2d | nn.Linear, gain: float) -> None:
+    """Orthogonal weights and zero bias (Engstrom et al. 2020: it matters for PPO)."""
+    nn.init.orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+
+
+class StochasticPolicy(nn.Module):
+    """obs["policy"] -> parameters of an action distribution, [..., P] float32.
+
+    A Gaussian's standard deviation does not depend on the observation.
+
+    Args:
+        init_std: a Gaussian's, to begin with.
+        amp: compute in bfloat16 (matrix products; parameters stay float32), wherever the policy is used: what the
+            collector acts with is what the learner recomputes.
+    """
+
+    log_std: nn.Parameter | None
+
+    def __init__(self, body: Body | OwnBody, dist: ActionDist, init_std: float = 1.0, amp: bool = False):
+        super().__init__()
+        self.body, self.dist, self.amp, self.groups = body, dist, amp, body.groups
+        self.head = nn.Linear(body.size, dist.size)
+        orthogonal(self.head, 0.01)
+        gaussian = isinstance(dist, DiagGaussian)
+        self.log_std = nn.Parameter(torch.full((dist.size,), math.log(init_std))) if gaussian else None
+
+    def params(self, features: Tensor) -> Tensor:
+        """[..., F] -> [..., P]."""
+        out = self.head(features).float()
+        return out if self.log_std is None else torch.cat((out, self.log_std.expand_as(out)), -1)
+
+    def forward(self, obs: Obs) -> Tensor:
+        with bfloat16(self.amp, next(iter(obs.values()))):
+            return self.params(self.body(obs))
+
+    def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
+        """With memory, one row: parameters [N, P] and the carry after it [N, 2 H]."""
+        assert isinstance(self.body, Body)
+        with bfloat16(self.amp, next(iter(obs.values()))):
+            features, carry = self.body.step(obs, carry)
+            return self.params(features), carry
+
+    def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> Tensor:
+        """With memory: rows [T, N, D] and the carry before row 0 -> parameters [T, N, P]; ``first`` as in a rollout."""
+        assert isinstance(self.body, Body)
+        with bfloat16(self.amp, next(iter(obs.values()))):
+            return self.params(self.body.unroll(obs, carry, first)[0])
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of one environment's memory, zeros where an episode begins; empty without memory."""
+        return {"carry": (self.body.carry_size,)} if self.body.carry_size else {}
+
+    def mean_action(self, obs: Obs, state: Obs | None = None) -> Any:
+        """The likeliest action, [N, A] in [-1, 1] or [N] int64; with memory, (action, state after it)."""
+        if not self.body.carry_size:
+            return self.dist.mode(self(obs))
+        assert state is not None
+        params, carry = self.step(obs, state["carry"])
+        return self.dist.mode(params), {"carry": carry}
+
+
+class StateValue(nn.Module):
+    """Features -> value [...] float32. ``body`` is None where it shares the policy's."""
+
+    def __init__(self, body: Body | OwnBody | None, size: int):
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(size, 1)
+        orthogonal(self.head, 1.0)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(features).squeeze(-1).float()
+
+
+class ActorCritic(nn.Module):
+    """A policy and a value, and what they compute together. The policy's parameters come first.
+
+    The value has a body of its own, or takes the policy's features (a shared trunk).
+    """
+
+    def __init__(self, policy: StochasticPolicy, value: StateValue):
+        super().__init__()
+        self.policy, self.value = policy, value
+
+    @property
+    def value_body(self) -> Body | OwnBody:
+        return self.value.body or self.policy.body
+
+    def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
+        """Without memory: [..., D] -> parameters [..., P], value [...]."""
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
+            features = self.policy.body(obs)
+            own = self.value.body
+            return self.policy.params(features), self.value(features if own is None else own(obs))
+
+    def values(self, obs: Obs) -> Tensor:
+        """Without memory: [..., D] -> value [...]."""
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
+            return self.value(self.value_body(obs))
+
+    def unroll(self, obs: Obs, carry: Tensor, value_carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """With memory: rows [T, N, D] and both memories before row 0 -> parameters [T, N, P], value [T, N].
+
+        Args:
+            value_carry: not read where the trunk is shared.
+            first: [T, N] bool; row t + 1 begins an episode.
+        """
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
+            body, own = self.policy.body, self.value.body
+            assert isinstance(body, Body)
+            features = body.unroll(obs, carry, first)[0]
+            seen = own.unroll(obs, value_carry, first)[0] if isinstance(own, Body) else features
+            return self.policy.params(features), self.value(seen)
+
+    def unroll_values(self, obs: Obs, carry: Tensor, first: Tensor, final_row: Tensor) -> tuple[Tensor, Tensor]:
+        """With memory: the values of a whole segment.
+
+        Args:
+            obs: [T + 1 + K, N, D]: rows, row T, final observations.
+            carry: [N, 2 H] of the value, before row 0.
+            first: [T, N] bool.
+            final_row: [K, N] int64; the row that each final observation followed.
+        Returns:
+            values [T + 1 + K, N]; the carry for row T [N, 2 H].
+        """
+        body, (now, rest) = self.value_body, cut(obs, first.shape[0])
+        assert isinstance(body, Body)
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
+            features, after, carry = body.unroll(now, carry, first)
+            return self.value(torch.cat((features, tail(body, rest, after, carry, final_row)))), carry
+
+    def evaluate(self, obs: Obs, carry: Tensor, first: Tensor, final_row: Tensor) -> tuple[Tensor, Tensor]:
+        """A whole segment in one pass: parameters [T, N, P] and values [T + 1 + K, N], with gradients for its T rows
+        alone. With memory the trunk is shared.
+
+        Args:
+            obs, first, final_row: as in :meth:`unroll_values`.
+            carry: [N, 2 H] before row 0, or [N, 0] without memory.
+        """
+        body, (now, rest) = self.policy.body, cut(obs, first.shape[0])
+        if not isinstance(body, Body) or body.memory is None:
+            params, value = self(now)
+            with torch.no_grad():
+                later = self.values(rest)
+            return params, torch.cat((value, later))
+        assert self.value.body is None
+        with bfloat16(self.policy.amp, next(iter(obs.values()))):
+            features, after, carry = body.unroll(now, carry, first)
+            with torch.no_grad():
+                beyond = tail(body, rest, after, carry, final_row)
+            return self.policy.params(features), self.value(torch.cat((features, beyond)))
+
+
+def cut(obs: Obs, rows: int) -> tuple[Obs, Obs]:
+    """The first ``rows`` of every group, and the rest."""
+    return {k: v[:rows] for k, v in obs.items()}, {k: v[rows:] for k, v in obs.items()}
+
+
+def tail(body: Body, obs: Obs, after: Tensor, carry: Tensor, final_row: Tensor) -> Tensor:
+    """Features of what follows the rows of a segment, [1 + K, N, F].
+
+    Row T goes on from what is left after row T - 1; a final observation from the memory that its row left, before the
+    reset.
+
+    Args:
+        obs: [1 + K, N, D]: row T, final observations.
+        after: [T, N, 2 H] carries after each row; carry: [N, 2 H] for row T; final_row: [K, N] int64.
+    """
+    index = final_row.unsqueeze(-1).expand(-1, -1, body.carry_size)
+    left = torch.cat((carry.unsqueeze(0), after.gather(0, index)))  # [1 + K, N, 2 H]
+    features = body.step({k: v.flatten(0, 1) for k, v in obs.items()}, left.flatten(0, 1))[0]
+    return features.view(*left.shape[:2], -1)
+
+
+def bfloat16(on: bool, like: Tensor) -> torch.autocast:
+    """Autocast on ``like``'s device. No cache of cast weights: a captured graph must cast them anew in every replay."""
+    return torch.autocast(like.device.type, torch.bfloat16, enabled=on, cache_enabled=False)

@@ -1,0 +1,317 @@
+"""Networks from elsewhere, and encoders: observation groups, images among them, become one vector of features."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pql.config import Config, EncoderConfig
+from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.contract.registry import import_name
+from pql.errors import ConfigError, nearest
+from pql.types import Obs
+
+Size = tuple[int, int, int]
+"""Of an image: channels, height, width."""
+
+
+class Encoder(nn.Module):
+    """Observation groups -> features [..., size]: vectors as they are, each image through a CNN of its own, in a row.
+
+    Args:
+        kind, channels, features, layer_norm: of the images' networks, see :class:`Pictures`.
+
+    Attributes:
+        groups: what it reads. size: of the features.
+    """
+
+    def __init__(
+        self,
+        obs: Mapping[str, ObsSpec],
+        groups: Sequence[str],
+        kind: str = "small",
+        channels: Sequence[int] | None = None,
+        features: int | None = None,
+        layer_norm: bool = False,
+    ):
+        super().__init__()
+        self.groups, images = tuple(groups), [k for k in groups if len(obs[k].shape) > 1]
+        pictures = {k: Pictures(obs[k].shape, kind, channels, features, layer_norm) for k in images}
+        self.pictures = nn.ModuleDict(pictures)
+        self.size = sum(pictures[k].size if k in pictures else obs[k].shape[0] for k in groups)
+
+    def forward(self, obs: Obs) -> Tensor:
+        return torch.cat([self.pictures[k](obs[k]) if k in self.pictures else obs[k].float() for k in self.groups], -1)
+
+    def plain_layers(self) -> list[nn.Conv2d | nn.Linear]:
+        """The convolutions and linear layers of those networks that are chains of them; none of a residual one's,
+        whose blocks want to begin near the identity."""
+        networks = [list(p.net) for p in self.pictures.values() if isinstance(p, Pictures)]
+        chains = [net for net in networks if not any(isinstance(layer, Residual) for layer in net)]
+        return [layer for net in chains for layer in net if isinstance(layer, nn.Conv2d | nn.Linear)]
+
+
+class Pictures(nn.Module):
+    """Images [..., C, H, W] (or [..., H, W, C], or [..., H, W]) -> [..., size]. Bytes are scaled to [0, 1].
+
+    The shorter of the first and the last axis is taken for the channels.
+
+    Args:
+        kind: of network, a key of ``NETWORKS``.
+        channels: of its convolutions (its sections, where residual); None: the kind's own.
+        features: of the layer that ends it; None: the kind's own; 0: no such layer, the last image is the output.
+        layer_norm: before every activation (``small`` ends with one in any case); not where residual.
+
+    Attributes:
+        size: of what comes out.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        kind: str = "small",
+        channels: Sequence[int] | None = None,
+        features: int | None = None,
+        layer_norm: bool = False,
+    ):
+        super().__init__()
+        network, self.kind = NETWORKS[kind], kind
+        self.axes, self.last = len(shape), channels_last(shape)
+        size, wanted = image_size(shape), network.features if features is None else features
+        self.net = network.make(size, channels or network.channels, wanted, layer_norm)
+        with torch.no_grad():
+            self.size: int = self.net(torch.zeros(1, *size)).shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        lead = x.shape[: -self.axes]
+        x = x.flatten(0, -self.axes - 1) if len(lead) != 1 else x
+        x = x.movedim(-1, 1) if self.last else x.unsqueeze(1) if self.axes == 2 else x
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        # Channels last is what convolutions run fastest in. But on a CPU the wide strides of Nature's network gain by
+        # it in float32 gradients alone.
+        last = device != "cpu" or self.kind != "nature" or (torch.is_grad_enabled() and dtype == torch.float32)
+        out = self.net(convolvable(x, dtype, torch.channels_last if last else torch.contiguous_format))
+        return out if len(lead) == 1 else out.unflatten(0, lead)
+
+
+def convolvable(x: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
+    """Images [B, C, H, W] in a layout for convolutions; bytes as ``dtype`` in [0, 1] (bfloat16 holds bytes exactly)."""
+    if x.is_floating_point() or x.is_contiguous(memory_format=layout):
+        x = x.contiguous(memory_format=layout)
+    elif x.device.type == "cpu" and not torch.compiler.is_compiling():
+        out = torch.empty(x.shape, dtype=dtype, memory_format=layout)
+        for plane, channel in zip(out.unbind(1), x.unbind(1), strict=True):  # half the time of both changes at once
+            plane.copy_(channel)
+        return out.mul_(1 / 255)
+    else:
+        x = x.contiguous(memory_format=layout)  # bytes move cheapest
+    return x if x.is_floating_point() else x.to(dtype).mul_(1 / 255)
+
+
+def channels_last(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[2] < shape[0]
+
+
+def image_size(shape: tuple[int, ...]) -> Size:
+    """A group's shape, in whichever layout, as (channels, height, width)."""
+    if len(shape) == 2:
+        return 1, *shape
+    return (shape[2], *shape[:2]) if channels_last(shape) else shape  # type: ignore[return-value]
+
+
+class ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the channels of every place of [B, C, H, W], as Gallici et al. 2024 (PQN) have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def small(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
+    """3 x 3 convolutions that halve height and width, then Linear, LayerNorm and tanh (as Yarats et al. 2022, DrQ-v2,
+    end theirs)."""
+    layers: list[nn.Module] = []
+    inside, rows, columns = size
+    for outside in channels:
+        norms = [ChannelNorm(outside)] if layer_norm else []
+        layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), *norms, nn.ReLU(inplace=True)]
+        inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
+    return nn.Sequential(*layers, *end(inside * rows * columns, features, nn.LayerNorm(features), nn.Tanh()))
+
+
+def end(size: int, features: int, *after: nn.Module) -> list[nn.Module]:
+    """All of the last image in a row, and the layer that makes features of it, where they are wanted."""
+    return [nn.Flatten(), *([nn.Linear(size, features), *after] if features else [])]
+
+
+NATURE = ((8, 4), (4, 2), (3, 1))
+"""Kernel and stride of the convolutions of Mnih et al. 2015."""
+
+
+def nature(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
+    """The network of Mnih et al. 2015; with two channels, [16, 32], and 256 features that of A3C (Mnih et al. 2016)."""
+    layers: list[nn.Module] = []
+    inside, rows, columns = size
+    for outside, (kernel, stride) in zip(channels, NATURE, strict=False):
+        norms = [ChannelNorm(outside)] if layer_norm else []
+        layers += [nn.Conv2d(inside, outside, kernel, stride), *norms, nn.ReLU(inplace=True)]
+        inside, rows, columns = outside, (rows - kernel) // stride + 1, (columns - kernel) // stride + 1
+    norm = [nn.LayerNorm(features)] if layer_norm and features else []
+    return nn.Sequential(*layers, *end(inside * rows * columns, features, *norm, nn.ReLU(inplace=True)))
+
+
+class Residual(nn.Module):
+    """x + conv(relu(conv(relu(x)))), [B, C, H, W]."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.relu(self.first(F.relu(x)), inplace=True))
+
+
+def resnet(size: Size, channels: Sequence[int], features: int, layer_norm: bool = False) -> nn.Sequential:
+    """The deep network of Espeholt et al. 2018 (IMPALA): sections of a convolution, a max pooling that halves height
+    and width, and two residual blocks; with the three of [16, 32, 32], 15 convolutions."""
+    layers: list[nn.Module] = []
+    inside, rows, columns = size
+    for outside in channels:
+        pool = nn.MaxPool2d(3, stride=2, padding=1)
+        layers += [nn.Conv2d(inside, outside, 3, padding=1), pool, Residual(outside), Residual(outside)]
+        inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
+    layers.append(nn.ReLU(inplace=True))
+    return nn.Sequential(*layers, *end(inside * rows * columns, features, nn.ReLU(inplace=True)))
+
+
+class Network(NamedTuple):
+    """A kind of network for images, with the sizes of its paper."""
+
+    make: Callable[[Size, Sequence[int], int, bool], nn.Sequential]
+    channels: tuple[int, ...]
+    features: int
+
+
+NETWORKS = {
+    "small": Network(small, (16, 32, 32), 128),
+    "nature": Network(nature, (32, 64, 64), 512),
+    "resnet": Network(resnet, (16, 32, 32), 256),
+}
+
+
+def least_side(count: int) -> int:
+    """The smallest height and width that ``count`` convolutions of ``nature`` leave something of."""
+    side = 1
+    for kernel, stride in reversed(NATURE[:count]):
+        side = (side - 1) * stride + kernel
+    return side
+
+
+def groups_of(config: Config, spec: EnvSpec, which: str) -> tuple[str, ...]:
+    """The observation groups that the "policy" or the "critic" reads.
+
+    Raises:
+        ConfigError: a group that the environment lacks, or one of a shape that no encoder here, or not the one that
+            the config asks for, takes.
+    """
+    net, setting = getattr(config.algo, which), f"algo.{which}.obs"
+    groups = tuple(net.obs or ((which,) if which in spec.obs else ("policy",)))
+    for group in groups:
+        if group not in spec.obs:
+            raise ConfigError(setting, group, f"groups of {spec.name}: {', '.join(spec.obs)}{nearest(group, spec.obs)}")
+        shape = spec.obs[group].shape
+        if not 1 <= len(shape) <= 3 or 0 in shape:
+            raise ConfigError(setting, group, f"vectors or images; {group!r} is {list(shape)}")
+        if len(shape) > 1:
+            _check_image(config.algo.encoder, group, shape)
+    return groups
+
+
+def _check_image(encoder: EncoderConfig, group: str, shape: tuple[int, ...]) -> None:
+    if encoder.kind != "nature":
+        return
+    least = least_side(len(encoder.channels or NETWORKS["nature"].channels))
+    if min(image_size(shape)[1:]) < least:
+        allowed = f"small or resnet: it takes images of at least {least} x {least}; {group!r} is {list(shape)}"
+        raise ConfigError("algo.encoder.kind", "nature", allowed)
+
+
+def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
+    """What stands before the hidden layers of the "policy" or "critic"; None where it reads one vector of floats."""
+    groups = groups_of(config, spec, which)
+    first = spec.obs[groups[0]]
+    if len(groups) == 1 and len(first.shape) == 1 and first.dtype.is_floating_point:
+        return None
+    encoder = config.algo.encoder
+    return Encoder(spec.obs, groups, encoder.kind, encoder.channels, encoder.features, encoder.layer_norm)
+
+
+# -- networks from elsewhere ------------------------------------------------------------------------------------------
+
+
+Outputs = list[tuple[str, Any, list[Any]]]
+"""Calls of a network on two rows: the call, its output, and the expected shape (a text stands for any size)."""
+Probe = Callable[[nn.Module, Obs, Tensor], Outputs]
+"""(network, obs, action) -> its outputs on two rows."""
+
+
+def probe_features(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
+    """Features, which an algorithm's own heads take."""
+    return [("forward(obs)", network(obs), [2, "F"])]
+
+
+def custom_network(config: Config, spec: EnvSpec, which: str, probe: Probe = probe_features) -> nn.Module:
+    """The network that ``algo.policy.net`` or ``algo.critic.net`` names, tried on two rows.
+
+    Args:
+        probe: calls it as the algorithm will.
+    Raises:
+        ConfigError: it cannot be found or made, or does not give what the algorithm takes.
+    """
+    name, setting = getattr(config.algo, which).net, f"algo.{which}.net"
+    factory = find_network(setting, name)
+    try:
+        network = factory(spec, config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(setting, name, f"a class or function that takes (spec, config): {why}") from error
+    if not isinstance(network, nn.Module) or not any(True for _ in network.parameters()):
+        raise ConfigError(setting, name, f"a torch module with parameters, not {type(network).__name__}")
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
+        raise ConfigError(setting, name, "a network whose only state is its parameters: no BatchNorm (LayerNorm works)")
+    try_out(config, spec, which, network, probe)
+    return network
+
+
+def find_network(setting: str, name: str) -> Callable[[EnvSpec, Config], Any]:
+    """``module:Class``, looked for in the working directory too, or a name of the entry-point group ``pql.nets``."""
+    if ":" not in name:
+        known = {e.name: e for e in entry_points(group="pql.nets")}
+        if name not in known:
+            there = ", ".join(sorted(known)) or "none is installed"
+            raise ConfigError(setting, name, f"module:Class, or a name of pql.nets ({there}){nearest(name, known)}")
+        return known[name].load()
+    return import_name(setting, name)
+
+
+@torch.no_grad()
+def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module, probe: Probe) -> None:
+    """Raises ``ConfigError`` where ``network`` does not turn two rows into what the algorithm's updates take."""
+    setting, name = f"algo.{which}.net", getattr(config.algo, which).net
+    obs = {k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in spec.obs.items()}
+    action = torch.zeros(2, spec.action.size if isinstance(spec.action, Box) else 1)
+    try:
+        outputs = probe(network, obs, action)
+    except Exception as error:
+        raise ConfigError(setting, name, f"a {which} for {spec.name}: {type(error).__name__}: {error}") from error
+    for call, out, shape in outputs:
+        have = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        same = isinstance(have, list) and len(have) == len(shape)
+        if not same or any(want != size and not isinstance(want, str) for size, want in zip(have, shape, strict=True)):
+            raise ConfigError(setting, name, f"{call} of shape [{', '.join(map(str, shape))}], not {have}")

@@ -1,0 +1,122 @@
+"""Atari games as an actor's simulator: ``ale_py``'s native vector environment, NumPy in, NumPy out.
+
+Specification, settings and rules are those of ``task=atari`` (``pql/envs/atari.py`` has the facts about ``ale_py`` that
+they work around), whose learner's side it replaces.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from ale_py import ALEInterface, LoggerMode, roms
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode
+
+from pql.contract.plain import Discrete, EnvSpec, ObsSpec, Step
+from pql.errors import ConfigError, nearest
+
+SIZE, SKIP, STACK = 84, 4, 4
+MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
+
+
+class AtariSim:
+    """``num_envs`` consoles with the same game; settings as those of ``pql.envs.atari.AtariVec``.
+
+    Raises:
+        ConfigError: an unknown game, or a value out of range.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: Any = "cpu",
+        game: str = "pong",
+        autoreset: str = "same_step",
+        noop_max: int = 30,
+        sticky: float = 0.0,
+        full_actions: bool = False,
+        life_loss: bool = False,
+        fire_reset: bool = False,
+        max_episode_steps: int = 27_000,
+        threads: int = 0,
+    ):
+        games = roms.get_all_rom_ids()
+        if game not in games:
+            raise ConfigError("game", game, f"a game of ale_py's, such as pong{nearest(game, games)}")
+        if autoreset not in MODES:
+            raise ConfigError("autoreset", autoreset, " or ".join(MODES))
+        self.vec = AtariVectorEnv(
+            game,
+            num_envs,
+            num_threads=threads,
+            max_num_frames_per_episode=SKIP * max_episode_steps,
+            repeat_action_probability=sticky,
+            full_action_space=full_actions,
+            autoreset_mode=MODES[autoreset],
+            img_height=SIZE,
+            img_width=SIZE,
+            stack_num=STACK,
+            frameskip=SKIP,
+            noop_max=noop_max + 1 if noop_max else 0,
+            use_fire_reset=fire_reset,
+            reward_clipping=False,
+        )
+        self.life_loss, self.next = life_loss, autoreset == "next_step"
+        self.spec = EnvSpec(
+            name=game,
+            num_envs=num_envs,
+            obs={"policy": ObsSpec((STACK, SIZE, SIZE), cast(Any, "uint8"), STACK)},
+            action=Discrete(actions(game, full_actions)),
+            device=cast(Any, "cpu"),
+            max_episode_steps=max_episode_steps,
+            autoreset=cast(Any, autoreset),
+            final_obs="always",
+            log=("score",),
+            info={"dt": SKIP / 60, **({"lost_life": True} if life_loss else {})},
+        )
+        self.ended = np.zeros(num_envs, dtype=bool)
+        self.lives = np.zeros(num_envs, dtype=np.int32)
+
+    def reset(self, seed: int | None = None) -> dict[str, np.ndarray]:
+        count = self.spec.num_envs
+        seeds = None if seed is None else np.random.SeedSequence(seed).generate_state(count).astype(np.int64) >> 1
+        obs, info = self.vec.reset(seed=seeds)
+        self.ended[:], self.lives = False, info["lives"]
+        return {"policy": obs}
+
+    def step(self, action: np.ndarray) -> Step:
+        self.vec.send(action)
+        obs, reward, terminated, truncated, info = self.vec.recv()
+        over = terminated | truncated
+        filler = self.ended if self.next else np.zeros_like(over)
+        if self.life_loss:  # the last one ends the game; after an autoreset there are as many as ever
+            terminated = terminated | ((info["lives"] < self.lives) & (info["lives"] > 0) & ~over & ~filler)
+        self.ended, self.lives = over, info["lives"]
+        final = obs
+        if not self.next and over.any():
+            final = np.where(over[:, None, None, None], info["final_obs"], obs)
+        score: Any = reward.astype(np.float32)
+        return Step(
+            obs={"policy": obs},
+            reward=score,
+            terminated=terminated,
+            truncated=truncated,
+            first=filler if self.next else over,
+            final_obs={"policy": final},
+            final_ok=np.ones_like(over),
+            valid=~filler,
+            log={"score": score},
+        )
+
+    def close(self) -> None:
+        self.vec.close()
+
+
+@functools.cache
+def actions(game: str, full: bool) -> int:
+    """How many actions a game has."""
+    ALEInterface.setLoggerMode(LoggerMode.Error)  # no greeting
+    console = ALEInterface()
+    console.loadROM(cast(Path, roms.get_rom_path(game)))
+    return len(console.getLegalActionSet() if full else console.getMinimalActionSet())

@@ -1,0 +1,214 @@
+"""An actor: it steps its environments as it is told over one stream, and comes back when the stream breaks.
+
+The learner holds everything else: policy, exploration, memory of recurrent networks, episodes in hand. So an actor that
+is lost loses one step of each environment, and a new one can take its place.
+"""
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import grpc
+import numpy as np
+
+from pql.engine.watchdog import Limit, watching
+from pql.errors import ConfigError, RunError
+from pql.remote import protocol as wire
+from pql.remote.process.far_build import describe
+from pql.remote.protocol import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, WireError, newest, read_json
+
+OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", wire.LARGEST),
+    ("grpc.max_send_message_length", wire.LARGEST),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+LIMITS = ("step_seconds", "start_seconds")  # as the learner says them
+FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds between attempts
+FINAL = {  # answers that another attempt would not change: what to look at
+    grpc.StatusCode.UNAUTHENTICATED: "--token-file",
+    grpc.StatusCode.INVALID_ARGUMENT: "--task",
+    grpc.StatusCode.UNIMPLEMENTED: "--connect",
+    grpc.StatusCode.OUT_OF_RANGE: "--num-envs",
+}
+
+
+class Simulator(Protocol):
+    """K environments: as ``pql.contract.env.VecEnv``, with NumPy arrays on the host."""
+
+    @property
+    def spec(self) -> Any: ...
+    def reset(self, seed: int | None = None) -> dict[str, np.ndarray]: ...
+    def step(self, action: np.ndarray) -> Any: ...
+    def close(self) -> None: ...
+
+
+class EndedError(Exception):
+    """The stream ended, and another may be tried: why."""
+
+
+class Actor:
+    """Steps ``sim`` for the learner at ``address`` until that says that it is over.
+
+    Args:
+        role: ``train``, or ``eval``: its episodes are for evaluations alone.
+        token: what the learner asks for; None: nothing.
+        ca: the certificate (PEM) that the learner's must be signed by; None: no TLS.
+        patience: seconds without a learner after which it gives up; None: never.
+        tell: takes lines for people.
+        leave: once another thread has set it, the actor leaves at the learner's next order.
+
+    Attributes:
+        steps: of every environment so far.
+        admitted: how often a learner has let it in.
+        connected: it is with one now.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        sim: Simulator,
+        role: str = "train",
+        token: str | None = None,
+        ca: bytes | None = None,
+        patience: float | None = None,
+        tell: Callable[[str], None] | None = None,
+        leave: threading.Event | None = None,
+    ):
+        self.address, self.sim, self.role, self.token = address, sim, role, token
+        self.patience, self.tell, self.leave = patience, tell or say, leave or threading.Event()
+        self.facts = describe(sim.spec)
+        for group in self.facts["obs"].values():
+            group[1] = "float32" if group[1].startswith("float") else group[1]  # as everywhere in the library
+        self.layout = wire.Layout(self.facts)
+        self.stacks = {k: s.stack for k, s in sim.spec.obs.items()}
+        self.credentials = None if ca is None else grpc.ssl_channel_credentials(ca)
+        if token is not None and ca is None and not address.startswith(LOOPBACK):
+            raise ConfigError("--ca", None, "a file: a token is not sent to another machine without TLS")
+        self.steps, self.admitted, self.connected = 0, 0, False
+        self.limits: dict[str, Limit] = {}
+        self.stepped = False  # since it was let in
+
+    def run(self) -> str | None:
+        """Connect, and connect again, until the learner ends the run. Returns its words; None: the actor has left.
+
+        Raises:
+            ConfigError: the learner refuses this actor for good.
+            RunError: no learner within ``patience`` seconds.
+        """
+        attempt, alone_since = 0, time.monotonic()
+        while not self.leave.is_set():
+            before, admitted = self.steps, self.admitted
+            try:
+                why = self._connect()
+                self.tell("left" if why is None else f"done: {why}")
+                return why
+            except EndedError as error:
+                reason = str(error)
+            now = time.monotonic()
+            if self.steps > before:
+                attempt = 0
+            if self.admitted > admitted:
+                alone_since = now
+            if self.patience is not None and now - alone_since > self.patience:
+                raise RunError(f"no learner at {self.address} for {self.patience:g} s: {reason}")
+            # Jittered: a hundred actors that lost the same learner do not come back in the same moment.
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+            attempt += 1
+            self.tell(f"{reason}; next attempt at {self.address} in {delay:.1f} s")
+            self.leave.wait(delay)
+        return None
+
+    def _connect(self) -> str | None:
+        """One stream, from its beginning to its end. Returns why the learner has ended it; None: it has left."""
+        outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        with self._channel() as channel:
+            show = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+            stream = channel.stream_stream(f"/{wire.SERVICE}/{wire.METHOD}")(iter(outbox.get, None), metadata=show)
+            try:
+                return self._serve(stream, outbox)
+            except grpc.RpcError as error:
+                raise self._ended(error) from error
+            finally:
+                self.connected = False
+                outbox.put(None)
+                stream.cancel()
+
+    def _channel(self) -> grpc.Channel:
+        if self.credentials is None:
+            return grpc.insecure_channel(self.address, options=OPTIONS)
+        return grpc.secure_channel(self.address, self.credentials, options=OPTIONS)
+
+    def _serve(self, stream: Iterable[bytes], outbox: "SimpleQueue[bytes | None]") -> str | None:
+        """Do what the learner says."""
+        run_id = int.from_bytes(os.urandom(8), "little")  # a new one each time: nothing of before goes on
+        outbox.put(wire.pack_json(wire.HELLO, run_id, 0, {"spec": self.facts, "role": self.role}))
+        for message in stream:
+            frame = wire.unpack(message)
+            if frame.run_id != run_id:
+                raise WireError("an answer to another actor")
+            if frame.kind == BYE:
+                return str(read_json(frame.body).get("reason"))
+            if frame.kind == WELCOME:
+                self.connected = True
+                self.admitted += 1
+                self._welcome(read_json(frame.body))
+            elif self.leave.is_set():
+                return None  # its last answer has been taken, or there would be no order
+            else:
+                outbox.put(self._obey(frame))
+        raise EndedError("the learner has closed the stream")
+
+    def _welcome(self, said: Mapping[str, Any]) -> None:
+        """The learner's number for this actor, and for how long it waits for an answer: a hang here is one there."""
+        given = {k: v for k in LIMITS if isinstance(v := said.get(k), int | float) and v > 0}
+        self.limits = {k: Limit(float(v), f"task.kwargs.{k} of the learner") for k, v in given.items()}
+        self.stepped = False
+        self.tell(f"connected to {self.address} as actor {said.get('actor')}")
+
+    def _watching(self, limit: str) -> AbstractContextManager[Any]:
+        """Where ``pql actor`` has a watchdog, a simulator that hangs ends its process: a supervisor starts another."""
+        if limit not in self.limits:
+            return nullcontext()
+        return watching(f"the simulator {self.facts['name']}", self.limits[limit])
+
+    def _obey(self, frame: Frame) -> bytes:
+        if frame.kind == RESET:
+            with self._watching("start_seconds"):
+                obs = self.sim.reset(int.from_bytes(frame.body, "little"))
+            return self.layout.pack_obs(frame.run_id, frame.seq, newest(obs, self.stacks))
+        if frame.kind != ACT:
+            raise WireError(f"an order of kind {frame.kind}")
+        with self._watching("step_seconds" if self.stepped else "start_seconds"):
+            step = self.sim.step(self.layout.read_action(frame.body))
+        self.steps, self.stepped = self.steps + 1, True
+        obs, final = newest(step.obs, self.stacks), newest(step.final_obs, self.stacks)
+        return self.layout.pack_step(frame.run_id, frame.seq, step._replace(obs=obs, final_obs=final))
+
+    def _ended(self, error: Any) -> Exception:
+        """What a broken stream means: try again, or not."""
+        code, why = error.code(), error.details()
+        if code in FINAL:
+            value = {
+                "--token-file": self.token and "...",
+                "--task": self.facts["name"],
+                "--connect": self.address,
+                "--num-envs": self.facts["num_envs"],
+            }.get(FINAL[code])
+            return ConfigError(FINAL[code], value, f"what the learner at {self.address} takes: {why}")
+        return EndedError(f"{code.name.lower().replace('_', ' ')}: {str(why).rpartition(': ')[2]}")
+
+
+def say(line: str) -> None:
+    print(f"pql actor: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,131 @@
+"""What ``pql actor`` does with its words. No Hydra here: an actor's machine has it not."""
+
+import argparse
+import json
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from pql.engine.watchdog import Watchdog
+from pql.errors import ConfigError
+from pql.remote.token import CERTIFICATE, read_file, read_token
+
+if TYPE_CHECKING:
+    from pql.remote.actor.client import Actor
+
+
+class StopError(Exception):
+    """Ctrl-C or SIGTERM came."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an actor steps, and for whom. It can be sent to another machine: files have been read."""
+
+    connect: str
+    task: str
+    num_envs: int
+    kwargs: Mapping[str, Any]
+    role: str = "train"
+    token: str | None = field(default=None, repr=False)
+    ca: bytes | None = field(default=None, repr=False)
+    patience: float | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_setup(parser)
+    parser.add_argument("--patience", type=float, metavar="SECONDS", help="give up without a learner (default: never)")
+    parser.set_defaults(run=run)
+
+
+def add_setup(parser: argparse.ArgumentParser) -> None:
+    """What says which environments, and for whom."""
+    parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where pql train task=remote listens")
+    parser.add_argument("--task", metavar="NAME", required=True)
+    parser.add_argument("--num-envs", type=int, default=32)
+    parser.add_argument("--role", choices=("train", "eval"), default="train", help="eval: for evaluations alone")
+    parser.add_argument("--token-file", metavar="FILE", help="holds what the learner asks for (or: PQL_TOKEN)")
+    parser.add_argument("--ca", metavar="FILE", help="certificate that the learner's is signed by: use TLS")
+    parser.add_argument("overrides", nargs="*", help="keywords for the simulator: key=value")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Act until the learner, or a signal, ends it. Returns the exit status."""
+    actor = make_actor(setup_of(args))
+    before = {s: signal.signal(s, _stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with Watchdog():
+            actor.run()
+    except StopError:
+        actor.tell("stopped")
+        return 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        actor.sim.close()
+    return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StopError
+
+
+def setup_of(args: argparse.Namespace) -> Setup:
+    """The command's words, checked; its files, read.
+
+    Raises:
+        ConfigError: an option cannot be, or a file not be read.
+    """
+    check(args)
+    token = read_token("--token-file", args.token_file)
+    ca = None if args.ca is None else read_file("--ca", args.ca, CERTIFICATE)
+    kwargs = keywords(args.overrides)
+    return Setup(args.connect, args.task, args.num_envs, kwargs, args.role, token, ca, args.patience)
+
+
+def make_actor(
+    setup: Setup, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
+) -> "Actor":
+    """The simulator, and its actor (which has the other arguments).
+
+    Raises:
+        ConfigError: no such simulator, or packages are missing.
+    """
+    try:
+        from pql.remote.actor.client import Actor
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "command", "actor", f"packages that are installed: pip install grpcio numpy ({error})"
+        ) from error
+    from pql.remote.actor.sims import make_sim
+
+    sim = make_sim(setup.task, setup.num_envs, setup.kwargs)
+    return Actor(setup.connect, sim, setup.role, setup.token, setup.ca, setup.patience, tell, leave)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` for options that cannot be."""
+    host, _, port = args.connect.rpartition(":")
+    if not args.connect.startswith("unix:") and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError("--connect", args.connect, "HOST:PORT or unix:/path, as the learner says it")
+    if not 1 <= args.num_envs <= 1_000_000:
+        raise ConfigError("--num-envs", args.num_envs, "a number from 1 up to 1000000")
+    if args.patience is not None and args.patience <= 0:
+        raise ConfigError("--patience", args.patience, "seconds, above 0")
+
+
+def keywords(words: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` words; values are JSON (``null``, ``true``, ``3``, ``[1,2]``) or else text."""
+    out = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not (key.isidentifier() and equals and text):
+            raise ConfigError("override", word, "the form key=value, a keyword of the simulator's")
+        try:
+            out[key] = json.loads(text)
+        except ValueError:
+            out[key] = text
+    return out

@@ -1,0 +1,145 @@
+"""Any gymnasium environment as an actor's simulator: NumPy in, NumPy out, gymnasium's own vector environments.
+
+Specification and steps are those of ``task=gymnasium`` (``pql/envs/gymnasium.py``), whose learner's side it replaces:
+the same names of settings, spaces, rescaling of actions, seeds and rules about episode ends.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from pql.contract.plain import Box, Discrete, EnvSpec, ObsSpec, Step
+from pql.errors import ConfigError, nearest
+
+MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
+
+
+class CopyObservation(gymnasium.ObservationWrapper):
+    """Keeps an observation from changing under ``reset`` where an environment reuses its array."""
+
+    def observation(self, observation: Any) -> Any:
+        return copy.deepcopy(observation)
+
+
+class GymnasiumSim:
+    """``num_envs`` copies of ``id``.
+
+    Args:
+        autoreset: ``same_step``, or ``next_step`` (a filler row follows each end).
+        vectorization: ``sync`` (one after the other) or ``async`` (a process each).
+        kwargs: keywords for ``gymnasium.make``.
+
+    Raises:
+        ConfigError: unknown id, or spaces that no network takes.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        id: str = "Pendulum-v1",
+        autoreset: str = "same_step",
+        vectorization: str = "sync",
+        kwargs: Mapping[str, Any] | None = None,
+        device: Any = "cpu",
+    ):
+        for setting, value, allowed in (
+            ("autoreset", autoreset, (*MODES,)),
+            ("vectorization", vectorization, ("sync", "async")),
+        ):
+            if value not in allowed:
+                raise ConfigError(setting, value, " or ".join(allowed))
+        wrappers = [CopyObservation] if autoreset == "same_step" else []
+        vector = {"autoreset_mode": MODES[autoreset], "copy": False}
+        try:
+            self.envs = gymnasium.make_vec(id, num_envs, vectorization, vector, wrappers, **(kwargs or {}))
+        except (gymnasium.error.Error, ModuleNotFoundError) as error:
+            raise ConfigError("id", id, f"an id that works here{nearest(id, gymnasium.registry)} ({error})") from error
+        self.space = self.envs.single_action_space
+        limit = getattr(self.envs.spec, "max_episode_steps", None)
+        rate = self.envs.metadata.get("render_fps")
+        self.spec = EnvSpec(
+            name=id,
+            num_envs=num_envs,
+            obs=obs_spec(self.envs.single_observation_space),
+            action=action_spec(self.space),
+            device="cpu",
+            max_episode_steps=limit if limit and limit > 0 else None,
+            autoreset=autoreset,
+            final_obs="always",
+            info={"dt": 1 / rate} if rate else {},
+        )
+        self.next = autoreset == "next_step"
+        self.ended = np.zeros(num_envs, dtype=bool)
+
+    def reset(self, seed: int | None = None) -> dict[str, np.ndarray]:
+        self.ended[:] = False
+        return groups(self.envs.reset(seed=seed)[0])
+
+    def step(self, action: np.ndarray) -> Step:
+        obs, reward, terminated, truncated, info = self.envs.step(rescale(self.space, action))
+        over = terminated | truncated
+        filler = self.ended if self.next else np.zeros_like(over)
+        self.ended = over
+        seen = groups(obs)
+        final = seen
+        if not self.next and over.any():
+            final = {k: v.copy() for k, v in seen.items()}
+            for i in np.flatnonzero(over):
+                for k, row in groups(info["final_obs"][i]).items():
+                    final[k][i] = row
+        return Step(
+            obs=seen,
+            reward=reward,
+            terminated=terminated & ~filler,
+            truncated=truncated & ~terminated & ~filler,
+            first=filler if self.next else over,
+            final_obs=final,
+            final_ok=np.ones_like(over),
+            valid=~filler,
+            log={},
+        )
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+def groups(obs: Any) -> dict[str, np.ndarray]:
+    return dict(obs) if isinstance(obs, dict) else {"policy": obs}
+
+
+def rescale(space: spaces.Space, action: np.ndarray) -> np.ndarray:
+    """[K, A] in [-1, 1] -> [K, ...] within the environment's bounds, or [K] from 0."""
+    if isinstance(space, spaces.Discrete):
+        return action + space.start
+    assert isinstance(space, spaces.Box)
+    low, high = (b.astype(np.float64).reshape(-1) for b in (space.low, space.high))
+    scaled = low + (action.astype(np.float64).clip(-1, 1) + 1) / 2 * (high - low)
+    return scaled.clip(low, high).reshape(-1, *space.shape).astype(space.dtype)
+
+
+def obs_spec(space: spaces.Space) -> dict[str, ObsSpec]:
+    """Observation groups: of a Dict space its entries, which need one called ``policy``."""
+    parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {"policy": space}
+    for part in parts.values():
+        fine = isinstance(part, spaces.Box) and (part.dtype == np.uint8 or np.issubdtype(part.dtype, np.floating))
+        if not fine or "policy" not in parts:
+            raise ConfigError("observation_space", space, "a Box of floats or uint8, or a Dict of such with 'policy'")
+    return {k: ObsSpec(p.shape, "uint8" if p.dtype == np.uint8 else "float32") for k, p in parts.items()}
+
+
+def action_spec(space: spaces.Space) -> Box | Discrete:
+    if isinstance(space, spaces.Discrete):
+        return Discrete(int(space.n))
+    wanted = "a Box of floats with finite bounds, or Discrete"
+    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
+        raise ConfigError("action_space", space, wanted)
+    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        raise ConfigError("action_space", space, wanted)
+    low, high = (tuple(b.astype(float).reshape(-1).tolist()) for b in (space.low, space.high))
+    return Box(math.prod(space.shape), low, high)

@@ -1,0 +1,283 @@
+"""The simulator whose environments are elsewhere: SEED RL's central inference as one more ``VecEnv``.
+
+    pql train task=remote num_envs=64                                              here: networks, replay, learning
+    pql actor --connect HOST:PORT --task gymnasium --num-envs 32 id=Pendulum-v1    anywhere, any number of times
+
+Actors send observations and get actions; all else stays here. What the environments are, the first actor says.
+Source: Espeholt et al. 2020 (SEED RL), section 3.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.engine import interrupt
+from pql.engine.watchdog import touch
+from pql.errors import ConfigError, RunError
+from pql.remote.assembler import Board
+from pql.remote.server import Server
+from pql.remote.slot_table import Hall, Taken
+from pql.remote.token import read_token
+from pql.types import Obs, Step
+
+SPREAD = 4
+PATIENCE = 1.0  # seconds between looks at whether anybody is there
+LOOK = 0.2  # seconds between looks at whether the run is to end, while there is none yet
+NOBODY = torch.zeros(0, dtype=torch.int64)
+
+
+class Remote:
+    """``num_envs`` slots for the environments of actors. Returns from its constructor once the first has connected.
+
+    Environments may answer late, leave, and be replaced: see ``pql.collect.asynchronous``. One whose actor was lost
+    goes on, with a new actor, after a filler row with ``first``. ``reset`` and ``step`` wait for all who are there.
+
+    Args:
+        num_envs: N, the most environments there can be; with fewer the run goes on, too.
+        device: where the tensors go.
+        listen: ``host:port`` (port 0: a free one) or ``unix:/path``. Beyond this machine it takes ``token_file``,
+            ``cert`` and ``key``.
+        token_file: holds what actors must show; null: the variable PQL_TOKEN, if it is set.
+        cert, key: PEM files, for TLS.
+        wait: seconds for which those who have answered wait for the rest of their group; null: until all have.
+        groups: that act by turns; null: 2 where the first actor fills no more than half of the slots, else 1.
+        timeout: seconds without a single actor after which the run fails.
+        step_seconds: an actor that takes longer for a step is dropped, and ends; its slots are free.
+        start_seconds: as long may a reset take, and an actor's first step.
+        eval_envs: slots more, whose environments serve evaluations alone (``pql actor --role eval``).
+        task: name and settings that actors are to be started with, for people to read.
+
+    Raises:
+        ConfigError: an address that cannot be, or that is open to others without token and TLS.
+        RunError: no actor within ``timeout`` seconds.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came to the run while it waited for the first one.
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        listen: str = "127.0.0.1:5555",
+        token_file: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+        wait: float | None = 0.01,
+        groups: int | None = None,
+        timeout: float = 600.0,
+        eval_envs: int = 0,
+        step_seconds: float = 20.0,
+        start_seconds: float = 600.0,
+        task: str = "NAME",
+    ):
+        check(wait, timeout, eval_envs, step_seconds, start_seconds)
+        if groups is not None and not (type(groups) is int and groups > 0 and num_envs % groups == 0):
+            raise ConfigError("groups", groups, f"null, or a divisor of num_envs={num_envs}")
+        self.timeout, self.task = float(timeout), task
+        self.hall = Hall(num_envs, 1, wait)
+        self._evaluation = Hall(eval_envs) if eval_envs else None
+        cert_file, key_file = (None if v is None else Path(v).expanduser() for v in (cert, key))
+        secret = read_token("token_file", token_file)
+        self.server = Server(
+            listen,
+            self.hall,
+            self._evaluation,
+            secret,
+            cert_file,
+            key_file,
+            step_seconds=step_seconds,
+            start_seconds=start_seconds,
+        )
+        try:
+            facts = self._first_actor()
+            groups = choose_groups(num_envs, facts["num_envs"]) if groups is None else groups
+            self.hall.divide(groups)
+            self.spec = spec_of(facts, num_envs, torch.device(device), groups)
+        except BaseException:
+            self.server.close("the run could not begin")
+            raise
+        self.board = Board(self.spec)
+        self._together = Together(self.hall, self.board, self.server, self.timeout)
+        self._present = torch.zeros(num_envs, dtype=torch.bool)
+
+    def _first_actor(self) -> dict[str, Any]:
+        """Wait for somebody who says what the environments are."""
+        self.server.tell(
+            f"waiting for the first actor (at most {self.timeout:g} s): "
+            f"pql actor --connect {self.server.address} --num-envs K --task {self.task}"
+        )
+        end = time.monotonic() + self.timeout
+        while not self.server.known.wait(max(0.0, min(LOOK, end - time.monotonic()))):
+            touch()  # this wait has a deadline of its own
+            if interrupt.asked():
+                raise KeyboardInterrupt("no actor had connected: nothing to save")
+            if time.monotonic() >= end:
+                raise RunError(
+                    f"no actor connected to {self.server.address} within {self.timeout:g} s (task.kwargs.timeout)"
+                )
+        return self.server.facts
+
+    # -- as any simulator ---------------------------------------------------------------------------------------------
+
+    def reset(self, seed: int | None = None) -> Obs:
+        """Restart the environments of every actor, and of those that come later. Waits for those who are there."""
+        obs, self._present = self._together.reset(seed)
+        return obs
+
+    def step(self, action: Tensor) -> Step:
+        """A step of all who are there. Rows of slots without an actor are fillers."""
+        return self._together.step(action)
+
+    def close(self) -> None:
+        self.server.close()
+
+    def beside(self) -> "Beside | None":
+        """Environments for evaluations, where there are such slots: another simulator, on the same server."""
+        if self._evaluation is None:
+            return None
+        spec = replace(self.spec, num_envs=self._evaluation.size, groups=1, spread=1)
+        return Beside(self._evaluation, Board(spec), self.server, self.timeout)
+
+    # -- as one that answers when it can ------------------------------------------------------------------------------
+
+    def present(self) -> Tensor:
+        """Who answered the last reset: [N] bool, on the CPU."""
+        return self._present
+
+    def send(self, action: Tensor, ids: Tensor) -> None:
+        """Actions [k, ...] for environments ``ids`` [k] int64."""
+        self.hall.act(ids.numpy(), action.cpu().numpy())
+
+    def answers(self, group: int) -> tuple[Tensor, Step]:
+        """Whose answers have come, [k] int64, of one group, and that group's step. Waits for a bounded time."""
+        taken, part = self.hall.take(group), self.hall.parts[group]
+        if not taken:
+            self._together.check_alive()
+        ids = [torch.from_numpy(one.slots) for one in taken]
+        return ids[0] if len(ids) == 1 else torch.cat((NOBODY, *ids)), self.board.step(part, taken)
+
+    def measures(self) -> dict[str, float]:
+        """For the log: who is there."""
+        return self.hall.measures()
+
+
+class Together:
+    """A hall's environments as ones that step at once: it waits for all who are there.
+
+    Args:
+        timeout: seconds without an actor after which it fails.
+        whom: it waits for, in words.
+    """
+
+    def __init__(self, hall: Hall, board: Board, server: Server, timeout: float, whom: str = "actor"):
+        self.hall, self.board, self.server, self.timeout, self.whom = hall, board, server, timeout, whom
+        self._told = -1.0  # of which emptiness people have been told
+        self._ending = False  # the run is: nobody is waited for any more
+
+    def reset(self, seed: int | None) -> tuple[Obs, Tensor]:
+        """First observations, and who is there: [N] bool, on the CPU."""
+        self.hall.reset(seed)
+        taken, present = self._everybody(), torch.zeros(self.hall.size, dtype=torch.bool)
+        for one in taken:
+            present[torch.from_numpy(one.slots)] = True
+        step = self.board.step(slice(0, self.hall.size), taken)
+        return {k: v.clone() for k, v in step.obs.items()}, present
+
+    def step(self, action: Tensor) -> Step:
+        self.hall.act(np.arange(self.hall.size), action.cpu().numpy())
+        step = self.board.step(slice(0, self.hall.size), self._everybody())
+
+        def copy(field: Any) -> Any:
+            return {k: v.clone() for k, v in field.items()} if isinstance(field, dict) else field.clone()
+
+        return Step(*map(copy, step))
+
+    def _everybody(self) -> list[Taken]:
+        """Everybody's answers; once the run is to end, only those of actors that are not waited for."""
+        while not (taken := self.hall.take_all(0.0 if self._ending else PATIENCE)) and not self._ending:
+            self._ending = interrupt.asked()
+            self.check_alive()
+        return taken
+
+    def check_alive(self) -> None:
+        """Where nobody is there, say so; after ``timeout`` seconds of that, fail.
+
+        Raises:
+            RunError: nobody has been there for that long, or the hall was closed.
+        """
+        touch()  # as does this one
+        if self.hall.closed:
+            raise RunError("the server for remote actors was closed")
+        if self.hall.live:
+            return
+        since = self.hall.empty_since
+        if time.monotonic() - since > self.timeout:
+            raise RunError(f"no {self.whom} at {self.server.address} for {self.timeout:g} s (task.kwargs.timeout)")
+        if self._told != since:
+            self.server.tell(f"no {self.whom}: waiting at {self.server.address}, at most {self.timeout:g} s")
+            self._told = since
+
+
+class Beside:
+    """Environments for evaluations."""
+
+    def __init__(self, hall: Hall, board: Board, server: Server, timeout: float):
+        self.spec, self._together = board.spec, Together(hall, board, server, timeout, "actor with --role eval")
+
+    def reset(self, seed: int | None = None) -> Obs:
+        return self._together.reset(seed)[0]
+
+    def step(self, action: Tensor) -> Step:
+        return self._together.step(action)
+
+    def close(self) -> None:
+        """Nothing: the server is the training environment's."""
+
+
+def check(wait: float | None, timeout: float, eval_envs: int, step_seconds: float, start_seconds: float) -> None:
+    """Raises ``ConfigError`` for numbers that cannot be."""
+    for name, value, least in (
+        ("wait", wait, 0),
+        ("timeout", timeout, 0.001),
+        ("eval_envs", eval_envs, 0),
+        ("step_seconds", step_seconds, 0.001),
+        ("start_seconds", start_seconds, 0.001),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
+            raise ConfigError(name, value, f"a number from {least} up")
+    if not isinstance(eval_envs, int):
+        raise ConfigError("eval_envs", eval_envs, "a whole number")
+
+
+def choose_groups(slots: int, first: int) -> int:
+    """Two halves that act by turns, where one actor's environments do not take both."""
+    return 2 if slots % 2 == 0 and first <= slots // 2 else 1
+
+
+def spec_of(facts: dict[str, Any], num_envs: int, device: torch.device, groups: int) -> EnvSpec:
+    """The specification of all slots together, from one actor's."""
+    action, bounds = facts["action"], {}
+    if "n" not in action:
+        bounds = {k: None if action.get(k) is None else tuple(map(float, action[k])) for k in ("low", "high")}
+    obs = {k: ObsSpec(tuple(shape), getattr(torch, kind), stack) for k, (shape, kind, stack) in facts["obs"].items()}
+    return EnvSpec(
+        name=facts["name"],
+        num_envs=num_envs,
+        obs=obs,
+        action=Discrete(action["n"]) if "n" in action else Box(action["size"], **bounds),
+        device=device,
+        max_episode_steps=facts["max_episode_steps"],
+        autoreset=facts["autoreset"],
+        final_obs=facts["final_obs"],
+        log=tuple(facts["log"]),
+        single_instance=True,
+        deterministic=False,
+        groups=groups,
+        spread=SPREAD,
+        info={**facts["info"], "restarts": True},
+    )

@@ -1,0 +1,154 @@
+"""The machines of a Ray cluster, as a fleet sees them. No other file knows Ray."""
+
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from pql.errors import ConfigError
+from pql.remote.actor.command import Setup
+from pql.remote.fleet.host import Host
+from pql.remote.fleet.supervisor import LOST, Ending, Look
+from pql.remote.protocol import LOOPBACK
+
+LOCAL = "local"
+KNOCK = 5.0  # seconds for the cluster's head to accept a connection
+THREADS = 3  # of a Ray actor: one acts, one is looked at, one hears that it is to leave
+
+
+@dataclass
+class Placed:
+    """A Ray actor, and what it still owes an answer to."""
+
+    handle: Any
+    ending: Any  # of its ``run``
+    news: Any  # of its last look
+    node: str | None = None  # once there is room, and its process runs
+    look: Look | None = None
+
+
+class RayCluster:
+    """Every actor is a Ray actor that keeps ``cpus`` processors, spread over the machines.
+
+    Ray itself restarts none: it knows no back-off, and cannot tell an actor that is done from one that was lost.
+
+    Args:
+        address: of the cluster's head; ``auto``: of the cluster that this machine is part of; ``local``: a cluster of
+            this machine alone, which ends with this process.
+
+    Raises:
+        ConfigError: Ray is not installed, there is no such cluster, or the learner's address is of no use there.
+    """
+
+    def __init__(self, setup: Setup, address: str, cpus: float):
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            needed = f"packages that are installed: pip install 'pql-rl[cluster]' ({error})"
+            raise ConfigError("command", "fleet", needed) from error
+        self.ray, self.setup = ray, setup
+        self._placed: dict[int, Placed] = {}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if address == LOCAL:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            quiet["include_dashboard"] = False
+        try:
+            knock(address)
+            ray.init(address=address, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
+            hint = f"a Ray cluster (ray start --head), or {LOCAL}: {str(error).partition('. ')[0]}"
+            raise ConfigError("--ray", address, hint) from error
+        self._nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._check_reach()
+        options = {"num_cpus": cpus, "max_concurrency": THREADS, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        self._host: Any = ray.remote(Located).options(**options)
+
+    def _check_reach(self) -> None:
+        """An address of this machine's own means another learner, or none, on every other."""
+        machines = {node["NodeManagerAddress"] for node in self._nodes}
+        if len(machines) > 1 and self.setup.connect.startswith(LOOPBACK):
+            self.close()
+            raise ConfigError("--connect", self.setup.connect, f"an address that all {len(machines)} machines reach")
+
+    def words(self) -> str:
+        """What there is, for people."""
+        count, processors = len(self._nodes), sum(node["Resources"].get("CPU", 0) for node in self._nodes)
+        nodes = f"{count} node{'s' * (count > 1)}, {processors:g} processors"
+        return f"a Ray cluster of {nodes}; this is node {short(self.ray)}"
+
+    def place(self, number: int) -> None:
+        handle: Any = self._host.remote(self.setup)
+        self._placed[number] = Placed(handle, handle.run.remote(), handle.where.remote())
+
+    def look(self) -> dict[int, Look | Ending | None]:
+        refs = [ref for placed in self._placed.values() for ref in (placed.ending, placed.news)]
+        ready = set(self.ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
+        found: dict[int, Look | Ending | None] = {}
+        for number, placed in list(self._placed.items()):
+            if placed.ending in ready:
+                found[number] = self._ending(placed)
+                self.remove(number)
+            else:
+                if placed.news in ready:
+                    self._read(placed)
+                found[number] = placed.look
+        return found
+
+    def _ending(self, placed: Placed) -> Ending:
+        try:
+            return self.ray.get(placed.ending)
+        except self.ray.exceptions.RayError as error:
+            return Ending(LOST, reason(error))
+
+    def _read(self, placed: Placed) -> None:
+        """Take the news, and ask for more."""
+        try:
+            if placed.node is None:
+                placed.node = self.ray.get(placed.news)
+                placed.look = Look(placed.node)
+            else:
+                placed.look = self.ray.get(placed.news)
+        except self.ray.exceptions.RayError:
+            return  # its ending says why
+        placed.news = placed.handle.look.remote(placed.node)
+
+    def stop(self, number: int) -> None:
+        self._placed[number].handle.leave.remote()
+
+    def remove(self, number: int) -> None:
+        self.ray.kill(self._placed.pop(number).handle)
+
+    def close(self) -> None:
+        """Leave the cluster. What still acts there for this fleet ends."""
+        self.ray.shutdown()
+
+
+class Located(Host):
+    """A host that knows where it is."""
+
+    def where(self) -> str:
+        import ray
+
+        return f"{socket.gethostname()} (node {short(ray)})"
+
+
+def knock(address: str) -> None:
+    """Raises ``OSError`` where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), KNOCK).close()
+
+
+def short(ray: Any) -> str:
+    """Enough of the name that Ray has for the node of this process."""
+    return str(ray.get_runtime_context().get_node_id())[:8]
+
+
+def reason(error: Exception) -> str:
+    """Ray's words for why an actor is gone, of which there are many lines."""
+    if type(error).__name__ == "ActorUnavailableError":
+        return "its process or its machine does not answer"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("The actor ")] or lines or [type(error).__name__]
+    return told[-1].partition(". ")[0]

@@ -1,0 +1,61 @@
+"""What ``pql fleet`` does with its words."""
+
+import argparse
+import sys
+import time
+
+from pql.engine.interrupt import Interrupt
+from pql.errors import ConfigError
+from pql.remote.actor import command as actor
+from pql.remote.fleet.supervisor import GRACE, Fleet
+
+PERIOD = 0.5  # seconds between looks
+MESSAGE = b"\npql fleet: actors leave (at most %d s); Ctrl-C again to go at once\n" % GRACE
+MOST_ACTORS = 10_000
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    actor.add_setup(parser)
+    parser.add_argument("--actors", type=int, default=1, help="how many; each has --num-envs environments")
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        default="auto",
+        help="HOST:PORT of the Ray cluster's head; auto: of this machine's; local: this machine alone",
+    )
+    parser.add_argument("--cpus", type=float, default=1.0, help="processors that Ray keeps for each actor")
+    parser.set_defaults(patience=None, run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Keep ``args.actors`` actors alive until the learner, or a signal, ends it. Returns the exit status."""
+    check(args)
+    setup = actor.setup_of(args)
+    from pql.remote.fleet.cluster import RayCluster
+
+    cluster = RayCluster(setup, args.ray, args.cpus)
+    say(cluster.words())
+    fleet = Fleet(cluster, args.actors, args.num_envs, say)
+    try:
+        with Interrupt(MESSAGE) as interrupt:  # once Ray has put its own handlers in place
+            while not fleet.turn(time.monotonic()):
+                if interrupt.asked:
+                    fleet.drain(time.monotonic())
+                time.sleep(PERIOD)
+    finally:
+        cluster.close()
+    if fleet.error is not None:
+        raise fleet.error
+    return 130 if interrupt.asked else 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` for options that cannot be."""
+    if not 1 <= args.actors <= MOST_ACTORS:
+        raise ConfigError("--actors", args.actors, f"a number from 1 up to {MOST_ACTORS}")
+    if not 0 < args.cpus < 1e6:
+        raise ConfigError("--cpus", f"{args.cpus:g}", "a number above 0")
+
+
+def say(line: str) -> None:
+    print(f"pql fleet: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,310 @@
+"""What remote actors and the learner say to each other: frames of a 32-byte header and raw little-endian arrays.
+
+    magic "pqlr" | version u16 | kind u8 | 0 | run id u64 | sequence number u64 | body's bytes u32 | 0 u32
+
+An actor opens one stream and says HELLO (JSON: its simulator's specification); the learner answers WELCOME (JSON: what
+the actor is for). From there one of the two is always waiting for the other: RESET is answered by OBS, ACT by STEP, and
+sequence numbers count these pairs. Either side may end the stream with BYE (JSON: why). ::
+
+    actor    HELLO          OBS         STEP        STEP
+    learner        WELCOME RESET     ACT         ACT         BYE
+
+Of a stack of frames only the newest travels: the learner's side stacks. Final observations travel only for rows where
+another episode began. Nothing is ever unpickled.
+
+This file imports the standard library and NumPy alone: it is both sides'.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+VERSION = 1
+MAGIC = b"pqlr"
+HEADER = struct.Struct("<4sHBBQQII")
+HELLO, WELCOME, RESET, OBS, ACT, STEP, BYE = range(1, 8)
+SERVICE, METHOD = "pql.Remote", "Act"
+LARGEST = 64 << 20  # bytes of a message; a larger one is refused by the transport, before it is read
+LARGEST_JSON = 64 << 10
+FLAGS = ("terminated", "truncated", "first", "valid", "final_ok")  # bits of a row's flags, lowest first
+TYPES = ("float32", "uint8")  # of observations
+LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")  # how addresses begin that this machine alone reaches
+
+Arrays = dict[str, np.ndarray]
+
+
+class WireError(Exception):
+    """A frame that this side does not understand: the stream that it came on ends."""
+
+
+class Frame(NamedTuple):
+    """One message, its body still packed."""
+
+    kind: int
+    run_id: int
+    seq: int
+    body: memoryview
+
+
+class Rows(NamedTuple):
+    """What K environments answered. Arrays are views of the message; those of ``OBS`` have observations alone."""
+
+    obs: Arrays  # [K, ...] newest frames
+    reward: np.ndarray | None = None  # [K] float32
+    flags: np.ndarray | None = None  # [K] uint8
+    log: np.ndarray | None = None  # [L, K] float32
+    ended: np.ndarray | None = None  # [F] rows whose final observation follows, ascending
+    final_obs: Arrays | None = None  # [F, ...]
+
+
+def pack(kind: int, run_id: int, seq: int, *parts: Any) -> bytes:
+    """A message of contiguous arrays or bytes."""
+    size = sum(memoryview(p).nbytes for p in parts)
+    return b"".join((HEADER.pack(MAGIC, VERSION, kind, 0, run_id, seq, size, 0), *parts))
+
+
+def pack_json(kind: int, run_id: int, seq: int, facts: Mapping[str, Any]) -> bytes:
+    return pack(kind, run_id, seq, json.dumps(facts).encode())
+
+
+def unpack(message: bytes) -> Frame:
+    """A message's parts.
+
+    Raises:
+        WireError: not a frame of this version, or cut short.
+    """
+    if len(message) < HEADER.size:
+        raise WireError(f"{len(message)} bytes are no frame")
+    magic, version, kind, zero, run_id, seq, size, more = HEADER.unpack_from(message)
+    if magic != MAGIC or zero or more:
+        raise WireError("not a frame of pql's")
+    if version != VERSION:
+        raise WireError(f"schema version {version}, this side speaks {VERSION}: the same pql on both sides, please")
+    if size != len(message) - HEADER.size:
+        raise WireError(f"a body of {len(message) - HEADER.size} bytes, the header says {size}")
+    return Frame(kind, run_id, seq, memoryview(message)[HEADER.size :])
+
+
+def expect(frame: Frame, kind: int, run_id: int, seq: int) -> Frame:
+    """``frame``, which must be this one.
+
+    Raises:
+        WireError: it is another.
+    """
+    if (frame.kind, frame.run_id, frame.seq) != (kind, run_id, seq):
+        raise WireError(
+            f"frame {frame.kind} of run {frame.run_id:x}, number {frame.seq}: expected frame {kind} of run "
+            f"{run_id:x}, number {seq}"
+        )
+    return frame
+
+
+def read_json(body: memoryview) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        WireError: anything else.
+    """
+    if len(body) > LARGEST_JSON:
+        raise WireError(f"{len(body)} bytes of JSON, at most {LARGEST_JSON}")
+    try:
+        facts = json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"no JSON: {error}") from error
+    if not isinstance(facts, dict):
+        raise WireError("a JSON object is expected")
+    return facts
+
+
+# -- specifications ---------------------------------------------------------------------------------------------------
+
+
+def check_facts(facts: Any) -> dict[str, Any]:
+    """A specification (as ``far_build.describe`` writes it) that came over the wire: every field there, of the type and
+    size it must have.
+
+    Raises:
+        WireError: names the field.
+    """
+
+    if not isinstance(facts, Mapping):
+        raise WireError("specification: a JSON object is expected")
+
+    def is_count(value: Any, least: int = 1) -> bool:
+        return type(value) is int and least <= value < 2**31
+
+    def is_obs(value: Any) -> bool:
+        if not (isinstance(value, list) and len(value) == 3 and isinstance(value[0], list)):
+            return False
+        shape, dtype, stack = value
+        sizes = len(shape) <= 8 and all(is_count(s) for s in shape)
+        return sizes and dtype in TYPES and is_count(stack) and (stack == 1 or shape[:1] == [stack])
+
+    def is_number(value: Any) -> bool:
+        return type(value) is float or (type(value) is int and abs(value) < 2**1023)  # a larger one is no float
+
+    def is_numbers(value: Any, count: Any) -> bool:
+        return value is None or (isinstance(value, list) and len(value) == count and all(map(is_number, value)))
+
+    def is_action(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return False
+        if "n" in value:
+            return is_count(value["n"])
+        size = value.get("size")
+        return is_count(size) and all(is_numbers(value.get(k), size) for k in ("low", "high"))
+
+    rules = {
+        "name": lambda v: isinstance(v, str) and 0 < len(v) <= 200,
+        "num_envs": is_count,
+        "obs": lambda v: isinstance(v, dict) and "policy" in v and len(v) <= 32 and all(map(is_obs, v.values())),
+        "action": is_action,
+        "max_episode_steps": lambda v: v is None or is_count(v),
+        "autoreset": lambda v: v in ("same_step", "next_step"),
+        "final_obs": lambda v: v in ("always", "on_done", "never"),
+        "log": lambda v: isinstance(v, list) and len(v) <= 256 and all(isinstance(k, str) for k in v),
+        "info": lambda v: isinstance(v, dict),
+    }
+    for name, rule in rules.items():
+        if name not in facts or not rule(facts[name]):
+            raise WireError(f"specification: {name} is missing or wrong")
+    return {name: facts[name] for name in rules}
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+class Layout:
+    """How K environments' rows lie in a message, by their specification.
+
+    Args:
+        facts: as :func:`check_facts` gives them; ``num_envs`` is K.
+
+    Raises:
+        WireError: a step would not fit into a message.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]):
+        self.count: int = facts["num_envs"]
+        self.terms = len(facts["log"])
+        self.obs = {
+            k: (tuple(shape[1:] if stack > 1 else shape), np.dtype(dtype).newbyteorder("<"))
+            for k, (shape, dtype, stack) in facts["obs"].items()
+        }
+        size = facts["action"].get("size")
+        self.action_shape: tuple[int, ...] = (self.count,) if size is None else (self.count, size)
+        self.action_type = np.dtype("<i8" if size is None else "<f4")
+        self.row_bytes = sum(math.prod(s) * d.itemsize for s, d in self.obs.values())
+        largest = HEADER.size + self.count * (2 * self.row_bytes + 9 + 4 * self.terms) + 4
+        if largest > LARGEST:
+            fit = int(self.count * LARGEST / largest)
+            raise WireError(
+                f"a step of {self.count} environments may take {largest} bytes, a message at most "
+                f"{LARGEST}: at most {fit} environments an actor"
+            )
+
+    def pack_obs(self, run_id: int, seq: int, obs: Mapping[str, np.ndarray]) -> bytes:
+        """First observations, [K, ...] newest frames."""
+        return pack(OBS, run_id, seq, *self._obs_parts(obs))
+
+    def pack_step(self, run_id: int, seq: int, step: Any) -> bytes:
+        """A step: any object with the fields of ``pql.types.Step`` as arrays, of stacks the newest frames alone."""
+        flags = sum((np.asarray(getattr(step, k)).astype(np.uint8) << i for i, k in enumerate(FLAGS)), np.uint8(0))
+        log = [np.ascontiguousarray(v, "<f4") for v in step.log.values()]
+        ended = np.flatnonzero(np.asarray(step.first) & np.asarray(step.valid)).astype("<u4")
+        finals = self._obs_parts({k: v[ended] for k, v in step.final_obs.items()}) if len(ended) else []
+        reward = np.ascontiguousarray(step.reward, "<f4")
+        return pack(
+            STEP,
+            run_id,
+            seq,
+            reward,
+            *log,
+            np.ascontiguousarray(flags),
+            *self._obs_parts(step.obs),
+            np.uint32(len(ended)).tobytes(),
+            ended,
+            *finals,
+        )
+
+    def _obs_parts(self, obs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        return [np.ascontiguousarray(obs[k], dtype) for k, (_, dtype) in self.obs.items()]
+
+    def read_obs(self, body: memoryview) -> Rows:
+        """The reverse of :meth:`pack_obs`.
+
+        Raises:
+            WireError: another size.
+        """
+        reader = Reader(body)
+        obs = self._read_obs(reader, self.count)
+        reader.end()
+        return Rows(obs)
+
+    def read_step(self, body: memoryview) -> Rows:
+        """The reverse of :meth:`pack_step`.
+
+        Raises:
+            WireError: another size, flags that do not exist, or final observations of rows that have none.
+        """
+        reader, n = Reader(body), self.count
+        reward = reader.array("<f4", (n,))
+        log = reader.array("<f4", (self.terms, n))
+        flags = reader.array("u1", (n,))
+        obs = self._read_obs(reader, n)
+        count = int(reader.array("<u4", (1,))[0])
+        if count > n or flags.max() >= 1 << len(FLAGS):
+            raise WireError(f"{count} final observations of {n} rows, or unknown flags")
+        ended = reader.array("<u4", (count,))
+        begun = np.flatnonzero((flags & 12) == 12)  # first and valid
+        if len(ended) + len(begun) and not np.array_equal(ended, begun):
+            raise WireError("final observations of other rows than those after which an episode begins")
+        finals = self._read_obs(reader, count)
+        reader.end()
+        return Rows(obs, reward, flags, log, begun, finals)
+
+    def _read_obs(self, reader: "Reader", rows: int) -> Arrays:
+        return {k: reader.array(dtype, (rows, *shape)) for k, (shape, dtype) in self.obs.items()}
+
+    def pack_action(self, run_id: int, seq: int, action: np.ndarray) -> bytes:
+        return pack(ACT, run_id, seq, np.ascontiguousarray(action, self.action_type))
+
+    def read_action(self, body: memoryview) -> np.ndarray:
+        """Actions, [K, A] float32 or [K] int64.
+
+        Raises:
+            WireError: another size.
+        """
+        reader = Reader(body)
+        action = reader.array(self.action_type, self.action_shape)
+        reader.end()
+        return action
+
+
+class Reader:
+    """Arrays, one after the other, out of a message's body: views, nothing is copied."""
+
+    def __init__(self, body: memoryview):
+        self.body, self.at = body, 0
+
+    def array(self, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        kind, count = np.dtype(dtype), math.prod(shape)
+        if self.at + count * kind.itemsize > len(self.body):
+            raise WireError(f"a body of {len(self.body)} bytes is cut short")
+        out = np.frombuffer(self.body, kind, count, self.at).reshape(shape)
+        self.at += count * kind.itemsize
+        return out
+
+    def end(self) -> None:
+        if self.at != len(self.body):
+            raise WireError(f"{len(self.body) - self.at} bytes too many")
+
+
+def newest(obs: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Observations [K, ...] as arrays; of stacks the newest frames."""
+    arrays = {k: np.asarray(v) for k, v in obs.items()}
+    return {k: v[:, -1] if stacks[k] > 1 else v for k, v in arrays.items()}

@@ -1,0 +1,239 @@
+"""The server that actors connect to: gRPC on a thread of its own, one bidirectional stream an actor.
+
+It admits actors, checks what they send, and passes it on to the ``Hall``; it knows nothing of torch or replays.
+"""
+
+import asyncio
+import hmac
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pql.engine.watchdog import Limit
+from pql.errors import ConfigError
+from pql.remote import protocol as wire
+from pql.remote.protocol import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpack
+from pql.remote.slot_table import FullError, Hall, Peer, TooManyError
+from pql.remote.token import CERTIFICATE, KEY, read_file
+
+# A peer whose process has stopped, or whose cable was pulled, is noticed by pings: 10 s + 5 s.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+SIZES = (("grpc.max_receive_message_length", wire.LARGEST), ("grpc.max_send_message_length", wire.LARGEST))
+OPTIONS = (*KEEPALIVE, *SIZES, ("grpc.so_reuseport", 0))
+GRACE = 2.0  # seconds that actors have to hear that it is over
+
+OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # that all actors must have alike
+
+
+class LateError(Exception):
+    """An actor has not answered in time: how long it had."""
+
+
+class Server:
+    """Listens until closed.
+
+    Args:
+        address: ``host:port`` or ``unix:/path``; port 0 takes a free one.
+        hall: slots of training, evaluation's slots (None: there are none).
+        token: that actors must show; None: nobody asks (on this machine alone).
+        cert, key: files for TLS (PEM).
+        step_seconds: an actor that has not answered a step by then is dropped; its first step, and a reset, may take
+            ``start_seconds``. That its machine still answers pings says nothing of its simulator.
+        tell: takes lines for people.
+
+    Attributes:
+        address: with the port that it listens on.
+        facts: what the first actor said of its environments, once there is one (``known``).
+
+    Raises:
+        ConfigError: an address that cannot be listened on, or that is open to others without token and TLS.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hall: Hall,
+        evaluation: Hall | None = None,
+        token: str | None = None,
+        cert: Path | None = None,
+        key: Path | None = None,
+        tell: Callable[[str], None] | None = None,
+        step_seconds: float = 20.0,
+        start_seconds: float = 600.0,
+    ):
+        self.step = Limit(step_seconds, "task.kwargs.step_seconds")
+        self.start = max(self.step, Limit(start_seconds, "task.kwargs.start_seconds"))
+        self.halls: dict[str, Hall | None] = {"train": hall, "eval": evaluation}
+        self.token, self.facts, self.known = token, dict[str, Any](), threading.Event()
+        self.tell = tell or say
+        self.credentials = check_safe(address, token, cert, key)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="pql-remote-server", daemon=True)
+        self._thread.start()
+        try:
+            self.address = self._on_loop(self._open(address))
+        except (RuntimeError, OSError) as error:
+            self._stop_loop()
+            raise ConfigError("listen", address, f"an address that can be listened on ({error})") from error
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _on_loop(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _open(self, address: str) -> str:
+        self._server = grpc.aio.server(options=OPTIONS)
+        handler = grpc.stream_stream_rpc_method_handler(self._act)  # no serialisers: bytes as they are
+        service = grpc.method_handlers_generic_handler(wire.SERVICE, {wire.METHOD: handler})
+        self._server.add_generic_rpc_handlers((service,))
+        if self.credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, self.credentials)
+        await self._server.start()
+        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+    def close(self, why: str = "the run has ended") -> None:
+        """Let every actor know, and stop listening."""
+        if not self._thread.is_alive():
+            return
+        for hall in self.halls.values():
+            if hall is not None:
+                hall.end(why)
+        self._on_loop(self._stop())
+        self._stop_loop()
+
+    async def _stop(self) -> None:
+        await self._server.stop(GRACE)
+        if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            _, rest = await asyncio.wait(rest, timeout=0.5)  # they are about to end; cancelled, they would say so aloud
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=2.0)
+        self._loop.close()
+
+    # -- one actor ----------------------------------------------------------------------------------------------------
+
+    async def _act(self, _: Any, context: grpc.aio.ServicerContext) -> None:
+        """A stream, from its HELLO to its end. Whatever is wrong with it, it ends alone."""
+        await self._check_token(context)
+        try:
+            await self._converse(context)
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except FullError as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except TooManyError as error:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
+        except LateError as error:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+
+    async def _check_token(self, context: grpc.aio.ServicerContext) -> None:
+        if self.token is None:
+            return
+        shown = next((str(v) for k, v in context.invocation_metadata() or () if k == "authorization"), "")
+        if not hmac.compare_digest(shown.encode(), f"Bearer {self.token}".encode()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a wrong token, or none")
+
+    async def _converse(self, context: grpc.aio.ServicerContext) -> None:
+        first = await context.read()
+        if first is grpc.aio.EOF:
+            return
+        hello = unpack(first)
+        wire.expect(hello, wire.HELLO, hello.run_id, 0)
+        said = wire.read_json(hello.body)
+        facts, role = wire.check_facts(said.get("spec") or {}), said.get("role")
+        hall = self.halls.get(role) if isinstance(role, str) else None
+        if hall is None:
+            raise WireError(f"no slots for the role {role!r}: task.kwargs.eval_envs makes some for evaluation")
+        self._check_alike(facts)
+        layout, orders = wire.Layout(facts), asyncio.Queue[bytes]()
+        peer = Peer(hello.run_id, layout, lambda m: self._loop.call_soon_threadsafe(orders.put_nowait, m))
+        hall.admit(peer)
+        self.facts = self.facts or facts
+        self.known.set()
+        who = f"actor {peer.number} ({context.peer()}, {layout.count} environments{' to evaluate' * (role == 'eval')})"
+        self.tell(f"{who} has joined: {hall.live} now")
+        since = time.monotonic()
+        try:
+            facts = {"actor": peer.number, "step_seconds": self.step.seconds, "start_seconds": self.start.seconds}
+            await context.write(wire.pack_json(wire.WELCOME, peer.run_id, 0, facts))
+            while await self._exchange(context, hall, peer, await orders.get()):
+                pass
+        except LateError as error:
+            self.tell(f"{who} {error}")
+            raise
+        finally:  # it said goodbye, broke the rules, or is gone (then this task is cancelled)
+            hall.leave(peer)
+            self.tell(f"{who} has left after {time.monotonic() - since:.0f} s: {hall.live} now")
+
+    async def _exchange(self, context: grpc.aio.ServicerContext, hall: Hall, peer: Peer, order: bytes) -> bool:
+        """One order and its answer. False: there are no more."""
+        asked = unpack(order)
+        limit = self.start if asked.kind == RESET or not peer.stepped else self.step
+        try:
+            async with asyncio.timeout(limit.seconds):
+                await context.write(order)
+                message = await context.read()
+        except TimeoutError:
+            raise LateError(f"has not answered for {limit.seconds:g} s ({limit.setting})") from None
+        if message is grpc.aio.EOF or asked.kind == BYE:
+            return False
+        frame, kind = unpack(message), OBS if asked.kind == RESET else STEP
+        wire.expect(frame, kind, peer.run_id, asked.seq)
+        peer.stepped = peer.stepped or kind == STEP
+        read = peer.layout.read_obs if kind == OBS else peer.layout.read_step
+        hall.answered(peer, read(frame.body))
+        return True
+
+    def _check_alike(self, facts: dict[str, Any]) -> None:
+        """All actors' environments are as the first one's."""
+        for name in OFFERED:
+            if self.facts and facts[name] != self.facts[name]:
+                raise WireError(f"{name} of these environments is {facts[name]}, of this run's {self.facts[name]}")
+
+
+def say(line: str) -> None:
+    print(f"pql: {line}", file=sys.stderr, flush=True)
+
+
+def check_safe(address: str, token: str | None, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
+    """What the address needs.
+
+    Raises:
+        ConfigError: others could reach it, and there is no token or no TLS; or a file cannot be read, or is no PEM.
+    """
+    if (cert is None) != (key is None):
+        raise ConfigError("cert" if cert is None else "key", None, "a file: TLS needs both cert and key")
+    if not address.startswith(LOOPBACK):
+        for name, given in (("token_file", token), ("cert", cert)):
+            if given is None:
+                raise ConfigError(
+                    name,
+                    None,
+                    f"a file: {address} can be reached from other machines, which takes a "
+                    "token (token_file) and TLS (cert, key)",
+                )
+    if cert is None or key is None:
+        return None
+    return grpc.ssl_server_credentials(((read_file("key", key, KEY), read_file("cert", cert, CERTIFICATE)),))

@@ -1,0 +1,211 @@
+"""The command line's verbs for Python: a train here and a ``pql train`` there make the same run.
+
+Nothing here imports torch before it is needed.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pql.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pql.contract.env import VecEnv
+    from pql.run.session import Callbacks
+    from pql.run.store.run_dir import Summary
+
+NAMES_A_TASK = ("task", "task.name", "task.id", "task.game", "task.live")
+
+
+def train(
+    *overrides: str | Mapping[str, Any],
+    env: "VecEnv | None" = None,
+    callbacks: "Callbacks" = (),
+    quiet: bool = False,
+) -> "Summary":
+    """Train with the command line's overrides: ``pql.train("task=halfcheetah", "budget.seconds=60")``.
+
+    Ctrl-C ends the run after its tick and saves it, as on the command line.
+
+    Args:
+        overrides: ``"key=value"``, or dicts, nested or dotted: ``{"task": "halfcheetah", "budget": {"seconds": 60}}``.
+        env: a live ``VecEnv`` to train on instead of a task; ``num_envs`` and ``device`` are then its own. It is
+            evaluated once, after training, and stays open.
+        callbacks: one or several, called as ``callback(session, row)`` with every row of metrics;
+            ``session.stop = True`` ends the run.
+        quiet: nothing on the console.
+    Returns:
+        the run's ``Summary`` (``return_mean``, ``run_dir``, ``checkpoint``, ...).
+    Raises:
+        ConfigError: an override, or the environment, cannot work.
+        RunError: the run failed after it started.
+    """
+    from pql.config.compose import words_of
+
+    words = words_of(overrides)
+    return launch(words if env is None else words_for(env, words), env=env, callbacks=callbacks, quiet=quiet)
+
+
+def resume(
+    run_dir: str | Path,
+    *overrides: str | Mapping[str, Any],
+    env: "VecEnv | None" = None,
+    callbacks: "Callbacks" = (),
+    quiet: bool = False,
+    trust: bool = False,
+) -> "Summary":
+    """Go on with a run, as ``pql resume``: ``pql.resume("runs/x", "budget.seconds=600")``.
+
+    Args:
+        overrides: of ``budget``, ``eval``, ``logger``, ``checkpoint`` and ``replay.save``; the rest stays as it was.
+        env: the live environment, where the run was made on one.
+        trust: run the code, programs and paths that the run's settings name (docs/security.md).
+    Raises:
+        ConfigError: no run there, nothing to resume from, or an override that would make it another run.
+        RunError: the run failed.
+    """
+    from pql.config.compose import words_of
+
+    if env is not None:
+        from pql.contract.env import check_protocol
+
+        check_protocol(env)
+    return launch(words_of(overrides), Path(run_dir).expanduser(), quiet, trust, env=env, callbacks=callbacks)
+
+
+def evaluate(
+    path: str | Path,
+    episodes: int = 16,
+    num_envs: int = 16,
+    seed: int = 0,
+    device: str = "cpu",
+    epsilon: float | None = None,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Play whole episodes with the policy of a run, checkpoint or export, as ``pql eval``. Writes nothing.
+
+    Args:
+        epsilon: share of random actions, where they are discrete; None: as in the run's own evaluations.
+        trust: also where it names code, a program or a path of its maker's (docs/security.md).
+    Returns:
+        ``return_mean``, ``return_median``, ``return_iqm``, ``return_std``, ``length_mean``, ``success`` (where the task
+        defines it), ``returns`` and ``lengths`` of the single episodes, and what was asked for.
+    Raises:
+        ConfigError: no policy there, a damaged one, or a number out of range.
+    """
+    from pql.config.validate import EPISODES, limits, resolve_device
+
+    for key, value, allowed in (
+        ("num_envs", num_envs, limits("eval.num_envs")),
+        ("episodes", episodes, EPISODES),
+        ("seed", seed, limits("seed")),
+        ("epsilon", epsilon, limits("eval.epsilon")),
+    ):
+        allowed.check(key, value)
+    device = resolve_device(device)
+    from pql.run.evaluation import evaluate_saved
+
+    return evaluate_saved(Path(path).expanduser(), num_envs, episodes, seed, device, epsilon, trust)
+
+
+def report(
+    run: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Write a page about one run, as ``pql report``. Needs the extra ``report``.
+
+    Args:
+        out: the page's folder; None: ``report`` in the run.
+        x: the axis: ``seconds``, ``env_steps`` or ``updates``.
+        thresholds: returns, for the times at which they were reached.
+    Returns:
+        the page's numbers, with ``page``, the path of its HTML.
+    Raises:
+        ConfigError: no run there, one without metrics, an unknown axis, or a folder that cannot be written.
+    """
+    return _page([run], out, x, thresholds, single=True)
+
+
+def compare(
+    *runs: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Write a page that compares runs, as ``pql compare``: ``pql.compare("runs", x="env_steps")``.
+
+    Args:
+        runs: run directories, or folders of runs.
+        out: the page's folder; None: ``comparison`` here.
+        x, thresholds: as for :func:`report`, which says what is returned and raised.
+    """
+    return _page(runs, out, x, thresholds, single=False)
+
+
+def _page(
+    runs: Sequence[str | Path], out: str | Path | None, x: str, thresholds: Sequence[float], single: bool
+) -> dict[str, Any]:
+    from pql.reports import write
+
+    if not runs:
+        raise ConfigError("run", None, "run directories")
+    folder = None if out is None else Path(out).expanduser()
+    path, numbers = write([str(Path(run).expanduser()) for run in runs], folder, x, thresholds, single)
+    return {"page": str(path), **numbers}
+
+
+def launch(
+    words: list[str], run_dir: Path | None = None, quiet: bool = False, trust: bool = False, **options: Any
+) -> "Summary":
+    """Say what the run will do, then load what it takes (torch, for seconds on a busy machine), and run.
+
+    Args:
+        words: of the command line.
+        run_dir: of the run to resume; None: a new one.
+        trust: run what the settings of the run to resume name, as ``--trust``.
+        options: of ``Session``.
+    """
+    from pql.config.compose import compose, resume_config
+    from pql.config.validate import likely_device
+    from pql.contract.registry import check_name
+    from pql.engine.world import world
+    from pql.run.log.console import announced, opening
+    from pql.run.store import run_dir as rundir
+
+    resume, alone = run_dir is not None, world().size == 1
+    speaks = not quiet and not world().rank
+    if run_dir is not None and speaks and rundir.holds_run(run_dir):
+        print(f"resumes {run_dir}", flush=True)  # its settings are in a checkpoint, which takes torch to read
+    config = compose(words, likely_device) if run_dir is None else resume_config(run_dir, words, trust)
+    if not (config.task.live or config.task.process.python or config.task.remote):
+        check_name(config.task.name)
+    with ExitStack() as opened:
+        # Several processes agree on a directory first, which takes torch.
+        claim = opened.enter_context(rundir.claim_directory(config, resume)) if alone else None
+        where = None if claim is None or resume else claim.path
+        console = announced(config, where) if speaks else None
+        if console:
+            opened.callback(console.close)
+        with console.doing("loading") if console else nullcontext():
+            from pql.run.session import Session
+
+            if not resume and (sure := compose(words)) != config:  # a driver, but no GPU that torch can use
+                config = sure
+                if console:
+                    console.say(opening(config, where))
+        options |= {"console": console, "claim": claim, "resume": resume, "overrides": words, "quiet": quiet}
+        return Session(config, **options).train()
+
+
+def words_for(env: "VecEnv", words: list[str]) -> list[str]:
+    """The overrides of a run on a live environment.
+
+    Raises:
+        ConfigError: a task beside it, or an object of another interface.
+    """
+    from pql.contract.env import check_protocol
+    from pql.engine.world import world
+
+    if clash := [w for w in words if w.partition("=")[0] in NAMES_A_TASK]:
+        raise ConfigError("task", clash[0].partition("=")[2], "no task beside env=, which is trained on instead")
+    check_protocol(env)
+    spec = env.spec
+    own = ["task=env", f"task.name={spec.name}", "task.live=true", f"num_envs={spec.num_envs * world().size}"]
+    return [*own, f"device={spec.device}", *words, f"placement.collector={spec.device}"]

@@ -1,0 +1,146 @@
+"""All wiring, as plain calls: a checked config and an environment become workers under a schedule."""
+
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import nn
+
+from pql.algos.registry import family_of
+from pql.algos.wiring import Devices, Wiring
+from pql.algos.wiring import seeds as seeds
+from pql.config import Config
+from pql.contract.env import EnvSpec, VecEnv
+from pql.engine.graph import Graph
+from pql.engine.placement import (
+    keep_freed_memory,
+    make_executor,
+    make_inline,
+    set_precision,
+    thread_counts,
+    worker_devices,
+)
+from pql.engine.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Threads, Trace
+from pql.engine.slots import WeightSlot
+from pql.engine.worker import LearnerJob, Worker
+from pql.errors import ConfigError
+from pql.run.components import Parts as Parts
+from pql.run.components import Replica
+from pql.run.replicas import Replicas, names, shares
+from pql.run.task import build_env as build_env
+from pql.run.task import check_groups, describe_env, telling
+
+
+def build(
+    config: Config, env: VecEnv | None = None, trace: Trace | None = None, executor: Executor | None = None
+) -> Parts:
+    """Wire a run.
+
+    Args:
+        env: a live environment instead of the task's.
+        trace, executor: for tests: record the tick; run its workers otherwise than the placement says.
+    Raises:
+        ConfigError: something cannot work together, before any simulator starts where its spec can be had.
+    """
+    family = family_of(config)
+    env = None if env is None else telling(config, env)
+    each = shares(config)
+    learners = config.algo.learners
+    devices = [worker_devices(share, learners) for share in each]
+    set_precision(config.placement)
+    keep_freed_memory()
+    if config.cuda_graphs == "on" and not all(Graph.possible(d) for d in devices[0].values()):
+        raise ConfigError("cuda_graphs", "on", "auto or off where a worker sits on the CPU")
+    counts = family.counts(config)
+    home, together = devices[0][learners[0]], all(d == devices[0] for d in devices)
+    spec = env.spec if env is not None else describe_env(config if together else each[0], devices[0]["collector"])
+    rows = 0 if spec is None else _check(config, spec, counts, home, env)
+    with ExitStack() as opened:  # what has been started is closed again if a later step fails
+        replicas: list[Replica] = []
+        for share, places in zip(each, devices, strict=True):
+            check = partial(_check, share, counts=counts, home=home, env=None)
+            started = env if env is not None else build_env(share, approve=check)
+            if env is None:
+                opened.callback(started.close)
+            rows = rows or _check(share, started.spec, counts, home, env)
+            wiring = family.wire(share, started, counts, rows, places, config.cuda_graphs != "off")
+            replicas.append(_assemble(share, started, wiring, counts, places, trace, executor))
+        schedule = replicas[0].schedule
+        if config.algo.schedule == "replicas":
+            schedule = Replicas(config, replicas, make_crew(config))
+        opened.pop_all()
+    return Parts(config, counts, replicas, schedule)
+
+
+def _check(config: Config, spec: EnvSpec, counts: Counts, home: torch.device, env: VecEnv | None) -> int:
+    """What an environment and a config must agree on. Returns the rows per environment that the data take."""
+    check_several(config, spec, env)
+    check_groups(config, spec)
+    return family_of(config).check(config, spec, counts, home)
+
+
+def check_several(config: Config, spec: EnvSpec, env: VecEnv | None) -> None:
+    """Raises ``ConfigError`` where there are to be several replicas of an environment that can only be had once."""
+    count = config.replicas
+    if count > 1 and env is not None:
+        raise ConfigError("algo.replicas", count, "1: a live environment cannot be built again for another replica")
+    if count > 1 and spec.single_instance:
+        raise ConfigError("algo.replicas", count, f"1: a process can hold one {spec.name} only")
+
+
+def make_crew(config: Config) -> Threads | Inline:
+    """What runs the replicas' ticks."""
+    place = config.placement
+    if place.executor == "inline":
+        return make_inline(place)
+    return Threads(names(config.replicas), place.watchdog_seconds, place.start_seconds)
+
+
+def _assemble(
+    config: Config,
+    env: VecEnv,
+    wiring: Wiring,
+    counts: Counts,
+    devices: Devices,
+    trace: Trace | None,
+    executor: Executor | None,
+) -> Replica:
+    """Slots, jobs, workers and their schedule around a family's wiring."""
+    collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
+    collector.overlap = config.placement.overlap
+    owned = {name: source for role in roles.values() for name, source in role.owns.items()}
+    lag = {"policy": getattr(config.algo, "policy_lag", 0)}
+    slots = {name: WeightSlot(name, source, lag.get(name, 0)) for name, source in owned.items()}
+    rounds = 1 if kind == "concurrent" else counts.rounds
+    capture = config.cuda_graphs != "off" and kind != "replicas"  # a push takes locks, which no graph can
+    learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
+    jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
+    threads = thread_counts(config)
+    workers = {
+        # Learners first: a simulator that blocks the launching host then overlaps with queued learner work.
+        w: Worker(
+            w,
+            jobs.get(w, collector.run),
+            devices[w],
+            [(slots[s], t) for s, t in role.pulls.items()],
+            [slots[s] for s in role.owns],
+            threads[w],
+            trace,
+        )
+        for w, role in roles.items()
+    }
+    schedule: Schedule
+    if kind == "concurrent":
+        schedule = Concurrent(workers, counts, executor or make_executor(config.placement, devices), collector.owes)
+    else:
+        alone = Inline() if kind == "replicas" else make_inline(config.placement)  # the crew looks after replicas
+        schedule = Lockstep(workers, counts, executor or alone, collector.owes)
+    cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
+    return Replica(
+        config, env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy
+    )
+
+
+def make_policy(config: Config, spec: EnvSpec) -> nn.Module:
+    """The policy network alone, freshly initialised."""
+    return family_of(config).policy(config, spec)

@@ -1,0 +1,288 @@
+"""What a run consists of, wired: one replica, or several, and the schedule that runs them.
+
+A :class:`Replica` is a whole learner: an environment, the collector that steps it, and the workers that learn from
+its rows. All schedules but ``Replicas`` have one. What the session asks of a run it asks of :class:`Parts`.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from pql.algos.wiring import seeds
+from pql.collect import saturation
+from pql.collect.collector import Collector
+from pql.config import Config
+from pql.contract.env import VecEnv
+from pql.data.normalize import Moments
+from pql.data.replay import Cursor
+from pql.engine.collectives import ALONE, Group
+from pql.engine.schedule import Counts, Schedule
+from pql.engine.slots import WeightSlot
+from pql.engine.watchdog import start_limit, step_limit, touch, watching
+from pql.engine.worker import Learner, LearnerJob, MetricSum, Worker
+from pql.errors import ConfigError
+from pql.nets.mlp import Flat
+
+
+@dataclass
+class Replica:
+    """A whole learner.
+
+    Attributes:
+        config: its share of the run's: environments, seed, device.
+        learners: "v", "p"; or "learner" where one trains both.
+        gauges: 0-dim, for the log; several replicas' add up.
+        schedule: of its own workers.
+        policy: the policy that it learns.
+    """
+
+    config: Config
+    env: VecEnv
+    collector: Collector
+    learners: dict[str, Learner]
+    jobs: dict[str, LearnerJob]
+    cursors: dict[str, Cursor]
+    gauges: dict[str, Tensor]
+    slots: dict[str, WeightSlot]
+    workers: dict[str, Worker]
+    schedule: Schedule
+    policy: Flat | nn.Module
+
+    def prepare(self) -> None:
+        self.collector.prepare()
+        for job in self.jobs.values():
+            job.graph.prepare()
+
+    def counters(self) -> dict[str, int]:
+        """Steps of each of its environments, and updates by learner."""
+        return {**self.collector.counters(), **{k: job.updates for k, job in self.jobs.items()}}
+
+    def load_counters(self, counters: dict[str, float]) -> None:
+        self.collector.load_counters(counters)
+        for k, job in self.jobs.items():
+            job.updates = int(counters[k])
+
+    def statistics(self) -> list[Moments]:
+        """All running statistics, in the same order in every replica."""
+        states = [v for learner in self.learners.values() for v in vars(learner.state).values()]
+        owners = [self.collector.normalizer, *(v for v in states if isinstance(v, nn.Module))]
+        return [m for owner in owners for m in owner.modules() if isinstance(m, Moments)]
+
+    def state_dict(self) -> dict[str, Any]:
+        learners = {k: {"state": v.state.state_dict(), "gen": v.gen.get_state()} for k, v in self.learners.items()}
+        lost = {k: v.lost for k, v in self.cursors.items()}
+        slots = {k: state for k, slot in self.slots.items() if (state := slot.state_dict())}
+        return {"collector": self.collector.state_dict(), "learners": learners, "lost": lost, "slots": slots}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore in place."""
+        self.collector.load_state_dict(state["collector"])
+        for k, learner in self.learners.items():
+            learner.state.load_state_dict(state["learners"][k]["state"])
+            learner.gen.set_state(state["learners"][k]["gen"].cpu())
+        for k, cursor in self.cursors.items():
+            cursor.lost.copy_(state["lost"][k])
+        for k, old in state["slots"].items():
+            self.slots[k].load_state_dict(old)
+
+
+@dataclass
+class Parts:
+    """A run's objects. Those of one replica, where it is asked for by name, are the first's.
+
+    Attributes:
+        counts: the integers of a replica's tick.
+        schedule: of the run. Between its ticks every replica has the same parameters and statistics.
+    """
+
+    config: Config
+    counts: Counts
+    replicas: list[Replica]
+    schedule: Schedule
+
+    @property
+    def first(self) -> Replica:
+        return self.replicas[0]
+
+    @property
+    def env(self) -> VecEnv:
+        return self.first.env
+
+    @property
+    def collector(self) -> Collector:
+        return self.first.collector
+
+    @property
+    def learners(self) -> dict[str, Learner]:
+        return self.first.learners
+
+    @property
+    def jobs(self) -> dict[str, LearnerJob]:
+        return self.first.jobs
+
+    @property
+    def cursors(self) -> dict[str, Cursor]:
+        return self.first.cursors
+
+    @property
+    def gauges(self) -> dict[str, Tensor]:
+        return self.first.gauges
+
+    @property
+    def slots(self) -> dict[str, WeightSlot]:
+        return self.first.slots
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        return self.first.workers
+
+    @property
+    def policy(self) -> Flat | nn.Module:
+        """The policy that is evaluated and saved."""
+        return self.first.policy
+
+    # -- from the start to the end ----------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Capture graphs where they are on. Before the first reset."""
+        with self._starting("the capture of graphs"):
+            for one in self.replicas:
+                one.prepare()
+
+    def start(self) -> None:
+        """Reset the simulators, each with a seed of its own."""
+        with self._starting(f"the reset of {self.env.spec.name}"):
+            for one in self.replicas:
+                one.collector.start(seeds(one.config.seed)["env"])
+                touch()
+
+    def warm_up(self, steps: int, going: Callable[[], bool] = lambda: True) -> bool:
+        """Random steps of every environment until each has made ``steps``, those before this call included.
+
+        Args:
+            going: is asked before every step; False ends the warm-up there.
+        Returns:
+            Whether all have been made. The rest may be made later: that gives the same bits.
+        """
+        for one in self.replicas:
+            if (left := math.ceil(steps - one.collector.steps)) > 0:
+                with self._starting("the warm-up"):
+                    one.collector.warm_up(left, going)
+        return self.steps >= steps
+
+    def _starting(self, what: str) -> AbstractContextManager[Any]:
+        place = self.config.placement
+        return watching(what, start_limit(place), step_limit(place))
+
+    def begin(self, ticks: int = 0) -> None:
+        """Publish everything as it stands; tick ``ticks`` comes next."""
+        if ticks == 0:
+            for learner in (v for one in self.replicas for v in one.learners.values()):
+                if learner.begin is not None:
+                    learner.begin()
+        self.schedule.begin(ticks)
+
+    def check_environments(self) -> None:
+        """Raises ``RunError`` where nothing finite comes from any environment of a replica. Waits for the device."""
+        for one in self.replicas:
+            one.collector.quarantine.check()
+
+    def close_envs(self) -> None:
+        with self._starting(f"closing {self.env.spec.name}"):
+            for one in self.replicas:
+                one.env.close()
+
+    # -- what was done ----------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> float:
+        """Of every environment so far, warm-up included; the mean over replicas."""
+        return sum(one.collector.steps for one in self.replicas) / len(self.replicas)
+
+    @property
+    def env_steps(self) -> int:
+        """Transitions so far, all environments together, warm-up included."""
+        return sum(round(one.collector.steps * one.env.spec.num_envs) for one in self.replicas)
+
+    def updates(self) -> dict[str, int]:
+        """Updates so far of the critic ("v") and of the policy ("p"); one learner's may be both."""
+        jobs = [job for one in self.replicas for job in one.jobs.values()]
+        return {
+            what: sum(job.updates for job in jobs if what in (job.learner.trains or (job.learner.name,)))
+            for what in ("v", "p")
+        }
+
+    def busy(self) -> dict[str, float]:
+        """Seconds of work so far by worker; the mean over replicas."""
+        return {k: sum(one.workers[k].busy for one in self.replicas) / len(self.replicas) for k in self.workers}
+
+    def totals(self) -> dict[str, float]:
+        """What rates are made of, since the run (``busy/...``: this sitting) began; env steps aside."""
+        updates = sum(job.updates for one in self.replicas for job in one.jobs.values())
+        busy = {f"busy/{k}": v for k, v in self.busy().items()}
+        return {"ticks": self.schedule.ticks, "updates": updates, **busy}
+
+    def drain(self, group: Callable[[str], Group] = lambda worker: ALONE) -> dict[str, Tensor]:
+        """The log's device values since the last call: of all replicas' episodes and updates together, and gauges.
+
+        Args:
+            group: the processes of a worker, whose values are added.
+        """
+        first, *others = self.replicas
+        for one in others:
+            first.collector.episodes.absorb(one.collector.episodes)
+        values = first.collector.episodes.drain(group("collector"))
+        for name in first.jobs:
+            sums = [m for one in self.replicas if (m := one.jobs[name].metrics).count is not None] or [MetricSum()]
+            for other in sums[1:]:
+                sums[0].absorb(other)
+            values |= sums[0].drain(group(name))
+        meters = [one.collector.saturation for one in self.replicas if one.collector.saturation is not None]
+        if meters:
+            values |= saturation.drain(meters, group("collector"))
+        learner = next(iter(first.jobs))
+        for worker, gauges in (
+            (learner, [one.gauges for one in self.replicas]),
+            ("collector", [one.collector.quarantine.gauges() for one in self.replicas]),
+        ):
+            for name, gauge in gauges[0].items():
+                total = sum((other[name].to(gauge.device) for other in gauges[1:]), gauge.clone())
+                values[name] = group(worker).sum_(total)
+        return values
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Ticks, and every replica's counters: those of the second are ``steps.1``, and so on."""
+        out = {"ticks": self.schedule.ticks}
+        for i, one in enumerate(self.replicas):
+            out |= {f"{k}.{i}" if i else k: v for k, v in one.counters().items()}
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next tick depends on."""
+        first, *others = (one.state_dict() for one in self.replicas)
+        return {**first, "replicas": others}
+
+    def load_state_dict(self, state: dict[str, Any], ticks: int | None = None) -> None:
+        """Restore in place, as if ``ticks`` ticks had been run; None: :meth:`begin` comes later."""
+        for one, saved in zip(self.replicas, [state, *state["replicas"]], strict=True):
+            one.load_state_dict(saved)
+        if ticks is not None:
+            self.begin(ticks)
+
+    def load_counters(self, counters: dict[str, float]) -> None:
+        """The reverse of :meth:`counters`, but for the ticks.
+
+        Raises:
+            ConfigError: they are those of another number of replicas.
+        """
+        saved = 1 + sum(k.startswith("steps.") for k in counters)
+        if saved != len(self.replicas):
+            raise ConfigError("algo.replicas", len(self.replicas), f"{saved}, as in the checkpoint")
+        for i, one in enumerate(self.replicas):
+            one.load_counters({k: counters[f"{k}.{i}" if i else k] for k in one.counters()})

@@ -1,0 +1,363 @@
+"""Greedy evaluation: a fixed number of episodes per environment, on environments of its own, beside the run."""
+
+import queue
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pql.contract.env import Discrete, EnvSpec, VecEnv, make_ready
+from pql.engine import watchdog
+from pql.engine.graph import clone_state
+from pql.engine.placement import set_precision
+from pql.engine.watchdog import Limit, Watch, start_limit, step_limit
+from pql.errors import ConfigError, HungError
+from pql.run.policy import Policy, Stored, open_stored
+from pql.run.store.checkpoint import home
+from pql.types import Obs
+
+LONGEST = 100_000  # steps, where an environment has no time limit
+CHECK_EVERY = 64  # steps between looks at whether all episodes have ended (a look is a host sync)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Undiscounted returns and lengths (in steps) of whole episodes, and whether each succeeded.
+
+    ``successes`` is None where the environment logs no term ``success``. ``terms``: each logged number's mean over
+    the steps of all episodes, by name: terms of the reward, tracking errors.
+    """
+
+    returns: list[float]
+    lengths: list[float]
+    successes: list[bool] | None = None
+    terms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.returns)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.returns)
+
+    @property
+    def iqm(self) -> float:
+        """Interquartile mean: the mean of the middle half (Agarwal et al. 2021)."""
+        cut = len(self.returns) // 4
+        return statistics.fmean(sorted(self.returns)[cut : len(self.returns) - cut])
+
+    @property
+    def length(self) -> float:
+        """Mean length in steps."""
+        return statistics.fmean(self.lengths)
+
+    @property
+    def success(self) -> float | None:
+        """Share of episodes that succeeded; None where the task does not define it."""
+        return None if self.successes is None else statistics.fmean(self.successes)
+
+    def measures(self) -> dict[str, float]:
+        """By name, as in metrics.jsonl (there below ``eval/``) and in summary.json."""
+        out = {
+            "return_mean": self.mean,
+            "return_median": self.median,
+            "return_iqm": self.iqm,
+            "length_mean": self.length,
+        }
+        if self.success is not None:
+            out["success"] = self.success
+        return {**out, **{f"step/{name}": value for name, value in self.terms.items()}}
+
+
+class StoppedError(Exception):
+    """An evaluation was told to stop before its episodes had ended."""
+
+
+@torch.no_grad()
+def run_episodes(
+    env: VecEnv,
+    policy: Callable[[Obs], Tensor],
+    seed: int,
+    stop: threading.Event | None = None,
+    episodes: int | None = None,
+    epsilon: float = 0.0,
+    staggered: bool = False,
+    ended: Callable[[int], object] = lambda count: None,
+) -> Evaluation:
+    """Whole episodes from a reset with ``seed`` on: the first of every environment, or ``episodes`` in all.
+
+    Each environment plays a number of episodes that is fixed beforehand. Taking whichever ``episodes`` end first would
+    favour short ones. Rewards after an environment's last episode do not count, nor do filler rows. An episode ends
+    where the next one begins: a lost life does not end it, an unannounced restart does. It succeeded if
+    ``log["success"]`` was above 0 on any of its rows.
+    Where nobody steps an environment (a remote actor's place may be empty) there is no episode.
+    A policy with a memory (a method ``reset(mask)``) forgets where episodes begin.
+
+    Args:
+        epsilon: share of actions that are random instead, where they are discrete; drawn from ``seed``.
+        staggered: a reset begins in the middle of episodes; these do not count, the next ones do.
+        ended: is given the number of episodes that have ended, now and again.
+    Returns:
+        All first episodes in the order of the environments, then all second ones, and so on. Where an environment
+        without a time limit does not end an episode within ``LONGEST`` steps, it counts up to there, and episodes
+        after it are missing.
+    Raises:
+        StoppedError: ``stop`` was set.
+    """
+    title, forget = f"the simulator {env.spec.name}", getattr(policy, "reset", lambda first=None: None)
+    watchdog.touch(title)
+    obs = env.reset(seed)
+    watchdog.touch()
+    forget()
+    ended(0)
+    explore = random_actions(env, epsilon, seed)
+    n, device, judged = env.spec.num_envs, env.spec.device, "success" in env.spec.log
+    total = n if episodes is None else episodes
+    most = -(-total // n)
+    quota = total // n + (torch.arange(n, device=device) < total % n).long()  # [N] episodes to play
+    place, count = torch.arange(most, device=device), torch.zeros_like(quota)
+    running = torch.zeros(3, n, device=device)  # return, length, successful rows of the episode in hand
+    done = torch.zeros(3, n, most, device=device)
+    named = [name for name in env.spec.log if name != "success"]
+    sums = torch.zeros(len(named), dtype=torch.float64, device=device)  # of what is logged, over rows that count
+    live = (quota > 0) & (not staggered)  # inside an episode that counts
+    there = torch.zeros_like(live)  # has made a step: a remote actor's place may be empty
+    longest = env.spec.max_episode_steps or LONGEST
+    longest += env.spec.autoreset == "next_step"  # there a filler row shows the end
+    for i in range(1, (most + staggered) * longest + 1):
+        if stop is not None and stop.is_set():
+            raise StoppedError
+        action = explore(policy(obs))
+        watchdog.touch(title)
+        step = env.step(action)
+        watchdog.stepped()
+        success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
+        row = torch.stack([step.reward, torch.ones_like(step.reward), success])
+        counts = live & step.valid
+        running += torch.where(counts, row, 0)
+        if named:
+            logged = torch.stack([step.log[name].double() for name in named])
+            sums += torch.where(counts, logged, 0.0).sum(1)
+        there |= step.valid
+        over = live & step.first & (running[1] > 0)  # the filler row that a new actor begins with ends nothing
+        done = torch.where(over[:, None] & (place == count[:, None]), running[..., None], done)
+        count += over
+        running = torch.where(over, 0, running)
+        live = (live | step.first) & (count < quota)
+        obs = step.obs
+        forget(step.first)
+        if i % CHECK_EVERY == 0:
+            so_far, missing = torch.stack([count.sum(), (there & (count < quota)).sum()]).tolist()
+            ended(so_far)
+            if not missing:
+                break
+    live &= running[1] > 0
+    done = torch.where(live[:, None] & (place == count[:, None]), running[..., None], done)
+    played = (place < (count + live)[:, None]).T  # [most, N]
+    returns, lengths, successes = done.transpose(1, 2)[:, played].tolist()
+    steps = max(sum(lengths), 1.0)
+    terms = dict(zip(named, (total / steps for total in sums.tolist()), strict=True))
+    return Evaluation(returns, lengths, [rows > 0 for rows in successes] if judged else None, terms)
+
+
+def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor], Tensor]:
+    """What replaces a share ``epsilon`` of discrete actions [N] by uniform ones; the identity where it is 0.
+
+    Raises:
+        ConfigError: the actions are not discrete.
+    """
+    check_epsilon(epsilon, env.spec)
+    if epsilon == 0:
+        return lambda action: action
+    device, count = env.spec.device, cast(Discrete, env.spec.action).n
+    gen = torch.Generator(device).manual_seed(seed)
+
+    def explore(action: Tensor) -> Tensor:
+        random = torch.randint(count, action.shape, generator=gen, device=device)
+        return torch.where(torch.rand(action.shape, generator=gen, device=device) < epsilon, random, action)
+
+    return explore
+
+
+def check_epsilon(epsilon: float, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for random actions where they are continuous."""
+    if epsilon > 0 and not isinstance(spec.action, Discrete):
+        raise ConfigError("eval.epsilon", epsilon, f"0: the actions of {spec.name} are continuous")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a request: the counters it was made with, the policy that was evaluated, the outcome."""
+
+    counters: dict[str, float]
+    state: dict[str, Any]
+    outcome: Evaluation | BaseException
+
+
+class Evaluator:
+    """Evaluates snapshots in a thread of its own. A request that comes while it is busy is dropped and counted.
+
+    Made before the first tick: ``env`` is made ready here, so that its thread captures nothing beside a run at work.
+
+    Args:
+        step, start: without progress, after which an evaluation hangs, and before its first step; None: it never does.
+    """
+
+    def __init__(
+        self,
+        env: VecEnv,
+        policy: Policy,
+        seed: int,
+        epsilon: float = 0.0,
+        step: Limit | None = None,
+        start: Limit | None = None,
+    ):
+        self.step, self.start = step, start or step
+        self.watch: Watch | None = None  # of the evaluation in hand
+        self.env, self.policy, self.seed, self.epsilon = env, policy, seed, epsilon
+        make_ready(env)
+        self.dropped = 0
+        self.ended = 0  # episodes of the evaluation in hand, as far as has been looked
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
+        self._idle, self._stop = threading.Event(), threading.Event()
+        self._idle.set()
+        device = env.spec.device
+        # A stream of its own on CUDA: on the default one, the run's own short visits there would queue behind episodes.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._loop, name="pql-evaluator", daemon=True)
+        self._thread.start()
+
+    def request(self, state: dict[str, Any], counters: dict[str, float]) -> bool:
+        """Copy a policy's ``state`` and evaluate it; ``counters`` come back with the result. False if busy."""
+        if not self._idle.is_set():
+            self.dropped += 1
+            return False
+        self._idle.clear()
+        self.ended = 0
+        self.policy.load_state_dict(state)
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._inbox.put(counters)
+        return True
+
+    def _loop(self) -> None:
+        torch.set_num_threads(1)
+        while (counters := self._inbox.get()) is not None:
+            outcome: Evaluation | BaseException
+            try:
+                with torch.cuda.stream(self._stream), self._watched():  # it ends in a host read: the stream is idle
+                    outcome = run_episodes(
+                        self.env, self.policy, self.seed, self._stop, epsilon=self.epsilon, ended=self._count
+                    )
+            except BaseException as error:
+                outcome = error
+            # A copy: the next request may come before this report is read.
+            self.reports.put(Report(counters, clone_state(self.policy.state_dict()), outcome))
+            self._idle.set()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        if self.start is None:
+            yield
+            return
+        with watchdog.watching("the evaluation", self.start, self.step, polled=True) as self.watch:
+            yield
+        self.watch = None
+
+    def hung(self) -> HungError | None:
+        """What there is to say of an evaluation that makes no progress; None where it does, or there is none."""
+        watch = self.watch
+        return watch.error() if watch is not None and watch.late else None
+
+    def _count(self, ended: int) -> None:
+        self.ended = ended
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the request in hand is done. False: it was not within ``timeout`` seconds."""
+        return self._idle.wait(timeout)
+
+    def close(self) -> None:
+        """Stop, without waiting for episodes to end."""
+        self._stop.set()
+        self._inbox.put(None)
+        self._thread.join(timeout=0.0 if self.hung() else 5.0)
+        if not self._thread.is_alive():  # else the simulator hangs, and closing it under a step could crash
+            closing = f"closing {self.env.spec.name}"
+            with nullcontext() if self.start is None else watchdog.watching(closing, self.start):
+                self.env.close()
+
+
+def evaluate_saved(
+    path: Path,
+    num_envs: int,
+    episodes: int,
+    seed: int,
+    device: str,
+    epsilon: float | None = None,
+    trust: bool = False,
+    ended: Callable[[int], object] = lambda count: None,
+) -> dict[str, Any]:
+    """Evaluate the policy of a run, checkpoint or export on an environment built from its own config.
+
+    A simulator that hangs ends it, by the deadlines of the run's ``placement``.
+
+    Args:
+        epsilon: share of random actions; None: as in the run's own evaluations.
+        trust: also where it names code, a program or a path of its maker's (``docs/security.md``).
+        ended: is given the number of episodes that have ended, now and again.
+    Returns:
+        What ``pql eval`` writes: the measures, the extremes, and the episodes themselves.
+    Raises:
+        ConfigError: no policy there, or a damaged one.
+        HungError: the simulator hangs.
+    """
+    found, _, config = stored = open_stored(path, device, trust)
+    set_precision(config.placement)
+    num_envs = min(num_envs, episodes)
+    epsilon = config.eval.epsilon if epsilon is None else epsilon
+    with watchdog.guarded():
+        result = _play(stored, num_envs, seed, episodes=episodes, epsilon=epsilon, ended=ended)
+    return {
+        "checkpoint": str(found),
+        "task": config.task.title,
+        "algo": config.algo.name,
+        "seed": seed,
+        "epsilon": epsilon,
+        "num_envs": num_envs,
+        "episodes": len(result.returns),
+        **result.measures(),
+        "return_std": statistics.pstdev(result.returns),
+        "return_min": min(result.returns),
+        "return_max": max(result.returns),
+        "length_min": min(result.lengths),
+        "length_max": max(result.lengths),
+        "returns": result.returns,
+        "lengths": result.lengths,
+        **({} if result.successes is None else {"successes": result.successes}),
+    }
+
+
+def _play(stored: Stored, num_envs: int, seed: int, **options: Any) -> Evaluation:
+    """Episodes of a stored policy on environments that are made for them, under deadlines. ``options``: as of
+    :func:`run_episodes`."""
+    start, step = start_limit(stored.config.placement), step_limit(stored.config.placement)
+    env = stored.make_env(num_envs)
+    try:
+        with watchdog.watching("the evaluation", start, step):
+            return run_episodes(env, stored.policy, seed, **options)
+    finally:
+        with watchdog.watching(f"closing {env.spec.name}", start):
+            env.close()
+
+
+def evaluation_file(policy: Path, seed: int, episodes: int) -> Path:
+    """Where ``pql eval`` writes: below the run, or beside a checkpoint or export that lies elsewhere."""
+    return home(policy) / "evaluations" / f"{policy.resolve().name}-seed{seed}-{episodes}episodes.json"

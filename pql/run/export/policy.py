@@ -1,0 +1,176 @@
+"""What ``pql export`` wrote, read back as a policy, without running anything that is in the file.
+
+``docs/export.md`` says what is in the files, ``docs/security.md`` what is looked at before they are used.
+"""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pql.config.files import parse_json, read_bytes, read_json
+from pql.errors import ConfigError
+from pql.run.export.files import LARGEST, check_onnx, check_shapes, read_pt2
+from pql.run.export.program import UnknownOperatorError
+from pql.run.policy import Acting, spec_from_dict
+from pql.run.store.manifest import check_export
+from pql.types import Obs
+
+INSTALL = "pip install 'pql-rl[export]'"
+
+Function = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Inputs in the order of ``metadata["inputs"]`` -> outputs in that of ``metadata["outputs"]``."""
+
+
+def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor], Tensor]:
+    """What takes an export's action to [-1, 1]; ``about`` is the metadata's entry ``action``."""
+    low, high = (torch.tensor(about.get(end, ())) for end in ("low", "high"))
+    if not about["scaled"] or bool((low == -1).all() and (high == 1).all()):
+        return lambda action: action
+    low, half = low.to(device), ((high - low) / 2).to(device)
+    return lambda action: (action - low) / half - 1
+
+
+class ExportedPolicy(Acting):
+    """A policy read back from its export. Acts as a run's own ``Policy`` does: actions in [-1, 1].
+
+    Args:
+        path: ``policy.pt2`` or ``policy.onnx``.
+        device: where tensors come from and go to. ONNX Runtime itself computes on the CPU.
+        trust: load it as torch and ONNX Runtime load any file, which may run code that is in it.
+
+    Attributes:
+        metadata: what ``policy.json`` holds.
+
+    Raises:
+        ConfigError: no such file, one that is no export of pql (or not the one of the ``policy.json`` beside it), or a
+            missing package.
+    """
+
+    def __init__(self, path: str | Path, device: str | torch.device = "cpu", trust: bool = False):
+        self.path, self.device = Path(path), torch.device(device)
+        if not self.path.is_file():
+            raise ConfigError("policy", path, "a file")
+        self._function, self.metadata = open_export(self.path, self.device, trust)
+        self._to_unit = unit_map(self.metadata["action"], self.device)
+        self.spec = spec_from_dict(self.metadata["spec"])
+        inputs = {i["name"]: tuple(i["shape"][1:]) for i in self.metadata["inputs"]}
+        self.groups = tuple(k.removeprefix("obs.") for k in inputs if k.startswith("obs."))
+        self.state_shapes = {k.removeprefix("state."): s for k, s in inputs.items() if k.startswith("state.")}
+
+    @torch.no_grad()
+    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
+        action, *after = self._function([*self.readable(obs).values(), *(state[k] for k in self.state_shapes)])
+        return self._to_unit(action), dict(zip(self.state_shapes, after, strict=True))
+
+
+def open_export(path: Path, device: torch.device, trust: bool) -> tuple[Function, dict[str, Any]]:
+    try:
+        data = read_bytes(path, LARGEST)
+        _check_beside(path, data)
+        return (_open_onnx if path.suffix == ".onnx" else _open_pt2)(path, data, device, trust)
+    except UnknownOperatorError as error:
+        what = f"operators that pql knows, not {error}; with --trust (trust=True) torch loads it, whatever is in it"
+        raise ConfigError("policy", path, what) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError("policy", path, f"a {path.suffix} file that pql export wrote ({error})") from error
+
+
+def _check_beside(path: Path, data: bytes) -> None:
+    """Raises ``ValueError`` where the metadata beside a file are of another one."""
+    if (beside := path.with_suffix(".json")).exists():
+        told = read_json(beside)
+        known = told.get("sha256") if isinstance(told, dict) else None
+        known = known.get(path.name) if isinstance(known, dict) else None
+        if known is not None and known != sha256(data).hexdigest():
+            raise ValueError(f"it is not the file that {beside.name} beside it was written with")
+
+
+def _open_pt2(path: Path, data: bytes, device: torch.device, trust: bool) -> tuple[Function, dict[str, Any]]:
+    if trust:
+        return _load_pt2(data, device)
+    program, metadata = read_pt2(data, device)
+    check_export(metadata)
+    check_shapes(program, metadata["inputs"], metadata["outputs"])
+
+    def function(inputs: Sequence[Tensor]) -> list[Tensor]:
+        rows = inputs[0].shape[0]
+        try:
+            check_shapes(program, metadata["inputs"], metadata["outputs"], rows)
+        except ValueError as error:
+            raise ConfigError("policy", path, f"a policy that acts for {rows:,} environments ({error})") from error
+        return program(*inputs)
+
+    return function, metadata
+
+
+def _load_pt2(data: bytes, device: torch.device) -> tuple[Function, dict[str, Any]]:
+    """With torch's own loader, which unpickles, and may run code that is in the file."""
+    from torch.export.passes import move_to_device_pass
+
+    extra: dict[str, Any] = {"metadata.json": ""}
+    try:
+        with quiet():
+            program = torch.export.load(io.BytesIO(data), extra_files=extra)
+            module = move_to_device_pass(program, device).module()
+    except Exception as error:  # a damaged archive shows in as many ways as there are parts in it
+        raise ValueError(str(error)) from error
+    metadata = parse_json(extra["metadata.json"])
+    check_export(metadata)
+    return (lambda inputs: list(module(*inputs))), metadata
+
+
+def _open_onnx(path: Path, data: bytes, device: torch.device, trust: bool) -> tuple[Function, dict[str, Any]]:
+    runtime = need("onnxruntime", "policy", path)
+    if not trust:
+        check_onnx(data)
+    options = runtime.SessionOptions()
+    options.add_session_config_entry("session.load_model_format", "ONNX")
+    try:
+        session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        text = session.get_modelmeta().custom_metadata_map["pql"]
+    except Exception as error:  # the runtime's own errors have no common base
+        raise ValueError(str(error)) from error
+    metadata = parse_json(text)
+    check_export(metadata)
+    names = [i["name"] for i in metadata["inputs"]]
+    if names != [i.name for i in session.get_inputs()]:
+        raise ValueError("its inputs are not those of its metadata")
+
+    def function(inputs: Sequence[Tensor]) -> list[Tensor]:
+        arrays: list[np.ndarray] = [x.cpu().numpy() for x in inputs]
+        return [torch.from_numpy(y).to(device) for y in session.run(None, dict(zip(names, arrays, strict=True)))]
+
+    return function, metadata
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the exporters' remarks on their own workings off the console."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def need(package: str, setting: str, value: Any) -> Any:
+    """Import an optional package."""
+    import importlib
+
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ConfigError(setting, value, f"the package {package!r}, which is not installed: {INSTALL}") from error

@@ -1,0 +1,288 @@
+"""A policy that leaves the lab: one ``.pt2`` (torch.export) and one ``.onnx`` file, each with all that acting needs.
+
+Baked in: the observation normaliser, the deterministic action, its scaling to the simulator's own bounds. A recurrent
+policy takes its state and returns the next one. An export stands only once files and live policy agree.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pql.config import from_dict, to_dict
+from pql.config.trust import check_links
+from pql.contract.env import Box
+from pql.errors import ConfigError, PqlWarning, RunError, nearest
+from pql.run.export.policy import Function, need, open_export, quiet, unit_map
+from pql.run.export.program import UnknownOperatorError
+from pql.run.policy import POLICIES, Policy, policy_of, spec_to_dict
+from pql.run.store import checkpoint
+from pql.run.store.manifest import EXPORT_FORMAT
+from pql.run.store.run_dir import versions
+
+FORMATS = ("pt2", "onnx")
+PARITY_ROWS, TOLERANCE = 1000, 1e-5
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written: ``files`` by format, the JSON beside them, and the parity check's largest differences."""
+
+    files: dict[str, Path]
+    metadata: Path
+    parity: dict[str, float]
+
+
+class Deployed(nn.Module):
+    """(observation groups, then states) -> (action, then next states), as tensors in the metadata's order."""
+
+    low: Tensor
+    spread: Tensor
+    scale: bool
+
+    def __init__(self, policy: Policy, scale: bool):
+        super().__init__()
+        self.net, self.norm = copy.deepcopy(policy.net).cpu(), copy.deepcopy(policy.norm).cpu()
+        self.groups, self.states = policy.groups, tuple(policy.state_shapes)
+        self.box, space = isinstance(policy.spec.action, Box), policy.spec.action
+        low, high = (torch.tensor(bound) for bound in (space.bounds if isinstance(space, Box) else ((), ())))
+        self.scale = scale and not bool((low == -1).all() and (high == 1).all())
+        self.register_buffer("low", low)
+        self.register_buffer("spread", (high - low) / 2)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        obs = self.norm(dict(zip(self.groups, inputs, strict=False)))
+        state = dict(zip(self.states, inputs[len(self.groups) :], strict=True))
+        action, state = self.net.mean_action(obs, state) if self.states else (self.net.mean_action(obs), {})  # type: ignore[operator]
+        if self.box:
+            action = action.clamp(-1, 1)
+        if self.box and self.scale:
+            action = self.low + (action + 1) * self.spread
+        return (action, *(state[k] for k in self.states))
+
+
+def export_policy(
+    path: str | Path,
+    out: str | Path | None = None,
+    formats: Sequence[str] = FORMATS,
+    scale: bool = True,
+    trust: bool = False,
+) -> Export:
+    """Write the policy of a run or checkpoint as ``policy.pt2``, ``policy.onnx`` and ``policy.json``, and check them.
+
+    Args:
+        out: folder to write to; default ``export`` in the run directory. What it holds of an earlier export goes.
+        formats: which files.
+        scale: actions in the simulator's own bounds; False: in [-1, 1].
+        trust: also where the run names networks that are neither built in nor registered (``docs/security.md``).
+    Raises:
+        ConfigError: no checkpoint there, an unknown format, or a package that is not installed.
+        RunError: a file does not give what the live policy gives; nothing is left behind.
+    """
+    _check_formats(formats)
+    tensors, manifest, source = checkpoint.find(Path(path), POLICIES)
+    policy = policy_of(tensors, manifest, "cpu", trust)
+    folder = Path(out).expanduser() if out is not None else checkpoint.home(source) / "export"
+    if out is None and not trust:
+        check_links(folder.parent, folder.name)
+    return write(policy, describe(policy, manifest, source, scale), folder, formats)
+
+
+def write(policy: Policy, metadata: dict[str, Any], folder: Path, formats: Sequence[str]) -> Export:
+    """Write, read back, compare; the files appear in ``folder`` only once they are right. See :func:`export_policy`."""
+    model = Deployed(policy, metadata["action"]["scaled"]).eval().requires_grad_(False)
+    aside = folder / f".writing-{os.getpid()}"
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError("out", folder, f"a folder that can be written ({error})") from error
+    try:
+        with exact_products():
+            _write(model, metadata, aside, formats)
+            parity = {
+                f: max(difference(policy, model, metadata, read) for read in _readers(aside / f"policy.{f}"))
+                for f in formats
+            }
+        _check_parity(parity)
+        metadata |= {
+            "parity": {"rows": PARITY_ROWS, "tolerance": TOLERANCE, "largest_difference": parity},
+            "sha256": {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(aside.iterdir())},
+        }
+        (aside / "policy.json").write_text(json.dumps(metadata, indent=1) + "\n")
+        for suffix in (*FORMATS, "json"):
+            (folder / f"policy.{suffix}").unlink(missing_ok=True)
+        for file in aside.iterdir():
+            file.rename(folder / file.name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return Export({f: folder / f"policy.{f}" for f in formats}, folder / "policy.json", parity)
+
+
+def _check_formats(formats: Sequence[str]) -> None:
+    for name in formats:
+        if name not in FORMATS:
+            raise ConfigError("formats", name, f"one or more of {', '.join(FORMATS)}{nearest(name, FORMATS)}")
+    if not formats or len({*formats}) < len(formats):
+        raise ConfigError("formats", ",".join(formats), f"one or more of {', '.join(FORMATS)}, each once")
+    if "onnx" in formats:
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            need(package, "formats", "onnx")
+
+
+# -- what the files say of themselves ---------------------------------------------------------------------------------
+
+
+def describe(policy: Policy, manifest: Mapping[str, Any], source: Path, scale: bool) -> dict[str, Any]:
+    """The metadata: in the JSON beside the files and inside both of them. ``docs/export.md`` explains every entry."""
+    config, spec = from_dict(manifest["config"]), policy.spec
+    obs = [_tensor(f"obs.{k}", spec.obs[k].shape, str(spec.obs[k].dtype)) for k in policy.groups]
+    states = [_tensor(f"state.{k}", s, "torch.float32") for k, s in policy.state_shapes.items()]
+    if isinstance(spec.action, Box):
+        low, high = spec.action.bounds
+        about = {"kind": "box", "size": spec.action.size, "low": low, "high": high, "scaled": scale}
+        action = _tensor("action", (spec.action.size,), "torch.float32")
+    else:
+        about = {"kind": "discrete", "size": spec.action.n, "scaled": False}
+        action = _tensor("action", (), "torch.int64")
+    after = [_tensor(f"next_state.{k}", s, "torch.float32") for k, s in policy.state_shapes.items()]
+    return {
+        "format": "pql-policy",
+        "format_version": EXPORT_FORMAT,
+        "algorithm": config.algo.name,
+        "family": config.algo.family,
+        "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "game", "model", "kwargs")},
+        "inputs": [*obs, *states],
+        "outputs": [action, *after],
+        "action": about,
+        "normalizes_observations": config.algo.normalize_obs,
+        "initial_state": "zeros" if states else None,
+        "spec": spec_to_dict(spec),
+        "checkpoint": "/".join(source.absolute().parts[-3:]),  # run/checkpoints/name: no path of this machine leaves it
+        "counters": manifest.get("counters", {}),
+        "versions": versions(),
+    }
+
+
+def _tensor(name: str, shape: Sequence[int], dtype: str) -> dict[str, Any]:
+    return {"name": name, "shape": ["batch", *shape], "dtype": dtype.removeprefix("torch.")}
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _write(model: Deployed, metadata: dict[str, Any], folder: Path, formats: Sequence[str]) -> None:
+    inputs, text = random_inputs(metadata, 2, model), json.dumps(metadata)
+    batch = torch.export.Dim("batch", min=1)
+    shapes = tuple({0: batch} for _ in inputs)
+    with quiet():
+        program = torch.export.export(model, tuple(inputs), dynamic_shapes=(shapes,))
+        program.example_inputs = None  # they would be pickled
+        for node in program.graph.nodes:  # no path of this machine leaves it
+            node.meta.pop("stack_trace", None)
+        if "pt2" in formats:
+            torch.export.save(program, folder / "policy.pt2", extra_files={"metadata.json": text})
+        if "onnx" in formats:
+            ins, outs = ([t["name"] for t in metadata[end]] for end in ("inputs", "outputs"))
+            onnx = torch.onnx.export(
+                program, dynamo=True, external_data=False, verbose=False, input_names=ins, output_names=outs
+            )
+            assert onnx is not None
+            onnx.model.metadata_props["pql"] = text
+            for value in (*onnx.model.graph.inputs, *onnx.model.graph.outputs):
+                value.shape = onnx_shape(value.shape)
+            onnx.save(folder / "policy.onnx")
+
+
+def onnx_shape(shape: Any) -> Any:
+    """The same with its free axis called ``batch``, where the exporter gave it a number for a name."""
+    import onnx_ir
+
+    return onnx_ir.Shape([size if isinstance(size, int) else "batch" for size in shape])
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """float32 products and convolutions in float32, as every other runtime forms them, whatever a run in this process
+    has set."""
+    places: Any = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "ieee"
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+
+
+# -- parity -----------------------------------------------------------------------------------------------------------
+
+
+def random_inputs(metadata: Mapping[str, Any], rows: int, model: Deployed) -> list[Tensor]:
+    """Random tensors for every input; observations have three times the spread of the training, so clipping acts."""
+    gen = torch.Generator().manual_seed(0)
+    out = []
+    for entry in metadata["inputs"]:
+        shape = (rows, *entry["shape"][1:])
+        name = entry["name"].removeprefix("obs.")
+        if entry["dtype"] == "uint8":
+            out.append(torch.randint(256, shape, generator=gen, dtype=torch.uint8))
+            continue
+        x = torch.randn(shape, generator=gen)
+        if entry["name"].startswith("obs.") and hasattr(model.norm, f"scale_{name}"):
+            x = (3 * x - getattr(model.norm, f"shift_{name}")) / getattr(model.norm, f"scale_{name}")
+        out.append(x)
+    return out
+
+
+@torch.no_grad()
+def difference(policy: Policy, model: Deployed, metadata: Mapping[str, Any], function: Function) -> float:
+    """Largest difference from the live policy over ``PARITY_ROWS`` rows, in batches of 1, 7 and the rest.
+
+    Actions count in units of [-1, 1] whatever the simulator's bounds, discrete ones by their numbers; states as they
+    are. NaN counts as infinite.
+    """
+    inputs, worst = random_inputs(metadata, PARITY_ROWS, model), 0.0
+    split, to_unit = len(policy.groups), unit_map(metadata["action"], torch.device("cpu"))
+    for rows in (slice(0, 1), slice(1, 8), slice(8, None)):
+        batch = [x[rows] for x in inputs]
+        obs, state = dict(zip(policy.groups, batch, strict=False)), dict(zip(model.states, batch[split:], strict=True))
+        action, after = policy.act(obs, state)
+        got = function(batch)
+        got[0] = to_unit(got[0])
+        action = action.clamp(-1, 1) if model.box else action
+        for want, have in zip((action, *(after[k] for k in model.states)), got, strict=True):
+            if want.shape != have.shape or want.dtype != have.dtype:
+                return float("inf")
+            worst = max(worst, float((want - have).abs().max().float().nan_to_num(nan=torch.inf)))
+    return worst
+
+
+def _check_parity(parity: Mapping[str, float]) -> None:
+    for name, worst in parity.items():
+        if not worst <= TOLERANCE:
+            raise RunError(
+                f"the exported {name} differs from the live policy by {worst:.3g} on {PARITY_ROWS:,} random "
+                f"observations (at most {TOLERANCE:g} allowed): nothing was written"
+            )
+
+
+def _readers(path: Path) -> Iterator[Function]:
+    """Every way in which it will be read: as anybody's programs do, and as :class:`ExportedPolicy` does."""
+    yield open_export(path, torch.device("cpu"), trust=True)[0]
+    try:
+        yield open_export(path, torch.device("cpu"), trust=False)[0]
+    except ConfigError as error:
+        if not isinstance(error.__cause__, UnknownOperatorError):
+            raise
+        warnings.warn(f"{path.name}: pql loads it with --trust alone: {error.__cause__}", PqlWarning, stacklevel=2)

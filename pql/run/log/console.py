@@ -1,0 +1,412 @@
+"""What a run shows while it goes on: first what it will do, then how far it is, at least every ten seconds.
+
+On a terminal a panel with a bar, in a notebook one line that is updated in place, elsewhere a table of plain lines.
+This file imports no torch: it is there before the library is.
+"""
+
+import contextlib
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from pql.config import BudgetConfig, Config, to_dict
+from pql.config.validate import likely_device
+
+Row = dict[str, float]
+EVERY = 8.0  # seconds between two plain lines
+REPEAT_HEADER = 20  # lines
+WIDTH = 100
+
+
+def opening(config: Config, run_dir: Path | None) -> str:
+    """The first lines of a run: what it will do, for how long, and where it writes."""
+    where = config.placement.collector or likely_device(config.device)
+    what = f"{config.algo.name} on {config.task.title}: {config.num_envs:,} environments on {where}, seed {config.seed}"
+    end = f"budget: {budget_words(config.budget)}"
+    if config.budget.seconds is not None:
+        end += f"; on top: building before, saving{' and evaluation' if config.eval.final else ''} after"
+    lines = [line for text in (what, end) for line in textwrap.wrap(text, WIDTH)]
+    return "\n".join([*lines, *([] if run_dir is None else [f"run: {run_dir}"])])
+
+
+def budget_words(budget: BudgetConfig) -> str:
+    """What ends a run."""
+    bounds = [
+        (budget.seconds, "{:,g} s from the first env step on"),
+        (budget.env_steps, "{:,} env steps"),
+        (budget.target_return, "a return of {:,g}"),
+    ]
+    return " or ".join(text.format(value) for value, text in bounds if value is not None)
+
+
+class Progress:
+    """How far a run is: all that a face of it may show.
+
+    Attributes:
+        title: of the run.
+        budget: what ends it: ``seconds``, ``env_steps``.
+        now: the time and the steps of this moment, once there is a run; it must be quick, and may lag.
+        phase: what is being done; None: training.
+        detail: how far the phase is, in words.
+    """
+
+    def __init__(self, title: str, budget: Row, clock: Callable[[], float] = time.monotonic):
+        self.title, self.budget, self.clock = title, budget, clock
+        self.told: Row = {}
+        self.now: Callable[[], Row] = dict
+        self.phase: str | None = None
+        self.detail: Callable[[], str] = str
+        self.since = clock()
+
+    @property
+    def row(self) -> Row:
+        """The newest value of every metric. Time does not run backwards: an evaluation's is that of its request."""
+        ahead = self.now() if self.told or self.phase else {}
+        return self.told | {k: max(v, self.told.get(k, 0.0)) for k, v in ahead.items()}
+
+    def share(self) -> float | None:
+        """Of the budget that is used up, in [0, 1]; None where nothing bounds the run."""
+        known = (("seconds", "time/seconds"), ("env_steps", "steps/env"))
+        row = self.row
+        used = [row.get(key, 0.0) / self.budget[name] for name, key in known if name in self.budget]
+        return min(1.0, max(used)) if used else None
+
+    def left(self) -> float | None:
+        """Seconds left by the budget that ends first; None where nothing bounds the run, or too little is known."""
+        row = self.row
+        seconds, steps = row.get("time/seconds", 0.0), row.get("steps/env", 0.0)
+        left = []
+        if "seconds" in self.budget:
+            left.append(self.budget["seconds"] - seconds)
+        if "env_steps" in self.budget and steps > 0:
+            left.append((self.budget["env_steps"] - steps) * seconds / steps)
+        return max(0.0, min(left)) if left else None
+
+    def doing(self) -> str:
+        """The phase, how far it is and for how long it has been going on."""
+        spent = self.clock() - self.since
+        text = ", ".join(x for x in (self.detail(), f"{spent:.0f} s" if spent >= 1 else "") if x)
+        return f"{self.phase}: {text}" if text else f"{self.phase}"
+
+
+class Face(Protocol):
+    """Where a run's progress is shown."""
+
+    def say(self, text: str) -> None:
+        """Print lines."""
+        ...
+
+    def show(self, due: bool) -> None:
+        """Something has changed; ``due``: it is to be seen now."""
+        ...
+
+    def beat(self) -> None:
+        """A second has passed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def announced(config: Config, run_dir: Path | None) -> "Console":
+    """A console that has said what the run will do."""
+    budget = {k: float(v) for k, v in to_dict(config.budget).items() if v is not None}
+    console = Console(f"{config.algo.name} on {config.task.title}", budget)
+    console.say(opening(config, run_dir))
+    return console
+
+
+class Console:
+    """Shows a run's progress. All that it prints may fail: a reader that has gone is no reason to stop training.
+
+    Args:
+        title: of the run.
+        budget: what ends it, for the time left: ``seconds``, ``env_steps``.
+        console: where to print instead of standard output, a ``rich.console.Console``.
+        clock: seconds, for tests.
+    """
+
+    def __init__(self, title: str, budget: Row, console: Any = None, clock: Callable[[], float] = time.monotonic):
+        self.progress = Progress(title, budget, clock)
+        self.face = make_face(self.progress, console)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pql-console", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(1.0):
+            with _unheard():
+                self.face.beat()
+
+    def write(self, row: Row) -> None:
+        """A row of metrics."""
+        seen = self.progress.told
+        ahead = {k: max(row[k], seen.get(k, 0.0)) for k in ("time/seconds", "steps/env")}
+        self.progress.told = seen | row | ahead
+        with _unheard():
+            self.face.show("eval/return_mean" in row)
+
+    @contextlib.contextmanager
+    def doing(self, what: str, detail: Callable[[], str] = str) -> Iterator[None]:
+        """Inside, the run does ``what``; ``detail`` says how far it is. Other threads call it: it must be quick."""
+        progress = self.progress
+        before = progress.phase, progress.detail, progress.since
+        progress.phase, progress.detail, progress.since = what, detail, progress.clock()
+        try:
+            yield
+        finally:
+            progress.phase, progress.detail, progress.since = before
+
+    def say(self, text: str) -> None:
+        """Print lines."""
+        with _unheard():
+            self.face.say(text)
+
+    def close(self) -> None:
+        """The last state stays; nothing is updated any more. Lines may still be said."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.join(timeout=5.0)
+            with _unheard():
+                self.face.close()
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """A closed pipe does not matter inside; rich turns it into SystemExit."""
+    with contextlib.suppress(OSError, ValueError, SystemExit):
+        yield
+
+
+def make_face(progress: Progress, console: Any = None) -> Face:
+    """What suits where the output goes."""
+    if console is None and (display := notebook_display()) is not None:
+        return Notebook(progress, display)
+    from rich.console import Console as RichConsole
+
+    console = console or RichConsole()
+    return (
+        Panel(progress, console) if console.is_terminal and not console.is_dumb_terminal else Lines(progress, console)
+    )
+
+
+# -- plain lines ----------------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    ("time", 8),
+    ("left", 8),
+    ("env steps", 9),
+    ("steps/s", 8),
+    ("updates", 8),
+    ("train", 9),
+    ("eval", 9),
+    ("busiest", 14),
+)
+
+
+class Lines:
+    """A table for pipes and files: a line every few seconds, none wider than ``WIDTH``, its header now and again."""
+
+    def __init__(self, progress: Progress, console: Any):
+        self.progress, self.console = progress, console
+        self.rows, self.last = 0, progress.clock()
+        self.lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        with self.lock:
+            self._print(text)
+
+    def show(self, due: bool) -> None:
+        with self.lock:
+            if due or self.rows == 0 or self.progress.clock() - self.last >= EVERY:
+                self._table_row()
+
+    def beat(self) -> None:
+        with self.lock:
+            if self.progress.clock() - self.last < EVERY + 1:  # a row that comes in time is more worth
+                return
+            if self.progress.phase is not None:
+                self._print(f"  {self.progress.doing()}")
+            elif self.progress.told:
+                self._table_row()
+
+    def close(self) -> None:
+        pass
+
+    def _table_row(self) -> None:
+        if self.rows % REPEAT_HEADER == 0:
+            self._print("  ".join(name.rjust(width) for name, width in COLUMNS))
+        self.rows += 1
+        self._print(
+            "  ".join(cell.rjust(width) for cell, (_, width) in zip(cells(self.progress), COLUMNS, strict=True))
+        )
+
+    def _print(self, text: str) -> None:
+        self.last = self.progress.clock()
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def cells(progress: Progress) -> list[str]:
+    """The newest row's values under ``COLUMNS``; empty where there is none."""
+    row, left = progress.row, progress.left()
+    busy = {k.removeprefix("busy/"): v for k, v in row.items() if k.startswith("busy/")}
+    busiest = max(busy, key=lambda k: busy[k], default="")
+
+    def number(key: str, form: Callable[[float], str]) -> str:
+        return form(row[key]) if key in row else ""
+
+    return [
+        number("time/seconds", duration),
+        "" if left is None else duration(left),
+        number("steps/env", short),
+        number("throughput/env_steps_per_s", short),
+        number("updates/v", short),
+        number("train/return_mean", score),
+        number("eval/return_mean", score),
+        f"{busiest} {busy[busiest]:.0%}" if busiest else "",
+    ]
+
+
+def duration(seconds: float) -> str:
+    """``0:07``, ``12:34``, ``1:02:03``, ``250:00:00``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def short(count: float) -> str:
+    """``950``, ``12,345``, ``1.23M``, ``45.6G``: at most eight characters."""
+    for power, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(count) >= power:
+            return f"{count / power:.3g}{unit}"
+    return f"{count:,.0f}"
+
+
+def score(value: float) -> str:
+    """A return in at most nine characters."""
+    text = f"{value:,.1f}"
+    return text if len(text) <= 9 else f"{value:.3g}"
+
+
+# -- a terminal -----------------------------------------------------------------------------------------------------
+
+
+class Panel:
+    """A live panel: a bar with the share of the budget, and what a person wants to see of a run."""
+
+    def __init__(self, progress: Progress, console: Any):
+        from rich.live import Live
+
+        self.progress, self.console = progress, console
+        self.live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
+        self.started, self.lock = False, threading.Lock()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+    def show(self, due: bool) -> None:
+        self.beat()
+
+    def beat(self) -> None:
+        with self.lock:
+            if not self.started:
+                self.started = True
+                self.live.start(refresh=True)
+
+    def close(self) -> None:
+        with self.lock:
+            if self.started:
+                self.live.stop()
+
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.panel import Panel as Box
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        progress, share, left, row = self.progress, self.progress.share(), self.progress.left(), self.progress.row
+        head, table = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+        state = "" if left is None or not row else f"{duration(left)} left"
+        bar = ProgressBar(total=1.0, completed=share or 0.0, width=40, pulse=share is None)
+        head.add_row(bar, "" if share is None else f"{share:.0%}", progress.doing() if progress.phase else state)
+        for label, text in describe(row) if progress.told else ():
+            table.add_row(label, text)
+        return Box(Group(head, table) if progress.told else head, title=progress.title, expand=False)
+
+
+def describe(row: Row) -> list[tuple[str, str]]:
+    """(label, text) of what a person wants to see of a run."""
+
+    def number(key: str, form: str = ",.0f") -> str:
+        return format(row[key], form) if key in row else "-"
+
+    lag = "lag/policy_mean" if "lag/policy_mean" in row else "lag/policy_ticks"  # the former: of replicas, in pushes
+    names = [k.removeprefix("busy/") for k in row if k.startswith("busy/")]
+    workers = sorted(names, key=lambda w: w != "collector") or ["collector"]
+    return [
+        ("time", f"{number('time/seconds')} s"),
+        ("env steps", f"{number('steps/env')}  ({number('throughput/env_steps_per_s')}/s)"),
+        ("updates", f"v {number('updates/v')}, p {number('updates/p')}  ({number('throughput/updates_per_s')}/s)"),
+        (
+            "ratios",
+            f"v/step {number('ratio/v_per_step', 'g')}, p/v {number('ratio/p_per_v', 'g')}, lag {number(lag, '.3g')}",
+        ),
+        ("return", f"train {number('train/return_mean', ',.1f')}, eval {number('eval/return_mean', ',.1f')}"),
+        ("busy", ", ".join(f"{w} {number(f'busy/{w}', '.0%')}" for w in workers)),
+        (
+            "memory",
+            f"{number('memory/host_gib', '.2f')} GiB"
+            + (f", GPU {number('memory/gpu_gib', '.2f')} GiB" if "memory/gpu_gib" in row else ""),
+        ),
+    ]
+
+
+# -- a notebook -----------------------------------------------------------------------------------------------------
+
+
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's ``display`` inside a notebook's kernel; None elsewhere, IPython in a terminal included."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    from IPython.display import display
+
+    return display
+
+
+class Notebook:
+    """One line below the cell, which is updated in place."""
+
+    def __init__(self, progress: Progress, display: Callable[..., Any]):
+        self.progress, self.display = progress, display
+        self.handle: Any = None
+        self.lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def show(self, due: bool) -> None:
+        self.beat()
+
+    def beat(self) -> None:
+        with self.lock:
+            data = {"text/plain": self.line()}
+            if self.handle is not None:
+                self.handle.update(data, raw=True)
+            elif data["text/plain"]:
+                self.handle = self.display(data, raw=True, display_id=True)
+
+    def close(self) -> None:
+        self.beat()
+
+    def line(self) -> str:
+        """The table's columns with their names, as far as there are values."""
+        progress, share = self.progress, self.progress.share()
+        done = [] if share is None or not progress.told else [f"{share:.0%}"]
+        if progress.phase is not None:
+            return " | ".join([*done, progress.doing()])
+        known = zip(COLUMNS, cells(progress), strict=True)
+        return " | ".join([*done, *(f"{name} {cell}" for (name, _), cell in known if cell)])

@@ -1,0 +1,209 @@
+"""Watching a policy: a video of its episodes, or a window on them. Any environment with ``render`` can be filmed."""
+
+import inspect
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pql.config.validate import EPISODES, STEPS, limits, resolve_device
+from pql.contract.env import VecEnv, find_factory
+from pql.engine.placement import set_precision
+from pql.engine.watchdog import Timed, guarded
+from pql.errors import ConfigError
+from pql.run.policy import Stored, open_stored
+from pql.run.store import checkpoint
+
+LONGEST = 1000  # steps of an episode, where neither the environment nor the user sets a limit
+FRAMES_PER_SECOND = 30  # at most about this many: faster simulators are shown at every k-th step
+SIZES = range(16, 4097)
+
+
+@dataclass(frozen=True)
+class Video:
+    """What was filmed: the file, its frames, their rate (as fast as simulated time), and each episode's return."""
+
+    path: Path
+    frames: int
+    fps: float
+    size: tuple[int, int]  # width, height
+    returns: list[float]  # of episodes that ended
+    lengths: list[int]
+
+
+def record_video(
+    path: str | Path,
+    out: str | Path | None = None,
+    episodes: int = 1,
+    steps: int | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    trust: bool = False,
+) -> Video:
+    """Film the greedy policy of a run, checkpoint or export: an mp4 of whole episodes, one after the other.
+
+    Args:
+        out: the file; default ``videos/<checkpoint>-seed<seed>.mp4`` in the run directory.
+        episodes, steps: the video ends after so many episodes or steps, whichever is first.
+        width, height: pixels, even numbers; default: the environment's choice.
+        trust: also where it names code, a program or a path of its maker's (``docs/security.md``).
+    Raises:
+        ConfigError: no policy there, an environment without pictures, a missing package.
+        HungError: the simulator hangs, by the deadlines of the run's ``placement``.
+    """
+    check_numbers(episodes, steps, width, height, seed)
+    imageio, frames, size = _imageio(), 0, (0, 0)
+    with Stage(path, seed, device, trust) as stage:
+        file = Path(out).expanduser() if out is not None else stage.default_file()
+        if file.suffix != ".mp4":
+            raise ConfigError("out", file, "a file name that ends in .mp4")
+        every, fps = cadence(stage.env.spec.info.get("dt"))
+        writing = {"fps": fps, "macro_block_size": 2, "quality": 8}
+        with _aside(file) as unfinished, imageio.get_writer(unfinished, **writing) as video:
+            for t in stage.run(episodes, steps):
+                if t % every == 0:
+                    picture = stage.picture(width, height)
+                    video.append_data(picture)
+                    frames, size = frames + 1, (picture.shape[1], picture.shape[0])
+    return Video(file, frames, fps, size, stage.returns, stage.lengths)
+
+
+def watch(
+    path: str | Path,
+    episodes: int = 1,
+    steps: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    trust: bool = False,
+) -> None:
+    """Show the greedy policy in the simulator's own window, in simulated time, until it ends or the window is closed.
+
+    Raises:
+        ConfigError: as :func:`record_video`; no screen, or an environment without a window.
+    """
+    check_numbers(episodes, steps, None, None, seed)
+    with Stage(path, seed, device, trust) as stage:
+        if not hasattr(stage.env, "viewer"):
+            raise ConfigError("--live", True, "a task with a window (MuJoCo); without --live, a video is written")
+        window = stage.env.viewer()
+        dt, begun = stage.env.spec.info.get("dt", 1 / FRAMES_PER_SECOND), time.perf_counter()
+        for t in stage.run(episodes, steps):
+            if not window.open:
+                break
+            window.show()
+            time.sleep(max(0.0, begun + t * dt - time.perf_counter()))
+        window.close()
+
+
+class Stage:
+    """One environment and the policy that acts in it. While it is there, a simulator that hangs ends the command."""
+
+    def __init__(self, path: str | Path, seed: int, device: str, trust: bool = False):
+        stored = open_stored(path, resolve_device(device), trust)
+        set_precision(stored.config.placement)
+        self.source, self.policy = stored.path, stored.policy
+        with ExitStack() as opened:  # closed again if a later step fails
+            opened.enter_context(guarded())
+            self.env: Any = Timed(filmed_env(stored), stored.config.placement)
+            opened.callback(self.env.close)
+            self.closing = opened.pop_all()
+        self.seed = seed
+        self.returns: list[float] = []
+        self.lengths: list[int] = []
+
+    def __enter__(self) -> "Stage":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closing.close()
+
+    def default_file(self) -> Path:
+        return checkpoint.home(self.source) / "videos" / f"{self.source.resolve().name}-seed{self.seed}.mp4"
+
+    def picture(self, width: int | None, height: int | None) -> np.ndarray:
+        if not hasattr(self.env, "render"):
+            raise ConfigError(
+                "task", self.env.spec.name, "an environment with a render method (pql.contract.env.VecEnv)"
+            )
+        return self.env.render(0, width, height)
+
+    def run(self, episodes: int, steps: int | None) -> Iterator[int]:
+        """Yield t before each step: what is to be seen then is the state acted in."""
+        env, limit = self.env, self.env.spec.max_episode_steps or LONGEST
+        obs, state = env.reset(self.seed), self.policy.initial_state(1)
+        total, length = 0.0, 0
+        for t in range(episodes * (limit + 1) if steps is None else steps):
+            yield t
+            action, state = self.policy.act(obs, state)
+            step = env.step(action)
+            obs = step.obs
+            if step.valid:
+                total, length = total + float(step.reward), length + 1
+            if step.first:  # a lost life ends no episode
+                self.returns.append(total)
+                self.lengths.append(length)
+                total, length, state = 0.0, 0, self.policy.initial_state(1)
+                if len(self.returns) == episodes:
+                    return
+
+
+def filmed_env(stored: Stored) -> VecEnv:
+    """The task's environment, one of it, told to draw where its factory wants to be told."""
+    task = stored.config.task
+    near = not task.live and task.process.python is None
+    wanted = near and "render_mode" in inspect.signature(find_factory(task.name)).parameters
+    return stored.make_env(1, **({"render_mode": "rgb_array"} if wanted else {}))
+
+
+def cadence(dt: float | None) -> tuple[int, float]:
+    """(show every k-th step, frames per second) so that the video runs as fast as simulated time."""
+    if dt is None:
+        return 1, float(FRAMES_PER_SECOND)
+    every = max(1, round(1 / (FRAMES_PER_SECOND * dt)))
+    return every, 1 / (every * dt)
+
+
+def check_numbers(episodes: int, steps: int | None, width: int | None, height: int | None, seed: int) -> None:
+    for name, value, allowed in (
+        ("episodes", episodes, EPISODES),
+        ("steps", steps, STEPS),
+        ("seed", seed, limits("seed")),
+    ):
+        allowed.check(name, value)
+    for name, value in (("width", width), ("height", height)):
+        if value is not None and (value not in SIZES or value % 2):
+            raise ConfigError(name, value, f"an even number of pixels from {SIZES[0]} to {SIZES[-1]}")
+
+
+def _imageio() -> Any:
+    try:
+        import imageio.v2
+        import imageio_ffmpeg  # noqa: F401
+    except ModuleNotFoundError as error:
+        what = (
+            f"the package {(error.name or '').replace('_', '-')!r}, which is not installed: pip install 'pql-rl[video]'"
+        )
+        raise ConfigError("play", "video", what) from error
+    return imageio.v2
+
+
+@contextmanager
+def _aside(file: Path) -> Iterator[Path]:
+    """A name to write to; the file appears under its own once it is complete."""
+    aside = file.with_name(f".writing-{file.name}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside.touch()
+    except OSError as error:
+        raise ConfigError("out", file, f"a file that can be written ({error})") from error
+    try:
+        yield aside
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)

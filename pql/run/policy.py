@@ -1,0 +1,381 @@
+"""A trained policy apart from its run: how it is copied out of one, stored, loaded, and given to another.
+
+What a policy checkpoint holds is ``Policy.state_dict()``: the network and the normaliser's statistics.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pql.config import Config, PlacementConfig, from_dict, leaves
+from pql.config.fields import reads, settings
+from pql.config.trust import NETWORKS, check_links, check_networks, check_task
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
+from pql.data.normalize import Normalizer
+from pql.engine.watchdog import start_limit, watching
+from pql.errors import ConfigError, show
+from pql.nets.mlp import Flat, groups_read
+from pql.run.build import Parts, build_env, make_policy
+from pql.run.store import checkpoint
+from pql.types import Obs, column
+
+if TYPE_CHECKING:
+    from pql.run.export.policy import ExportedPolicy
+
+EXPORTS = (".pt2", ".onnx")  # suffixes of what ``pql export`` writes
+POLICIES = ("policy", "resume")  # kinds of checkpoints that hold one
+ALLOCATE = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+SPARE = 1 << 24  # elements beyond what is stored, for what is made on the way
+
+
+class Acting:
+    """What every loaded policy does, a run's or an exported one.
+
+    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration. NumPy
+    arrays are taken as well, and give one.
+
+    A recurrent policy remembers from call to call, for the same N environments: say ``policy.reset()`` before the first
+    episode, and ``policy.reset(mask)`` where others begin. :meth:`act` is the same with the state in your hands.
+
+    Attributes:
+        spec: of the environment it was trained in.
+        groups: the observation groups it reads.
+        state_shapes: name -> shape of one environment's state; empty without memory.
+    """
+
+    spec: EnvSpec
+    groups: tuple[str, ...]
+    state_shapes: dict[str, tuple[int, ...]]
+    device: torch.device
+    _state: Obs | None = None
+
+    @overload
+    def __call__(self, obs: Obs | Tensor) -> Tensor: ...
+
+    @overload
+    def __call__(self, obs: Mapping[str, np.ndarray] | np.ndarray) -> np.ndarray: ...
+
+    @torch.no_grad()
+    def __call__(self, obs: Any) -> Any:
+        arrays = obs.values() if isinstance(obs, Mapping) else (obs,)
+        if any(isinstance(x, np.ndarray) for x in arrays):
+            return self._remembering(self.readable(obs)).cpu().numpy()
+        return self._remembering(obs)
+
+    def _remembering(self, obs: Obs | Tensor) -> Tensor:
+        if not self.state_shapes:
+            return self.act(obs, {})[0]
+        count = (next(iter(obs.values())) if isinstance(obs, dict) else obs).shape[0]
+        if self._state is None:
+            self._state = self.initial_state(count)
+        elif (known := next(iter(self._state.values())).shape[0]) != count:
+            raise ValueError(f"{count} observations for a memory of {known} environments: policy.reset() starts anew")
+        action, self._state = self.act(obs, self._state)
+        return action
+
+    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
+        """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
+        raise NotImplementedError
+
+    def readable(self, obs: Any) -> Obs:
+        """The groups that the policy reads, as tensors of the types and shapes that it was trained on. Numbers become
+        float32 where it reads that.
+
+        Raises:
+            ValueError: a group is missing.
+            ConfigError: another shape, or numbers where it reads bytes.
+        """
+        known = obs if isinstance(obs, Mapping) else {"policy": obs}
+        if missing := [k for k in self.groups if k not in known]:
+            raise ValueError(f"this policy reads the observation groups {self.groups}: {missing} not among those given")
+        return {k: self._group(k, known[k]) for k in self.groups}
+
+    def _group(self, name: str, given: Any) -> Tensor:
+        wanted = self.spec.obs[name]
+        x = torch.from_numpy(given).to(self.device) if isinstance(given, np.ndarray) else given
+        if isinstance(x, Tensor) and x.dtype != wanted.dtype and wanted.dtype.is_floating_point:
+            x = x.to(wanted.dtype)
+        if not isinstance(x, Tensor) or x.dtype != wanted.dtype or tuple(x.shape[1:]) != wanted.shape or x.dim() < 1:
+            shape = ", ".join(map(str, ("N", *wanted.shape)))
+            of = (
+                f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor | np.ndarray) else type(given).__name__
+            )
+            kind = str(wanted.dtype).removeprefix("torch.")
+            raise ConfigError(f"obs.{name}", of, f"a tensor or NumPy array [{shape}] of {kind}")
+        return x
+
+    def initial_state(self, num_envs: int) -> Obs:
+        """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
+        return {k: torch.zeros(num_envs, *shape, device=self.device) for k, shape in self.state_shapes.items()}
+
+    def reset(self, mask: Tensor | None = None) -> None:
+        """Forget: everything, or the environments of ``mask`` ([N] bool). Nothing where there is no memory."""
+        if mask is None:
+            self._state = None
+        elif self._state is not None:
+            self._state = {k: v * ~column(mask, v) for k, v in self._state.items()}
+
+
+class Policy(Acting):
+    """A trained policy ready to act: network and normaliser.
+
+    A network says what it needs by two optional attributes: ``groups``, the observation groups it reads, and, where it
+    is recurrent, ``state_shapes``: name -> shape of one environment's state, zeros at an episode's start;
+    ``mean_action`` then takes (obs, state) and returns (action, state).
+    """
+
+    def __init__(self, net: nn.Module, norm: Normalizer, spec: EnvSpec):
+        self.net, self.norm, self.spec = net, norm, spec
+        self.groups, self.device = groups_read(net), norm.reward_scale.device
+        self.state_shapes = dict(getattr(net, "state_shapes", {}))
+
+    @torch.no_grad()
+    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
+        inputs = self.norm(self.readable(obs))
+        if self.state_shapes:
+            return self.net.mean_action(inputs, state)  # type: ignore[operator]
+        return self.net.mean_action(inputs), {}  # type: ignore[operator]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": self.net.state_dict(), "norm": self.norm.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy in place; entries that a policy does not need are passed over."""
+        own, new = checkpoint.flatten(self.state_dict()), checkpoint.flatten(state)
+        torch._foreach_copy_(list(own.values()), [new[k] for k in own])
+
+
+def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> Policy:
+    """An untrained policy of the config's shape."""
+    device = torch.device(device)
+    with torch.random.fork_rng(devices=[]):  # whoever draws from torch's own generator must not notice
+        net = make_policy(config, spec).to(device)
+    read = {k: spec.obs[k] for k in groups_read(net)}
+    norm = Normalizer(read, 1, device, config.algo.normalize_obs, config.task.reward_scale)
+    return Policy(net, norm, spec)
+
+
+def snapshot(parts: Parts) -> dict[str, Any]:
+    """A run's policy as it stands, in the form of ``Policy.state_dict`` (the tensors themselves, not copies)."""
+    return {"policy": parts.policy.state_dict(), "norm": parts.collector.normalizer.state_dict()}
+
+
+def load_policy(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> "Policy | ExportedPolicy":
+    """The policy of a run directory, checkpoint or export (``.pt2``, ``.onnx``): obs [N, D] -> action [N, A].
+
+    The normaliser is included, and actions are in [-1, 1], as every environment here takes them, whichever it is.
+
+    Args:
+        trust: also where the file names networks that are neither built in nor registered (``docs/security.md``).
+    Raises:
+        ConfigError: nothing of these there, a damaged one, one that names code of its maker's, or an export whose
+            package is not installed.
+    """
+    return _open(path, device, trust).policy
+
+
+class Stored(NamedTuple):
+    """A policy on the disk.
+
+    Attributes:
+        path: the checkpoint or export that it was found in.
+        config: of its run; of an export, which knows no more, of its task and algorithm, with exact float32 products.
+    """
+
+    path: Path
+    policy: "Policy | ExportedPolicy"
+    config: Config
+
+    def make_env(self, num_envs: int, **kwargs: Any) -> VecEnv:
+        """Environments of its task, in this process and where the policy is; ``kwargs`` on top of the task's own."""
+        task = replace(self.config.task, kwargs={**self.config.task.kwargs, **kwargs}, remote={})
+        device = str(self.policy.device)
+        with watching(f"building {task.title}", start_limit(self.config.placement)):
+            return build_env(replace(self.config, task=task, device=device, placement=PlacementConfig()), num_envs)
+
+
+def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> Stored:
+    """Find and load a policy whose task is to be built; see :func:`load_policy`. ``trust`` goes for both."""
+    stored = _open(path, device, trust)
+    if not trust:
+        here = replace(stored.config, task=replace(stored.config.task, remote={}))  # as ``make_env`` builds it
+        check_task(here, path)
+        check_links(checkpoint.home(stored.path), "evaluations", "videos")
+    return stored
+
+
+def _open(path: str | Path, device: str | torch.device, trust: bool) -> Stored:
+    file = Path(path).expanduser()
+    if file.suffix in EXPORTS:
+        from pql.run.export.policy import ExportedPolicy
+
+        exported = ExportedPolicy(file, device, trust)
+        about = exported.metadata
+        algo = {"name": about["algorithm"], "family": about["family"]}
+        return Stored(
+            file, exported, from_dict({"task": about["task"], "algo": algo, "placement": {"matmul": "exact"}})
+        )
+    tensors, manifest, found = checkpoint.find(file, POLICIES)
+    return Stored(found, policy_of(tensors, manifest, device, trust), from_dict(manifest["config"]))
+
+
+def policy_of(
+    tensors: Mapping[str, Tensor],
+    manifest: Mapping[str, Any],
+    device: str | torch.device,
+    trust: bool = False,
+    given: Collection[str] = (),
+) -> Policy:
+    """The policy in a loaded checkpoint of either kind.
+
+    Args:
+        trust: also one of networks that it names by module.
+        given: settings of networks that the user typed, which are not looked at.
+    Raises:
+        ConfigError: settings that no run could have been made with.
+        CorruptCheckpointError: tensors that are not finite, or not those of such a policy.
+    """
+    check_finite(tensors, manifest)
+    config, found = from_dict(manifest["config"]), _policy_tensors(tensors, manifest)
+    if not trust:
+        check_networks(config, manifest["spec"]["name"], given)
+    try:
+        with Allowance(found.values()):
+            policy = fresh_policy(config, spec_from_dict(manifest["spec"]), device)
+    except ConfigError:
+        raise
+    except Exception as error:  # settings that no run was made with fail in as many ways as networks have parts
+        why = f"settings that make a policy of its size ({type(error).__name__}: {error})"
+        raise checkpoint.CorruptCheckpointError("checkpoint", config.task.title, why) from error
+    policy.load_state_dict(checkpoint.unflatten(found, policy.state_dict()))
+    return policy
+
+
+def check_finite(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+    """Raises ``CorruptCheckpointError`` where the policy in a loaded checkpoint has weights that are not finite."""
+    for name, tensor in _policy_tensors(tensors, manifest).items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise checkpoint.CorruptCheckpointError("checkpoint", name, "finite numbers in a checkpoint's policy")
+
+
+class Allowance(TorchFunctionMode):
+    """Inside, so much may be allocated for new tensors as the ``stored`` ones justify: the widths in somebody else's
+    settings cannot fill the memory. Beyond it: ``ValueError``."""
+
+    def __init__(self, stored: Iterable[Tensor]):
+        super().__init__()
+        self.left = 4 * sum(t.numel() for t in stored) + SPARE
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ALLOCATE and args:
+            size = args[0] if isinstance(args[0], tuple | list | torch.Size) else args
+            self.left -= math.prod(n for n in size if isinstance(n, int))
+            if self.left < 0:
+                raise ValueError(f"a tensor of {list(size)}, which the weights stored do not fill")
+        return func(*args, **(kwargs or {}))
+
+
+def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A checkpoint's tensors under the names of a policy checkpoint; a resume point has them among all others."""
+    if manifest["kind"] == "policy":
+        return dict(tensors)
+    homes = {"policy/": r"learners/[^/]+/state/(?:policy|q)/", "norm/": "collector/normalizer/"}
+    found = ((new, re.match(old, k), k, t) for k, t in tensors.items() for new, old in homes.items())
+    return {new + k[match.end() :]: t for new, match, k, t in found if match}
+
+
+# -- a new run from old weights -------------------------------------------------------------------------------------
+
+
+def init_from(parts: Parts, source: Path) -> None:
+    """Start from another run's weights: policy, statistics and critics; the policy alone from a checkpoint of one.
+
+    Optimisers start afresh: their state belongs to the settings of the other run.
+
+    Raises:
+        ConfigError: no checkpoint there, or one of other networks, observations or actions.
+    """
+    try:
+        tensors, manifest, _ = checkpoint.find(source, POLICIES, whole=True)
+    except ConfigError as error:
+        raise ConfigError("init_from", source, error.allowed) from error
+    spec, old = spec_to_dict(parts.env.spec), manifest["spec"]
+    for what in ("obs", "action"):
+        if spec[what] != old[what]:
+            raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
+    whole = manifest["kind"] == "resume"
+    theirs = dict(leaves(from_dict(manifest["config"])))
+    same = deciding(parts.config, whole or not reads(parts.config, "algo.policy.hidden"))
+    mine = dict(leaves(parts.config))
+    for name, value in {**same, **{n: mine[n] for n in NETWORKS if n in mine}}.items():
+        if value != theirs.get(name, value):
+            raise ConfigError(name, value, f"{show(theirs[name])}, as in init_from={source}")
+    policy = policy_of(tensors, manifest, "cpu", given=NETWORKS).state_dict()["policy"]  # which are this run's
+    parts.policy.load_state_dict(policy)
+    for worker, learner in parts.learners.items():
+        networks = _networks(learner.state)
+        for name, flat in networks.items():
+            prefix = f"learners/{worker}/state/{name}"
+            if any(k.startswith(f"{prefix}/") for k in tensors):
+                flat.load_state_dict(checkpoint.unflatten(tensors, flat.state_dict(), prefix))
+            elif name == "target" and parts.policy in networks.values():  # of the network that acts
+                flat.load_state_dict(policy)
+    norm = parts.collector.normalizer.state_dict()
+    prefix = "collector/normalizer" if whole else "norm"
+    # Statistics of observations alone: the reward's scale is this run's own.
+    known = [k for k in norm if k.startswith(("moments.", "scale_", "shift_")) and f"{prefix}/{k}" in tensors]
+    seen = {k: norm[k] for k in known}
+    parts.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
+
+
+def deciding(config: Config, critic: bool) -> dict[str, Any]:
+    """Settings that must be equal where weights are taken from another run.
+
+    Args:
+        critic: those of the critic, too.
+    """
+    found = {}
+    for one in settings(config):
+        of_critic = one.declaration.weights == "critic" or one.name.startswith("algo.critic.")
+        if one.declaration.weights and (critic or not of_critic):
+            found[one.name] = one.value
+    return found
+
+
+def _networks(state: Any) -> dict[str, Flat | nn.Module]:
+    members = {f.name: getattr(state, f.name) for f in fields(state)}
+    return {k: v for k, v in members.items() if isinstance(v, Flat | nn.Module)}
+
+
+# -- what loading a policy needs to know of its environment, as JSON ------------------------------------------------
+
+
+def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
+    box = spec.action if isinstance(spec.action, Box) else None
+    action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
+    bounds = {"action_low": box.low, "action_high": box.high} if box else {}
+    groups = {k: _group_to_dict(s) for k, s in spec.obs.items()}
+    limit = {"max_episode_steps": spec.max_episode_steps}
+    return {"name": spec.name, "obs": groups, "action": action, **bounds, **limit}
+
+
+def _group_to_dict(group: ObsSpec) -> dict[str, Any]:
+    plain = {"shape": list(group.shape), "dtype": str(group.dtype).removeprefix("torch.")}
+    return plain if group.stack == 1 else {**plain, "stack": group.stack}
+
+
+def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
+    obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
+    low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
+    size, limit = data["action"], data["max_episode_steps"]
+    action = Discrete(size["discrete"]) if isinstance(size, dict) else Box(size, low, high)
+    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit)

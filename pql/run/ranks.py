@@ -1,0 +1,373 @@
+"""One run in several processes (ranks): the share of the work that each takes, and what they agree on.
+
+A config's numbers are totals: K ranks have a K-th of the environments, of a batch and of the replay each, so that the
+same config is the same experiment however many ranks run it. Rank 0 writes the run directory and decides what the
+clock decides; all others follow it at the same tick.
+"""
+
+import atexit
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from pql.algos.wiring import own_seed
+from pql.cli.jobs import end_with_parent
+from pql.config import Config, changed, leaves
+from pql.config.fields import settings
+from pql.config.validate import resolve_device, validate
+from pql.data.normalize import Moments
+from pql.engine.collectives import ALONE, Group, Order, PeerError, explained
+from pql.engine.optim import Optimizer
+from pql.engine.placement import available_cores, thread_counts
+from pql.engine.world import World, world
+from pql.errors import ConfigError, HungError, PqlError, RunError, first_line, show
+from pql.nets.mlp import Flat
+from pql.run.build import Parts
+from pql.run.store import checkpoint
+
+ACTIONS = ("log", "save", "eval", "stop", "interrupt")
+PATIENT = timedelta(minutes=30)  # for what happens outside of ticks: simulators that start, checkpoints
+LAST_WORDS = 3.0  # seconds that a failing rank waits for what others have to say
+PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")
+
+T = TypeVar("T")
+
+_store: Any = None  # of this process; it joins once, whatever number of runs it makes
+_runs = itertools.count()
+
+
+# -- a rank's share ---------------------------------------------------------------------------------------------------
+
+
+def share_of(config: Config, place: World) -> Config:
+    """What one rank runs: its part of every total, its device and threads, a seed of its own.
+
+    Raises:
+        ConfigError: something does not divide, or does not go with several processes.
+    """
+    if place.size == 1:
+        return config
+    if config.algo.schedule not in ("lockstep", "concurrent"):
+        raise ConfigError("algo.schedule", config.algo.schedule, "lockstep or concurrent with several processes")
+    if config.task.by_actors:
+        setting, value = ("task.remote", config.task.remote) if config.task.remote else ("task.name", "remote")
+        raise ConfigError(
+            setting,
+            value,
+            "a simulator in each process: actors come to one learner, and how "
+            "often it updates is theirs to say (one may use several GPUs: placement.*)",
+        )
+    flat, shared = dict(leaves(config)), [one for one in settings(config) if one.declaration.ranks]
+    own: dict[str, Any] = {"seed": own_seed(config.seed, place.rank)}
+    for one in shared:
+        if one.declaration.ranks == "divide" and one.value % place.size:
+            near = f"such as {max(1, round(one.value / place.size)) * place.size}"
+            raise ConfigError(one.name, one.value, f"a multiple of {place.size}, the processes that share it, {near}")
+    own |= {one.name: max(1, one.value // place.size) for one in shared if one.value is not None}
+    own["device"] = own_device("device", config.device, place)
+    own |= {name: own_device(name, flat[name], place) for name in PLACES if flat[name] is not None}
+    threads = thread_counts(config, max(1, available_cores() // place.local_size))
+    own |= {f"placement.threads.{k}": threads[k] for k in ("collector", "v", "p", "simulator")}
+    kinds = {own["device"].partition(":")[0], *(own[name].partition(":")[0] for name in PLACES if name in own)}
+    own["placement.executor"] = own_executor(config, kinds)
+    try:
+        return validate(changed(config, own))
+    except ConfigError as error:
+        what = f"{error.allowed} (this is the share of one of {place.size} processes)"
+        raise ConfigError(error.setting, error.value, what) from error
+
+
+def own_device(setting: str, name: str, place: World) -> str:
+    """The GPU with the rank's number on this machine; the only one there is, where each process sees one."""
+    kind = resolve_device(name, setting)
+    if kind == "cpu":
+        return kind
+    count = torch.cuda.device_count()
+    index = place.local_rank if count > 1 else 0
+    if index >= count:
+        raise ConfigError(setting, name, f"cpu, or at most {count} processes: there are {count} GPUs")
+    if kind not in ("cuda", f"cuda:{index}"):
+        raise ConfigError(setting, name, "cuda: each process takes a GPU of its own")
+    return f"cuda:{index}"
+
+
+def own_executor(config: Config, kinds: Iterable[str]) -> str:
+    """How a rank runs the workers of a tick: with collectives on a GPU, one host thread must queue them all.
+
+    Raises:
+        ConfigError: threads, on a GPU.
+    """
+    chosen, kinds = config.placement.executor, set(kinds)
+    if "cuda" not in kinds:
+        return chosen
+    if chosen == "threads":
+        raise ConfigError("placement.executor", chosen, "auto, streams or inline with several processes on GPUs")
+    return "inline" if len(kinds) > 1 else chosen
+
+
+# -- all ranks together -----------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """A run's processes, as one of them sees them. Of one process alone, nothing here costs anything.
+
+    What it says to the others goes from host to host, on gloo: nothing here waits for a GPU but :meth:`check_same`.
+
+    Raises:
+        ConfigError: the config cannot be shared, or another rank was given another one.
+    """
+
+    def __init__(self, config: Config):
+        place = world()
+        self.rank, self.size = place.rank, place.size
+        self.share = share_of(config, place)
+        self.groups: dict[str, Group] = {}
+        self._name = f"run {next(_runs)}"
+        self._waited = False  # for other ranks, when the run ended
+        self._flags: tuple[Tensor, Any] | None = None
+        if self.size > 1:
+            _join(place)
+            self._check_config(config)
+
+    @property
+    def first(self) -> bool:
+        """Rank 0, which writes, evaluates and keeps the time."""
+        return self.rank == 0
+
+    def connect(self, parts: Parts) -> None:
+        """Make the run's learners and statistics those of all ranks. Before graphs are captured."""
+        if self.size == 1:
+            return
+        self.wait()  # simulators take their time to start; from here on, nobody keeps the others waiting
+        order, limit = Order(), timedelta(seconds=self.share.placement.watchdog_seconds)
+        for name, worker in sorted(parts.workers.items()):  # everywhere in the same order
+            cuda = worker.device.type == "cuda"
+            if cuda:
+                torch.cuda.set_device(worker.device)
+            handle = dist.new_group(backend="nccl" if cuda else "gloo", timeout=limit)
+            self.groups[name] = Group(handle, order if cuda else None)
+        for name, job in parts.jobs.items():
+            job.connect(self.groups[name])
+        parts.collector.normalizer.connect(self.groups["collector"])
+
+    def group(self, worker: str) -> Group:
+        """The processes of one worker's kind."""
+        return self.groups.get(worker, ALONE)
+
+    def spread(self, parts: Parts) -> None:
+        """Start everywhere from rank 0's networks."""
+        for name, job in parts.jobs.items() if self.size > 1 else ():
+            for tensor in _networks(job.learner.state):
+                self.groups[name].broadcast_(tensor)
+
+    def check_same(self, parts: Parts) -> None:
+        """Raises ``RunError`` where this rank's weights or statistics differ from rank 0's by a bit."""
+        if self.size == 1:
+            return
+        mine = {f"{n}/{k}": _digest(v) for n, one in parts.learners.items() for k, v in _trained(one.state).items()}
+        mine |= {f"statistics/{i}": _digest(v) for i, v in enumerate(parts.collector.normalizer.frozen())}
+        for rank, theirs in enumerate(self.every(mine)):
+            if wrong := [k for k, v in mine.items() if theirs[k] != v]:
+                raise RunError(f"rank {self.rank} and rank {rank} have drifted apart: {wrong[0]} differs")
+
+    def resume_point(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """This rank's tensors and manifest of the newest resume point that is intact on all; ``folder`` is rank 0's.
+
+        Raises:
+            ConfigError: there is none, or another number of processes wrote them.
+        """
+        if (wrote := checkpoint.ranks(folder)) not in (None, self.size):
+            raise ConfigError(
+                "processes", self.size, f"{wrote}, as the run had; a new run can start from its weights: init_from=RUN"
+            )
+        points = checkpoint.of_rank(folder, self.rank)
+        checkpoint.recover(points)
+        while True:
+            tensors, manifest, path = checkpoint.newest(points, ("resume",))
+            names = self.every(path.name)
+            checkpoint.set_aside(points, keep_up_to=points / min(names))
+            if min(names) == max(names):
+                return tensors, manifest
+
+    # -- between hosts ------------------------------------------------------------------------------------------------
+
+    def every(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank."""
+        out: list[Any] = [value] * self.size
+        if self.size > 1:
+            with explained():
+                dist.all_gather_object(out, value)
+        return out
+
+    def told(self, value: Any) -> Any:
+        """Rank 0's ``value``."""
+        return self.every(value)[0]
+
+    def by_first(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on rank 0, which alone calls it.
+
+        Raises:
+            ConfigError: on all ranks, where it does on rank 0.
+        """
+        made: T | None = None
+        wrong: tuple[str, str, str] | None = None
+        if self.first:
+            try:
+                made = make()
+            except ConfigError as error:
+                if self.size == 1:
+                    raise
+                wrong = error.setting, show(error.value), error.allowed
+        made, wrong = self.told((made, wrong))
+        if wrong is not None:
+            raise ConfigError(*wrong)
+        return cast(T, made)
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        self.every(None)
+
+    def agree(self, wanted: Iterable[str]) -> list[str]:
+        """What all ranks do after this tick, in order: with several, what any of them wanted after the tick before.
+
+        One tick late, so that nobody waits for the answer.
+        """
+        wishes = set(wanted)
+        if self.size == 1:
+            return [a for a in ACTIONS if a in wishes]
+        before = self._flags
+        flags = torch.tensor([a in wishes for a in ACTIONS], dtype=torch.uint8)
+        with explained():
+            self._flags = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
+            if before is None:
+                return []
+            before[1].wait()
+        return [a for a, said in zip(ACTIONS, before[0].tolist(), strict=True) if said]
+
+    def _check_config(self, config: Config) -> None:
+        """All ranks must have been given the same settings; where they write to, and on what, is told by rank 0."""
+        passed = ("run_dir", "device", *PLACES)
+        first, *others = self.every({k: v for k, v in leaves(config) if k not in passed})
+        for rank, theirs in enumerate(others, 1):
+            for name, value in theirs.items():
+                if value != first[name]:
+                    same = "as on rank 0: all processes run the same command"
+                    raise ConfigError(name, value, f"{show(first[name])} on rank {rank}, {same}")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """A failure inside ends all ranks; those that it reached through a collective say whose it was.
+
+        Raises:
+            RunError: another rank failed.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1 or _store is None:
+                raise
+            hung = self._waited and isinstance(error, HungError)  # the watchdog, in a collective
+            reached = hung or _reached(error)
+            found = self._last_words("" if reached else _words(error))
+            if not reached or not found:
+                raise
+            raise RunError("; ".join(found)) from None
+
+    def _last_words(self, mine: str) -> list[str]:
+        """Leave ``mine``, this rank's own error if it has one; returns what became of the others."""
+        found, missing = [], set(range(self.size)) - {self.rank}
+        until = time.monotonic() + LAST_WORDS
+        try:
+            _store.set(f"{self._name}/{self.rank}", mine)
+            while missing and time.monotonic() < until:
+                for rank in sorted(missing):
+                    if _store.check([f"{self._name}/{rank}"]):
+                        missing.discard(rank)
+                        if said := _store.get(f"{self._name}/{rank}").decode():
+                            found.append(f"rank {rank} failed: {said}")
+                time.sleep(0.02)
+        except RuntimeError:  # whoever kept the store has ended
+            return found or ["rank 0 has ended"]
+        return found + [f"rank {rank} has ended, or hangs" for rank in sorted(missing)]
+
+    def close(self) -> None:
+        """Leave the groups of this run."""
+        self._waited = any(group.waiting for group in self.groups.values())
+        for group in self.groups.values():
+            group.close()
+        self.groups = {}
+
+
+def _join(place: World) -> None:
+    """Meet the others, once per process.
+
+    Raises:
+        ConfigError: the program has set up ``torch.distributed`` itself.
+    """
+    global _store
+    if _store is not None:
+        return
+    if dist.is_initialized():
+        raise ConfigError("torch.distributed", "initialized", "a program that leaves this to the run")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's processes have a session of their own, and would outlive it
+        end_with_parent()
+    store, rank, size = next(dist.rendezvous("env://", timeout=PATIENT))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENT)
+    _store = dist.PrefixStore("pql", store)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _reached(error: BaseException | None) -> bool:
+    """Whether it is another rank's failure, as this one sees it."""
+    while error is not None:
+        if isinstance(error, PeerError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _words(error: BaseException) -> str:
+    """One line."""
+    return str(error).splitlines()[-1] if isinstance(error, PqlError) else first_line(error)
+
+
+def _networks(state: Any) -> list[Tensor]:
+    """Of a learner's state, the networks, whatever they hold beside parameters included."""
+    members = (getattr(state, f.name) for f in fields(state))
+    return [t for member in members if isinstance(member, Flat | nn.Module) for t in member.state_dict().values()]
+
+
+def _trained(state: Any) -> dict[str, Tensor]:
+    """Of a learner's state, what is the same on all ranks. Noise that a network keeps, for one, is not."""
+    out: dict[str, Tensor] = {}
+    for f in fields(state):
+        member = getattr(state, f.name)
+        if isinstance(member, Optimizer):
+            out[f"{f.name}/parameters"] = member.flat.data
+        elif isinstance(member, Flat):
+            out[f.name] = member.data
+        if isinstance(member, Optimizer | Moments):
+            out |= {f"{f.name}/{k}": v for k, v in member.state_dict().items()}
+    return out
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,0 +1,169 @@
+"""The third schedule: several whole learners at once, on shared parameters and moments (A3C, asynchronous PPO).
+
+Each replica has environments, a collector, a rollout, private parameters and generators of its own, and runs
+``Lockstep``'s tick: collect, then update. Before its tick it pulls the central parameters; every update's gradient is
+pushed to them (``central.py``). Nobody waits for anybody: by the time of a push others may have pushed, so a gradient
+is of parameters that may be old. How old is logged. ::
+
+    replica 0   pull | act, step ... | update push | update push | pull | act, step ...
+    replica 1     act, step ... | update push | update push | pull | act, step ... | update push
+                  ------------------------------------------------------ central parameters and moments
+
+A tick of the run is a fixed number of the replicas' ticks, and whichever replica is free takes the next one. When all
+are done everything stands still: so logs, evaluations, checkpoints and budgets are those of any other run. At that
+point every replica has the central parameters, and the statistics of all that all replicas have seen.
+
+Source: Stooke & Abbeel 2018; there, replicas are processes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from pql.algos.wiring import own_seed
+from pql.config import Config, PpoConfig
+from pql.config.families import own
+from pql.data.normalize import meet
+from pql.engine.central import Central, CentralOptimizer, Halted, Turns
+from pql.engine.placement import replica_devices
+from pql.engine.schedule import Inline, Job, Threads
+from pql.run.components import Replica
+
+
+def shares(config: Config) -> list[Config]:
+    """The config of each replica: an equal part of the environments, a device, a seed. The first keeps the run's."""
+    count = config.replicas
+    return [
+        replace(config, num_envs=config.num_envs // count, device=device, seed=own_seed(config.seed, i))
+        for i, device in enumerate(replica_devices(config))
+    ]
+
+
+class Member:
+    """A replica with its place among the others. Its one learner's optimiser becomes one that steps centrally."""
+
+    def __init__(self, number: int, replica: Replica, central: Central, turns: Turns | None):
+        (learner,) = replica.learners.values()
+        state: Any = learner.state
+        self.replica, self.learner = replica, learner
+        self.optimizer = state.optimizer = CentralOptimizer(state.optimizer, central, turns, number)
+        home, own = central.data.device, self.optimizer.flat.data.device
+        touched = [own] if home == own else [home, own]  # its own last: inside, that is the current device
+        self.streams = [torch.cuda.Stream(device) for device in touched if device.type == "cuda"]
+
+    def tick(self, number: int) -> None:
+        """Pull, and a tick of its own, the ``number``-th of all replicas' together."""
+        with on_streams(self.streams):
+            if self.learner.clock is not None:
+                self.learner.clock.fill_(number)
+            self.optimizer.pull()
+            for slot in self.replica.slots.values():
+                slot.publish()
+            self.replica.schedule.tick()
+
+
+@contextmanager
+def on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Queue device work on ``streams``, after what is queued where ticks are prepared; done when this ends."""
+    with ExitStack() as inside:
+        for stream in streams:
+            stream.wait_stream(torch.cuda.default_stream(stream.device))
+            inside.enter_context(torch.cuda.stream(stream))
+        yield
+    for stream in streams:
+        stream.synchronize()  # a tick is handed out when the device, too, has done the one before
+
+
+def names(count: int) -> list[str]:
+    """What replicas are called where their threads and errors are."""
+    return [f"replica{i}" for i in range(count)]
+
+
+class Replicas:
+    """Replicas that take ticks as they are free, or, with ``algo.central.order=turns``, pull and push in a fixed order.
+
+    In turns the same seed gives the same bits, as everything but pulls and pushes is private. Without, it does not.
+
+    Args:
+        executor: of whole ticks of the replicas, under their ``names``. ``Inline`` runs one after the other.
+    Attributes:
+        reproducible: the same seed gives the same bits.
+    """
+
+    def __init__(self, config: Config, replicas: Sequence[Replica], executor: Threads | Inline):
+        central, count = own(config, PpoConfig).central, len(replicas)
+        self.executor, self.each = executor, central.ticks
+        known = names(count)
+        self.turns = Turns(count, lambda i: executor.waiting(known[i])) if central.order == "turns" else None
+        (learner,) = replicas[0].learners.values()
+        state: Any = learner.state
+        self.central = Central(state.optimizer, central.chunk)
+        self.members = [Member(i, one, self.central, self.turns) for i, one in enumerate(replicas)]
+        self.ticks = 0
+        self.reproducible = count == 1 or self.turns is not None or isinstance(executor, Inline)
+
+    def begin(self, ticks: int) -> None:
+        """The first replica's parameters become everybody's."""
+        self.ticks = ticks
+        with torch.no_grad():
+            self.central.data.copy_(self.members[0].optimizer.flat.data)
+        self._meet()
+        for one in self.members:
+            one.replica.schedule.begin(ticks)
+
+    def tick(self) -> None:
+        try:
+            self.executor.share(self._jobs())
+        except BaseException:
+            self._halt()
+            raise
+        self._meet()
+        self.ticks += 1
+
+    def _jobs(self) -> dict[str, Iterator[Job]]:
+        """The replicas' ticks by name of the replica: drawn from one supply, or, in turns, as many for each."""
+        count = len(self.members)
+        numbers = range(self.ticks * self.each * count, (self.ticks + 1) * self.each * count)
+        supply = iter(numbers)
+        return {
+            name: map(partial(self._job, one), numbers[i::count] if self.turns else supply)
+            for i, (name, one) in enumerate(zip(names(count), self.members, strict=True))
+        }
+
+    def _job(self, member: Member, number: int) -> Job:
+        return partial(self._run, member, number)
+
+    def _run(self, member: Member, number: int) -> None:
+        try:
+            member.tick(number)
+        except Halted:
+            pass  # another replica has failed, and its error is the one to tell
+        except BaseException:
+            self._halt()
+            raise
+
+    def _halt(self) -> None:
+        if self.turns:
+            self.turns.halt()
+
+    def _meet(self) -> None:
+        """Where all stand still: everybody gets the central parameters, and everybody's statistics."""
+        for one in self.members:
+            self.central.pull(one.optimizer.flat.data)
+        for sets in zip(*(one.replica.statistics() for one in self.members), strict=True):
+            meet(sets)
+        for one in self.members:
+            one.replica.collector.normalizer.freeze()
+
+    def measures(self) -> dict[str, float]:
+        lags = sum((one.optimizer.drain_lags() for one in self.members), Counter())
+        return {
+            "lag/policy_mean": sum(lag * n for lag, n in lags.items()) / max(1, lags.total()),
+            "lag/policy_max": max(lags, default=0),
+            "schedule/reproducible": float(self.reproducible),
+        }

@@ -1,0 +1,156 @@
+"""What a run keeps on the disk: its policies, resume points and replay, and what of them could not be written."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pql.config import Config, to_dict
+from pql.errors import ConfigError, RunError
+from pql.run.build import Parts
+from pql.run.policy import fresh_policy, snapshot, spec_to_dict
+from pql.run.ranks import Ranks
+from pql.run.store import checkpoint
+from pql.run.store import run_dir as rundir
+from pql.run.store.claim import Claim
+from pql.run.store.saver import Saver
+
+
+class Archive:
+    """Writes into a run directory, beside the training where that is asked for.
+
+    A checkpoint that cannot be written ends no run: that is warned of at once, and kept for the run's end.
+
+    Args:
+        run_dir: the run's, and its ``held`` lock; None: another rank's process holds it.
+        overrides: the words that made the config, should the directory have to be made anew.
+        warn: tells of something wrong.
+
+    Attributes:
+        missing: what could not be written, or was deleted, and why.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        run_dir: Path,
+        held: Claim | None,
+        overrides: Sequence[str],
+        warn: Callable[[str], None],
+    ):
+        self.config, self.ranks, self.run_dir, self.warn = config, ranks, run_dir, warn
+        self.folder = run_dir / "checkpoints"
+        self.points = checkpoint.of_rank(self.folder, ranks.rank)
+        self.missing: dict[str, str] = {}
+        self.saver = Saver()
+        self._held, self._overrides = held, overrides
+        self._number = held and run_dir.stat().st_ino
+        self._saved = False  # a point was saved, and older ones are not yet deleted
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(self, parts: Parts, counters: dict[str, float], background: bool) -> None:
+        """Write the policy and, unless ``checkpoint.replay`` is off, a resume point; those asked for before come first.
+
+        Args:
+            background: only copy them here; a thread writes them.
+        """
+        self.settle()
+        facts = {"counters": counters, "ranks": self.ranks.size}
+        with parts.schedule.executor.exclusive():
+            parts.check_environments()
+            self.ranks.check_same(parts)
+            if self.ranks.first:
+                self.save_policy(parts, facts, background)
+            if self.config.checkpoint.replay:
+                path = self.points / f"tick-{parts.schedule.ticks:012d}"
+                self._save(path, "resume", parts.state_dict(), parts, facts, background)
+        self._saved = True
+        if not background:
+            self.settle()
+
+    def save_policy(self, parts: Parts, facts: dict[str, Any], background: bool = False) -> None:
+        """Write the policy as it stands."""
+        self._save(self.folder / "last", "policy", self._policy_state(parts), parts, facts, background)
+
+    def save_best(self, parts: Parts, state: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Have the policy of the best evaluation written."""
+        self._save(self.folder / "best", "policy", state, parts, facts, True)
+
+    def save_replay(self, parts: Parts) -> None:
+        """replay.safetensors."""
+        name = "replay.safetensors" if self.ranks.first else f"replay-rank{self.ranks.rank}.safetensors"
+        try:
+            parts.collector.replays[0].save(self.run_dir / name)
+        except OSError as error:
+            self.lost(name, error)
+
+    def settle(self, wait: bool = True) -> None:
+        """Tell of what was written since, and delete older resume points.
+
+        A point counts once all ranks have theirs: until then the one before stays. So several ranks, which all wait
+        here, delete it when the next is saved.
+
+        Args:
+            wait: until everything has been written.
+        """
+        for name, error in self.saver.outcomes(wait):
+            if error is not None:
+                self.lost(f"checkpoint {name}", error, ", the run goes on")
+        if self._saved and (wait or (self.saver.idle and self.ranks.size == 1)):
+            self._saved = False
+            self.ranks.wait()
+            self.saver.do("older resume points", lambda: checkpoint.rotate(self.points, self.config.checkpoint.keep))
+            if wait:
+                self.saver.outcomes(wait)
+
+    def lost(self, name: str, error: Exception, then: str = "") -> None:
+        """Warn of what could not be written, and keep it for the run's end."""
+        self.warn(f"{name} not written{then}: {error}")
+        self.missing[name] = str(error)
+
+    def close(self) -> None:
+        """As of the saver."""
+        self.saver.close()
+
+    def _policy_state(self, parts: Parts) -> dict[str, Any]:
+        """The current policy, without what only training needs."""
+        state = snapshot(parts)
+        needed = fresh_policy(self.config, parts.env.spec, "cpu").norm.state_dict()
+        return {**state, "norm": {k: state["norm"][k] for k in needed}}
+
+    def _save(self, path: Path, kind: str, state: Any, parts: Parts, facts: dict[str, Any], background: bool) -> None:
+        spec = spec_to_dict(parts.env.spec)
+        write = self.saver.later if background else self.saver.now
+        write(path, state, {"kind": kind, "config": to_dict(self.config), "spec": spec, **facts})
+
+    # -- a directory that is deleted ------------------------------------------------------------------------------
+
+    def restore(self, env_steps: int) -> bool:
+        """Make the run directory anew, where somebody has deleted it or emptied it. Returns whether that was so.
+
+        Raises:
+            RunError: it cannot be made, or another run has taken its name.
+        """
+        if self._held is None or self._there():
+            return False
+        self.saver.wait()
+        what = f"metrics and checkpoints from before {env_steps:,} env steps"
+        try:
+            rundir.check_new(self.run_dir)
+            self._held.renew()
+            rundir.create(self.run_dir, self.config, self._overrides)
+        except ConfigError as error:
+            raise RunError(f"{self.run_dir} was deleted while the run was at work ({error})") from None
+        self._number = self.run_dir.stat().st_ino
+        self.missing[what] = "the run directory was deleted"
+        self.warn(f"{self.run_dir} was deleted while the run was at work: made anew, without {what}")
+        return True
+
+    def _there(self) -> bool:
+        """Whether this run's directory, with what it wrote at its start, has its name."""
+        try:
+            same = self.run_dir.stat().st_ino == self._number
+        except OSError:
+            return False
+        return same and any((self.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl"))

@@ -1,0 +1,299 @@
+"""Checkpoints: a directory with one safetensors file and a JSON manifest, hashed, written aside and renamed.
+
+Nothing is ever unpickled. A checkpoint is complete or not there: files are synced before the rename that makes
+them visible, and one that is replaced stays beside it (``.old-NAME``) until the new one stands. A reader checks the
+hashes and falls back to the one before.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pql.config.files import check_header, check_ordinary, create, read_json
+from pql.data import tensorfile
+from pql.errors import ConfigError, PqlWarning
+from pql.run.store.manifest import FORMAT, NewerFormatError, check_manifest
+from pql.types import Rows
+
+TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
+LATER = ("quarantine", "final_obs")  # what checkpoints of older releases lack: it stays as a new run begins with it
+
+
+class CorruptCheckpointError(ConfigError):
+    """A checkpoint whose files are missing, truncated or altered."""
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Nested dicts and lists of tensors and numbers -> one dict with names joined by slashes."""
+    if isinstance(tree, Mapping):
+        items = [(str(k), v) for k, v in tree.items()]
+    elif isinstance(tree, list | tuple):
+        items = [(str(i), v) for i, v in enumerate(tree)]
+    else:
+        return {prefix: tree.detach() if isinstance(tree, Tensor) else torch.as_tensor(tree)}
+    out: dict[str, Tensor] = {}
+    for k, v in items:
+        out |= flatten(v, f"{prefix}/{k}" if prefix else k)
+    return out
+
+
+def unflatten(flat: Mapping[str, Tensor], like: Any, prefix: str = "", some: bool = False) -> Any:
+    """The reverse of :func:`flatten`, in the shape of ``like``.
+
+    Args:
+        some: the first axis may have another length, as everywhere below a :class:`~pql.types.Rows`.
+    Raises:
+        ConfigError: the checkpoint lacks something that the run has, or holds it in another shape or type.
+    """
+    if isinstance(like, Mapping):
+        some = isinstance(like, Rows)
+        return {k: unflatten(flat, v, f"{prefix}/{k}" if prefix else str(k), some) for k, v in like.items()}
+    if isinstance(like, list | tuple):
+        return [unflatten(flat, v, f"{prefix}/{i}" if prefix else str(i)) for i, v in enumerate(like)]
+    if prefix not in flat:
+        if any(part.partition(".")[0] in LATER for part in prefix.split("/")):
+            return like
+        raise ConfigError("checkpoint", prefix, "a checkpoint of the same task, algorithm and version; this lacks it")
+    value = flat[prefix]
+    if not isinstance(like, Tensor):
+        return value.item()
+    lead = 1 if some and like.dim() == value.dim() else 0
+    if value.shape[lead:] != like.shape[lead:] or value.dtype != like.dtype:
+        # Checked here because copying into place would broadcast, or round, without a word.
+        have, want = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (value, like))
+        raise ConfigError("checkpoint", prefix, f"{want}, as this run's settings make it; the checkpoint has {have}")
+    return value
+
+
+def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
+    """Write ``tree`` and ``manifest`` to the directory ``path``, atomically (an existing one is replaced).
+
+    Raises:
+        OSError: it could not be written; what was at ``path`` is still there.
+    """
+    aside, old = path.with_name(f".writing-{path.name}"), _old(path)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        _write(aside, tree, manifest)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        aside.rename(path)
+        sync(path.parent)
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(folder: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
+    digest = tensorfile.write(folder / TENSORS, flatten(tree))
+    _write_manifest(folder, {"format": FORMAT, **manifest, "sha256": digest})
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    aside = folder / f".{MANIFEST}"
+    create(aside, json.dumps({**manifest, "manifest_sha256": _manifest_hash(manifest)}, indent=1))
+    sync(aside)
+    aside.replace(folder / MANIFEST)
+    sync(folder)
+
+
+def _manifest(path: Path, kinds: Sequence[str]) -> dict[str, Any]:
+    """A checkpoint's manifest alone.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or none that a run writes.
+    """
+    manifest: dict[str, Any] = read_json(path / MANIFEST)
+    check_manifest(manifest, kinds)
+    if manifest["manifest_sha256"] != _manifest_hash(manifest):
+        raise ValueError("its content does not match its hash")
+    return manifest
+
+
+def _manifest_hash(manifest: Mapping[str, Any]) -> str:
+    known = {k: v for k, v in manifest.items() if k != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def load(path: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name, and the manifest. Safe beside a run that replaces the checkpoint at this very moment.
+
+    Args:
+        kinds: of which it must be one (``policy``, ``resume``, ``dump``); its manifest is then checked as a whole.
+    Raises:
+        CorruptCheckpointError: incomplete, truncated, altered, or with a manifest that no run writes.
+        ConfigError: written by a newer format.
+    """
+    try:
+        return _read(path, kinds)
+    except CorruptCheckpointError:
+        if not path.exists() and _old(path).exists():  # stopped (or still) between the two renames of ``save``
+            return _read(_old(path), kinds)
+        return _read(path, kinds)  # replaced between the reading of its two files
+
+
+def _read(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        manifest = _manifest(path, kinds)
+        check_ordinary(path / TENSORS)
+        intact = manifest["sha256"] == _sha256(path / TENSORS)
+    except NewerFormatError as error:
+        raise ConfigError("checkpoint", path, str(error)) from error
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpointError("checkpoint", path, f"a complete, intact checkpoint ({error})") from error
+    if not intact:
+        raise CorruptCheckpointError("checkpoint", path, "an intact checkpoint: its content does not match its hash")
+    try:
+        check_header(path / TENSORS)
+        return load_file(path / TENSORS), manifest
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CorruptCheckpointError("checkpoint", path, f"a readable checkpoint ({error})") from error
+
+
+def newest(folder: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
+    """The newest intact resume point in ``folder``; damaged ones are skipped with a warning. ``kinds`` as for
+    :func:`load`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    points = resume_points(folder)
+    for path in reversed(points):
+        try:
+            return (*load(path, kinds), path)
+        except CorruptCheckpointError as error:
+            warnings.warn(f"{error}; trying the one before", PqlWarning, stacklevel=2)
+    what = "none is intact" if points else "there is none (checkpoint.replay=false keeps none)"
+    raise ConfigError("run", folder.parent, f"a run with a resume point: {what} in {folder}")
+
+
+def resume_points(folder: Path) -> list[Path]:
+    """Resume points, oldest first."""
+    return sorted(folder.glob("tick-*"))
+
+
+def ranks(folder: Path) -> int | None:
+    """How many processes wrote the resume points in ``folder``; None: there are none."""
+    for path in reversed(resume_points(folder)):
+        with contextlib.suppress(OSError, ValueError):
+            return int(_manifest(path, ()).get("ranks", 1))
+    return None
+
+
+def settings(folder: Path) -> dict[str, Any] | None:
+    """The config in the newest intact manifest of the resume points in ``folder``; None: there is none. Their tensors
+    are not looked at."""
+    for path in reversed(resume_points(folder)):
+        with contextlib.suppress(OSError, ValueError):
+            return dict(_manifest(path, ("resume",))["config"])
+    return None
+
+
+def amend(folder: Path, config: Mapping[str, Any]) -> None:
+    """Give all resume points in ``folder`` whose manifests are intact another config.
+
+    Raises:
+        OSError: it cannot be written; the manifest that was there is.
+    """
+    for path in resume_points(folder):
+        with contextlib.suppress(ValueError):
+            _write_manifest(path, {**_manifest(path, ("resume",)), "config": config})
+
+
+def of_rank(folder: Path, rank: int) -> Path:
+    """Where one process's resume points are; rank 0's are the run's own, with its policy."""
+    return folder if rank == 0 else folder / f"rank-{rank}"
+
+
+def find(path: Path, kinds: Sequence[str] = (), whole: bool = False) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
+    """A checkpoint itself, or a run's: the last policy, else the best, else the newest resume point.
+
+    Of a run's, damaged ones are skipped, each with a warning.
+
+    Args:
+        kinds: as for :func:`load`.
+        whole: rather the newest resume point, which holds the critics too.
+    Raises:
+        ConfigError: none of these is there.
+        CorruptCheckpointError: none of them is intact.
+    """
+    if (path / MANIFEST).exists() or (path / TENSORS).exists():
+        return (*load(path, kinds), path)
+    folder = path / "checkpoints"
+    policies, points = [folder / "last", folder / "best"], resume_points(folder)[::-1]
+    known = [p for p in (points + policies if whole else policies + points) if p.exists() or _old(p).exists()]
+    if not known:
+        raise ConfigError("run", path, "a run directory with a checkpoint, or a checkpoint in one (with manifest.json)")
+    for i, candidate in enumerate(known, 1):
+        try:
+            return (*load(candidate, kinds), candidate)
+        except CorruptCheckpointError as error:
+            if i == len(known):
+                raise
+            warnings.warn(f"{error}; taking {known[i].name} instead", PqlWarning, stacklevel=2)
+    raise AssertionError("one was returned, or raised")
+
+
+def home(path: Path) -> Path:
+    """The run directory of a checkpoint or an export; of one that was moved elsewhere, the folder it lies in."""
+    folder = Path(os.path.abspath(path)).parent  # links are not followed: they may lead anywhere
+    return folder.parent if folder.name in ("checkpoints", "export") else folder
+
+
+def set_aside(folder: Path, keep_up_to: Path) -> None:
+    """Rename resume points newer than ``keep_up_to``, which are damaged, so that none passes for the newest again."""
+    for path in resume_points(folder):
+        if path.name > keep_up_to.name:
+            path.rename(path.with_name(f"damaged-{path.name}"))
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` resume points, and what an interrupted save left behind."""
+    with contextlib.suppress(OSError):
+        recover(folder)
+    for path in [*resume_points(folder)[:-keep], *folder.glob(".writing-*"), *folder.glob(".old-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Put back what was being replaced when a save was cut off. For the one process that writes to ``folder``."""
+    for old in folder.glob(".old-*"):
+        path = old.with_name(old.name.removeprefix(".old-"))
+        if not path.exists():
+            old.rename(path)
+
+
+def _old(path: Path) -> Path:
+    """Where a checkpoint stays while it is being replaced."""
+    return path.with_name(f".old-{path.name}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

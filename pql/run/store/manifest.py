@@ -1,0 +1,177 @@
+"""What a checkpoint's manifest and an export's metadata must be, checked before anything is made of them.
+
+Knows nothing of files. A failed check is a ``ValueError`` that says what was expected of which entry.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pql.config.files import check_tree, walk
+from pql.errors import UNSEEN, printable
+
+FORMAT = 2  # 1: replays and their priorities in full, however little they held
+EXPORT_FORMAT = 1  # of what is exported
+DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
+LARGEST = 2**31 - 1  # of an axis, a number of actions, a time limit
+COUNT = 2**62
+SETTINGS = 10_000  # values in a config
+
+
+class NewerFormatError(ValueError):
+    """Written by a later release."""
+
+
+def check_manifest(data: Any, kinds: Sequence[str]) -> None:
+    """A checkpoint's manifest. Hashes are compared elsewhere.
+
+    Args:
+        kinds: of which it must be one, with all that belongs to it; none: format and hashes alone are looked at.
+    Raises:
+        NewerFormatError: its format is later than this release's.
+        ValueError: an entry that is missing, or of a wrong type or range.
+    """
+    _need(isinstance(data, dict), "the manifest", "a mapping")
+    check_version("format", data.get("format"), FORMAT)
+    for name in ("sha256", "manifest_sha256"):
+        _need(isinstance(data.get(name), str), name, "a hash")
+    _need(_whole(data.get("ranks", 1), 1), "ranks", "a whole number from 1 on")
+    best = data.get("return_mean", 0.0)
+    _need(_number(best) and not math.isnan(best), "return_mean", "a number")
+    if not kinds:
+        return
+    _need(data.get("kind") in kinds, "kind", " or ".join(kinds))
+    check_settings("config", data.get("config"))
+    check_texts("spec", data.get("spec"))
+    check_spec(data.get("spec"))
+    _check_counters(data.get("counters", {}), ("ticks", "seconds") if data["kind"] == "resume" else ())
+
+
+def check_settings(name: str, settings: Any) -> None:
+    """A config, or a part of one, as it is saved: with values, no ``${...}`` that would be looked up elsewhere, and
+    what :func:`check_texts` refuses. Raises ``ValueError``."""
+    _need(isinstance(settings, dict), name, "a mapping")
+    try:
+        check_tree(settings, values=SETTINGS)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    for text in check_texts(name, settings):
+        _need("${" not in text, name, f"without interpolations: {text:.60}")
+
+
+def check_texts(name: str, data: Any) -> list[str]:
+    """All texts of nested lists and mappings. Raises ``ValueError`` for one that a terminal would act on, and for a
+    number that is none."""
+    texts = []
+    for _, value in walk(data):
+        _need(value == value, name, "without NaN")
+        texts += [text for text in (value, *(value if isinstance(value, dict) else ())) if isinstance(text, str)]
+    for text in texts:
+        _need(not UNSEEN.search(text), name, f"without control characters: {printable(text):.60}")
+    return texts
+
+
+def check_version(name: str, value: Any, known: int) -> None:
+    """Raises as :func:`check_manifest`, for the number of a format."""
+    _need(_whole(value, 1), name, f"a whole number from 1 to {known}, not {str(value)[:20]!r}")
+    if value > known:
+        raise NewerFormatError(f"{name} {known} or older; this is {value}: update pql")
+
+
+def check_spec(spec: Any) -> None:
+    """What a manifest and an export say of the environment. Raises ``ValueError``."""
+    _need(isinstance(spec, dict), "spec", "a mapping")
+    _need(isinstance(spec.get("name"), str), "spec.name", "text")
+    groups = spec.get("obs")
+    _need(isinstance(groups, dict) and bool(groups), "spec.obs", "observation groups")
+    for name, group in groups.items():
+        _need(isinstance(group, dict), f"spec.obs.{name}", "a mapping")
+        check_tensor(f"spec.obs.{name}", group.get("shape"), group.get("dtype"))
+        stack = group.get("stack", 1)
+        _need(_whole(stack, 1) and stack <= (*group["shape"], 1)[0], f"spec.obs.{name}.stack", "frames")
+    action = spec.get("action")
+    count: Any = action.get("discrete") if isinstance(action, dict) else action
+    _need(_whole(count, 1), "spec.action", "a number of actions")
+    for name in ("action_low", "action_high"):
+        if (bounds := spec.get(name)) is not None:
+            check_bounds(f"spec.{name}", bounds, count)
+    limit = spec.get("max_episode_steps", 0)
+    _need(limit is None or _whole(limit, 1), "spec.max_episode_steps", "null or a whole number from 1 on")
+
+
+def check_export(data: Any) -> None:
+    """An export's metadata. Raises as :func:`check_manifest`."""
+    types = {"algorithm": str, "family": str, "inputs": list, "outputs": list, "action": dict, "task": dict}
+    check_mapping("the metadata", data, {"format": str, **types})
+    check_texts("the metadata", data)
+    _need(data["format"] == "pql-policy", "format", "pql-policy")
+    check_version("format_version", data.get("format_version"), EXPORT_FORMAT)
+    check_settings("task", data["task"])
+    _need(data["task"].keys() <= {"name", "id", "game", "model", "kwargs"}, "task", "name, id, game, model and kwargs")
+    spec = data.get("spec")
+    check_spec(spec)
+    names = []
+    for end in ("inputs", "outputs"):
+        for entry in data[end]:
+            check_mapping(end, entry, {"name": str, "shape": list, "dtype": str})
+            _need(entry["shape"][:1] == ["batch"], f"{end}.shape", "a batch")
+            check_tensor(f"{end}.{entry['name']}", entry["shape"][1:], entry["dtype"])
+            names.append(entry["name"])
+    _need(
+        len({*names}) == len(names) and bool(data["inputs"]) and names[len(data["inputs"]) :][:1] == ["action"],
+        "outputs",
+        "an action, and names that differ",
+    )
+    for entry in data["inputs"]:
+        kind, _, name = entry["name"].partition(".")
+        group = spec["obs"].get(name, {}) if kind == "obs" else {"shape": entry["shape"][1:], "dtype": "float32"}
+        same = group.get("shape") == entry["shape"][1:] and group.get("dtype") == entry["dtype"]
+        _need(kind in ("obs", "state") and same, f"inputs.{entry['name']}", "a group of spec.obs, or a state")
+    _check_action(data["action"])
+
+
+def _check_action(about: Mapping[str, Any]) -> None:
+    _need(about.get("kind") in ("box", "discrete") and _whole(about.get("size"), 1), "action", "a kind and a size")
+    _need(isinstance(about.get("scaled"), bool), "action.scaled", "true or false")
+    for name in ("low", "high") if about["kind"] == "box" else ():
+        check_bounds(f"action.{name}", about.get(name), about["size"])
+
+
+def check_tensor(name: str, shape: Any, dtype: Any) -> None:
+    """A shape (without the batch) and a type. Raises ``ValueError``."""
+    _need(isinstance(shape, list) and len(shape) <= 8 and all(_whole(n, 0) for n in shape), f"{name}.shape", "sizes")
+    _need(math.prod(shape) <= LARGEST, f"{name}.shape", f"at most {LARGEST:,} elements")
+    _need(isinstance(dtype, str) and dtype in DTYPES, f"{name}.dtype", f"one of {', '.join(DTYPES)}")
+
+
+def check_bounds(name: str, bounds: Any, count: int) -> None:
+    """Bounds of ``count`` actions. Raises ``ValueError``."""
+    fine = isinstance(bounds, list) and len(bounds) == count and all(_number(b) and not math.isnan(b) for b in bounds)
+    _need(fine, name, f"{count} numbers")
+
+
+def _check_counters(counters: Any, required: Sequence[str]) -> None:
+    _need(isinstance(counters, dict), "counters", "a mapping")
+    for name in (*required, *counters):
+        value = counters.get(name)
+        _need(_number(value) and 0 <= value <= COUNT, f"counters.{name}", "a number from 0 on")
+
+
+def check_mapping(name: str, value: Any, entries: Mapping[str, type]) -> None:
+    """A mapping with entries of these types. Raises ``ValueError``."""
+    _need(isinstance(value, dict), name, "a mapping")
+    for key, kind in entries.items():
+        _need(isinstance(value.get(key), kind), f"{key} of {name}", "there, of the type that pql writes")
+
+
+def _whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= LARGEST
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _need(fine: bool, name: str, expected: str) -> None:
+    if not fine:
+        raise ValueError(f"{name} is not {expected}")

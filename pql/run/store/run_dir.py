@@ -1,0 +1,287 @@
+"""The files of a run directory, checkpoints and metrics aside: what was run, on what, and what came of it."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pql.config import Config, to_dict
+from pql.config.files import create as create_file
+from pql.config.files import read_json, read_yaml
+from pql.config.validate import resolve_device
+from pql.engine.world import world
+from pql.errors import ConfigError, PqlWarning
+from pql.run.store.claim import Claim, claim, claim_new
+from pql.run.store.manifest import check_settings
+
+PACKAGES = ("pql-rl", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to. ``summary.json`` holds the same.
+
+    Attributes:
+        return_mean, return_iqm, return_median, length_mean, episodes: of the final evaluation; None and 0 episodes
+            where there was none.
+        success: share of its episodes that succeeded; None also where the task does not define it.
+        seconds: of training, all sittings together.
+        checkpoint: the directory of the final policy.
+        interrupted: stopped from outside, before its budget's end or the final evaluation's.
+    """
+
+    run_dir: str
+    return_mean: float | None
+    return_iqm: float | None
+    episodes: int
+    seconds: float
+    env_steps: int
+    updates_v: int
+    updates_p: int
+    checkpoint: str
+    interrupted: bool = False
+    return_median: float | None = None
+    length_mean: float | None = None
+    success: float | None = None
+
+
+def claim_directory(config: Config, resume: bool = False) -> Claim:
+    """``config.run_dir``, or a new directory below ``runs``, locked for this process.
+
+    Raises:
+        ConfigError: another process writes to it, it cannot be written, or it holds a run and none is to be resumed.
+    """
+    if config.run_dir is None:
+        task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
+        return claim_new(Path("runs") / f"{task}-{config.algo.name}-s{config.seed}-{now}")
+    held = claim(Path(config.run_dir).expanduser())
+    if not resume:
+        try:
+            check_new(held.path)
+        except ConfigError:
+            held.close()
+            raise
+    return held
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether a run is there, be it that its config.yaml is lost."""
+    return (run_dir / "config.yaml").exists() or any((run_dir / "checkpoints").glob("tick-*"))
+
+
+def check_new(run_dir: Path) -> None:
+    """Raises ``ConfigError`` where ``run_dir`` holds a run already."""
+    if holds_run(run_dir):
+        raise ConfigError(
+            "run_dir", run_dir, f"a new folder; to go on with this run: pql resume {shlex.quote(str(run_dir))}"
+        )
+
+
+def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
+    """A new run's directory: config.yaml, overrides.yaml, git.json and env.json.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        _write_yaml(run_dir / "overrides.yaml", list(overrides))
+        _write_json(run_dir / "git.json", git_state())
+        _write_json(run_dir / "env.json", machine(config))
+        _write_config(run_dir, config)
+    except OSError as error:
+        raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
+
+
+def check_shared(run_dir: Path) -> None:
+    """Raises ``ConfigError`` where this machine does not see the run that another one's process has begun."""
+    if not (run_dir / "config.yaml").exists():
+        raise ConfigError("run_dir", run_dir, "a folder that all machines of the run share")
+
+
+def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
+    """A resumed run's config, in its resume points too, and the words that changed it after those it was started with.
+
+    A summary of the sitting before is no longer the run's end, should this one not come to one.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    from pql.run.store import checkpoint
+
+    said = _read_words(run_dir / "overrides.yaml")
+    try:
+        if (before := read_summary(run_dir)) is not None:
+            _write_json(run_dir / "summary.json", {**before, "interrupted": True})
+        checkpoint.amend(run_dir / "checkpoints", to_dict(config))
+        _write_config(run_dir, config)
+        _write_yaml(run_dir / "overrides.yaml", [*said, *overrides])
+    except OSError as error:
+        raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
+
+
+def settings(run_dir: Path) -> dict[str, Any]:
+    """The config of a run that is to go on, as plain dicts: that of its newest intact resume point.
+
+    config.yaml is for people: where it says something else, a warning names the settings. It counts only where there
+    is no resume point.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    kept = None
+    if (run_dir / "checkpoints").exists():
+        from pql.run.store import checkpoint
+
+        kept = checkpoint.settings(run_dir / "checkpoints")
+    if kept is None:
+        return read_config(run_dir)
+    try:
+        shown = read_config(run_dir)
+    except ConfigError as error:
+        what = f"{error}: the settings in its newest resume point are used"
+        warnings.warn(what, PqlWarning, stacklevel=2)
+        return kept
+    one, two = ({k: repr(v) for k, v in _flat(tree) if k != "run_dir"} for tree in (kept, shown))
+    if other := [k for k in {**one, **two} if one.get(k) != two.get(k)]:
+        names = f"{', '.join(other[:5])}{' and more' if len(other) > 5 else ''}"
+        what = f"{run_dir / 'config.yaml'} differs from the run in {names}: the settings in its resume point are used"
+        warnings.warn(what, PqlWarning, stacklevel=2)
+    return kept
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of all that is no mapping, or an empty one."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """A run's saved config, as plain dicts.
+
+    Raises:
+        ConfigError: no run there, or a damaged config.yaml.
+    """
+    try:
+        data = read_yaml(run_dir / "config.yaml")
+        check_settings("config.yaml", data)
+    except (OSError, ValueError) as error:
+        raise ConfigError("run", run_dir, f"a run directory, with a readable config.yaml ({error})") from error
+    return data
+
+
+def write_summary(run_dir: Path, summary: Summary) -> None:
+    """summary.json. Raises ``OSError`` where it cannot be written."""
+    _write_json(run_dir / "summary.json", dataclasses.asdict(summary))
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """summary.json, or None where there is none that can be read."""
+    try:
+        data = read_json(run_dir / "summary.json")
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def state(run_dir: Path) -> Literal["missing", "interrupted", "finished"]:
+    """How far the run in ``run_dir`` has come. One that failed counts as interrupted, as does one still at work."""
+    if not holds_run(run_dir):
+        return "missing"
+    summary = read_summary(run_dir)
+    return "interrupted" if summary is None or summary.get("interrupted") else "finished"
+
+
+def machine(config: Config) -> dict[str, Any]:
+    """Versions and devices: what another run must share to give the same bits."""
+    import torch
+
+    from pql.engine.placement import available_cores, processor
+
+    device = resolve_device(config.device)
+    return {
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "packages": versions(),
+        "platform": platform.platform(),
+        "cpu": processor(),
+        "cpus": os.cpu_count(),
+        "cores": available_cores(),
+        "device": device,
+        "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
+        "processes": world().size,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed packages that matter to a run."""
+    return {name: version for name in PACKAGES if (version := _version(name))}
+
+
+def git_state() -> dict[str, Any]:
+    """Commit and cleanliness of this package's source, where that is a git checkout; else null."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # a checkout of this, not of something around it
+        dirty = bool(git("status", "--porcelain", "--untracked-files=no").strip())
+        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": dirty}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        words = read_yaml(path)
+    except (OSError, ValueError):
+        return []
+    return [str(word) for word in words] if isinstance(words, list) else []
+
+
+def _write_yaml(path: Path, data: Any) -> None:
+    import yaml
+
+    _write(path, yaml.safe_dump(data, sort_keys=False))
+
+
+def _write_config(run_dir: Path, config: Config) -> None:
+    """config.yaml, on the disk when this returns."""
+    from pql.run.store import checkpoint
+
+    _write_yaml(run_dir / "config.yaml", to_dict(config))
+    for path in (run_dir / "config.yaml", run_dir):
+        checkpoint.sync(path)
+
+
+def _write_json(path: Path, data: Any) -> None:
+    _write(path, json.dumps(data, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}")
+    create_file(aside, text)
+    aside.replace(path)

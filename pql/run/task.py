@@ -1,0 +1,156 @@
+"""A config's task becomes a simulator: its factory, the keywords it is given, the groups its environments step in."""
+
+import inspect
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from pql.config import Config
+from pql.config.validate import resolve_device
+from pql.contract.env import EnvSpec, VecEnv, check_keywords, find_factory, make_env
+from pql.contract.grouped import Grouped, grouped_spec
+from pql.contract.last_action import Feedback, feedback_spec
+from pql.engine.placement import thread_counts
+from pql.errors import ConfigError
+
+RESERVED = {"name", "num_envs", "device"}  # keywords of ``make_env``
+CUT_SHORT = ("stagger", "random_lengths")
+"""Keywords with which first episodes begin in their middle."""
+
+
+def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
+    """The environment's spec without starting it, where its factory can tell. One in another process tells it there:
+    see :func:`build_env`."""
+    if config.task.process.python is not None or config.task.remote:
+        return None
+    factory, groups = find_factory(config.task.name), config.placement.groups
+    kwargs = env_kwargs(config, groups)
+    check_keywords(factory, kwargs)
+    describe = getattr(factory, "describe", None)
+    if describe is None:
+        return None
+    if groups is None or "groups" in kwargs:
+        return whole_spec(config, describe(num_envs=config.num_envs, device=device, **kwargs), 1)
+    return whole_spec(config, describe(num_envs=config.num_envs // groups, device=device, **kwargs), groups)
+
+
+def whole_spec(config: Config, one: EnvSpec, groups: int) -> EnvSpec:
+    """What the run sees of ``groups`` simulators like ``one``."""
+    spec = one if groups == 1 else grouped_spec(one, groups)
+    return feedback_spec(spec) if config.algo.needs_last_action else spec
+
+
+def telling(config: Config, env: VecEnv) -> VecEnv:
+    """``env``, or where the algorithm wants it ``env`` with what was done last among its observations."""
+    return Feedback(env, config.task.reward_clip) if config.algo.needs_last_action else env
+
+
+def task_kwargs(config: Config) -> dict[str, Any]:
+    """What the task itself gives its environment's factory.
+
+    Raises:
+        ConfigError: a keyword that is also said by a name of its own, ``task.game`` say.
+    """
+    task = config.task
+    for name in RESERVED & task.kwargs.keys():
+        raise ConfigError(f"task.kwargs.{name}", task.kwargs[name], "no such keyword: the run's own settings give it")
+    named = {k: v for k, v in (("id", task.id), ("game", task.game), ("model", task.model)) if v is not None}
+    for name in named.keys() & task.kwargs:
+        raise ConfigError(f"task.kwargs.{name}", task.kwargs[name], f"task.{name}={named[name]} alone to say it")
+    return {**named, **task.kwargs}
+
+
+def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
+    """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores, one
+    that takes ``groups`` forms them itself."""
+    given = task_kwargs(config)
+    taken = inspect.signature(find_factory(config.task.name)).parameters
+    if "threads" in taken:
+        given.setdefault("threads", thread_counts(config)["simulator"])
+    if "groups" in taken and groups is not None:
+        given.setdefault("groups", groups)
+    return given
+
+
+def build_env(
+    config: Config, num_envs: int | None = None, approve: Callable[[EnvSpec], object] | None = None
+) -> VecEnv:
+    """The task's environment.
+
+    Args:
+        num_envs: instead of the config's, in one group, and with whole first episodes (evaluation).
+        approve: is shown the specification of one in another process before its simulator is built, where its factory
+            can tell; of others, :func:`describe_env` tells it.
+    """
+    if config.task.live:
+        raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
+    device = torch.device(config.placement.collector or resolve_device(config.device))
+    groups, count = config.placement.groups, config.num_envs
+    if num_envs is not None:
+        config, groups, count = unstaggered(config), 1, num_envs
+    if config.task.remote:
+        make, forms = partial(remote_env, config, groups, device=device), True
+    elif config.task.process.python is not None:
+        shown = None if approve is None else lambda one: approve(whole_spec(config, one, groups or 1))
+        make, forms = partial(process_env, config, device=device, approve=shown), False
+    else:
+        kwargs = env_kwargs(config, groups)
+        make, forms = partial(make_env, config.task.name, device=device, **kwargs), "groups" in kwargs
+    if groups is None or groups == 1 or forms:
+        return telling(config, make(num_envs=count))
+    return telling(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
+
+
+def staggered(config: Config) -> bool:
+    """Whether the training's first episodes begin in their middle, as far as the task's keywords say."""
+    return any(config.task.kwargs.get(name) for name in CUT_SHORT)
+
+
+def unstaggered(config: Config) -> Config:
+    """The same, but all first episodes are whole: an evaluation counts them."""
+    kwargs = {name: value for name, value in config.task.kwargs.items() if name not in CUT_SHORT}
+    return replace(config, task=replace(config.task, kwargs=kwargs))
+
+
+def process_env(
+    config: Config, num_envs: int, device: torch.device, approve: Callable[[EnvSpec], object] | None = None
+) -> VecEnv:
+    """``num_envs`` of the task's environments, in a process and a Python of their own."""
+    from pql.remote.process.near import ProcessVec
+
+    process, threads = config.task.process, thread_counts(config)["simulator"]
+    return ProcessVec(
+        config.task.name,
+        num_envs,
+        device,
+        process.python or "",
+        task_kwargs(config),
+        {"threads": threads},
+        process.step_seconds,
+        process.start_seconds,
+        threads,
+        approve,
+    )
+
+
+def remote_env(config: Config, groups: int | None, num_envs: int, device: torch.device) -> VecEnv:
+    """The task's environments, stepped by actors: what these are to be started with, people are told."""
+    kwargs = {k: v if isinstance(v, str) else json.dumps(v) for k, v in task_kwargs(config).items()}
+    words = shlex.join([config.task.name, *(f"{k}={v}" for k, v in kwargs.items())])
+    given = {"task": words, **config.task.remote}
+    if groups is not None:
+        given.setdefault("groups", groups)
+    return make_env("remote", num_envs, device, **given)
+
+
+def check_groups(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` where an environment's groups are not those wanted, or not equal in size."""
+    if config.placement.groups not in (None, spec.groups):
+        raise ConfigError("placement.groups", config.placement.groups, f"null or {spec.groups}, as {spec.name} has")
+    if spec.num_envs % spec.groups:
+        raise ConfigError("num_envs", spec.num_envs, f"a multiple of the {spec.groups} groups that {spec.name} has")
