@@ -22,6 +22,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pql import wrap as wrap
+    from pql.cli.api import compare as compare
+    from pql.cli.api import evaluate as evaluate
+    from pql.cli.api import report as report
+    from pql.cli.api import resume as resume
+    from pql.cli.api import train as train
     from pql.config import Config as Config
     from pql.contract.conformance import check_env as check_env
     from pql.contract.env import Box as Box
@@ -32,11 +37,6 @@ if TYPE_CHECKING:
     from pql.contract.env import register as register
     from pql.errors import ConfigError as ConfigError
     from pql.errors import RunError as RunError
-    from pql.run.api import compare as compare
-    from pql.run.api import evaluate as evaluate
-    from pql.run.api import report as report
-    from pql.run.api import resume as resume
-    from pql.run.api import train as train
     from pql.run.export.writer import export_policy as export_policy
     from pql.run.play import record_video as record_video
     from pql.run.policy import load_policy as load_policy
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from pql.types import Step as Step
 
 _HOME = {
-    "train": "pql.run.api",
-    "resume": "pql.run.api",
-    "evaluate": "pql.run.api",
-    "compare": "pql.run.api",
-    "report": "pql.run.api",
+    "train": "pql.cli.api",
+    "resume": "pql.cli.api",
+    "evaluate": "pql.cli.api",
+    "compare": "pql.cli.api",
+    "report": "pql.cli.api",
     "check_env": "pql.contract.conformance",
     "make_env": "pql.contract.env",
     "register": "pql.contract.env",

@@ -5,7 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
+from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store.run_dir import Summary
 

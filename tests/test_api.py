@@ -11,10 +11,10 @@ import torch
 from run_files import rows, words, write_run
 
 import pql
+from pql.cli.api import NAMES_A_TASK
 from pql.config.compose import parse_words, words_of
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
-from pql.run.api import NAMES_A_TASK
 from pql.run.session import Session
 
 NAMES = {

@@ -17,8 +17,9 @@ from run_files import points, resume, run, words
 
 from pql.cli.jobs import next_command
 from pql.cli.main import main
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
 from pql.errors import ConfigError, PqlWarning
+from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import claim
 from pql.run.store import run_dir as rundir

@@ -7,11 +7,12 @@ from run_files import words
 
 from pql.config import Config, from_dict, to_dict
 from pql.config.algorithms import RECORDS
-from pql.config.compose import compose, known_settings, parse_word, resume_config
+from pql.config.compose import compose, known_settings, parse_word
 from pql.config.fields import condition_text, settings
 from pql.config.layers import GROUPS, Presets
 from pql.config.validate import resolve_device, validate
 from pql.errors import ConfigError, PqlWarning, nearest
+from pql.run.resume import resume_config
 from pql.run.store.run_dir import create
 
 

@@ -11,7 +11,7 @@ from run_files import points, words
 
 from pql.collect.collector import EpisodeStats, NoisyActor
 from pql.collect.exploration import Exploration
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
 from pql.config.validate import validate
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env, register
@@ -21,6 +21,7 @@ from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
 from pql.run.build import build
+from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import checkpoint
 

@@ -24,12 +24,13 @@ from safetensors.torch import load_file, save_file
 import pql
 from pql.cli.jobs import next_command
 from pql.cli.main import main
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
 from pql.config.files import read_yaml, walk
 from pql.config.trust import TEXT, check_networks, check_task
 from pql.contract.registry import import_name
 from pql.errors import ConfigError
 from pql.reports import runs, tell
+from pql.run.resume import resume_config
 from pql.run.store import checkpoint
 from pql.run.store.run_dir import amend
 

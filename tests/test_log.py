@@ -17,10 +17,11 @@ import torch
 from run_files import points, rows, words
 
 from pql.config import BudgetConfig
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
 from pql.errors import ConfigError, PqlWarning
 from pql.run.log import sinks as log
 from pql.run.log import wandb_feed
+from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store.run_dir import Summary
 

@@ -212,7 +212,7 @@ def test_a_summary_of_an_earlier_sitting_is_not_the_end(tmp_path):
     """A finished run that is resumed for longer and killed is unfinished."""
     assert main(["train", *WORDS, f"run_dir={tmp_path}"]) == 0
     assert rundir.state(tmp_path) == "finished"
-    from pql.config.compose import resume_config
+    from pql.run.resume import resume_config
     from pql.run.session import Session
 
     session = Session(resume_config(tmp_path, ["budget.env_steps=640"]), resume=True, quiet=True)

@@ -19,7 +19,7 @@ from run_files import points, words
 
 from pql.cli.main import main
 from pql.collect.env_slice import named
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
 from pql.contract.conformance import check_env
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
 from pql.contract.grouped import Grouped
@@ -28,6 +28,7 @@ from pql.errors import ConfigError, RunError
 from pql.remote.process import far, shared_cuda
 from pql.remote.process.near import ProcessVec, _packages
 from pql.run.build import build
+from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import checkpoint
 from pql.run.task import build_env

@@ -17,10 +17,11 @@ from run_files import manifest, points, rows, words
 
 import pql
 from pql.algos.wiring import own_seed
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
 from pql.engine.world import World, world
 from pql.errors import ConfigError
 from pql.run.ranks import share_of
+from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import checkpoint
 

@@ -11,12 +11,13 @@ from test_onpolicy import WORDS
 import pql
 from pql.cli.main import main
 from pql.config import from_dict
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
 from pql.contract.env import register
 from pql.engine.placement import replica_devices, thread_counts
 from pql.envs.classic import Pendulum
 from pql.errors import ConfigError
 from pql.run.policy import load_policy, policy_of
+from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import checkpoint
 

@@ -12,10 +12,11 @@ from run_files import points, resume, run, words
 
 from pql.cli.main import main
 from pql.config import from_dict
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
 from pql.config.files import read_yaml
 from pql.errors import ConfigError, PqlWarning
 from pql.run.policy import load_policy, open_stored
+from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import checkpoint
 from pql.run.store import run_dir as rundir

@@ -13,7 +13,7 @@ from conftest import differences
 from run_files import manifest, points, resume, rows, run, words
 
 import pql
-from pql.config.compose import compose, resume_config
+from pql.config.compose import compose
 from pql.contract.env import register
 from pql.data import tensorfile
 from pql.data.replay import Replay
@@ -23,6 +23,7 @@ from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning, RunError
 from pql.run.evaluation import Evaluation, Report
 from pql.run.policy import load_policy
+from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import checkpoint
 from pql.run.store.run_dir import read_summary

@@ -3,7 +3,8 @@
 python tools/bench_learner.py [--presets cpu wide] [--profile] [--rounds 7] [--seconds 0.3] [--smoke] [--json PATH]
 
 Presets: ``cpu`` is pql/config/presets/scale/cpu.yaml; ``wide`` the same with 256-256 networks and batch 512; ``gpu`` is
-pql/config/presets/scale/gpu.yaml, on whatever ``--device`` says. Observations have 17 features and actions 6, as HalfCheetah's.
+pql/config/presets/scale/gpu.yaml, on whatever ``--device`` says. Observations have 17 features and actions 6, as
+HalfCheetah has.
 All rows are microseconds per update, so a lower ratio is better:
 
 critic, policy               ``update`` alone, on batches drawn before

@@ -4,7 +4,6 @@ Used by ``pql train -m`` and ``pql sweep``; knows nothing of what they compare.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import signal
@@ -16,8 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from pql.config.compose import counts_when_typed
+from pql.engine.world import end_with_parent
 from pql.errors import ConfigError
+from pql.run.resume import counts_when_typed
 from pql.run.store import checkpoint, claim
 from pql.run.store import run_dir as rundir
 
@@ -143,13 +143,3 @@ def _wait(child: "subprocess.Popen[bytes]", enough: Callable[[], bool] | None, e
             if enough is not None and enough():
                 child.send_signal(signal.SIGTERM)
                 told = True
-
-
-_libc = ctypes.CDLL(None)
-
-
-def end_with_parent() -> None:
-    """On Linux: SIGTERM, so save and end, when the parent dies, even of SIGKILL."""
-    pr_set_pdeathsig = 1
-    with contextlib.suppress(AttributeError):
-        _libc.prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pql import __version__
+from pql.cli.api import launch
 from pql.engine.world import world
 from pql.errors import ConfigError, HungError, PqlError, PqlWarning, nearest, with_cause
 from pql.remote.actor import command as actor_command
 from pql.remote.fleet import command as fleet_command
-from pql.run.api import launch
 
 # Every command, with the settings of its own and their types: key=value words that are none of a run's.
 COMMANDS: dict[str, dict[str, type]] = {

@@ -18,12 +18,12 @@ from pql.collect.asynchronous import Ragged
 from pql.collect.env_slice import Lane
 from pql.collect.exploration import Exploration
 from pql.collect.nonfinite import Quarantine, both
+from pql.collect.recorder import BlackBox
 from pql.collect.saturation import Saturation
 from pql.contract.env import Discrete, EnvSpec, VecEnv, check_answer, make_ready
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
 from pql.engine.collectives import ALONE, Group
-from pql.run.flight_recorder import BlackBox
 from pql.types import Memory, Obs, Step
 
 ActFunction = Callable[[nn.Module, Obs, Generator], Tensor]

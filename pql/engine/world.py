@@ -1,9 +1,12 @@
 """A process's place among those of its run, as ``torchrun`` says it in the environment.
 
-This file imports nothing but the standard library.
+Imports the standard library alone.
 """
 
+import contextlib
+import ctypes
 import os
+import signal
 from typing import NamedTuple
 
 from pql.errors import ConfigError
@@ -35,3 +38,13 @@ def _variable(name: str, default: int = 0) -> int:
     if not text.isdecimal():
         raise ConfigError(name, text, "a whole number, as torchrun sets it")
     return int(text)
+
+
+_libc = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """On Linux: SIGTERM, so save and end, when the parent dies, even of SIGKILL."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(AttributeError):
+        _libc.prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from pql.algos.wiring import own_seed
-from pql.cli.jobs import end_with_parent
 from pql.config import Config, changed, leaves
 from pql.config.fields import settings
 from pql.config.validate import resolve_device, validate
@@ -30,7 +29,7 @@ from pql.data.normalize import Moments
 from pql.engine.collectives import ALONE, Group, Order, PeerError, explained
 from pql.engine.optim import Optimizer
 from pql.engine.placement import available_cores, thread_counts
-from pql.engine.world import World, world
+from pql.engine.world import World, end_with_parent, world
 from pql.errors import ConfigError, HungError, PqlError, RunError, first_line, show
 from pql.nets.mlp import Flat
 from pql.run.build import Parts

@@ -162,11 +162,12 @@ def launch(
         trust: run what the settings of the run to resume name, as ``--trust``.
         options: of ``Session``.
     """
-    from pql.config.compose import compose, resume_config
+    from pql.config.compose import compose
     from pql.config.validate import likely_device
     from pql.contract.registry import check_name
     from pql.engine.world import world
     from pql.run.log.console import announced, opening
+    from pql.run.resume import resume_config
     from pql.run.store import run_dir as rundir
 
     resume, alone = run_dir is not None, world().size == 1

@@ -1,0 +1,65 @@
+"""The settings of a run that is resumed: its own, with a few that may be given anew."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from pql.config import Config, from_dict, leaves
+from pql.config.compose import RESUMABLE, RESUMABLE_TOO, merge_layers, parse_words
+from pql.config.layers import Layer
+from pql.config.schema import nested
+from pql.config.trust import PYTHON, check_links, check_networks, check_task, names_code
+from pql.errors import ConfigError, PqlWarning, show
+from pql.run.store.run_dir import settings
+
+UPLOADING = "logger.mode"  # counts where it is typed: a run directory may be somebody else's
+
+
+def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) -> Config:
+    """A run's config with ``overrides`` of its budget, evaluation, logger or checkpoints.
+
+    Args:
+        overrides: settings that name code may be among them, as they were: so they need not be trusted. The simulator's
+            interpreter may be another one.
+        trust: the settings that name code, programs or paths, and uploads to wandb, are taken from the run as they are.
+    Raises:
+        ConfigError: no run there, an override that would make it another run, or settings that are not trusted.
+    """
+    data = settings(run_dir)
+    presets, values = parse_words(overrides, dict(leaves(from_dict(data))))
+    values |= {f"{group}.kind": name for group, name in presets.items() if group == "logger"}
+    for key, value in {**presets, **values}.items():
+        if key.partition(".")[0] not in RESUMABLE and key not in RESUMABLE_TOO and not names_code(key):
+            known = [*(f"{g}.*" for g in RESUMABLE), *RESUMABLE_TOO]
+            raise ConfigError(key, value, f"one of {', '.join(known)}: the rest stays as it was")
+    saved = dict(leaves(from_dict(data)))
+    config = merge_layers([Layer("run", data), Layer("command line", nested(values))], values)
+    for name, value in leaves(config):
+        moved = name == PYTHON and None not in (value, saved[name])
+        if names_code(name) and value != saved[name] and not moved:
+            raise ConfigError(name, value, f"{show(saved[name])}, as the run has it")
+    if not trust:
+        check_task(config, run_dir, values)
+        check_networks(config, run_dir, values)
+        check_links(run_dir)
+        if UPLOADING not in values:
+            config = _offline(config)
+    return dataclasses.replace(config, run_dir=str(run_dir))
+
+
+def counts_when_typed(word: str) -> bool:
+    """Whether ``key=value`` is of a setting that a run directory cannot decide alone: to resume, it is typed again."""
+    name = word.partition("=")[0].strip().lstrip("+")
+    return names_code(name) or name == UPLOADING
+
+
+def _offline(config: Config) -> Config:
+    """With wandb's data on the disk alone: uploads go by the user's login, to a project that the config names."""
+    if (config.logger.kind, config.logger.mode) != ("wandb", "online"):
+        return config
+    what = (
+        f"wandb stays offline: that it uploads with your login is the run directory's word; {UPLOADING}=online says so"
+    )
+    warnings.warn(what, PqlWarning, stacklevel=3)
+    return dataclasses.replace(config, logger=dataclasses.replace(config.logger, mode="offline"))
