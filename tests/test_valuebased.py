@@ -359,16 +359,16 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
         (["algo=c51", "algo.priority.initial=actor"], "initial=actor: expected max with algo.critic.atoms"),
         (["algo.priority.beta=0.5"], "priority.beta=0.5: expected algo.priority.alpha above 0 with it"),
         (["algo.rms_decay=0.9"], "rms_decay=0.9: expected algo.optimizer=rmsprop with it"),
-        (["algo=c51", "algo.huber=2"], "huber=2.0: expected algo.critic.atoms=null: a categorical loss"),
+        (["algo=c51", "algo.huber=2"], "huber=2.0: expected algo.critic.atoms=null with it"),
         (["algo.critic.v_max=50"], "algo.critic.v_max=50.0: expected algo.critic.atoms with it"),
         (["algo=apex", "algo.epsilon.steps=50"], "steps=50: expected algo.epsilon.kind=annealed with it"),
         (["algo.epsilon.base=0.5"], "base=0.5: expected algo.epsilon.kind=ladder with it"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: the V-learner's network is the policy"),
-        (["algo.policy.lr=1e-3"], "algo=dqn does not read it: see algo.critic, of the one network"),
+        (["algo.policy.lr=1e-3"], "algo=dqn does not read it: see algo.critic"),
         (["algo.explore.low=0.1"], "algo=dqn does not read it: see algo.epsilon"),
         (["algo.critic.tau=0.1"], "algo=dqn does not read it: see algo.target_period"),
         (["algo.p_per_v=0.5"], "algo.p_per_v=0.5: expected no such setting: algo=dqn does not read it"),
-        (["algo=pql", "algo.double=true"], "expected algo=dqn and its like with it; algo=pql does not read it"),
+        (["algo=pql", "algo.double=true"], "expected no such setting: algo=pql does not read it; dqn, r2d2 would"),
         (["algo.warmup_steps=0"], "algo.warmup_steps=0: expected at least 1"),
         (["batch=48"], "batch=48: expected a power of two from 32 on"),
         (["algo=pql", "batch=512"], "batch=512: expected algo=dqn or c51 or eps_rainbow or rainbow with it, not pql"),
@@ -401,7 +401,7 @@ def test_settings_that_another_one_switches_on_are_read():
         "algo.epsilon.base=0.3",
     ]
     config = compose(["device=cpu", "algo=dqn", "task=cartpole", *words]).algo
-    assert (config.dqn.priority.beta, config.critic.v_max, config.dqn.epsilon.base) == (0.5, 3, 0.3)
+    assert (config.priority.beta, config.critic.v_max, config.epsilon.base) == (0.5, 3, 0.3)
 
 
 def test_actions_must_be_discrete_and_the_other_way_round():

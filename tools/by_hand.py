@@ -10,15 +10,14 @@ state that the critic sees. The tests hold those of the PQL paper's tasks to a m
 import argparse
 import math
 from collections.abc import Callable
-from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from _bench import save
-from omegaconf import OmegaConf
 from torch import Tensor
 
+from pql.config.compose import compose
+from pql.config.layers import Presets
 from pql.contract.env import Box, Discrete, VecEnv, env_names, make_env
 from pql.envs.mujoco.isaac.ball import LEGS
 from pql.envs.mujoco.isaac.humanoid import JOINTS
@@ -274,9 +273,7 @@ BY_HAND: dict[str, dict[str, Callable[[VecEnv], Play]]] = {
 
 def preset(task: str) -> dict[str, Any]:
     """Keywords of the task's environment that its preset sets."""
-    path = Path(str(files("pql.config.presets"))) / "task" / f"{task}.yaml"
-    settings = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
-    return settings.get("kwargs") or {} if isinstance(settings, dict) else {}
+    return compose([f"task={task}", "device=cpu"]).task.kwargs if task in Presets().names("task") else {}
 
 
 def rows(task: str, episodes: int) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable
-from importlib.resources import files
 from typing import Any
 
 from pql.cli.tables import table
@@ -94,20 +93,13 @@ def simulators() -> list[list[str]]:
     from pql.config.layers import Presets
     from pql.contract.registry import env_names
 
-    tasks = {task: simulator_of(task) for task in Presets().names("task") if task != "env"}
+    presets = Presets()
+    tasks = {task: presets.setting("task", task, "name") for task in presets.names("task") if task != "env"}
     tasks |= {name: name for name in env_names() if name not in tasks}
     states: dict[str, list[str]] = {"ok": []}
     for task, name in sorted(tasks.items()):
         states.setdefault(state_of(name), []).append(task)
     return [["state", "tasks"], *([state, ", ".join(names)] for state, names in states.items())]
-
-
-def simulator_of(task: str) -> str:
-    """The environment that a preset names, or the one that it is made from."""
-    import yaml
-
-    raw = yaml.safe_load(files("pql.config.presets").joinpath("task", f"{task}.yaml").read_text())
-    return raw["name"] if "name" in raw else simulator_of(raw["defaults"][0])
 
 
 def state_of(name: str) -> str:

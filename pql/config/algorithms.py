@@ -194,8 +194,8 @@ class DuelingConfig(ReplayAlgoConfig):
     rms_decay: float = setting(
         0.95, "Decay of the running mean of squared gradients.", low=0, high=1, when="optimizer=rmsprop"
     )
-    critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.")
-    epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.")
+    critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.", replaces=("policy",))
+    epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.", replaces=("explore",))
     priority: PriorityConfig = group(PriorityConfig, "Prioritised replay.")
 
     def check(self, config: "Config") -> None:
@@ -222,7 +222,7 @@ class DqnConfig(DuelingConfig):
         high=1e6,
         when="critic.atoms=null",
     )
-    critic: DistributionalNetConfig = group(DistributionalNetConfig, "The one network.")
+    critic: DistributionalNetConfig = group(DistributionalNetConfig, "The one network.", replaces=("policy",))
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -521,8 +521,8 @@ class PqnConfig(RolloutAlgoConfig):
         replaces=("n_step",),
     )
     optimizer: str = setting("radam", "Optimiser.", choices=("radam", "adam"))
-    critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.")
-    epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.")
+    critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.", replaces=("policy",))
+    epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.", replaces=("explore",))
 
     @property
     def passes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from pql.config import AlgoConfig, Config, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.families import record_of, registered
-from pql.config.fields import condition_text, is_read, settings
+from pql.config.fields import condition_text, instead_of, is_read, settings
 from pql.config.large_batch import large_batch
 from pql.config.layers import GROUPS, Layer, Presets
 from pql.config.schema import nested
@@ -226,10 +226,8 @@ def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) ->
     mine = [*settings(record(), "algo.")]
     if name in (one.name for one in mine):
         return
-    part = name.removeprefix("algo.")
-    for one in mine:
-        if any(part == other or part.startswith(f"{other}.") for other in one.declaration.replaces):
-            raise ConfigError(name, value, f"no such setting: algo={preset} does not read it: see {one.name}")
+    if instead := instead_of(record(), name.removeprefix("algo."), "algo."):
+        raise ConfigError(name, value, f"no such setting: algo={preset} does not read it: see {instead}")
     others = [f for f, r in RECORDS.items() if name in (k for k, _ in leaves(r(), "algo."))]
     if others:
         raise ConfigError(name, value, f"no such setting: algo={preset} does not read it; {', '.join(others)} would")

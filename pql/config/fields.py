@@ -94,9 +94,10 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def group(record: type, doc: str = "", **defaults: Any) -> Any:
+def group(record: type, doc: str = "", replaces: tuple[str, ...] = (), **defaults: Any) -> Any:
     """A dataclass field that is a group of settings; ``defaults`` differ from those of ``record``."""
-    return dataclasses.field(default_factory=lambda: record(**defaults), metadata={KEY: Declaration(doc)})
+    metadata = {KEY: Declaration(doc, replaces=replaces)}
+    return dataclasses.field(default_factory=lambda: record(**defaults), metadata=metadata)
 
 
 class Setting(NamedTuple):
@@ -116,6 +117,18 @@ def settings(record: Any, prefix: str = "") -> Iterator[Setting]:
             yield from settings(value, f"{prefix}{field.name}.")
         else:
             yield Setting(prefix + field.name, value, field.metadata.get(KEY, Declaration()), record)
+
+
+def instead_of(record: Any, name: str, prefix: str = "") -> str | None:
+    """The setting, or group of settings, of ``record`` that declares itself in the place of ``name``."""
+    for field in dataclasses.fields(record):
+        replaces = field.metadata.get(KEY, Declaration()).replaces
+        if any(name == other or name.startswith(f"{other}.") for other in replaces):
+            return prefix + field.name
+        value = getattr(record, field.name)
+        if dataclasses.is_dataclass(value) and (found := instead_of(value, name, f"{prefix}{field.name}.")):
+            return found
+    return None
 
 
 def reads(config: Any, name: str) -> bool:

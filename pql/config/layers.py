@@ -106,10 +106,11 @@ class Presets:
 
     def family(self, algo: str) -> str:
         """The family of an algorithm's preset."""
-        for name in self.line("algo", algo):
-            if (family := self._read("algo", name).get("family")) is not None:
-                return str(family)
-        return "ddpg"
+        return str(self.setting("algo", algo, "family") or "ddpg")
+
+    def setting(self, group: str, name: str, key: str) -> Any:
+        """What a preset, or the nearest that it is like, sets ``key`` to; None: none sets it."""
+        return next((tree[key] for one in self.line(group, name) if key in (tree := self._read(group, one))), None)
 
     def tuned(self, places: Sequence[str], algo: str, scale: str) -> Iterator[Layer]:
         """The settings of an algorithm at a scale or on a task, weakest first; of several ``places`` the first's.

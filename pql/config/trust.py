@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pql.config import Config
+from pql.config import Config, leaves
 from pql.errors import ConfigError
 
 PYTHON = "task.process.python"
@@ -44,7 +44,7 @@ def check_task(config: Config, source: object, given: Collection[str] = ()) -> N
 
 def check_networks(config: Config, source: object, given: Collection[str] = ()) -> None:
     """The networks of a config that was read from ``source``. Arguments and errors as for :func:`check_task`."""
-    nets = ((name, getattr(config.algo, name.split(".")[1]).net) for name in NETWORKS)
+    nets = ((name, net) for name, net in leaves(config) if name in NETWORKS)
     _refuse(((name, net) for name, net in nets if net is not None and ":" in net), source, given)
 
 
