@@ -21,7 +21,8 @@ from pql.config.migrate import known
 from pql.config.validate import validate
 from pql.contract.conformance import Report
 from pql.engine import watchdog
-from pql.engine.schedule import Executor, Trace
+from pql.engine.executors import Executor
+from pql.engine.schedule import Trace
 from pql.run.build import Parts, build
 from pql.run.store.checkpoint import flatten
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import configured, start
 
 from pql.config import Config
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.run.build import Parts
 
 BASE = {

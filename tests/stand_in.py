@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from pql.engine.executors import Streams
 from pql.engine.graph import Graph
-from pql.engine.schedule import Streams
 from pql.engine.tape import TapedGraph
 
 HELD = 30

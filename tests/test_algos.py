@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from pql.algos import ddpg, sac
 from pql.config.compose import compose
+from pql.engine.executors import Inline
 from pql.engine.optim import AdamW
-from pql.engine.schedule import Inline
 from pql.nets.mlp import LOG_STD_MAX, LOG_STD_MIN, Critic, DeterministicPolicy, EnsembleLinear, Flat, GaussianPolicy
 from pql.types import Batch, ObsBatch
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from conftest import small_config, start
 
-from pql.collect.collector import EpisodeStats
-from pql.engine.schedule import Inline
+from pql.collect.episodes import EpisodeStats
+from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.run.build import build, seeds
 from pql.run.store.checkpoint import flatten

@@ -8,7 +8,7 @@ from gates import score, train_until
 
 from pql.config.compose import compose
 from pql.contract.env import register
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.envs.classic import TorchEnv, Transition
 
 

@@ -15,7 +15,7 @@ from pairs import free_port
 from remotes import remote, wait_until
 
 from pql.cli.main import main, parser
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.envs.remote import Remote
 from pql.errors import ConfigError, RunError
 from pql.remote.actor.command import Setup, setup_of

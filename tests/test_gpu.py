@@ -30,9 +30,9 @@ from conftest import (
 from torch import Generator
 
 from pql.contract.grouped import joined
+from pql.engine.executors import Inline, Streams
 from pql.engine.graph import Graph
 from pql.engine.placement import worker_devices
-from pql.engine.schedule import Inline, Streams
 from pql.engine.tape import NoWaiting
 from pql.run.build import build, build_env, seeds
 

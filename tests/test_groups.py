@@ -9,14 +9,15 @@ from conftest import bits, differences, merge, small_config, start
 from ppo_runs import config_of
 from run_files import points, words
 
-from pql.collect.collector import EpisodeStats, NoisyActor
+from pql.collect.actors import NoisyActor
+from pql.collect.episodes import EpisodeStats
 from pql.collect.exploration import Exploration
 from pql.config.compose import compose
 from pql.config.validate import validate
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env, register
 from pql.contract.grouped import Grouped
-from pql.engine.schedule import Inline, Threads
+from pql.engine.executors import Inline, Threads
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError

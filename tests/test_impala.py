@@ -19,7 +19,8 @@ from pql.algos import impala, ppo
 from pql.cli.main import main
 from pql.config import VtraceConfig
 from pql.config.compose import compose
-from pql.engine.schedule import Inline, Threads, Trace
+from pql.engine.executors import Inline, Threads
+from pql.engine.schedule import Trace
 from pql.errors import ConfigError
 from pql.run.policy import load_policy
 from pql.run.store import checkpoint

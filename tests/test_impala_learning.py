@@ -5,7 +5,7 @@ from conftest import start
 from gates import score, train_until
 
 from pql.config.compose import compose
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 
 ONE = ("device=cpu", "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1")
 

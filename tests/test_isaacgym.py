@@ -7,7 +7,7 @@ import fake_isaacgym
 import pytest
 import torch
 
-from pql.collect.collector import EpisodeStats
+from pql.collect.episodes import EpisodeStats
 from pql.contract.conformance import check_env
 from pql.envs import isaacgym
 from pql.envs.isaacgym import IsaacGymVec

@@ -5,7 +5,7 @@ import torch
 from conftest import small_config, start
 from gates import score, train_until
 
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.envs.toy import LQR
 
 LQR_RUN = {

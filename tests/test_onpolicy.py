@@ -14,7 +14,7 @@ import pql
 from pql.cli.main import main
 from pql.config.compose import compose
 from pql.config.layers import Presets
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.run.build import build

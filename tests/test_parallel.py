@@ -14,7 +14,7 @@ from torch import Tensor
 from pql.algos import ppo, pqn
 from pql.data.normalize import Moments, Normalizer, pack, pooled
 from pql.engine.collectives import ALONE, Group, Order, PeerError
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.engine.world import World, world
 from pql.errors import ConfigError
 from pql.run.build import build

@@ -12,7 +12,7 @@ from torch import Generator
 from pql.algos import ppo
 from pql.config.compose import compose
 from pql.data.normalize import Moments
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.errors import ConfigError
 from pql.run.build import build
 

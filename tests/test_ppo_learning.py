@@ -11,7 +11,7 @@ from ppo_runs import VARIANTS, config_of
 from pql.algos import ppo
 from pql.config.compose import compose
 from pql.contract.env import EnvSpec, ObsSpec, register
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.envs.classic import Pendulum, TorchEnv, Transition
 from pql.errors import ConfigError
 from pql.run.build import build

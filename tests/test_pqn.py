@@ -17,7 +17,7 @@ from test_rollout import KINDS
 from torch import Generator, nn
 
 from pql.algos import pqn
-from pql.algos.value_rollout import PqnState, values
+from pql.algos.pqn import PqnState, values
 from pql.cli.main import main
 from pql.config import PqnConfig
 from pql.config.compose import compose
@@ -25,8 +25,8 @@ from pql.config.groups import TrainedNetConfig
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Acted, Progress, Rollout, final_rows
+from pql.engine.executors import Inline
 from pql.engine.optim import AdamW
-from pql.engine.schedule import Inline
 from pql.errors import ConfigError
 from pql.nets.mlp import Flat
 from pql.nets.q import QNetwork

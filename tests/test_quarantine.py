@@ -17,7 +17,8 @@ from test_pqn import BASE as PQN
 from torch import Generator, nn
 
 from pql.collect import nonfinite as quarantine
-from pql.collect.collector import Collector, NoisyActor
+from pql.collect.actors import NoisyActor
+from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
 from pql.collect.nonfinite import LAG, Quarantine
 from pql.contract.env import make_env
@@ -25,7 +26,7 @@ from pql.contract.grouped import Grouped
 from pql.data.flags import FINAL_OK, NEXT_FIRST, VALID
 from pql.data.normalize import Moments, Normalizer
 from pql.data.replay import Replay
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning, RunError

@@ -15,11 +15,11 @@ from r2d2_runs import config_of
 from run_files import points, resume, rows
 
 from pql.algos import r2d2
-from pql.algos.recurrent import counts
+from pql.algos.r2d2 import counts
 from pql.algos.value import target_updates
 from pql.config import leaves
 from pql.config.compose import compose
-from pql.engine.schedule import Inline, Threads
+from pql.engine.executors import Inline, Threads
 from pql.engine.world import World
 from pql.errors import ConfigError
 from pql.nets.mlp import Flat

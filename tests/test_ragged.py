@@ -12,8 +12,8 @@ from r2d2_runs import config_of
 from pql.algos import r2d2
 from pql.contract.env import Discrete, ObsSpec
 from pql.data.replay import Replay
+from pql.engine.executors import Inline
 from pql.engine.interrupt import Interrupt
-from pql.engine.schedule import Inline
 from pql.run.build import build
 
 N, GAMMA = 8, 0.9

@@ -19,7 +19,7 @@ from remotes import Late, Raw, acting, quiet, remote, wait_until
 
 from pql.config.compose import compose
 from pql.contract.env import make_env
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.envs.remote import Remote
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError

@@ -13,7 +13,7 @@ from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Rollout
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 from pql.errors import ConfigError
 
 

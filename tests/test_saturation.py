@@ -7,9 +7,9 @@ import torch
 from conftest import small_config, start, ticks
 from ppo_runs import config_of
 
-from pql.collect.collector import NoisyActor
+from pql.collect.actors import NoisyActor
 from pql.collect.saturation import FROZEN, SATURATED, WINDOW, Saturation, drain
-from pql.engine.schedule import Inline
+from pql.engine.executors import Inline
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,8 @@ import torch
 from conftest import bits, differences, go_on, small_config, start
 from stand_in import RecordingStreams
 
-from pql.engine.schedule import Inline, Threads, Trace, tick_counts
+from pql.engine.executors import Inline, Threads
+from pql.engine.schedule import Trace, tick_counts
 from pql.errors import ConfigError, RunError
 
 ORDERS = list(itertools.permutations(("collector", "v", "p")))

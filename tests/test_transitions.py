@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from pql.cli.main import main
 from pql.collect.prefill import prefill
 from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.data import transitions
 from pql.data.replay import Cursor, Replay
 from pql.errors import ConfigError
 from pql.run.build import build, seeds
@@ -58,9 +59,9 @@ def test_saved_and_loaded_rings_give_the_same_samples(seed, next_step, n, steps,
     copy = clone(ring)
     with TemporaryDirectory() as folder:
         path, again = Path(folder) / "one", Path(folder) / "two"
-        ring.replay.save(path)
-        copy.load(path)
-        copy.save(again)
+        transitions.save(ring.replay, path)
+        transitions.load(copy, path)
+        transitions.save(copy, again)
         first, second = load_file(path), load_file(again)
     (want, mine), (got, other) = sample(ring.replay, n), sample(copy, n)
     assert_same(want._replace(index=got.index), got)  # the loaded ring's rows begin at 0
@@ -75,7 +76,7 @@ def test_the_file_holds_the_documented_columns_with_the_history_in_them(tmp_path
     for kind in kinds:
         ring.insert([kind, "step"])
     ring.insert(["step"], [1])
-    ring.replay.save(tmp_path / "ring.safetensors")
+    transitions.save(ring.replay, tmp_path / "ring.safetensors")
     data = load_file(tmp_path / "ring.safetensors")
     assert data["length"].tolist() == [6, 7]
     assert {k: tuple(v.shape) for k, v in data.items()} == {
@@ -107,9 +108,9 @@ def test_a_smaller_ring_takes_the_newest_rows(tmp_path):
     ring = Recorded(2, 40, 1, LIMIT)
     for t in range(30):
         ring.insert(["truncate" if t % 4 == i else "step" for i in range(2)])
-    ring.replay.save(tmp_path / "ring.safetensors")
+    transitions.save(ring.replay, tmp_path / "ring.safetensors")
     small = clone(ring, 12)
-    small.load(tmp_path / "ring.safetensors")
+    transitions.load(small, tmp_path / "ring.safetensors")
     assert small.live.head.tolist() == [11, 11]
     ring.seal()
     row = torch.arange(2, 11)
@@ -126,9 +127,9 @@ def test_observation_only_rings_load_too(tmp_path):
     rng = random.Random(1)
     for _ in range(20):
         ring.insert([rng.choice(KINDS) for _ in range(3)])
-    ring.replay.save(tmp_path / "ring.safetensors")
+    transitions.save(ring.replay, tmp_path / "ring.safetensors")
     lean = Replay(SPECS, 1, 3, 12, 1, LIMIT, CPU, obs_only=True)
-    lean.load(tmp_path / "ring.safetensors")
+    transitions.load(lean, tmp_path / "ring.safetensors")
     views = [r.sample_obs(sealed(r), 64, torch.Generator().manual_seed(0)) for r in (ring.replay, lean)]
     assert torch.equal(views[0].mask, views[1].mask)
     assert all(torch.equal(views[0].obs[k], views[1].obs[k]) for k in SPECS)
@@ -260,7 +261,7 @@ def test_a_saved_ring_prefills_any_number_of_environments(seed, next_step):
         ring.insert([rng.choice(KINDS) for _ in range(3)])
     collector = FakeCollector(2, 60)
     with TemporaryDirectory() as folder:
-        ring.replay.save(Path(folder) / "ring")
+        transitions.save(ring.replay, Path(folder) / "ring")
         prefill(collector, Path(folder) / "ring")
     usable = {}
     ring.seal()
@@ -367,12 +368,12 @@ def test_load_refuses_another_number_of_environments_and_rows_out_of_range(tmp_p
     ring = Recorded(2, 12, 1, LIMIT)
     ring.insert(["truncate", "step"])
     file = tmp_path / "ring.safetensors"
-    ring.replay.save(file)
+    transitions.save(ring.replay, file)
     other = Replay(SPECS, 1, 3, 12, 1, LIMIT, CPU)
     with pytest.raises(ConfigError, match=re.escape("rows of 3 environments, not rewards of shape [1, 2]")):
-        other.load(file)
+        transitions.load(other, file)
     data = load_file(file)
     for name, wrong, top in (("length", torch.tensor([1, 9]), 1), ("final_row", torch.tensor([5]), 1)):
         save_file(data | {name: wrong}, file)
         with pytest.raises(ConfigError, match=f"a column {name} within 0 to {top}"):
-            clone(ring).load(file)
+            transitions.load(clone(ring), file)

@@ -19,7 +19,7 @@ from pql.contract.env import Box, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Acted, Rollout
 from pql.data.unrolls import FULL, Reader, Unrolls
-from pql.engine.schedule import Inline, Threads
+from pql.engine.executors import Inline, Threads
 from pql.nets.distributions import DiagGaussian
 from pql.run.build import build
 

@@ -17,7 +17,7 @@ from pql.cli.main import main
 from pql.config import leaves
 from pql.config.compose import compose
 from pql.config.layers import Presets
-from pql.engine.schedule import Inline, Threads
+from pql.engine.executors import Inline, Threads
 from pql.errors import ConfigError
 from pql.run.build import build
 from pql.run.evaluation import evaluate_saved, random_actions, run_episodes

@@ -8,9 +8,8 @@ from histories import Column
 from oracles import vtrace as oracle
 from test_rollout import KINDS, make_rollout, read, record, value_of
 
-from pql.algos.vtrace import vtrace
 from pql.config import VtraceConfig
-from pql.data.returns import gae, lambda_returns
+from pql.data.returns import gae, lambda_returns, vtrace
 from pql.data.rollout import final_rows
 
 HORIZON, GAMMA = 9, 0.9

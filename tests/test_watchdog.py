@@ -16,8 +16,8 @@ from pql.cli.main import main
 from pql.config import PlacementConfig
 from pql.contract.env import register
 from pql.engine import watchdog
+from pql.engine.executors import Inline, Threads
 from pql.engine.interrupt import Interrupt
-from pql.engine.schedule import Inline, Threads
 from pql.engine.watchdog import Limit, Timed, Watchdog, stepped, touch, watching
 from pql.envs.toy import Counter
 from pql.errors import HungError, RunError, first_line, with_cause

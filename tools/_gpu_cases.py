@@ -40,7 +40,7 @@ from _gpu_runs import (
 )
 from bench_replay import microseconds
 
-from pql.collect.collector import action_buffer
+from pql.collect.actors import action_buffer
 from pql.config import Config, DdpgConfig, PlacementConfig, ReplayConfig
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env

@@ -31,8 +31,8 @@ from pql.config import (
     changed,
 )
 from pql.config.groups import ExploreConfig
+from pql.engine.executors import Executor, Inline, Streams
 from pql.engine.placement import worker_devices
-from pql.engine.schedule import Executor, Inline, Streams
 from pql.run.build import Parts, build, seeds
 from pql.run.evaluation import run_episodes
 from pql.run.policy import fresh_policy, snapshot

@@ -245,7 +245,7 @@ def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
 
 
 def training(args: Any) -> list[dict[str, Any]]:
-    """Acting and learning, beside Stable-Baselines3."""
+    """BasePolicy and learning, beside Stable-Baselines3."""
     num_envs = 4 if args.smoke else PEER
     runs = {name: ready(make_config(args, num_envs, num_envs, g)) for name, g in GROUPS.items()}
     frames = SKIP * num_envs

@@ -14,9 +14,9 @@ from torch import Generator, Tensor
 
 from pql.algos.on_policy import OnPolicy
 from pql.algos.ppo import PpoState, begin_tick, grouped, make_state, masked_moments, rows_lag
-from pql.algos.vtrace import Corrected, vtrace
 from pql.config import ImpalaConfig
 from pql.data.normalize import EPSILON
+from pql.data.returns import Corrected, vtrace
 from pql.data.rollout import Segment, minibatches
 from pql.types import Metrics, Obs
 

@@ -14,7 +14,8 @@ from torch import Generator, Tensor, nn
 
 from pql.algos.registry import Family
 from pql.algos.wiring import Devices, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows, seeds
-from pql.collect.collector import ActFunction, Collector, NoisyActor
+from pql.collect.actors import ActFunction, NoisyActor
+from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig

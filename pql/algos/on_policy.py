@@ -14,7 +14,8 @@ from torch import Generator, Tensor
 
 from pql.algos.registry import Family
 from pql.algos.wiring import Devices, Role, Wiring, check_obs, make_normalizer, seeds
-from pql.collect.collector import Collector, action_buffer
+from pql.collect.actors import action_buffer
+from pql.collect.collector import Collector
 from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
 from pql.config.families import own

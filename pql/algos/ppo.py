@@ -17,12 +17,11 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.on_policy import OnPolicy
-from pql.algos.vtrace import vtrace
 from pql.config import Config, PpoConfig
 from pql.config.algorithms import StochasticConfig
 from pql.config.families import own
 from pql.data.normalize import EPSILON, Moments, pack, pooled
-from pql.data.returns import gae
+from pql.data.returns import gae, vtrace
 from pql.data.rollout import Progress, Segment, by_parts, minibatches
 from pql.data.unrolls import Reader
 from pql.engine.collectives import ALONE, Group

@@ -4,18 +4,168 @@ Source: Gallici et al. 2024, "Simplifying Deep Temporal Difference Learning". La
 Q(lambda) returns carry rewards back, and every rollout is used for a few epochs and then forgotten.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
-from pql.algos.value_rollout import PqnState, ValueRollout, values
-from pql.config import PqnConfig
+from pql.algos.on_policy import check_room
+from pql.algos.registry import Family
+from pql.algos.value import check_acting, make_q_network
+from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, seeds
+from pql.collect.actors import action_buffer
+from pql.collect.collector import Collector
+from pql.collect.epsilon import Epsilon, epsilon_greedy
+from pql.config import Config, PqnConfig
+from pql.config.families import own
+from pql.contract.env import Discrete, EnvSpec, VecEnv
 from pql.data.returns import lambda_returns
-from pql.data.rollout import Segment, by_parts, minibatches
-from pql.engine.optim import annealed
-from pql.types import Metrics, Obs
+from pql.data.rollout import Acted, Progress, Rollout, Segment, by_parts, minibatches
+from pql.engine.optim import AdamW, Optimizer, RAdam, annealed
+from pql.engine.schedule import Counts
+from pql.engine.worker import Learner, State
+from pql.nets.actor_critic import bfloat16
+from pql.nets.mlp import Flat, seeded
+from pql.nets.q import QNetwork
+from pql.types import Memory, Metrics, Obs
+
+
+@dataclass
+class PqnState(State):
+    """What the learner owns. The network of action values is the policy."""
+
+    policy: Flat
+    optimizer: Optimizer
+    progress: Progress
+
+    @property
+    def net(self) -> QNetwork:
+        return cast(QNetwork, self.policy.module)
+
+
+def values(net: QNetwork, obs: Obs, amp: bool) -> Tensor:
+    """Q(s, a), [..., n] float32; with ``amp`` computed in bfloat16, wherever the network is used."""
+    with bfloat16(amp, next(iter(obs.values()))):
+        return net.values(obs).float()
+
+
+class GreedyActor:
+    """Epsilon-greedy in a network's values, all of which it keeps: returns are made of them.
+
+    Args:
+        amp: see :func:`values`.
+    """
+
+    squashed: Tensor | None = None
+    memory: Memory | None = None
+
+    def __init__(self, policy: nn.Module, epsilon: Epsilon, spec: EnvSpec, amp: bool = False):
+        self.policy, self.epsilon, self.amp = policy, epsilon, amp
+        self.action = action_buffer(spec)
+        values = torch.zeros(spec.num_envs, cast(Discrete, spec.action).n, device=spec.device)
+        self.acted = Acted(self.action, values, torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device))
+
+    def act(self, obs: Obs, gen: Generator) -> None:
+        q = values(cast(QNetwork, self.policy), obs, self.amp)
+        self.acted.params.copy_(q)
+        self.action.copy_(epsilon_greedy(q, self.epsilon(), gen))
+
+    def record(self, device: torch.device) -> Acted:
+        return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
+
+    def observe(self, first: Tensor) -> None:
+        """Nothing: epsilon does not depend on episodes."""
+
+    def restart(self) -> None:
+        """Nothing is remembered from step to step."""
+
+    def part(self, columns: slice) -> "GreedyActor":
+        part = copy.copy(self)
+        part.action, part.epsilon = self.action[columns], self.epsilon.part(columns)
+        part.acted = self.acted.map(lambda t: t[columns])._replace(raw=part.action)
+        return part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"steps": self.epsilon.steps}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.epsilon.steps.copy_(state["steps"])
+
+
+@dataclass(frozen=True)
+class ValueRollout:
+    """The functions in which algorithms of action values on rollouts differ.
+
+    Attributes:
+        settings: the record of ``config.algo``.
+        draw: (state, settings, segment, gen) -> a tick's minibatches.
+        update: (state, settings, minibatch, gen) -> metrics.
+    """
+
+    settings: type[PqnConfig]
+    draw: Callable[[Any, Any, Segment, Generator], Iterable[Any]]
+    update: Callable[[Any, Any, Any, Generator], Metrics]
+
+    def family(self) -> Family:
+        """What ``build`` takes."""
+        return Family(self.settings, counts, check_spec, partial(wire, self), make_q_network)
+
+
+def counts(config: Config) -> Counts:
+    """A tick is one rollout and every update on it."""
+    p = own(config, PqnConfig)
+    return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
+
+
+def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+    """What an environment and a config must agree on. Returns the rollout's rows T.
+
+    Raises:
+        ConfigError: continuous actions, an observation that no network here takes, a rollout that does not fit into
+            memory.
+    """
+    check_acting(config, spec)
+    horizon = own(config, PqnConfig).horizon
+    check_room("algo.horizon", horizon, spec, cast(Discrete, spec.action).n, device)
+    return horizon
+
+
+def wire(
+    kind: ValueRollout, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
+) -> Wiring:
+    """The rollout, its collector and its learner."""
+    spec, seed, home, p = env.spec, seeds(config.seed), devices["learner"], own(config, PqnConfig)
+    net = seeded(partial(make_q_network, config, spec), seed["init"])
+    epsilon = Epsilon(p.epsilon, spec.num_envs, spec.device)
+    actor = GreedyActor(copy.deepcopy(net).to(spec.device), epsilon, spec, p.amp)
+    norm = make_normalizer(config, spec, devices["collector"])
+    rollout = Rollout(spec, norm, rows, cast(Discrete, spec.action).n, home)
+    gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
+    collector = Collector(env, actor, norm, [rollout], gens["collector"], capture)
+    flat = Flat(net.to(home), trained=True)
+    state = PqnState(flat, make_optimizer(config, flat), Progress(home, p.horizon * spec.num_envs))
+
+    def draw(count: int, gen: Generator) -> Iterable[Any]:
+        return kind.draw(state, p, rollout.segment(), gen)
+
+    learner = Learner("learner", state, kind.update, draw, p, gens["learner"], trains=("v", "p"))
+    roles = {
+        "learner": Role(pulls={}, owns={"policy": [flat.data]}, learner=learner),
+        "collector": Role(pulls={"policy": [Flat(actor.policy).data]}, owns={}),
+    }
+    gauges = {"rollout/bootstrap_lost": state.progress.lost, "explore/epsilon": epsilon.mean}
+    return Wiring(collector, roles, flat, gauges)
+
+
+def make_optimizer(config: Config, flat: Flat) -> Optimizer:
+    """The network's."""
+    algo = own(config, PqnConfig)
+    kind, net = RAdam if algo.optimizer == "radam" else AdamW, algo.critic
+    return kind(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
 
 
 class Minibatch(NamedTuple):

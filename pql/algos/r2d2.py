@@ -4,20 +4,235 @@ Source: Kapturowski et al. 2019 (Recurrent Experience Replay in Distributed Rein
 values is that of Pohlen et al. 2018 (Observe and Look Further), Proposition A.2.
 """
 
-from typing import cast
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor
 
 from pql.algos.ddpg import loss_share
 from pql.algos.dqn import huber
-from pql.algos.recurrent import Recurrent
-from pql.algos.value import ValueState
-from pql.config import R2d2Config
-from pql.data.sequences import Sequence, mixed
-from pql.engine.optim import follow
+from pql.algos.registry import Family
+from pql.algos.value import (
+    ValueState,
+    acting,
+    check_acting,
+    critic_of,
+    make_features,
+    make_optimizer,
+    target_updates,
+    told,
+    with_critic,
+)
+from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.collect.collector import Collector
+from pql.collect.epsilon import Epsilon, RecurrentActor
+from pql.config import Config, R2d2Config
+from pql.config.families import own
+from pql.contract.env import Discrete, EnvSpec, VecEnv
+from pql.contract.last_action import GROUP
+from pql.data.frames import deepest
+from pql.data.normalize import Normalizer
+from pql.data.replay import Cursor
+from pql.data.sequences import RankedSequences, Sequence, Sequences, States, mixed
+from pql.engine.optim import Clock, follow
+from pql.engine.schedule import Counts
+from pql.engine.worker import Learner
+from pql.errors import ConfigError
+from pql.nets.mlp import Flat, seeded
 from pql.nets.q import RecurrentQNetwork
 from pql.types import Metrics
+
+LONGEST_HORIZON = 1024
+"""Steps of a tick at the most: an update is on thousands of rows, so few come with many steps."""
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The functions in which algorithms of recurrent action values differ.
+
+    Attributes:
+        settings: the record of ``config.algo``.
+        update: (state, settings, batch, gen) -> metrics.
+        targets: (reward, discount, value, epsilon) -> targets; for the priorities that the collector computes.
+    """
+
+    settings: type[R2d2Config]
+    update: Callable[[Any, Any, Sequence, Generator], Metrics]
+    targets: Callable[..., Tensor]
+
+    def family(self) -> Family:
+        """What ``build`` takes."""
+        return Family(self.settings, counts, check_spec, partial(wire, self), make_q_network)
+
+
+def counts(config: Config) -> Counts:
+    """The smallest tick in which the replay ratio is exact.
+
+    Raises:
+        ConfigError: none up to ``LONGEST_HORIZON`` steps has.
+    """
+    algo = own(config, R2d2Config)
+    rows = algo.batch_size * algo.length  # trained on by an update
+    ratio = Fraction(str(algo.replay_ratio))
+    updates = ratio * config.num_envs / rows  # per step of all environments
+    if updates.denominator > LONGEST_HORIZON:
+        steps = min(LONGEST_HORIZON, max(1, round(1 / updates)))
+        near = Fraction(max(1, round(updates * steps)) * rows, steps * config.num_envs)
+        raise ConfigError(
+            "algo.replay_ratio",
+            algo.replay_ratio,
+            f"a ratio that gives a whole number of updates ({algo.batch_size} sequences of {algo.length} rows) within "
+            f"{LONGEST_HORIZON} steps of {config.num_envs} environments, such as {float(near):g}",
+        )
+    out = Counts(updates.denominator, {"v": updates.numerator}, 1)
+    assert out.updates["v"] * rows == ratio * out.horizon * config.num_envs
+    return out
+
+
+def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+    """What an environment and a config must agree on. Returns the replay's rows T, a whole number of periods.
+
+    Raises:
+        ConfigError: an action or observation space that no network here takes, a target period that is no whole number
+            of updates, a replay that is too small for a sequence or too large for memory.
+    """
+    algo, config = own(config, R2d2Config), showing(config)
+    check_acting(config, spec)
+    target_updates(config, counts)
+    states = ("state",) * -(-2 * algo.lstm // algo.period)  # numbers a row that its share of a stored state takes
+    rows = ring_rows(config, spec, counts, device, (*told(config), *states)) // algo.period * algo.period
+    guard = counts.horizon * spec.spread + deepest(spec.obs.values())
+    least = max(sequence_rows(config) + algo.period - 1, algo.warmup_steps) + guard
+    least = -(-least // algo.period) * algo.period
+    if rows < least:
+        raise ConfigError(
+            "replay.capacity",
+            config.replay.capacity,
+            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments, so that there always is "
+            "a whole sequence",
+        )
+    return rows
+
+
+def sequence_rows(config: Config) -> int:
+    """S: rows that must be there before a sequence may be drawn."""
+    algo = own(config, R2d2Config)
+    return algo.burn_in + algo.length + algo.n_step
+
+
+def showing(config: Config) -> Config:
+    """The same with observations that the network acts on named: what was done last among them, where it is shown."""
+    config = acting(config)
+    critic, algo = critic_of(config), own(config, R2d2Config)
+    groups = [*(critic.obs or ()), *([GROUP] if algo.feedback and GROUP not in (critic.obs or ()) else [])]
+    return with_critic(config, replace(critic, obs=groups))
+
+
+def wire(
+    kind: Recurrent, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
+) -> Wiring:
+    """The ring and the states beside it, their collector and the V-learner."""
+    spec, seed, algo = env.spec, seeds(config.seed), own(config, R2d2Config)
+    gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
+    net = seeded(partial(make_q_network, config, spec), seed["init"])
+    norm = make_normalizer(config, spec, devices["collector"])
+    ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
+    states = States(ring, net.carry_size, algo.period)
+    epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
+    actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(told(config)))
+    collector = Collector(env, actor, norm, [states, ring], gens["collector"], capture)  # in this order: see States
+    sequences = make_sequences(config, spec, states)
+    value = value_role(kind, config, net, norm, sequences, counts, gens["v"])
+    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
+    assert value.cursor is not None
+    assert value.learner is not None
+    state = cast(ValueState, value.learner.state)
+    assert state.priorities is not None
+    gauges = {
+        "replay/bootstrap_lost": value.cursor.lost,
+        "explore/epsilon": epsilon.mean,
+        "replay/beta": state.priorities.beta,
+    }
+    return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
+
+
+def make_sequences(config: Config, spec: EnvSpec, states: States) -> Sequences:
+    algo = own(config, R2d2Config)
+    states.ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
+    return Sequences(
+        states.ring,
+        states,
+        algo.burn_in,
+        algo.length,
+        algo.n_step,
+        algo.gamma,
+        spec.max_episode_steps,
+        algo.stored_state,
+    )
+
+
+def value_role(
+    kind: Recurrent,
+    config: Config,
+    net: RecurrentQNetwork,
+    norm: Normalizer,
+    sequences: Sequences,
+    counts: Counts,
+    gen: Generator,
+) -> Role:
+    """The V-learner: network and target, priorities, a private normaliser and cursor."""
+    algo, ring = own(config, R2d2Config), sequences.ring
+    device, wanted = ring.device, algo.priority
+    flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
+    ranked = RankedSequences(
+        sequences,
+        wanted.alpha,
+        wanted.beta,
+        wanted.beta_steps,
+        counts.horizon * ring.num_envs,
+        algo.huber,
+        algo.eta,
+        partial(kind.targets, epsilon=algo.rescale) if told(config) else None,
+    )
+    every = target_updates(config, counts)
+    state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
+    cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
+
+    def draw(count: int, gen: Generator) -> Iterator[Sequence]:
+        ranked.open(cursor, private.reward_scale)
+        for _ in range(count):
+            batch = ranked.sample(cursor, algo.batch_size, gen)
+            yield batch._replace(obs=private(batch.obs), reward=batch.reward * private.reward_scale)
+
+    learner = Learner("v", state, kind.update, draw, algo, gen)
+    pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
+    return Role(pulls, {"policy": [flat.data]}, learner, cursor)
+
+
+def make_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
+    """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
+    config = showing(config)
+    algo = own(config, R2d2Config)
+    net = algo.critic
+    group = (net.obs or ["policy"])[0]
+    encoder, size = make_features(config, spec, group)
+    return RecurrentQNetwork(
+        group,
+        size,
+        algo.lstm,
+        cast(Discrete, spec.action).n,
+        net.hidden,
+        net.activation,
+        net.layer_norm,
+        encoder,
+        algo.dueling,
+        algo.shared_grad,
+    )
 
 
 def update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:

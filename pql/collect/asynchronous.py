@@ -19,7 +19,8 @@ from pql.engine import interrupt
 from pql.types import column
 
 if TYPE_CHECKING:
-    from pql.collect.collector import Actor, Collector
+    from pql.collect.actors import Actor
+    from pql.collect.collector import Collector
     from pql.collect.env_slice import Lane
 
 

@@ -7,27 +7,23 @@ alternating sampler of Stooke & Abbeel 2018, section 3, with two halves). ::
     group 1            act send ........ record act send ........ record
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
+from pql.collect.actors import Actor
 from pql.collect.asynchronous import Ragged
 from pql.collect.env_slice import Lane
-from pql.collect.exploration import Exploration
+from pql.collect.episodes import EpisodeStats
 from pql.collect.nonfinite import Quarantine, both
 from pql.collect.recorder import BlackBox
 from pql.collect.saturation import Saturation
-from pql.contract.env import Discrete, EnvSpec, VecEnv, check_answer, make_ready
+from pql.contract.env import VecEnv, check_answer, make_ready
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
-from pql.engine.collectives import ALONE, Group
 from pql.types import Memory, Obs, Step
-
-ActFunction = Callable[[nn.Module, Obs, Generator], Tensor]
-"""(policy, normalised obs, generator) -> action [N, A]: what algorithms differ in when acting."""
 
 
 class Store(Protocol):
@@ -60,143 +56,6 @@ class Store(Protocol):
 
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
-
-
-class Actor(Protocol):
-    """A policy at work: it turns observations into actions, and keeps what it needs from one step to the next."""
-
-    action: Tensor  # [N, A] or [N] int64: what the simulator gets, at a fixed address
-    memory: Memory | None
-
-    @property
-    def policy(self) -> nn.Module:
-        """A private copy, that pulls land in."""
-        ...
-
-    @property
-    def squashed(self) -> Tensor | None:
-        """What a policy bounded by a tanh gave last, before exploration noise, [N, A]; None: it is of another kind."""
-        ...
-
-    def act(self, obs: Obs, gen: Generator) -> None:
-        """Normalised observations -> ``action``."""
-        ...
-
-    def record(self, device: torch.device) -> Any:
-        """What a store on ``device`` keeps of the last ``act``."""
-        ...
-
-    def observe(self, first: Tensor) -> None:
-        """Note where the next action begins an episode ([N] bool)."""
-        ...
-
-    def restart(self) -> None:
-        """Every next action begins an episode."""
-        ...
-
-    def part(self, columns: slice) -> "Actor":
-        """The same policy for a range of the environments. Its tensors are views: it has no state of its own."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
-
-
-class NoisyActor:
-    """A policy without memory, and exploration noise on its action."""
-
-    memory: Memory | None = None
-
-    def __init__(self, policy: nn.Module, act: ActFunction, explore: Exploration, spec: EnvSpec):
-        self.policy, self.explore, self._act = policy, explore, act
-        self.action, self.squashed = action_buffer(spec), action_buffer(spec)
-
-    def act(self, obs: Obs, gen: Generator) -> None:
-        self.squashed.copy_(self._act(self.policy, obs, gen))
-        self.action.copy_(self.explore(self.squashed, gen))
-
-    def record(self, device: torch.device) -> Tensor:
-        return self.action.to(device)
-
-    def observe(self, first: Tensor) -> None:
-        self.explore.observe(first)
-
-    def restart(self) -> None:
-        self.explore.fresh.fill_(True)
-
-    def part(self, columns: slice) -> "NoisyActor":
-        part = copy.copy(self)
-        part.action, part.squashed = self.action[columns], self.squashed[columns]
-        part.explore = self.explore.part(columns)
-        return part
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.explore.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.explore.load_state_dict(state)
-
-
-def action_buffer(spec: EnvSpec) -> Tensor:
-    """Zeros in the shape and type of an action: [N, A] float32, or [N] int64."""
-    if isinstance(spec.action, Discrete):
-        return torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device)
-    return torch.zeros(spec.num_envs, spec.action.size, device=spec.device)
-
-
-class EpisodeStats:
-    """Returns, lengths and log terms of finished episodes, summed on the device.
-
-    An episode counts where the next one begins (under next-step autoreset that is a row later), if it had ended: a lost
-    life ends none, and one that an unannounced restart cut short is left out.
-    """
-
-    def __init__(self, num_envs: int, terms: Sequence[str], device: torch.device):
-        self.terms = tuple(terms)
-        rows = 2 + len(self.terms)  # return, length, then one per term
-        # The episode in hand; below its sums, 1 where its newest row terminated or was truncated.
-        self.running = torch.zeros(rows + 1, num_envs, device=device)
-        self.finished = torch.zeros(rows, device=device)
-        self.count = torch.zeros((), device=device)
-
-    def update(self, step: Step) -> None:
-        new = torch.stack([step.reward, torch.ones_like(step.reward), *(step.log[k] for k in self.terms)])
-        sums, over = self.running[:-1], self.running[-1]
-        sums += torch.where(step.valid, new, 0)
-        over.copy_(torch.where(step.valid, (step.terminated | step.truncated).float(), over))
-        finished = step.first & (over > 0)
-        self.finished += torch.where(finished, sums, 0).sum(1)
-        self.count += finished.sum()
-        self.running.copy_(torch.where(step.first, 0, self.running))
-
-    def absorb(self, other: "EpisodeStats") -> None:
-        """Take the episodes that ended in ``other``, which has the same terms; it starts over."""
-        for mine, theirs in ((self.finished, other.finished), (self.count, other.count)):
-            mine += theirs.to(mine.device)
-            theirs.zero_()
-
-    def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
-        """Means over the episodes that ended since the last drain, of all processes of ``group``, and their number."""
-        count, *sums = group.sum_(torch.cat((self.count.view(1), self.finished)))
-        names = ["train/return_mean", "train/length_mean", *(f"episode/{k}" for k in self.terms)]
-        mean = torch.stack(sums) / count.clamp(min=1)
-        out = dict(zip(names, mean, strict=True)) | {"train/episodes": count}
-        self.finished.zero_()
-        self.count.zero_()
-        return out
-
-    def part(self, columns: slice) -> "EpisodeStats":
-        """For a range of the environments: the same sums."""
-        part = copy.copy(self)
-        part.running = self.running[:, columns]
-        return part
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"running": self.running, "finished": self.finished, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
 
 
 class Collector:

@@ -8,7 +8,7 @@ import copy
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.collect.collector import action_buffer
+from pql.collect.actors import action_buffer
 from pql.config import EpsilonConfig
 from pql.contract.env import Discrete, EnvSpec
 from pql.nets.q import QNetwork, RecurrentQNetwork, redraw_noise

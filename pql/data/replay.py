@@ -26,7 +26,6 @@ This file knows nothing of streams, threads or algorithms.
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -331,19 +330,7 @@ class Replay:
         batch = cell.shape[0]
         return {k: v[:batch] for k, v in both.items()}, {k: v[batch:] for k, v in both.items()}
 
-    # -- files and checkpoints ------------------------------------------------------------------------------------
-
-    def save(self, path: str | Path) -> None:
-        """Write the content to a file of documented columns: see ``pql.data.transitions.save``."""
-        from pql.data import transitions
-
-        transitions.save(self, path)
-
-    def load(self, path: str | Path) -> None:
-        """Fill this ring from a file that :meth:`save` wrote: see ``pql.data.transitions.load``."""
-        from pql.data import transitions
-
-        transitions.load(self, path)
+    # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def used(self) -> int:
         """Rows from the top that hold something. Waits for the device."""

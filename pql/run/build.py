@@ -11,6 +11,7 @@ from pql.algos.wiring import Devices, Wiring
 from pql.algos.wiring import seeds as seeds
 from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
+from pql.engine.executors import Executor, Inline, Threads
 from pql.engine.graph import Graph
 from pql.engine.placement import (
     keep_freed_memory,
@@ -20,7 +21,7 @@ from pql.engine.placement import (
     thread_counts,
     worker_devices,
 )
-from pql.engine.schedule import Concurrent, Counts, Executor, Inline, Lockstep, Schedule, Threads, Trace
+from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.slots import WeightSlot
 from pql.engine.worker import LearnerJob, Worker
 from pql.errors import ConfigError

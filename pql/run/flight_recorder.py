@@ -52,7 +52,7 @@ def dump(path: Path, config: Config, collector: "Collector", counters: dict[str,
     Raises:
         OSError: it cannot be written.
     """
-    from pql.run.policy import spec_to_dict
+    from pql.contract.spec_json import spec_to_dict
 
     if collector.device.type == "cuda":  # the run is over: nobody waits for this
         torch.cuda.synchronize(collector.device)

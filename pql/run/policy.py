@@ -8,9 +8,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -18,14 +17,16 @@ from torch.overrides import TorchFunctionMode
 from pql.config import Config, PlacementConfig, from_dict, leaves
 from pql.config.fields import reads, settings
 from pql.config.trust import NETWORKS, check_links, check_networks, check_task
-from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv
+from pql.contract.env import EnvSpec, VecEnv
+from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.data.normalize import Normalizer
 from pql.engine.watchdog import start_limit, watching
 from pql.errors import ConfigError, show
 from pql.nets.mlp import Flat, groups_read
+from pql.run.base_policy import BasePolicy
 from pql.run.build import Parts, build_env, make_policy
 from pql.run.store import checkpoint
-from pql.types import Obs, column
+from pql.types import Obs
 
 if TYPE_CHECKING:
     from pql.run.export.policy import ExportedPolicy
@@ -36,95 +37,7 @@ ALLOCATE = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.
 SPARE = 1 << 24  # elements beyond what is stored, for what is made on the way
 
 
-class Acting:
-    """What every loaded policy does, a run's or an exported one.
-
-    ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration. NumPy
-    arrays are taken as well, and give one.
-
-    A recurrent policy remembers from call to call, for the same N environments: say ``policy.reset()`` before the first
-    episode, and ``policy.reset(mask)`` where others begin. :meth:`act` is the same with the state in your hands.
-
-    Attributes:
-        spec: of the environment it was trained in.
-        groups: the observation groups it reads.
-        state_shapes: name -> shape of one environment's state; empty without memory.
-    """
-
-    spec: EnvSpec
-    groups: tuple[str, ...]
-    state_shapes: dict[str, tuple[int, ...]]
-    device: torch.device
-    _state: Obs | None = None
-
-    @overload
-    def __call__(self, obs: Obs | Tensor) -> Tensor: ...
-
-    @overload
-    def __call__(self, obs: Mapping[str, np.ndarray] | np.ndarray) -> np.ndarray: ...
-
-    @torch.no_grad()
-    def __call__(self, obs: Any) -> Any:
-        arrays = obs.values() if isinstance(obs, Mapping) else (obs,)
-        if any(isinstance(x, np.ndarray) for x in arrays):
-            return self._remembering(self.readable(obs)).cpu().numpy()
-        return self._remembering(obs)
-
-    def _remembering(self, obs: Obs | Tensor) -> Tensor:
-        if not self.state_shapes:
-            return self.act(obs, {})[0]
-        count = (next(iter(obs.values())) if isinstance(obs, dict) else obs).shape[0]
-        if self._state is None:
-            self._state = self.initial_state(count)
-        elif (known := next(iter(self._state.values())).shape[0]) != count:
-            raise ValueError(f"{count} observations for a memory of {known} environments: policy.reset() starts anew")
-        action, self._state = self.act(obs, self._state)
-        return action
-
-    def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
-        """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
-        raise NotImplementedError
-
-    def readable(self, obs: Any) -> Obs:
-        """The groups that the policy reads, as tensors of the types and shapes that it was trained on. Numbers become
-        float32 where it reads that.
-
-        Raises:
-            ValueError: a group is missing.
-            ConfigError: another shape, or numbers where it reads bytes.
-        """
-        known = obs if isinstance(obs, Mapping) else {"policy": obs}
-        if missing := [k for k in self.groups if k not in known]:
-            raise ValueError(f"this policy reads the observation groups {self.groups}: {missing} not among those given")
-        return {k: self._group(k, known[k]) for k in self.groups}
-
-    def _group(self, name: str, given: Any) -> Tensor:
-        wanted = self.spec.obs[name]
-        x = torch.from_numpy(given).to(self.device) if isinstance(given, np.ndarray) else given
-        if isinstance(x, Tensor) and x.dtype != wanted.dtype and wanted.dtype.is_floating_point:
-            x = x.to(wanted.dtype)
-        if not isinstance(x, Tensor) or x.dtype != wanted.dtype or tuple(x.shape[1:]) != wanted.shape or x.dim() < 1:
-            shape = ", ".join(map(str, ("N", *wanted.shape)))
-            of = (
-                f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor | np.ndarray) else type(given).__name__
-            )
-            kind = str(wanted.dtype).removeprefix("torch.")
-            raise ConfigError(f"obs.{name}", of, f"a tensor or NumPy array [{shape}] of {kind}")
-        return x
-
-    def initial_state(self, num_envs: int) -> Obs:
-        """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
-        return {k: torch.zeros(num_envs, *shape, device=self.device) for k, shape in self.state_shapes.items()}
-
-    def reset(self, mask: Tensor | None = None) -> None:
-        """Forget: everything, or the environments of ``mask`` ([N] bool). Nothing where there is no memory."""
-        if mask is None:
-            self._state = None
-        elif self._state is not None:
-            self._state = {k: v * ~column(mask, v) for k, v in self._state.items()}
-
-
-class Policy(Acting):
+class Policy(BasePolicy):
     """A trained policy ready to act: network and normaliser.
 
     A network says what it needs by two optional attributes: ``groups``, the observation groups it reads, and, where it
@@ -357,25 +270,3 @@ def _networks(state: Any) -> dict[str, Flat | nn.Module]:
 
 
 # -- what loading a policy needs to know of its environment, as JSON ------------------------------------------------
-
-
-def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
-    box = spec.action if isinstance(spec.action, Box) else None
-    action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
-    bounds = {"action_low": box.low, "action_high": box.high} if box else {}
-    groups = {k: _group_to_dict(s) for k, s in spec.obs.items()}
-    limit = {"max_episode_steps": spec.max_episode_steps}
-    return {"name": spec.name, "obs": groups, "action": action, **bounds, **limit}
-
-
-def _group_to_dict(group: ObsSpec) -> dict[str, Any]:
-    plain = {"shape": list(group.shape), "dtype": str(group.dtype).removeprefix("torch.")}
-    return plain if group.stack == 1 else {**plain, "stack": group.stack}
-
-
-def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
-    obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
-    low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
-    size, limit = data["action"], data["max_episode_steps"]
-    action = Discrete(size["discrete"]) if isinstance(size, dict) else Box(size, low, high)
-    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit)

@@ -30,8 +30,8 @@ from pql.config import Config, PpoConfig
 from pql.config.families import own
 from pql.data.normalize import meet
 from pql.engine.central import Central, CentralOptimizer, Halted, Turns
+from pql.engine.executors import Inline, Job, Threads
 from pql.engine.placement import replica_devices
-from pql.engine.schedule import Inline, Job, Threads
 from pql.run.components import Replica
 
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from pql.config.files import parse_json, read_bytes, read_json
+from pql.contract.spec_json import spec_from_dict
 from pql.errors import ConfigError
+from pql.run.base_policy import BasePolicy
 from pql.run.export.files import LARGEST, check_onnx, check_shapes, read_pt2
 from pql.run.export.program import UnknownOperatorError
-from pql.run.policy import Acting, spec_from_dict
 from pql.run.store.manifest import check_export
 from pql.types import Obs
 
@@ -39,7 +40,7 @@ def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor
     return lambda action: (action - low) / half - 1
 
 
-class ExportedPolicy(Acting):
+class ExportedPolicy(BasePolicy):
     """A policy read back from its export. Acts as a run's own ``Policy`` does: actions in [-1, 1].
 
     Args:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from pql.config import from_dict, to_dict
 from pql.config.trust import check_links
 from pql.contract.env import Box
+from pql.contract.spec_json import spec_to_dict
 from pql.errors import ConfigError, PqlWarning, RunError, nearest
 from pql.run.export.policy import Function, need, open_export, quiet, unit_map
 from pql.run.export.program import UnknownOperatorError
-from pql.run.policy import POLICIES, Policy, policy_of, spec_to_dict
+from pql.run.policy import POLICIES, Policy, policy_of
 from pql.run.store import checkpoint
 from pql.run.store.manifest import EXPORT_FORMAT
 from pql.run.store.run_dir import versions

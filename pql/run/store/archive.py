@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from pql.config import Config, to_dict
+from pql.contract.spec_json import spec_to_dict
+from pql.data import transitions
 from pql.errors import ConfigError, RunError
 from pql.run.build import Parts
-from pql.run.policy import fresh_policy, snapshot, spec_to_dict
+from pql.run.policy import fresh_policy, snapshot
 from pql.run.ranks import Ranks
 from pql.run.store import checkpoint
 from pql.run.store import run_dir as rundir
@@ -81,7 +83,7 @@ class Archive:
         """replay.safetensors."""
         name = "replay.safetensors" if self.ranks.first else f"replay-rank{self.ranks.rank}.safetensors"
         try:
-            parts.collector.replays[0].save(self.run_dir / name)
+            transitions.save(parts.collector.replays[0], self.run_dir / name)
         except OSError as error:
             self.lost(name, error)
 

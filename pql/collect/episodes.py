@@ -1,0 +1,65 @@
+"""Statistics of the episodes that end while transitions are collected."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pql.engine.collectives import ALONE, Group
+from pql.types import Step
+
+
+class EpisodeStats:
+    """Returns, lengths and log terms of finished episodes, summed on the device.
+
+    An episode counts where the next one begins (under next-step autoreset that is a row later), if it had ended: a lost
+    life ends none, and one that an unannounced restart cut short is left out.
+    """
+
+    def __init__(self, num_envs: int, terms: Sequence[str], device: torch.device):
+        self.terms = tuple(terms)
+        rows = 2 + len(self.terms)  # return, length, then one per term
+        # The episode in hand; below its sums, 1 where its newest row terminated or was truncated.
+        self.running = torch.zeros(rows + 1, num_envs, device=device)
+        self.finished = torch.zeros(rows, device=device)
+        self.count = torch.zeros((), device=device)
+
+    def update(self, step: Step) -> None:
+        new = torch.stack([step.reward, torch.ones_like(step.reward), *(step.log[k] for k in self.terms)])
+        sums, over = self.running[:-1], self.running[-1]
+        sums += torch.where(step.valid, new, 0)
+        over.copy_(torch.where(step.valid, (step.terminated | step.truncated).float(), over))
+        finished = step.first & (over > 0)
+        self.finished += torch.where(finished, sums, 0).sum(1)
+        self.count += finished.sum()
+        self.running.copy_(torch.where(step.first, 0, self.running))
+
+    def absorb(self, other: "EpisodeStats") -> None:
+        """Take the episodes that ended in ``other``, which has the same terms; it starts over."""
+        for mine, theirs in ((self.finished, other.finished), (self.count, other.count)):
+            mine += theirs.to(mine.device)
+            theirs.zero_()
+
+    def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
+        """Means over the episodes that ended since the last drain, of all processes of ``group``, and their number."""
+        count, *sums = group.sum_(torch.cat((self.count.view(1), self.finished)))
+        names = ["train/return_mean", "train/length_mean", *(f"episode/{k}" for k in self.terms)]
+        mean = torch.stack(sums) / count.clamp(min=1)
+        out = dict(zip(names, mean, strict=True)) | {"train/episodes": count}
+        self.finished.zero_()
+        self.count.zero_()
+        return out
+
+    def part(self, columns: slice) -> "EpisodeStats":
+        """For a range of the environments: the same sums."""
+        part = copy.copy(self)
+        part.running = self.running[:, columns]
+        return part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"running": self.running, "finished": self.finished, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])

@@ -1,0 +1,30 @@
+"""``EnvSpec`` as JSON: how checkpoints, exports and dumps store it."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+
+
+def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
+    box = spec.action if isinstance(spec.action, Box) else None
+    action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
+    bounds = {"action_low": box.low, "action_high": box.high} if box else {}
+    groups = {k: _group_to_dict(s) for k, s in spec.obs.items()}
+    limit = {"max_episode_steps": spec.max_episode_steps}
+    return {"name": spec.name, "obs": groups, "action": action, **bounds, **limit}
+
+
+def _group_to_dict(group: ObsSpec) -> dict[str, Any]:
+    plain = {"shape": list(group.shape), "dtype": str(group.dtype).removeprefix("torch.")}
+    return plain if group.stack == 1 else {**plain, "stack": group.stack}
+
+
+def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
+    obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
+    low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
+    size, limit = data["action"], data["max_episode_steps"]
+    action = Discrete(size["discrete"]) if isinstance(size, dict) else Box(size, low, high)
+    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit)

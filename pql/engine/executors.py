@@ -1,0 +1,290 @@
+"""Executors: how the jobs of a tick are run. On threads (CPU), on CUDA streams, or inline, one after the other."""
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from pql.engine.watchdog import Limit, stacks, watching
+from pql.errors import HungError, RunError, first_line, with_cause
+
+Job = Callable[[], None]
+
+
+class Executor(Protocol):
+    """Runs one tick's jobs by worker name. On return each has run, or is queued with its order fixed."""
+
+    def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
+        """Returns the seconds each job was at work: these jobs', or an earlier tick's that have just become known."""
+        ...
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Inside, the calling thread's device work is ordered after all ticks so far and before all later ones."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Inline:
+    """One after the other on the calling thread.
+
+    Args:
+        order: default: as given.
+        step, start: without progress, after which a worker hangs, and of its first job; None: nobody looks.
+    """
+
+    def __init__(self, order: Sequence[str] | None = None, step: Limit | None = None, start: Limit | None = None):
+        self.order, self.step, self.start = order, step, start
+        self.begun: set[str] = set()  # workers that have done a job
+
+    def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
+        return {name: self._do(name, jobs[name]) for name in self.order or jobs if name in jobs}
+
+    def _do(self, name: str, job: Job) -> float:
+        """The seconds it took."""
+        limit = self.step if name in self.begun else self.start or self.step
+        if limit is None:
+            return timed(partial(named, name, job))
+        with watching(f"worker {name}", limit, self.step):
+            seconds = timed(partial(named, name, job))
+        self.begun.add(name)
+        return seconds
+
+    def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
+        """As that of ``Threads``: a job of each worker's in turn, until nothing is left."""
+        seconds, live = dict.fromkeys(queues, 0.0), list(queues)
+        while live:
+            for name in tuple(live):
+                if (job := next(queues[name], None)) is None:
+                    live.remove(name)
+                else:
+                    seconds[name] += self._do(name, job)
+        return seconds
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """As that of ``Threads``; nothing waits here."""
+        return nullcontext()
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+class Threads:
+    """One thread per worker; torch and the simulators release the GIL.
+
+    Args:
+        watchdog: seconds after which a worker that has not finished its tick counts as hung.
+        start: the same for its first one; None: the same seconds.
+    """
+
+    def __init__(self, names: Sequence[str], watchdog: float = 30.0, start: float | None = None):
+        self.watchdog, self.start = watchdog, max(watchdog, start or 0.0)
+        self.begun: set[str] = set()  # workers that have done a job
+        self.done: queue.SimpleQueue[tuple[str, float | BaseException]] = queue.SimpleQueue()
+        self.inbox: dict[str, queue.SimpleQueue[Iterator[Job] | None]] = {n: queue.SimpleQueue() for n in names}
+        self.handing = threading.Lock()  # held to take a job: workers may draw from one supply
+        self.failed = False
+        self.due: dict[str, float] = {}  # by worker: when its job in hand counts as hung
+        # Daemons: a hung worker cannot be stopped, but it must not keep the process alive.
+        self.threads = {n: threading.Thread(target=self._loop, args=(n,), name=f"pql-{n}", daemon=True) for n in names}
+        for thread in self.threads.values():
+            thread.start()
+
+    def _loop(self, name: str) -> None:
+        while (jobs := self.inbox[name].get()) is not None:
+            seconds = 0.0
+            try:
+                while (job := self._next(name, jobs)) is not None:
+                    seconds += timed(job)
+                    self.begun.add(name)
+                self.done.put((name, seconds))
+            except BaseException as error:
+                self.failed = True
+                self.done.put((name, error))
+
+    def _next(self, name: str, jobs: Iterator[Job]) -> Job | None:
+        with self.handing:
+            self.due[name] = self._deadline(name)
+            return None if self.failed else next(jobs, None)
+
+    def _limit(self, name: str) -> Limit:
+        if name in self.begun or self.start == self.watchdog:
+            return Limit(self.watchdog, "placement.watchdog_seconds")
+        return Limit(self.start, "placement.start_seconds")
+
+    def _deadline(self, name: str) -> float:
+        return time.monotonic() + self._limit(name).seconds
+
+    def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
+        return self.share({name: iter((job,)) for name, job in jobs.items()})
+
+    def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
+        """Each worker's jobs one after the other; returns the seconds it was at work.
+
+        Workers may draw from one iterator. Once one has failed nothing more is handed out. The watchdog is for each
+        single job, and for what is left of it after a wait for others (:meth:`waiting`).
+        """
+        self.failed, self.due = False, {name: self._deadline(name) for name in queues}
+        for name, jobs in queues.items():
+            self.inbox[name].put(jobs)
+        waiting, failed, seconds = set(queues), None, {}
+        while waiting:
+            left = min(self.watchdog, *(self.due[name] - time.monotonic() for name in waiting))
+            try:
+                # Once a worker has failed the others get a moment to finish, so that its error comes first.
+                name, outcome = self.done.get(timeout=max(0.01, left if failed is None else min(5.0, left)))
+            except queue.Empty:
+                if failed is not None:
+                    break
+                self._check_hung(waiting)
+                continue
+            waiting.discard(name)
+            if isinstance(outcome, float):
+                seconds[name] = outcome
+            elif failed is None:
+                failed = (name, outcome)
+        if failed is not None:
+            raise failure(*failed) from failed[1]
+        return seconds
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Inside, a worker waits for others: whoever hangs, it is another."""
+        self.due[name] = math.inf
+        yield
+        self.due[name] = self._deadline(name)
+
+    def _check_hung(self, waiting: set[str]) -> None:
+        if late := sorted(n for n in waiting if self.due[n] <= time.monotonic()):
+            raise hung(", ".join(late), self._limit(late[0]))
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        for name, box in self.inbox.items():
+            box.put(None)
+            self.threads[name].join(timeout=2.0)
+
+
+class Streams:
+    """One CUDA stream per worker, one host thread. The host runs ahead of the device by at most two ticks.
+
+    All order is in events: a tick's jobs each wait for all jobs of the tick before. ``torch.cuda.synchronize`` is
+    never called.
+
+    Args:
+        watchdog: seconds after which a tick that the device has not finished counts as hung.
+    """
+
+    AHEAD = 2
+
+    def __init__(self, devices: Mapping[str, torch.device], watchdog: float = 30.0):
+        self.watchdog = watchdog
+        # A stream for every device that a worker may touch (it pulls from, and inserts on, others'), its own last.
+        every = list(dict.fromkeys(devices.values()))
+        self.streams = {
+            name: [self._stream(d) for d in (*(d for d in every if d != own), own)] for name, own in devices.items()
+        }
+        self.ends: list[Any] = []  # what the next tick must wait for
+        self.started = False
+        self.flight: deque[dict[str, tuple[Any, Any]]] = deque()  # by worker: its job's first and last event
+
+    # The four calls below are all that touches CUDA: the recording back end of the tests replaces them.
+    def _stream(self, device: torch.device) -> Any:
+        return torch.cuda.Stream(device)
+
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def _wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def _record(self, stream: Any) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _current(self) -> list[Any]:
+        return [torch.cuda.current_stream(d) for d in {s.device for own in self.streams.values() for s in own}]
+
+    def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
+        if not self.started:  # PyTorch's streams do not wait for the one on which everything was set up
+            self.ends += [self._record(stream) for stream in self._current()]
+            self.started = True
+        before, self.ends = self.ends, []
+        tick = {}
+        for name, job in jobs.items():
+            with ExitStack() as inside:
+                for stream in self.streams[name]:
+                    for event in before:
+                        self._wait(stream, event)
+                    inside.enter_context(self._on(stream))
+                start = self._record(self.streams[name][-1])
+                named(name, job)
+            self.ends += [self._record(stream) for stream in self.streams[name]]
+            tick[name] = (start, self.ends[-1])
+        self.flight.append(tick)
+        return self._settle(self.flight.popleft()) if len(self.flight) > self.AHEAD else {}
+
+    def _settle(self, tick: dict[str, tuple[Any, Any]]) -> dict[str, float]:
+        """Wait until the device has passed ``tick``; by asking, since a blocking wait could not be given up."""
+        deadline = time.monotonic() + self.watchdog
+        for name, (_, end) in tick.items():
+            while not end.query():
+                if time.monotonic() > deadline:
+                    raise hung(name, Limit(self.watchdog, "placement.watchdog_seconds"))
+                time.sleep(2e-5)
+        return {name: start.elapsed_time(end) / 1e3 for name, (start, end) in tick.items()}
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        streams = self._current()
+        for stream in streams:
+            for event in self.ends:
+                self._wait(stream, event)
+        try:
+            yield
+        finally:
+            self.ends = [*self.ends, *(self._record(stream) for stream in streams)]
+
+    def close(self) -> None:
+        pass
+
+
+def failure(name: str, error: BaseException) -> RunError:
+    if isinstance(error, RunError):
+        return RunError(with_cause(f"worker {name} failed: ", str(error)))
+    return RunError(f"worker {name} failed: {first_line(error)}")  # ``from`` keeps the other lines
+
+
+def hung(name: str, limit: Limit) -> HungError:
+    """Where all threads are, and in the last line whose tick is not over."""
+    return HungError(f"{stacks()}worker {name} has not finished its tick in {limit.seconds:g} s ({limit.setting})")
+
+
+def named(name: str, job: Job) -> None:
+    """Run ``job``; what it raises becomes a ``RunError`` that names its worker."""
+    try:
+        job()
+    except HungError:  # of the watchdog, which has named the worker
+        raise
+    except Exception as error:
+        raise failure(name, error) from error
+
+
+def timed(job: Job) -> float:
+    """Run ``job``; the seconds it took."""
+    start = time.perf_counter()
+    job()
+    return time.perf_counter() - start
