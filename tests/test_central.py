@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pql.engine.central import Central, CentralOptimizer, Halted, Turns
+from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, Turns
 from pql.engine.optim import AdamW, Optimizer, RMSProp
 from pql.nets.mlp import Flat, mlp
 
@@ -200,7 +200,7 @@ def test_halted_turns_wake_who_waits_and_stop_who_comes():
         try:
             with turns.of(1):
                 pass
-        except Halted as error:
+        except ReplicaStopped as error:
             caught.append(error)
 
     thread = threading.Thread(target=wait)

@@ -8,7 +8,8 @@ from histories import CPU
 from oracles import chi_square_fits, epsilon_ladder
 from torch import Generator
 
-from pql.collect.epsilon import Epsilon, EpsilonActor, ladder
+from pql.collect.actors import EpsilonActor
+from pql.collect.epsilon import Epsilon, ladder
 from pql.config import EpsilonConfig
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
 from pql.nets.q import QNetwork, redraw_noise

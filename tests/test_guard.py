@@ -14,7 +14,7 @@ from pql.engine.optim import AdamW, RAdam, RMSProp, RMSPropTF
 from pql.errors import PqlWarning, RunError
 from pql.nets.mlp import DeterministicPolicy, Flat, mlp
 from pql.run import guard
-from pql.run.guard import FROZEN_UPDATES, LIMIT, FrozenPolicy, Guard
+from pql.run.guard import FROZEN_UPDATES, LIMIT, FrozenPolicy, NonFiniteMonitor
 from pql.run.store import checkpoint
 
 NAN, INF = float("nan"), float("inf")
@@ -147,7 +147,7 @@ def test_a_run_whose_policy_freezes_warns(tmp_path, monkeypatch):
 
 def test_only_updates_in_a_row_end_a_run():
     said = []
-    watch = Guard(said.append, {"v": 10, "p": 5})
+    watch = NonFiniteMonitor(said.append, {"v": 10, "p": 5})
     half = LIMIT // 2
     for i, (v, p) in enumerate([(0.5, 0.0), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.9, 1.0)], 1):
         watch.look({"updates/v": 10 + i * half, "updates/p": 5 + i * half / 5, "skipped/v": v, "skipped/p": p})

@@ -5,7 +5,7 @@ import torch
 from oracles import Welford
 
 from pql.contract.env import ObsSpec
-from pql.data.normalize import CLIP, Moments, Normalizer, meet
+from pql.data.normalize import CLIP, Moments, Normalizer, merge_moments
 
 CPU = torch.device("cpu")
 SPECS = {"policy": ObsSpec((3,)), "critic": ObsSpec((2,)), "frame": ObsSpec((2,), torch.uint8)}
@@ -188,7 +188,7 @@ def test_sets_that_meet_go_on_from_all_that_any_has_seen():
                 mean, variance = one.statistics()
                 torch.testing.assert_close(mean, seen.mean(0), rtol=1e-12, atol=0)
                 torch.testing.assert_close(variance, seen.var(0, correction=0), rtol=1e-9, atol=0)
-        meet(sets)
+        merge_moments(sets)
         together += fresh
         told = [torch.stack(one.statistics()) for one in sets]
         assert torch.equal(told[0], told[1])
@@ -197,5 +197,5 @@ def test_sets_that_meet_go_on_from_all_that_any_has_seen():
     alone = Moments((2,), CPU)
     alone.update(together[0])
     before = torch.stack(alone.statistics())
-    meet([alone])
+    merge_moments([alone])
     assert torch.equal(torch.stack(alone.statistics()), before)

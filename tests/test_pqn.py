@@ -24,7 +24,7 @@ from pql.config.compose import compose
 from pql.config.groups import TrainedNetConfig
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
-from pql.data.rollout import Acted, Progress, Rollout, final_rows
+from pql.data.rollout import PolicyOutput, Progress, Rollout, final_rows
 from pql.engine.executors import Inline
 from pql.engine.optim import AdamW
 from pql.errors import ConfigError
@@ -99,7 +99,7 @@ def test_returns_are_the_papers_mixture(next_step, limit, lam):
             for column, event in zip(events, new, strict=True):
                 column.append(event)
             q = torch.tensor([q_of(e.obs) for e in new])
-            rollout.insert(Acted(q.argmax(-1), q, torch.zeros(n).long()), stack(new)[1])
+            rollout.insert(PolicyOutput(q.argmax(-1), q, torch.zeros(n).long()), stack(new)[1])
         segment = rollout.segment()
         target = pqn.returns(state, replace(SETTINGS, q_lambda=lam), segment)
         for i, column in enumerate(events):

@@ -33,7 +33,7 @@ from pql.errors import ConfigError, PqlWarning, RunError
 from pql.run import flight_recorder as blackbox
 from pql.run.build import build
 from pql.run.flight_recorder import STEPS, replay
-from pql.run.guard import Guard
+from pql.run.guard import NonFiniteMonitor
 from pql.run.store import checkpoint
 
 N, WARM, STEPS_MADE = 64, 5, 30
@@ -468,7 +468,7 @@ def test_a_run_tells_once_of_rows_that_were_left_out(tmp_path):
 def test_who_restarts_them_is_said():
     for restarts, then in ((True, "was restarted"), (False, "stays out until its simulator")):
         said = []
-        guard = Guard(said.append, {"v": 0, "p": 0}, restarts)
+        guard = NonFiniteMonitor(said.append, {"v": 0, "p": 0}, restarts)
         for count in (0, 3, 5):
             guard.look({"updates/v": 1, "updates/p": 1, "env/dropped": count})
         assert len(said) == 1
@@ -488,10 +488,10 @@ def test_one_bad_number_is_enough():
     good = torch.ones(6, dtype=torch.bool)
     values, more = torch.full((6, 2, 3), 3e38), torch.zeros(6)
     values[1, 1, 2], values[2, 0, 0], values[3, 1, 0], more[4] = NAN, INF, -INF, NAN
-    assert quarantine.sound((values, more), good).tolist() == [True, False, False, False, False, True]
-    assert quarantine.sound((), good).all()
-    assert not quarantine.plausible((values[:1],))  # finite, but not its sum: looked at closely
-    assert quarantine.plausible((torch.ones(3), more[:4]))
+    assert quarantine.finite_rows((values, more), good).tolist() == [True, False, False, False, False, True]
+    assert quarantine.finite_rows((), good).all()
+    assert not quarantine.all_finite((values[:1],))  # finite, but not its sum: looked at closely
+    assert quarantine.all_finite((torch.ones(3), more[:4]))
     seen = torch.zeros(2)
     nested = ({"a": seen, "b": (seen, torch.ones(2, dtype=torch.uint8))}, None)
     assert [t is seen for t in quarantine.floats(nested)] == [True]

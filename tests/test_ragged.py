@@ -130,10 +130,10 @@ def test_ratios_count_transitions(schedule, gone, short):
     parts.begin()
     sat_out = 0
     for _ in range(20):
-        before = parts.collector.owes()
+        before = parts.collector.behind_target()
         updates = parts.jobs["v"].updates
         parts.schedule.tick()
-        rested = before if schedule == "concurrent" else parts.collector.owes()
+        rested = before if schedule == "concurrent" else parts.collector.behind_target()
         assert parts.jobs["v"].updates - updates == (0 if rested else 2)  # a tick is four steps: p_per_v is 1/2
         sat_out += rested
         learned = parts.jobs["v"].updates / 0.5 * N
@@ -151,7 +151,7 @@ def test_a_run_that_is_to_end_does_not_wait_for_its_warm_up():
     with Interrupt() as interrupt:
         interrupt.asked = True
         parts.warm_up(16)
-    assert (parts.env_steps, parts.collector.owes()) == (0, True)
+    assert (parts.env_steps, parts.collector.behind_target()) == (0, True)
 
 
 def test_no_environment_makes_more_rows_in_a_tick_than_the_guard_band_holds():

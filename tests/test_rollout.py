@@ -11,7 +11,7 @@ from oracles import known_end, lambda_return
 from pql.contract.env import Box, Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.returns import backward_scan, gae, lambda_returns
-from pql.data.rollout import Acted, Rollout, final_rows, minibatches, permutations, rollout_bytes
+from pql.data.rollout import PolicyOutput, Rollout, final_rows, minibatches, permutations, rollout_bytes
 from pql.types import Memory
 
 KINDS = ("go", "go", "go", "terminate", "truncate", "lose", "forget", "life", "cut", "restart", "stall")
@@ -32,7 +32,7 @@ def record(rollout, sims, rows, rng, kinds=KINDS):
         for column, event in zip(events, new, strict=True):
             column.append(event)
         action, step = stack(new)
-        rollout.insert(Acted(action, torch.cat((action, -action), 1), torch.arange(len(sims)) + 100 * t), step)
+        rollout.insert(PolicyOutput(action, torch.cat((action, -action), 1), torch.arange(len(sims)) + 100 * t), step)
     return events
 
 

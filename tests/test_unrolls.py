@@ -17,7 +17,7 @@ from test_rollout import KINDS
 from pql.algos import impala
 from pql.contract.env import Box, EnvSpec
 from pql.data.normalize import Normalizer
-from pql.data.rollout import Acted, Rollout
+from pql.data.rollout import PolicyOutput, Rollout
 from pql.data.unrolls import FULL, Reader, Unrolls
 from pql.engine.executors import Inline, Threads
 from pql.nets.distributions import DiagGaussian
@@ -66,7 +66,7 @@ class Played:
         action, step = stack(events)
         version = torch.tensor([len(k) for k in self.kept])
         carry = torch.tensor([float(e.obs) for e in events]).unsqueeze(1).expand(-1, C).clone()
-        acted = Acted(action, torch.cat((action, -action), 1), version, carry)
+        acted = PolicyOutput(action, torch.cat((action, -action), 1), version, carry)
         self.store.insert(acted, step, None, torch.tensor([i in who for i in range(len(self.sims))]))
         self.rows += len(who)
 
@@ -93,7 +93,9 @@ class Played:
         start = number * self.horizon
         for event in self.kept[i][start : start + self.horizon]:
             action, step = stack([event])
-            rollout.insert(Acted(action, torch.cat((action, -action), 1), torch.zeros(1, dtype=torch.int64)), step)
+            rollout.insert(
+                PolicyOutput(action, torch.cat((action, -action), 1), torch.zeros(1, dtype=torch.int64)), step
+            )
         return rollout.segment()
 
 
@@ -147,7 +149,7 @@ def test_every_unroll_is_a_rollout_of_its_environment_alone_and_is_read_once(nex
 def test_actions_of_a_warm_up_are_not_learned_from():
     played = Played(4, 3, None, False, 1)
     _, step = stack([Event(1, 0.0, 1.0, False, False, False, True, True, i + 7, i + 7) for i in range(4)])
-    idle = Acted(torch.zeros(4, 1), torch.zeros(4, 2), torch.full((4,), -1), torch.zeros(4, C))
+    idle = PolicyOutput(torch.zeros(4, 1), torch.zeros(4, 2), torch.full((4,), -1), torch.zeros(4, C))
     for _ in range(5):
         played.store.insert(idle, step, None, torch.tensor([True, True, True, False]))
     assert int(played.store.completed) == 0

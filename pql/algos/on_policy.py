@@ -14,14 +14,14 @@ from torch import Generator, Tensor
 
 from pql.algos.registry import Family
 from pql.algos.wiring import Devices, Role, Wiring, check_obs, make_normalizer, seeds
-from pql.collect.actors import action_buffer
+from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
 from pql.config.families import own
 from pql.contract.env import Discrete, EnvSpec, VecEnv
 from pql.data.normalize import Normalizer
-from pql.data.rollout import Acted, Rollout, Segment, View, rollout_bytes
+from pql.data.rollout import Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls
 from pql.engine.optim import AdamW, Optimizer, RMSProp, RMSPropTF
 from pql.engine.placement import available_bytes
@@ -32,72 +32,7 @@ from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, Stocha
 from pql.nets.distributions import ActionDist, Categorical, DiagGaussian
 from pql.nets.encoders import custom_network, groups_of, make_encoder
 from pql.nets.mlp import Flat, seeded
-from pql.types import Memory, Metrics, Obs
-
-
-class StochasticActor:
-    """A stochastic policy at work: it keeps what it did, beside what the simulator gets."""
-
-    def __init__(self, policy: StochasticPolicy, spec: EnvSpec):
-        device = spec.device
-        self.policy = policy
-        self.action = action_buffer(spec)
-        n, size, carry_size = spec.num_envs, policy.dist.params_size, policy.body.carry_size
-        self.version = torch.zeros((), dtype=torch.int64, device=device)  # of the weights, which it is pulled with
-        versions = torch.full((n,), -1, device=device)  # by environment: some act rarely
-        carry = torch.zeros(n, carry_size, device=device)
-        # Where answers come late, what was remembered is needed with them.
-        before = carry.clone() if spec.spread > 1 else None
-        squashes = isinstance(policy.dist, DiagGaussian) and policy.dist.squash
-        self.squashed = self.action if squashes else None
-        self.acted = Acted(action_buffer(spec), torch.zeros(n, size, device=device), versions, before)
-        fresh = torch.ones(n, dtype=torch.bool, device=device)
-        self.memory = Memory(carry, fresh) if carry_size else None
-
-    def act(self, obs: Obs, gen: Generator) -> None:
-        policy, dist = self.policy, self.policy.dist
-        if self.memory is None:
-            params = policy(obs)
-        else:
-            if self.acted.carry is not None:
-                self.acted.carry.copy_(self.memory.carry)
-            params, carry = policy.step(obs, self.memory.carry)
-            self.memory.carry.copy_(carry)
-        raw = dist.sample(params, gen)
-        self.acted.raw.copy_(raw)
-        self.acted.params.copy_(params)
-        self.acted.version.copy_(self.version)
-        self.action.copy_(dist.action(raw))
-
-    def record(self, device: torch.device) -> Acted:
-        return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
-
-    def observe(self, first: Tensor) -> None:
-        if self.memory is not None:
-            self.memory.carry.mul_(~first.unsqueeze(1))
-            self.memory.fresh.copy_(first)
-
-    def restart(self) -> None:
-        if self.memory is not None:
-            self.memory.carry.zero_()
-            self.memory.fresh.fill_(True)
-
-    def part(self, columns: slice) -> "StochasticActor":
-        part = copy.copy(self)
-        part.action, part.acted = self.action[columns], self.acted.map(lambda t: t[columns])
-        part.squashed = None if self.squashed is None else part.action
-        part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
-        return part
-
-    def state_dict(self) -> dict[str, Tensor]:
-        memory = {} if self.memory is None else self.memory._asdict()
-        if self.acted.carry is None:
-            return memory
-        return {**memory, **{f"acted/{k}": t for k, t in self.acted._asdict().items()}}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
+from pql.types import Metrics
 
 
 class RolloutProgress(Protocol):

@@ -24,7 +24,7 @@ from pql.config import Config, PqnConfig
 from pql.config.families import own
 from pql.contract.env import Discrete, EnvSpec, VecEnv
 from pql.data.returns import lambda_returns
-from pql.data.rollout import Acted, Progress, Rollout, Segment, by_parts, minibatches
+from pql.data.rollout import PolicyOutput, Progress, Rollout, Segment, by_parts, minibatches
 from pql.engine.optim import AdamW, Optimizer, RAdam, annealed
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
@@ -67,14 +67,16 @@ class GreedyActor:
         self.policy, self.epsilon, self.amp = policy, epsilon, amp
         self.action = action_buffer(spec)
         values = torch.zeros(spec.num_envs, cast(Discrete, spec.action).n, device=spec.device)
-        self.acted = Acted(self.action, values, torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device))
+        self.acted = PolicyOutput(
+            self.action, values, torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device)
+        )
 
     def act(self, obs: Obs, gen: Generator) -> None:
         q = values(cast(QNetwork, self.policy), obs, self.amp)
         self.acted.params.copy_(q)
         self.action.copy_(epsilon_greedy(q, self.epsilon(), gen))
 
-    def record(self, device: torch.device) -> Acted:
+    def record(self, device: torch.device) -> PolicyOutput:
         return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
 
     def observe(self, first: Tensor) -> None:

@@ -24,13 +24,14 @@ from pql.algos.value import (
     critic_of,
     make_features,
     make_optimizer,
+    stored_columns,
     target_updates,
-    told,
     with_critic,
 )
 from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.collect.actors import RecurrentActor
 from pql.collect.collector import Collector
-from pql.collect.epsilon import Epsilon, RecurrentActor
+from pql.collect.epsilon import Epsilon
 from pql.config import Config, R2d2Config
 from pql.config.families import own
 from pql.contract.env import Discrete, EnvSpec, VecEnv
@@ -105,7 +106,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     check_acting(config, spec)
     target_updates(config, counts)
     states = ("state",) * -(-2 * algo.lstm // algo.period)  # numbers a row that its share of a stored state takes
-    rows = ring_rows(config, spec, counts, device, (*told(config), *states)) // algo.period * algo.period
+    rows = ring_rows(config, spec, counts, device, (*stored_columns(config), *states)) // algo.period * algo.period
     guard = counts.horizon * spec.spread + deepest(spec.obs.values())
     least = max(sequence_rows(config) + algo.period - 1, algo.warmup_steps) + guard
     least = -(-least // algo.period) * algo.period
@@ -141,10 +142,10 @@ def wire(
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
     net = seeded(partial(make_q_network, config, spec), seed["init"])
     norm = make_normalizer(config, spec, devices["collector"])
-    ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
+    ring = make_ring(config, spec, rows, counts, devices["v"], extra=stored_columns(config))
     states = States(ring, net.carry_size, algo.period)
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
-    actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(told(config)))
+    actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
     collector = Collector(env, actor, norm, [states, ring], gens["collector"], capture)  # in this order: see States
     sequences = make_sequences(config, spec, states)
     value = value_role(kind, config, net, norm, sequences, counts, gens["v"])
@@ -197,7 +198,7 @@ def value_role(
         counts.horizon * ring.num_envs,
         algo.huber,
         algo.eta,
-        partial(kind.targets, epsilon=algo.rescale) if told(config) else None,
+        partial(kind.targets, epsilon=algo.rescale) if stored_columns(config) else None,
     )
     every = target_updates(config, counts)
     state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)

@@ -17,8 +17,9 @@ from torch import Generator, nn
 
 from pql.algos.registry import Family
 from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.collect.actors import EpsilonActor
 from pql.collect.collector import Collector
-from pql.collect.epsilon import TOLD, Epsilon, EpsilonActor
+from pql.collect.epsilon import STORED, Epsilon
 from pql.config import Config, DqnConfig
 from pql.config.algorithms import DuelingConfig
 from pql.config.families import own
@@ -123,7 +124,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     target_updates(config, counts)
     prioritized = own(config, DuelingConfig).priority.alpha > 0
     leaf = ("priority",) * 2 if prioritized else ()  # it takes as much as two numbers of a row
-    return ring_rows(config, spec, counts, device, (*told(config), *leaf), prioritized)
+    return ring_rows(config, spec, counts, device, (*stored_columns(config), *leaf), prioritized)
 
 
 def check_acting(config: Config, spec: EnvSpec) -> None:
@@ -142,9 +143,9 @@ def wire(
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
     net = seeded(partial(kind.network, config, spec), seed["init"])
     norm = make_normalizer(config, spec, devices["collector"])
-    ring = make_ring(config, spec, rows, counts, devices["v"], extra=told(config))
+    ring = make_ring(config, spec, rows, counts, devices["v"], extra=stored_columns(config))
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
-    actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(told(config)))
+    actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
     collector = Collector(env, actor, norm, [ring], gens["collector"], capture)
     value = value_role(kind, config, net, norm, ring, counts, gens["v"])
     acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
@@ -222,10 +223,10 @@ def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized
     )
 
 
-def told(config: Config) -> tuple[str, ...]:
+def stored_columns(config: Config) -> tuple[str, ...]:
     """Columns that the actor has stored beside its actions."""
     wanted = own(config, DuelingConfig).priority
-    return TOLD if wanted.alpha > 0 and wanted.initial == "actor" else ()
+    return STORED if wanted.alpha > 0 and wanted.initial == "actor" else ()
 
 
 def make_optimizer(config: Config, flat: Flat) -> Optimizer:

@@ -7,9 +7,14 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor, nn
 
+from pql.collect.epsilon import STORED, Epsilon, epsilon_greedy
 from pql.collect.exploration import Exploration
 from pql.contract.env import Discrete, EnvSpec
-from pql.types import Memory, Obs
+from pql.data.rollout import PolicyOutput
+from pql.nets.actor_critic import StochasticPolicy
+from pql.nets.distributions import DiagGaussian
+from pql.nets.q import QNetwork, RecurrentQNetwork, redraw_noise
+from pql.types import Acted, Memory, Obs
 
 ActFunction = Callable[[nn.Module, Obs, Generator], Tensor]
 """(policy, normalised obs, generator) -> action [N, A]: what algorithms differ in when acting."""
@@ -95,3 +100,167 @@ def action_buffer(spec: EnvSpec) -> Tensor:
     if isinstance(spec.action, Discrete):
         return torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device)
     return torch.zeros(spec.num_envs, spec.action.size, device=spec.device)
+
+
+class EpsilonActor:
+    """Greedy in a network's values, or random with probability epsilon. Noisy layers are drawn anew for every act.
+
+    Args:
+        store_values: store beside the action what a new row's priority needs: ``q`` = Q(s, a) of the action taken and
+            ``value`` = max_a Q(s, a); NaN on rows of the warm-up, which no network acted on.
+    """
+
+    squashed: Tensor | None = None
+    memory: Memory | None = None
+
+    def __init__(self, policy: nn.Module, epsilon: Epsilon, spec: EnvSpec, store_values: bool = False):
+        assert isinstance(spec.action, Discrete)
+        self.policy, self.epsilon = policy, epsilon
+        self.action = action_buffer(spec)
+        self.stored = {
+            k: torch.full((spec.num_envs,), torch.nan, device=spec.device) for k in (STORED if store_values else ())
+        }
+
+    def act(self, obs: Obs, gen: Generator) -> None:
+        policy = self.policy
+        assert isinstance(policy, QNetwork)
+        redraw_noise(policy, gen)
+        self._choose(policy.values(obs), gen)
+
+    def _choose(self, values: Tensor, gen: Generator) -> None:
+        """Act on ``values`` [N, n]."""
+        self.action.copy_(epsilon_greedy(values, self.epsilon(), gen))
+        if self.stored:
+            self.stored["q"].copy_(values.gather(-1, self.action.unsqueeze(-1)).squeeze(-1))
+            self.stored["value"].copy_(values.amax(-1))
+
+    def record(self, device: torch.device) -> Tensor | Acted:
+        action = self.action.to(device)
+        return Acted(action, {k: v.to(device) for k, v in self.stored.items()}) if self.stored else action
+
+    def observe(self, first: Tensor) -> None:
+        """Nothing: epsilon does not depend on episodes."""
+
+    def restart(self) -> None:
+        """Nothing is remembered from step to step."""
+
+    def part(self, columns: slice) -> "EpsilonActor":
+        part = copy.copy(self)
+        part.action, part.epsilon = self.action[columns], self.epsilon.part(columns)
+        part.stored = {k: v[columns] for k, v in self.stored.items()}
+        return part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"steps": self.epsilon.steps, **self.stored}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+class RecurrentActor(EpsilonActor):
+    """The same with a recurrent network. Beside the action, ``carry`` [N, C] is what it remembered before it acted.
+
+    Nothing is remembered of a warm-up, in which it does not act: there the carry is zeros.
+    """
+
+    def __init__(self, policy: RecurrentQNetwork, epsilon: Epsilon, spec: EnvSpec, store_values: bool = False):
+        super().__init__(policy, epsilon, spec, store_values)
+        self.carry = torch.zeros(spec.num_envs, policy.carry_size, device=spec.device)
+        self.fresh = torch.ones(spec.num_envs, dtype=torch.bool, device=spec.device)
+        self.before, self.memory = self.carry.clone(), Memory(self.carry, self.fresh)
+
+    def act(self, obs: Obs, gen: Generator) -> None:
+        policy = self.policy
+        assert isinstance(policy, RecurrentQNetwork)
+        self.before.copy_(self.carry)
+        values, carry = policy.step(obs, self.carry)
+        self.carry.copy_(carry)
+        self._choose(values, gen)
+
+    def record(self, device: torch.device) -> Acted:
+        stored = {**self.stored, "carry": self.before}
+        return Acted(self.action.to(device), {k: v.to(device) for k, v in stored.items()})
+
+    def observe(self, first: Tensor) -> None:
+        self.carry.mul_(~first.unsqueeze(1))
+        self.fresh.copy_(first)
+
+    def restart(self) -> None:
+        self.carry.zero_()
+        self.fresh.fill_(True)
+
+    def part(self, columns: slice) -> "RecurrentActor":
+        part = super().part(columns)
+        assert isinstance(part, RecurrentActor)
+        part.carry, part.fresh, part.before = self.carry[columns], self.fresh[columns], self.before[columns]
+        part.memory = Memory(part.carry, part.fresh)
+        return part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**super().state_dict(), "carry": self.carry, "fresh": self.fresh, "before": self.before}
+
+
+class StochasticActor:
+    """A stochastic policy at work: it keeps what it did, beside what the simulator gets."""
+
+    def __init__(self, policy: StochasticPolicy, spec: EnvSpec):
+        device = spec.device
+        self.policy = policy
+        self.action = action_buffer(spec)
+        n, size, carry_size = spec.num_envs, policy.dist.params_size, policy.body.carry_size
+        self.version = torch.zeros((), dtype=torch.int64, device=device)  # of the weights, which it is pulled with
+        versions = torch.full((n,), -1, device=device)  # by environment: some act rarely
+        carry = torch.zeros(n, carry_size, device=device)
+        # Where answers come late, what was remembered is needed with them.
+        before = carry.clone() if spec.spread > 1 else None
+        squashes = isinstance(policy.dist, DiagGaussian) and policy.dist.squash
+        self.squashed = self.action if squashes else None
+        self.acted = PolicyOutput(action_buffer(spec), torch.zeros(n, size, device=device), versions, before)
+        fresh = torch.ones(n, dtype=torch.bool, device=device)
+        self.memory = Memory(carry, fresh) if carry_size else None
+
+    def act(self, obs: Obs, gen: Generator) -> None:
+        policy, dist = self.policy, self.policy.dist
+        if self.memory is None:
+            params = policy(obs)
+        else:
+            if self.acted.carry is not None:
+                self.acted.carry.copy_(self.memory.carry)
+            params, carry = policy.step(obs, self.memory.carry)
+            self.memory.carry.copy_(carry)
+        raw = dist.sample(params, gen)
+        self.acted.raw.copy_(raw)
+        self.acted.params.copy_(params)
+        self.acted.version.copy_(self.version)
+        self.action.copy_(dist.action(raw))
+
+    def record(self, device: torch.device) -> PolicyOutput:
+        return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
+
+    def observe(self, first: Tensor) -> None:
+        if self.memory is not None:
+            self.memory.carry.mul_(~first.unsqueeze(1))
+            self.memory.fresh.copy_(first)
+
+    def restart(self) -> None:
+        if self.memory is not None:
+            self.memory.carry.zero_()
+            self.memory.fresh.fill_(True)
+
+    def part(self, columns: slice) -> "StochasticActor":
+        part = copy.copy(self)
+        part.action, part.acted = self.action[columns], self.acted.map(lambda t: t[columns])
+        part.squashed = None if self.squashed is None else part.action
+        part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
+        return part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        memory = {} if self.memory is None else self.memory._asdict()
+        if self.acted.carry is None:
+            return memory
+        return {**memory, **{f"acted/{k}": t for k, t in self.acted._asdict().items()}}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])

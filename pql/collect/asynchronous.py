@@ -21,7 +21,7 @@ from pql.types import column
 if TYPE_CHECKING:
     from pql.collect.actors import Actor
     from pql.collect.collector import Collector
-    from pql.collect.env_slice import Lane
+    from pql.collect.env_slice import EnvSlice
 
 
 class Ragged:
@@ -44,11 +44,11 @@ class Ragged:
         self.due[:] = present.numpy()
         return present
 
-    def owes(self) -> bool:
+    def behind_target(self) -> bool:
         """The last tick ended short."""
         return self.transitions < self.target
 
-    def step(self, steps: int, choose: Callable[["Lane"], None], going: Callable[[], bool] | None = None) -> bool:
+    def step(self, steps: int, choose: Callable[["EnvSlice"], None], going: Callable[[], bool] | None = None) -> bool:
         """A tick: ``steps`` transitions for each environment there could be, or the rest of a short one.
 
         Args:
@@ -58,26 +58,26 @@ class Ragged:
             False: it was ended.
         """
         spec = self.env.spec
-        if not self.owes():
+        if not self.behind_target():
             self.target += steps * spec.num_envs
         if going is None:
             self._until(steps * spec.spread, choose)
             return True
-        while self.owes() and going() and not interrupt.asked():
+        while self.behind_target() and going() and not interrupt.asked():
             self._until(self.target, choose, going)
-        return not self.owes()
+        return not self.behind_target()
 
-    def _until(self, room: int, choose: Callable[["Lane"], None], going: Callable[[], bool] = lambda: True) -> None:
+    def _until(self, room: int, choose: Callable[["EnvSlice"], None], going: Callable[[], bool] = lambda: True) -> None:
         """Until the target, or until nothing comes any more; at most ``room`` rows of each environment."""
         left, idle = np.full(self.due.shape, room), 0
-        while self.owes() and idle <= len(self.lanes) and going():
+        while self.behind_target() and idle <= len(self.lanes) and going():
             self._send(self.lanes[self._turn], left > 0, choose)
             self._turn = (self._turn + 1) % len(self.lanes)
             ids = self._receive(self.lanes[self._turn])
             left[ids] -= 1
             idle = 0 if len(ids) else idle + 1
 
-    def _send(self, lane: "Lane", may: np.ndarray, choose: Callable[["Lane"], None]) -> None:
+    def _send(self, lane: "EnvSlice", may: np.ndarray, choose: Callable[["EnvSlice"], None]) -> None:
         """Act for those environments of ``lane`` that are due and may."""
         assert lane.ids is not None
         assert lane.mask is not None
@@ -91,7 +91,7 @@ class Ragged:
         self.env.send(action if asked.all() else action[rows.to(action.device)], lane.ids[rows])  # type: ignore[attr-defined]
         self.due[lane.columns] &= ~asked
 
-    def _receive(self, lane: "Lane") -> np.ndarray:
+    def _receive(self, lane: "EnvSlice") -> np.ndarray:
         """Record what has come for ``lane``. Returns whose answers those are."""
         assert lane.mask is not None
         group = self.lanes.index(lane)
@@ -116,7 +116,7 @@ class Ragged:
 
 
 @contextmanager
-def only(actor: "Actor", mask: Tensor | None) -> Iterator[None]:
+def masked_update(actor: "Actor", mask: Tensor | None) -> Iterator[None]:
     """Inside, what changes of ``actor`` changes for the environments of ``mask`` ([n] bool; None: all) alone.
 
     Numbers without an axis of environments count their steps: they grow by as much as these environments' share.

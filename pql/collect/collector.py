@@ -15,10 +15,10 @@ from torch import Generator, Tensor
 
 from pql.collect.actors import Actor
 from pql.collect.asynchronous import Ragged
-from pql.collect.env_slice import Lane
+from pql.collect.env_slice import EnvSlice
 from pql.collect.episodes import EpisodeStats
-from pql.collect.nonfinite import Quarantine, both
-from pql.collect.recorder import BlackBox
+from pql.collect.nonfinite import Quarantine, mask_and
+from pql.collect.recorder import FlightRecorder
 from pql.collect.saturation import Saturation
 from pql.contract.env import VecEnv, check_answer, make_ready
 from pql.data.normalize import Normalizer
@@ -99,12 +99,12 @@ class Collector:
         groups = 1 if spec.spread > 1 and not self.late else spec.groups  # there a step waits for everybody
         size = spec.num_envs // groups
         together = groups == 1 and not self.late
-        self.box = BlackBox(env, groups)
+        self.box = FlightRecorder(env, groups)
         self.quarantine = Quarantine(
             spec.num_envs, self.device, together, self.restart if together and self.restarts else None
         )
         ranges = [slice(g * size, (g + 1) * size) for g in range(groups)] if groups > 1 or self.late else [None]
-        self.lanes = [Lane(self, columns, capture) for columns in ranges]
+        self.lanes = [EnvSlice(self, columns, capture) for columns in ranges]
         self.ragged = Ragged(self) if self.late else None
 
     @property
@@ -129,19 +129,19 @@ class Collector:
         for store in self.stores:
             store.begin({k: v.to(store.device) for k, v in obs.items()})
         present = None if self.ragged is None else self.ragged.start().to(self.device)
-        self.normalizer.observe(obs, both(present, ~self.quarantine.out))
+        self.normalizer.observe(obs, mask_and(present, ~self.quarantine.out))
         self.normalizer.freeze()
 
-    def owes(self) -> bool:
+    def behind_target(self) -> bool:
         """The last tick ended before all its transitions had come: no updates until they have."""
-        return self.ragged is not None and self.ragged.owes()
+        return self.ragged is not None and self.ragged.behind_target()
 
     @torch.no_grad()
     def run(self, steps: int) -> None:
         """``steps`` steps of every environment with the policy; then freeze the statistics for the next tick."""
         for store in self.stores:
             store.open({k: v.to(store.device) for k, v in self.obs.items()}, self.actor.memory)
-        self._step(steps, Lane.act)
+        self._step(steps, EnvSlice.act)
 
     @torch.no_grad()
     def warm_up(self, steps: int, going: Callable[[], bool] = lambda: True) -> None:
@@ -151,9 +151,9 @@ class Collector:
             going: is asked before each, with ``self.steps`` up to date; False ends the warm-up there. The rest may be
                 made later: nothing shows that it was interrupted.
         """
-        self._step(steps, Lane.wander, going)
+        self._step(steps, EnvSlice.act_randomly, going)
 
-    def _step(self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None = None) -> None:
+    def _step(self, steps: int, choose: Callable[[EnvSlice], None], going: Callable[[], bool] | None = None) -> None:
         """All lanes by turns, until none is under way; then freeze the statistics for the next tick.
 
         Lanes choose and record in the same order with overlap and without, so what they share (the generator, sums of
@@ -167,18 +167,18 @@ class Collector:
             self.normalizer.freeze()
             self._mend()
 
-    def _all_step(self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None) -> bool:
+    def _all_step(self, steps: int, choose: Callable[[EnvSlice], None], going: Callable[[], bool] | None) -> bool:
         """False: it was ended before its last step."""
         with self.lanes[0].simulator():
             self.box.open(self.obs)
-        if choose is Lane.act and self.lanes[0].captured:
+        if choose is EnvSlice.act and self.lanes[0].captured:
             for _ in range(steps):
                 self.lanes[0].step()
             self.steps += steps
             return True
         return self._by_turns(steps, choose, going)
 
-    def _by_turns(self, steps: int, choose: Callable[[Lane], None], going: Callable[[], bool] | None) -> bool:
+    def _by_turns(self, steps: int, choose: Callable[[EnvSlice], None], going: Callable[[], bool] | None) -> bool:
         lanes, turns, turn, before = self.lanes, steps * len(self.lanes), 0, self.steps
         behind = len(lanes) - 1 if self.overlap else 0  # turns between a step's start and its end
         while turn < turns + behind:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pql.collect.asynchronous import only
-from pql.collect.nonfinite import both, floats
+from pql.collect.asynchronous import masked_update
+from pql.collect.nonfinite import floats, mask_and
 from pql.contract.env import Discrete, capturable, check_answer
 from pql.data.normalize import ALL
 from pql.engine import watchdog
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pql.collect.collector import Collector
 
 
-class Lane:
+class EnvSlice:
     """Acts, sends, receives and records for a range of a collector's environments.
 
     Args:
@@ -100,10 +100,10 @@ class Lane:
         """Choose actions with the policy."""
         self._act()
 
-    def wander(self) -> None:
+    def act_randomly(self) -> None:
         """Actions uniform in [-1, 1], or among all discrete ones."""
         action, kind = self.actor.action, self.env.spec.action
-        with only(self.actor, self.mask):
+        with masked_update(self.actor, self.mask):
             if isinstance(kind, Discrete):
                 action.random_(kind.n, generator=self.gen)
             else:
@@ -147,7 +147,7 @@ class Lane:
             v.copy_(obs[k])
 
     def _act_body(self) -> None:
-        with only(self.actor, self.mask):
+        with masked_update(self.actor, self.mask):
             self.actor.act(self.normalizer(self.obs), self.gen)
             self.quarantine.act(self.made, self.mask)
         if self.saturation is not None and self.actor.squashed is not None:
@@ -162,11 +162,11 @@ class Lane:
         over = step.terminated | step.truncated
         # Next-step autoreset shows the final observation here: where the simulator lost it, this is no real frame.
         lost = over & ~step.final_ok & ~step.first if self.env.spec.final_obs == "never" else None
-        fresh = both(self.mask, None if lost is None else ~lost, shown)
+        fresh = mask_and(self.mask, None if lost is None else ~lost, shown)
         self.normalizer.observe(step.obs, fresh)
         self.normalizer.observe_reward(step.reward, over | step.first, step.valid, self.columns)
         self.episodes.update(step)
-        with only(self.actor, self.mask):
+        with masked_update(self.actor, self.mask):
             self.actor.observe(step.first)
         self.keep(step.obs)
 
@@ -203,7 +203,7 @@ class Lane:
 class _ActState:
     """What a warm-up of acting must leave as it was."""
 
-    def __init__(self, lane: Lane):
+    def __init__(self, lane: EnvSlice):
         self.lane = lane
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class _ActState:
 class _RecordState:
     """What a warm-up of recording must leave as it was. Rows past a head hold nothing, so heads suffice."""
 
-    def __init__(self, lane: Lane):
+    def __init__(self, lane: EnvSlice):
         self.lane = lane
 
     def _cursors(self) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ class _RecordState:
 class _StepState:
     """What a warm-up of a whole step must leave as it was: acting, recording and the simulator."""
 
-    def __init__(self, lane: Lane):
+    def __init__(self, lane: EnvSlice):
         self.lane, self.act, self.record = lane, _ActState(lane), _RecordState(lane)
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Quarantine:
 
     def begin(self, obs: Obs) -> Obs:
         """What a reset of all returned, with zeros where it is not finite: those environments are out."""
-        self.out.copy_(~sound(floats(obs), self.out))
+        self.out.copy_(~finite_rows(floats(obs), self.out))
         self.anew.zero_()
         self.void.zero_()
         return {k: v.masked_fill(column(self.out, v), 0) for k, v in obs.items()}
@@ -92,9 +92,9 @@ class Quarantine:
             made: [n, ...] floats each, the actor's own.
             mask: [n] bool; whom it acted for; None: all.
         """
-        if self.host and plausible(made) and not self.void.any():
+        if self.host and all_finite(made) and not self.void.any():
             return
-        bad = ~sound(made, self.out)
+        bad = ~finite_rows(made, self.out)
         self.void.copy_(bad if mask is None else torch.where(mask, bad, self.void))
         for tensor in made:
             tensor.masked_fill_(column(bad, tensor), 0)
@@ -111,10 +111,10 @@ class Quarantine:
             RunError: nothing in it is finite, where all environments step together on the CPU.
         """
         numbers = floats((step.obs, step.final_obs, step.reward))
-        if self.host and plausible(numbers) and not (self.out | self.void).any():
+        if self.host and all_finite(numbers) and not (self.out | self.void).any():
             return step, None
-        seen = sound(floats(step.obs), self.out)
-        bad = self.void | ~(seen & sound(floats((step.final_obs, step.reward)), self.out))
+        seen = finite_rows(floats(step.obs), self.out)
+        bad = self.void | ~(seen & finite_rows(floats((step.final_obs, step.reward)), self.out))
         row = torch.ones_like(bad) if arrived is None else arrived
         lost = (bad | self.out) & row
         out = lost & ~((step.first | self.anew) & seen)  # where an episode begins, all is well again
@@ -123,7 +123,7 @@ class Quarantine:
             self.stop()
         if self.restart is not None and bool(out.any()):
             fresh = self.restart(out)
-            well = out & sound(floats(fresh), out)
+            well = out & finite_rows(floats(fresh), out)
             self.restarted += well.sum()
             obs, out = chosen(well, fresh, obs), out & ~well
         self.dropped += lost.sum()
@@ -163,7 +163,7 @@ class Quarantine:
 
         The row that follows is still left out: nobody has recorded what it was acted on.
         """
-        well = mask & sound(floats(fresh), mask)
+        well = mask & finite_rows(floats(fresh), mask)
         self.anew |= well
         self.restarted += well.sum()
         return chosen(well, fresh, held)
@@ -223,12 +223,12 @@ def floats(tree: Any) -> list[Tensor]:
     return list({id(t): t for t in every(tree)}.values())
 
 
-def plausible(tensors: Iterable[Tensor]) -> bool:
+def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all numbers are finite, on the CPU. The sum of large ones may not be: then this says no as well."""
     return math.isfinite(sum(float(t.sum()) for t in tensors))
 
 
-def sound(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
+def finite_rows(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
     """Rows in which every number of every tensor [n, ...] is finite: [n] bool."""
     good = torch.ones_like(like)
     for tensor in tensors:
@@ -253,7 +253,7 @@ def filler(step: Step, lost: Tensor, obs: Obs) -> Step:
     )
 
 
-def both(*masks: Tensor | None) -> Tensor | None:
+def mask_and(*masks: Tensor | None) -> Tensor | None:
     """Where all of them that are given are True; None: everywhere."""
     given = [m for m in masks if m is not None]
     return functools.reduce(torch.logical_and, given) if given else None

@@ -19,7 +19,7 @@ ROOM = 16 << 20  # bytes
 
 
 @dataclass
-class Reel:
+class Recording:
     """What was done to the environments from one moment on.
 
     Attributes:
@@ -37,7 +37,7 @@ class Reel:
     ticks: int = 1
 
 
-class BlackBox:
+class FlightRecorder:
     """Remembers the last steps, a whole number of ticks.
 
     Args:
@@ -50,7 +50,7 @@ class BlackBox:
         size = spec.num_envs * (8 if isinstance(spec.action, Discrete) else 4 * spec.action.size)
         self.steps = max(1, min(STEPS, ROOM // size))
         self.ticks = 1 if spec.device.type == "cpu" else LAG + 1  # it must still know the tick that ended the run
-        self.reels: deque[Reel] = deque(maxlen=2)
+        self.reels: deque[Recording] = deque(maxlen=2)
 
     def open(self, obs: Obs) -> None:
         """A tick begins, from ``obs``; no step is under way."""
@@ -60,7 +60,7 @@ class BlackBox:
                 last.ticks += 1
                 return
         state = self.env.state_dict() if hasattr(self.env, "state_dict") else {}
-        self.reels.append(Reel(state, {k: v.clone() for k, v in obs.items()}))
+        self.reels.append(Recording(state, {k: v.clone() for k, v in obs.items()}))
 
     def sent(self, action: Tensor) -> None:
         """The simulator is given ``action`` [n, ...]."""

@@ -91,7 +91,7 @@ class Moments(nn.Module):
             tensor.zero_()
 
 
-def meet(sets: Sequence[Moments]) -> None:
+def merge_moments(sets: Sequence[Moments]) -> None:
     """Move all that ``sets`` were fed since they last met into the first; from there all go on."""
     first, *others = sets
     for one in others:

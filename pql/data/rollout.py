@@ -53,17 +53,17 @@ class Progress:
             tensor.copy_(state[name])
 
 
-class Acted(NamedTuple):
-    """What a policy did in one row: more than the simulator sees."""
+class PolicyOutput(NamedTuple):
+    """Policy output stored per step: raw action, distribution parameters, weight version."""
 
     raw: Tensor  # [N, A] before clamping or squashing, or [N] int64
     params: Tensor  # [N, P] of its distribution
     version: Tensor  # [N] int64 of the weights that it acted with, counted in the learner's ticks; -1: it did not act
     carry: Tensor | None = None  # [N, C] what it remembered before; kept where environments may answer late
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Acted":
+    def map(self, change: Callable[[Tensor], Tensor]) -> "PolicyOutput":
         """The same with every tensor changed."""
-        return Acted._make(None if t is None else change(t) for t in self)
+        return PolicyOutput._make(None if t is None else change(t) for t in self)
 
 
 class Segment(NamedTuple):
@@ -175,7 +175,7 @@ class Rollout:
         self.row.zero_()
         self.count.zero_()
 
-    def insert(self, acted: Acted, step: Step, columns: Tensor | None = None) -> None:
+    def insert(self, acted: PolicyOutput, step: Step, columns: Tensor | None = None) -> None:
         """Append one row to ``columns`` [n] (default: all); steps beyond the horizon overwrite from row 0."""
         columns = self.columns if columns is None else columns
         row, count, n, half = self.row[columns], self.count[columns], self.num_envs, self.sealed.half

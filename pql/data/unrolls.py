@@ -26,7 +26,7 @@ from torch import Tensor
 from pql.contract.env import EnvSpec
 from pql.data.frames import put
 from pql.data.normalize import Normalizer
-from pql.data.rollout import Acted, Rollout, Segment, View
+from pql.data.rollout import PolicyOutput, Rollout, Segment, View
 from pql.types import Memory, Obs, Step
 
 FULL = 3
@@ -80,7 +80,9 @@ class Unrolls:
         self.ended.zero_()
         self.begin(obs)
 
-    def insert(self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None) -> None:
+    def insert(
+        self, acted: PolicyOutput, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None
+    ) -> None:
         """Append one row for each environment of ``columns`` ([n]; default: all) that has ``arrived`` ([n] bool).
 
         No row is kept of an action that the policy did not choose (a warm-up's). A filler that begins an episode though

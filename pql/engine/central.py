@@ -123,7 +123,7 @@ class Central:
                     chunk.state[name].copy_(tensor)
 
 
-class Halted(BaseException):
+class ReplicaStopped(BaseException):
     """The run has ended while a replica waited for its turn. No ``Exception``: nobody on the way up may report it."""
 
 
@@ -144,13 +144,13 @@ class Turns:
         """Wait for the turn of ``number``; it lasts until the block's end.
 
         Raises:
-            Halted: :meth:`halt` was called.
+            ReplicaStopped: :meth:`halt` was called.
         """
         with self.changed:
             with self.waiting(number):
                 self.changed.wait_for(lambda: self.ended or self.next == number)
             if self.ended:
-                raise Halted
+                raise ReplicaStopped
         yield  # what fails in here keeps its turn: nobody may go on from a push that was cut off
         with self.changed:
             self.next = (number + 1) % self.count

@@ -97,10 +97,12 @@ class _Ticks:
         workers: Mapping[str, Worker],
         counts: Counts,
         executor: Executor,
-        owes: Callable[[], bool] = lambda: False,
+        behind_target: Callable[[], bool] = lambda: False,
     ):
         self.workers, self.counts, self.executor = workers, counts, executor
-        self.owes = owes  # the collector's last tick ended short: learners rest until it has made up for it
+        self.behind_target = (
+            behind_target  # the collector's last tick ended short: learners rest until it has made up for it
+        )
         self.ticks = 0
         self.lag = 0  # ticks by which the newest rows' policy trails the policy that stands beside them
 
@@ -127,7 +129,7 @@ class Concurrent(_Ticks):
 
     def tick(self) -> None:
         version, counts = self.ticks, {"collector": self.counts.horizon}
-        bursts = 0 if self.owes() else 1
+        bursts = 0 if self.behind_target() else 1
         jobs = {name: partial(w.run, counts.get(name, bursts), version) for name, w in self.workers.items()}
         account(self.workers, self.executor.run(jobs))
         self.lag = policy_lag(self.workers)
@@ -141,7 +143,7 @@ class Lockstep(_Ticks):
         workers = self.workers
         account(workers, self.executor.run({"collector": partial(workers["collector"].run, self.counts.horizon)}))
         self.lag = policy_lag(workers)
-        rounds, bursts = (1, 0) if self.owes() else (self.counts.rounds, 1)
+        rounds, bursts = (1, 0) if self.behind_target() else (self.counts.rounds, 1)
         for _ in range(rounds):
             for name in (n for n in workers if n != "collector"):
                 account(workers, self.executor.run({name: partial(workers[name].run, bursts)}))

@@ -17,7 +17,7 @@ FIRST, VALID, FINAL_OK = 2, 3, 4
 SHIFTS = np.arange(len(NAMES), dtype=np.uint8)[:, None]
 
 
-class Board:
+class StepAssembler:
     """The newest observation of every slot, and the steps of its parts.
 
     Attributes:

@@ -20,9 +20,9 @@ from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.engine import interrupt
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, RunError
-from pql.remote.assembler import Board
+from pql.remote.assembler import StepAssembler
 from pql.remote.server import Server
-from pql.remote.slot_table import Hall, Taken
+from pql.remote.slot_table import SlotTable, Taken
 from pql.remote.token import read_token
 from pql.types import Obs, Step
 
@@ -79,8 +79,8 @@ class Remote:
         if groups is not None and not (type(groups) is int and groups > 0 and num_envs % groups == 0):
             raise ConfigError("groups", groups, f"null, or a divisor of num_envs={num_envs}")
         self.timeout, self.task = float(timeout), task
-        self.hall = Hall(num_envs, 1, wait)
-        self._evaluation = Hall(eval_envs) if eval_envs else None
+        self.hall = SlotTable(num_envs, 1, wait)
+        self._evaluation = SlotTable(eval_envs) if eval_envs else None
         cert_file, key_file = (None if v is None else Path(v).expanduser() for v in (cert, key))
         secret = read_token("token_file", token_file)
         self.server = Server(
@@ -101,7 +101,7 @@ class Remote:
         except BaseException:
             self.server.close("the run could not begin")
             raise
-        self.board = Board(self.spec)
+        self.board = StepAssembler(self.spec)
         self._together = Together(self.hall, self.board, self.server, self.timeout)
         self._present = torch.zeros(num_envs, dtype=torch.bool)
 
@@ -141,7 +141,7 @@ class Remote:
         if self._evaluation is None:
             return None
         spec = replace(self.spec, num_envs=self._evaluation.size, groups=1, spread=1)
-        return Beside(self._evaluation, Board(spec), self.server, self.timeout)
+        return Beside(self._evaluation, StepAssembler(spec), self.server, self.timeout)
 
     # -- as one that answers when it can ------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Together:
         whom: it waits for, in words.
     """
 
-    def __init__(self, hall: Hall, board: Board, server: Server, timeout: float, whom: str = "actor"):
+    def __init__(self, hall: SlotTable, board: StepAssembler, server: Server, timeout: float, whom: str = "actor"):
         self.hall, self.board, self.server, self.timeout, self.whom = hall, board, server, timeout, whom
         self._told = -1.0  # of which emptiness people have been told
         self._ending = False  # the run is: nobody is waited for any more
@@ -226,7 +226,7 @@ class Together:
 class Beside:
     """Environments for evaluations."""
 
-    def __init__(self, hall: Hall, board: Board, server: Server, timeout: float):
+    def __init__(self, hall: SlotTable, board: StepAssembler, server: Server, timeout: float):
         self.spec, self._together = board.spec, Together(hall, board, server, timeout, "actor with --role eval")
 
     def reset(self, seed: int | None = None) -> Obs:

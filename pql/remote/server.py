@@ -1,6 +1,6 @@
 """The server that actors connect to: gRPC on a thread of its own, one bidirectional stream an actor.
 
-It admits actors, checks what they send, and passes it on to the ``Hall``; it knows nothing of torch or replays.
+It admits actors, checks what they send, and passes it on to the ``SlotTable``; it knows nothing of torch or replays.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pql.engine.watchdog import Limit
 from pql.errors import ConfigError
 from pql.remote import protocol as wire
 from pql.remote.protocol import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpack
-from pql.remote.slot_table import FullError, Hall, Peer, TooManyError
+from pql.remote.slot_table import FullError, RemoteActor, SlotTable, TooManyError
 from pql.remote.token import CERTIFICATE, KEY, read_file
 
 # A peer whose process has stopped, or whose cable was pulled, is noticed by pings: 10 s + 5 s.
@@ -66,8 +66,8 @@ class Server:
     def __init__(
         self,
         address: str,
-        hall: Hall,
-        evaluation: Hall | None = None,
+        hall: SlotTable,
+        evaluation: SlotTable | None = None,
         token: str | None = None,
         cert: Path | None = None,
         key: Path | None = None,
@@ -77,7 +77,7 @@ class Server:
     ):
         self.step = Limit(step_seconds, "task.kwargs.step_seconds")
         self.start = max(self.step, Limit(start_seconds, "task.kwargs.start_seconds"))
-        self.halls: dict[str, Hall | None] = {"train": hall, "eval": evaluation}
+        self.halls: dict[str, SlotTable | None] = {"train": hall, "eval": evaluation}
         self.token, self.facts, self.known = token, dict[str, Any](), threading.Event()
         self.tell = tell or say
         self.credentials = check_safe(address, token, cert, key)
@@ -168,7 +168,7 @@ class Server:
             raise WireError(f"no slots for the role {role!r}: task.kwargs.eval_envs makes some for evaluation")
         self._check_alike(facts)
         layout, orders = wire.Layout(facts), asyncio.Queue[bytes]()
-        peer = Peer(hello.run_id, layout, lambda m: self._loop.call_soon_threadsafe(orders.put_nowait, m))
+        peer = RemoteActor(hello.run_id, layout, lambda m: self._loop.call_soon_threadsafe(orders.put_nowait, m))
         hall.admit(peer)
         self.facts = self.facts or facts
         self.known.set()
@@ -187,7 +187,9 @@ class Server:
             hall.leave(peer)
             self.tell(f"{who} has left after {time.monotonic() - since:.0f} s: {hall.live} now")
 
-    async def _exchange(self, context: grpc.aio.ServicerContext, hall: Hall, peer: Peer, order: bytes) -> bool:
+    async def _exchange(
+        self, context: grpc.aio.ServicerContext, hall: SlotTable, peer: RemoteActor, order: bytes
+    ) -> bool:
         """One order and its answer. False: there are no more."""
         asked = unpack(order)
         limit = self.start if asked.kind == RESET or not peer.stepped else self.step

@@ -30,7 +30,7 @@ class TooManyError(Exception):
     """An actor has more environments than there are slots, free or not."""
 
 
-class Peer:
+class RemoteActor:
     """One connected actor, as the learner's side sees it.
 
     Args:
@@ -69,7 +69,7 @@ class Taken(NamedTuple):
     slots: np.ndarray  # [k] slots of the hall
 
 
-class Hall:
+class SlotTable:
     """``size`` slots in ``groups`` equal parts.
 
     Args:
@@ -85,7 +85,7 @@ class Hall:
         self.status = np.zeros(size, dtype=np.uint8)
         self.owner = np.full(size, NOBODY)  # [N] number of each slot's actor
         self.place = np.zeros(size, dtype=np.int64)  # [N] row of each slot among its actor's
-        self.peers: dict[int, Peer] = {}  # by number; those who left stay until their last answer is taken
+        self.peers: dict[int, RemoteActor] = {}  # by number; those who left stay until their last answer is taken
         self.changed = threading.Condition()
         self.seed: int | None = None  # None: nobody has asked for observations yet
         self.admitted = 0  # actors so far
@@ -100,7 +100,7 @@ class Hall:
 
     # -- the server's thread ------------------------------------------------------------------------------------------
 
-    def admit(self, peer: Peer) -> None:
+    def admit(self, peer: RemoteActor) -> None:
         """Give ``peer`` a slot for each environment, all in one group where they fit.
 
         Raises:
@@ -126,7 +126,7 @@ class Hall:
                 self._reset(peer)
             self.changed.notify_all()
 
-    def answered(self, peer: Peer, rows: Rows) -> None:
+    def answered(self, peer: RemoteActor, rows: Rows) -> None:
         """What came of the peer's last order."""
         with self.changed:
             if peer.reset_due:
@@ -136,7 +136,7 @@ class Hall:
             self.status[peer.slots] = READY
             self.changed.notify_all()
 
-    def leave(self, peer: Peer) -> None:
+    def leave(self, peer: RemoteActor) -> None:
         """Free the peer's slots: those of answers that nobody has taken yet, once they are."""
         with self.changed:
             if peer.gone or peer.number not in self.peers:
@@ -152,12 +152,12 @@ class Hall:
         """Actors that are connected."""
         return sum(not peer.gone for peer in self.peers.values())
 
-    def _free(self, peer: Peer, slots: np.ndarray) -> None:
+    def _free(self, peer: RemoteActor, slots: np.ndarray) -> None:
         self.status[slots], self.owner[slots] = EMPTY, NOBODY
         if not (self.owner == peer.number).any():
             del self.peers[peer.number]
 
-    def _reset(self, peer: Peer) -> None:
+    def _reset(self, peer: RemoteActor) -> None:
         """Ask for first observations, with a seed of its own."""
         assert self.seed is not None
         drawn = np.random.SeedSequence([self.seed, peer.number]).generate_state(1, np.uint32)[0]

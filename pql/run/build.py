@@ -132,10 +132,12 @@ def _assemble(
     }
     schedule: Schedule
     if kind == "concurrent":
-        schedule = Concurrent(workers, counts, executor or make_executor(config.placement, devices), collector.owes)
+        schedule = Concurrent(
+            workers, counts, executor or make_executor(config.placement, devices), collector.behind_target
+        )
     else:
         alone = Inline() if kind == "replicas" else make_inline(config.placement)  # the crew looks after replicas
-        schedule = Lockstep(workers, counts, executor or alone, collector.owes)
+        schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
     cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
     return Replica(
         config, env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy

@@ -16,7 +16,7 @@ PENALTY = "algo.policy.saturation_penalty=0.01 (or more)"
 REMEDIES = "a smaller algo.policy.lr, a larger action scale of the task"
 
 
-class Guard:
+class NonFiniteMonitor:
     """Reads ``skipped/NAME``, the share of a learner's updates that were left out since the row before, and
     ``env/dropped``, the rows left out so far.
 

@@ -209,7 +209,7 @@ class Ranks:
                 dist.all_gather_object(out, value)
         return out
 
-    def told(self, value: Any) -> Any:
+    def from_first(self, value: Any) -> Any:
         """Rank 0's ``value``."""
         return self.every(value)[0]
 
@@ -228,7 +228,7 @@ class Ranks:
                 if self.size == 1:
                     raise
                 wrong = error.setting, show(error.value), error.allowed
-        made, wrong = self.told((made, wrong))
+        made, wrong = self.from_first((made, wrong))
         if wrong is not None:
             raise ConfigError(*wrong)
         return cast(T, made)

@@ -28,8 +28,8 @@ import torch
 from pql.algos.wiring import own_seed
 from pql.config import Config, PpoConfig
 from pql.config.families import own
-from pql.data.normalize import meet
-from pql.engine.central import Central, CentralOptimizer, Halted, Turns
+from pql.data.normalize import merge_moments
+from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, Turns
 from pql.engine.executors import Inline, Job, Threads
 from pql.engine.placement import replica_devices
 from pql.run.components import Replica
@@ -141,7 +141,7 @@ class Replicas:
     def _run(self, member: Member, number: int) -> None:
         try:
             member.tick(number)
-        except Halted:
+        except ReplicaStopped:
             pass  # another replica has failed, and its error is the one to tell
         except BaseException:
             self._halt()
@@ -156,7 +156,7 @@ class Replicas:
         for one in self.members:
             self.central.pull(one.optimizer.flat.data)
         for sets in zip(*(one.replica.statistics() for one in self.members), strict=True):
-            meet(sets)
+            merge_moments(sets)
         for one in self.members:
             one.replica.collector.normalizer.freeze()
 

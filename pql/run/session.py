@@ -17,7 +17,7 @@ from pql.errors import ConfigError, PqlWarning, RunError, first_line
 from pql.run.build import Parts, build, build_env, seeds
 from pql.run.evaluation import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
 from pql.run.flight_recorder import dumping
-from pql.run.guard import FrozenPolicy, Guard
+from pql.run.guard import FrozenPolicy, NonFiniteMonitor
 from pql.run.log import sinks as log
 from pql.run.log.console import Console, announced
 from pql.run.policy import check_finite, fresh_policy, init_from, snapshot
@@ -120,7 +120,7 @@ class Session:
         rundir.check_shared(self.run_dir)
         self._window = self._begun = self._totals()
         updates = self.parts.updates()
-        self._guard = Guard(self.warn, updates, self.parts.collector.restarts)
+        self._guard = NonFiniteMonitor(self.warn, updates, self.parts.collector.restarts)
         self._frozen = FrozenPolicy(self.warn, updates["p"], reads(config, "algo.policy.saturation_penalty"))
         self._say_more()
 

@@ -19,7 +19,7 @@ THREADS = 3  # of a Ray actor: one acts, one is looked at, one hears that it is 
 
 @dataclass
 class Placed:
-    """A Ray actor, and what it still owes an answer to."""
+    """A Ray actor, and what it still behind_target an answer to."""
 
     handle: Any
     ending: Any  # of its ``run``
