@@ -11,6 +11,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from pql.contract.moved import install
+
 # Before the first CUDA call: cuBLAS picks its workspaces when it starts, and only these give the same bits each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Before torch is loaded: GNU's OpenMP lets idle threads spin for milliseconds after every operation, on cores that a
@@ -18,10 +20,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from pql import wrap as wrap
+    from pql.algos.registry import register_algorithm as register_algorithm
     from pql.cli.api import compare as compare
     from pql.cli.api import evaluate as evaluate
     from pql.cli.api import report as report
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from pql.contract.env import EnvSpec as EnvSpec
     from pql.contract.env import ObsSpec as ObsSpec
     from pql.contract.env import make_env as make_env
-    from pql.contract.env import register as register
+    from pql.contract.registry import register as register
     from pql.errors import ConfigError as ConfigError
     from pql.errors import RunError as RunError
     from pql.run.export.writer import export_policy as export_policy
@@ -52,7 +55,7 @@ _HOME = {
     "report": "pql.cli.api",
     "check_env": "pql.contract.conformance",
     "make_env": "pql.contract.env",
-    "register": "pql.contract.env",
+    "register": "pql.contract.registry",
     "EnvSpec": "pql.contract.env",
     "ObsSpec": "pql.contract.env",
     "Box": "pql.contract.env",
@@ -63,6 +66,7 @@ _HOME = {
     "record_video": "pql.run.play",
     "Session": "pql.run.session",
     "Summary": "pql.run.store.run_dir",
+    "register_algorithm": "pql.algos.registry",
     "Config": "pql.config",
     "ConfigError": "pql.errors",
     "RunError": "pql.errors",
@@ -80,4 +84,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> Any:  # a list of names; this file also runs on Python 3.8, beside a simulator that needs it
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
+
+
+install()

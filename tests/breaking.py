@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from pql.collect.nonfinite import column
-from pql.contract.env import make_env, register
+from pql.contract.env import make_env
+from pql.contract.registry import register
 from pql.types import Obs, Step
 
 NAN, INF = float("nan"), float("inf")

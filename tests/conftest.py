@@ -23,7 +23,8 @@ from pql.contract.conformance import Report
 from pql.engine import watchdog
 from pql.engine.executors import Executor
 from pql.engine.schedule import Trace
-from pql.run.build import Parts, build
+from pql.run.build import build
+from pql.run.components import Parts
 from pql.run.store.checkpoint import flatten
 
 

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable
 
-from pql.run.build import Parts
+from pql.run.components import Parts
 from pql.run.evaluation import run_episodes
 from pql.run.policy import fresh_policy, snapshot
 

@@ -7,7 +7,7 @@ from conftest import configured, start
 
 from pql.config import Config
 from pql.engine.executors import Inline
-from pql.run.build import Parts
+from pql.run.components import Parts
 
 BASE = {
     "replay": {"capacity": 4096},

@@ -18,8 +18,8 @@ from pql.contract.conformance import check_env
 from pql.contract.env import Discrete, ObsSpec, find_factory, make_env
 from pql.data.replay import Replay
 from pql.errors import ConfigError
-from pql.run.build import build_env
 from pql.run.session import Session
+from pql.run.task import build_env
 
 MODES = pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from pql.__main__ import main as program
 from pql.cli.main import COMMANDS, main
 from pql.config.compose import compose
 from pql.config.layers import Presets
-from pql.contract.env import register
+from pql.contract.registry import register
 from pql.engine.interrupt import Interrupt
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning

@@ -4,10 +4,11 @@ import pytest
 import torch
 from conftest import small_config, start
 
+from pql.algos.wiring import seeds
 from pql.collect.episodes import EpisodeStats
 from pql.engine.executors import Inline
 from pql.envs.toy import Counter
-from pql.run.build import build, seeds
+from pql.run.build import build
 from pql.run.store.checkpoint import flatten
 from pql.types import Step
 

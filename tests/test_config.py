@@ -301,7 +301,7 @@ def test_off_policy_algorithms_keep_the_random_steps_that_fill_their_replay():
 
 @pytest.mark.parametrize("task", [t for t in Presets().names("task") if t != "env"])
 def test_every_task_composes(task):
-    from pql.contract.env import env_names
+    from pql.contract.registry import env_names
     from pql.envs import CHOOSES
 
     keyword, example = CHOOSES.get(task, ("", ""))

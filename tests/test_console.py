@@ -15,7 +15,7 @@ from run_files import WORDS, words
 from pql.cli.main import main
 from pql.config import BudgetConfig, Config, TaskConfig
 from pql.config.compose import compose
-from pql.contract.env import register
+from pql.contract.registry import register
 from pql.envs.toy import Counter
 from pql.errors import PqlWarning
 from pql.run.log.console import (

@@ -7,7 +7,7 @@ from dqn_runs import VARIANTS, config_of
 from gates import score, train_until
 
 from pql.config.compose import compose
-from pql.contract.env import register
+from pql.contract.registry import register
 from pql.engine.executors import Inline
 from pql.envs.classic import TorchEnv, Transition
 

@@ -15,7 +15,8 @@ import pql
 from pql.algos.on_policy import make_body
 from pql.cli.main import main
 from pql.config import from_dict
-from pql.contract.env import Box, EnvSpec, ObsSpec, register
+from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.contract.registry import register
 from pql.errors import ConfigError
 from pql.nets.encoders import Encoder, Pictures
 from pql.run.build import make_critic, make_networks, make_policy

@@ -74,7 +74,7 @@ def test_a_part_of_an_actor_writes_into_the_whole():
         part.act({"policy": obs()["policy"][columns]}, gen)
         assert torch.equal(part.record(CPU).action, whole.action[columns])
     assert torch.equal(whole.action, network().values(obs()).argmax(-1))
-    assert torch.equal(whole.told["q"], network().values(obs()).amax(1))
+    assert torch.equal(whole.stored["q"], network().values(obs()).amax(1))
     assert whole.epsilon.steps == N
 
 

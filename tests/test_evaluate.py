@@ -11,7 +11,8 @@ from conftest import small_config
 from run_files import points, rows, words
 
 from pql.config.compose import compose
-from pql.contract.env import EnvSpec, register
+from pql.contract.env import EnvSpec
+from pql.contract.registry import register
 from pql.envs.classic import Pendulum
 from pql.envs.toy import FILLER_REWARD, Counter
 from pql.errors import RunError

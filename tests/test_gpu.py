@@ -29,12 +29,14 @@ from conftest import (
 )
 from torch import Generator
 
+from pql.algos.wiring import seeds
 from pql.contract.grouped import joined
 from pql.engine.executors import Inline, Streams
 from pql.engine.graph import Graph
 from pql.engine.placement import worker_devices
 from pql.engine.tape import NoWaiting
-from pql.run.build import build, build_env, seeds
+from pql.run.build import build
+from pql.run.task import build_env
 
 DEVICE = "cuda"
 TICKS = 20

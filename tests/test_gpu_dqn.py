@@ -10,8 +10,9 @@ from conftest import differences, everywhere, never_waiting, traces
 from dqn_runs import VARIANTS, config_of
 from test_gpu import Ordered, learners, run, settle
 
+from pql.algos.wiring import seeds
 from pql.engine.executors import Inline
-from pql.run.build import build, seeds
+from pql.run.build import build
 
 DEVICE = "cuda"
 PIXELS = {"task": {"name": "catch", "kwargs": {}}, "algo": {"encoder": {"channels": [8], "features": 0}}}

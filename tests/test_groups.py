@@ -15,8 +15,9 @@ from pql.collect.exploration import Exploration
 from pql.config.compose import compose
 from pql.config.validate import validate
 from pql.contract.conformance import check_env
-from pql.contract.env import make_env, register
+from pql.contract.env import make_env
 from pql.contract.grouped import Grouped
+from pql.contract.registry import register
 from pql.engine.executors import Inline, Threads
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter

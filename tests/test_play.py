@@ -12,7 +12,8 @@ from run_files import words
 import pql
 from pql.cli.main import main
 from pql.config.compose import compose
-from pql.contract.env import Box, EnvSpec, ObsSpec, find_factory, make_env, register
+from pql.contract.env import Box, EnvSpec, ObsSpec, find_factory, make_env
+from pql.contract.registry import register
 from pql.envs.draw import Drawn
 from pql.errors import ConfigError
 from pql.run.evaluation import evaluate_saved, run_episodes

@@ -10,7 +10,8 @@ from ppo_runs import VARIANTS, config_of
 
 from pql.algos import ppo
 from pql.config.compose import compose
-from pql.contract.env import EnvSpec, ObsSpec, register
+from pql.contract.env import EnvSpec, ObsSpec
+from pql.contract.registry import register
 from pql.engine.executors import Inline
 from pql.envs.classic import Pendulum, TorchEnv, Transition
 from pql.errors import ConfigError

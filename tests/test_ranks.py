@@ -359,7 +359,7 @@ class Faulty:
 
 
 def failing(run_dir: str, how: str) -> None:
-    from pql.contract.env import register
+    from pql.contract.registry import register
 
     register("faulty", Faulty)
     limit = f"placement.watchdog_seconds={4 if how == 'hang' else 200}"

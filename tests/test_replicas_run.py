@@ -12,7 +12,7 @@ import pql
 from pql.cli.main import main
 from pql.config import from_dict
 from pql.config.compose import compose
-from pql.contract.env import register
+from pql.contract.registry import register
 from pql.engine.placement import replica_devices, thread_counts
 from pql.envs.classic import Pendulum
 from pql.errors import ConfigError

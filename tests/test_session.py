@@ -14,7 +14,7 @@ from run_files import manifest, points, resume, rows, run, words
 
 import pql
 from pql.config.compose import compose
-from pql.contract.env import register
+from pql.contract.registry import register
 from pql.data import tensorfile
 from pql.data.replay import Replay
 from pql.engine.interrupt import Interrupt

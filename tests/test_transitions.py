@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from run_files import words
 from safetensors.torch import load_file, save_file
 
+from pql.algos.wiring import seeds
 from pql.cli.main import main
 from pql.collect.prefill import prefill
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.data import transitions
 from pql.data.replay import Cursor, Replay
 from pql.errors import ConfigError
-from pql.run.build import build, seeds
+from pql.run.build import build
 from pql.types import Batch
 
 KINDS = ("step", "step", "step", "terminate", "truncate", "lose", "forget", "life", "cut", "stall", "restart")

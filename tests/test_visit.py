@@ -8,7 +8,7 @@ import torch
 from pql.cli.doctor_env import Range, settings, visit
 from pql.cli.main import main
 from pql.config.compose import compose
-from pql.contract.env import register
+from pql.contract.registry import register
 from pql.envs.toy import FILLER_REWARD, Counter
 from pql.errors import ConfigError
 

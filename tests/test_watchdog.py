@@ -14,7 +14,7 @@ from run_files import points, resume, run, words
 
 from pql.cli.main import main
 from pql.config import PlacementConfig
-from pql.contract.env import register
+from pql.contract.registry import register
 from pql.engine import watchdog
 from pql.engine.executors import Inline, Threads
 from pql.engine.interrupt import Interrupt

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from _bench import alternate, compare
 
+from pql.algos.wiring import seeds
 from pql.config import (
     AlgoConfig,
     BudgetConfig,
@@ -33,7 +34,8 @@ from pql.config import (
 from pql.config.groups import ExploreConfig
 from pql.engine.executors import Executor, Inline, Streams
 from pql.engine.placement import worker_devices
-from pql.run.build import Parts, build, seeds
+from pql.run.build import build
+from pql.run.components import Parts
 from pql.run.evaluation import run_episodes
 from pql.run.policy import fresh_policy, snapshot
 from pql.run.store.checkpoint import flatten

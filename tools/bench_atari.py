@@ -36,6 +36,7 @@ from bench_replay import intra_op, microseconds
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pql.algos.wiring import seeds
 from pql.config import (
     Config,
     DistributionalNetConfig,
@@ -49,7 +50,8 @@ from pql.config import (
 )
 from pql.data.replay import replay_bytes
 from pql.engine.placement import available_cores
-from pql.run.build import Parts, build, seeds
+from pql.run.build import build
+from pql.run.components import Parts
 from pql.run.task import describe_env
 
 SKIP = 4  # frames to an action

@@ -33,7 +33,8 @@ from pql.config.compose import compose
 from pql.config.families import own
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.engine.placement import thread_counts
-from pql.run.build import Parts, build
+from pql.run.build import build
+from pql.run.components import Parts
 from pql.types import Obs, Step
 
 OBS, ACTION = 17, 6

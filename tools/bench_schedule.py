@@ -41,7 +41,8 @@ from pql.config import Config, CriticConfig, DdpgConfig, DeterministicPolicyConf
 from pql.config.families import own
 from pql.contract.env import EnvSpec, VecEnv, make_env
 from pql.contract.grouped import Grouped
-from pql.run.build import Parts, build
+from pql.run.build import build
+from pql.run.components import Parts
 from pql.types import Obs, Step
 
 WAIT = 1.2  # the simulator's wait over the learners' work

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pql.config.compose import compose
 from pql.config.layers import Presets
-from pql.contract.env import Box, Discrete, VecEnv, env_names, make_env
+from pql.contract.env import Box, Discrete, VecEnv, make_env
+from pql.contract.registry import env_names
 from pql.envs.mujoco.isaac.ball import LEGS
 from pql.envs.mujoco.isaac.humanoid import JOINTS
 from pql.envs.mujoco.isaac.measure import product

@@ -1,1 +1,4 @@
-"""TODO"""
+"""The command line and its twin in Python: commands, completion, multirun, sweeps, benchmarks and the doctor.
+
+Imports torch and the rooms below it only when a command needs them. Start reading at ``main.py``.
+"""

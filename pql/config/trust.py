@@ -100,7 +100,7 @@ def _of_task(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _registered(name: str) -> bool:
-    from pql.contract.env import env_names
+    from pql.contract.registry import env_names
 
     return name in env_names()
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from pql.contract.registry import check_chosen, find_factory
-from pql.contract.registry import env_names as env_names
-from pql.contract.registry import register as register
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step
 

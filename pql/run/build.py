@@ -8,7 +8,6 @@ from torch import nn
 
 from pql.algos.registry import family_of
 from pql.algos.wiring import Devices, Wiring
-from pql.algos.wiring import seeds as seeds
 from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
@@ -25,11 +24,9 @@ from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.slots import WeightSlot
 from pql.engine.worker import LearnerJob, Worker
 from pql.errors import ConfigError
-from pql.run.components import Parts as Parts
-from pql.run.components import Replica
+from pql.run.components import Parts, Replica
 from pql.run.replicas import Replicas, names, shares
-from pql.run.task import build_env as build_env
-from pql.run.task import check_groups, describe_env, telling
+from pql.run.task import build_env, check_groups, describe_env, telling
 
 
 def build(

@@ -24,8 +24,10 @@ from pql.engine.watchdog import start_limit, watching
 from pql.errors import ConfigError, show
 from pql.nets.mlp import Flat, groups_read
 from pql.run.base_policy import BasePolicy
-from pql.run.build import Parts, build_env, make_policy
+from pql.run.build import make_policy
+from pql.run.components import Parts
 from pql.run.store import checkpoint
+from pql.run.task import build_env
 from pql.types import Obs
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from pql.engine.placement import available_cores, thread_counts
 from pql.engine.world import World, end_with_parent, world
 from pql.errors import ConfigError, HungError, PqlError, RunError, first_line, show
 from pql.nets.mlp import Flat
-from pql.run.build import Parts
+from pql.run.components import Parts
 from pql.run.store import checkpoint
 
 ACTIONS = ("log", "save", "eval", "stop", "interrupt")

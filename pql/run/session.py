@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
+from pql.algos.wiring import seeds
 from pql.collect.prefill import prefill
 from pql.config import Config
 from pql.config.fields import reads
@@ -14,7 +15,8 @@ from pql.contract.env import VecEnv
 from pql.engine.interrupt import Interrupt
 from pql.engine.watchdog import Watchdog, start_limit, step_limit, watching
 from pql.errors import ConfigError, PqlWarning, RunError, first_line
-from pql.run.build import Parts, build, build_env, seeds
+from pql.run.build import build
+from pql.run.components import Parts
 from pql.run.evaluation import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
 from pql.run.flight_recorder import dumping
 from pql.run.guard import FrozenPolicy, NonFiniteMonitor
@@ -27,7 +29,7 @@ from pql.run.store import run_dir as rundir
 from pql.run.store.archive import Archive
 from pql.run.store.claim import Claim
 from pql.run.store.run_dir import Summary
-from pql.run.task import staggered
+from pql.run.task import build_env, staggered
 
 Callback = Callable[["Session", log.Row], None]
 Callbacks = Callback | Sequence[Callback]

@@ -1,1 +1,4 @@
-"""TODO"""
+"""Progress of a run: the terminal or notebook, ``metrics.jsonl``, TensorBoard and wandb.
+
+Reads rows of numbers, never tensors of a training step. Start reading at ``sinks.py``.
+"""

@@ -8,7 +8,7 @@ from pql.config import Config, to_dict
 from pql.contract.spec_json import spec_to_dict
 from pql.data import transitions
 from pql.errors import ConfigError, RunError
-from pql.run.build import Parts
+from pql.run.components import Parts
 from pql.run.policy import fresh_policy, snapshot
 from pql.run.ranks import Ranks
 from pql.run.store import checkpoint
