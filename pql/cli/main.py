@@ -39,7 +39,7 @@ COMMANDS: dict[str, dict[str, type]] = {
     "completion": {},
 }
 FLAGS: dict[str, tuple[str, ...]] = {
-    "train": ("-m", "--multirun"),
+    "train": ("-m", "--multirun", "--cfg", "--dry-run", "-h", "--help"),
     "resume": ("--trust",),
     "eval": ("--trust",),
     "play": ("--live", "--trust"),
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
             raise ConfigError("command", words[0], f"one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
-        args = parser().parse_args(words)
+        args = parser().parse_args(presets_as_setting(words))
         check_alone(words[0], getattr(args, "multirun", False))
         return args.run(args)
     except ConfigError as error:
@@ -76,6 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         warnings.formatwarning = plain
+
+
+def presets_as_setting(words: Sequence[str]) -> list[str]:
+    """``--presets DIR`` as the word ``presets=DIR``, which may stand anywhere among the settings."""
+    out: list[str] = []
+    for word in words:
+        if out and out[-1] == "--presets":
+            out[-1] = f"presets={word}"
+        else:
+            out.append(word.removeprefix("--") if word.startswith("--presets=") else word)
+    return out
 
 
 def show_crashes() -> None:
@@ -126,17 +137,22 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="pql", description="Parallel Q-Learning on massively parallel simulators.")
     top.add_argument("--version", action="version", version=f"pql {__version__}")
     sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
-    train = sub.add_parser("train", help="train: pql train task=halfcheetah algo=pql seed=1")
+    train = sub.add_parser("train", add_help=False, help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
         "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= batch= placement= logger= scale="
     )
     train.flags = FLAGS["train"]
     train.add_argument(
-        *FLAGS["train"],
+        "-m",
+        "--multirun",
         action="store_true",
         help="a run for every combination: pql train -m algo=pql,sac seed=1,2,3",
     )
-    train.set_defaults(run=run_train)
+    train.add_argument("--cfg", action="store_true", help="print every setting and where its value comes from")
+    train.add_argument("--dry-run", action="store_true", help="build, do two ticks, print memory and the time it takes")
+    train.add_argument("-h", "--help", action="store_true", help="with algo=NAME: the settings that NAME reads")
+    train.add_argument("--presets", metavar="DIR", help="a folder of your own presets: algo/NAME.yaml, ...")
+    train.set_defaults(run=run_train, parser=train)
     resume = sub.add_parser("resume", help="continue a run: pql resume RUN budget.seconds=600")
     resume.add_argument("run_dir", metavar="RUN")
     resume.add_argument("overrides", nargs="*")
@@ -207,6 +223,14 @@ def add_trust(command: Parser, name: str) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    if args.help and not args.overrides:
+        args.parser.print_help()
+        return 0
+    if args.help or args.cfg or args.dry_run:
+        from pql.cli import explain
+
+        show = explain.print_settings if args.help else explain.print_config if args.cfg else explain.dry_run
+        return show(args.overrides)
     if args.multirun:
         from pql.cli import multirun
 

@@ -237,7 +237,7 @@ def init_from(parts: Parts, source: Path) -> None:
     policy = policy_of(tensors, manifest, "cpu", given=NETWORKS).state_dict()["policy"]  # which are this run's
     parts.policy.load_state_dict(policy)
     for worker, learner in parts.learners.items():
-        networks = _networks(learner.state)
+        networks = networks_of(learner.state)
         for name, flat in networks.items():
             prefix = f"learners/{worker}/state/{name}"
             if any(k.startswith(f"{prefix}/") for k in tensors):
@@ -266,7 +266,8 @@ def deciding(config: Config, critic: bool) -> dict[str, Any]:
     return found
 
 
-def _networks(state: Any) -> dict[str, Flat | nn.Module]:
+def networks_of(state: Any) -> dict[str, Flat | nn.Module]:
+    """The networks among a learner's state, by name."""
     members = {f.name: getattr(state, f.name) for f in fields(state)}
     return {k: v for k, v in members.items() if isinstance(v, Flat | nn.Module)}
 
