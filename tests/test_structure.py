@@ -1,0 +1,78 @@
+"""The package's rooms: what may import what, and the names that modules had before."""
+
+import importlib
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import structure
+
+import pql
+from pql.contract.moved import MOVED
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = structure.modules(ROOT)
+HYDRA = {"config.compose", "cli.sweep_values", "envs.isaacgym"}  # overrides; Isaac Gym Envs has its own configs
+
+
+def test_no_import_goes_up():
+    assert structure.upward(MODULES) == []
+    assert len(structure.ALLOWED) <= 5
+    for name, target in structure.ALLOWED:
+        assert target in MODULES[name].imports  # an exception that nothing needs is none
+
+
+def test_no_modules_import_one_another():
+    assert structure.cycles(MODULES) == []
+
+
+def test_every_module_is_in_a_room():
+    assert {module.room for module in MODULES.values()} - {"", "__main__"} == set(structure.ROOMS)
+    entries = [p for p in (ROOT / "pql").iterdir() if p.name != "__pycache__"]
+    assert len(entries) <= 18
+    for module in MODULES.values():
+        if module.path.name == "__init__.py" and module.name:
+            assert len((module.tree.body[0].value.value).splitlines()) >= 1  # says what the room is for
+
+
+def test_simulators_import_the_contract_alone():
+    allowed = ("envs", "contract", "types", "errors", "")
+    for module in MODULES.values():
+        if module.room == "envs":
+            assert [t for t in module.imports if t.partition(".")[0] not in allowed] == [], module.name
+
+
+def test_the_command_line_alone_knows_hydra():
+    found = {m.name for m in MODULES.values() if re.search(r"^\s*(from|import) hydra", m.path.read_text(), re.M)}
+    assert found <= HYDRA
+
+
+def test_actors_need_no_torch():
+    names = ("pql.remote.protocol", "pql.remote.actor.client", "pql.remote.actor.command")
+    code = f"import sys, {', '.join(names)}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_public_names_are_listed_and_loaded_when_used():
+    code = "import sys, pql; names = dir(pql); print('torch' in sys.modules, *names)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    torch, *names = done.stdout.split()
+    assert (torch, names) == ("False", sorted(pql.__all__))
+    assert all(hasattr(pql, name) for name in names)
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_an_old_name_is_the_new_module_with_a_warning(old):
+    new = importlib.import_module(MOVED[old])
+    sys.modules.pop(old, None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert importlib.import_module(old) is new
+    assert [str(w.message) for w in caught if w.category is DeprecationWarning] == [
+        f"{old} is now {new.__name__}; the old name ends with version 0.3"
+    ]
+    assert new.__spec__.name == new.__name__

@@ -1,0 +1,52 @@
+"""Writes ``docs/settings.md``, the reference of all settings, from their declarations.
+
+python tools/settings_page.py
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pql.cli.explain import allowed, condition, shown
+from pql.config import Config
+from pql.config.algorithms import RECORDS
+from pql.config.fields import Setting, settings
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+HEAD = """# Settings
+
+Every setting of `pql train`, with the default of the schema; presets (`pql/config/presets`) set many of them otherwise.
+`pql train ... --cfg` prints a run's values and where each comes from, `pql train --help algo=NAME` what one algorithm
+reads at this machine's scale. This page is written by `tools/settings_page.py` from the settings' declarations.
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    parts = [HEAD]
+    shared = [one for one in settings(Config()) if not one.name.startswith("algo.")]
+    parts += ["## Every run\n", *table(shared)]
+    known: set[str] = set()
+    for family, record in RECORDS.items():
+        found = [*settings(record(), "algo.")]
+        names = {one.name for one in found}
+        new = [one for one in found if one.name not in known]
+        parts += [f"\n## Algorithms of the family `{family}`\n", f"{(record.__doc__ or '').strip()}\n"]
+        if len(new) < len(found):
+            again = ", ".join(f"`{one.name}`" for one in found if one.name in known)
+            parts.append(f"As above (with defaults of its own): {again}.\n")
+        parts += table(new)
+        known |= names
+    return "\n".join(parts) + "\n"
+
+
+def table(found: Sequence[Setting]) -> Iterator[str]:
+    """A row for each setting."""
+    yield "| setting | default | allowed | |"
+    yield "|---|---|---|---|"
+    for one in found:
+        cells = (f"`{one.name}`", f"`{shown(one.value)}`", allowed(one), f"{one.declaration.doc}{condition(one)}")
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
