@@ -1,0 +1,66 @@
+"""Runs of version 0.1, one of each family, made with tiny networks: they are read, resumed, evaluated and exported.
+
+``tests/old_runs`` holds what that version wrote, and the actions of its policies on four observations.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from run_files import rows
+
+import pql
+from pql.cli.main import main
+from pql.config import leaves
+from pql.run.store.run_dir import settings
+
+RUNS = Path(__file__).parent / "old_runs"
+ACTIONS = json.loads((RUNS / "actions.json").read_text())
+STEPS = {"pql": 80, "sac": 80, "ppo": 192, "impala": 192, "dqn": 80, "r2d2": 160, "pqn": 128}
+EVERY = pytest.mark.parametrize("name", STEPS)
+
+
+@pytest.fixture
+def run(name, tmp_path):
+    """A copy of the stored run, as a user has it."""
+    return shutil.copytree(RUNS / name, tmp_path / name)
+
+
+def actions(policy):
+    """The policy's actions on the four observations with which the old version was asked."""
+    obs = {}
+    for group, spec in policy.spec.obs.items():
+        count = 4 * torch.Size(spec.shape).numel()
+        obs[group] = torch.linspace(-1, 1, count).reshape(4, *spec.shape).to(spec.dtype)
+    return policy(obs)
+
+
+@EVERY
+def test_an_old_policy_acts_as_it_did(run, name):
+    torch.testing.assert_close(actions(pql.load_policy(run)), torch.tensor(ACTIONS[name]), rtol=1e-5, atol=1e-5)
+
+
+def test_an_old_export_acts_as_it_did():
+    policy = pql.load_policy(RUNS / "export" / "policy.pt2")
+    torch.testing.assert_close(actions(policy), torch.tensor(ACTIONS["export"]), rtol=1e-5, atol=1e-5)
+
+
+@EVERY
+def test_an_old_run_is_resumed_evaluated_and_exported(run, name, capsys):
+    assert main(["resume", str(run), f"budget.env_steps={STEPS[name] * 2}"]) == 0
+    newest = [row for row in rows(run) if "steps/env" in row][-1]
+    assert newest["steps/env"] >= 2 * STEPS[name]
+    assert main(["eval", str(run), "episodes=2", "num_envs=2"]) == 0
+    assert main(["export", str(run), "formats=pt2"]) == 0
+    capsys.readouterr()
+
+
+def test_old_settings_are_migrated(tmp_path):
+    """Those of a family move up into ``algo``; those of other families, which it never read, are dropped."""
+    from pql.config import from_dict
+
+    algo = {k: v for k, v in leaves(from_dict(settings(RUNS / "ppo"))) if k.startswith("algo.")}
+    assert (algo["algo.family"], algo["algo.horizon"], algo["algo.vtrace.enabled"]) == ("ppo", 8, True)
+    assert not any(k.startswith(("algo.ppo.", "algo.dqn.", "algo.explore.")) for k in algo)
