@@ -62,7 +62,7 @@ class Far:
         requests, self.requests = os.pipe()
         self.answers, answers = os.pipe()
         theirs = {"requests": requests, "answers": answers, "memory": self.memory, "crash": self.crash}
-        told = {
+        setup = {
             **theirs,
             "parent": os.getpid(),
             "package": str(Path(pql.__file__).parent),
@@ -72,7 +72,7 @@ class Far:
         files = [self.requests, self.answers, self.memory, self.crash]
         try:
             self.process = subprocess.Popen(
-                [found, "-u", far.__file__, json.dumps(told)],
+                [found, "-u", far.__file__, json.dumps(setup)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=list(theirs.values()),
@@ -102,7 +102,7 @@ class Far:
         with suppress(BrokenPipeError):  # it has ended; what it said before that is still to be read
             far.send_message(self.requests, far.CALL, {"do": do, **request}, blob)
         kind = self.wait(seconds, "start_seconds")
-        while kind in (far.STEP, far.PLAIN):  # of a step that nobody has waited for
+        while kind in (far.STEP, far.PLAIN):  # of a step whose result was never read
             kind = self.wait(seconds, "start_seconds")
         return self._answer(kind)
 
@@ -270,22 +270,22 @@ class ProcessVec:
                 foreseen = self._far.ask("foresee", start_seconds, **wanted)[0]["spec"]
                 if foreseen is not None:
                     approve(read_spec(foreseen, self._device))
-            told, _ = self._far.ask("build", start_seconds, **wanted)
+            built, _ = self._far.ask("build", start_seconds, **wanted)
         except BaseException:
             self._far.kill()
             raise
-        self.spec = read_spec(told["spec"], self._device)
+        self.spec = read_spec(built["spec"], self._device)
         self.crossing = "host memory"
-        self._shared = self._share(told["places"], told["size"]) if shared_cuda.usable(self._device) else False
+        self._shared = self._share(built["places"], built["size"]) if shared_cuda.usable(self._device) else False
         if not self._shared:
-            self._tensors = map_memory(self._far.memory, told["places"], told["size"])
+            self._tensors = map_memory(self._far.memory, built["places"], built["size"])
             self._count = self._tensors["count"].numpy()
         self._readers = {name: reader(shared, self._device) for name, shared in self._tensors.items()}
         self._read_obs = [(name, self._readers[f"obs.{name}"]) for name in self.spec.obs]
         self._read_reward = self._readers["reward"]
         self._ordinary = tuple(torch.full((self.spec.num_envs,), flag, device=self._device) for flag in ORDINARY)
         self._patience = (start_seconds, "start_seconds")  # the first step may compile
-        self._has = frozenset(told["has"])
+        self._has = frozenset(built["has"])
 
     def __getattr__(self, name: str) -> Any:
         """Return an optional member, such as ``reset_where``, if the simulator has it."""
@@ -398,17 +398,17 @@ def reader(shared: Tensor, device: torch.device) -> Callable[[], Tensor]:
     return shared.clone if shared.device.type == device.type else partial(shared.to, device)
 
 
-def read_spec(told: Mapping[str, Any], device: torch.device) -> EnvSpec:
+def read_spec(facts: Mapping[str, Any], device: torch.device) -> EnvSpec:
     """Return the specification from the output of ``far_build.describe``."""
-    kind, bounds = told["action"], [told["action"].get(k) for k in ("low", "high")]
+    kind, bounds = facts["action"], [facts["action"].get(k) for k in ("low", "high")]
     action: Box | Discrete
     if "n" in kind:
         action = Discrete(kind["n"])
     else:
         action = Box(kind["size"], *(None if values is None else tuple(values) for values in bounds))
-    fixed = {k: told[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
-    obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in told["obs"].items()}
-    return EnvSpec(**fixed, obs=obs, action=action, device=device, log=tuple(told["log"]), info=dict(told["info"]))
+    fixed = {k: facts[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
+    obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in facts["obs"].items()}
+    return EnvSpec(**fixed, obs=obs, action=action, device=device, log=tuple(facts["log"]), info=dict(facts["info"]))
 
 
 def _anonymous(name: str) -> int:
