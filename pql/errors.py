@@ -1,4 +1,4 @@
-"""Errors that a user can act on. ``main.py`` prints them as one line, without a traceback."""
+"""Errors that a user can act on. The command line prints them as one line, without a traceback."""
 
 import difflib
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that steer a terminal, turn the text around or are none."""
+"""Control characters, bidirectional text marks and lone surrogates: unsafe to print on a terminal."""
 
 
 class PqlError(Exception):
@@ -14,17 +14,17 @@ class PqlError(Exception):
 
 
 class ConfigError(PqlError):
-    """A setting that cannot work: says which, its value, and what is allowed. Exit status 2.
+    """Invalid setting. The message is ``setting=value: expected allowed``. Exit status 2.
 
     Attributes:
-        setting: dotted name, as it is written on the command line.
-        value: what was given.
-        allowed: what to give instead; reads on after "expected".
+        setting: dotted name as on the command line, such as ``algo.gamma``.
+        value: the rejected value.
+        allowed: the accepted values; completes the phrase "expected ...".
     """
 
     def __init__(self, setting: str, value: Any, allowed: str):
         self.setting, self.value, self.allowed = setting, value, allowed
-        # One line that can be read, whatever a library's message, or a file, that went into it looks like.
+        # One printable line, even if ``value`` or ``allowed`` quotes a library's message or a file.
         text = " ".join(f"{setting}={brief(_text(value))}: expected {brief(allowed, 2000)}".split())
         super().__init__(printable(text))
 
@@ -34,35 +34,35 @@ class RunError(PqlError):
 
 
 class HungError(RunError):
-    """Something has not answered within its deadline: the stacks of all threads, and in the last line the cause.
+    """A call missed its deadline. The message holds the stacks of all threads and, in its last line, the cause.
 
-    What hangs may go on for ever on a thread of its own, and keep the process from ending.
+    The hung call may keep its thread, and with it the process, alive.
     """
 
 
 class PqlWarning(UserWarning):
-    """Something is wrong that does not end the run: ``main.py`` prints it as one line."""
+    """A problem that does not end the run. The command line prints it as one line."""
 
 
 def first_line(error: BaseException) -> str:
-    """The error's type, and of its message the first line with anything in it."""
+    """Return ``"Type: message"`` with the first non-blank line of the error's message."""
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"
 
 
 def with_cause(prefix: str, text: str) -> str:
-    """``prefix`` before the last line of ``text``, where a message of several lines says the cause."""
+    """Insert ``prefix`` before the last line of ``text``, which holds the cause of a multi-line message."""
     above, line, last = text.rpartition("\n")
     return f"{above}{line}{prefix}{last}"
 
 
 def printable(text: str) -> str:
-    """``text`` with its ``UNSEEN`` characters as Python writes them."""
+    """Escape the ``UNSEEN`` characters of ``text`` as Python does."""
     return UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def show(value: Any) -> str:
-    """``value`` as it is written on the command line, for people: what a terminal would act on is escaped."""
+    """Format ``value`` as on the command line, with unsafe characters escaped."""
     return printable(_text(value))
 
 
@@ -73,14 +73,14 @@ def _text(value: Any) -> str:
 
 
 def brief(text: str, most: int = 300) -> str:
-    """``text``, or its beginning."""
+    """Cut ``text`` to ``most`` characters; "..." marks the cut."""
     return text if len(text) <= most else text[:most] + "..."
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """``" (did you mean x?)"`` for the closest of ``names``, or an empty string.
+    """Return ``" (did you mean x?)"`` for the closest of ``names``, or an empty string if none is close.
 
-    Of dotted names, one that ends in ``name`` is the closest: ``gamma`` is ``algo.gamma``.
+    A dotted name that ends in ``name`` is the closest: ``gamma`` suggests ``algo.gamma``.
     """
     names = list(names)
     ending = [n for n in names if n.endswith(f".{name}")]

@@ -1,13 +1,14 @@
-"""The records that travel between environments, replay and learners.
+"""Records passed between environments, replay buffers and learners: ``Step``, ``Batch``, ``ObsBatch``.
 
 Shape letters used in every docstring and shape comment of this package:
 
-    N  environments          T  time (rows of a ring, steps of a rollout)
-    B  batch                 D  features of one observation group
+    N  environments          T  time steps (rows of a replay ring, steps of a rollout)
+    B  batch size            D  features of one observation group
     A  action dimensions     Z  atoms of a categorical value distribution
     E  critics in an ensemble
 
-This file knows nothing of simulators, networks or devices.
+``[N, ...]`` stands for N followed by the shape of one observation. Lower-case n is a subset of the N environments.
+This file imports no simulator and no network.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -18,51 +19,68 @@ from torch import Tensor
 from pql.errors import ConfigError
 
 Obs = dict[str, Tensor]
-"""Observation groups by name. ``"policy"`` is always there; ``"critic"`` where an environment has
-privileged observations for the value function. Each is ``[N, ...]``."""
+"""Observation groups: name -> ``[N, ...]``. ``"policy"`` is always present; ``"critic"`` holds privileged observations
+for the value function, if the environment has any."""
 
 
 class Rows(dict[str, Any]):
-    """State by name, of whose tensors a checkpoint holds the first rows alone, those in use: how many, it knows."""
+    """State dict of a partly filled buffer: a checkpoint stores only the rows in use, the first of each tensor."""
 
 
 Metrics = dict[str, Tensor]
-"""Name -> 0-dim float tensor on the device. Reading one on the host would wait for the device: don't."""
+"""Metrics of an update: name -> scalar float tensor on the device. Do not read one on the host inside the training
+loop: that waits for the device."""
 
 
 class Step(NamedTuple):
-    """What one step of all environments returns: device tensors of static shape.
+    """Result of stepping all N environments once: tensors on ``EnvSpec.device`` whose shapes never change.
 
-    ``terminated`` and ``truncated`` are disjoint; where a simulator raises both, ``terminated`` wins.
-    Reading a ``Step`` needs no host synchronisation.
+    Row i belongs to environment i. Autoreset is either *same-step* (the row that ends an episode already returns the
+    next episode's first observation in ``obs``) or *next-step* (that row returns the final observation in ``obs``, and
+    the next row is a filler that returns the new episode's first observation); see ``EnvSpec.autoreset``.
+
+    Attributes:
+        obs: group name -> [N, ...] in the dtype of ``EnvSpec.obs``. Observation to act on next.
+        reward: [N] float32, unscaled and unclipped.
+        terminated: [N] bool. The task ended at this row: the value after it is 0.
+        truncated: [N] bool. The episode was cut off at this row, by a time limit for example: learners bootstrap from
+            the value of ``final_obs``. Never set together with ``terminated``, which wins where a simulator sets both.
+        first: [N] bool. ``obs`` is the first observation of an episode, including one after a restart without a
+            preceding end (``EnvSpec.info["restarts"]``).
+        final_obs: group name -> [N, ...]. Next observation in the MDP sense, s_{t+1}: the final observation where an
+            episode ended, else equal to ``obs``, with which it may share memory.
+        final_ok: [N] bool. False where an episode ended and the simulator did not return its final observation.
+        valid: [N] bool. False in a filler row of next-step autoreset: the action was ignored, and learners skip it.
+        log: name -> [N] float32, one entry per name in ``EnvSpec.log``: reward terms, for example. Summed over an
+            episode for the training log.
     """
 
-    obs: Obs  # act on this next: [N, ...]; already the new episode's where one ended (same-step autoreset)
-    reward: Tensor  # [N] float32, raw
-    terminated: Tensor  # [N] bool; the task ended: no value beyond this row
-    truncated: Tensor  # [N] bool; cut off (time limit): the value of final_obs stands beyond this row
-    first: Tensor  # [N] bool; ``obs`` begins an episode (also after an unannounced restart)
-    final_obs: Obs  # the true successor of this row's action; may alias ``obs`` where nothing ended
-    final_ok: Tensor  # [N] bool; False: the simulator lost the final observation
-    valid: Tensor  # [N] bool; False: a filler row (next-step autoreset); never learned from
-    log: dict[str, Tensor]  # name -> [N] float32, e.g. reward terms; summed per episode
+    obs: Obs
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    first: Tensor
+    final_obs: Obs
+    final_ok: Tensor
+    valid: Tensor
+    log: dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """Transitions for a value update. ``discount`` is all a loss sees of episode ends.
+    """Transitions for a value update.
 
-    The target is ``reward + discount * value(next_obs)``, with ``discount = gamma**m * (1 - terminated)`` for a
-    window of ``m <= n`` steps. Rows with ``mask == 0`` are fill that keeps the shape static: every loss is
-    ``sum(mask * weight * l) / sum(mask)``.
+    The target is ``reward + discount * value(next_obs)``, with ``discount = gamma**m * (1 - terminated)`` for an
+    n-step window of ``m <= n`` steps; losses read episode ends from ``discount`` alone. Rows with ``mask == 0`` are
+    padding that keeps the shape static: every loss is ``sum(mask * weight * l) / sum(mask)``.
     """
 
     obs: Obs  # [B, ...]
-    action: Tensor  # [B, A] float32, or [B] int64
-    reward: Tensor  # [B] float32, n-step sum
-    discount: Tensor  # [B] float32
-    next_obs: Obs  # [B, ...]
+    action: Tensor  # [B, A] float32 in [-1, 1], or [B] int64
+    reward: Tensor  # [B] float32, discounted n-step sum
+    discount: Tensor  # [B] float32 in [0, 1]
+    next_obs: Obs  # [B, ...], m steps after obs
     mask: Tensor  # [B] float32, 0 or 1
-    weight: Tensor  # [B] float32, importance weight (1 without priorities)
+    weight: Tensor  # [B] float32, importance-sampling weight (1 without prioritised replay)
     index: Tensor  # type: ignore[assignment]  # [B] int64, row * N + column in the ring (hides tuple.index)
 
 
@@ -75,24 +93,24 @@ class ObsBatch(NamedTuple):
 
 
 class Acted(NamedTuple):
-    """An action, and numbers that the actor gives beside it for a replay to keep (say, the value that it expects)."""
+    """Actions of n environments, and per-action data that the replay stores with them, such as a value estimate."""
 
-    action: Tensor  # [n, A] float32, or [n] int64
-    extra: dict[str, Tensor]  # name -> [n] float32; of a recurrent policy also "carry", [n, C]: what it remembered
+    action: Tensor  # [n, A] float32 in [-1, 1], or [n] int64
+    extra: dict[str, Tensor]  # name -> [n] float32; of a recurrent policy also "carry", [n, C], its state before
 
 
 class Memory(NamedTuple):
-    """What a recurrent policy at work remembers."""
+    """Recurrent state of a policy between two steps."""
 
-    carry: Tensor  # [N, C]; zeros where an episode begins
-    fresh: Tensor  # [N] bool; an episode begins with the next action
+    carry: Tensor  # [N, C] float32; zeros at the beginning of an episode
+    fresh: Tensor  # [N] bool; the next action is the first of an episode
 
 
 AnyBatch = TypeVar("AnyBatch", Batch, ObsBatch)
 
 
 def split(batch: AnyBatch, count: int) -> list[AnyBatch]:
-    """Cut a batch of ``count * B`` rows into ``count`` batches of B (views, nothing is copied)."""
+    """Split a batch of ``count * B`` rows into ``count`` batches [B, ...]. They are views: nothing is copied."""
 
     def cut(field: Any) -> list[Any]:
         if isinstance(field, dict):
@@ -106,10 +124,12 @@ def split(batch: AnyBatch, count: int) -> list[AnyBatch]:
 
 
 def fill(name: str, store: Tensor, rows: Tensor, least: int = 0) -> None:
-    """Copy ``rows`` [n, ...] to the beginning of ``store`` [m, ...].
+    """Copy ``rows`` [n, ...] into the first n rows of ``store`` [m, ...].
 
+    Args:
+        name: of the state in the checkpoint, for the error.
     Raises:
-        ConfigError: there are fewer than ``least`` of them, or more than the store takes; names the state.
+        ConfigError: ``n < least`` or ``n > m``.
     """
     count, most = rows.shape[0], store.shape[0]
     if not least <= count <= most:
@@ -118,10 +138,10 @@ def fill(name: str, store: Tensor, rows: Tensor, least: int = 0) -> None:
 
 
 def column(mask: Tensor, value: Tensor) -> Tensor:
-    """``mask`` [N] in a shape that covers ``value`` [N, ...]."""
+    """Reshape ``mask`` [N] to [N, 1, ...], so that it broadcasts over ``value`` [N, ...]."""
     return mask.view(-1, *[1] * (value.dim() - 1))
 
 
 def chosen(mask: Tensor, one: Obs, other: Obs) -> Obs:
-    """``one`` in the rows of ``mask`` [N], else ``other``."""
+    """Select ``one`` where ``mask`` [N] is True, else ``other``; both are observation groups [N, ...]."""
     return {k: torch.where(column(mask, v), one[k], v) for k, v in other.items()}

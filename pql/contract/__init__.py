@@ -1,4 +1,4 @@
-"""The contract of a simulator: ``VecEnv``, ``EnvSpec``, the rules that both must keep, and the registry of names.
+"""Environment contract: ``VecEnv``, ``EnvSpec``, the rules that ``check_env`` tests, and the registry of task names.
 
-Knows no configuration, network or algorithm; ``plain.py`` and this file need no torch. Start reading at ``env.py``.
+Imports no configuration, network or algorithm; ``plain.py`` and this file need no torch. Start at ``env.py``.
 """

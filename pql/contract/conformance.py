@@ -1,8 +1,8 @@
-"""``check_env``: does an environment keep the contract of ``pql.contract.env.VecEnv`` and ``pql.types.Step``?
+"""``check_env``: test an environment against the contract of ``pql.contract.env.VecEnv`` and ``pql.types.Step``.
 
 Run it on your own simulator before you train on it: ``print(check_env(my_env))``. Each rule is one function of
-``pql.contract.rules`` over one recorded step; a rule that could not be tested (no episode ended, say) is reported so,
-not as passed. This file reads values back to the host at every step, as nothing in a training loop may.
+``pql.contract.rules`` over one recorded step; a rule that could not be tested (because no episode ended, for example)
+is reported as untested. This file synchronises with the host at every step, which a training loop must not do.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from pql.types import Step
 
 @dataclass(frozen=True)
 class Result:
-    """One rule's outcome: ``ok`` is None where the run gave no occasion to test it."""
+    """Outcome of one rule; ``ok`` is None if it could not be tested."""
 
     name: str
     ok: bool | None
@@ -44,14 +44,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``check_env`` found; ``print`` it."""
+    """Results of ``check_env``, one per rule. ``print`` shows them as a table."""
 
     env: str
     results: list[Result]
 
     @property
     def ok(self) -> bool:
-        """No rule failed (rules without an occasion do not count)."""
+        """True if no rule failed; untested rules do not count."""
         return not self.failed
 
     @property
@@ -76,14 +76,15 @@ class Checker:
     ends: int = 0
     limited: int = 0
     kept: bool = False
-    live: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # what the last step returned, and copies
+    live: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # tensors of the last step, and their copies
 
     def fault(self, rule: str, message: str, index: int | None = None) -> None:
+        """Record ``message`` as the fault of ``rule`` at step ``index``, unless it is "" or the rule has one."""
         if message and rule not in self.faults:
             self.faults[rule] = message + (f", step {index}" if index is not None else "")
 
     def actions(self, count: int, scale: float = 1.0) -> Iterator[Tensor]:
-        """``count`` random actions, the same ones in every call; ``scale`` takes continuous ones out of range."""
+        """Yield ``count`` random actions [N, A] or [N], the same every time; ``scale`` multiplies continuous ones."""
         spec, gen = self.env.spec, torch.Generator().manual_seed(self.seed)
         for _ in range(count):
             if isinstance(spec.action, Discrete):
@@ -93,11 +94,11 @@ class Checker:
                 yield (unit * scale).to(spec.device)
 
     def rollout(self, actions: Iterator[Tensor]) -> list[dict[str, bytes]]:
-        """Step through ``actions``; a digest of every tensor returned."""
+        """Step through ``actions``, [N, A] or [N] each; return one digest per step."""
         return [digest(self.env.step(action)) for action in actions]
 
     def inspect(self, steps: int) -> list[dict[str, bytes]]:
-        """The main run: every rule on every step. Stops at the first fault of shape."""
+        """Test every rule on each of ``steps`` steps; stop at the first wrong shape. Return one digest per step."""
         spec = self.env.spec
         obs = self.env.reset(self.seed)
         self.fault("shapes", obs_fault("reset's obs", obs, spec))
@@ -111,7 +112,7 @@ class Checker:
             step = self.take(action, index)
             if step is None:
                 return []
-            if last is not None:  # whether a row ended an episode may show in the one after it alone
+            if last is not None:  # judged one step late: a lost life is recognised by the row after it
                 last.next_valid = step.valid.clone()
                 self.judge(last)
             last = following(spec, last, clone(step), first)
@@ -123,7 +124,7 @@ class Checker:
         return digests
 
     def take(self, action: Tensor, index: int) -> Step | None:
-        """One step, and the rules on what came back as such; None where its shapes are wrong."""
+        """Take one step with ``action`` [N, A] or [N] and test the rules on its tensors; None if a shape is wrong."""
         spec, given = self.env.spec, action.clone()
         step = self.env.step(action)
         self.fault("shapes", shapes_fault(step, spec), index)
@@ -138,6 +139,7 @@ class Checker:
         return step
 
     def judge(self, row: Row) -> None:
+        """Test ``STEP_RULES`` on one row and count its ends."""
         for name, rule in STEP_RULES.items():
             self.fault(name, rule(row), row.index)
         close = closes(row)
@@ -148,7 +150,7 @@ class Checker:
             self.kept |= bool((differs(obs, row.step.final_obs[name]) & close).any())
 
     def repeat(self, digests: list[dict[str, bytes]]) -> None:
-        """Rules that need the environment to do the same thing twice."""
+        """Test the rules that repeat the main run: determinism, state, groups, capture, action range."""
         env, few = self.env, min(len(digests), 50)
         if not env.spec.deterministic:
             self.skipped |= dict.fromkeys(("determinism", "state_dict"), "spec.deterministic is False")
@@ -170,7 +172,7 @@ class Checker:
         self.clamp(few, stable)
 
     def capture(self, digests: list[dict[str, bytes]], stable: bool) -> None:
-        """A step that is recorded once and run again and again must do what stepping does."""
+        """Test that replaying a step captured once gives the bits of stepping."""
         env = self.env
         if not capturable(env) or not stable:
             self.skipped["capturable"] = "needs determinism" if capturable(env) else "not declared"
@@ -192,7 +194,7 @@ class Checker:
             self.fault("capturable", compare(digests, found, "a step that was recorded once"))
 
     def groups(self, digests: list[dict[str, bytes]], stable: bool) -> None:
-        """Groups of environments must do by turns what they do all at once."""
+        """Test that stepping group by group gives the bits of stepping all environments together."""
         env, spec = self.env, self.env.spec
         if spec.groups == 1 or not stable:
             self.skipped["groups"] = "all environments step at once" if spec.groups == 1 else "needs determinism"
@@ -210,7 +212,7 @@ class Checker:
         self.fault("groups", compare(digests, found, "send and recv instead of step"))
 
     def clamp(self, steps: int, stable: bool) -> None:
-        """Actions far outside [-1, 1] must do what the clamped ones do."""
+        """Test that actions outside [-1, 1] act like their clamped values."""
         env = self.env
         if not isinstance(env.spec.action, Box):
             self.skipped["action_range"] = "discrete actions"
@@ -229,7 +231,7 @@ class Checker:
             self.fault("action_range", compare(near, far, "actions in [-3, 3] instead of clamped ones"))
 
     def results(self) -> list[Result]:
-        """All rules in order, each failed, passed or (None) without an occasion."""
+        """Return one result per rule, in order: failed, passed or untested (None)."""
         spec, skipped = self.env.spec, self.skipped
         if "shapes" in self.faults:
             skipped |= dict.fromkeys(RULES, "needs shapes")
@@ -285,7 +287,7 @@ RULES = {
 
 
 def digest(step: Step) -> dict[str, bytes]:
-    """Hash of the bytes of every tensor of a step."""
+    """Return name -> hash of the bytes of every tensor of a step."""
     return {
         name: hashlib.blake2b(value.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).digest()
         for name, value in tensors(step)
@@ -293,6 +295,7 @@ def digest(step: Step) -> dict[str, bytes]:
 
 
 def compare(a: list[dict[str, bytes]], b: list[dict[str, bytes]], what: str) -> str:
+    """Return a message for the first step whose digests differ, "" if none does."""
     for index, (one, other) in enumerate(zip(a, b, strict=True)):
         for name, value in one.items():
             if other.get(name) != value:
@@ -301,7 +304,7 @@ def compare(a: list[dict[str, bytes]], b: list[dict[str, bytes]], what: str) -> 
 
 
 def protocol_fault(env: Any) -> str:
-    """What keeps ``env`` from being stepped at all, or its specification from meaning something."""
+    """Check the methods of ``env`` and the consistency of its specification; return a message, "" if all is well."""
     spec = getattr(env, "spec", None)
     if not isinstance(spec, EnvSpec):
         return f"spec is a {type(spec).__name__}, not a pql.contract.env.EnvSpec"
@@ -329,19 +332,19 @@ def protocol_fault(env: Any) -> str:
 
 @torch.no_grad()
 def check_env(env: VecEnv, steps: int = 200, seed: int = 0, described: EnvSpec | None = None) -> Report:
-    """Test ``env`` against the environment contract, with random actions. Leaves it freshly reset.
+    """Test ``env`` against the environment contract with random actions, and leave it freshly reset.
+
+    A simulator must declare two special kinds of rows: ``spec.info["lost_life"]`` (``terminated`` without ``first``:
+    the episode continues) and ``spec.info["restarts"]`` (``first`` without an end).
 
     Args:
-        env: built, in any state. A few environments (8, say) are enough, and quicker.
+        env: in any state. A few environments (8, for example) suffice.
         steps: length of the main run; more than ``max_episode_steps`` also tests the time limit. The run is repeated
-            once for determinism.
+            once to test determinism.
         seed: of the environment and the actions.
-        described: what the factory's ``describe`` returned, to be compared with ``env.spec``.
-
+        described: ``EnvSpec`` that the factory's ``describe`` returned, compared with ``env.spec``.
     Returns:
-        A report of one result per rule; ``report.ok``, ``report.failed`` (names), ``print(report)``. Special rows must
-        be declared: ``spec.info["lost_life"]`` (``terminated`` without ``first``: the episode goes on) and
-        ``spec.info["restarts"]`` (``first`` without an end).
+        A report with one result per rule: ``report.ok``, ``report.failed`` (names), ``print(report)``.
     """
     if fault := protocol_fault(env):
         skipped = [Result(name, None, "not tested: needs protocol") for name in RULES]

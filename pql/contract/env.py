@@ -1,7 +1,7 @@
-"""The environment contract: ``VecEnv`` and its ``EnvSpec``; ``make_env``.
+"""Environment contract: ``VecEnv`` (N environments stepped together), its ``EnvSpec``, and ``make_env``.
 
-A simulator is one object that steps N environments at once and speaks in device tensors. This file imports
-none; names resolve lazily, see ``registry.py``.
+A ``VecEnv`` takes and returns tensors on its own device; ``pql.types.Step`` defines each field. This file imports no
+simulator: ``registry.py`` resolves names when they are used.
 """
 
 import inspect
@@ -19,11 +19,14 @@ from pql.types import Obs, Step
 
 @dataclass(frozen=True)
 class ObsSpec:
-    """Shape and dtype of one environment's observation group (without the N axis).
+    """Shape and dtype of one observation group, for a single environment.
 
     Attributes:
-        stack: above 1: the first axis of ``shape`` holds the newest ``stack`` frames, oldest first; those from before
-            the episode are zeros. A replay then stores each frame once and stacks anew when sampled.
+        shape: without the N axis: ``(D,)`` for a vector, ``(C, H, W)`` or ``(H, W, C)`` for an image.
+        dtype: float32 for vectors, usually uint8 for images.
+        stack: number of stacked frames. If above 1, the first axis of ``shape`` has this size and holds the newest
+            frames, oldest first; frames from before the episode are zeros. The replay buffer then stores each frame
+            once and rebuilds the stacks when it samples.
     """
 
     shape: tuple[int, ...]
@@ -33,11 +36,12 @@ class ObsSpec:
 
 @dataclass(frozen=True)
 class Box:
-    """Continuous actions: ``[N, size]`` float32 in [-1, 1]; the adapter rescales to the simulator's bounds.
+    """Continuous actions: ``[N, size]`` float32 in [-1, 1], which the environment rescales to the simulator's bounds.
 
     Attributes:
-        low, high: the simulator's own bounds, one pair per dimension, for an exported policy, which gives actions in
-            these; None: [-1, 1].
+        size: action dimensions A.
+        low, high: the simulator's bounds, one value per dimension; None means [-1, 1]. Only exported policies, which
+            return actions within these bounds, read them.
     """
 
     size: int
@@ -46,44 +50,55 @@ class Box:
 
     @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(low, high), [-1, 1] where none were given."""
+        """``(low, high)``; -1 and 1 in every dimension if none were given."""
         return self.low or (-1.0,) * self.size, self.high or (1.0,) * self.size
 
     @classmethod
     def within(cls, size: int, limit: float) -> "Box":
-        """``size`` actions, each of which the simulator takes within +-``limit``."""
+        """Return ``size`` action dimensions whose simulator bounds are [-``limit``, ``limit``]."""
         return cls(size, (-limit,) * size, (limit,) * size)
 
 
 @dataclass(frozen=True)
 class Discrete:
-    """Integer actions: ``[N]`` int64 in [0, n)."""
+    """Discrete actions: ``[N]`` int64 in [0, n).
+
+    Attributes:
+        n: number of actions.
+    """
 
     n: int
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What a learner must know of an environment before the first step.
+    """Static description of a ``VecEnv``: shapes, spaces and episode semantics. Constant over a run.
 
     Attributes:
-        obs: observation groups; ``"policy"`` is required.
-        max_episode_steps: time limit in env steps, None where the simulator has none. It sizes the replay's
-            store of final observations.
-        autoreset: ``same_step``: the row that ends an episode returns the next episode's first observation;
-            ``next_step``: it returns the final one, and a filler row (``valid=False``) follows.
-        final_obs: ``always``: ``final_obs`` is true on every row; ``on_done``: only where an episode ended
-            (it aliases ``obs`` elsewhere, which is the same thing); ``never``: lost, ``final_ok`` is False there.
-        log: keys of ``Step.log``, constant over the run. One named ``success`` is above 0 on rows where the task is
-            solved: evaluations then report the share of episodes with such a row.
-        single_instance: only one simulator fits in a process, so evaluation needs a process of its own.
-        deterministic: same seed and actions, same bits.
-        groups: above 1: this many groups of environments can step apart, by ``send`` and ``recv``. Group g of G is the
-            N / G environments from g N / G on.
-        spread: above 1: environments may answer late, so that one may make up to this many times the steps of an equal
-            share while others are missing. ``present`` and ``answers`` are there, too.
-        stream: CUDA stream the simulator works on: ``current`` (PyTorch's), or ``default`` (the legacy default
-            stream; the collector then bridges the two with events).
+        name: task name, for logs and error messages.
+        num_envs: number of environments N.
+        obs: observation groups by name; ``"policy"`` is required, ``"critic"`` (privileged) is optional.
+        action: :class:`Box` (continuous) or :class:`Discrete`.
+        device: device of all tensors that ``reset`` and ``step`` return, and of the actions.
+        max_episode_steps: time limit in environment steps; None if the simulator has none. It sizes the replay
+            buffer's store of final observations.
+        autoreset: ``same_step``: the row that ends an episode returns the next episode's first observation in ``obs``;
+            ``next_step``: it returns the final observation, and a filler row (``valid=False``) follows.
+        final_obs: when ``Step.final_obs`` is a separate tensor: ``always`` (every row), ``on_done`` (only where an
+            episode ended; elsewhere it is ``obs``) or ``never`` (the simulator does not return final observations:
+            ``final_ok`` is False where an episode ended).
+        log: keys of ``Step.log``. The key ``success`` is special: it is above 0 in rows where the task is solved, and
+            evaluations report the share of episodes with such a row.
+        single_instance: a process can hold only one such simulator, so that evaluation needs a second process.
+        deterministic: the same seed and actions give the same bits.
+        groups: number G of environment groups that step independently by ``send`` and ``recv``; 1 if all step
+            together. Group g holds the N / G environments from index g N / G on.
+        spread: above 1 for asynchronous environments, which may answer late: upper bound on the steps of one
+            environment, as a multiple of an equal share. ``present`` and ``answers`` must then exist.
+        stream: CUDA stream on which the simulator works: ``current`` (PyTorch's current stream) or ``default`` (the
+            legacy default stream, with which the collector then synchronises by events).
+        info: optional properties. ``dt``: seconds per step, for videos; ``lost_life``: ``terminated`` may be set where
+            the episode continues; ``restarts``: the simulator may begin an episode (``first``) without ending one.
     """
 
     name: str
@@ -105,81 +120,119 @@ class EnvSpec:
 
 @runtime_checkable
 class VecEnv(Protocol):
-    """N environments that step together. See ``Step`` for the meaning of each field.
+    """N environments that step together and reset themselves when an episode ends.
 
-    Optional, found by ``hasattr``: ``state_dict() -> dict`` and ``load_state_dict(d)`` for exact resume;
-    ``reset_where(mask) -> Obs`` to restart single environments ([N] bool; returns all current observations; a filler
-    row that was due is then not), as a run does with those whose numbers are not finite; ``send(action, ids)`` /
-    ``recv() -> (ids, Step)`` for simulators whose environments answer in groups: ``send`` hands a group's actions
-    ([n, A] or [n], ``ids`` [n] int64, ascending) to the simulator and returns at once, ``recv`` waits for the group
-    that was sent first and returns its ids and what followed there (fields of [n, ...]); ``start(action)`` /
-    ``result() -> Step``, the two halves of ``step``, for a simulator that works elsewhere (``Grouped`` then needs no
-    thread for it);
-    ``render(index=0, width=None, height=None)`` -> numpy uint8 [H, W, 3], a picture of one environment as
-    it stands (None: a size of its own), and ``viewer(index=0)``, a window with ``open``, ``show()`` and ``close()``,
-    both for ``pql play``. A factory with a keyword ``render_mode`` is given ``"rgb_array"`` there.
-    ``spec.info["dt"]``, the seconds of a step, sets a video's speed.
+    Required are ``spec``, ``reset``, ``step`` and ``close``, below. ``check_env`` tests an implementation. Tensors that
+    ``reset`` and ``step`` return are not modified by later steps. Actions outside [-1, 1] are clamped.
 
-    ``prepare()``, optional: do now what the first step or reset would do once, compile kernels and capture graphs say.
-    Called once, before the first reset, while nothing of the run is under way on a GPU; the state is as before. (While
-    one thread captures, in mid-run for an evaluation say, CUDA forbids all others the legacy default stream.)
+    Optional members; the library looks for each with ``hasattr``:
 
-    ``capturable``, optional, False where it is missing: True says that ``step`` can be put into a CUDA graph, together
-    with the policy's action before it and the recording after it. Then ``step`` never waits for the device, and takes
-    no way in Python that depends on values or on how often it was called; it keeps its state at fixed addresses
-    (``copy_``, never a new tensor in place of an old one), and draws from ``generators`` (a list of
-    ``torch.Generator``, which is there too) alone; ``state_dict`` and ``load_state_dict``, which writes in place, are
-    there and work before the first reset. What ``step`` returns is read before the next one.
+    ``state_dict() -> dict``, ``load_state_dict(state)``
+        Save and restore the simulator's state, so that a resumed run continues with the same bits.
+    ``reset_where(mask) -> Obs``
+        Restart the environments where ``mask`` [N] bool is set, and return the current observations of all, [N, ...].
+        A filler row that was due is dropped. Used to replace environments with NaN or infinite values.
+    ``start(action)``, ``result() -> Step``
+        The two halves of ``step``, for a simulator in another process: ``start`` returns immediately, ``result``
+        waits. ``Grouped`` then needs no thread for it.
+    ``render(index=0, width=None, height=None) -> ndarray``
+        Image of environment ``index``, numpy uint8 [H, W, 3]; None: the environment's default size. For ``pql play``.
+        If the factory takes ``render_mode``, it is passed ``"rgb_array"``. ``spec.info["dt"]`` sets the video's speed.
+    ``viewer(index=0)``
+        Window on environment ``index``: an object with ``open`` (bool), ``show()`` and ``close()``.
+    ``prepare()``
+        Do one-time work early, such as compiling kernels and capturing CUDA graphs; must not change the state. Called
+        once, before the first reset, while the GPU is idle: during a capture, CUDA forbids all other threads the use
+        of the legacy default stream.
+    ``measures() -> dict[str, float]``
+        Additional metrics for every row of the training log.
+    ``beside() -> VecEnv | None``
+        Environments for evaluation, where a second simulator cannot be built.
 
-    Where ``spec.groups`` is above 1: ``send(action, ids)`` starts a step of one group and returns at once; ``ids`` [n]
-    int64, on the CPU, are the group's environments in order; ``action`` [n, ...] is left alone until the answer.
-    ``recv() -> (ids, Step)`` waits for the oldest group sent; its step's fields are [n, ...], and stay as they are
-    until the same group is sent again. ``step`` is there as ever, while no answer is due.
+    CUDA graphs. ``capturable`` (bool, default False) declares that ``step`` can be captured in one CUDA graph with the
+    policy before it and the replay write after it. Then:
 
-    Where ``spec.spread`` is above 1: ``send`` takes any environments of a group; ``answers(group) -> (ids, Step)``
-    waits for a bounded time and returns whose answers came ([k] int64, on the CPU; possibly none), with a step of the
-    whole group: rows of the others are fillers that repeat the observation they had. ``present() -> [N] bool``, on the
-    CPU, says who answered the last ``reset``. An environment that was lost comes back by a filler row with ``first``.
-    ``step`` waits for all that are there: the rows of others are fillers.
-    ``beside() -> VecEnv | None``, optional: environments for evaluations, where a second simulator cannot be built.
-    ``measures() -> dict[str, float]``, optional: numbers of its own for every row of the log.
+    - ``step`` never synchronises with the device, and its Python control flow depends neither on tensor values nor on
+      the number of calls;
+    - state stays at fixed addresses (``copy_`` instead of a new tensor);
+    - all random draws come from ``generators``, a list of ``torch.Generator``;
+    - ``state_dict`` and ``load_state_dict``, which writes in place, exist and work before the first reset;
+    - callers read the tensors that ``step`` returned before the next one: a replay of the graph overwrites them.
+
+    Groups (``spec.groups > 1``). ``step`` still works while no answer is pending. In addition:
+
+    ``send(action, ids)``
+        Start a step of one group and return immediately. ``ids`` [n] int64 on the CPU: the group's environments,
+        ascending; ``action`` [n, A] or [n], not modified until the answer.
+    ``recv() -> (ids, Step)``
+        Wait for the group sent first. The step's fields are [n, ...] and keep their values until the same group is
+        sent again.
+
+    Asynchronous environments (``spec.spread > 1``). ``send`` accepts any subset of a group; ``step`` waits for all
+    environments that are connected and returns filler rows for the others. In addition:
+
+    ``answers(group) -> (ids, Step)``
+        Wait for a bounded time; return the environments that answered, ``ids`` [k] int64 on the CPU (k may be 0), and
+        a step of the whole group, [n, ...]. Rows of the other environments are fillers that repeat their last
+        observation. An environment that was lost returns with a filler row with ``first`` set.
+    ``present() -> Tensor``
+        [N] bool on the CPU: environments that answered the last ``reset``.
     """
 
     @property
-    def spec(self) -> EnvSpec: ...
+    def spec(self) -> EnvSpec:
+        """Static description of the environments."""
+        ...
 
     def reset(self, seed: int | None = None) -> Obs:
-        """Restart all environments. An int seeds every random draw that follows; None goes on drawing."""
+        """Restart all environments and return their first observations, name -> [N, ...].
+
+        Args:
+            seed: seeds all random draws that follow; None continues the current random streams.
+        """
         ...
 
     def step(self, action: Tensor) -> Step:
-        """Apply ``action`` ([N, A] float32 in [-1, 1], or [N] int64) and return what followed."""
+        """Step all environments.
+
+        Args:
+            action: [N, A] float32 in [-1, 1] for a :class:`Box`, [N] int64 for :class:`Discrete`. It is not modified.
+        Returns:
+            A :class:`~pql.types.Step` with fields of [N, ...].
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the simulator."""
+        ...
 
 
 EnvFactory = Callable[..., VecEnv]
-"""``factory(num_envs, device, **kwargs) -> VecEnv``. Where it has an attribute ``describe`` of the same signature,
-that returns the ``EnvSpec`` without starting the simulator, so memory can be checked first."""
+"""``factory(num_envs, device, **kwargs) -> VecEnv``. An optional attribute ``describe`` of the same signature returns
+the ``EnvSpec`` without starting the simulator, so that memory use can be checked first."""
 
 
 def capturable(env: VecEnv) -> bool:
-    """Whether a step of ``env`` can be put into a CUDA graph; see :class:`VecEnv`."""
+    """Return True if ``env.step`` can be captured in a CUDA graph; see :class:`VecEnv`."""
     return bool(getattr(env, "capturable", False))
 
 
 def make_ready(env: VecEnv) -> None:
-    """Let ``env`` do now what its first step would do once; see :class:`VecEnv`."""
+    """Call ``env.prepare()`` if ``env`` has it; see :class:`VecEnv`."""
     if hasattr(env, "prepare"):
         env.prepare()
 
 
 def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", **kwargs: Any) -> VecEnv:
-    """Build a registered environment: ``make_env("halfcheetah", num_envs=64)``.
+    """Build an environment by name: ``make_env("halfcheetah", num_envs=64)``.
 
+    Args:
+        name: a registered name, or ``module:attribute`` of a factory.
+        num_envs: number of environments N.
+        device: device of the simulation and of all tensors.
+        kwargs: keywords of the factory.
     Raises:
-        ConfigError: unknown name, missing simulator, or a keyword the simulator does not take.
+        ConfigError: unknown name, missing simulator, or a keyword that the factory does not take.
     """
     factory = find_factory(name)
     check_keywords(factory, kwargs)
@@ -195,7 +248,7 @@ def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", 
 
 
 def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> None:
-    """Raises ``ConfigError`` for an object that is no ``VecEnv``; one of gymnasium's is had by its id instead."""
+    """Raise ``ConfigError`` if ``env`` is not a ``VecEnv``; for a Gymnasium environment it suggests ``task.id``."""
     methods = all(callable(getattr(env, m, None)) for m in ("reset", "step", "close"))
     if methods and isinstance(getattr(env, "spec", None), EnvSpec):
         return
@@ -209,7 +262,7 @@ def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> N
 
 
 def check_answer(method: str, answer: Any, kind: type, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` where an environment's ``reset`` or ``step`` returned something else than a ``kind``."""
+    """Raise ``ConfigError`` if ``answer``, returned by ``reset`` or ``step``, is not of type ``kind``."""
     if not isinstance(answer, kind):
         what = f"{method}() to return a {'dict of observations' if kind is dict else 'pql.Step'}"
         like = ", as gymnasium has it" if isinstance(answer, tuple) else ""
@@ -219,8 +272,10 @@ def check_answer(method: str, answer: Any, kind: type, spec: EnvSpec) -> None:
 
 
 def check_keywords(factory: Callable[..., Any], kwargs: Mapping[str, Any], prefix: str = "") -> None:
-    """``ConfigError`` for the first keyword that ``factory`` does not take; one that takes any checks its own. The
-    error names it with ``prefix`` before it."""
+    """Raise ``ConfigError`` for the first keyword that ``factory`` does not take.
+
+    A factory with ``**kwargs`` checks its keywords itself. The error names the keyword with ``prefix`` before it.
+    """
     taken = inspect.signature(factory).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in taken):
         return

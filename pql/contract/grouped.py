@@ -1,7 +1,7 @@
-"""``Grouped``: several simulators as one whose environments answer in groups, each stepping on a thread of its own.
+"""``Grouped``: several simulators as one ``VecEnv`` with groups, each simulator stepping on its own thread.
 
-With it a collector computes one group's actions while the others step. It pays where a simulator leaves the collector's
-processor alone while it steps: one that waits for another process, or that has cores to itself.
+The collector computes the actions of one group while the others step. This is faster if stepping leaves the collector's
+core free: the simulator waits for another process, or has cores to itself.
 """
 
 import queue
@@ -21,21 +21,22 @@ from pql.types import Obs, Step
 
 
 class Grouped:
-    """G simulators of n environments each as one of N = G n, with ``send`` and ``recv``.
+    """G simulators of n environments each as one ``VecEnv`` of N = G n environments, with ``send`` and ``recv``.
 
-    Each has a seed of its own, drawn from the one that ``reset`` is given, and steps with one intra-op thread.
+    Each simulator has its own seed, drawn from the seed of ``reset``, and steps with one intra-op thread. Fields of a
+    group's ``Step`` are [n, ...]; ``step`` itself takes and returns [N, ...]. See ``VecEnv`` for the methods.
 
     Args:
-        envs: alike but for their random draws. They are this object's from now on.
+        envs: simulators with equal specifications. This object owns them: it closes them.
     Raises:
-        ConfigError: a simulator that allows only one in a process, or that steps on a GPU.
+        ConfigError: the simulator allows only one instance per process, or steps on a GPU.
     """
 
     def __init__(self, envs: Sequence[VecEnv]):
         self.envs = list(envs)
         self.spec = grouped_spec(envs[0].spec, len(envs))
         self.ids = list(torch.arange(self.spec.num_envs).chunk(len(envs)))
-        # One in another process steps there: it needs no thread to wait in.
+        # A simulator in another process has start and result, and needs no thread here.
         self._steppers: list[Any] = [
             env if hasattr(env, "start") and hasattr(env, "result") else Stepper(env.step, f"pql-group-{g}")
             for g, env in enumerate(envs)
@@ -48,8 +49,8 @@ class Grouped:
 
     @classmethod
     def make(cls, make: Callable[[], VecEnv], groups: int) -> "Grouped":
-        """Of simulators that ``make`` gives, one for each group."""
-        with ExitStack() as opened:  # those there are are closed if a later one fails
+        """Build ``groups`` simulators by calling ``make`` once for each."""
+        with ExitStack() as opened:  # close the earlier ones if a later one fails
             envs = []
             for _ in range(groups):
                 envs.append(make())
@@ -59,38 +60,43 @@ class Grouped:
         return grouped
 
     def prepare(self) -> None:
-        """Of each."""
+        """Call ``prepare`` of every simulator that has it."""
         for env in self.envs:
             make_ready(env)
 
     def reset(self, seed: int | None = None) -> Obs:
+        """Restart all environments; return their observations, [N, ...]."""
         seeds: list[Any] = [None] * len(self.envs)
         if seed is not None:
-            # Not seed + g: simulators that number their environments' seeds on would give two groups the same ones.
+            # seed + g would repeat seeds across groups: some simulators seed environment i with seed + i.
             seeds = torch.randint(2**31, (len(seeds),), generator=Generator().manual_seed(seed)).tolist()
         return joined([env.reset(s) for env, s in zip(self.envs, seeds, strict=True)])
 
     def send(self, action: Tensor, ids: Tensor) -> None:
+        """Start a step of the group with environments ``ids`` [n]; ``action`` is [n, A] or [n]."""
         group = int(ids[0]) // len(self.ids[0])
         self._steppers[group].start(action)
         self._sent.append(group)
 
     def recv(self) -> tuple[Tensor, Step]:
+        """Wait for the group sent first; return its ids [n] and its step [n, ...]."""
         group = self._sent.popleft()
         return self.ids[group], self._steppers[group].result()
 
     def step(self, action: Tensor) -> Step:
+        """Step all groups with ``action`` [N, A] or [N]."""
         for ids in self.ids:
             self.send(action[ids[0] : ids[-1] + 1], ids)
         return join_steps([self.recv()[1] for _ in self.ids])
 
     def close(self) -> None:
+        """Close all simulators and end their threads."""
         for stepper, env in zip(self._steppers, self.envs, strict=True):
             stepper.close()
             env.close()
 
     def _reset_where(self, mask: Tensor) -> Obs:
-        """While no answer is due."""
+        """Only while no answer is pending."""
         parts = zip(self.envs, mask.chunk(len(self.envs)), strict=True)
         return joined([env.reset_where(part) for env, part in parts])  # type: ignore[attr-defined]
 
@@ -103,19 +109,19 @@ class Grouped:
 
 
 class Stepper:
-    """Runs ``step`` on a thread of its own, one action at a time."""
+    """Thread that runs ``step``, one action [n, ...] at a time."""
 
     def __init__(self, step: Callable[[Tensor], Step], name: str):
         self.step = step
         self.inbox: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self.outbox: queue.SimpleQueue[Step | BaseException] = queue.SimpleQueue()
-        # A daemon: a simulator that hangs cannot be stopped, but it must not keep the process alive.
+        # A daemon thread, so that a hung simulator does not keep the process alive.
         self.thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self.thread.start()
 
     @torch.no_grad()
     def _loop(self) -> None:
-        torch.get_num_threads()  # asked first: the first question takes over the process-wide count, whenever it comes
+        torch.get_num_threads()  # the first call in a thread adopts the process-wide count, and would undo a set before
         torch.set_num_threads(1)
         while (action := self.inbox.get()) is not None:
             try:
@@ -124,25 +130,27 @@ class Stepper:
                 self.outbox.put(error)
 
     def start(self, action: Tensor) -> None:
+        """Queue a step with ``action`` and return immediately."""
         self.inbox.put(action)
 
     def result(self) -> Step:
-        """Of the oldest action started. Raises what its step raised."""
+        """Wait for the step of the oldest action started; re-raise its exception."""
         outcome = self.outbox.get()
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
     def close(self) -> None:
+        """End the thread; wait for it 2 seconds at most."""
         self.inbox.put(None)
         self.thread.join(timeout=2.0)
 
 
 def grouped_spec(one: EnvSpec, groups: int) -> EnvSpec:
-    """The specification of ``groups`` simulators like ``one`` as one.
+    """Return the specification of ``groups`` simulators with specification ``one``, combined.
 
     Raises:
-        ConfigError: they cannot be.
+        ConfigError: the simulator allows only one instance per process, or steps on a GPU.
     """
     if one.single_instance:
         raise ConfigError("placement.groups", groups, f"null or 1: a process can hold only one {one.name}")
@@ -152,12 +160,12 @@ def grouped_spec(one: EnvSpec, groups: int) -> EnvSpec:
 
 
 def join_steps(steps: Sequence[Step]) -> Step:
-    """The steps of all groups, in order, as one of all environments."""
+    """Concatenate the steps of all groups, [n, ...] each, into one of [N, ...]."""
     return Step(*(joined(field) for field in zip(*steps, strict=True)))
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Tensors [n, ...] of every group, or dicts of such, as ones of all environments."""
+    """Concatenate tensors [n, ...] of all groups, or dicts of such tensors, into [N, ...]."""
     if isinstance(parts[0], dict):
         return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
     return torch.cat(list(parts))

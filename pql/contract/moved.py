@@ -1,4 +1,4 @@
-"""Modules under the names that they had up to version 0.1: imports of these still work for one version, with a warning.
+"""Aliases for module names up to version 0.1: importing one still works for one version, with a deprecation warning.
 
 Runs on Python 3.8, as ``pql/__init__.py`` does.
 """
@@ -63,6 +63,6 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Find the old names; after everything else, so that it costs nothing where they are not used."""
+    """Install the import hook for old names. It comes last, so that other imports do not pay for it."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
         sys.meta_path.append(_Moved())

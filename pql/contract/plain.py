@@ -1,11 +1,10 @@
-"""The records of the environment contract, in any Python from 3.8 on: a simulator that runs in an interpreter of its
-own imports them from here. ::
+"""Records of the environment contract for Python 3.8 and later, for simulators that need their own interpreter. ::
 
     from pql.contract.plain import Box, EnvSpec, ObsSpec, Step
 
-Where the library itself can be imported they are its own classes (``pql.contract.env``, ``pql.types``); elsewhere
-these stand in: the same names, fields and meaning, with NumPy arrays in place of tensors and names of types ("float32")
-in place of ``torch.dtype``.
+If the library can be imported, these are its classes (``pql.contract.env``, ``pql.types``). Otherwise they are
+substitutes with the same names, fields and meaning, which hold NumPy arrays instead of tensors and dtype names
+("float32") instead of ``torch.dtype``.
 
 This file runs on Python 3.8 with the standard library alone.
 """
@@ -26,33 +25,33 @@ if TYPE_CHECKING or (sys.version_info >= (3, 11) and importlib.util.find_spec("t
 else:
 
     class ConfigError(Exception):
-        """A setting that cannot work: which, its value, and what is allowed. The near side raises its own from it."""
+        """Invalid setting; the parent process raises ``pql.errors.ConfigError`` from it."""
 
         def __init__(self, setting: str, value: Any, allowed: str):
             super().__init__(f"{setting}={value}: expected {allowed}")
             self.setting, self.value, self.allowed = setting, value, allowed
 
     class ObsSpec(NamedTuple):
-        """One environment's observation group, without the N axis."""
+        """One observation group of a single environment: see ``pql.contract.env.ObsSpec``."""
 
         shape: tuple[int, ...]
         dtype: str = "float32"
         stack: int = 1
 
     class Box(NamedTuple):
-        """Actions [N, size] float32 in [-1, 1]; the simulator's own bounds for an exported policy."""
+        """Continuous actions [N, size] float32 in [-1, 1]: see ``pql.contract.env.Box``."""
 
         size: int
         low: tuple[float, ...] | None = None
         high: tuple[float, ...] | None = None
 
     class Discrete(NamedTuple):
-        """Actions [N] int64 in [0, n)."""
+        """Discrete actions [N] int64 in [0, n)."""
 
         n: int
 
     class EnvSpec(NamedTuple):
-        """What a learner must know before the first step: see ``pql.contract.env.EnvSpec``."""
+        """Static description of an environment: see ``pql.contract.env.EnvSpec``."""
 
         name: str
         num_envs: int
@@ -71,7 +70,7 @@ else:
         info: Mapping[str, Any] = {}
 
     class Step(NamedTuple):
-        """What a step of all environments returns: see ``pql.types.Step``."""
+        """Result of stepping all N environments once, in NumPy arrays [N, ...]: see ``pql.types.Step``."""
 
         obs: dict[str, Any]
         reward: Any

@@ -1,7 +1,6 @@
-"""Things by name: simulators of this library, of installed packages and of yours. Knows no torch, and imports none.
+"""Registry of simulators by name: built in, from installed packages, or registered by the user. Needs no torch.
 
-``module:attribute`` names what nobody has registered, for simulators and networks alike; its module may lie in the
-working directory.
+Unregistered simulators and networks are named ``module:attribute``; the module may be in the working directory.
 """
 
 import importlib
@@ -19,28 +18,28 @@ _registered: dict[str, Any] = {}
 
 
 def register(name: str, factory: Any) -> None:
-    """Make ``factory`` available under ``name`` in this process (packages use the entry-point group ``pql.envs``)."""
+    """Register ``factory`` under ``name`` in this process. Packages use the entry-point group ``pql.envs`` instead."""
     _registered[name] = factory
 
 
 def env_names() -> list[str]:
-    """All names ``make_env`` knows: built in, registered here, and from installed packages."""
+    """Return all names that ``make_env`` accepts: built in, registered, and from installed packages."""
     from pql.envs import BUILTIN
 
     return sorted({*BUILTIN, *_registered, *(e.name for e in entry_points(group="pql.envs"))})
 
 
 def check_name(name: str) -> None:
-    """Raises ``ConfigError`` for a task that nobody knows, without looking at those that somebody does."""
+    """Raise ``ConfigError`` for an unknown task name. Imports nothing, and accepts any ``module:attribute``."""
     if ":" not in name and name not in env_names():
         raise ConfigError("task", name, f"one of {', '.join(env_names())}{nearest(name, env_names())}")
 
 
 def check_chosen(name: str, given: Container[str], prefix: Mapping[str, str] | None = None) -> None:
-    """Raises ``ConfigError`` where ``name`` is a simulator of many tasks and the keywords ``given`` choose none.
+    """Raise ``ConfigError`` if ``name`` is a simulator of many tasks and the keywords ``given`` choose none of them.
 
     Args:
-        prefix: what the user writes before a keyword; "" stands for all others.
+        prefix: keyword -> prefix of its setting, for the error; the key "" holds the default.
     """
     from pql.envs import CHOOSES
 
@@ -51,10 +50,10 @@ def check_chosen(name: str, given: Container[str], prefix: Mapping[str, str] | N
 
 
 def find_factory(name: str) -> Any:
-    """Resolve a task name, or ``module:attribute`` of what nobody has registered.
+    """Return the factory of a task name, or of ``module:attribute``.
 
     Raises:
-        ConfigError: no such name, or its simulator is not installed (the message says what to install).
+        ConfigError: unknown name, or its simulator is not installed (the message names the package).
     """
     from pql.envs import BUILTIN, EXTRA_OF, NEEDS
 
@@ -82,10 +81,12 @@ def find_factory(name: str) -> Any:
 
 
 def import_name(setting: str, name: str) -> Any:
-    """``module:attribute``, looked for in the working directory too.
+    """Import ``module:attribute``; the working directory is searched first.
 
+    Args:
+        setting: named by the error.
     Raises:
-        ConfigError: it cannot be imported; ``setting`` is where it was asked for.
+        ConfigError: it cannot be imported.
     """
     module, _, attribute = name.partition(":")
     try:

@@ -1,6 +1,6 @@
-"""The rules of ``check_env``, one function each over one recorded step; each returns the fault, or nothing.
+"""Rules of ``check_env``: one function per rule; each takes one recorded step and returns a message, "" if it holds.
 
-They read values back to the host, as nothing in a training loop may.
+They synchronise with the host, which code in a training loop must not do.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,26 +18,27 @@ FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
 
 @dataclass
 class Row:
-    """One step and what the rules need to know of the steps before it. All tensors are clones."""
+    """One recorded step with the context that the rules need. All tensors are clones."""
 
     spec: EnvSpec
     index: int  # steps since reset
     step: Step
-    before: Obs  # what was acted on; clones
-    length: Tensor  # [N] int64; valid rows of the running episode, this one included
+    before: Obs  # [N, ...]; the observation before the step
+    length: Tensor  # [N] int64; valid rows of the current episode, this one included
     after_end: Tensor  # [N] bool; the row before was valid and ended an episode
     after_filler: Tensor  # [N] bool
-    next_valid: Tensor  # [N] bool; the row after this one is no filler
+    next_valid: Tensor  # [N] bool; the row after this one is not a filler
 
 
 def ended(step: Step) -> Tensor:
+    """Return [N] bool: rows with ``terminated`` or ``truncated``."""
     return step.terminated | step.truncated
 
 
 def continues(row: Row) -> Tensor:
-    """Rows that end a value without ending an episode: a lost life, where the specification declares it.
+    """Return [N] bool: rows with ``terminated`` whose episode continues (a lost life, if ``spec.info`` declares it).
 
-    Under next-step autoreset the row itself does not tell: it is one if no filler row follows.
+    Under next-step autoreset such a row is recognised by the missing filler row after it.
     """
     if not row.spec.info.get("lost_life"):
         return torch.zeros_like(row.step.first)
@@ -45,17 +46,17 @@ def continues(row: Row) -> Tensor:
 
 
 def restarted(row: Row) -> Tensor:
-    """Rows whose observation begins an episode although none ended."""
+    """Return [N] bool: rows whose observation begins an episode although none ended."""
     return row.step.first & row.step.valid & ~ended(row.step)
 
 
 def closes(row: Row) -> Tensor:
-    """Rows that end an episode."""
+    """Return [N] bool: rows that end an episode."""
     return ended(row.step) & row.step.valid & ~continues(row)
 
 
 def following(spec: EnvSpec, last: Row | None, step: Step, obs: Obs) -> Row:
-    """The row after ``last``; where that is None, the first, acted in from ``obs``."""
+    """Return the record of ``step`` [N, ...], which follows ``last``; None: the first after a reset to ``obs``."""
     none = torch.zeros_like(step.first)
     if last is None:
         return Row(spec, 0, step, obs, step.valid.long(), none, none, none)
@@ -65,12 +66,12 @@ def following(spec: EnvSpec, last: Row | None, step: Step, obs: Obs) -> Row:
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """[N] bool; NaN equals NaN."""
+    """Return [N] bool: rows in which ``a`` and ``b`` [N, ...] differ anywhere. NaN equals NaN."""
     return ((a != b) & ~((a != a) & (b != b))).reshape(len(a), -1).any(1)
 
 
 def where(bad: Tensor) -> str:
-    """``" (environments 0, 3, ...)"``, or an empty string where nothing is bad."""
+    """Return ``" (environments 0, 3, ...)"`` for the rows of ``bad`` [N, ...] with a set entry, "" without any."""
     rows = bad.nonzero()[:, 0].unique().tolist()
     if not rows:
         return ""
@@ -78,7 +79,7 @@ def where(bad: Tensor) -> str:
 
 
 def tensors(step: Step) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a step by name."""
+    """Yield every tensor of a step with its name, such as ``obs[policy]``."""
     for name, value in step._asdict().items():
         if isinstance(value, dict):
             yield from ((f"{name}[{key}]", tensor) for key, tensor in value.items())
@@ -87,10 +88,11 @@ def tensors(step: Step) -> Iterator[tuple[str, Tensor]]:
 
 
 def clone(step: Step) -> Step:
+    """Copy every tensor of a step."""
     return Step._make({k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v.clone() for v in step)
 
 
-# --- rules on one step: "" where it is kept, else what is wrong ---------------------------------------------------
+# --- rules on one step: "" if it holds, else the message ----------------------------------------------------------
 
 
 def _tensor_fault(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
@@ -108,6 +110,7 @@ def _tensor_fault(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dt
 
 
 def obs_fault(name: str, obs: Any, spec: EnvSpec) -> str:
+    """Check observation groups against ``spec.obs``: names, shapes [N, ...], dtypes, device."""
     if not isinstance(obs, dict):
         return f"{name} is a {type(obs).__name__}, expected a dict of the groups {sorted(spec.obs)}"
     if set(obs) != set(spec.obs):
@@ -119,7 +122,7 @@ def obs_fault(name: str, obs: Any, spec: EnvSpec) -> str:
 
 
 def shapes_fault(step: Any, spec: EnvSpec) -> str:
-    """The one rule that must hold before any other can be tested."""
+    """Check types, shapes, dtypes and devices of a step. The other rules are tested only if this one holds."""
     if not isinstance(step, Step):
         return f"step returned a {type(step).__name__}, not a pql.types.Step"
     fault = obs_fault("obs", step.obs, spec) or obs_fault("final_obs", step.final_obs, spec)
@@ -130,6 +133,7 @@ def shapes_fault(step: Any, spec: EnvSpec) -> str:
 
 
 def log_fault(step: Step, spec: EnvSpec) -> str:
+    """Check that ``log`` has the keys of ``spec.log``, each [N] float32."""
     if set(step.log) != set(spec.log):
         return f"log has keys {sorted(step.log)}, spec.log says {sorted(spec.log)}"
     faults = (_tensor_fault(f"log[{k}]", v, (spec.num_envs,), torch.float32, spec.device) for k, v in step.log.items())
@@ -137,6 +141,7 @@ def log_fault(step: Step, spec: EnvSpec) -> str:
 
 
 def finite(row: Row) -> str:
+    """No float tensor of a step holds NaN or infinity."""
     for name, value in tensors(row.step):
         if value.is_floating_point() and not value.isfinite().all():
             return f"{name} holds NaN or infinity" + where(~value.isfinite())
@@ -144,11 +149,13 @@ def finite(row: Row) -> str:
 
 
 def disjoint(row: Row) -> str:
+    """``terminated`` and ``truncated`` are never both set."""
     both = row.step.terminated & row.step.truncated
     return f"terminated and truncated are both set{where(both)}: terminated wins" if both.any() else ""
 
 
 def final_obs(row: Row) -> str:
+    """``final_obs`` equals ``obs`` except where same-step autoreset replaced ``obs``."""
     step = row.step
     exempt = restarted(row) | (closes(row) if row.spec.autoreset == "same_step" else ~step.final_ok)
     for name, obs in step.obs.items():
@@ -159,6 +166,7 @@ def final_obs(row: Row) -> str:
 
 
 def final_ok(row: Row) -> str:
+    """``final_ok`` is False exactly at the ends of episodes with ``spec.final_obs="never"``."""
     lost = closes(row) if row.spec.final_obs == "never" else torch.zeros_like(row.step.first)
     bad = (row.step.final_ok == lost) & ~restarted(row)
     if not bad.any():
@@ -168,6 +176,7 @@ def final_ok(row: Row) -> str:
 
 
 def first(row: Row) -> str:
+    """``first`` is set exactly where ``obs`` begins an episode."""
     step, same = row.step, row.spec.autoreset == "same_step"
     begins = closes(row) if same else row.after_end | (row.after_filler & ~step.valid)
     bad = step.first != begins
@@ -184,6 +193,7 @@ def first(row: Row) -> str:
 
 
 def filler(row: Row) -> str:
+    """A filler row follows every end of an episode under next-step autoreset, and occurs nowhere else."""
     valid = row.step.valid
     if row.spec.autoreset == "same_step":
         return f"valid is False under same-step autoreset{where(~valid)}" if not valid.all() else ""
@@ -194,11 +204,13 @@ def filler(row: Row) -> str:
 
 
 def filler_flags(row: Row) -> str:
+    """Filler rows have neither ``terminated`` nor ``truncated`` set."""
     bad = ended(row.step) & ~row.step.valid
     return f"a filler row carries terminated or truncated{where(bad)}" if bad.any() else ""
 
 
 def time_limit(row: Row) -> str:
+    """No episode is longer than ``spec.max_episode_steps``."""
     limit = row.spec.max_episode_steps
     if limit is None:
         return ""
@@ -207,15 +219,20 @@ def time_limit(row: Row) -> str:
 
 
 def stack(row: Row) -> str:
+    """Frame stacks of ``obs`` and ``final_obs`` continue those of the observation before."""
     step, spec = row.step, row.spec
-    # Next-step autoreset shows the final observation where the episode goes on otherwise: it may be lost.
+    # Next-step autoreset returns the final observation in obs; the simulator may have lost it.
     shown = stack_fault("obs", step.obs, row.before, step.first, step.first | step.final_ok, spec)
     none = torch.zeros_like(step.first)
     return shown or stack_fault("final_obs", step.final_obs, row.before, none, step.final_ok & step.valid, spec)
 
 
 def stack_fault(name: str, obs: Obs, before: Obs, begins: Tensor, asked: Tensor, spec: EnvSpec) -> str:
-    """Of the rows ``asked``: older frames are zeros where an episode ``begins``, else those newest in ``before``."""
+    """Check the older frames of stacks [N, stack, ...]: zeros where an episode begins, else the newest of ``before``.
+
+    Args:
+        begins: [N] bool, an episode begins in this row; asked: [N] bool, rows to check.
+    """
     for key, part in spec.obs.items():
         if part.stack > 1:
             older, kept = obs[key][:, :-1], before[key][:, 1:]

@@ -1,4 +1,4 @@
-"""``EnvSpec`` as JSON: how checkpoints, exports and dumps store it."""
+"""Conversion of ``EnvSpec`` to and from the JSON stored in checkpoints, exports and dumps."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -9,6 +9,7 @@ from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 
 
 def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
+    """Return the name, spaces and time limit of ``spec`` as JSON types."""
     box = spec.action if isinstance(spec.action, Box) else None
     action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
     bounds = {"action_low": box.low, "action_high": box.high} if box else {}
@@ -23,6 +24,7 @@ def _group_to_dict(group: ObsSpec) -> dict[str, Any]:
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
+    """Return the specification stored by :func:`spec_to_dict`, for one environment on the CPU."""
     obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
     low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
     size, limit = data["action"], data["max_episode_steps"]

@@ -64,7 +64,7 @@ CHOOSES = {
     "isaaclab": ("task", "Isaac-Ant"),
     "isaacgym": ("task", "Ant"),
 }
-"""Simulators of many tasks: the keyword that chooses one of these, and an example. None is taken unasked."""
+"""Simulators of many tasks: the keyword that chooses the task, and an example. There is no default task."""
 
 EXTRA_OF = {
     "pql.envs.mujoco": "mujoco",

@@ -1,4 +1,4 @@
-"""What adapters of simulators that speak torch, or JAX, share: actions and settings."""
+"""Helpers shared by the adapters of torch and JAX simulators: action rescaling and nested settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from pql.errors import ConfigError, nearest
 
 
 class Actions:
-    """[-1, 1] -> the simulator's own bounds, or +-``bound`` where it has none.
+    """Rescales actions [N, A] from [-1, 1] to the simulator's bounds, or to +-``bound`` for unbounded dimensions.
 
     Args:
-        space: with ``low`` and ``high``, arrays or (mjlab) one number for all of its ``shape``.
+        space: with ``low`` and ``high``: arrays, or one number for all of ``shape`` (mjlab).
 
     Attributes:
-        spec: the specification.
-        bounded: all bounds are the simulator's own.
+        spec: the action specification.
+        bounded: True if the simulator bounds every dimension.
 
     Raises:
         ConfigError: no such space, or no such bound.
@@ -43,7 +43,7 @@ class Actions:
 
 
 def change(config: Any, settings: Mapping[str, Any], within: str = "") -> None:
-    """Set what names stand for: attributes, or entries where there are keys (in mjlab and Playground).
+    """Set nested attributes of a configuration, or entries if it is a mapping (in mjlab and Playground).
 
     Args:
         settings: by dotted names, or group by group: ``{"scene.num_envs": 3}`` or ``{"scene": {"num_envs": 3}}``.

@@ -3,7 +3,7 @@
 Frames as in Mnih et al. 2015: an action is held for four frames of the console, the observation is the maximum of the
 last two in grey, 84 x 84, and four of these are stacked, zeros before the episode. Rewards are raw scores: learners
 clip (``task.reward_clip``). Facts about ``ale_py`` that are worked around here: it clips rewards and presses FIRE by
-default; its no-ops are drawn from 0 .. noop_max - 1; its own flag for lost lives cannot be told from the game's end.
+default; its no-ops are drawn from 0 .. noop_max - 1; its own flag for lost lives equals that for the game's end.
 """
 
 import functools
@@ -42,10 +42,10 @@ class AtariVec:
         device: where the tensors go; the consoles run on the host.
         game: as ``ale_py`` calls it: ``pong``, ``ms_pacman``, ...
         autoreset: ``same_step`` or ``next_step`` (a filler row follows each end).
-        noop_max: a game begins with 0 .. ``noop_max`` frames without an action, drawn anew each time.
+        noop_max: a game begins with 0 .. ``noop_max`` frames without an action, drawn for every game.
         sticky: probability, at every frame of the console, that the last action is repeated instead.
         full_actions: all 18 actions instead of those that the game knows.
-        life_loss: a lost life terminates (for learning; the game goes on, so ``first`` is not set).
+        life_loss: a lost life terminates (for learning; the game continues, so ``first`` is not set).
         fire_reset: press FIRE once when a game begins, where it has such an action.
         max_episode_steps: time limit in actions, four frames each; 27,000 are 30 minutes of play.
         threads: that step the consoles (of each group); None or 0: as many as there are cores.
@@ -230,7 +230,7 @@ class Group:
         obs, reward, terminated, truncated, info = self.vec.recv()
         over = terminated | truncated
         filler = self._ended if self._next else np.zeros_like(over)
-        if self.life_loss:  # the last one ends the game; after an autoreset there are as many as ever
+        if self.life_loss:  # except for the last life, which ends the game
             terminated = terminated | ((info["lives"] < self._lives) & (info["lives"] > 0) & ~over & ~filler)
         self._ended, self._lives, self.shown = over, info["lives"], obs
         flags = np.stack((terminated, truncated, filler if self._next else over, ~filler))

@@ -64,7 +64,7 @@ class Catch(Drawn, TorchEnv):
         return Transition(torch.stack((phase, drift, row, moved, paddle), 1), reward, landed, {"success": success})
 
     def column(self, phase: Tensor) -> Tensor:
-        """Where on its way there and back the ball is: 0 .. size - 1."""
+        """Return the position, 0 .. size - 1, of a ball that bounces between both ends; any shape."""
         far = self.size - 1
         return far - (phase.remainder(2 * far) - far).abs()
 

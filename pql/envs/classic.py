@@ -20,7 +20,7 @@ from pql.types import Obs, Step
 
 
 class Transition(NamedTuple):
-    """What the dynamics of one step give, before time limits and resets."""
+    """Result of one step of the dynamics, before time limits and resets."""
 
     state: Tensor  # [N, S]
     reward: Tensor  # [N] float32
@@ -88,7 +88,7 @@ class TorchEnv:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """What a step draws from."""
+        """Generators of all random draws of a step."""
         return [self.generator]
 
     @classmethod
@@ -157,6 +157,7 @@ class TorchEnv:
 
     @torch.no_grad()
     def step(self, action: Tensor) -> Step:
+        """Step all environments with ``action`` [N, A] or [N]."""
         state, reward, terminated, log = self.advance(self._state, action if self.discrete else action.clamp(-1, 1))
         self._steps += 1
         truncated = (self._steps >= self._limit) & ~terminated
@@ -187,7 +188,7 @@ class TorchEnv:
 
 
 def rk4(derivative: Callable[[Tensor], Tensor], state: Tensor, dt: float) -> Tensor:
-    """One classical Runge-Kutta step of ``d state / dt = derivative(state)``."""
+    """Return ``state`` [N, S] after one classical Runge-Kutta step of ``d state / dt = derivative(state)``."""
     k1 = derivative(state)
     k2 = derivative(state + 0.5 * dt * k1)
     k3 = derivative(state + 0.5 * dt * k2)
@@ -196,7 +197,7 @@ def rk4(derivative: Callable[[Tensor], Tensor], state: Tensor, dt: float) -> Ten
 
 
 def wrap_angle(angle: Tensor) -> Tensor:
-    """Radians to [-pi, pi)."""
+    """Wrap angles of any shape, in radians, to [-pi, pi)."""
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 

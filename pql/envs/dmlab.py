@@ -78,7 +78,7 @@ def dmlab(
         actions: 9 or 15, see above.
         repeat: frames for which an action is held.
         renderer: ``software``, or ``hardware`` (EGL).
-        cache: folder for compiled maps, which many levels make anew for every episode; shared by whoever names it.
+        cache: folder for compiled maps, which many levels build for every episode; several runs may share it.
         settings: of the simulator's: ``datasetPath``, ``mixerSeed``, ``allowHoldOutLevels``, ...
 
     Raises:

@@ -1,4 +1,4 @@
-"""2D pictures of the classic tasks. World coordinates are metres, y (or z) up; nothing here knows of time."""
+"""2D images of the classic tasks. World coordinates are metres, y (or z) up."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ SMOOTH = 3  # drawn this many times too large, then shrunk
 
 
 class Canvas:
-    """A picture of ``width`` x ``height`` pixels that shows at least the ``view`` ((left, bottom), (right, top)).
+    """Image of ``width`` x ``height`` pixels that shows at least the ``view`` ((left, bottom), (right, top)).
 
     Raises:
         ConfigError: pillow is not installed.
@@ -37,7 +37,7 @@ class Canvas:
         self._draw = ImageDraw.Draw(self._image)
 
     def pixel(self, point: Point) -> Point:
-        """World -> pixels of the finished picture (x to the right, y down)."""
+        """Convert world coordinates to pixels of the finished image (x to the right, y down)."""
         (x, y), (cx, cy) = point, self.middle
         return self.width / 2 + (x - cx) * self.scale, self.height / 2 - (y - cy) * self.scale
 
@@ -65,7 +65,7 @@ class Canvas:
         return x * SMOOTH, y * SMOOTH
 
     def array(self) -> np.ndarray:
-        """The finished picture, uint8 [height, width, 3]."""
+        """Return the finished image, uint8 [height, width, 3]."""
         from PIL import Image
 
         return np.asarray(self._image.resize((self.width, self.height), Image.Resampling.BOX))

@@ -2,7 +2,7 @@
 
 Episodes end under next-step autoreset: the row that ends one shows its final observation, and a filler follows, which
 EnvPool's step count of 0 marks. A fall in the row of the time limit reads as the limit. EnvPool is seeded when it is
-made, and ignores the seed of a reset: ``reset(seed)`` makes it anew.
+made, and ignores the seed of a reset: ``reset(seed)`` rebuilds it.
 
 Google Research Football comes with it (``task=football``): the super mini map of one controlled player, [72, 96, 4]
 bytes, in the scenarios' own rewards (a goal scored or conceded: +-1).

@@ -194,6 +194,7 @@ class IsaacLabVec:
         return copies(obs)
 
     def step(self, action: Tensor) -> Step:
+        """Step all environments with ``action`` [N, A]."""
         obs, reward, terminated, time_outs, extras = self.env.step(self.actions(action))
         terminated, truncated = ends(terminated, time_outs, self.finite)
         over, seen = terminated | truncated, copies(obs)
@@ -241,7 +242,7 @@ class Log:
 
 
 def ends(terminated: Tensor, time_outs: Tensor, finite: bool) -> tuple[Tensor, Tensor]:
-    """(terminated, truncated), new and disjoint; time limits are terminal where the problem is finite."""
+    """Return new, disjoint (terminated, truncated), [N] bool each; if ``finite``, time limits count as terminated."""
     if finite:
         return terminated | time_outs, torch.zeros_like(time_outs)
     return terminated.clone(), time_outs & ~terminated

@@ -1,9 +1,9 @@
 """ManiSkill 3's tasks: ``task=maniskill task.kwargs.task=PickCube-v1``.
 
 Its simulation on a GPU steps all environments at once; on the CPU it holds one. It needs a driver for rendering
-(Vulkan) even for tasks without pictures; without a GPU that of Mesa 24.3 or newer will do. Success and failure
+(Vulkan) even for tasks without images; without a GPU that of Mesa 24.3 or newer will do. Success and failure
 terminate, the time limit truncates; episodes begin in the step that ends one, which keeps the final observation.
-Success is logged where the task knows it. Observations are one flat state: pictures have no place here yet.
+Success is logged where the task knows it. Observations are one flat state: images are not supported yet.
 """
 
 import os
@@ -60,7 +60,7 @@ def maniskill(
 
 
 def backend(device: torch.device) -> str:
-    """What it calls the simulation on ``device``."""
+    """Return ManiSkill's name of the simulation backend on ``device``."""
     if device.type != "cuda":
         return "physx_cpu"
     return "physx_cuda" if device.index is None else f"physx_cuda:{device.index}"
@@ -99,15 +99,16 @@ class ManiSkillVec:
         return self.groups(obs)
 
     def step(self, action: Tensor) -> Step:
+        """Step all environments with ``action`` [N, A]."""
         obs, reward, terminated, truncated, info = self.env.step(self.actions(action))
         terminated, seen = terminated.clone(), self.groups(obs)
         truncated = truncated & ~terminated
         over, yes = terminated | truncated, torch.ones_like(terminated)
-        # Where any episode ended, what is told of this step lies below final_info: the rest is the reset's.
-        final, told = dict(seen), info
+        # If an episode ended, final_info holds the information on this step, and the rest is that of the reset.
+        final, facts = dict(seen), info
         if "final_observation" in info:
-            final, told = chosen(over, self.groups(info["final_observation"]), seen), info["final_info"]
-        log = {k: told[k].float().clone().view(-1) for k in self.spec.log}
+            final, facts = chosen(over, self.groups(info["final_observation"]), seen), info["final_info"]
+        log = {k: facts[k].float().clone().view(-1) for k in self.spec.log}
         return Step(seen, reward.float().clone().view(-1), terminated, truncated, over, final, yes, yes.clone(), log)
 
     def groups(self, obs: Any) -> Obs:

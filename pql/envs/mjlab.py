@@ -4,7 +4,7 @@ It wants a MuJoCo of its own, so it runs in an environment of its own: ``task.pr
 of Isaac Lab (``isaaclab.py``), with a group ``actor`` that is called ``policy`` here.
 
 It is asked not to reset by itself (``auto_reset=False``): so a step shows the final observation, and the environments
-that have ended are reset after it. That reset computes all observations anew, with new noise; only those of the
+that have ended are reset after it. That reset computes all observations again, with new noise; only those of the
 environments that were reset are taken.
 """
 
@@ -84,6 +84,7 @@ class MjlabVec:
         return copies(obs)
 
     def step(self, action: Tensor) -> Step:
+        """Step all environments with ``action`` [N, A]."""
         obs, reward, terminated, time_outs, extras = self.env.step(self.actions(action))
         terminated, truncated = ends(terminated, time_outs, self.finite)
         reward, over, final = reward.float().clone(), terminated | truncated, copies(obs)

@@ -6,7 +6,7 @@ What a task calls its metrics, such as the terms of its reward, is logged.
 
 Its own stack of wrappers resets in the same step and overwrites the final observation. Here a wrapper between its time
 limit and its reset sees the step before that (``Before``), so the final observation is always there. Environment i
-begins anew in its own first state each time, unless ``full_reset`` draws new ones.
+begins in the same first state each time, unless ``full_reset`` draws new ones.
 """
 
 import os
@@ -83,6 +83,7 @@ class PlaygroundVec:
         return self._groups(self._state.obs)
 
     def step(self, action: Tensor) -> Step:
+        """Step all environments with ``action`` [N, A]."""
         # A clone: JAX may still be reading when the caller writes its next action.
         given = self.jax.dlpack.from_dlpack(action.clamp(-1, 1).clone().contiguous())
         self._state, final, late = self._step(self._state, given)
@@ -152,7 +153,7 @@ def load(
 
     def step(state: Any, action: Any) -> Any:
         after = wrapped.step(state, action)
-        shown, before.shown = before.shown, None  # of the trace in hand: nobody may keep it
+        shown, before.shown = before.shown, None  # a tracer, which must not outlive the trace
         return after, shown.obs, shown.info["truncation"]
 
     return wrapped, step, limit, float(bare.dt)

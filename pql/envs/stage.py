@@ -19,12 +19,12 @@ class Stage:
         self.array = self._host.numpy()
 
     def send(self) -> Tensor:
-        """What ``array`` holds, as a new tensor; do not write to ``array`` before that copy has happened."""
+        """Copy ``array`` to a new device tensor; do not write to ``array`` before the copy has finished."""
         return self._host.to(self._device, non_blocking=True, copy=True)
 
 
 class Handover:
-    """Arrays that a simulator makes anew at every step -> device tensors, by name: as they are on the CPU, through
+    """Arrays that a simulator allocates at every step -> device tensors, by name: as they are on the CPU, through
     pinned buffers on CUDA.
 
     ``wait()``, then any number of ``send``, then ``sent()``: the next ``wait`` is for these copies to have happened.
@@ -39,7 +39,7 @@ class Handover:
             self._event.synchronize()
 
     def send(self, name: str, array: np.ndarray) -> Tensor:
-        """``array``, which nobody may write to again, as a tensor."""
+        """Convert ``array``, which must not be written to again, to a device tensor of the same shape."""
         tensor = torch.from_numpy(array)
         if self._event is None:
             return tensor
@@ -54,7 +54,7 @@ class Handover:
 
 
 class Tensors:
-    """A simulator that speaks NumPy (``pql.contract.plain``), with its arrays as tensors on ``device``."""
+    """``VecEnv`` of a NumPy simulator (``pql.contract.plain``): its arrays [N, ...] become tensors on ``device``."""
 
     def __init__(self, env: Any, device: torch.device):
         self.env, self.spec = env, replace(env.spec, device=device)

@@ -14,7 +14,7 @@ class TMaze(Drawn, TorchEnv):
 
     obs [N, 2]: the sign (1 up, -1 down; 0 beyond the first cell), and 1 at the junction. action [N] int64: 0 forward,
     1 up, 2 down. Forward is the one way through the corridor, up and down those out of the junction; elsewhere an
-    action changes nothing. reward: 1 for the turn that the sign told, else 0; turning terminates.
+    action changes nothing. reward: 1 for the turn that the sign showed, else 0; turning terminates.
 
     The best return is 1; without a memory it is .5, by guessing.
 
@@ -77,5 +77,5 @@ class TMaze(Drawn, TorchEnv):
 
 
 def default_limit(length: int) -> int:
-    """Steps of an episode, where nobody says."""
+    """Return the default number of steps of an episode."""
     return 4 * (length + 1)

@@ -1,4 +1,4 @@
-"""Environments whose answers are known: ``Counter`` (every row computable by hand), ``LQR`` (Q* in closed form) and
+"""Test environments with known results: ``Counter`` (every row has a closed form), ``LQR`` (Q* in closed form) and
 ``Recall`` (needs a memory).
 
 They are for tests of collectors, replay and learners, and as the smallest examples of the environment contract.
@@ -115,18 +115,18 @@ class Counter:
         return (env % 8).float() + 10.0 * (episode % 8) + step / 8
 
     def terminates(self, env: Tensor, episode: Tensor) -> Tensor:
-        """Whether the episode ends by termination (bool) rather than by the time limit."""
+        """Return True where the episode ends by termination, False where by the time limit."""
         if not self.terminate_every:
             return torch.zeros_like(env + episode, dtype=torch.bool)
         return (env + episode) % self.terminate_every == 0
 
     def length_of(self, env: Tensor, episode: Tensor) -> Tensor:
-        """Step count at which the episode ends (int64), restarts aside."""
+        """Return the step count at which the episode ends, int64, ignoring restarts."""
         short = 1 + (2 * env + 3 * episode) % self.episode_length
         return torch.where(self.terminates(env, episode), short, self.episode_length)
 
     def restarts(self, env: Tensor, episode: Tensor) -> Tensor:
-        """Whether the episode restarts unannounced on its second row (bool)."""
+        """Return True where the episode restarts unannounced on its second row."""
         if not self.restart_every:
             return torch.zeros_like(env + episode, dtype=torch.bool)
         return ((env + episode) % self.restart_every == self.restart_every - 1) & (self.length_of(env, episode) > 2)
@@ -142,7 +142,7 @@ class Counter:
         return {"policy": self._obs()}
 
     def reset_where(self, mask: Tensor) -> Obs:
-        """The environments of ``mask`` ([N] bool) go on to their next episode; returns all current observations."""
+        """Start the next episode where ``mask`` [N] bool is set; return all current observations, [N, ...]."""
         self._episode += mask.long()
         self._step.masked_fill_(mask, 0)
         self._pending &= ~mask

@@ -1,4 +1,4 @@
-"""Networks: MLPs, ensembles of critics, value networks, policies, encoders of images, action distributions.
+"""Networks: MLPs, critic ensembles, value networks, policies, image encoders, action distributions.
 
-Knows observations and sizes, no algorithm and no replay. Start reading at ``mlp.py``; ``encoders.py`` is for images.
+Imports no algorithm and no replay. Start at ``mlp.py``; ``encoders.py`` is for images.
 """

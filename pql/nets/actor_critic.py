@@ -1,7 +1,8 @@
-"""On-policy networks: a stochastic policy and a state value, each an MLP, with an LSTM before it where wanted.
+"""On-policy networks: a stochastic policy and a state value, each an MLP with an optional LSTM before it.
 
-A recurrent network's memory is a tensor [N, 2 H], the *carry*: hidden and cell state side by side; zeros begin an
-episode. A network without memory has a carry of size 0. This file knows nothing of losses.
+The state of a recurrent network is one tensor [N, 2 H], the *carry*: hidden and cell state concatenated; zeros at the
+beginning of an episode. A feedforward network has a carry of size 0. P is the number of distribution parameters, F the
+size of the features. This file contains no losses.
 """
 
 import math
@@ -19,7 +20,7 @@ from pql.types import Obs
 
 
 class Lstm(nn.Module):
-    """An LSTM over observations [T, N, D], forgetting where an episode begins."""
+    """LSTM over observations [T, N, D], reset at the beginning of each episode."""
 
     def __init__(self, size_in: int, hidden: int):
         super().__init__()
@@ -27,18 +28,19 @@ class Lstm(nn.Module):
         self.cell = nn.LSTMCell(size_in, hidden)
 
     def step(self, x: Tensor, carry: Tensor) -> Tensor:
-        """[N, D], [N, 2 H] -> the carry after it, [N, 2 H]; its first half is the output."""
+        """Advance ``carry`` [N, 2 H] by one input ``x`` [N, D]; the first half of the new carry is the output."""
         hidden, cell = carry.chunk(2, -1)
         return torch.cat(self.cell(x, (hidden, cell)), -1).float()
 
     def unroll(self, x: Tensor, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Through the rows of a rollout.
+        """Run over the rows of a rollout.
 
         Args:
-            x: [T, N, D]; carry: [N, 2 H] before row 0.
+            x: [T, N, D].
+            carry: [N, 2 H] before row 0.
             first: [T, N] bool; row t + 1 begins an episode (as ``Step.first``).
         Returns:
-            [T, N, 2 H] the carry after each row, not yet reset; [N, 2 H] the carry that row T begins with.
+            The carry after each row, before the reset, [T, N, 2 H]; the carry at the start of row T, [N, 2 H].
         """
         after, keep = [], (~first).unsqueeze(-1).to(carry.dtype)
         for t in range(x.shape[0]):
@@ -48,12 +50,15 @@ class Lstm(nn.Module):
 
 
 class Body(Reads):
-    """Observations -> features: (encoder ->) (LSTM ->) an MLP whose every layer has an activation.
+    """Feature network: observations -> (encoder ->) (LSTM ->) MLP with an activation after every layer.
 
-    ``hidden`` may be empty where the encoder's features, or the LSTM's, are those wanted.
+    Args:
+        hidden: sizes of the MLP's layers; empty: the features are those of the LSTM or the encoder.
+        lstm: units H; None: feedforward.
 
     Attributes:
-        size: of the features. carry_size: 2 H, or 0.
+        size: number of features F.
+        carry_size: 2 H, or 0 for a feedforward network.
     """
 
     def __init__(
@@ -76,25 +81,25 @@ class Body(Reads):
                 orthogonal(layer, math.sqrt(2))
 
     def forward(self, obs: Obs) -> Tensor:
-        """[..., D] -> [..., size], without memory."""
+        """Feedforward: [..., D] -> features [..., F]."""
         assert self.memory is None
         return self.trunk(self.features(obs))
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
-        """With memory, one row: [N, D] and the carry before it -> features [N, size] and the carry after it."""
+        """Recurrent, one step: [N, D] and the carry before it [N, 2 H] -> features [N, F] and the carry after it."""
         assert self.memory is not None
         carry = self.memory.step(self.features(obs), carry)
         return self.trunk(carry[..., : self.memory.hidden]), carry
 
     def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With memory: [T, N, D] -> features [T, N, size], carries after each row [T, N, 2 H], and that for row T."""
+        """Recurrent: [T, N, D] -> features [T, N, F], carries after each row [T, N, 2 H], carry for row T [N, 2 H]."""
         assert self.memory is not None
         after, carry = self.memory.unroll(self.features(obs), carry, first)
         return self.trunk(after[..., : self.memory.hidden]), after, carry
 
 
 class OwnBody(nn.Module):
-    """Features by a network from elsewhere, without memory; it sees [B, ...] whatever stands before a group's axes."""
+    """Features by a user's feedforward network with inputs [B, ...]: leading axes such as [T, N] are flattened."""
 
     carry_size = 0
 
@@ -106,7 +111,7 @@ class OwnBody(nn.Module):
             self.size = network({k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in obs.items()}).shape[-1]
 
     def forward(self, obs: Obs) -> Tensor:
-        """[..., D] and so on -> [..., size]."""
+        """Observation groups [..., D], [..., C, H, W], ... -> features [..., F]."""
         seen = {k: obs[k] for k in self.groups}
         k, x = next(iter(seen.items()))
         lead = x.shape[: x.dim() - self.axes[k]]
@@ -115,21 +120,21 @@ class OwnBody(nn.Module):
 
 
 def orthogonal(layer: nn.Conv2d | nn.Linear, gain: float) -> None:
-    """Orthogonal weights and zero bias (Engstrom et al. 2020: it matters for PPO)."""
+    """Initialise with orthogonal weights and zero bias, as PPO needs (Engstrom et al. 2020)."""
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
 
 
 class StochasticPolicy(nn.Module):
-    """obs["policy"] -> parameters of an action distribution, [..., P] float32.
+    """Policy: obs["policy"] -> parameters of an action distribution, [..., P] float32.
 
-    A Gaussian's standard deviation does not depend on the observation.
+    The standard deviation of a Gaussian is a parameter that does not depend on the observation.
 
     Args:
-        init_std: a Gaussian's, to begin with.
-        amp: compute in bfloat16 (matrix products; parameters stay float32), wherever the policy is used: what the
-            collector acts with is what the learner recomputes.
+        init_std: initial standard deviation of a Gaussian.
+        amp: compute matrix products in bfloat16 (parameters stay float32). It applies to acting and to learning, so
+            that the learner recomputes the collector's distributions.
     """
 
     log_std: nn.Parameter | None
@@ -143,34 +148,35 @@ class StochasticPolicy(nn.Module):
         self.log_std = nn.Parameter(torch.full((dist.size,), math.log(init_std))) if gaussian else None
 
     def params(self, features: Tensor) -> Tensor:
-        """[..., F] -> [..., P]."""
+        """Features [..., F] -> distribution parameters [..., P]."""
         out = self.head(features).float()
         return out if self.log_std is None else torch.cat((out, self.log_std.expand_as(out)), -1)
 
     def forward(self, obs: Obs) -> Tensor:
+        """Feedforward: [..., D] -> distribution parameters [..., P]."""
         with bfloat16(self.amp, next(iter(obs.values()))):
             return self.params(self.body(obs))
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
-        """With memory, one row: parameters [N, P] and the carry after it [N, 2 H]."""
+        """Recurrent, one step: [N, D] and ``carry`` [N, 2 H] -> parameters [N, P] and the next carry [N, 2 H]."""
         assert isinstance(self.body, Body)
         with bfloat16(self.amp, next(iter(obs.values()))):
             features, carry = self.body.step(obs, carry)
             return self.params(features), carry
 
     def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> Tensor:
-        """With memory: rows [T, N, D] and the carry before row 0 -> parameters [T, N, P]; ``first`` as in a rollout."""
+        """Recurrent, a rollout: [T, N, D], carry before row 0 [N, 2 H], ``first`` [T, N] -> parameters [T, N, P]."""
         assert isinstance(self.body, Body)
         with bfloat16(self.amp, next(iter(obs.values()))):
             return self.params(self.body.unroll(obs, carry, first)[0])
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of one environment's memory, zeros where an episode begins; empty without memory."""
+        """Recurrent state of one environment: name -> shape; empty if feedforward. Zeros at an episode's beginning."""
         return {"carry": (self.body.carry_size,)} if self.body.carry_size else {}
 
     def mean_action(self, obs: Obs, state: Obs | None = None) -> Any:
-        """The likeliest action, [N, A] in [-1, 1] or [N] int64; with memory, (action, state after it)."""
+        """Return the mode of the distribution, [N, A] in [-1, 1] or [N] int64; if recurrent, (action, next state)."""
         if not self.body.carry_size:
             return self.dist.mode(self(obs))
         assert state is not None
@@ -179,7 +185,7 @@ class StochasticPolicy(nn.Module):
 
 
 class StateValue(nn.Module):
-    """Features -> value [...] float32. ``body`` is None where it shares the policy's."""
+    """State value: features [..., F] -> [...] float32. ``body`` is None if it shares the policy's body."""
 
     def __init__(self, body: Body | OwnBody | None, size: int):
         super().__init__()
@@ -192,10 +198,7 @@ class StateValue(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value, and what they compute together. The policy's parameters come first.
-
-    The value has a body of its own, or takes the policy's features (a shared trunk).
-    """
+    """A policy and a state value, with separate bodies or a shared one. The policy's parameters come first."""
 
     def __init__(self, policy: StochasticPolicy, value: StateValue):
         super().__init__()
@@ -203,25 +206,27 @@ class ActorCritic(nn.Module):
 
     @property
     def value_body(self) -> Body | OwnBody:
+        """Body that the value reads: its own, or the policy's."""
         return self.value.body or self.policy.body
 
     def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
-        """Without memory: [..., D] -> parameters [..., P], value [...]."""
+        """Feedforward: [..., D] -> parameters [..., P], value [...]."""
         with bfloat16(self.policy.amp, next(iter(obs.values()))):
             features = self.policy.body(obs)
             own = self.value.body
             return self.policy.params(features), self.value(features if own is None else own(obs))
 
     def values(self, obs: Obs) -> Tensor:
-        """Without memory: [..., D] -> value [...]."""
+        """Feedforward: [..., D] -> value [...]."""
         with bfloat16(self.policy.amp, next(iter(obs.values()))):
             return self.value(self.value_body(obs))
 
     def unroll(self, obs: Obs, carry: Tensor, value_carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """With memory: rows [T, N, D] and both memories before row 0 -> parameters [T, N, P], value [T, N].
+        """Recurrent: rows [T, N, D] -> parameters [T, N, P], value [T, N].
 
         Args:
-            value_carry: not read where the trunk is shared.
+            carry: of the policy before row 0, [N, 2 H].
+            value_carry: of the value before row 0, [N, 2 H]; not read if the body is shared.
             first: [T, N] bool; row t + 1 begins an episode.
         """
         with bfloat16(self.policy.amp, next(iter(obs.values()))):
@@ -232,13 +237,13 @@ class ActorCritic(nn.Module):
             return self.policy.params(features), self.value(seen)
 
     def unroll_values(self, obs: Obs, carry: Tensor, first: Tensor, final_row: Tensor) -> tuple[Tensor, Tensor]:
-        """With memory: the values of a whole segment.
+        """Recurrent: values of a segment, bootstrap values included.
 
         Args:
-            obs: [T + 1 + K, N, D]: rows, row T, final observations.
+            obs: [T + 1 + K, N, D]: T rows, row T (the next observation), K final observations.
             carry: [N, 2 H] of the value, before row 0.
-            first: [T, N] bool.
-            final_row: [K, N] int64; the row that each final observation followed.
+            first: [T, N] bool; row t + 1 begins an episode.
+            final_row: [K, N] int64; row of the step that ended in each final observation.
         Returns:
             values [T + 1 + K, N]; the carry for row T [N, 2 H].
         """
@@ -249,12 +254,13 @@ class ActorCritic(nn.Module):
             return self.value(torch.cat((features, tail(body, rest, after, carry, final_row)))), carry
 
     def evaluate(self, obs: Obs, carry: Tensor, first: Tensor, final_row: Tensor) -> tuple[Tensor, Tensor]:
-        """A whole segment in one pass: parameters [T, N, P] and values [T + 1 + K, N], with gradients for its T rows
-        alone. With memory the trunk is shared.
+        """Evaluate a segment in one pass: parameters [T, N, P] and values [T + 1 + K, N].
+
+        Only the T rows have gradients. A recurrent network must share its body.
 
         Args:
             obs, first, final_row: as in :meth:`unroll_values`.
-            carry: [N, 2 H] before row 0, or [N, 0] without memory.
+            carry: [N, 2 H] before row 0; [N, 0] if feedforward.
         """
         body, (now, rest) = self.policy.body, cut(obs, first.shape[0])
         if not isinstance(body, Body) or body.memory is None:
@@ -271,19 +277,20 @@ class ActorCritic(nn.Module):
 
 
 def cut(obs: Obs, rows: int) -> tuple[Obs, Obs]:
-    """The first ``rows`` of every group, and the rest."""
+    """Split every group [T, ...] into its first ``rows`` rows and the rest."""
     return {k: v[:rows] for k, v in obs.items()}, {k: v[rows:] for k, v in obs.items()}
 
 
 def tail(body: Body, obs: Obs, after: Tensor, carry: Tensor, final_row: Tensor) -> Tensor:
-    """Features of what follows the rows of a segment, [1 + K, N, F].
+    """Recurrent features of the bootstrap observations of a segment, [1 + K, N, F].
 
-    Row T goes on from what is left after row T - 1; a final observation from the memory that its row left, before the
-    reset.
+    Row T continues from ``carry``; a final observation from the carry after its row, before the reset.
 
     Args:
-        obs: [1 + K, N, D]: row T, final observations.
-        after: [T, N, 2 H] carries after each row; carry: [N, 2 H] for row T; final_row: [K, N] int64.
+        obs: [1 + K, N, D]: row T, then K final observations.
+        after: [T, N, 2 H]; carry after each row.
+        carry: [N, 2 H]; for row T.
+        final_row: [K, N] int64; row of each final observation.
     """
     index = final_row.unsqueeze(-1).expand(-1, -1, body.carry_size)
     left = torch.cat((carry.unsqueeze(0), after.gather(0, index)))  # [1 + K, N, 2 H]
@@ -292,5 +299,6 @@ def tail(body: Body, obs: Obs, after: Tensor, carry: Tensor, final_row: Tensor) 
 
 
 def bfloat16(on: bool, like: Tensor) -> torch.autocast:
-    """Autocast on ``like``'s device. No cache of cast weights: a captured graph must cast them anew in every replay."""
+    """Autocast to bfloat16 on the device of ``like`` (any shape). It caches no cast weights: each replay of a captured
+    CUDA graph must cast them again."""
     return torch.autocast(like.device.type, torch.bfloat16, enabled=on, cache_enabled=False)

@@ -1,7 +1,7 @@
-"""Distributions: the C51 projection and its selection rule, the tanh-squashed Gaussian, and those that policies with
-stored parameters act with (a diagonal Gaussian, plain or squashed, and a categorical one).
+"""Distributions: the C51 projection, the tanh-squashed Gaussian of SAC, and the action distributions of on-policy
+algorithms (diagonal Gaussian, clamped or squashed, and categorical).
 
-Written out, because ``torch.distributions`` validates its arguments with a host sync.
+``torch.distributions`` is not used: it validates its arguments with a host synchronisation.
 """
 
 import math
@@ -15,17 +15,16 @@ from torch.nn import functional as F
 def project(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
     """Project a distribution onto a fixed, evenly spaced support (Bellemare et al. 2017, Eq. 7).
 
-    Each target atom's mass is split between its two neighbours, in proportion to nearness; mass beyond the ends
-    goes to the ends.
+    The mass of each source atom is split linearly between its two neighbours; mass beyond the ends goes to the ends.
 
     Args:
-        support: [B, Z'] where the mass sits, ascending in each row (as r + discount * z is).
-        probs: [B, Z'] how much.
+        support: [B, Z'] source atoms, ascending in each row, such as r + discount * z.
+        probs: [B, Z'] their probabilities.
         atoms: [Z] the fixed support.
     Returns:
         [B, Z] probabilities with the same total mass.
     """
-    # A CUDA scatter adds in any order, so that its bits differ from run to run.
+    # A CUDA scatter adds in no fixed order: its bits differ from run to run.
     return (_project_scatter if support.device.type == "cpu" else _project_sums)(support, probs, atoms)
 
 
@@ -59,9 +58,13 @@ def _project_sums(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
 
 
 def lower_mean(probs: Tensor, atoms: Tensor) -> Tensor:
-    """Of an ensemble's distributions [E, B, Z], per row the whole one with the lowest mean: [B, Z].
+    """Select per row the member of an ensemble [E, B, Z] whose distribution has the lowest mean: [B, Z].
 
-    The elementwise minimum of two distributions is not a distribution: its mass is below one.
+    The elementwise minimum of two distributions would not be a distribution: its mass is below one.
+
+    Args:
+        probs: [E, B, Z].
+        atoms: [Z] the support.
     """
     mean = probs @ atoms  # [E, B]
     choice = mean.argmin(0)  # [B]
@@ -69,7 +72,7 @@ def lower_mean(probs: Tensor, atoms: Tensor) -> Tensor:
 
 
 def squashed_gaussian(mean: Tensor, log_std: Tensor, gen: Generator) -> tuple[Tensor, Tensor]:
-    """A reparameterised sample of tanh(Normal(mean, std)) and its log-density (Haarnoja et al. 2018, App. C).
+    """Draw a reparameterised sample of tanh(Normal(mean, std)) with its log-density (Haarnoja et al. 2018, App. C).
 
     Args:
         mean, log_std: [B, A].
@@ -83,8 +86,11 @@ def squashed_gaussian(mean: Tensor, log_std: Tensor, gen: Generator) -> tuple[Te
 
 
 class ActionDist(Protocol):
-    """A family of action distributions. Parameters are one tensor [..., P], so that they can be stored with what was
-    done; ``raw`` is the action before it is clamped or squashed for the simulator, [..., A] float or [...] int64."""
+    """Family of action distributions over tensors.
+
+    The parameters ``params`` are one tensor [..., P], so that a rollout can store them. ``raw`` is the action before
+    it is clamped or squashed, [..., A] float32 or [...] int64.
+    """
 
     size: int  # outputs of the network
     params_size: int  # P
@@ -94,28 +100,31 @@ class ActionDist(Protocol):
         ...
 
     def action(self, raw: Tensor) -> Tensor:
-        """What the simulator gets."""
+        """Map ``raw`` to the environment's action, [..., A] in [-1, 1] or [...] int64."""
         ...
 
     def mode(self, params: Tensor) -> Tensor:
-        """What the simulator gets without exploration."""
+        """Return the environment's action without exploration."""
         ...
 
     def log_prob(self, params: Tensor, raw: Tensor) -> Tensor:
-        """log-density of ``raw``, [...]. Of a squashed action it lacks the Jacobian, which cancels in every ratio."""
+        """Log-density of ``raw``, [...]. For a squashed action without the Jacobian, which cancels in all ratios."""
         ...
 
     def entropy(self, params: Tensor, gen: Generator) -> Tensor:
-        """Entropy of the action, [...]; exact, or where squashed from one reparameterised sample."""
+        """Entropy of the action, [...]: exact, or, if squashed, estimated from one reparameterised sample."""
         ...
 
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
-        """KL(old || new), exact, [...]."""
+        """Exact KL(old || new) of parameters [..., P], [...]."""
         ...
 
 
 class DiagGaussian:
-    """Independent Gaussians, clamped to [-1, 1] for the simulator, or squashed by a tanh. P = 2 A: means, log stds."""
+    """Diagonal Gaussian; actions are clamped to [-1, 1] or squashed by a tanh.
+
+    Parameters are [..., 2 A]: means, then log standard deviations. ``raw`` is [..., A] float32.
+    """
 
     def __init__(self, size: int, squash: bool = False):
         self.size, self.params_size, self.squash = size, 2 * size, squash
@@ -152,13 +161,13 @@ class DiagGaussian:
 
 
 class Categorical:
-    """One of ``n`` actions; P = n logits."""
+    """Categorical over ``n`` actions. Parameters are logits [..., n]; ``raw`` is [...] int64."""
 
     def __init__(self, n: int):
         self.size = self.params_size = n
 
     def sample(self, params: Tensor, gen: Generator) -> Tensor:
-        # argmax of p / Exp(1) draws from p, and waits for nothing; torch.multinomial checks its input on the host.
+        # argmax of p / Exp(1) is a sample of p; torch.multinomial synchronises with the host to check its input.
         race = torch.empty_like(params).exponential_(generator=gen)
         return (params.softmax(-1) / race).argmax(-1)
 
@@ -181,5 +190,5 @@ class Categorical:
 
 
 def log_tanh_slope(raw: Tensor) -> Tensor:
-    """log(1 - tanh(raw)^2) = 2 (log 2 - raw - softplus(-2 raw)), stable for large |raw|."""
+    """Return log(1 - tanh(raw)^2) elementwise, [...], as 2 (log 2 - raw - softplus(-2 raw)): stable for large |raw|."""
     return 2 * (math.log(2) - raw - F.softplus(-2 * raw))

@@ -1,4 +1,4 @@
-"""Networks from elsewhere, and encoders: observation groups, images among them, become one vector of features."""
+"""Encoders of observation groups, images included, to one feature vector; and networks supplied by the user."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,18 @@ from pql.errors import ConfigError, nearest
 from pql.types import Obs
 
 Size = tuple[int, int, int]
-"""Of an image: channels, height, width."""
+"""Size of an image: (channels, height, width)."""
 
 
 class Encoder(nn.Module):
-    """Observation groups -> features [..., size]: vectors as they are, each image through a CNN of its own, in a row.
+    """Encoder: observation groups -> features [..., size]. Vectors and the outputs of one CNN per image, concatenated.
 
     Args:
-        kind, channels, features, layer_norm: of the images' networks, see :class:`Pictures`.
+        kind, channels, features, layer_norm: of the CNNs, see :class:`Pictures`.
 
     Attributes:
-        groups: what it reads. size: of the features.
+        groups: names of the observation groups that it reads.
+        size: number of features.
     """
 
     def __init__(
@@ -48,26 +49,29 @@ class Encoder(nn.Module):
         return torch.cat([self.pictures[k](obs[k]) if k in self.pictures else obs[k].float() for k in self.groups], -1)
 
     def plain_layers(self) -> list[nn.Conv2d | nn.Linear]:
-        """The convolutions and linear layers of those networks that are chains of them; none of a residual one's,
-        whose blocks want to begin near the identity."""
+        """Return the convolutions and linear layers of the non-residual networks, for orthogonal initialisation.
+
+        Residual networks keep their default, since their blocks should begin near the identity.
+        """
         networks = [list(p.net) for p in self.pictures.values() if isinstance(p, Pictures)]
         chains = [net for net in networks if not any(isinstance(layer, Residual) for layer in net)]
         return [layer for net in chains for layer in net if isinstance(layer, nn.Conv2d | nn.Linear)]
 
 
 class Pictures(nn.Module):
-    """Images [..., C, H, W] (or [..., H, W, C], or [..., H, W]) -> [..., size]. Bytes are scaled to [0, 1].
+    """CNN: images [..., C, H, W], [..., H, W, C] or [..., H, W] -> features [..., size]. uint8 is scaled to [0, 1].
 
-    The shorter of the first and the last axis is taken for the channels.
+    The shorter of the first and the last axis is the channel axis.
 
     Args:
-        kind: of network, a key of ``NETWORKS``.
-        channels: of its convolutions (its sections, where residual); None: the kind's own.
-        features: of the layer that ends it; None: the kind's own; 0: no such layer, the last image is the output.
-        layer_norm: before every activation (``small`` ends with one in any case); not where residual.
+        kind: architecture, a key of ``NETWORKS``.
+        channels: per convolution (per section of ``resnet``); None: the defaults of ``kind``.
+        features: size of the final linear layer; None: the default of ``kind``; 0: no such layer, the output is the
+            flattened last feature map.
+        layer_norm: LayerNorm before every activation; ``small`` always ends with one, ``resnet`` ignores it.
 
     Attributes:
-        size: of what comes out.
+        size: number of features.
     """
 
     def __init__(
@@ -92,48 +96,51 @@ class Pictures(nn.Module):
         x = x.movedim(-1, 1) if self.last else x.unsqueeze(1) if self.axes == 2 else x
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        # Channels last is what convolutions run fastest in. But on a CPU the wide strides of Nature's network gain by
-        # it in float32 gradients alone.
+        # Convolutions are fastest in channels-last layout, except on a CPU, where the large strides of the Nature
+        # network profit from it only with float32 gradients.
         last = device != "cpu" or self.kind != "nature" or (torch.is_grad_enabled() and dtype == torch.float32)
         out = self.net(convolvable(x, dtype, torch.channels_last if last else torch.contiguous_format))
         return out if len(lead) == 1 else out.unflatten(0, lead)
 
 
 def convolvable(x: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
-    """Images [B, C, H, W] in a layout for convolutions; bytes as ``dtype`` in [0, 1] (bfloat16 holds bytes exactly)."""
+    """Convert images [B, C, H, W] to memory format ``layout``, and uint8 to ``dtype`` in [0, 1].
+
+    bfloat16 represents every uint8 exactly.
+    """
     if x.is_floating_point() or x.is_contiguous(memory_format=layout):
         x = x.contiguous(memory_format=layout)
     elif x.device.type == "cpu" and not torch.compiler.is_compiling():
         out = torch.empty(x.shape, dtype=dtype, memory_format=layout)
-        for plane, channel in zip(out.unbind(1), x.unbind(1), strict=True):  # half the time of both changes at once
+        for plane, channel in zip(out.unbind(1), x.unbind(1), strict=True):  # half the time of one combined copy
             plane.copy_(channel)
         return out.mul_(1 / 255)
     else:
-        x = x.contiguous(memory_format=layout)  # bytes move cheapest
+        x = x.contiguous(memory_format=layout)  # before the cast: uint8 is cheaper to move
     return x if x.is_floating_point() else x.to(dtype).mul_(1 / 255)
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:
+    """Return True if the last axis of an image's shape holds the channels: it is shorter than the first."""
     return len(shape) == 3 and shape[2] < shape[0]
 
 
 def image_size(shape: tuple[int, ...]) -> Size:
-    """A group's shape, in whichever layout, as (channels, height, width)."""
+    """Return (channels, height, width) of a group's shape in any layout."""
     if len(shape) == 2:
         return 1, *shape
     return (shape[2], *shape[:2]) if channels_last(shape) else shape  # type: ignore[return-value]
 
 
 class ChannelNorm(nn.LayerNorm):
-    """LayerNorm over the channels of every place of [B, C, H, W], as Gallici et al. 2024 (PQN) have it."""
+    """LayerNorm over the channels at each position of [B, C, H, W] (Gallici et al. 2024, PQN)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
 def small(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
-    """3 x 3 convolutions that halve height and width, then Linear, LayerNorm and tanh (as Yarats et al. 2022, DrQ-v2,
-    end theirs)."""
+    """Build 3 x 3 convolutions of stride 2, then Linear, LayerNorm and tanh, as in DrQ-v2 (Yarats et al. 2022)."""
     layers: list[nn.Module] = []
     inside, rows, columns = size
     for outside in channels:
@@ -144,16 +151,16 @@ def small(size: Size, channels: Sequence[int], features: int, layer_norm: bool) 
 
 
 def end(size: int, features: int, *after: nn.Module) -> list[nn.Module]:
-    """All of the last image in a row, and the layer that makes features of it, where they are wanted."""
+    """Return the final layers: flatten, then a linear layer and ``after`` if ``features`` is above 0."""
     return [nn.Flatten(), *([nn.Linear(size, features), *after] if features else [])]
 
 
 NATURE = ((8, 4), (4, 2), (3, 1))
-"""Kernel and stride of the convolutions of Mnih et al. 2015."""
+"""(kernel, stride) of the convolutions of Mnih et al. 2015."""
 
 
 def nature(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
-    """The network of Mnih et al. 2015; with two channels, [16, 32], and 256 features that of A3C (Mnih et al. 2016)."""
+    """Build the network of Mnih et al. 2015; channels [16, 32] and 256 features give A3C's (Mnih et al. 2016)."""
     layers: list[nn.Module] = []
     inside, rows, columns = size
     for outside, (kernel, stride) in zip(channels, NATURE, strict=False):
@@ -165,7 +172,7 @@ def nature(size: Size, channels: Sequence[int], features: int, layer_norm: bool)
 
 
 class Residual(nn.Module):
-    """x + conv(relu(conv(relu(x)))), [B, C, H, W]."""
+    """Residual block: x + conv(relu(conv(relu(x)))) on [B, C, H, W]."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -176,8 +183,11 @@ class Residual(nn.Module):
 
 
 def resnet(size: Size, channels: Sequence[int], features: int, layer_norm: bool = False) -> nn.Sequential:
-    """The deep network of Espeholt et al. 2018 (IMPALA): sections of a convolution, a max pooling that halves height
-    and width, and two residual blocks; with the three of [16, 32, 32], 15 convolutions."""
+    """Build the deep network of Espeholt et al. 2018 (IMPALA).
+
+    Each section is a convolution, a max pooling of stride 2 and two residual blocks; three sections have 15
+    convolutions.
+    """
     layers: list[nn.Module] = []
     inside, rows, columns = size
     for outside in channels:
@@ -189,7 +199,7 @@ def resnet(size: Size, channels: Sequence[int], features: int, layer_norm: bool 
 
 
 class Network(NamedTuple):
-    """A kind of network for images, with the sizes of its paper."""
+    """CNN architecture: its constructor and default sizes."""
 
     make: Callable[[Size, Sequence[int], int, bool], nn.Sequential]
     channels: tuple[int, ...]
@@ -204,7 +214,7 @@ NETWORKS = {
 
 
 def least_side(count: int) -> int:
-    """The smallest height and width that ``count`` convolutions of ``nature`` leave something of."""
+    """Return the smallest image side, in pixels, that ``count`` convolutions of ``nature`` accept."""
     side = 1
     for kernel, stride in reversed(NATURE[:count]):
         side = (side - 1) * stride + kernel
@@ -212,11 +222,10 @@ def least_side(count: int) -> int:
 
 
 def groups_of(config: Config, spec: EnvSpec, which: str) -> tuple[str, ...]:
-    """The observation groups that the "policy" or the "critic" reads.
+    """Return the names of the observation groups that the network ``which`` ("policy" or "critic") reads.
 
     Raises:
-        ConfigError: a group that the environment lacks, or one of a shape that no encoder here, or not the one that
-            the config asks for, takes.
+        ConfigError: the environment lacks a group, or the configured encoder does not accept its shape.
     """
     net, setting = getattr(config.algo, which), f"algo.{which}.obs"
     groups = tuple(net.obs or ((which,) if which in spec.obs else ("policy",)))
@@ -241,7 +250,7 @@ def _check_image(encoder: EncoderConfig, group: str, shape: tuple[int, ...]) -> 
 
 
 def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
-    """What stands before the hidden layers of the "policy" or "critic"; None where it reads one vector of floats."""
+    """Build the encoder of the network ``which`` ("policy" or "critic"); None if it reads a single float vector."""
     groups = groups_of(config, spec, which)
     first = spec.obs[groups[0]]
     if len(groups) == 1 and len(first.shape) == 1 and first.dtype.is_floating_point:
@@ -250,27 +259,27 @@ def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
     return Encoder(spec.obs, groups, encoder.kind, encoder.channels, encoder.features, encoder.layer_norm)
 
 
-# -- networks from elsewhere ------------------------------------------------------------------------------------------
+# -- networks supplied by the user ------------------------------------------------------------------------------------
 
 
 Outputs = list[tuple[str, Any, list[Any]]]
-"""Calls of a network on two rows: the call, its output, and the expected shape (a text stands for any size)."""
+"""Calls of a network on two rows: (call as text, output, expected shape, in which a string stands for any size)."""
 Probe = Callable[[nn.Module, Obs, Tensor], Outputs]
-"""(network, obs, action) -> its outputs on two rows."""
+"""(network, obs [2, ...], action [2, A]) -> its outputs."""
 
 
 def probe_features(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
-    """Features, which an algorithm's own heads take."""
+    """Probe a feature network: obs [2, ...] -> [2, F], the input of the algorithm's heads."""
     return [("forward(obs)", network(obs), [2, "F"])]
 
 
 def custom_network(config: Config, spec: EnvSpec, which: str, probe: Probe = probe_features) -> nn.Module:
-    """The network that ``algo.policy.net`` or ``algo.critic.net`` names, tried on two rows.
+    """Build the network named by ``algo.policy.net`` or ``algo.critic.net`` and test it on two rows.
 
     Args:
-        probe: calls it as the algorithm will.
+        probe: calls the network as the algorithm will.
     Raises:
-        ConfigError: it cannot be found or made, or does not give what the algorithm takes.
+        ConfigError: it cannot be found or built, or its outputs have the wrong shapes.
     """
     name, setting = getattr(config.algo, which).net, f"algo.{which}.net"
     factory = find_network(setting, name)
@@ -290,7 +299,7 @@ def custom_network(config: Config, spec: EnvSpec, which: str, probe: Probe = pro
 
 
 def find_network(setting: str, name: str) -> Callable[[EnvSpec, Config], Any]:
-    """``module:Class``, looked for in the working directory too, or a name of the entry-point group ``pql.nets``."""
+    """Find a network factory: ``module:Class`` (the working directory included), or an entry point of ``pql.nets``."""
     if ":" not in name:
         known = {e.name: e for e in entry_points(group="pql.nets")}
         if name not in known:
@@ -302,7 +311,7 @@ def find_network(setting: str, name: str) -> Callable[[EnvSpec, Config], Any]:
 
 @torch.no_grad()
 def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module, probe: Probe) -> None:
-    """Raises ``ConfigError`` where ``network`` does not turn two rows into what the algorithm's updates take."""
+    """Raise ``ConfigError`` if outputs of ``network`` on two rows do not have the shapes that the algorithm needs."""
     setting, name = f"algo.{which}.net", getattr(config.algo, which).net
     obs = {k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in spec.obs.items()}
     action = torch.zeros(2, spec.action.size if isinstance(spec.action, Box) else 1)

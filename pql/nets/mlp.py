@@ -1,6 +1,6 @@
-"""Networks: MLPs, ensembles of critics as one batched network, policies; and ``Flat``, parameters as one tensor.
+"""Off-policy networks: MLPs, policies, critic ensembles as one batched network; and ``Flat``, parameters as one tensor.
 
-Networks take observation groups and know which one they read. This file knows nothing of losses or devices.
+Networks take all observation groups and read those that they were built for. This file contains no losses.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from pql.types import Obs
 
 T = TypeVar("T")
 
-# In place where the gradient needs the output only: the layer before does not keep it.
+# In place where the gradient needs only the output, which saves the memory of the input.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": lambda: nn.ReLU(inplace=True),
     "elu": lambda: nn.ELU(inplace=True),
@@ -39,7 +39,7 @@ class EnsembleLinear(nn.Module):
 
 
 class EnsembleLayerNorm(nn.Module):
-    """LayerNorm over the last axis of [E, B, size] with a gain and bias for each member."""
+    """LayerNorm over the last axis of [E, B, size], with a gain and a bias per ensemble member."""
 
     def __init__(self, ensemble: int, size: int):
         super().__init__()
@@ -59,10 +59,11 @@ def mlp(
     ensemble: int | None = None,
     linear: Callable[[int, int], nn.Module] = nn.Linear,
 ) -> nn.Sequential:
-    """Linear (-> LayerNorm) -> activation for each of ``hidden``, then Linear; ``ensemble=E``: E of them at once.
+    """Build an MLP: Linear (-> LayerNorm) -> activation for each of ``hidden``, then Linear. [B, in] -> [B, out].
 
     Args:
-        linear: makes the linear layers, where there is no ensemble.
+        ensemble: E: build E networks as one, [B, in] or [E, B, in] -> [E, B, out].
+        linear: constructor of the linear layers, if there is no ensemble.
     """
     if ensemble is not None:
         linear = partial(EnsembleLinear, ensemble)
@@ -75,10 +76,10 @@ def mlp(
 
 
 class Reads(nn.Module):
-    """What a network's first layer sees: the observation group ``group``, or what ``encoder`` makes of several.
+    """Base of networks on observations: reads the group ``group``, or the features of ``encoder``.
 
     Attributes:
-        groups: the observation groups it reads.
+        groups: names of the observation groups that it reads.
     """
 
     def __init__(self, group: str, encoder: nn.Module | None):
@@ -87,16 +88,21 @@ class Reads(nn.Module):
         self.groups: tuple[str, ...] = (group,) if encoder is None else encoder.groups  # type: ignore[assignment]
 
     def features(self, obs: Obs) -> Tensor:
+        """Input of the first layer, [..., D]."""
         return obs[self.group] if self.encoder is None else self.encoder(obs)
 
 
 def groups_read(net: nn.Module) -> tuple[str, ...]:
-    """The observation groups that a policy network asks for."""
+    """Return the names of the observation groups that ``net`` reads; ("policy",) if it does not say."""
     return tuple(getattr(net, "groups", ("policy",)))
 
 
 class DeterministicPolicy(Reads):
-    """obs -> tanh(MLP(features)): [B, A] in [-1, 1]. ``obs_size`` is the encoder's where there is one."""
+    """Deterministic policy: obs [B, D] -> tanh(MLP(features)), [B, A] in [-1, 1].
+
+    Args:
+        obs_size: D of the group, or the number of the encoder's features.
+    """
 
     def __init__(
         self,
@@ -112,19 +118,19 @@ class DeterministicPolicy(Reads):
         self.net = mlp(obs_size, hidden, action_size, activation, layer_norm)
 
     def before_tanh(self, obs: Obs) -> Tensor:
-        """[B, A], unbounded."""
+        """Return the output before the tanh, [B, A]."""
         return self.net(self.features(obs))
 
     def forward(self, obs: Obs) -> Tensor:
         return torch.tanh(self.before_tanh(obs))
 
     def mean_action(self, obs: Obs) -> Tensor:
-        """The action without exploration, [B, A]."""
+        """Return the action without exploration, [B, A]."""
         return self(obs)
 
 
 class GaussianPolicy(Reads):
-    """obs -> mean and log standard deviation of a Gaussian that a tanh squashes, [B, A] each."""
+    """Policy of SAC: obs [B, D] -> mean and log standard deviation of a Gaussian before its tanh, [B, A] each."""
 
     def __init__(
         self,
@@ -141,18 +147,18 @@ class GaussianPolicy(Reads):
 
     def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
         mean, spread = self.net(self.features(obs)).chunk(2, -1)
-        # A smooth map into the allowed range keeps the gradient alive at both ends, where a clamp would kill it.
+        # A smooth map into the range keeps a gradient at both ends; a clamp has none.
         return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(spread) + 1)
 
     def mean_action(self, obs: Obs) -> Tensor:
-        """The mode of the squashed Gaussian's underlying Gaussian, squashed: [B, A]."""
+        """Return tanh(mean), [B, A] in [-1, 1]."""
         return torch.tanh(self(obs)[0])
 
 
 class Critic(Reads):
-    """An ensemble of E critics: (obs, action) -> [E, B] values, or [E, B, Z] logits where ``atoms`` is given.
+    """Ensemble of E critics: obs [B, D], action [B, A] -> values [E, B], or logits [E, B, Z] if ``atoms`` is given.
 
-    Its members share the encoder.
+    The members share the encoder.
     """
 
     def __init__(
@@ -177,13 +183,13 @@ class Critic(Reads):
 
 
 class Flat:
-    """A module's parameters as views of one contiguous tensor, their gradients of another.
+    """Parameters of a module as views of one contiguous tensor, and their gradients as views of another.
 
-    Clipping, the optimiser, polyak averaging and publishing then each take one kernel instead of one per layer.
+    Gradient clipping, optimiser step, Polyak averaging and weight broadcast then take one kernel each.
 
     Attributes:
-        data: [P] all parameters; a leaf with ``grad`` set to ``[P]`` where the module is trained.
-        sent: [P + 1] that gradient, and room at its end for what travels with it to other processes; else empty.
+        data: [P] all parameters; a leaf tensor whose ``grad`` is [P] if the module is trained.
+        sent: [P + 1] the gradient and one extra element, reduced over processes together; empty if not trained.
     """
 
     def __init__(self, module: nn.Module, trained: bool = False):
@@ -202,16 +208,16 @@ class Flat:
             start = stop
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The module's own names."""
+        """Return the module's state dict, under its own names."""
         return self.module.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy in place: the views, and captured graphs, stay valid."""
+        """Load in place: views and captured CUDA graphs stay valid."""
         self.module.load_state_dict(state)
 
 
 def seeded(make: Callable[[], T], seed: int) -> T:
-    """What ``make`` builds on the CPU, initialised from ``seed`` alone; torch's own generator does not notice."""
+    """Call ``make`` with torch's CPU generator seeded with ``seed``; the generator's state is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()

@@ -1,8 +1,7 @@
-"""Action values: obs -> Q(s, a) of every discrete action, plain or dueling, scalar or categorical, with noisy layers;
-or recurrent.
+"""Q-networks for discrete actions: plain, dueling, categorical, with noisy layers, feedforward or recurrent.
 
 Sources: Mnih et al. 2015 (DQN), Wang et al. 2016 (dueling), Bellemare et al. 2017 (C51), Fortunato et al. 2018 (noisy
-networks). This file knows nothing of losses or exploration schedules.
+networks). This file contains no losses and no exploration schedules.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +18,14 @@ from pql.types import Obs
 
 
 class NoisyLinear(nn.Module):
-    """y = (W + S * e_out e_in^T) x + b + s * e_out, with factorised noise e = sign(z) sqrt|z|, z ~ N(0, 1).
+    """Noisy linear layer: y = (W + S * e_out e_in^T) x + b + s * e_out, [..., in] -> [..., out].
 
-    The noise lives in buffers at fixed addresses, zeros until somebody draws it (see :func:`redraw_noise`): the layer
-    then uses its means. It is part of no checkpoint. (Fortunato et al. 2018, Eq. 10, 11 and section 3.2.)
+    The noise is factorised, e = sign(z) sqrt|z| with z ~ N(0, 1) (Fortunato et al. 2018, Eq. 10, 11 and section 3.2).
+    It is in buffers at fixed addresses, not saved in checkpoints. They are zero, so that the layer uses its means,
+    until :func:`redraw_noise` fills them.
 
     Args:
-        sigma: sigma_0; every noise weight begins as sigma_0 / sqrt(size_in).
+        sigma: sigma_0; the noise weights are initialised to sigma_0 / sqrt(size_in).
     """
 
     noise_in: Tensor
@@ -48,7 +48,7 @@ class NoisyLinear(nn.Module):
 
 @torch.no_grad()
 def redraw_noise(net: nn.Module, gen: Generator) -> None:
-    """Draw new noise for every noisy layer of ``net``, in place; nothing where it has none."""
+    """Draw new noise for every noisy layer of ``net``, in place. Does nothing without noisy layers."""
     buffers = [b for m in net.modules() if isinstance(m, NoisyLinear) for b in (m.noise_in, m.noise_out)]
     if not buffers:
         return
@@ -58,16 +58,16 @@ def redraw_noise(net: nn.Module, gen: Generator) -> None:
 
 
 class QNetwork(Reads):
-    """obs -> values of all n actions, [B, n], or logits of their distributions, [B, n, Z], where ``atoms`` is given.
+    """Q-network: obs [B, D] -> values of all n actions [B, n], or logits [B, n, Z] if ``atoms`` is given.
 
-    Dueling: Q = V + A - mean_a A, for categorical values by atom; the streams have the last of ``hidden`` apart and
-    share what comes before.
+    Dueling: Q = V + A - mean_a A (per atom, if categorical). The last layer of ``hidden`` is separate for V and A; the
+    layers before it are shared.
 
     Args:
-        obs_size: of the observation group, or of the encoder's features.
-        atoms: the categorical support [Z].
-        noisy: sigma_0 of noisy layers after the encoder; None: ordinary ones.
-        shared_grad: dueling: factor on the gradient that enters what the streams share.
+        obs_size: D of the group, or the number of the encoder's features.
+        atoms: support [Z] of categorical values.
+        noisy: sigma_0 of noisy layers after the encoder; None: ordinary linear layers.
+        shared_grad: if dueling, factor on the gradient that enters the shared layers.
     """
 
     atoms: Tensor | None
@@ -99,10 +99,11 @@ class QNetwork(Reads):
         self.value = build(size, own, 1 if atoms is None else atoms.shape[0]) if dueling else None
 
     def forward(self, obs: Obs) -> Tensor:
+        """Values [B, n], or logits [B, n, Z]."""
         return self.head(self.features(obs))
 
     def head(self, x: Tensor) -> Tensor:
-        """Features [..., F] -> as ``forward``."""
+        """Features [..., F] -> values [..., n], or logits [..., n, Z]."""
         x = self.trunk(x)
         if self.value is not None and self.shared_grad != 1 and x.requires_grad:
             x.register_hook(lambda grad: grad * self.shared_grad)
@@ -113,23 +114,23 @@ class QNetwork(Reads):
         return out - out.mean(axis, keepdim=True) + self.value(x).unflatten(-1, (1, *self.shape[1:]))
 
     def values(self, obs: Obs) -> Tensor:
-        """Q(s, a), [B, n]; of distributions, their means."""
+        """Q(s, a), [B, n]; the means, if categorical."""
         out = self(obs)
         return out if self.atoms is None else out.softmax(-1) @ self.atoms
 
     def mean_action(self, obs: Obs, state: Obs | None = None) -> Any:
-        """The greedy action, [B] int64; with noisy layers that nobody has drawn for, that of the means."""
+        """Return the greedy action, [B] int64. Noisy layers use their means unless noise was drawn."""
         return self.values(obs).argmax(-1)
 
 
 class RecurrentQNetwork(QNetwork):
-    """Observations -> (encoder ->) LSTM -> values of all actions, [..., n], by the layers of a :class:`QNetwork`.
+    """Recurrent Q-network: observations -> (encoder ->) LSTM -> the layers of a :class:`QNetwork` -> values [..., n].
 
-    Its memory is a carry as in ``pql.nets.actor_critic``: hidden and cell state side by side, zeros where an episode
-    begins.
+    Its state is a carry [N, 2 H] as in ``pql.nets.actor_critic``: hidden and cell state concatenated, zeros at the
+    beginning of an episode.
 
     Args:
-        obs_size: of the observation group, or of the encoder's features.
+        obs_size: D of the group, or the number of the encoder's features.
         lstm: units H.
 
     Attributes:
@@ -155,12 +156,12 @@ class RecurrentQNetwork(QNetwork):
         self.memory, self.carry_size = Lstm(obs_size, lstm), 2 * lstm
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
-        """One row: [N, D] and the carry before it -> values [N, n] and the carry after it."""
+        """One step: [N, D] and the carry before it [N, 2 H] -> values [N, n] and the carry after it."""
         carry = self.memory.step(self.features(obs), carry)
         return self.head(carry[..., : self.memory.hidden]), carry
 
     def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [T, B, D] -> values [T, B, n], and the carry after each row, not yet zeroed, [T, B, 2 H].
+        """Rows [T, B, D] -> values [T, B, n], and the carry after each row, before the reset, [T, B, 2 H].
 
         Args:
             carry: [B, 2 H] before row 0.
@@ -170,16 +171,16 @@ class RecurrentQNetwork(QNetwork):
         return self.head(after[..., : self.memory.hidden]), after
 
     def remember(self, obs: Obs, carry: Tensor, first: Tensor) -> Tensor:
-        """The carry for row T, [B, 2 H]; as ``unroll``, without values."""
+        """Return the carry for row T, [B, 2 H]. Arguments as for :meth:`unroll`."""
         return self.memory.unroll(self.features(obs), carry, first)[1]
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of one environment's memory."""
+        """Recurrent state of one environment: name -> shape."""
         return {"carry": (self.carry_size,)}
 
     def mean_action(self, obs: Obs, state: Obs | None = None) -> Any:
-        """The greedy action, [N] int64, and the state after it."""
+        """Return the greedy action, [N] int64, and the next state."""
         assert state is not None
         values, carry = self.step(obs, state["carry"])
         return values.argmax(-1), {"carry": carry}

@@ -1,4 +1,4 @@
-"""Simulators elsewhere: actors on other machines, and a simulator's own Python in a process of its own.
+"""Remote simulators: actors on other machines, and simulators in a separate process with another Python.
 
-``protocol.py`` and ``actor/`` need no torch, ``process/far.py`` Python 3.8 alone. Start reading at ``env.py``.
+``protocol.py`` and ``actor/`` need no torch, ``process/far.py`` only Python 3.8 and NumPy. Start at ``env.py``.
 """

@@ -1,4 +1,4 @@
-"""What actors answered becomes a ``Step``: rows at their places, older frames of stacks added on the device."""
+"""Assembly of actors' answers into a ``Step``: rows are put into their slots, frame stacks rebuilt on the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,10 @@ SHIFTS = np.arange(len(NAMES), dtype=np.uint8)[:, None]
 
 
 class StepAssembler:
-    """The newest observation of every slot, and the steps of its parts.
+    """Builds the steps of parts of the slots, and keeps the newest observation of every slot.
 
     Attributes:
-        shown: [N, ...] by group: what each environment shows now, stacks whole.
+        shown: name -> [N, ...], the current observation of each environment, with complete frame stacks.
     """
 
     def __init__(self, spec: EnvSpec):
@@ -30,9 +30,9 @@ class StepAssembler:
         self._parts: dict[tuple[int, int], Part] = {}
 
     def step(self, part: slice, taken: Sequence[Taken]) -> Step:
-        """The rows of ``part``; where nobody answered they are fillers, and nothing else changes.
+        """Return the step of the slots ``part``, fields [n, ...]. Slots without an answer get filler rows.
 
-        Tensors are good until the next call for the same part.
+        The tensors are overwritten by the next call for the same part.
         """
         key = (part.start, part.stop)
         if key not in self._parts:
@@ -41,7 +41,7 @@ class StepAssembler:
 
 
 class Part:
-    """Some neighbouring slots: where actors' rows are gathered (for CUDA in pinned memory) and what they then show."""
+    """Contiguous range of n slots: host buffers for actors' rows (pinned for CUDA), and views of their observations."""
 
     def __init__(self, spec: EnvSpec, shown: Obs):
         self.spec, self.shown, self.n = spec, shown, len(shown["policy"])
@@ -53,7 +53,7 @@ class Part:
         self.flags = buffer(5, self.n, dtype=torch.bool)
         self.numbers = buffer(1 + len(spec.log), self.n, dtype=torch.float32)  # rewards, then log terms
         self.newest = {k: v[:, -1] if spec.obs[k].stack > 1 else v for k, v in shown.items()}
-        # On the CPU frames go straight to where they are shown.
+        # On the CPU frames are written directly into the observations.
         frames = {k: buffer(self.n, *kept_shape(s), dtype=s.dtype) for k, s in spec.obs.items()} if pin else self.newest
         self.frames = frames
         self.finals = {k: buffer(*v.shape, dtype=v.dtype) for k, v in frames.items()}
@@ -61,11 +61,12 @@ class Part:
         self.copied = torch.cuda.Event() if pin else None
         self._flags, self._numbers = self.flags.numpy(), self.numbers.numpy()
         self._pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        self._fields = self._named(self.flags, self.numbers)  # on the CPU once and for all
+        self._fields = self._named(self.flags, self.numbers)  # constant on the CPU
 
     def step(self, taken: Sequence[Taken]) -> Step:
+        """Return the step of these slots, fields [n, ...]."""
         if self.copied is not None:
-            self.copied.synchronize()  # the last step's copies still read the host buffers
+            self.copied.synchronize()  # copies of the last step may still read the host buffers
         self._flags[:], self._flags[FINAL_OK], self._numbers[:] = False, True, 0.0
         at = self._places(taken)
         self._shift(at)
@@ -80,18 +81,18 @@ class Part:
         return Step(obs=dict(self.shown), final_obs=final, **fields)
 
     def _named(self, flags: Tensor, numbers: Tensor) -> dict[str, Any]:
-        """A step's fields but for observations."""
+        """Return all fields of a step except the observations."""
         log = dict(zip(self.spec.log, numbers[1:].unbind(0), strict=True))
         return {"reward": numbers[0], "log": log, **dict(zip(NAMES, flags.unbind(0), strict=True))}
 
     def _places(self, taken: Sequence[Taken]) -> slice | Tensor:
-        """All their slots."""
+        """Return all slots in ``taken``, ascending."""
         slots = taken[0].slots if len(taken) == 1 else np.sort(np.concatenate([[], *(t.slots for t in taken)]))
         at = run_of(slots.astype(np.int64, copy=False))
         return at if isinstance(at, slice) else torch.from_numpy(at).to(self.device)
 
     def _shift(self, at: slice | Tensor) -> None:
-        """Make room for a frame in the stacks of ``at``: the oldest is forgotten."""
+        """Shift the frame stacks of slots ``at`` by one frame, dropping the oldest."""
         if isinstance(at, slice):
             for older, newer in self._steps_back(at.start, at.stop):
                 older.copy_(newer)
@@ -101,19 +102,19 @@ class Part:
                 self.shown[k][at, :-1] = self.shown[k][at, 1:]  # the right side is a copy
 
     def _steps_back(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
-        """Where each frame of the stacks of some slots goes, the oldest first: as one copy, they would overlap."""
+        """Return (target, source) views to shift frame stacks, oldest first: a single copy would overlap itself."""
         if (start, stop) not in self._pairs:
             stacks = [v[start:stop] for k, v in self.shown.items() if self.spec.obs[k].stack > 1]
             self._pairs[start, stop] = [(v[:, i], v[:, i + 1]) for v in stacks for i in range(v.shape[1] - 1)]
         return self._pairs[start, stop]
 
     def _gather(self, rows: Any, places: np.ndarray, slots: np.ndarray) -> None:
-        """One actor's rows to their places."""
+        """Write one actor's rows into the host buffers."""
         flags, numbers = self._flags, self._numbers
         to, every = run_of(slots), len(places) == len(rows.obs["policy"])
         for k, values in rows.obs.items():
             self.host[k][to] = values if every else values[places]
-        if rows.flags is None:  # a beginning that nothing announced: the row that was acted in is lost
+        if rows.flags is None:  # the answer to a reset: an episode begins, and the row before has no successor
             flags[FIRST, to] = True
             return
         flags[:, to] = rows.flags[places] >> SHIFTS & 1
@@ -126,7 +127,7 @@ class Part:
                 self.finals[k].numpy()[slots[ended]] = values[at[ended]]
 
     def _show(self, at: slice | Tensor) -> Obs:
-        """Bring ``shown`` up to date for ``at``. Returns the final observations: ``shown`` where nothing ended."""
+        """Update ``shown`` for slots ``at``. Return the final observations, ``shown`` itself where nothing ended."""
         if self.frames is not self.newest:
             for k, newest in self.newest.items():
                 newest[at] = self._to_device(self.frames[k])[at]
@@ -150,6 +151,6 @@ class Part:
 
 
 def run_of(slots: np.ndarray) -> Any:
-    """Ascending ``slots`` as a slice, where they are neighbours: that is faster everywhere."""
+    """Return ascending ``slots`` as a slice if they are contiguous, for faster indexing."""
     count = len(slots)
     return slice(int(slots[0]), int(slots[0]) + count) if count and slots[-1] - slots[0] == count - 1 else slots

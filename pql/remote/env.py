@@ -1,9 +1,9 @@
-"""The simulator whose environments are elsewhere: SEED RL's central inference as one more ``VecEnv``.
+"""``Remote``: a ``VecEnv`` whose environments run in actors on other machines, with central inference as in SEED RL.
 
-    pql train task=remote num_envs=64                                              here: networks, replay, learning
-    pql actor --connect HOST:PORT --task gymnasium --num-envs 32 id=Pendulum-v1    anywhere, any number of times
+    pql train task=remote num_envs=64                                              learner: networks, replay, updates
+    pql actor --connect HOST:PORT --task gymnasium --num-envs 32 id=Pendulum-v1    any machine, any number of times
 
-Actors send observations and get actions; all else stays here. What the environments are, the first actor says.
+Actors send observations and receive actions. The first actor to connect determines the specification.
 Source: Espeholt et al. 2020 (SEED RL), section 3.
 """
 
@@ -27,36 +27,38 @@ from pql.remote.token import read_token
 from pql.types import Obs, Step
 
 SPREAD = 4
-PATIENCE = 1.0  # seconds between looks at whether anybody is there
-LOOK = 0.2  # seconds between looks at whether the run is to end, while there is none yet
+PATIENCE = 1.0  # seconds between checks for connected actors
+LOOK = 0.2  # seconds between checks for an interrupt, before the first actor
 NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 class Remote:
-    """``num_envs`` slots for the environments of actors. Returns from its constructor once the first has connected.
+    """Asynchronous ``VecEnv`` with ``num_envs`` slots for the environments of remote actors.
 
-    Environments may answer late, leave, and be replaced: see ``pql.collect.asynchronous``. One whose actor was lost
-    goes on, with a new actor, after a filler row with ``first``. ``reset`` and ``step`` wait for all who are there.
+    The constructor waits for the first actor. Environments may answer late, leave and be replaced (see
+    ``pql.collect.asynchronous``): after the loss of an actor its slots continue with a new one, after a filler row with
+    ``first`` set. ``reset`` and ``step`` wait for all connected actors. Fields of a ``Step`` are [N, ...], or [n, ...]
+    for a group.
 
     Args:
-        num_envs: N, the most environments there can be; with fewer the run goes on, too.
-        device: where the tensors go.
-        listen: ``host:port`` (port 0: a free one) or ``unix:/path``. Beyond this machine it takes ``token_file``,
-            ``cert`` and ``key``.
-        token_file: holds what actors must show; null: the variable PQL_TOKEN, if it is set.
+        num_envs: N, the number of slots; a run also works while some are empty.
+        device: device of the tensors.
+        listen: ``host:port`` (port 0: a free one) or ``unix:/path``. An address that other machines can reach needs
+            ``token_file``, ``cert`` and ``key``.
+        token_file: file with the access token of actors; null: the environment variable PQL_TOKEN, if set.
         cert, key: PEM files, for TLS.
-        wait: seconds for which those who have answered wait for the rest of their group; null: until all have.
-        groups: that act by turns; null: 2 where the first actor fills no more than half of the slots, else 1.
-        timeout: seconds without a single actor after which the run fails.
-        step_seconds: an actor that takes longer for a step is dropped, and ends; its slots are free.
-        start_seconds: as long may a reset take, and an actor's first step.
-        eval_envs: slots more, whose environments serve evaluations alone (``pql actor --role eval``).
-        task: name and settings that actors are to be started with, for people to read.
+        wait: seconds for which answers wait for the rest of their group; null: until all have arrived.
+        groups: number of groups that step in turn; null: 2 if the first actor fills at most half of the slots, else 1.
+        timeout: seconds without any actor after which the run fails.
+        step_seconds: time limit of a step; an actor that exceeds it is disconnected and its slots are freed.
+        start_seconds: time limit of a reset and of an actor's first step.
+        eval_envs: number of additional slots for evaluation (``pql actor --role eval``).
+        task: task name and settings, shown in the command line suggested for starting actors.
 
     Raises:
-        ConfigError: an address that cannot be, or that is open to others without token and TLS.
+        ConfigError: an invalid address, or one that other machines can reach without token and TLS.
         RunError: no actor within ``timeout`` seconds.
-        KeyboardInterrupt: Ctrl-C or SIGTERM came to the run while it waited for the first one.
+        KeyboardInterrupt: Ctrl-C or SIGTERM before the first actor connected.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Remote:
         self._present = torch.zeros(num_envs, dtype=torch.bool)
 
     def _first_actor(self) -> dict[str, Any]:
-        """Wait for somebody who says what the environments are."""
+        """Wait for the first actor and return its specification."""
         self.server.tell(
             f"waiting for the first actor (at most {self.timeout:g} s): "
             f"pql actor --connect {self.server.address} --num-envs K --task {self.task}"
@@ -122,39 +124,40 @@ class Remote:
                 )
         return self.server.facts
 
-    # -- as any simulator ---------------------------------------------------------------------------------------------
+    # -- VecEnv -------------------------------------------------------------------------------------------------------
 
     def reset(self, seed: int | None = None) -> Obs:
-        """Restart the environments of every actor, and of those that come later. Waits for those who are there."""
+        """Restart all environments and wait for those of connected actors. Returns observations [N, ...]."""
         obs, self._present = self._together.reset(seed)
         return obs
 
     def step(self, action: Tensor) -> Step:
-        """A step of all who are there. Rows of slots without an actor are fillers."""
+        """Step the environments of all connected actors with ``action`` [N, A] or [N]. Other rows are fillers."""
         return self._together.step(action)
 
     def close(self) -> None:
+        """Disconnect all actors and stop the server."""
         self.server.close()
 
     def beside(self) -> "Beside | None":
-        """Environments for evaluations, where there are such slots: another simulator, on the same server."""
+        """Return the environments for evaluation, on the same server; None if ``eval_envs`` is 0."""
         if self._evaluation is None:
             return None
         spec = replace(self.spec, num_envs=self._evaluation.size, groups=1, spread=1)
         return Beside(self._evaluation, StepAssembler(spec), self.server, self.timeout)
 
-    # -- as one that answers when it can ------------------------------------------------------------------------------
+    # -- asynchronous VecEnv ------------------------------------------------------------------------------------------
 
     def present(self) -> Tensor:
-        """Who answered the last reset: [N] bool, on the CPU."""
+        """Return [N] bool on the CPU: environments that answered the last reset."""
         return self._present
 
     def send(self, action: Tensor, ids: Tensor) -> None:
-        """Actions [k, ...] for environments ``ids`` [k] int64."""
+        """Send actions [k, A] or [k] to environments ``ids`` [k] int64."""
         self.hall.act(ids.numpy(), action.cpu().numpy())
 
     def answers(self, group: int) -> tuple[Tensor, Step]:
-        """Whose answers have come, [k] int64, of one group, and that group's step. Waits for a bounded time."""
+        """Wait for a bounded time; return the ids [k] int64 that answered, and the step of the group, [n, ...]."""
         taken, part = self.hall.take(group), self.hall.parts[group]
         if not taken:
             self._together.check_alive()
@@ -162,25 +165,25 @@ class Remote:
         return ids[0] if len(ids) == 1 else torch.cat((NOBODY, *ids)), self.board.step(part, taken)
 
     def measures(self) -> dict[str, float]:
-        """For the log: who is there."""
+        """Metrics: connected actors and environments."""
         return self.hall.measures()
 
 
 class Together:
-    """A hall's environments as ones that step at once: it waits for all who are there.
+    """Synchronous stepping of the environments in a slot table: waits for all connected actors.
 
     Args:
         timeout: seconds without an actor after which it fails.
-        whom: it waits for, in words.
+        whom: kind of actor, for messages.
     """
 
     def __init__(self, hall: SlotTable, board: StepAssembler, server: Server, timeout: float, whom: str = "actor"):
         self.hall, self.board, self.server, self.timeout, self.whom = hall, board, server, timeout, whom
-        self._told = -1.0  # of which emptiness people have been told
-        self._ending = False  # the run is: nobody is waited for any more
+        self._told = -1.0  # ``empty_since`` at the last message about missing actors
+        self._ending = False  # the run is ending: do not wait any more
 
     def reset(self, seed: int | None) -> tuple[Obs, Tensor]:
-        """First observations, and who is there: [N] bool, on the CPU."""
+        """Restart; return first observations [N, ...] and the environments present, [N] bool on the CPU."""
         self.hall.reset(seed)
         taken, present = self._everybody(), torch.zeros(self.hall.size, dtype=torch.bool)
         for one in taken:
@@ -189,6 +192,7 @@ class Together:
         return {k: v.clone() for k, v in step.obs.items()}, present
 
     def step(self, action: Tensor) -> Step:
+        """Step with ``action`` [N, A] or [N]. Fields [N, ...] are new tensors."""
         self.hall.act(np.arange(self.hall.size), action.cpu().numpy())
         step = self.board.step(slice(0, self.hall.size), self._everybody())
 
@@ -198,19 +202,19 @@ class Together:
         return Step(*map(copy, step))
 
     def _everybody(self) -> list[Taken]:
-        """Everybody's answers; once the run is to end, only those of actors that are not waited for."""
+        """Take the answers of all actors; once the run is ending, only those that have arrived."""
         while not (taken := self.hall.take_all(0.0 if self._ending else PATIENCE)) and not self._ending:
             self._ending = interrupt.asked()
             self.check_alive()
         return taken
 
     def check_alive(self) -> None:
-        """Where nobody is there, say so; after ``timeout`` seconds of that, fail.
+        """Report once if no actor is connected.
 
         Raises:
-            RunError: nobody has been there for that long, or the hall was closed.
+            RunError: none has been connected for ``timeout`` seconds, or the table was closed.
         """
-        touch()  # as does this one
+        touch()  # this wait has a deadline of its own
         if self.hall.closed:
             raise RunError("the server for remote actors was closed")
         if self.hall.live:
@@ -224,7 +228,7 @@ class Together:
 
 
 class Beside:
-    """Environments for evaluations."""
+    """Environments for evaluation: a synchronous ``VecEnv`` on the training server. Fields are [N, ...]."""
 
     def __init__(self, hall: SlotTable, board: StepAssembler, server: Server, timeout: float):
         self.spec, self._together = board.spec, Together(hall, board, server, timeout, "actor with --role eval")
@@ -236,11 +240,11 @@ class Beside:
         return self._together.step(action)
 
     def close(self) -> None:
-        """Nothing: the server is the training environment's."""
+        """Do nothing: the training environment owns the server."""
 
 
 def check(wait: float | None, timeout: float, eval_envs: int, step_seconds: float, start_seconds: float) -> None:
-    """Raises ``ConfigError`` for numbers that cannot be."""
+    """Raise ``ConfigError`` for numbers out of range."""
     for name, value, least in (
         ("wait", wait, 0),
         ("timeout", timeout, 0.001),
@@ -255,12 +259,12 @@ def check(wait: float | None, timeout: float, eval_envs: int, step_seconds: floa
 
 
 def choose_groups(slots: int, first: int) -> int:
-    """Two halves that act by turns, where one actor's environments do not take both."""
+    """Return 2 groups if the first actor's environments fit into half of the slots, else 1."""
     return 2 if slots % 2 == 0 and first <= slots // 2 else 1
 
 
 def spec_of(facts: dict[str, Any], num_envs: int, device: torch.device, groups: int) -> EnvSpec:
-    """The specification of all slots together, from one actor's."""
+    """Return the specification of all slots, derived from one actor's."""
     action, bounds = facts["action"], {}
     if "n" not in action:
         bounds = {k: None if action.get(k) is None else tuple(map(float, action[k])) for k in ("low", "high")}

@@ -1,18 +1,18 @@
-"""What remote actors and the learner say to each other: frames of a 32-byte header and raw little-endian arrays.
+"""Wire protocol between remote actors and the learner: frames of a 32-byte header and raw little-endian arrays.
 
-    magic "pqlr" | version u16 | kind u8 | 0 | run id u64 | sequence number u64 | body's bytes u32 | 0 u32
+    magic "pqlr" | version u16 | kind u8 | 0 | run id u64 | sequence number u64 | bytes of the body u32 | 0 u32
 
-An actor opens one stream and says HELLO (JSON: its simulator's specification); the learner answers WELCOME (JSON: what
-the actor is for). From there one of the two is always waiting for the other: RESET is answered by OBS, ACT by STEP, and
-sequence numbers count these pairs. Either side may end the stream with BYE (JSON: why). ::
+An actor opens one stream and sends HELLO (JSON: its specification); the learner answers WELCOME (JSON: the actor's
+number and time limits). After that the learner sends requests, one at a time: RESET is answered by OBS, ACT by STEP.
+The sequence number counts these pairs. Either side may end the stream with BYE (JSON: the reason). ::
 
     actor    HELLO          OBS         STEP        STEP
     learner        WELCOME RESET     ACT         ACT         BYE
 
-Of a stack of frames only the newest travels: the learner's side stacks. Final observations travel only for rows where
-another episode began. Nothing is ever unpickled.
+Only the newest frame of a frame stack is sent; the learner rebuilds the stack. Final observations are sent only for
+rows where a new episode began. Nothing is unpickled. K is the number of an actor's environments.
 
-This file imports the standard library and NumPy alone: it is both sides'.
+Both sides import this file; it needs the standard library and NumPy alone.
 """
 
 import json
@@ -28,21 +28,21 @@ MAGIC = b"pqlr"
 HEADER = struct.Struct("<4sHBBQQII")
 HELLO, WELCOME, RESET, OBS, ACT, STEP, BYE = range(1, 8)
 SERVICE, METHOD = "pql.Remote", "Act"
-LARGEST = 64 << 20  # bytes of a message; a larger one is refused by the transport, before it is read
+LARGEST = 64 << 20  # bytes of a message; the transport refuses a larger one before it is read
 LARGEST_JSON = 64 << 10
 FLAGS = ("terminated", "truncated", "first", "valid", "final_ok")  # bits of a row's flags, lowest first
 TYPES = ("float32", "uint8")  # of observations
-LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")  # how addresses begin that this machine alone reaches
+LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")  # prefixes of addresses that only this machine can reach
 
 Arrays = dict[str, np.ndarray]
 
 
 class WireError(Exception):
-    """A frame that this side does not understand: the stream that it came on ends."""
+    """Invalid or unexpected frame; the stream is closed."""
 
 
 class Frame(NamedTuple):
-    """One message, its body still packed."""
+    """One message with its body still packed."""
 
     kind: int
     run_id: int
@@ -51,7 +51,7 @@ class Frame(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What K environments answered. Arrays are views of the message; those of ``OBS`` have observations alone."""
+    """Answer of K environments: views of the message. An OBS message has observations alone."""
 
     obs: Arrays  # [K, ...] newest frames
     reward: np.ndarray | None = None  # [K] float32
@@ -62,20 +62,21 @@ class Rows(NamedTuple):
 
 
 def pack(kind: int, run_id: int, seq: int, *parts: Any) -> bytes:
-    """A message of contiguous arrays or bytes."""
+    """Return a message whose body is the concatenation of ``parts``: contiguous arrays or bytes."""
     size = sum(memoryview(p).nbytes for p in parts)
     return b"".join((HEADER.pack(MAGIC, VERSION, kind, 0, run_id, seq, size, 0), *parts))
 
 
 def pack_json(kind: int, run_id: int, seq: int, facts: Mapping[str, Any]) -> bytes:
+    """Return a message whose body is ``facts`` as JSON."""
     return pack(kind, run_id, seq, json.dumps(facts).encode())
 
 
 def unpack(message: bytes) -> Frame:
-    """A message's parts.
+    """Split a message into header fields and body.
 
     Raises:
-        WireError: not a frame of this version, or cut short.
+        WireError: not a frame of this version, or truncated.
     """
     if len(message) < HEADER.size:
         raise WireError(f"{len(message)} bytes are no frame")
@@ -90,10 +91,10 @@ def unpack(message: bytes) -> Frame:
 
 
 def expect(frame: Frame, kind: int, run_id: int, seq: int) -> Frame:
-    """``frame``, which must be this one.
+    """Return ``frame`` after checking its kind, run id and sequence number.
 
     Raises:
-        WireError: it is another.
+        WireError: one of them differs.
     """
     if (frame.kind, frame.run_id, frame.seq) != (kind, run_id, seq):
         raise WireError(
@@ -104,10 +105,10 @@ def expect(frame: Frame, kind: int, run_id: int, seq: int) -> Frame:
 
 
 def read_json(body: memoryview) -> dict[str, Any]:
-    """A JSON object.
+    """Parse the body as a JSON object.
 
     Raises:
-        WireError: anything else.
+        WireError: it is too long, or not a JSON object.
     """
     if len(body) > LARGEST_JSON:
         raise WireError(f"{len(body)} bytes of JSON, at most {LARGEST_JSON}")
@@ -124,11 +125,10 @@ def read_json(body: memoryview) -> dict[str, Any]:
 
 
 def check_facts(facts: Any) -> dict[str, Any]:
-    """A specification (as ``far_build.describe`` writes it) that came over the wire: every field there, of the type and
-    size it must have.
+    """Validate a received specification (see ``far_build.describe``) and return its known fields.
 
     Raises:
-        WireError: names the field.
+        WireError: a field is missing or invalid; the message names it.
     """
 
     if not isinstance(facts, Mapping):
@@ -179,13 +179,13 @@ def check_facts(facts: Any) -> dict[str, Any]:
 
 
 class Layout:
-    """How K environments' rows lie in a message, by their specification.
+    """Layout of the rows of K environments in a message, derived from their specification.
 
     Args:
-        facts: as :func:`check_facts` gives them; ``num_envs`` is K.
+        facts: specification from :func:`check_facts`; ``num_envs`` is K.
 
     Raises:
-        WireError: a step would not fit into a message.
+        WireError: a step may exceed the largest message.
     """
 
     def __init__(self, facts: Mapping[str, Any]):
@@ -208,11 +208,11 @@ class Layout:
             )
 
     def pack_obs(self, run_id: int, seq: int, obs: Mapping[str, np.ndarray]) -> bytes:
-        """First observations, [K, ...] newest frames."""
+        """Return an OBS message of first observations [K, ...], newest frames only."""
         return pack(OBS, run_id, seq, *self._obs_parts(obs))
 
     def pack_step(self, run_id: int, seq: int, step: Any) -> bytes:
-        """A step: any object with the fields of ``pql.types.Step`` as arrays, of stacks the newest frames alone."""
+        """Return a STEP message. ``step``: fields of ``pql.types.Step`` as arrays [K, ...], newest frames only."""
         flags = sum((np.asarray(getattr(step, k)).astype(np.uint8) << i for i, k in enumerate(FLAGS)), np.uint8(0))
         log = [np.ascontiguousarray(v, "<f4") for v in step.log.values()]
         ended = np.flatnonzero(np.asarray(step.first) & np.asarray(step.valid)).astype("<u4")
@@ -235,10 +235,10 @@ class Layout:
         return [np.ascontiguousarray(obs[k], dtype) for k, (_, dtype) in self.obs.items()]
 
     def read_obs(self, body: memoryview) -> Rows:
-        """The reverse of :meth:`pack_obs`.
+        """Parse the body of an OBS message.
 
         Raises:
-            WireError: another size.
+            WireError: wrong size.
         """
         reader = Reader(body)
         obs = self._read_obs(reader, self.count)
@@ -246,10 +246,10 @@ class Layout:
         return Rows(obs)
 
     def read_step(self, body: memoryview) -> Rows:
-        """The reverse of :meth:`pack_step`.
+        """Parse the body of a STEP message.
 
         Raises:
-            WireError: another size, flags that do not exist, or final observations of rows that have none.
+            WireError: wrong size, unknown flags, or final observations of rows where no episode began.
         """
         reader, n = Reader(body), self.count
         reward = reader.array("<f4", (n,))
@@ -271,13 +271,14 @@ class Layout:
         return {k: reader.array(dtype, (rows, *shape)) for k, (shape, dtype) in self.obs.items()}
 
     def pack_action(self, run_id: int, seq: int, action: np.ndarray) -> bytes:
+        """Return an ACT message with ``action`` [K, A] float32 or [K] int64."""
         return pack(ACT, run_id, seq, np.ascontiguousarray(action, self.action_type))
 
     def read_action(self, body: memoryview) -> np.ndarray:
-        """Actions, [K, A] float32 or [K] int64.
+        """Parse the body of an ACT message: [K, A] float32 or [K] int64.
 
         Raises:
-            WireError: another size.
+            WireError: wrong size.
         """
         reader = Reader(body)
         action = reader.array(self.action_type, self.action_shape)
@@ -286,12 +287,13 @@ class Layout:
 
 
 class Reader:
-    """Arrays, one after the other, out of a message's body: views, nothing is copied."""
+    """Reads consecutive arrays from the body of a message, as views."""
 
     def __init__(self, body: memoryview):
         self.body, self.at = body, 0
 
     def array(self, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the next array of this type and shape."""
         kind, count = np.dtype(dtype), math.prod(shape)
         if self.at + count * kind.itemsize > len(self.body):
             raise WireError(f"a body of {len(self.body)} bytes is cut short")
@@ -300,11 +302,12 @@ class Reader:
         return out
 
     def end(self) -> None:
+        """Raise ``WireError`` if bytes are left."""
         if self.at != len(self.body):
             raise WireError(f"{len(self.body) - self.at} bytes too many")
 
 
 def newest(obs: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Observations [K, ...] as arrays; of stacks the newest frames."""
+    """Return observation groups [K, ...] as arrays, reduced to the newest frame where they are stacks."""
     arrays = {k: np.asarray(v) for k, v in obs.items()}
     return {k: v[:, -1] if stacks[k] > 1 else v for k, v in arrays.items()}

@@ -1,6 +1,6 @@
-"""The server that actors connect to: gRPC on a thread of its own, one bidirectional stream an actor.
+"""gRPC server for remote actors: one thread, one bidirectional stream per actor.
 
-It admits actors, checks what they send, and passes it on to the ``SlotTable``; it knows nothing of torch or replays.
+It admits actors, validates their messages and passes them to the ``SlotTable``. It needs no torch.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pql.remote.protocol import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpa
 from pql.remote.slot_table import FullError, RemoteActor, SlotTable, TooManyError
 from pql.remote.token import CERTIFICATE, KEY, read_file
 
-# A peer whose process has stopped, or whose cable was pulled, is noticed by pings: 10 s + 5 s.
+# Pings detect a stopped process or a broken connection after 10 s + 5 s.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -34,33 +34,34 @@ KEEPALIVE = (
 )
 SIZES = (("grpc.max_receive_message_length", wire.LARGEST), ("grpc.max_send_message_length", wire.LARGEST))
 OPTIONS = (*KEEPALIVE, *SIZES, ("grpc.so_reuseport", 0))
-GRACE = 2.0  # seconds that actors have to hear that it is over
+GRACE = 2.0  # seconds for actors to receive BYE
 
-OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # that all actors must have alike
+OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # must be equal for all actors
 
 
 class LateError(Exception):
-    """An actor has not answered in time: how long it had."""
+    """An actor exceeded its time limit."""
 
 
 class Server:
-    """Listens until closed.
+    """Server for remote actors; listens until closed.
 
     Args:
         address: ``host:port`` or ``unix:/path``; port 0 takes a free one.
-        hall: slots of training, evaluation's slots (None: there are none).
-        token: that actors must show; None: nobody asks (on this machine alone).
-        cert, key: files for TLS (PEM).
-        step_seconds: an actor that has not answered a step by then is dropped; its first step, and a reset, may take
-            ``start_seconds``. That its machine still answers pings says nothing of its simulator.
-        tell: takes lines for people.
+        hall: slots for training.
+        evaluation: slots for evaluation; None: there are none.
+        token: access token that actors must send; None: not required (only for addresses on this machine).
+        cert, key: PEM files for TLS.
+        step_seconds: time limit of a step; an actor that exceeds it is disconnected, even if its machine answers
+            pings. The first step and a reset may take ``start_seconds``.
+        tell: receives messages for the user.
 
     Attributes:
-        address: with the port that it listens on.
-        facts: what the first actor said of its environments, once there is one (``known``).
+        address: with the actual port.
+        facts: specification of the first actor; set once ``known`` is.
 
     Raises:
-        ConfigError: an address that cannot be listened on, or that is open to others without token and TLS.
+        ConfigError: it cannot listen on the address, or other machines can reach it without token and TLS.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Server:
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
     def close(self, why: str = "the run has ended") -> None:
-        """Let every actor know, and stop listening."""
+        """Send BYE to every actor and stop listening."""
         if not self._thread.is_alive():
             return
         for hall in self.halls.values():
@@ -122,7 +123,7 @@ class Server:
     async def _stop(self) -> None:
         await self._server.stop(GRACE)
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
-            _, rest = await asyncio.wait(rest, timeout=0.5)  # they are about to end; cancelled, they would say so aloud
+            _, rest = await asyncio.wait(rest, timeout=0.5)  # they are about to end; cancelling prints a traceback
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
@@ -135,7 +136,7 @@ class Server:
     # -- one actor ----------------------------------------------------------------------------------------------------
 
     async def _act(self, _: Any, context: grpc.aio.ServicerContext) -> None:
-        """A stream, from its HELLO to its end. Whatever is wrong with it, it ends alone."""
+        """Serve one actor's stream from HELLO to its end. An error ends only this stream."""
         await self._check_token(context)
         try:
             await self._converse(context)
@@ -183,14 +184,14 @@ class Server:
         except LateError as error:
             self.tell(f"{who} {error}")
             raise
-        finally:  # it said goodbye, broke the rules, or is gone (then this task is cancelled)
+        finally:  # it left, violated the protocol, or lost its connection (this task is then cancelled)
             hall.leave(peer)
             self.tell(f"{who} has left after {time.monotonic() - since:.0f} s: {hall.live} now")
 
     async def _exchange(
         self, context: grpc.aio.ServicerContext, hall: SlotTable, peer: RemoteActor, order: bytes
     ) -> bool:
-        """One order and its answer. False: there are no more."""
+        """Send one request and process its answer. Return False at the end of the stream."""
         asked = unpack(order)
         limit = self.start if asked.kind == RESET or not peer.stepped else self.step
         try:
@@ -209,21 +210,22 @@ class Server:
         return True
 
     def _check_alike(self, facts: dict[str, Any]) -> None:
-        """All actors' environments are as the first one's."""
+        """Raise ``WireError`` if a specification differs from the first actor's."""
         for name in OFFERED:
             if self.facts and facts[name] != self.facts[name]:
                 raise WireError(f"{name} of these environments is {facts[name]}, of this run's {self.facts[name]}")
 
 
 def say(line: str) -> None:
+    """Print a message to stderr."""
     print(f"pql: {line}", file=sys.stderr, flush=True)
 
 
 def check_safe(address: str, token: str | None, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
-    """What the address needs.
+    """Return the TLS credentials, None without TLS.
 
     Raises:
-        ConfigError: others could reach it, and there is no token or no TLS; or a file cannot be read, or is no PEM.
+        ConfigError: other machines can reach the address and token or TLS is missing; or a PEM file is unreadable.
     """
     if (cert is None) != (key is None):
         raise ConfigError("cert" if cert is None else "key", None, "a file: TLS needs both cert and key")

@@ -1,12 +1,12 @@
-"""Slots, and the actors whose environments sit in them. Two threads meet here: the server's and the collector's.
+"""Assignment of remote environments to slots; shared by the server's thread and the collector's thread.
 
-A slot is a number that an environment has for the learner: a column of the replay. Its state goes round::
+A slot is the index of an environment on the learner's side: a column of the replay buffer. Its states::
 
     EMPTY --admitted--> FLYING --the actor's answer--> READY --taken--> DUE --an action--> FLYING ...
       ^                    |                             |               |
       +---- actor gone ----+-----------------------------+ (once taken) -+
 
-This file knows nothing of gRPC, torch or replays.
+This file imports neither gRPC nor torch.
 """
 
 import threading
@@ -23,89 +23,92 @@ NOBODY = -1
 
 
 class FullError(Exception):
-    """There are fewer free slots than an actor has environments."""
+    """Fewer slots are free than the actor has environments."""
 
 
 class TooManyError(Exception):
-    """An actor has more environments than there are slots, free or not."""
+    """The actor has more environments than there are slots, free or not."""
 
 
 class RemoteActor:
-    """One connected actor, as the learner's side sees it.
+    """One connected actor with K environments, on the learner's side.
 
     Args:
-        post: sends a message to it, from any thread.
+        post: sends a message to the actor; may be called from any thread.
     """
 
     def __init__(self, run_id: int, layout: Layout, post: Callable[[bytes], object]):
         self.run_id, self.layout, self.post = run_id, layout, post
-        self.number = NOBODY  # of its admission
-        self.seq = 0  # of the last order
+        self.number = NOBODY  # in order of admission
+        self.seq = 0  # of the last request
         self.slots = np.zeros(0, dtype=np.int64)  # [K], ascending
         self.rows: Rows | None = None  # the newest answer
         self.action = np.zeros(layout.action_shape, layout.action_type)
-        self.missing = 0  # rows of ``action`` still to come before it can be told
-        self.reset_due = False  # its next answer is of no use any more
+        self.missing = 0  # rows of ``action`` still to be filled before it is sent
+        self.reset_due = False  # drop its next answer and reset it
         self.stepped = False  # it has answered a step
         self.gone = False
 
     def order_reset(self, seed: int) -> None:
+        """Send RESET."""
         self.seq += 1
         self.post(pack(RESET, self.run_id, self.seq, seed.to_bytes(8, "little")))
 
     def order_step(self) -> None:
+        """Send ACT with ``action``."""
         self.seq += 1
         self.post(self.layout.pack_action(self.run_id, self.seq, self.action))
 
     def order_end(self, why: str) -> None:
+        """Send BYE."""
         self.post(pack_json(BYE, self.run_id, self.seq + 1, {"reason": why}))
 
 
 class Taken(NamedTuple):
-    """Some of an actor's rows, and whose they are."""
+    """Some rows of an actor's answer, and their slots."""
 
     rows: Rows
-    places: np.ndarray  # [k] rows of the actor's
-    slots: np.ndarray  # [k] slots of the hall
+    places: np.ndarray  # [k] indices into ``rows``
+    slots: np.ndarray  # [k] slots
 
 
 class SlotTable:
-    """``size`` slots in ``groups`` equal parts.
+    """Table of ``size`` slots in ``groups`` equal groups.
 
     Args:
-        wait: seconds for which answers wait for the rest of their group; None: until all who are there have come.
-        patience: seconds after which :meth:`take` returns with nothing.
+        wait: seconds for which answers wait for the rest of their group; None: until all connected actors answered.
+        patience: seconds after which :meth:`take` returns empty-handed.
 
     Attributes:
-        empty_since: when the last actor left, or the hall was opened (``time.monotonic``).
+        empty_since: time at which the last actor left, or the table was created (``time.monotonic``).
     """
 
     def __init__(self, size: int, groups: int = 1, wait: float | None = None, patience: float = 0.5):
         self.size, self.wait, self.patience = size, wait, patience
         self.status = np.zeros(size, dtype=np.uint8)
         self.owner = np.full(size, NOBODY)  # [N] number of each slot's actor
-        self.place = np.zeros(size, dtype=np.int64)  # [N] row of each slot among its actor's
-        self.peers: dict[int, RemoteActor] = {}  # by number; those who left stay until their last answer is taken
+        self.place = np.zeros(size, dtype=np.int64)  # [N] row of each slot among those of its actor
+        self.peers: dict[int, RemoteActor] = {}  # by number; one that left stays until its last answer is taken
         self.changed = threading.Condition()
-        self.seed: int | None = None  # None: nobody has asked for observations yet
+        self.seed: int | None = None  # None before the first reset
         self.admitted = 0  # actors so far
         self.empty_since = time.monotonic()
         self.closed = False
         self.divide(groups)
 
     def divide(self, groups: int) -> None:
-        """Make ``groups`` equal parts of it."""
+        """Divide the slots into ``groups`` equal groups."""
         each = self.size // groups
         self.parts = [slice(g * each, (g + 1) * each) for g in range(groups)]
 
     # -- the server's thread ------------------------------------------------------------------------------------------
 
     def admit(self, peer: RemoteActor) -> None:
-        """Give ``peer`` a slot for each environment, all in one group where they fit.
+        """Assign a slot to each environment of ``peer``, all in one group if they fit.
 
         Raises:
-            FullError: there are not as many free ones.
-            TooManyError: nor will there ever be.
+            FullError: too few slots are free.
+            TooManyError: there are too few slots in all.
         """
         if peer.layout.count > self.size:
             raise TooManyError(f"at most {self.size}, its number of slots")
@@ -127,7 +130,7 @@ class SlotTable:
             self.changed.notify_all()
 
     def answered(self, peer: RemoteActor, rows: Rows) -> None:
-        """What came of the peer's last order."""
+        """Store the answer of ``peer`` to its last request."""
         with self.changed:
             if peer.reset_due:
                 self._reset(peer)
@@ -137,7 +140,7 @@ class SlotTable:
             self.changed.notify_all()
 
     def leave(self, peer: RemoteActor) -> None:
-        """Free the peer's slots: those of answers that nobody has taken yet, once they are."""
+        """Free the slots of ``peer``; a slot with an answer not taken yet is freed once it is taken."""
         with self.changed:
             if peer.gone or peer.number not in self.peers:
                 return
@@ -149,7 +152,7 @@ class SlotTable:
 
     @property
     def live(self) -> int:
-        """Actors that are connected."""
+        """Number of connected actors."""
         return sum(not peer.gone for peer in self.peers.values())
 
     def _free(self, peer: RemoteActor, slots: np.ndarray) -> None:
@@ -158,7 +161,7 @@ class SlotTable:
             del self.peers[peer.number]
 
     def _reset(self, peer: RemoteActor) -> None:
-        """Ask for first observations, with a seed of its own."""
+        """Request first observations, with a seed derived from the run's and the actor's number."""
         assert self.seed is not None
         drawn = np.random.SeedSequence([self.seed, peer.number]).generate_state(1, np.uint32)[0]
         self.status[peer.slots], peer.missing, peer.reset_due = FLYING, 0, False
@@ -167,7 +170,7 @@ class SlotTable:
     # -- the collector's thread ---------------------------------------------------------------------------------------
 
     def reset(self, seed: int | None) -> None:
-        """Have every actor start anew, and those that come later. What is on its way from before is dropped."""
+        """Reset all actors, present and future. Answers to earlier requests are dropped."""
         with self.changed:
             self.seed = (self.seed or 0) + 1 if seed is None else seed
             for peer in list(self.peers.values()):
@@ -179,9 +182,9 @@ class SlotTable:
                     self._reset(peer)
 
     def act(self, slots: np.ndarray, action: np.ndarray) -> None:
-        """Actions [k, ...] for ``slots`` that are due. An actor hears of its own once they are complete.
+        """Store actions [k, ...] for ``slots`` [k] in state DUE; send an actor its actions once all are there.
 
-        An actor that has left meanwhile does not: its environments' actions were taken in vain.
+        Actions for an actor that has left are dropped.
         """
         with self.changed:
             due = self.status[slots] == DUE
@@ -200,10 +203,10 @@ class SlotTable:
                     peer.order_step()
 
     def take(self, group: int) -> list[Taken]:
-        """Answers of one group. Waits for a bounded time.
+        """Take the answers of one group; wait for a bounded time.
 
-        It returns what is there when all who are expected have answered, or ``wait`` seconds after the call. It returns
-        nothing when another group is ready or due, or when nothing has come for ``patience`` seconds.
+        Returns once all pending answers have arrived, or ``wait`` seconds after the call if there are some. Returns an
+        empty list if another group is ready or due, or if nothing has arrived for ``patience`` seconds.
         """
         part, start = self.parts[group], time.monotonic()
         with self.changed:
@@ -218,7 +221,7 @@ class SlotTable:
             return []
 
     def take_all(self, timeout: float) -> list[Taken]:
-        """Answers of everybody who is there, whatever the groups; nothing where they do not come within ``timeout``."""
+        """Take the answers of all connected actors, regardless of groups; an empty list after ``timeout`` seconds."""
         start = time.monotonic()
         with self.changed:
             while not self.closed and ((self.status == FLYING).any() or not (self.status == READY).any()):
@@ -241,7 +244,7 @@ class SlotTable:
         return out
 
     def end(self, why: str) -> None:
-        """Tell every actor that it is over, and let nobody in any more."""
+        """Send BYE to every actor and admit no more."""
         with self.changed:
             self.closed = True
             for peer in self.peers.values():
@@ -250,7 +253,7 @@ class SlotTable:
             self.changed.notify_all()
 
     def measures(self) -> dict[str, float]:
-        """For the log: actors and their environments now, and actors admitted so far."""
+        """Metrics: actors and environments connected now, actors admitted so far."""
         with self.changed:
             return {
                 "remote/actors": self.live,
@@ -260,5 +263,5 @@ class SlotTable:
 
 
 def distinct(numbers: np.ndarray) -> list[int]:
-    """Each of them once. They are few, and NumPy's way would sort."""
+    """Return the distinct numbers in order of appearance; for few numbers this is faster than ``np.unique``."""
     return list(dict.fromkeys(numbers.tolist()))

@@ -1,4 +1,4 @@
-"""The token that remote actors show their learner: both sides read it here. It imports the standard library alone."""
+"""Access token of remote actors, read by both actor and learner. It imports the standard library alone."""
 
 import os
 from pathlib import Path
@@ -10,13 +10,13 @@ CERTIFICATE, KEY = b"-----BEGIN CERTIFICATE-----", b"PRIVATE KEY-----"  # in PEM
 
 
 def read_token(setting: str, file: str | Path | None) -> str | None:
-    """The token in ``file``, or else in the variable PQL_TOKEN; None: there is none.
+    """Return the token in ``file``, or in the environment variable PQL_TOKEN if ``file`` is None; None without either.
 
     Args:
-        setting: that names the file.
+        setting: name of the setting that holds the path, for errors.
 
     Raises:
-        ConfigError: the file cannot be read, or what is in it cannot be sent as a token.
+        ConfigError: the file cannot be read, or its content is not a valid token.
     """
     if file is None:
         setting, data = VARIABLE, os.environb.get(VARIABLE.encode(), b"")
@@ -26,16 +26,16 @@ def read_token(setting: str, file: str | Path | None) -> str | None:
         data = read_file(setting, file)
     token = data.strip().decode("ascii", "replace")
     if not token or not (token.isascii() and token.isprintable()):
-        shown = "..." if file is None else file  # the token itself is nobody's to read
+        shown = "..." if file is None else file  # never print the token
         raise ConfigError(setting, shown, "a token: one line of printable ASCII, such as openssl rand -hex 32 prints")
     return token
 
 
 def read_file(setting: str, file: str | Path, holds: bytes = b"") -> bytes:
-    """A file's bytes, among them ``holds``.
+    """Return the bytes of a file that must contain ``holds``.
 
     Raises:
-        ConfigError: it cannot be read, or is something else.
+        ConfigError: it cannot be read, or does not contain them.
     """
     try:
         data = Path(file).expanduser().read_bytes()

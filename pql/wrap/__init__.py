@@ -1,14 +1,14 @@
-"""Other libraries train on any pql environment: ``rsl_rl(env)``, ``sb3(env)`` and ``gymnasium(env)``.
+"""Adapters of pql environments to other libraries: ``rsl_rl(env)``, ``sb3(env)`` and ``gymnasium(env)``.
 
-Each takes a ``VecEnv`` and returns the environment class of one library, with episode ends told as that library expects
-them. (The other direction, gymnasium's environments in pql, is ``task=gymnasium``.) Actions outside [-1, 1] are
-clamped. The wrapped environment belongs to the wrapper: step it from nowhere else.
+Each takes a ``VecEnv`` and returns the environment class of one library, with that library's convention for episode
+ends. (``task=gymnasium`` is the reverse: Gymnasium environments in pql.) Actions outside [-1, 1] are clamped. The
+wrapper owns the environment: do not step it elsewhere.
 
-Two things that these libraries have no words for:
+Two cases that these libraries cannot express:
 
-* an unannounced restart, and the restart of a simulation that diverged, become a time limit (truncated);
-* where the simulator lost the final observation of an episode, the observation acted in stands in for it and
-  ``final_lost`` says so. Its value is what rsl_rl bootstraps from at every time limit.
+* an unannounced restart, or the restart of a simulation that diverged, is reported as truncated;
+* if the simulator lost the final observation of an episode, it is replaced by the observation before the step, and
+  ``final_lost`` is set. rsl_rl always bootstraps time limits from that observation's value.
 
 The libraries are imported when a function is called, and nothing else in pql imports them.
 """
@@ -26,41 +26,40 @@ if TYPE_CHECKING:
 
 
 def rsl_rl(env: VecEnv, seed: int | None = None) -> "RslRlEnv":
-    """``env`` as an ``rsl_rl.env.VecEnv`` (rsl-rl-lib 5), for ``rsl_rl.runners.OnPolicyRunner``.
+    """Wrap ``env`` as an ``rsl_rl.env.VecEnv`` (rsl-rl-lib 5), for ``rsl_rl.runners.OnPolicyRunner``.
 
-    Observation groups keep their names, so a configuration's ``obs_groups`` is ``{"actor": ["policy"], "critic":
-    ["policy"]}``, or ``["critic"]`` where the environment has privileged observations. Nothing waits for the device.
+    Observation groups keep their names: ``obs_groups`` is ``{"actor": ["policy"], "critic": ["policy"]}``, or
+    ``["critic"]`` with privileged observations. Stepping does not synchronise with the device.
 
     Args:
-        env: same-step autoreset, or one that has ``reset_where``.
-        seed: of the reset that takes place now, since rsl_rl never resets.
+        env: with same-step autoreset or ``reset_where``.
+        seed: of the reset, which happens here because rsl_rl never resets.
 
     Raises:
-        ConfigError: rsl-rl-lib is not installed, or the environment has discrete actions or an autoreset mode that
-            cannot be translated.
+        ConfigError: rsl-rl-lib is not installed, or the environment has discrete actions or an unsupported autoreset.
     """
     return _adapter("rsl_rl", "rsl-rl-lib", "peers").RslRlEnv(env, seed)
 
 
 def sb3(env: VecEnv) -> "SB3Env":
-    """``env`` as a ``stable_baselines3.common.vec_env.VecEnv``.
+    """Wrap ``env`` as a ``stable_baselines3.common.vec_env.VecEnv``.
 
-    Stable-Baselines3 has one observation for actor and critic, so it gets the group ``policy`` and no other. It seeds
-    environments through ``env.seed(n)`` before a reset.
+    Stable-Baselines3 has one observation for actor and critic: it gets only the group ``policy``. It seeds environments
+    by ``env.seed(n)`` before a reset.
 
     Args:
-        env: same-step autoreset, or one that has ``reset_where``.
+        env: with same-step autoreset or ``reset_where``.
 
     Raises:
-        ConfigError: stable-baselines3 is not installed, or an autoreset mode that cannot be translated.
+        ConfigError: stable-baselines3 is not installed, or the autoreset mode is unsupported.
     """
     return _adapter("sb3", "stable-baselines3", "peers").SB3Env(env)
 
 
 def gymnasium(env: VecEnv) -> "GymnasiumEnv":
-    """``env`` as a ``gymnasium.vector.VectorEnv``, in the environment's own autoreset mode (see ``metadata``).
+    """Wrap ``env`` as a ``gymnasium.vector.VectorEnv`` with the environment's autoreset mode (see ``metadata``).
 
-    One observation group becomes a Box, several a Dict. ``reset(options={"reset_mask": mask})`` works where the
+    One observation group becomes a Box, several a Dict. ``reset(options={"reset_mask": mask})`` works if the
     environment has ``reset_where``.
 
     Raises:
@@ -71,7 +70,7 @@ def gymnasium(env: VecEnv) -> "GymnasiumEnv":
 
 
 def _adapter(name: str, package: str, extra: str) -> Any:
-    """The module that holds the class for library ``name``."""
+    """Import the adapter module for library ``name``."""
     try:
         return importlib.import_module(f"pql.wrap.to_{name}")
     except ImportError as error:

@@ -64,7 +64,7 @@ def make(task: str, render_mode: str | None = None, **kwargs: Any) -> SingleEnv:
 
     Args:
         task: as in ``pql train task=``.
-        render_mode: ``rgb_array``, or None for no pictures.
+        render_mode: ``rgb_array``, or None for no images.
         kwargs: keywords of the simulator, as under ``task.kwargs``.
 
     Raises:

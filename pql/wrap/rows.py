@@ -1,6 +1,6 @@
-"""What the wrappers share: episode ends in the one form that libraries without filler rows know, and host arrays.
+"""Helpers of the wrappers: conversion to same-step autoreset without filler rows, and to host arrays.
 
-No library is imported here, and nothing waits for the device except ``to_host``.
+Imports none of the wrapped libraries. Only ``to_host`` synchronises with the device.
 """
 
 from typing import Any, NamedTuple
@@ -15,22 +15,23 @@ from pql.types import Obs, Step, chosen
 
 
 class Row(NamedTuple):
-    """One step under same-step autoreset, where ``done`` means that ``obs`` begins another episode (or life)."""
+    """One step under same-step autoreset."""
 
-    obs: Obs  # act on this next: [N, ...]
+    obs: Obs  # [N, ...]; observation to act on next
     reward: Tensor  # [N] float32
-    done: Tensor  # [N] bool
-    time_out: Tensor  # [N] bool; done, and the value of ``final_obs`` stands beyond this row
-    final_obs: Obs  # the true successor, or (lost) the observation acted in
-    lost: Tensor  # [N] bool; done, and the simulator lost the true successor
+    done: Tensor  # [N] bool; ``obs`` begins another episode (or life)
+    time_out: Tensor  # [N] bool; done, and learners bootstrap from the value of ``final_obs``
+    final_obs: Obs  # [N, ...]; the successor of the action, or, if lost, the observation before it
+    lost: Tensor  # [N] bool; done, and the simulator did not return the final observation
     log: dict[str, Tensor]  # name -> [N] float32
 
 
 def ends(step: Step, before: Obs) -> tuple[Tensor, Tensor, Obs]:
-    """How the episodes of a step ended, an unannounced restart included.
+    """Classify the episode ends of a step, unannounced restarts included.
 
     Args:
-        before: the observations acted in.
+        step: fields [N, ...].
+        before: [N, ...]; the observations before the step.
 
     Returns:
         (time_out, lost, final_obs) as in :class:`Row`.
@@ -43,9 +44,9 @@ def ends(step: Step, before: Obs) -> tuple[Tensor, Tensor, Obs]:
 
 
 class SameStep:
-    """Steps any environment as one with same-step autoreset: no filler rows.
+    """Steps any environment with same-step autoreset, hence without filler rows.
 
-    Where ``env`` resets on the next step, it is made to reset at once with ``reset_where``.
+    An environment with next-step autoreset is reset immediately by ``reset_where``.
 
     Raises:
         ConfigError: next-step autoreset without ``reset_where``, or with lives (they end without a filler row).
@@ -66,7 +67,7 @@ class SameStep:
         return self.obs
 
     def step(self, action: Tensor) -> Row:
-        """See ``VecEnv.step``; ``action`` may lie outside [-1, 1]."""
+        """See ``VecEnv.step``; ``action`` [N, A] is clamped to [-1, 1]."""
         step = self.env.step(clamped(self.env, action))
         time_out, lost, final = ends(step, self.obs)
         done = step.terminated | time_out
@@ -78,17 +79,17 @@ class SameStep:
 
 
 def clamped(env: VecEnv, action: Tensor) -> Tensor:
-    """``action`` on the environment's device, continuous ones clamped to [-1, 1]; never the tensor that was given."""
+    """Copy ``action`` [N, A] or [N] to the environment's device, with continuous actions clamped to [-1, 1]."""
     if isinstance(env.spec.action, Box):
         return action.to(env.spec.device, torch.float32).clamp(-1, 1)
     return action.to(env.spec.device, torch.int64, copy=True)
 
 
 def to_host(value: Tensor) -> np.ndarray:
-    """A copy as a numpy array."""
+    """Copy a tensor of any shape to a numpy array; waits for the device."""
     return value.to("cpu", copy=True).numpy()
 
 
 def to_device(array: Any, env: VecEnv) -> Tensor:
-    """A numpy array (or a sequence) as a tensor on the environment's device."""
+    """Convert a numpy array or a sequence to a tensor of the same shape on the environment's device."""
     return torch.as_tensor(np.asarray(array), device=env.spec.device)

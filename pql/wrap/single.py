@@ -25,7 +25,7 @@ class SingleEnv(gymnasium.Env):
     Args:
         config: as ``compose`` returns it; ``num_envs`` is not read.
         render_mode: ``rgb_array`` or None.
-        kwargs: keywords of the simulator beside those of the task's preset.
+        kwargs: keywords of the simulator in addition to those of the task's preset.
 
     Raises:
         ConfigError: an unknown keyword, or a ``render_mode`` that the task does not have.
@@ -63,7 +63,7 @@ class SingleEnv(gymnasium.Env):
         return obs, info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """``action`` [A] in [-1, 1] (clamped), or an integer; after an end, the final observation is returned."""
+        """Step with ``action`` [A], clamped to [-1, 1], or an integer; the last step returns the final observation."""
         batch = np.asarray(action)[None]
         row = self._rows.step(clamped(self.env, to_device(batch, self.env)))
         self._begun = done = bool(row.done)
@@ -73,7 +73,7 @@ class SingleEnv(gymnasium.Env):
         return obs, float(row.reward), done and not truncated, truncated, {**log, **info}
 
     def render(self) -> np.ndarray | None:
-        """A picture [H, W, 3] uint8 of the present state; None without ``render_mode``."""
+        """Return an image [H, W, 3] uint8 of the current state; None without ``render_mode``."""
         if self.render_mode is None:
             return None
         if not hasattr(self.env, "render"):
@@ -85,6 +85,6 @@ class SingleEnv(gymnasium.Env):
 
 
 def _first(obs: Obs) -> tuple[Any, dict[str, Any]]:
-    """The only environment's observation, and its other groups."""
+    """Split observations [1, ...] into that of the group ``policy`` and a dict of the other groups, as arrays."""
     groups = {name: to_host(value[0]) for name, value in obs.items()}
     return groups.pop("policy"), groups

@@ -16,7 +16,7 @@ from pql.wrap.rows import clamped, ends, to_device, to_host
 
 
 class GymnasiumEnv(VectorEnv):
-    """``env`` as gymnasium steps it; see ``pql.wrap.gymnasium``.
+    """Adapter for Gymnasium; see ``pql.wrap.gymnasium``.
 
     Rewards are float64, as those of gymnasium's own vector environments, and 0 on filler rows. Under same-step
     autoreset a step that ended episodes has ``final_obs`` (an array of objects) and ``final_info`` in its ``infos``,
@@ -55,7 +55,7 @@ class GymnasiumEnv(VectorEnv):
         return _host_obs(self._obs), {}
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Actions [N, A], clamped to [-1, 1], or [N] integers; returns what gymnasium's step does."""
+        """Step with actions [N, A], clamped to [-1, 1], or [N] integers; return the tuple of ``VectorEnv.step``."""
         step = self.env.step(clamped(self.env, to_device(actions, self.env)))
         time_out, lost, final = ends(step, self._obs)
         self._obs = step.obs
@@ -84,7 +84,7 @@ class GymnasiumEnv(VectorEnv):
         return infos
 
     def _mask(self, seed: int | None, options: dict[str, Any] | None) -> Tensor | None:
-        """The restart mask among ``options``, checked."""
+        """Return the validated ``reset_mask`` of ``options``, or None."""
         if not options:
             return None
         mask: Any = options.get("reset_mask")
@@ -104,7 +104,7 @@ def box(part: ObsSpec) -> spaces.Box:
 
 
 def observation_space(spec: EnvSpec) -> Space:
-    """A Box where there is one group, else a Dict."""
+    """Return the observation space: a Box for one group, a Dict for several."""
     groups: dict[str, Space] = {name: box(part) for name, part in spec.obs.items()}
     return spaces.Dict(groups) if len(groups) > 1 else groups["policy"]
 
@@ -122,7 +122,7 @@ def _host_obs(obs: Obs) -> Any:
 
 
 def _masked(values: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarray]:
-    """``values`` where ``mask`` holds, 0 elsewhere, each with its mask under ``_name`` (gymnasium's form)."""
+    """Return ``values`` [N], 0 where ``mask`` [N] is False, each with its mask as ``_name``, as Gymnasium does."""
     if not mask.any():
         return {}
     kept = {name: np.where(mask, value, np.zeros_like(value)) for name, value in values.items()}

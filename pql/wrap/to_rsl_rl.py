@@ -15,11 +15,11 @@ from pql.wrap.rows import SameStep
 
 
 class RslRlEnv(RslRlVecEnv):
-    """``env`` as rsl_rl steps it; see ``pql.wrap.rsl_rl``.
+    """Adapter for rsl_rl; see ``pql.wrap.rsl_rl``.
 
-    ``dones`` is set on terminations and time limits alike, ``extras["time_outs"]`` on the latter: rsl_rl then adds
-    ``gamma V(s_t)``, the value of the observation acted in, to the reward. It never looks at the true final
-    observation; an algorithm of your own finds that in ``extras["final_obs"]``, and in ``extras["final_lost"]`` where
+    ``dones`` is set at terminations and time limits, ``extras["time_outs"]`` at the latter: rsl_rl then adds
+    ``gamma V(s_t)``, the value of the observation before the step, to the reward. It does not use the final
+    observation; other algorithms find that in ``extras["final_obs"]``, and in ``extras["final_lost"]`` where
     it is missing.
     ``extras["log"]`` holds the means of the environment's log terms.
 
@@ -38,7 +38,7 @@ class RslRlEnv(RslRlVecEnv):
         self.reset(seed)
 
     def reset(self, seed: int | None = None) -> tuple[TensorDict, dict[str, Any]]:
-        """Restart all environments: (observations, {})."""
+        """Restart all environments; return (observations [N, ...], {})."""
         self._obs = self._rows.reset(seed)
         self._age = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
         self._cut_short = 0  # steps for which first episodes may end early
@@ -62,7 +62,7 @@ class RslRlEnv(RslRlVecEnv):
         self._cut_short = self.max_episode_length
 
     def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
-        """Actions [N, A], clamped to [-1, 1] -> (observations, rewards [N], dones [N] bool, extras)."""
+        """Step with actions [N, A], clamped to [-1, 1]; return (observations, rewards [N], dones [N] bool, extras)."""
         # rsl_rl collects in inference mode; a simulator that keeps such a tensor could not be used outside it again
         with torch.inference_mode(False), torch.no_grad():
             row = self._rows.step(actions)

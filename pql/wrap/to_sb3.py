@@ -12,7 +12,7 @@ from pql.wrap.to_gymnasium import action_space, box
 
 
 class SB3Env(SB3VecEnv):
-    """``env`` as Stable-Baselines3 steps it; see ``pql.wrap.sb3``.
+    """Adapter for Stable-Baselines3; see ``pql.wrap.sb3``.
 
     Where an episode ended, ``infos[i]`` holds ``terminal_observation``, ``TimeLimit.truncated`` (Stable-Baselines3
     then adds ``gamma V(terminal_observation)`` to the reward), the environment's log terms of that step by name, and
@@ -36,7 +36,7 @@ class SB3Env(SB3VecEnv):
         self._actions = actions
 
     def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]:
-        """(observations, rewards [N] float32, dones [N] bool, one dictionary of infos per environment)."""
+        """Return (observations [N, ...], rewards [N] float32, dones [N] bool, one info dict per environment)."""
         row = self._rows.step(to_device(self._actions, self.env))
         done, time_out = to_host(row.done), to_host(row.time_out)
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]

@@ -87,7 +87,7 @@ class Maker:
         contact_forces: bool = True,
         action_scale: float | None = None,
     ) -> EnvSpec:
-        """What ``self(...).spec`` would be; nothing is loaded or started."""
+        """Return the specification of ``self(...)`` without loading the model."""
         options = _options(
             num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine, contacts
         )

@@ -18,7 +18,7 @@ from pql.errors import ConfigError, nearest
 
 
 class Progress(NamedTuple):
-    """What a curriculum sees, after each step, before ended episodes are replaced."""
+    """Input of a curriculum after each step, before ended episodes are replaced."""
 
     ended: Tensor  # [N] bool; this step ended an episode: only there does the result count
     steps: Tensor  # [N] int64; env steps of the episode so far
@@ -116,7 +116,7 @@ class Levels:
             self._cut = torch.ones_like(self._cut)
 
     def abandon(self, rows: Rows) -> None:
-        """The episodes in ``rows`` begin anew: what they had gathered is dropped."""
+        """Drop the statistics of the episodes in ``rows``, which restart."""
         if self.active:
             self._returns, self._success, self._cut = (
                 rows.put(gathered, rows.take(torch.zeros_like(gathered)))
@@ -124,8 +124,10 @@ class Levels:
             )
 
     def follow(self, reward: Tensor, success: Tensor | None, ended: Tensor, steps: Tensor) -> Tensor:
-        """After a step: the levels of the episodes that it ended (0 elsewhere), for the log. ``level`` moves on there,
-        but for those that were cut short; :meth:`abandon` is to follow."""
+        """Update ``level`` after a step where episodes ended, unless they were cut short. Call :meth:`abandon` next.
+
+        Arguments are [N]; returns the levels of the ended episodes for the log, [N], 0 elsewhere.
+        """
         if self._curriculum is None:
             return torch.zeros_like(self.level)
         self._total += len(ended)
@@ -148,6 +150,7 @@ class Levels:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore levels and episode statistics, [N] each."""
         there = self.level.device
         self.level, self._returns, self._success, self._cut, self._total = (
             state[name].to(there, copy=True) for name in ("level", "returns", "success", "cut", "total")

@@ -81,7 +81,7 @@ class Engine(Protocol):
     fields: Fields  # live: they show the state after the latest call
 
     def rows(self, mask: Tensor) -> Rows:
-        """The environments of ``mask`` ([N] bool), in the form that :meth:`reset` takes."""
+        """Return the environments of ``mask`` ([N] bool) in the form that :meth:`reset` takes."""
         ...
 
     def prepare(self, substeps: int) -> None:
@@ -122,7 +122,7 @@ class Engine(Protocol):
         ...
 
     def load_state(self, state: Tensor) -> None:
-        """Put back what :meth:`state` returned; derived fields are stale until the next call.
+        """Restore the output of :meth:`state`, [N, S]; derived fields are stale until the next call.
 
         Raises:
             ValueError: the state is of another model, kind of engine, or N.
@@ -130,7 +130,7 @@ class Engine(Protocol):
         ...
 
     def data(self, index: int, data: mujoco.MjData) -> mujoco.MjData:
-        """Put simulation ``index`` into ``data``, for pictures; derived fields are not computed."""
+        """Copy simulation ``index`` into ``data`` for rendering; derived fields are not computed."""
         ...
 
     def close(self) -> None: ...
@@ -181,16 +181,19 @@ class BatchEngine:
         return self._batch
 
     def rows(self, mask: Tensor) -> Listed:
+        """Return the indices of ``mask`` [N] bool."""
         return Listed(mask)
 
     def prepare(self, substeps: int) -> None:
         """Nothing: no call is dearer than the others."""
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
+        """Hold ``ctrl`` [N, nu] for ``substeps`` steps."""
         self.fields["ctrl"].copy_(ctrl)
         self._guarded(lambda: self.batch.step(nstep=substeps))
 
     def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
+        """Restart ``rows`` at ``qpos`` [K, nq], ``qvel`` [K, nv]."""
         assert isinstance(rows, Listed)
         # a row is everything mj_resetData resets, and writing it is cheaper than a round of the thread pool
         self._rows[rows.ids] = self._fresh
@@ -216,6 +219,7 @@ class BatchEngine:
         return self._rows.clone()
 
     def load_state(self, state: Tensor) -> None:
+        """Restore the output of :meth:`state`, [N, S]."""
         check_state(state, self._rows)
         self._rows.copy_(state)
 
@@ -234,7 +238,7 @@ class BatchEngine:
 
 
 def check_state(state: Tensor, own: Tensor) -> None:
-    """``ValueError`` where a saved state does not fit."""
+    """Raise ``ValueError`` if a saved state does not have the shape of ``own``, [N, S]."""
     if state.shape != own.shape:
         shapes = f"{tuple(state.shape)}, not {tuple(own.shape)}"
         raise ValueError(f"physics state of another task, engine or number of environments: shape {shapes}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What can be asked of any task; see ``pql.envs.mujoco.Maker``, which checks the values."""
+    """Options of all MuJoCo tasks; ``pql.envs.mujoco.Maker`` documents them and checks the values."""
 
     threads: int = 0
     max_episode_steps: int | None = None
@@ -116,7 +116,7 @@ class MujocoVec:
         self._obs: Obs = {}  # as last returned, on the engine's device
         self._yes = torch.ones(num_envs, dtype=torch.bool, device=there)
         self._yes_there = self._yes.to(device)
-        self._renderer: Renderer | None = None  # made by the first picture
+        self._renderer: Renderer | None = None  # created by the first render
 
     @_one_thread()
     def prepare(self) -> None:
@@ -303,7 +303,7 @@ class MujocoVec:
 
 
 def _rounded(obs: Obs) -> Obs:
-    """Floats as float32; pictures of bytes as they are."""
+    """Convert floats of any shape to float32; leave uint8 images as they are."""
     return {name: value.float() if value.is_floating_point() else value for name, value in obs.items()}
 
 

@@ -168,7 +168,7 @@ class AntJoints(Joints, Ant):
 
 
 def _body_observe(fields: Fields) -> Obs:
-    """What both humanoids see: [N, 348]."""
+    """Observation of both humanoids, [N, 348]."""
     parts = [fields["qpos"][:, 2:], fields["qvel"]]
     parts += [fields["cinert"][:, 1:].flatten(1), fields["cvel"][:, 1:].flatten(1)]
     parts += [fields["qfrc_actuator"][:, 6:], fields["cfrc_ext"][:, 1:].flatten(1)]

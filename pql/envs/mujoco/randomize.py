@@ -29,7 +29,7 @@ FACTORS = {
 
 @dataclass(frozen=True)
 class Randomize:
-    """What is randomised; the defaults are nothing.
+    """Domain randomisation; by default nothing is randomised.
 
     Attributes:
         mass: factor on each body's mass and inertia, one a body and episode.
@@ -161,7 +161,7 @@ class Randomizer:
         self._engine.set_parameters(rows, new)
 
     def push(self, level: Tensor) -> None:
-        """Perhaps push; before a step of physics."""
+        """Apply random pushes before a physics step. ``level`` [N]: curriculum level."""
         if not self._dofs:
             return
         n, velocity = len(level), self._engine.fields["qvel"]
@@ -171,7 +171,7 @@ class Randomizer:
             velocity[:, dof] += size * self._draw.uniform(-1.0, 1.0, n)
 
     def sense(self, obs: Obs, level: Tensor) -> Obs:
-        """What is seen of the observations after a step."""
+        """Delay the observations [N, ...] after a step and add noise. ``level`` [N]: curriculum level."""
         seen = obs["policy"]
         if self.settings.obs_delay[1]:
             self._now = (self._now + 1) % self._past.shape[1]
@@ -180,7 +180,7 @@ class Randomizer:
         return {**obs, "policy": self._noisy(seen, level)}
 
     def sense_first(self, rows: Rows, obs: Obs, level: Tensor) -> Obs:
-        """What is seen of an episode's first observations ([K, ...])."""
+        """Add noise to the first observations of episodes, [K, ...], and restart their delay buffers."""
         seen = obs["policy"]
         if self.settings.obs_delay[1]:
             self._past = rows.put(self._past, seen[:, None].expand(-1, self._past.shape[1], -1))

@@ -1,4 +1,4 @@
-"""Pictures of a MuJoCo simulation without a screen (EGL or OSMesa, whichever works here), and MuJoCo's own window."""
+"""Rendering of a MuJoCo simulation: off-screen by EGL or OSMesa, or in MuJoCo's interactive viewer."""
 
 import atexit
 import copy
@@ -39,7 +39,7 @@ def backend(asked: str) -> str:
 
 
 def works(name: str) -> bool:
-    """Whether MuJoCo's context ``name`` can be had. Tried in another process: a failed try spoils the next one."""
+    """Return True if the GL context ``name`` works. Tested in another process: a failure would break later ones."""
     code = f"from mujoco.{name} import GLContext; c = GLContext(16, 16); c.make_current(); c.free()"
     env = {k: v for k, v in os.environ.items() if k != "PYOPENGL_PLATFORM"} | {"MUJOCO_GL": name}
     try:
@@ -129,7 +129,7 @@ def follow(model: mujoco.MjModel) -> mujoco.MjvCamera:
 
 
 class Viewer:
-    """MuJoCo's interactive window on a simulation that somebody else steps.
+    """MuJoCo's interactive viewer on a simulation that other code steps.
 
     Args:
         load: fills an ``MjData`` (a new one for None) with the simulation's present state.
@@ -156,7 +156,7 @@ class Viewer:
 
     @property
     def open(self) -> bool:
-        """Whether the user has not closed it."""
+        """True until the user closes the window."""
         return self._window.is_running()
 
     def show(self) -> None:

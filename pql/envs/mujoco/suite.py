@@ -1,4 +1,4 @@
-"""What the tasks of Gymnasium's MuJoCo suite share: where its models are, how its episodes begin, its measures."""
+"""Base of the tasks of Gymnasium's MuJoCo suite: model paths, initial states, measurements."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a MuJoCo task is: a model, and pure torch functions over batched fields. It knows no engine and no episodes.
+"""MuJoCo task: a model, and pure torch functions over batched fields. Independent of engine and episodes.
 
 A subclass of :class:`Task` gives class constants (enough for the ``EnvSpec``, so nothing need be loaded to know it) and
 some of the functions below, all of which work on any number of rows, any device and any float type, without a loop over
@@ -65,11 +65,11 @@ class Start(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a step was worth."""
+    """Reward terms, termination and metrics of one step."""
 
     terms: dict[str, Tensor]  # name -> [N]; the reward is their sum
     terminated: Tensor | None = None  # [N] bool; None: never
-    metrics: dict[str, Tensor] = {}  # noqa: RUF012  # name -> [N]; logged beside the terms
+    metrics: dict[str, Tensor] = {}  # noqa: RUF012  # name -> [N]; logged with the terms
 
 
 class Draw:
@@ -169,8 +169,8 @@ class Task:
         return action * self.robot.ctrl_half + self.robot.ctrl_middle if self._scaled else action
 
     def derive(self, fields: Fields) -> Fields:
-        """What follows from the state and several of the functions below need: worked out once a step, and there in
-        their ``fields`` beside the engine's (not in ``control``, which comes before)."""
+        """Return quantities derived from the state that several functions below need. Computed once per step and added
+        to their ``fields`` (except in ``control``, which runs before)."""
         return {}
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
@@ -178,7 +178,7 @@ class Task:
         raise NotImplementedError
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
-        """What of the memory is another after a step, for all rows. New tensors: ``memory`` may still be read."""
+        """Return the entries of ``memory`` [N, ...] that change in a step, as new tensors."""
         return {}
 
     def expired(self, memory: Memory) -> Tensor | None:
@@ -187,8 +187,8 @@ class Task:
         return None
 
     def track(self, fields: Fields) -> Memory:
-        """What follows from the state and is read later: by ``observe``, and in the next step. Who writes a state
-        from outside must put it into the memory."""
+        """Return memory entries derived from the state, read by ``observe`` and in the next step. Code that sets a
+        state from outside must store them in the memory."""
         return {}
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:

@@ -108,7 +108,7 @@ class Velocity(Task):
         base: the body that carries the free joint.
         fragile: bodies that end the episode where they touch the ground.
         fastest: largest command ahead and sideways (m/s) and around (rad/s), in both directions.
-        lasting: seconds after which a command is drawn anew, on average (at random steps, so that the state need not
+        lasting: seconds after which a new command is drawn, on average (at random steps, so that the state need not
             hold a clock); None: it holds for the episode.
         resting: share of the commands that are to stand still.
         height: of the base where an episode begins, metres.

@@ -33,7 +33,7 @@ wp.config.log_level = wp.LOG_WARNING  # before the import that starts it: a line
 import mujoco_warp as mjw  # noqa: E402
 
 STATE = ("time", "qpos", "qvel", "act", "qacc_warmstart")
-"""What the next step depends on, beside the controls."""
+"""State that the next step depends on, apart from the controls."""
 
 WEIGHTS = ("dof_invweight0", "body_invweight0")
 """What :class:`InverseWeights` computes."""
@@ -110,6 +110,7 @@ class WarpEngine:
         self._watch = Overflows(wp.to_torch(self._data.overflow), contacts, constraints)
 
     def rows(self, mask: Tensor) -> Masked:
+        """Return ``mask`` [N] bool in the form that :meth:`reset` takes."""
         return Masked(mask)
 
     def prepare(self, substeps: int) -> None:
@@ -119,6 +120,7 @@ class WarpEngine:
             self._graph(key)
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
+        """Hold ``ctrl`` [N, nu] for ``substeps`` steps."""
         self.fields["ctrl"].copy_(ctrl)
         self._run(substeps)
         self._watch.look()
@@ -128,6 +130,7 @@ class WarpEngine:
         return self._watch.lost
 
     def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
+        """Restart ``rows`` at ``qpos`` [N, nq], ``qvel`` [N, nv]."""
         assert isinstance(rows, Masked)
         self._mask.copy_(rows.mask)
         self._run("reset")
@@ -153,6 +156,7 @@ class WarpEngine:
         return torch.cat(self._state, 1)
 
     def load_state(self, state: Tensor) -> None:
+        """Restore the output of :meth:`state`, [N, S]."""
         check_state(state, torch.empty(self._count, sum(part.shape[1] for part in self._state), device="meta"))
         for part, saved in zip(self._state, state.split([part.shape[1] for part in self._state], 1), strict=True):
             part.copy_(saved)
@@ -173,7 +177,7 @@ class WarpEngine:
         self._graphs = None
 
     def _launch(self, key: Any) -> None:
-        """What the graph ``key`` holds: "reset", "forward", "constants", or a number of substeps."""
+        """Launch the work of graph ``key``: "reset", "forward", "constants", or a number of substeps."""
         if key == "reset":
             mjw.reset_data(self._model, self._data, reset=wp.from_torch(self._mask))
         elif key == "forward":
@@ -232,7 +236,7 @@ class Overflows:
         self._steps, self._warned = 0, 0
 
     def forget(self) -> None:
-        """What was not a step of a run has set bits."""
+        """Clear the flags, which work other than the run's steps may have set."""
         self._flags.zero_()
 
     def look(self) -> None:

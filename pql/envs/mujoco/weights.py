@@ -1,4 +1,4 @@
-"""What MuJoCo derives from a model's masses, for N simulations at once: batched torch, for engines that cannot.
+"""Constants that MuJoCo derives from a model's masses, in batched torch for N simulations, for engines that lack it.
 
 It scales how soft constraints are (contacts, limits, friction): with other masses and the nominal values, a simulation
 is that of a model with somewhat softer or harder contacts.

@@ -1,1 +1,1 @@
-"""``pql actor``: environments on any machine, for a learner elsewhere. No torch: NumPy, grpcio and the simulator."""
+"""``pql actor``: steps environments for a remote learner. Needs NumPy, grpcio and the simulator; no torch."""

@@ -1,7 +1,7 @@
-"""Atari games as an actor's simulator: ``ale_py``'s native vector environment, NumPy in, NumPy out.
+"""Atari games for actors: ``ale_py``'s native vector environment, with NumPy arrays.
 
-Specification, settings and rules are those of ``task=atari`` (``pql/envs/atari.py`` has the facts about ``ale_py`` that
-they work around), whose learner's side it replaces.
+Specification, settings and rules equal those of ``task=atari``; ``pql/envs/atari.py`` documents the quirks of
+``ale_py`` that they work around.
 """
 
 import functools
@@ -21,10 +21,10 @@ MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_S
 
 
 class AtariSim:
-    """``num_envs`` consoles with the same game; settings as those of ``pql.envs.atari.AtariVec``.
+    """``num_envs`` copies of one game; settings as in ``pql.envs.atari.AtariVec``. Fields are arrays [N, ...].
 
     Raises:
-        ConfigError: an unknown game, or a value out of range.
+        ConfigError: unknown game or autoreset mode.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class AtariSim:
         obs, reward, terminated, truncated, info = self.vec.recv()
         over = terminated | truncated
         filler = self.ended if self.next else np.zeros_like(over)
-        if self.life_loss:  # the last one ends the game; after an autoreset there are as many as ever
+        if self.life_loss:  # except for the last life, which ends the game
             terminated = terminated | ((info["lives"] < self.lives) & (info["lives"] > 0) & ~over & ~filler)
         self.ended, self.lives = over, info["lives"]
         final = obs
@@ -115,7 +115,7 @@ class AtariSim:
 
 @functools.cache
 def actions(game: str, full: bool) -> int:
-    """How many actions a game has."""
+    """Return the number of actions of a game."""
     ALEInterface.setLoggerMode(LoggerMode.Error)  # no greeting
     console = ALEInterface()
     console.loadROM(cast(Path, roms.get_rom_path(game)))

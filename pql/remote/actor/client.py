@@ -1,7 +1,7 @@
-"""An actor: it steps its environments as it is told over one stream, and comes back when the stream breaks.
+"""Actor: steps its environments at the learner's requests over one stream, and reconnects when the stream breaks.
 
-The learner holds everything else: policy, exploration, memory of recurrent networks, episodes in hand. So an actor that
-is lost loses one step of each environment, and a new one can take its place.
+The learner holds all other state: policy, exploration, recurrent state, episode statistics. The loss of an actor costs
+one step of each of its environments, and a new actor can replace it.
 """
 
 import os
@@ -34,9 +34,9 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
-LIMITS = ("step_seconds", "start_seconds")  # as the learner says them
+LIMITS = ("step_seconds", "start_seconds")  # sent by the learner in WELCOME
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds between attempts
-FINAL = {  # answers that another attempt would not change: what to look at
+FINAL = {  # status codes after which retrying is useless -> the option at fault
     grpc.StatusCode.UNAUTHENTICATED: "--token-file",
     grpc.StatusCode.INVALID_ARGUMENT: "--task",
     grpc.StatusCode.UNIMPLEMENTED: "--connect",
@@ -45,7 +45,7 @@ FINAL = {  # answers that another attempt would not change: what to look at
 
 
 class Simulator(Protocol):
-    """K environments: as ``pql.contract.env.VecEnv``, with NumPy arrays on the host."""
+    """K environments: ``pql.contract.env.VecEnv`` with NumPy arrays [K, ...] instead of tensors."""
 
     @property
     def spec(self) -> Any: ...
@@ -55,24 +55,24 @@ class Simulator(Protocol):
 
 
 class EndedError(Exception):
-    """The stream ended, and another may be tried: why."""
+    """The stream ended; the actor may reconnect. The message holds the reason."""
 
 
 class Actor:
-    """Steps ``sim`` for the learner at ``address`` until that says that it is over.
+    """Actor that steps ``sim`` for the learner at ``address`` until the learner ends the run.
 
     Args:
-        role: ``train``, or ``eval``: its episodes are for evaluations alone.
-        token: what the learner asks for; None: nothing.
-        ca: the certificate (PEM) that the learner's must be signed by; None: no TLS.
+        role: ``train``, or ``eval`` for evaluation episodes only.
+        token: access token of the learner; None: it requires none.
+        ca: PEM certificate of the authority that signed the learner's; None: no TLS.
         patience: seconds without a learner after which it gives up; None: never.
-        tell: takes lines for people.
-        leave: once another thread has set it, the actor leaves at the learner's next order.
+        tell: receives messages for the user.
+        leave: set by another thread to make the actor leave at the learner's next request.
 
     Attributes:
-        steps: of every environment so far.
-        admitted: how often a learner has let it in.
-        connected: it is with one now.
+        steps: steps so far, per environment.
+        admitted: number of admissions by a learner.
+        connected: True while a learner has admitted it.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Actor:
         self.stepped = False  # since it was let in
 
     def run(self) -> str | None:
-        """Connect, and connect again, until the learner ends the run. Returns its words; None: the actor has left.
+        """Connect, and reconnect, until the learner ends the run. Return its reason; None if the actor has left.
 
         Raises:
-            ConfigError: the learner refuses this actor for good.
+            ConfigError: the learner rejects this actor permanently.
             RunError: no learner within ``patience`` seconds.
         """
         attempt, alone_since = 0, time.monotonic()
@@ -123,7 +123,7 @@ class Actor:
                 alone_since = now
             if self.patience is not None and now - alone_since > self.patience:
                 raise RunError(f"no learner at {self.address} for {self.patience:g} s: {reason}")
-            # Jittered: a hundred actors that lost the same learner do not come back in the same moment.
+            # Jitter: actors that lost the same learner should not reconnect at the same moment.
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
             attempt += 1
             self.tell(f"{reason}; next attempt at {self.address} in {delay:.1f} s")
@@ -131,7 +131,7 @@ class Actor:
         return None
 
     def _connect(self) -> str | None:
-        """One stream, from its beginning to its end. Returns why the learner has ended it; None: it has left."""
+        """Run one stream to its end. Return the learner's reason; None if the actor has left."""
         outbox: SimpleQueue[bytes | None] = SimpleQueue()
         with self._channel() as channel:
             show = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
@@ -151,8 +151,8 @@ class Actor:
         return grpc.secure_channel(self.address, self.credentials, options=OPTIONS)
 
     def _serve(self, stream: Iterable[bytes], outbox: "SimpleQueue[bytes | None]") -> str | None:
-        """Do what the learner says."""
-        run_id = int.from_bytes(os.urandom(8), "little")  # a new one each time: nothing of before goes on
+        """Answer the learner's requests."""
+        run_id = int.from_bytes(os.urandom(8), "little")  # new for each connection, so that old frames are rejected
         outbox.put(wire.pack_json(wire.HELLO, run_id, 0, {"spec": self.facts, "role": self.role}))
         for message in stream:
             frame = wire.unpack(message)
@@ -171,14 +171,14 @@ class Actor:
         raise EndedError("the learner has closed the stream")
 
     def _welcome(self, said: Mapping[str, Any]) -> None:
-        """The learner's number for this actor, and for how long it waits for an answer: a hang here is one there."""
+        """Read WELCOME: the actor's number and the learner's time limits, which the watchdog applies here, too."""
         given = {k: v for k in LIMITS if isinstance(v := said.get(k), int | float) and v > 0}
         self.limits = {k: Limit(float(v), f"task.kwargs.{k} of the learner") for k, v in given.items()}
         self.stepped = False
         self.tell(f"connected to {self.address} as actor {said.get('actor')}")
 
     def _watching(self, limit: str) -> AbstractContextManager[Any]:
-        """Where ``pql actor`` has a watchdog, a simulator that hangs ends its process: a supervisor starts another."""
+        """Let the watchdog, if one runs, end this process when the simulator hangs: a supervisor then restarts it."""
         if limit not in self.limits:
             return nullcontext()
         return watching(f"the simulator {self.facts['name']}", self.limits[limit])
@@ -197,7 +197,7 @@ class Actor:
         return self.layout.pack_step(frame.run_id, frame.seq, step._replace(obs=obs, final_obs=final))
 
     def _ended(self, error: Any) -> Exception:
-        """What a broken stream means: try again, or not."""
+        """Convert the error of a broken stream: ``EndedError`` to retry, ``ConfigError`` to give up."""
         code, why = error.code(), error.details()
         if code in FINAL:
             value = {

@@ -1,4 +1,4 @@
-"""What ``pql actor`` does with its words. No Hydra here: an actor's machine has it not."""
+"""Command line of ``pql actor``. It does not use Hydra, which actors' machines need not have."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ class StopError(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """What an actor steps, and for whom. It can be sent to another machine: files have been read."""
+    """Settings of an actor, with the contents of files, so that they can be sent to another machine."""
 
     connect: str
     task: str
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setup(parser: argparse.ArgumentParser) -> None:
-    """What says which environments, and for whom."""
+    """Add the options of ``Setup``, which ``pql actor`` and ``pql fleet`` share."""
     parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where pql train task=remote listens")
     parser.add_argument("--task", metavar="NAME", required=True)
     parser.add_argument("--num-envs", type=int, default=32)
@@ -53,7 +53,7 @@ def add_setup(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Act until the learner, or a signal, ends it. Returns the exit status."""
+    """Run an actor until the learner or a signal ends it. Return the exit status."""
     actor = make_actor(setup_of(args))
     before = {s: signal.signal(s, _stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -74,10 +74,10 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
-    """The command's words, checked; its files, read.
+    """Check the options and read their files.
 
     Raises:
-        ConfigError: an option cannot be, or a file not be read.
+        ConfigError: an invalid option or an unreadable file.
     """
     check(args)
     token = read_token("--token-file", args.token_file)
@@ -89,7 +89,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
 def make_actor(
     setup: Setup, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
 ) -> "Actor":
-    """The simulator, and its actor (which has the other arguments).
+    """Build the simulator and its actor. ``tell`` and ``leave`` are the actor's.
 
     Raises:
         ConfigError: no such simulator, or packages are missing.
@@ -107,7 +107,7 @@ def make_actor(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` for options that cannot be."""
+    """Raise ``ConfigError`` for invalid options."""
     host, _, port = args.connect.rpartition(":")
     if not args.connect.startswith("unix:") and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError("--connect", args.connect, "HOST:PORT or unix:/path, as the learner says it")
@@ -118,7 +118,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def keywords(words: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` words; values are JSON (``null``, ``true``, ``3``, ``[1,2]``) or else text."""
+    """Parse ``key=value`` arguments; a value is JSON (``null``, ``true``, ``3``, ``[1,2]``), or else text."""
     out = {}
     for word in words:
         key, equals, text = word.partition("=")

@@ -1,7 +1,7 @@
-"""Any gymnasium environment as an actor's simulator: NumPy in, NumPy out, gymnasium's own vector environments.
+"""Gymnasium environments for actors: Gymnasium's vector environments, with NumPy arrays.
 
-Specification and steps are those of ``task=gymnasium`` (``pql/envs/gymnasium.py``), whose learner's side it replaces:
-the same names of settings, spaces, rescaling of actions, seeds and rules about episode ends.
+Settings, spaces, action rescaling, seeds and episode ends equal those of ``task=gymnasium``
+(``pql/envs/gymnasium.py``).
 """
 
 import copy
@@ -21,22 +21,22 @@ MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_S
 
 
 class CopyObservation(gymnasium.ObservationWrapper):
-    """Keeps an observation from changing under ``reset`` where an environment reuses its array."""
+    """Copies observations, for environments that reuse their array in ``reset``."""
 
     def observation(self, observation: Any) -> Any:
         return copy.deepcopy(observation)
 
 
 class GymnasiumSim:
-    """``num_envs`` copies of ``id``.
+    """``num_envs`` copies of the environment ``id``. Fields are arrays [N, ...].
 
     Args:
         autoreset: ``same_step``, or ``next_step`` (a filler row follows each end).
-        vectorization: ``sync`` (one after the other) or ``async`` (a process each).
+        vectorization: ``sync`` (sequential) or ``async`` (one process each).
         kwargs: keywords for ``gymnasium.make``.
 
     Raises:
-        ConfigError: unknown id, or spaces that no network takes.
+        ConfigError: unknown id or unsupported spaces.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ def groups(obs: Any) -> dict[str, np.ndarray]:
 
 
 def rescale(space: spaces.Space, action: np.ndarray) -> np.ndarray:
-    """[K, A] in [-1, 1] -> [K, ...] within the environment's bounds, or [K] from 0."""
+    """Map actions [K, A] in [-1, 1] to [K, ...] within the space's bounds; shift [K] by the start of a Discrete."""
     if isinstance(space, spaces.Discrete):
         return action + space.start
     assert isinstance(space, spaces.Box)
@@ -124,7 +124,7 @@ def rescale(space: spaces.Space, action: np.ndarray) -> np.ndarray:
 
 
 def obs_spec(space: spaces.Space) -> dict[str, ObsSpec]:
-    """Observation groups: of a Dict space its entries, which need one called ``policy``."""
+    """Return the observation groups: the entries of a Dict space, which must include ``policy``, or one group."""
     parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {"policy": space}
     for part in parts.values():
         fine = isinstance(part, spaces.Box) and (part.dtype == np.uint8 or np.issubdtype(part.dtype, np.floating))

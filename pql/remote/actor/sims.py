@@ -1,4 +1,4 @@
-"""Simulators for actors, by name: those that speak NumPy and need no torch, and any other that is installed."""
+"""Simulators for actors, by name: NumPy simulators that need no torch, and any other that is installed."""
 
 import sys
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from pql.remote.actor.client import Simulator
 from pql.remote.process.far_build import UnknownError, build
 
 PLAIN = {"gymnasium": "pql.remote.actor.gymnasium:GymnasiumSim", "atari": "pql.remote.actor.atari:AtariSim"}
-"""In place of the learner's own adapters, with the same settings."""
+"""NumPy simulators that replace the learner's adapters, with the same settings."""
 
 
 def make_sim(name: str, num_envs: int, kwargs: Mapping[str, Any]) -> Simulator:
-    """A simulator that speaks NumPy, or, where torch is installed, tensors.
+    """Build a simulator with NumPy arrays, or, if torch is installed, with tensors.
 
     Args:
-        name: one of ``PLAIN``, of the entry-point group ``pql.envs`` or built in; or ``module:attribute``.
+        name: a key of ``PLAIN``, an entry point of ``pql.envs``, a built-in name or ``module:attribute``.
 
     Raises:
-        ConfigError: no such name, packages are missing, a keyword it does not take, or none that chooses a task.
+        ConfigError: unknown name, missing packages, an unknown keyword, or no keyword that chooses the task.
     """
     check_chosen(name, kwargs)
     request = {"name": PLAIN.get(name, name), "num_envs": num_envs, "device": "cpu", "kwargs": kwargs, "offered": {}}
     try:
-        with no_grad():  # building turns gradients off for good, which is the caller's to say
+        with no_grad():  # ``build`` turns gradients off globally; restore the caller's setting
             return Host(build(request))
     except UnknownError as error:
         setting, value = ("--task", name) if error.setting == "task" else (error.setting, error.value)
@@ -36,7 +36,7 @@ def make_sim(name: str, num_envs: int, kwargs: Mapping[str, Any]) -> Simulator:
 
 
 class Host:
-    """An environment whose tensors, if it has any, are on the CPU: as arrays."""
+    """Environment whose CPU tensors, if it uses torch, are converted to and from arrays [K, ...]."""
 
     def __init__(self, env: Any):
         self.env, self.spec = env, env.spec
@@ -62,11 +62,11 @@ class Host:
 
 
 def no_grad() -> AbstractContextManager[Any]:
-    """Inside, torch keeps no gradients, if it is there at all."""
+    """Return ``torch.no_grad()``, or a null context if torch is not imported."""
     torch = sys.modules.get("torch")
     return nullcontext() if torch is None else torch.no_grad()
 
 
 def arrays(value: Any) -> Any:
-    """Tensors, or dicts of them, as arrays."""
+    """Convert a tensor, or a dict of tensors, of any shape to arrays."""
     return {k: np.asarray(v) for k, v in value.items()} if isinstance(value, dict) else np.asarray(value)

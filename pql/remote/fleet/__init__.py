@@ -1,1 +1,1 @@
-"""``pql fleet``: actors on the machines of a Ray cluster, placed, watched, and placed again when they are lost."""
+"""``pql fleet``: starts actors on the machines of a Ray cluster, and restarts those that are lost."""

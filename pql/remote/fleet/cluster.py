@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster, as a fleet sees them. No other file knows Ray."""
+"""Ray cluster that runs the actors of a fleet. No other file uses Ray."""
 
 import logging
 import os
@@ -14,12 +14,12 @@ from pql.remote.protocol import LOOPBACK
 
 LOCAL = "local"
 KNOCK = 5.0  # seconds for the cluster's head to accept a connection
-THREADS = 3  # of a Ray actor: one acts, one is looked at, one hears that it is to leave
+THREADS = 3  # of a Ray actor: for ``run``, ``look`` and ``leave``
 
 
 @dataclass
 class Placed:
-    """A Ray actor, and what it still behind_target an answer to."""
+    """A Ray actor and its pending calls."""
 
     handle: Any
     ending: Any  # of its ``run``
@@ -29,16 +29,16 @@ class Placed:
 
 
 class RayCluster:
-    """Every actor is a Ray actor that keeps ``cpus`` processors, spread over the machines.
+    """Ray cluster on which each actor is a Ray actor with ``cpus`` processors, spread over the machines.
 
-    Ray itself restarts none: it knows no back-off, and cannot tell an actor that is done from one that was lost.
+    Ray's own restarts are off: they have no back-off, and do not distinguish finished actors from lost ones.
 
     Args:
-        address: of the cluster's head; ``auto``: of the cluster that this machine is part of; ``local``: a cluster of
+        address: of the cluster's head; ``auto``: the cluster that this machine belongs to; ``local``: a new cluster of
             this machine alone, which ends with this process.
 
     Raises:
-        ConfigError: Ray is not installed, there is no such cluster, or the learner's address is of no use there.
+        ConfigError: Ray is not installed, there is no such cluster, or its machines cannot reach the learner's address.
     """
 
     def __init__(self, setup: Setup, address: str, cpus: float):
@@ -65,14 +65,14 @@ class RayCluster:
         self._host: Any = ray.remote(Located).options(**options)
 
     def _check_reach(self) -> None:
-        """An address of this machine's own means another learner, or none, on every other."""
+        """Raise ``ConfigError`` for a loopback address on a cluster of several machines."""
         machines = {node["NodeManagerAddress"] for node in self._nodes}
         if len(machines) > 1 and self.setup.connect.startswith(LOOPBACK):
             self.close()
             raise ConfigError("--connect", self.setup.connect, f"an address that all {len(machines)} machines reach")
 
     def words(self) -> str:
-        """What there is, for people."""
+        """Describe the cluster for the user."""
         count, processors = len(self._nodes), sum(node["Resources"].get("CPU", 0) for node in self._nodes)
         nodes = f"{count} node{'s' * (count > 1)}, {processors:g} processors"
         return f"a Ray cluster of {nodes}; this is node {short(self.ray)}"
@@ -102,7 +102,7 @@ class RayCluster:
             return Ending(LOST, reason(error))
 
     def _read(self, placed: Placed) -> None:
-        """Take the news, and ask for more."""
+        """Read the last look and request the next."""
         try:
             if placed.node is None:
                 placed.node = self.ray.get(placed.news)
@@ -110,7 +110,7 @@ class RayCluster:
             else:
                 placed.look = self.ray.get(placed.news)
         except self.ray.exceptions.RayError:
-            return  # its ending says why
+            return  # the result of ``run`` holds the error
         placed.news = placed.handle.look.remote(placed.node)
 
     def stop(self, number: int) -> None:
@@ -120,12 +120,12 @@ class RayCluster:
         self.ray.kill(self._placed.pop(number).handle)
 
     def close(self) -> None:
-        """Leave the cluster. What still acts there for this fleet ends."""
+        """Disconnect from the cluster, which ends the fleet's remaining actors."""
         self.ray.shutdown()
 
 
 class Located(Host):
-    """A host that knows where it is."""
+    """Host that reports its machine."""
 
     def where(self) -> str:
         import ray
@@ -134,21 +134,21 @@ class Located(Host):
 
 
 def knock(address: str) -> None:
-    """Raises ``OSError`` where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    """Raise ``OSError`` if nothing listens at HOST:PORT; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host, int(port)), KNOCK).close()
 
 
 def short(ray: Any) -> str:
-    """Enough of the name that Ray has for the node of this process."""
+    """Return the first characters of Ray's id of this node."""
     return str(ray.get_runtime_context().get_node_id())[:8]
 
 
 def reason(error: Exception) -> str:
-    """Ray's words for why an actor is gone, of which there are many lines."""
+    """Return the line of Ray's error message that says why an actor ended."""
     if type(error).__name__ == "ActorUnavailableError":
         return "its process or its machine does not answer"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("The actor ")] or lines or [type(error).__name__]
-    return told[-1].partition(". ")[0]
+    causes = [line for line in lines if line.startswith("The actor ")] or lines or [type(error).__name__]
+    return causes[-1].partition(". ")[0]

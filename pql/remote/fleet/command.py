@@ -1,4 +1,4 @@
-"""What ``pql fleet`` does with its words."""
+"""Command line of ``pql fleet``."""
 
 import argparse
 import sys
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` for options that cannot be."""
+    """Raise ``ConfigError`` for invalid options."""
     if not 1 <= args.actors <= MOST_ACTORS:
         raise ConfigError("--actors", args.actors, f"a number from 1 up to {MOST_ACTORS}")
     if not 0 < args.cpus < 1e6:

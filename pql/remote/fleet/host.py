@@ -1,4 +1,4 @@
-"""What a fleet runs on a machine of the cluster: one actor, the very one of ``pql actor``, that others can look at."""
+"""Process that runs one actor, as ``pql actor`` does, on a machine of the cluster and reports its state."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """One actor. ``run`` takes a thread for as long as it lives; the other methods are for other threads."""
+    """Host of one actor. ``run`` occupies a thread until the actor ends; other threads call the other methods."""
 
     def __init__(self, setup: Setup):
         self.setup, self._leave, self._said = setup, threading.Event(), ""
         self.actor: Actor | None = None
 
     def run(self) -> Ending:
-        """Act until the learner, or ``leave``, ends it.
+        """Run the actor until the learner, or ``leave``, ends it.
 
-        Errors are told, not raised: where they would be read, a simulator's own types may not be known.
+        Errors are returned as text: a simulator's exception types may be unknown to the fleet's process.
         """
         try:
             self.actor = make_actor(self.setup, self._tell, self._leave)
-            with Watchdog():  # a simulator that hangs ends this process, and another is placed
+            with Watchdog():  # a hung simulator ends this process, and the fleet starts another
                 why = self.actor.run()
             self.actor.sim.close()
         except ConfigError as error:
@@ -40,7 +40,7 @@ class Host:
         return Look(node) if actor is None else Look(node, actor.steps, actor.connected, self._said)
 
     def leave(self) -> None:
-        """At the learner's next order."""
+        """Leave at the learner's next request."""
         self._leave.set()
 
     def _tell(self, line: str) -> None:

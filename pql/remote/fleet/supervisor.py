@@ -1,6 +1,6 @@
-"""What becomes of a fleet's actors: who is placed, placed again and when, and when all of it is over.
+"""Supervision of a fleet's actors: start, restart with back-off, and shutdown.
 
-Decisions alone: this file knows nothing of Ray, and has no clock and no sleep of its own.
+It only decides: the caller passes the time, and ``Cluster`` starts processes.
 """
 
 import random
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple, Protocol
 
 from pql.errors import ConfigError, PqlError, RunError
 
-FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds until an actor that ended is placed again
-STEADY = 60.0  # seconds of stepping after which earlier failures are forgotten
-TRIES = 5  # failures in a row of one actor that end a fleet of which nobody has ever stepped
-GRACE = 10.0  # seconds that actors have to leave once they were asked to
-QUIET = 60.0  # seconds between lines that say how it goes, where nothing has changed
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds until an actor that ended is restarted
+STEADY = 60.0  # seconds of stepping after which the failure count is reset
+TRIES = 5  # consecutive failures of one actor that end a fleet in which no actor has stepped yet
+GRACE = 10.0  # seconds for actors to leave when asked
+QUIET = 60.0  # seconds between status lines if nothing has changed
 
 OVER, STOPPED, REFUSED, FAILED, LOST = "is done", "has left", "was refused", "failed", "was lost"
 
 
 class Look(NamedTuple):
-    """An actor that has a place, at one moment."""
+    """State of a placed actor at one moment."""
 
-    node: str  # for people
+    node: str  # name of its machine, for messages
     steps: int = 0  # of each of its environments, since it was placed
     connected: bool = False
     said: str = ""  # its last line
@@ -38,42 +38,42 @@ class Ending(NamedTuple):
 
 
 class Cluster(Protocol):
-    """Where actors run, by number."""
+    """Place where numbered actors run."""
 
     def place(self, number: int) -> None:
-        """Ask for an actor, wherever there is room. Returns at once."""
+        """Request an actor on any machine with room; return immediately."""
 
     def look(self) -> dict[int, Look | Ending | None]:
-        """All that were placed: None while there is no room yet, or the process is starting. An ending is told once."""
+        """Return the state of all placed actors; None while one is starting or waits for room. Endings appear once."""
 
     def stop(self, number: int) -> None:
-        """Ask it to leave between two steps. Returns at once."""
+        """Ask an actor to leave between two steps; return immediately."""
 
     def remove(self, number: int) -> None:
-        """End it, whatever it is doing."""
+        """Kill an actor."""
 
 
 @dataclass
 class Post:
-    """One of the fleet's actors, whatever process it has at the moment."""
+    """One of the fleet's actors, across restarts."""
 
     number: int
-    due: float | None = 0.0  # when it is to be placed; None: it is, or never again
+    due: float | None = 0.0  # time of its next start; None: it is placed, or will not be started again
     placed: bool = False
     look: Look | None = None
     stepping_since: float | None = None
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive
 
 
 class Fleet:
-    """``count`` actors with ``num_envs`` environments each.
+    """Fleet of ``count`` actors with ``num_envs`` environments each.
 
     Args:
-        tell: takes lines for people.
-        jitter: of a range, a number in it: actors that were lost together do not come back in the same moment.
+        tell: receives messages for the user.
+        jitter: draws a number from a range, so that actors lost together do not reconnect at the same moment.
 
     Attributes:
-        error: what ended it before anybody had stepped, if anything did.
+        error: error that ended the fleet before any actor had stepped, or None.
     """
 
     def __init__(
@@ -93,10 +93,14 @@ class Fleet:
         self._told_at, self._told_steps = 0.0, 0
 
     def turn(self, now: float) -> bool:
-        """Look at everybody, and act on it. ``now`` in seconds, of any clock. True: nobody is left."""
+        """Check all actors and start, restart or remove them. Return True once none is left.
+
+        Args:
+            now: seconds of any monotonic clock.
+        """
         looks = self.cluster.look()
         for number, found in looks.items():
-            self.posts[number].placed = not isinstance(found, Ending)  # all of them, before anybody is asked to leave
+            self.posts[number].placed = not isinstance(found, Ending)  # for all, before any is asked to leave
         for number, found in looks.items():
             post = self.posts[number]
             if isinstance(found, Ending):
@@ -118,7 +122,7 @@ class Fleet:
         return self._leaving_until is not None and not any(post.placed for post in self.posts)
 
     def drain(self, now: float) -> None:
-        """Place nobody any more, and have all leave: between two steps, or after ``GRACE`` seconds anyhow."""
+        """Start no more actors and ask all to leave; after ``GRACE`` seconds they are killed."""
         if self._leaving_until is not None:
             return
         self._leaving_until = now + GRACE
@@ -150,7 +154,7 @@ class Fleet:
             self.drain(now)
             return
         post.failures += 1
-        if self.steps == 0:  # the same for all of them, or so it seems
+        if self.steps == 0:  # no actor has ever stepped: probably the same error for all
             if ending.kind == REFUSED and ending.setting is not None:
                 self.error = ConfigError(*ending.setting)
             elif post.failures == TRIES:
@@ -162,10 +166,10 @@ class Fleet:
         post.due = now + delay
         self.tell(f"actor {post.number}{node} {ending.kind}: {ending.why}; it is placed again in {delay:.1f} s")
 
-    # -- for people ---------------------------------------------------------------------------------------------------
+    # -- status lines -------------------------------------------------------------------------------------------------
 
     def _report(self, now: float) -> None:
-        """A line where something has changed, and every ``QUIET`` seconds."""
+        """Report the state when it has changed, and every ``QUIET`` seconds."""
         state = self._state()
         if state == self._told and now - self._told_at < QUIET:
             return
@@ -174,8 +178,8 @@ class Fleet:
         self.tell(self._words(*state) + f"; {rate:,.0f} env steps/s" * (rate >= 1))
 
     def _state(self) -> tuple[Any, ...]:
-        """(acting, their nodes, without a learner, what one of these says, starting or without a place, to be placed
-        again, restarts)."""
+        """Return (acting, their nodes, without a learner, message of one of these, starting or waiting for room,
+        waiting for a restart, restarts so far)."""
         looks = [post.look for post in self.posts if post.look is not None]
         alone = [look for look in looks if look.said and not look.connected]
         acting = [look for look in looks if look.connected]

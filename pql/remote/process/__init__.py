@@ -1,1 +1,2 @@
-"""A simulator in a process, and a Python, of its own. Start reading at ``near.py``; ``far.py`` is the other end."""
+"""Simulators in a child process with another Python. ``near.py`` is the parent's side (start there), ``far.py`` the
+child's."""

@@ -1,11 +1,11 @@
-"""The far side of ``pql.remote.process.near``: builds a simulator in this interpreter and steps it for another process.
+"""Child process of ``pql.remote.process.near``: builds a simulator in this interpreter and steps it for the parent.
 
-Run by ``process.py``, never by hand. It needs Python 3.8 and NumPy (torch only where the simulator brings it), and
-nothing of this library has to be installed: the near side's own files are made importable as ``pql``.
+``near.py`` starts it. It needs Python 3.8 and NumPy (and torch only if the simulator uses it). This library need not be
+installed: the parent's files are made importable as ``pql``.
 
-One byte asks for a step and one byte answers it, and says whether anything ended or began in it; actions and what
-follows lie in memory that both sides map. All else is a message: an operation, JSON, and bytes. Nothing is ever
-unpickled. What simulator that is, and its specification, are ``far_build.py``'s to say.
+One byte requests a step and one byte answers it; the answer says whether an episode ended or began. Actions and results
+are in shared memory. All other requests are messages of an operation, JSON and bytes. Nothing is unpickled.
+``far_build.py`` builds the simulator and describes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this file's folder, whose modules have no business among an interpreter's own
+    sys.path.pop(0)  # this file's folder, whose modules would shadow others
 
 import contextlib
 import ctypes
@@ -32,7 +32,7 @@ from typing import Any, Callable, Mapping, NoReturn
 
 LENGTHS = struct.Struct("<QQ")
 STEP, CALL, ANSWER, ERROR = b"s", b"c", b"a", b"e"
-PLAIN = b"p"  # answers STEP where every row is an ordinary one: nothing ended, began or is a filler
+PLAIN = b"p"  # answers STEP if no episode ended or began and no row is a filler
 OPTIONAL = ("reset_where", "state_dict", "load_state_dict", "render")
 PR_SET_PDEATHSIG = 1
 
@@ -47,19 +47,19 @@ def write_all(pipe: int, data: bytes) -> None:
 
 
 def send_message(pipe: int, kind: bytes, facts: Any, blob: bytes = b"") -> None:
-    """``facts`` as JSON, and bytes beside them."""
+    """Write a message: its kind, ``facts`` as JSON, and ``blob``."""
     text = json.dumps(facts).encode()
     write_all(pipe, kind + LENGTHS.pack(len(text), len(blob)) + text + blob)
 
 
 def read_message(read: Callable[[int], bytes]) -> tuple[Any, bytes]:
-    """What follows the kind; ``read(n)`` gives exactly n bytes."""
+    """Read a message after its kind; ``read(n)`` returns exactly n bytes."""
     text, blob = LENGTHS.unpack(read(LENGTHS.size))
     return json.loads(read(text)), read(blob)
 
 
 def pack(tree: Any) -> tuple[Any, bytes]:
-    """Nested dicts and lists of arrays, tensors and plain values -> (JSON, the arrays' bytes)."""
+    """Serialise nested dicts and lists of arrays, tensors (any shape) and plain values as (JSON, array bytes)."""
     import numpy as np
 
     parts: list[bytes] = []
@@ -85,7 +85,7 @@ def pack(tree: Any) -> tuple[Any, bytes]:
 
 
 def unpack(tree: Any, blob: bytes, as_tensors: bool) -> Any:
-    """The reverse of :func:`pack`, with new arrays or tensors."""
+    """Deserialise the output of :func:`pack` into new arrays or tensors."""
     import numpy as np
 
     if "dict" in tree:
@@ -105,7 +105,7 @@ def unpack(tree: Any, blob: bytes, as_tensors: bool) -> Any:
 
 
 def mount(folder: str) -> None:
-    """Make the near side's library importable here as ``pql``, whatever version is installed, or none."""
+    """Make the parent's library importable as ``pql``, in place of an installed version."""
     spec = importlib.util.spec_from_file_location(
         "pql", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
     )
@@ -119,10 +119,10 @@ def mount(folder: str) -> None:
 
 
 class Server:
-    """Answers one process's requests about one environment.
+    """Serves one environment to the parent process.
 
     Args:
-        ends: numbers of the open files that the near side has handed over.
+        ends: descriptors of the pipes and of the shared memory, inherited from the parent.
     """
 
     def __init__(self, ends: Mapping[str, int]):
@@ -130,14 +130,14 @@ class Server:
         self.sims: Any = None  # far_build.py, which imports NumPy: if that is missing, it is for this class to say
         self.env: Any = None
         self.arrays: dict[str, Any] = {}
-        self.tensors: dict[str, Any] = {}  # the same memory, where torch is there
-        self.groups: dict[str, str] = {}  # observation groups, and where they go
-        self.terms: dict[str, str] = {}  # and those of the log
+        self.tensors: dict[str, Any] = {}  # the same memory, if torch is imported
+        self.groups: dict[str, str] = {}  # observation group -> name of its array
+        self.terms: dict[str, str] = {}  # key of the log -> name of its array
         self.speaks_torch = False
-        self.flags: Any = None  # all of them, one after the other
-        self.ordinary = b""  # what they are in a step of ordinary rows
+        self.flags: Any = None  # all flags, concatenated
+        self.ordinary = b""  # their bytes in a step in which no episode ended or began
         self.join: Any = None  # numpy.concatenate
-        self.settle: Any = None  # waits for the device, where the arrays lie there
+        self.settle: Any = None  # waits for the device, if the arrays are on one
 
     def read(self, count: int) -> bytes:
         parts = []
@@ -150,7 +150,7 @@ class Server:
         return b"".join(parts)
 
     def run(self) -> NoReturn:
-        """Until the near side closes, or is gone."""
+        """Serve until the parent closes the pipe or ends."""
         while True:
             kind = os.read(self.requests, 1)
             if not kind:
@@ -202,7 +202,7 @@ class Server:
         self.arrays.update(zip(self.terms.values(), self.arrays["log"]))
 
     def do_share(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        """From now on all arrays lie on the device; or the answer says why they cannot."""
+        """Move all shared arrays to the device, or answer why that is impossible."""
         device = self.env.spec.device
         try:
             cuda = importlib.import_module("pql.remote.process.shared_cuda")
@@ -239,7 +239,7 @@ class Server:
         return {}, b""
 
     def show(self, obs: Mapping[str, Any]) -> None:
-        """Put an observation into the shared memory, and learn whether the simulator speaks torch or NumPy."""
+        """Write an observation to shared memory, and detect whether the simulator uses torch or NumPy."""
         self.speaks_torch = any(hasattr(value, "detach") for value in obs.values())
         if self.speaks_torch and not self.tensors:
             torch = sys.modules["torch"]
@@ -250,16 +250,15 @@ class Server:
             self.settle()
 
     def given(self, name: str) -> Any:
-        """A copy of what the near side has written, as the simulator likes it."""
+        """Return a copy of the parent's input ``name``, as an array or a tensor as the simulator uses."""
         if not self.speaks_torch:
             return self.arrays[name].copy()
         return self.tensors[name].to(self.env.spec.device, copy=True)
 
     def step(self) -> bytes:
-        """One step, its results copied out. Final observations cross only where they are not ``obs`` itself.
+        """Step, write the results to shared memory and return the answer byte.
 
-        Returns:
-            the answer.
+        Final observations are written only for rows where they may differ from ``obs``.
         """
         step, put = self.env.step(self.given("action")), self.put
         for name, field in self.groups.items():
@@ -284,7 +283,7 @@ class Server:
         return STEP
 
     def put_flags(self, values: tuple[Any, ...]) -> None:
-        """All at once: one copy from the device, or one call, not five."""
+        """Write all flags in one copy instead of five."""
         if self.speaks_torch:
             self.put("flags", sys.modules["torch"].stack([value.bool() for value in values]))
             return
@@ -297,7 +296,7 @@ class Server:
     def put(self, name: str, value: Any) -> None:
         """Copy an array or tensor of any device into the shared memory."""
         target = self.arrays[name]
-        if value.shape != target.shape:  # it would be broadcast without a word
+        if value.shape != target.shape:  # it would be broadcast silently
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {target.shape}")
         if self.speaks_torch:
             self.tensors[name].copy_(value)
@@ -305,7 +304,7 @@ class Server:
             target[...] = value
 
     def put_rows(self, name: str, value: Any, rows: Any) -> None:
-        """Copy some rows, one after the other, to the beginning of an array."""
+        """Copy the rows ``rows`` of ``value`` to the beginning of an array."""
         if self.speaks_torch:
             at = sys.modules["torch"].from_numpy(rows).to(value.device)
             self.tensors[name][: len(rows)].copy_(value[at])
@@ -317,36 +316,37 @@ class Server:
 
 
 def leave() -> NoReturn:
-    """End at once: what simulators do when an interpreter shuts down may hang."""
+    """Exit without the interpreter's shutdown, in which simulators may hang."""
     sys.stderr.flush()
     os._exit(0)
 
 
 def watch(requests: int, parent: int) -> None:
-    """End this process, and what it has started, as soon as the near side's is gone, even in the middle of a step."""
+    """Kill this process group as soon as the parent is gone, even during a step."""
     poll = select.poll()
-    poll.register(requests, 0)  # a hang-up is told whether asked for or not
+    poll.register(requests, 0)  # a hang-up is always reported
     while not poll.poll(1000):
         try:
-            os.kill(parent, 0)  # a fork of the near side would keep the pipe open
+            os.kill(parent, 0)  # a fork of the parent would keep the pipe open
         except ProcessLookupError:
             break
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def main() -> NoReturn:
-    told = json.loads(sys.argv.pop())  # simulators read what is left there as theirs
-    faulthandler.enable(told["crash"], all_threads=True)
-    faulthandler.register(signal.SIGUSR1, told["crash"], all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the near side's to handle
-    direct = told["lives_with_thread"] and os.getppid() == told["parent"]  # not by way of a script
+    """Serve the parent that started this process."""
+    setup = json.loads(sys.argv.pop())  # removed from argv, which simulators parse
+    faulthandler.enable(setup["crash"], all_threads=True)
+    faulthandler.register(signal.SIGUSR1, setup["crash"], all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    direct = setup["lives_with_thread"] and os.getppid() == setup["parent"]  # False if a script started it
     if direct and sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # where a simulator holds the interpreter's lock for ever
+        with contextlib.suppress(OSError, AttributeError):  # works even if a simulator never releases the GIL
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=watch, args=(told["requests"], told["parent"]), daemon=True).start()
-    server = Server(told)
+    threading.Thread(target=watch, args=(setup["requests"], setup["parent"]), daemon=True).start()
+    server = Server(setup)
     try:
-        mount(told["package"])
+        mount(setup["package"])
         server.sims = importlib.import_module("pql.remote.process.far_build")
     except BaseException as error:
         server.fail(error)

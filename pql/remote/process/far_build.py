@@ -1,6 +1,6 @@
-"""What ``far.py`` builds: a simulator by name, its specification as JSON, and where its arrays lie in shared memory.
+"""Construction of a simulator by name, its specification as JSON, and the layout of its arrays in shared memory.
 
-It runs on Python 3.8 with NumPy alone, like ``far.py`` itself, and in this library's own Python for actors.
+Used by ``far.py`` and by actors. It runs on Python 3.8 with NumPy alone.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, Callable, Mapping
 import numpy as np
 
 FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
-ORDINARY = (False, False, False, True, True)  # those of a row in which nothing ended or began
+ORDINARY = (False, False, False, True, True)  # FLAGS of a row in which no episode ended or began
 flags_of = operator.attrgetter(*FLAGS)
 ALIGN = 64
 
 
 class UnknownError(Exception):
-    """A setting that cannot work: becomes a ``ConfigError`` on the near side."""
+    """Invalid setting; the parent raises a ``ConfigError`` from it."""
 
     def __init__(self, setting: str, value: Any, allowed: str):
         super().__init__(f"{setting}={value}: expected {allowed}")
@@ -38,8 +38,8 @@ def nearest(name: str, names: list[str]) -> str:
 
 
 def find(name: str) -> Callable[..., Any]:
-    """``module:attribute`` (also of the working directory), a name of the entry-point group ``pql.envs`` of this
-    interpreter, or a built-in one."""
+    """Return the factory ``name``: ``module:attribute`` (the working directory included), an entry point of
+    ``pql.envs`` in this interpreter, or a built-in name."""
     here = importlib.import_module("pql.envs")
     builtin, needed = here.BUILTIN, here.NEEDS.get(name, ())
     found: Any = importlib.metadata.entry_points()
@@ -53,7 +53,7 @@ def find(name: str) -> Callable[..., Any]:
     if target == builtin.get(name) and not all(importlib.util.find_spec(package) for package in needed):
         raise UnknownError("task", name, f"the whole package {needed[0]!r}, which {sys.executable} does not have")
     module, _, attribute = target.partition(":")
-    beside = [os.getcwd()] if ":" in name else []  # as the near side's registry looks for it
+    beside = [os.getcwd()] if ":" in name else []  # as in ``pql.contract.registry``
     sys.path[:0] = beside
     try:
         factory: Any = importlib.import_module(module)
@@ -70,15 +70,15 @@ def find(name: str) -> Callable[..., Any]:
 
 
 def build(request: Mapping[str, Any]) -> Any:
-    """The environment; keywords that it does not take are refused, those merely offered are left out."""
+    """Build the environment. An unknown keyword in ``kwargs`` is an error; one in ``offered`` is dropped."""
     env = call(find(request["name"]), request)
-    if "torch" in sys.modules:  # which the simulator may have brought
+    if "torch" in sys.modules:  # the simulator may have imported it
         sys.modules["torch"].set_grad_enabled(False)
     return env
 
 
 def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Its specification, before it is built; None where its factory cannot tell."""
+    """Return the specification without building the environment; None if its factory has no ``describe``."""
     teller = getattr(find(request["name"]), "describe", None)
     return None if teller is None else describe(call(teller, request))
 
@@ -103,7 +103,7 @@ def call(factory: Any, request: Mapping[str, Any]) -> Any:
 
 
 def describe(spec: Any) -> dict[str, Any]:
-    """A specification as JSON; its numbers may be NumPy's."""
+    """Return a specification as JSON types; its numbers may be NumPy scalars."""
     action = spec.action
     limits = {k: getattr(action, k, None) for k in ("low", "high")}
     bounds = {k: None if v is None else [float(x) for x in v] for k, v in limits.items()}
@@ -133,7 +133,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def layout(spec: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Where each array lies in the shared memory: name -> (type, shape, offset), and the bytes of all."""
+    """Lay out the arrays in shared memory: return name -> (dtype, shape, offset), and the total size in bytes."""
     n, discrete = spec["num_envs"], "n" in spec["action"]
     fields: dict[str, tuple[str, list[int]]] = {
         "action": ("int64", [n]) if discrete else ("float32", [n, spec["action"]["size"]]),

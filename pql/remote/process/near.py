@@ -1,14 +1,12 @@
-"""Any simulator in a process of its own, and in the Python it needs: ``task.process.python=/opt/isaac/bin/python``.
+"""``ProcessVec``: any simulator in a child process, with its own Python: ``task.process.python=/opt/isaac/bin/python``.
 
-Observations and actions cross through memory that both sides map (of the device, where both have their tensors on the
-same one), and each side wakes the other through a pipe. The far
-side is ``far.py``. It runs on Python 3.8 with NumPy alone, and can build whatever that interpreter can: a task of this
+Observations and actions are exchanged through shared memory (device memory if both processes use the same GPU); pipes
+wake the other process. The child runs ``far.py``, which needs only Python 3.8 and NumPy, and builds a task of this
 library, an entry point of a package installed there, or ``module:attribute``.
 
-While a simulator steps over there, this process waits in the kernel: one that holds its interpreter's lock, or blocks,
-no longer holds up learners. What goes wrong there becomes an error here: an exception with its traceback, a crash with
-the Python stack at which it happened, a hang with the stacks of all threads. The process ends with the one that started
-it, however that ends.
+A simulator that blocks, or holds its interpreter's lock, does not block the learners of this process. Failures of the
+child are raised here: an exception with its traceback, a crash with its Python stack, a hang with the stacks of all
+threads. The child ends when the parent ends, even if that is killed.
 """
 
 import json
@@ -42,15 +40,15 @@ from pql.remote.process.far_build import ORDINARY
 from pql.types import Obs, Step
 
 GRACE = 5.0  # seconds for a simulator to close, and for a signal to be answered
-LOOK = 1.0  # seconds without an answer after which the process is looked after
+LOOK = 1.0  # seconds without an answer after which the process is checked
 
 
 class Far:
-    """The process: starting it, asking it, noticing its end.
+    """Child process: starts it, sends requests, detects its end.
 
     Args:
-        python: the interpreter, a path or a name on PATH; a script that starts one will do.
-        threads: what its numerical libraries may use (``OMP_NUM_THREADS``, unless that is set); None: all cores.
+        python: path of the interpreter, its name on PATH, or a script that starts it.
+        threads: ``OMP_NUM_THREADS`` of the child, unless the variable is set; None: all cores.
     Raises:
         ConfigError: ``python`` cannot be run.
     """
@@ -64,7 +62,7 @@ class Far:
         requests, self.requests = os.pipe()
         self.answers, answers = os.pipe()
         theirs = {"requests": requests, "answers": answers, "memory": self.memory, "crash": self.crash}
-        told = {
+        setup = {
             **theirs,
             "parent": os.getpid(),
             "package": str(Path(pql.__file__).parent),
@@ -74,7 +72,7 @@ class Far:
         files = [self.requests, self.answers, self.memory, self.crash]
         try:
             self.process = subprocess.Popen(
-                [found, "-u", far.__file__, json.dumps(told)],
+                [found, "-u", far.__file__, json.dumps(setup)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=list(theirs.values()),
@@ -97,14 +95,14 @@ class Far:
         """Send a message and wait for the answer.
 
         Raises:
-            ConfigError: a setting that the simulator refused; the process goes on.
-            RunError: an exception there, or as :meth:`wait`; the process is then gone.
+            ConfigError: the simulator rejected a setting; the process continues.
+            RunError: an exception in the child, or as :meth:`wait`; the process has ended.
         """
         self._check_open()
         with suppress(BrokenPipeError):  # it has ended; what it said before that is still to be read
             far.send_message(self.requests, far.CALL, {"do": do, **request}, blob)
         kind = self.wait(seconds, "start_seconds")
-        while kind in (far.STEP, far.PLAIN):  # of a step that nobody has waited for
+        while kind in (far.STEP, far.PLAIN):  # of a step whose result was never read
             kind = self.wait(seconds, "start_seconds")
         return self._answer(kind)
 
@@ -176,7 +174,7 @@ class Far:
         return b"".join(parts)
 
     def _died(self) -> RunError:
-        """It has closed its pipe: what it left behind, and how it ended."""
+        """Return the error for a child that closed its pipe: its stacks and exit status."""
         try:
             status = self.process.wait(GRACE)
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -187,7 +185,7 @@ class Far:
         return RunError(f"{left}\n{self} {how}" if left else f"{self} {how}; it may have said why above")
 
     def _hung(self, seconds: float, setting: str) -> RunError:
-        """No answer: where it hangs. It is killed."""
+        """Collect the stacks of a child that does not answer, kill it and return the error."""
         os.killpg(self.process.pid, signal.SIGUSR1)  # the group: a script may have started the interpreter
         stacks, before, deadline = "", "", time.monotonic() + GRACE
         while time.monotonic() < deadline and not (stacks and stacks == before):  # until all of it is there
@@ -198,7 +196,7 @@ class Far:
         return RunError(f"{stacks}\n{how}" if stacks else how)
 
     def _stacks(self) -> str:
-        """What its fault handler has written."""
+        """Return the output of the child's fault handler."""
         return os.pread(self.crash, 1 << 16, 0).decode(errors="replace").rstrip()
 
     def _check_open(self) -> None:
@@ -206,7 +204,7 @@ class Far:
             raise RunError(f"{self} is closed")
 
     def kill(self) -> None:
-        """End it, and whatever it has started. As often as one likes."""
+        """Kill the process group. May be called repeatedly."""
         self._end()
 
     def close(self) -> None:
@@ -219,30 +217,30 @@ class Far:
 
 
 class ProcessVec:
-    """``num_envs`` environments of a simulator in a process of its own.
+    """``num_envs`` environments of a simulator in a child process. Fields of a ``Step`` are [N, ...].
 
-    It is a ``VecEnv`` with the simulator's own specification, but for ``device`` (what is asked for here, whatever the
-    simulator computes on), ``groups`` (1) and ``single_instance`` (False: each has its process). ``reset_where``,
-    ``render``, ``state_dict`` and ``load_state_dict`` are there where the simulator has them.
+    A ``VecEnv`` with the simulator's specification, except for ``device`` (as given here), ``groups`` (1) and
+    ``single_instance`` (False: each has its own process). ``reset_where``, ``render``, ``state_dict`` and
+    ``load_state_dict`` exist if the simulator has them.
 
     Args:
-        name: a task's environment, an entry point of the group ``pql.envs`` over there, or ``module:attribute``.
+        name: a built-in name, an entry point of ``pql.envs`` in the child's Python, or ``module:attribute``.
         num_envs: N.
-        device: where the tensors go on this side; the simulator is asked for it, too.
-        python: its interpreter; default: this one.
-        kwargs: for the simulator's factory.
-        offered: keywords that it gets if it takes them.
-        step_seconds: a step that takes longer is a hang; the first one, and all else, may take ``start_seconds``.
-        threads: of the process's numerical libraries.
-        approve: is shown the specification before the simulator is built, where its factory can tell it by then; what
-            it raises ends the process.
+        device: device of the tensors in this process, also passed to the simulator.
+        python: the child's interpreter; default: this one.
+        kwargs: keywords of the simulator's factory.
+        offered: keywords passed only if the factory takes them.
+        step_seconds: time limit of a step; the first step and all other requests may take ``start_seconds``.
+        threads: threads of the child's numerical libraries.
+        approve: called with the specification before the simulator is built, if its factory has ``describe``; an
+            exception that it raises ends the process.
 
     Attributes:
-        crossing: what observations and actions cross through; where it could have been the device's memory, why not.
+        crossing: kind of shared memory; on CUDA devices with the reason if it is host memory.
 
     Raises:
-        ConfigError: no such interpreter or simulator, or a keyword or value that it refuses.
-        RunError: it failed to start.
+        ConfigError: no such interpreter or simulator, or a rejected keyword or value.
+        RunError: the simulator failed to start.
     """
 
     def __init__(
@@ -272,31 +270,31 @@ class ProcessVec:
                 foreseen = self._far.ask("foresee", start_seconds, **wanted)[0]["spec"]
                 if foreseen is not None:
                     approve(read_spec(foreseen, self._device))
-            told, _ = self._far.ask("build", start_seconds, **wanted)
+            built, _ = self._far.ask("build", start_seconds, **wanted)
         except BaseException:
             self._far.kill()
             raise
-        self.spec = read_spec(told["spec"], self._device)
+        self.spec = read_spec(built["spec"], self._device)
         self.crossing = "host memory"
-        self._shared = self._share(told["places"], told["size"]) if shared_cuda.usable(self._device) else False
+        self._shared = self._share(built["places"], built["size"]) if shared_cuda.usable(self._device) else False
         if not self._shared:
-            self._tensors = map_memory(self._far.memory, told["places"], told["size"])
+            self._tensors = map_memory(self._far.memory, built["places"], built["size"])
             self._count = self._tensors["count"].numpy()
         self._readers = {name: reader(shared, self._device) for name, shared in self._tensors.items()}
         self._read_obs = [(name, self._readers[f"obs.{name}"]) for name in self.spec.obs]
         self._read_reward = self._readers["reward"]
         self._ordinary = tuple(torch.full((self.spec.num_envs,), flag, device=self._device) for flag in ORDINARY)
         self._patience = (start_seconds, "start_seconds")  # the first step may compile
-        self._has = frozenset(told["has"])
+        self._has = frozenset(built["has"])
 
     def __getattr__(self, name: str) -> Any:
-        """``reset_where`` and the like, where the simulator has them."""
+        """Return an optional member, such as ``reset_where``, if the simulator has it."""
         if name in vars(self).get("_has", ()):
             return getattr(self, "_" + name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _share(self, places: Mapping[str, Any], size: int) -> bool:
-        """Have all arrays on the device, where the simulator's tensors are there, too; or say why that cannot be."""
+        """Move the shared arrays to the device; return False, and set ``crossing`` to the reason, if that fails."""
         try:
             address, handle = shared_cuda.allocate(size, self._device)
         except OSError as error:
@@ -312,29 +310,32 @@ class ProcessVec:
         return True
 
     def _settle(self) -> None:
-        """The other side may read and write: what was asked of the device here has been done."""
+        """Wait for this process's work on the device, before the child may read and write shared memory."""
         if self._shared:
             shared_cuda.wait(self._device)
 
     def reset(self, seed: int | None = None) -> Obs:
         self._far.ask("reset", self._start_seconds, seed=seed)
         obs = self._obs()
-        self._settle()  # the first step may be another stream's
+        self._settle()  # the first step may use another stream
         return obs
 
     def step(self, action: Tensor) -> Step:
+        """Step all environments with ``action`` [N, A] or [N]."""
         self.start(action)
         return self.result()
 
     def start(self, action: Tensor) -> None:
-        """Hand over the actions and return at once; :meth:`result` waits for what follows."""
+        """Start a step with ``action`` [N, A] or [N] and return immediately; :meth:`result` waits for it."""
         self._tensors["action"].copy_(action)
         self._settle()
         self._far.wake()
 
     def result(self) -> Step:
-        """Of the step that was started. Fields are new tensors, but for the flags of a step of ordinary rows alone:
-        those are the same ones every time, and not to be written to."""
+        """Wait for the step that was started. Fields are new tensors [N, ...].
+
+        Exception: if no episode ended or began, the flags are constant tensors, which callers must not modify.
+        """
         eventful = self._far.stepped(*self._patience)
         self._patience = (self._seconds, "step_seconds")
         flags = self._readers["flags"]().unbind(0) if eventful else self._ordinary
@@ -351,8 +352,8 @@ class ProcessVec:
         return {name: read() for name, read in self._read_obs}
 
     def _final(self, obs: Obs) -> Obs:
-        """``obs`` itself, or a copy of it with the rows that have another successor."""
-        if self._shared:  # all rows cross: to count them would be to wait
+        """Return the final observations: the tensors of ``obs``, or copies with the rows where they differ replaced."""
+        if self._shared:  # all rows are copied: counting them would synchronise
             return {name: self._readers[f"final.{name}"]() for name in obs}
         count = int(self._count[0])
         if not count:
@@ -382,7 +383,7 @@ class ProcessVec:
 
 
 def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Tensor]:
-    """The shared arrays (``far_build.layout``) by name."""
+    """Map the shared arrays (see ``far_build.layout``): name -> CPU tensor."""
     shared = mmap.mmap(file, size)
     return {
         name: torch.from_numpy(
@@ -393,25 +394,25 @@ def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Ten
 
 
 def reader(shared: Tensor, device: torch.device) -> Callable[[], Tensor]:
-    """What copies a shared array to a new tensor on ``device``; that on a device may be under way when it returns."""
+    """Return a function that copies ``shared`` (any shape) to a new tensor on ``device``, asynchronously on a GPU."""
     return shared.clone if shared.device.type == device.type else partial(shared.to, device)
 
 
-def read_spec(told: Mapping[str, Any], device: torch.device) -> EnvSpec:
-    """``far_build.describe``'s JSON as a specification."""
-    kind, bounds = told["action"], [told["action"].get(k) for k in ("low", "high")]
+def read_spec(facts: Mapping[str, Any], device: torch.device) -> EnvSpec:
+    """Return the specification from the output of ``far_build.describe``."""
+    kind, bounds = facts["action"], [facts["action"].get(k) for k in ("low", "high")]
     action: Box | Discrete
     if "n" in kind:
         action = Discrete(kind["n"])
     else:
         action = Box(kind["size"], *(None if values is None else tuple(values) for values in bounds))
-    fixed = {k: told[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
-    obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in told["obs"].items()}
-    return EnvSpec(**fixed, obs=obs, action=action, device=device, log=tuple(told["log"]), info=dict(told["info"]))
+    fixed = {k: facts[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
+    obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in facts["obs"].items()}
+    return EnvSpec(**fixed, obs=obs, action=action, device=device, log=tuple(facts["log"]), info=dict(facts["info"]))
 
 
 def _anonymous(name: str) -> int:
-    """An open file without a name, in memory where that can be had: nothing of it is left, whoever is killed."""
+    """Open an unnamed file, in memory if possible, which vanishes with the last process that uses it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -424,7 +425,7 @@ def _close_files(files: list[int]) -> None:
 
 
 def _finish(process: "subprocess.Popen[bytes]", files: list[int]) -> None:
-    """Kill the process and all it has started, and close this side's files."""
+    """Kill the process group and close the parent's files."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

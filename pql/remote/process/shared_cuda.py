@@ -1,7 +1,7 @@
-"""Device memory that two processes see: CUDA's inter-process handles, through the driver's own library.
+"""Device memory shared by two processes, through CUDA IPC handles of the driver library.
 
-Both sides of ``process.py`` use it, in whatever versions of Python (3.8 or newer) and torch they are. The driver keeps
-both to the same addresses; who writes waits for the device before it wakes the other (:func:`wait`).
+Both processes use this file, with any versions of Python (3.8 or newer) and torch. The writer waits for the device
+before it wakes the other process (:func:`wait`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Handle(ctypes.Structure):
 
 
 def usable(device: Any) -> bool:
-    """Whether tensors of ``device`` can be shared so; whether the other process can, it says itself."""
+    """Return True if this process can share tensors on ``device``; the other process checks for itself."""
     return getattr(device, "type", None) == "cuda"
 
 
 def allocate(size: int, device: Any) -> tuple[int, str]:
-    """``size`` bytes on ``device``: their address, and the handle that :func:`attach` takes in another process.
+    """Allocate ``size`` bytes on ``device``; return the address and the handle for :func:`attach` in another process.
 
     Raises:
-        OSError: the driver refuses, as it does where memory cannot be shared (virtualised or partitioned devices).
+        OSError: the driver cannot share memory, on virtualised or partitioned devices for example.
     """
     address, handle = ctypes.c_uint64(), Handle()
     with _driver(device) as driver:
@@ -42,10 +42,10 @@ def allocate(size: int, device: Any) -> tuple[int, str]:
 
 
 def attach(handle: str, device: Any) -> int:
-    """The address here of what another process has allocated. It stays valid until that process frees it, or ends.
+    """Return the address of memory that another process allocated, valid until that process frees it or ends.
 
     Raises:
-        OSError: the driver refuses.
+        OSError: error of the driver.
     """
     address, given = ctypes.c_uint64(), Handle.from_buffer_copy(bytes.fromhex(handle))
     with _driver(device) as driver:
@@ -54,7 +54,7 @@ def attach(handle: str, device: Any) -> int:
 
 
 def free(address: int, device: Any) -> None:
-    """What :func:`allocate` gave. Nobody may use it any more, over there included."""
+    """Free memory of :func:`allocate`, which neither process may use any more."""
     with _driver(device) as driver:
         driver.cuMemFree_v2(ctypes.c_uint64(address))
 
@@ -73,7 +73,7 @@ def tensors(address: int, places: Mapping[str, Any], device: Any) -> dict[str, A
 
 
 def wait(device: Any) -> None:
-    """Until the device has done what this thread has asked of it on the current stream."""
+    """Wait for the work on the current stream of ``device``."""
     import torch
 
     torch.cuda.current_stream(device).synchronize()
@@ -88,7 +88,7 @@ class _View:
 
 @contextlib.contextmanager
 def _driver(device: Any) -> Iterator[Any]:
-    """The driver's library; inside, the context that torch uses on ``device`` is current."""
+    """Yield the driver library, with torch's context on ``device`` current."""
     import torch
 
     with torch.cuda.device(device):

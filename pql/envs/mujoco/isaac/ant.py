@@ -52,6 +52,7 @@ class IsaacAnt(Runner):
             motor.target, motor.gear = joint_name, [15, 0, 0, 0, 0, 0]
 
     def angles(self, yaw: Tensor, roll: Tensor, bearing: Tensor) -> Tensor:
+        """Observed angles [N, 3] in radians, from [N] each."""
         around = yaw.remainder(2 * torch.pi)
         return torch.stack((around, roll.remainder(2 * torch.pi), bearing - around), 1)
 

@@ -77,6 +77,7 @@ class Anymal(Velocity):
 
     @staticmethod
     def upward(frame: Tensor) -> Tensor:
+        """Observed upward vector [N, 3] of base frames [N, 3, 3]."""
         return frame[:, :, 2]  # turned the wrong way round, as there: the base's own z axis in the world
 
     def terms_of(self, fields: Fields, memory: Memory, motion: Motion, lack: Lack) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from pql.envs.mujoco.task import Robot
 
 
 class Pose(NamedTuple):
-    """Where the arm's J links and its hand are, in the world; F = J + 1."""
+    """World poses of the arm's J links and its hand; F = J + 1."""
 
     place: Tensor  # [N, F, 3] origins
     quat: Tensor  # [N, F, 4] as w, x, y, z; continuous in the joint positions

@@ -1,7 +1,7 @@
 """Ball Balance: a ball dropped on a tray with three legs must be caught and kept in its middle.
 
 The task of Isaac Gym's environments (Makoviychuk et al. 2021) that PQL (Li et al. 2023) was measured on, from state and
-from pictures. Differences from it: MuJoCo's contacts, of the legs with the ball alone; the ball has no angular damping
+from pixels. Differences from it: MuJoCo's contacts, of the legs with the ball alone; the ball has no angular damping
 (there, .5 / s); feet pinned by ``connect`` instead of a spring of 5e7; knees of 60 N m at most (five times what the
 tray and a falling ball take) with an armature of 0.01; four physics steps of 2.5 ms an env step instead of one of 10;
 new episodes begin in the step that ended the old, so that an action is never computed from a dead state, and an episode
@@ -149,6 +149,7 @@ class BallBalance(Task):
         return Start(qpos, qvel, {"target": torch.zeros_like(place)})
 
     def control(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
+        """Joint targets [N, nu] from ``action`` [N, A]."""
         return (memory["target"] + self.STRIDE * action).clamp(self._low, self._high)
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
@@ -174,7 +175,7 @@ class BallBalance(Task):
 
 
 class BallBalancePixels(BallBalance):
-    """Ball Balance from pictures: ``policy`` sees the newest 4 of one frame a step, grey, 84 x 84 (:mod:`.raster`);
+    """Ball Balance from pixels: ``policy`` sees the newest 4 of one frame a step, grey, 84 x 84 (:mod:`.raster`);
     ``critic``, which is there in training alone, sees the state. The view is this library's own, not the PQL paper's;
     the ball is in it when an episode begins."""
 

@@ -3,7 +3,7 @@
 An approximation. The PQL paper's task came from dexenv (Chen et al. 2022, Visual Dexterity), whose robot and objects
 are a download of their own; its definition is followed here, on four copies of the finger of ROBEL's three-fingered
 D'Claw (Ahn et al. 2019, Apache 2.0), from the package ``robel``. Known differences: one cube of 6 cm (there, many
-shapes); a success ends the episode, and cube and fingers begin anew (there, the cube stays and the goal is drawn);
+shapes); a success ends the episode, and cube and fingers restart (there, the cube stays and the goal is drawn);
 nothing is randomised and nothing pushes the cube unless asked for; an episode has 119 steps and restarts in the step
 that ends it. Of links, the boxes and tips that are ROBEL's touch cube and table, and of one another the tips alone.
 Chosen here, for want of a source: where and how the four fingers stand (on a circle of ROBEL's radius, bent outwards at
@@ -173,6 +173,7 @@ class DClaw(Reorient):
         return {"angles": fields["qpos"][:, : self.joints].clone()}
 
     def control(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
+        """Joint targets [N, nu] from ``action`` [N, A]."""
         stride = (1 - self.SMOOTH) * action + self.SMOOTH * memory["done"]
         return (memory["angles"] + self.STRIDE * stride).clamp(self.low, self.high)
 
@@ -221,7 +222,7 @@ def _anyhow(count: int, draw: Draw) -> Tensor:
 
 
 def _drive(spec: mujoco.MjSpec, finger: int, joint: int) -> None:
-    """A motor that follows a target angle, without the damping that ROBEL gives the joint beside its own."""
+    """A motor that follows a target angle, without the damping that ROBEL gives the joint in addition."""
     hinge = spec.joint(_joint(finger, joint))
     hinge.damping = [0, 0, 0]
     motor = spec.add_actuator(

@@ -202,7 +202,7 @@ class FrankaCubeStack(Task):
         return Verdict(terms, stacked, {"success": stacked.to(near)})
 
     def joints(self, fields: Fields) -> Tensor:
-        """What is seen of the joints."""
+        """Observed positions of the finger joints, [N, 2]."""
         return fields["qpos"][:, 7:9]
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
@@ -222,6 +222,7 @@ class FrankaCubeStackTorque(FrankaCubeStack):
     action_size = 8
 
     def torque(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
+        """Motor torques [N, 7] proportional to ``action`` [N, A]."""
         return action * self._effort
 
     def joints(self, fields: Fields) -> Tensor:

@@ -1,4 +1,4 @@
-"""What several of the Isaac Gym tasks measure: rotations, joint positions within their range, wrenches on a link."""
+"""Measurements shared by the Isaac Gym tasks: rotations, scaled joint positions, wrenches on a link."""
 
 from functools import lru_cache
 
@@ -135,6 +135,6 @@ class Wrench:
 
     @staticmethod
     def about(force: Tensor, torque: Tensor, arm: Tensor) -> Tensor:
-        """The torque about a point that lies ``arm`` from the centre of mass (all in one frame)."""
+        """Return the torque about the point at ``arm`` from the centre of mass; all [..., 3] in one frame."""
         lever, push = torch.broadcast_tensors(arm, force)
         return torque - torch.linalg.cross(lever, push)

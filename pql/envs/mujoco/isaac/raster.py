@@ -1,8 +1,8 @@
-"""Pictures of Ball Balance: 84 x 84 grey bytes, drawn from distances to a few shapes. The same code on CPU and CUDA.
+"""Images of Ball Balance: 84 x 84 grey bytes, drawn from distances to a few shapes. The same code on CPU and CUDA.
 
 The view is orthographic, from 35 degrees above the horizon, so that a ball is a disc, a leg a capsule and the tray an
 ellipse, each with a distance in closed form; edges are one pixel soft. The ball casts a shadow straight down on the
-tray, without which one picture would not tell near from far.
+tray, without which a single image would not show depth.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SIZE = 84
-WIDTH = 2.3  # metres that a picture shows: from the feet to the highest start of the ball
+WIDTH = 2.3  # metres that an image shows: from the feet to the highest start of the ball
 MIDDLE = 0.9  # what is in its middle, metres along the view's upward axis
 ELEVATION = math.radians(35)
 NIGHT, LEG, SHADE, TRAY, BALL = 40.0, 100.0, 90.0, 160.0, 255.0  # brightness
@@ -79,7 +79,7 @@ class Camera:
         return nearest.sqrt_().sub_(self.leg)
 
     def _surface(self, ball: Tensor, tray: Tensor, normal: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each pixel's line of sight meets the tray's plane: distances to the tray's and to the shadow's edge."""
+        """Intersect each pixel's ray with the tray's plane; return distances to the edges of tray and shadow."""
         slope = (normal * self.depth).sum(1)[:, None, None]
         slope = torch.where(slope.abs() < 0.05, 0.05, slope)  # seen from the side, the plane is a line
         over, upward = ((normal * axis).sum(1)[:, None, None] for axis in (self.right, self.up))

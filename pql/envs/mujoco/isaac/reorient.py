@@ -162,7 +162,7 @@ class Reorient(Task):
         return {"policy": pick(self.measure(fields, memory), self.parts)}
 
     def show(self, data: mujoco.MjData, memory: Memory) -> None:
-        """The goal stands beside the hand."""
+        """Set the orientation of the goal that is shown next to the hand."""
         data.mocap_quat[0] = memory["goal"].cpu().numpy()
 
 
@@ -172,7 +172,7 @@ def pick(measured: dict[str, Tensor], parts: tuple[str, ...]) -> Tensor:
 
 
 def look(spec: mujoco.MjSpec, place: tuple[float, float, float]) -> None:
-    """A picture shows the cube, the hand around it, and the goal beside it."""
+    """Set the camera so that the image shows the cube, the hand around it, and the goal next to it."""
     spec.stat.center, spec.stat.extent = [place[0] - 0.08, place[1] + 0.04, place[2] - 0.01], 0.33
     spec.visual.global_.azimuth, spec.visual.global_.elevation = 115.0, -30.0
 

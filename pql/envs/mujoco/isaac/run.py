@@ -1,4 +1,4 @@
-"""What Isaac Gym's Ant and Humanoid share (Makoviychuk et al. 2021): a robot on a free base runs to a point far away.
+"""Base of Isaac Gym's Ant and Humanoid (Makoviychuk et al. 2021): a robot on a free base runs to a distant point.
 
 Differences from there that both have: MuJoCo's contacts, with Newton's solver and elliptic cones; an episode restarts
 in the step that ends it, with its final observation returned (there, one step later, with a row that belongs to
@@ -85,7 +85,7 @@ class Runner(Task):
         raise NotImplementedError
 
     def forces(self, fields: Fields) -> list[Tensor]:
-        """What is observed of forces, scaled: [N, ...] each."""
+        """Scaled force observations, [N, ...] each."""
         raise NotImplementedError
 
     def costs(self, fields: Fields) -> dict[str, Tensor]:

@@ -77,6 +77,7 @@ class ShadowHandOpenAI(ShadowHand):
         return start._replace(memory=memory)
 
     def control(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
+        """Joint targets and the push on the block, [N, nu], from ``action`` [N, A]."""
         wanted = action * self._half + self._middle
         targets = self.AVERAGE * wanted + (1 - self.AVERAGE) * memory["targets"]
         return torch.cat((targets, memory["push"] / 3), 1)
