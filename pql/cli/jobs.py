@@ -26,7 +26,7 @@ INTERRUPTED = 130
 
 
 def next_command(run_dir: Path, words: Sequence[str]) -> list[str] | None:
-    """What to give ``pql`` next so that the run in ``run_dir`` comes to its end; None where it has.
+    """Arguments of the next ``pql`` call that finishes the run in ``run_dir``; None if it is finished.
 
     What an earlier sitting left that ended before its first resume point is moved to ``.lost`` beside the run; a run
     that a process is still at work on is not: ``resume`` refuses it, and says which process that is.

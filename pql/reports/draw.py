@@ -121,7 +121,7 @@ def learning_curves(
 
 
 def shown(counts: set[int]) -> str:
-    """What curves with bands are, for who sees the picture alone. ``counts``: runs in each group."""
+    """Caption of curves with bands, which explains the figure without the page. ``counts``: runs in each group."""
     least, most = min(counts, default=0), max(counts, default=0)
     each = f"{most}" if least == most else f"{least} to {most}"
     return f": IQM of {each} runs each, 95 % band" if most > 1 else ""

@@ -284,7 +284,7 @@ def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
 
 
 def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], together: Mapping[str, Any], x: str) -> list[str]:
-    """What a reader might otherwise take for granted."""
+    """Caveats of the comparison, stated on the page."""
     out = []
     groups = [(f"{g['label']} on {t['task']}", len(g["scores"])) for t in tasks for g in t["groups"]]
     alone = [name for name, count in groups if count == 1]

@@ -25,7 +25,7 @@ SIZES = range(16, 4097)
 
 @dataclass(frozen=True)
 class Video:
-    """What was filmed: the file, its frames, their rate (as fast as simulated time), and each episode's return."""
+    """Result of ``pql play``: the file, its frames, their rate (simulated time), and each episode's return."""
 
     path: Path
     frames: int

@@ -142,7 +142,7 @@ class Session:
             self.parts.start()
 
     def _start_new(self, overrides: Sequence[str]) -> None:
-        """What a new run begins with: other weights, data, and a directory."""
+        """Prepare a new run: initial weights, prefilled data and the run directory."""
         config, ranks = self.config, self.ranks
         if config.init_from:
             init_from(self.parts, Path(config.init_from).expanduser())
@@ -179,7 +179,7 @@ class Session:
             self.seconds = before + time.perf_counter() - start
 
     def _say_more(self) -> None:
-        """What is worth knowing at the start."""
+        """Report notes at the start of the run."""
         if self.prefilled:
             self.say(f"replay starts with {self.prefilled:,} transitions of {self.config.replay.prefill}")
         if not self.parts.schedule.reproducible:
@@ -241,11 +241,11 @@ class Session:
         warnings.warn(text, PqlWarning, stacklevel=2)
 
     def _counters(self) -> dict[str, float]:
-        """What a resume point must know."""
+        """State of the session for a resume point."""
         return {**self.parts.counters(), "seconds": self.seconds}
 
     def _totals(self) -> dict[str, float]:
-        """What rates are made of."""
+        """Counters for rates."""
         return {**self.parts.totals(), "env_steps": self.env_steps, "seconds": self.seconds}
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class Session:
         return asked or (steps is not None and self.env_steps >= steps)
 
     def _to_end(self) -> list[str]:
-        """What this process has to end the run for, env steps aside, which are the same for all."""
+        """This process's reason to end the run, except env steps, which are equal on all ranks."""
         budget, result = self.config.budget, self.last_eval
         target = budget.target_return
         stop = (
@@ -364,7 +364,7 @@ class Session:
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def _evaluates_beside(self) -> bool:
-        """Whether a second simulator can be had. Where not, the final evaluation borrows the one there is."""
+        """Return True if a second simulator is possible. If not, the final evaluation uses the training simulator."""
         return self.given_env is None and (not self.parts.env.spec.single_instance or self._env_beside() is not None)
 
     def _env_beside(self) -> VecEnv | None:
@@ -481,7 +481,7 @@ class Session:
             self.archive.save(self.parts, self._counters(), background)
 
     def _keep_directory(self) -> bool:
-        """Whether somebody had deleted the run directory: it has been made anew, and what was in it is lost."""
+        """Return True if the run directory had been deleted: it has been created again without its old files."""
         if anew := self.archive.restore(self.env_steps):
             self.sinks.reopen()
         return anew

@@ -37,7 +37,7 @@ PARITY_ROWS, TOLERANCE = 1000, 1e-5
 
 @dataclass(frozen=True)
 class Export:
-    """What was written: ``files`` by format, the JSON beside them, and the parity check's largest differences."""
+    """Result of an export: ``files`` by format, their JSON, and the parity check's largest differences."""
 
     files: dict[str, Path]
     metadata: Path

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl and the console always; TensorBoard or wandb on request.
+"""Metric sinks: metrics.jsonl and the console always; TensorBoard or wandb on request.
 
 Metrics are summed on the device by their owners. A row is assembled at a tick's boundary, copied to the host
 asynchronously, and written a tick later: no sink ever makes a worker wait.
@@ -310,7 +310,7 @@ def idle(summary: Summary) -> str:
 
 
 def more(summary: Summary, budget: BudgetConfig) -> str:
-    """What to resume with: twice what the run took, and no bound below its own."""
+    """Suggest a budget for resuming: twice the amount used, and no bound below the run's own."""
     words = ""
     if budget.seconds:
         words += f" budget.seconds={math.ceil(max(2 * max(summary.seconds, 1), budget.seconds))}"

@@ -116,7 +116,7 @@ def finish(run: Any, verdict: dict[str, str], out: TextIO) -> None:
 
 
 def reachable(url: str) -> bool:
-    """Whether a server answers, whatever it says."""
+    """Return True if the server sends any response."""
     try:
         urllib.request.urlopen(url, timeout=PROBE).close()
     except urllib.error.HTTPError:

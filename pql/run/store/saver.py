@@ -71,7 +71,7 @@ class Saver:
         self._jobs.put((name, job))
 
     def outcomes(self, wait: bool = False) -> list[tuple[str, OSError | None]]:
-        """What has ended since the last call: (name, why it could not be written, if it could not).
+        """Writes finished since the last call: (name, the error or None).
 
         Args:
             wait: until everything has ended.
