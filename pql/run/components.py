@@ -154,7 +154,7 @@ class Parts:
                 one.prepare()
 
     def start(self) -> None:
-        """Reset the simulators, each with a seed of its own."""
+        """Reset the simulators, each with its own seed."""
         with self._starting(f"the reset of {self.env.spec.name}"):
             for one in self.replicas:
                 one.collector.start(seeds(one.config.seed)["env"])

@@ -1,4 +1,4 @@
-"""Greedy evaluation: a fixed number of episodes per environment, on environments of its own, beside the run."""
+"""Greedy evaluation: a fixed number of episodes per environment, on separate environments, during the run."""
 
 import queue
 import statistics
@@ -77,7 +77,7 @@ class Evaluation:
 
 
 class StoppedError(Exception):
-    """An evaluation was told to stop before its episodes had ended."""
+    """An evaluation was stopped before its episodes had ended."""
 
 
 @torch.no_grad()
@@ -202,7 +202,7 @@ class Report:
 
 
 class Evaluator:
-    """Evaluates snapshots in a thread of its own. A request that comes while it is busy is dropped and counted.
+    """Evaluates snapshots in its own thread. A request that comes while it is busy is dropped and counted.
 
     Made before the first tick: ``env`` is made ready here, so that its thread captures nothing beside a run at work.
 

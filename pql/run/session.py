@@ -237,7 +237,7 @@ class Session:
         return self.console.doing(what, detail) if self.console else nullcontext()
 
     def warn(self, text: str) -> None:
-        """Tell of something wrong that does not end the run."""
+        """Report a problem that does not end the run."""
         warnings.warn(text, PqlWarning, stacklevel=2)
 
     def _counters(self) -> dict[str, float]:
@@ -353,7 +353,7 @@ class Session:
             return log.Pending(parts.drain(self.ranks.group), row)
 
     def _write(self, row: log.Row) -> None:
-        if row.get("train/episodes") == 0:  # nothing ended in this window: no means to tell
+        if row.get("train/episodes") == 0:  # nothing ended in this window: no means to report
             row = {k: v for k, v in row.items() if not k.startswith(("train/", "episode/"))}
         self.sinks.write(row)
         self._guard.look(row)
@@ -474,7 +474,7 @@ class Session:
         """Write the current policy and, unless ``checkpoint.replay`` is off, a resume point. Between ticks.
 
         Args:
-            background: only copy them here; a thread writes them while the run goes on.
+            background: only copy them here; a thread writes them during the run.
         """
         self._keep_directory()
         with self.doing("saving"):
