@@ -99,7 +99,7 @@ def candidates(
 
 
 def names(command: str, algo: str | None = None) -> list[str]:
-    """What of a run's settings, and of a tool's that makes several, may stand before ``=`` after ``pql command``.
+    """Names of settings, a run's and a tool's, that may precede ``=`` after ``pql command``.
 
     Args:
         algo: the preset that is named on the line already; None: settings of every algorithm are offered.
@@ -117,7 +117,7 @@ def names(command: str, algo: str | None = None) -> list[str]:
 
 
 def is_of(name: str, algo: str) -> bool:
-    """Whether the algorithm of the preset ``algo`` reads the setting ``name``."""
+    """Return True if the algorithm of the preset ``algo`` reads the setting ``name``."""
     record = RECORDS.get(Presets().family(algo))  # others would import their packages, and these torch
     return record is None or not name.startswith("algo.") or reads(Config(algo=record()), name)
 

@@ -99,6 +99,7 @@ class Range:
         self.low, self.high, self.bad = float("inf"), float("-inf"), 0
 
     def add(self, values: Tensor) -> None:
+        """Include ``values`` (any shape) in the range and count those that are not finite."""
         known = values[values.isfinite()] if values.is_floating_point() else values
         self.bad += values.numel() - known.numel()
         if known.numel():

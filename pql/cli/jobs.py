@@ -26,7 +26,7 @@ INTERRUPTED = 130
 
 
 def next_command(run_dir: Path, words: Sequence[str]) -> list[str] | None:
-    """What to give ``pql`` next so that the run in ``run_dir`` comes to its end; None where it has.
+    """Arguments of the next ``pql`` call that finishes the run in ``run_dir``; None if it is finished.
 
     What an earlier sitting left that ended before its first resume point is moved to ``.lost`` beside the run; a run
     that a process is still at work on is not: ``resume`` refuses it, and says which process that is.
@@ -49,7 +49,7 @@ class Runner:
     """Gives commands to ``pql``, each in a fresh process, while it is entered.
 
     Ctrl-C and SIGTERM are passed on to the process at work, which saves and ends; a second time, it leaves at once.
-    The process has a group of its own, so that a terminal's Ctrl-C reaches it through here only, and once.
+    The process has its own process group, so that a terminal's Ctrl-C reaches it through here only, and once.
 
     Args:
         folder: of all runs; made where it is not there. Only one runner works in it.
@@ -99,7 +99,7 @@ class Runner:
 
         Args:
             log: where its output goes; the console by default.
-            enough: asked every ``every`` seconds; once it is true, the process is told to save and end.
+            enough: asked every ``every`` seconds; once it is true, the process is asked to save and end.
         """
         if self.asked:
             return INTERRUPTED

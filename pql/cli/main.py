@@ -97,7 +97,7 @@ def show_crashes() -> None:
 
 
 def speaker() -> str:
-    """Who prints an error: ``pql``, and which of several processes."""
+    """Prefix of an error message: ``pql``, with the rank if there are several processes."""
     rank = 0
     with contextlib.suppress(ConfigError):  # it may be the very error to print
         rank = world().rank

@@ -1,6 +1,6 @@
 """``pql sweep``: searches settings with Optuna. The same command again goes on; ``trials`` counts all of them.
 
-A trial is one run per seed, each in a process of its own; its value is the mean of their final evaluations. Of the
+A trial is one run per seed, each in a separate process; its value is the mean of their final evaluations. Of the
 first seed's run, the evaluations on the way are compared with those of earlier trials, and a poor one is ended early.
 """
 
@@ -109,7 +109,7 @@ def suggest(trial: Any, key: str, space: Space) -> Any:
 
 
 def run_trial(plan: Plan, study: Any, trial: Any, runner: Runner) -> None:
-    """Run it to its end, and tell the study. After Ctrl-C it stays unfinished."""
+    """Run it to its end, and report to the study. After Ctrl-C it stays unfinished."""
     from optuna.trial import TrialState
 
     params = {key: suggest(trial, key, space) for key, space in plan.spaces.items()}

@@ -20,7 +20,7 @@ INSTEAD = {"seed": "seeds=1,2", "run_dir": "sweep_dir=FOLDER: each run gets a fo
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``pql sweep`` takes besides a run's settings."""
+    """Settings of ``pql sweep`` besides a run's."""
 
     trials: int = 20  # in all, earlier sittings included
     seeds: tuple[int, ...] = (0,)  # a run of each, one after the other
@@ -130,7 +130,7 @@ def end(space: Space, which: int) -> Any:
 
 
 def axis(settings: Settings, config: Config) -> str:
-    """What evaluations are compared by: as asked, or as the budget is counted."""
+    """Axis by which evaluations are compared: as given, or the budget's unit."""
     budget = dataclasses.asdict(config.budget)
     counted = [k for k in AXES[:2] if budget[k] is not None]
     if not counted:

@@ -1,6 +1,6 @@
 """Reports: a page about one run, or one that compares many. ``docs/compare.md`` says what is on it and how it counts.
 
-``stats`` holds the statistics, ``runs`` the reading, ``numbers`` everything a page tells, ``draw`` and ``page`` how it
+``stats`` holds the statistics, ``runs`` the reading, ``numbers`` all numbers of a page, ``draw`` and ``page`` how it
 looks. matplotlib, scipy and Jinja (the extra ``report``) are imported when a page is made, not before.
 """
 
@@ -26,7 +26,7 @@ def write(
     thresholds: Sequence[float] = (),
     single: bool = False,
 ) -> tuple[Path, dict[str, Any]]:
-    """Read runs, write ``index.html``, its pictures as PNG and ``numbers.json`` into a folder.
+    """Read runs, write ``index.html``, its figures as PNG and ``numbers.json`` into a folder.
 
     Args:
         words: run directories, or folders of runs.
@@ -81,7 +81,7 @@ def _make(folder: Path) -> None:
 
 
 def _pictures(folder: Path) -> list[str]:
-    """The pictures that an earlier page in ``folder`` wrote."""
+    """The figures that an earlier page in ``folder`` wrote."""
     try:
         told = read_json(folder / "numbers.json")["pictures"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""The pictures of a page, from its numbers: matplotlib figures, and the same as SVG that follows the page's colours.
+"""The figures of a page, from its numbers: matplotlib figures, and the same as SVG that follows the page's colours.
 
-Colours are those of Okabe and Ito, which colour-blind readers tell apart; markers and dashes repeat the difference.
+Colours are those of Okabe and Ito, which colour-blind readers distinguish; markers and dashes repeat the difference.
 Lines are labelled where they end. In SVG every colour becomes one of the page's CSS variables, so that a dark page has
-dark pictures, and text stays text.
+dark figures, and text stays text.
 """
 
 import io
@@ -90,7 +90,7 @@ class Ticks(FuncFormatter):
         return f"{value / unit:,.{digits}f}{suffix if value else ''}".replace("-", "−")
 
 
-# -- pictures -------------------------------------------------------------------------------------------------------
+# -- figures --------------------------------------------------------------------------------------------------------
 
 
 def learning_curves(
@@ -121,7 +121,7 @@ def learning_curves(
 
 
 def shown(counts: set[int]) -> str:
-    """What curves with bands are, for who sees the picture alone. ``counts``: runs in each group."""
+    """Caption of curves with bands, which explains the figure without the page. ``counts``: runs in each group."""
     least, most = min(counts, default=0), max(counts, default=0)
     each = f"{most}" if least == most else f"{least} to {most}"
     return f": IQM of {each} runs each, 95 % band" if most > 1 else ""

@@ -21,14 +21,14 @@ UNITS = {"seconds": "s", "env_steps": "env steps", "updates": "updates"}
 
 
 def analyse(runs: Sequence[Run], x: str, thresholds: Sequence[float] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything that a page tells of ``runs``.
+    """Return all numbers of a page about ``runs``.
 
     Args:
         x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
         thresholds: returns for the time-to-threshold table, instead of shares of each task's range.
         notes: what the reader must know besides.
     Returns:
-        Plain dicts and lists; what cannot be told is None. ``docs/compare.md`` describes it.
+        Plain dicts and lists; unknown values are None. ``docs/compare.md`` describes it.
     """
     names = list(dict.fromkeys(r.task for r in runs))
     by_task = {name: [r for r in runs if r.task == name] for name in names}
@@ -284,7 +284,7 @@ def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
 
 
 def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], together: Mapping[str, Any], x: str) -> list[str]:
-    """What a reader might otherwise take for granted."""
+    """Caveats of the comparison, stated on the page."""
     out = []
     groups = [(f"{g['label']} on {t['task']}", len(g["scores"])) for t in tasks for g in t["groups"]]
     alone = [name for name, count in groups if count == 1]

@@ -203,7 +203,7 @@ def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section
 
 
 def rest_section(series: Mapping[str, Any]) -> Section:
-    """What the algorithm and the task log besides."""
+    """Plots of the other metrics of algorithm and task."""
     groups = ("throughput/", "busy/", "ratio/", "memory/", "lag/")
     drawn = ("eval/return_mean", "eval/success", "train/return_mean")
     keys = [k for k in series if not k.startswith(groups) and k not in drawn]

@@ -179,7 +179,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def position(row: Mapping[str, float]) -> dict[str, float]:
-    """Where a row stands on each axis. Updates are those of all learners together."""
+    """Position of a row on each axis. Updates are the sum over all learners."""
     updates = [v for k, v in row.items() if k.startswith("updates/")]
     return {
         "seconds": row["time/seconds"],
@@ -203,7 +203,7 @@ def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
 
 
 def one_learner(settings: Mapping[str, Any]) -> bool:
-    """Whether one learner trained policy and value together, on rollouts."""
+    """Return True if one learner trained policy and value together, on rollouts."""
     algo = algorithm(settings)
     return algo is not None and algo.data == "rollout"
 

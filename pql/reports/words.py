@@ -88,7 +88,7 @@ def alike(runs: Sequence[Numbers]) -> list[str]:
 
 
 def shared(runs: Sequence[Numbers], key: str) -> Any:
-    """What all runs have in common; None where they differ."""
+    """Return the value that all runs share; None if they differ."""
     first, *others = (run[key] for run in runs)
     return first if all(value == first for value in others) else None
 

@@ -13,7 +13,7 @@ from pql.types import Obs, column
 
 
 class BasePolicy:
-    """What every loaded policy does, a run's or an exported one.
+    """Interface of loaded policies, from a run or an export.
 
     ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration. NumPy
     arrays are taken as well, and give one.
@@ -89,7 +89,7 @@ class BasePolicy:
         return x
 
     def initial_state(self, num_envs: int) -> Obs:
-        """What an episode begins with, zeros [N, ...] each; empty where the policy has no state."""
+        """Initial recurrent state: zeros [N, ...] by name; empty if the policy has no state."""
         return {k: torch.zeros(num_envs, *shape, device=self.device) for k, shape in self.state_shapes.items()}
 
     def reset(self, mask: Tensor | None = None) -> None:

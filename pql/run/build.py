@@ -71,7 +71,7 @@ def build(
 
 
 def _check(config: Config, spec: EnvSpec, counts: Counts, home: torch.device, env: VecEnv | None) -> int:
-    """What an environment and a config must agree on. Returns the rows per environment that the data take."""
+    """Check that environment and config agree. Return the rows per environment that the data need."""
     check_several(config, spec, env)
     check_groups(config, spec)
     return family_of(config).check(config, spec, counts, home)
@@ -87,7 +87,7 @@ def check_several(config: Config, spec: EnvSpec, env: VecEnv | None) -> None:
 
 
 def make_crew(config: Config) -> Threads | Inline:
-    """What runs the replicas' ticks."""
+    """Return the executor of the replicas' ticks."""
     place = config.placement
     if place.executor == "inline":
         return make_inline(place)

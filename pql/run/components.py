@@ -1,4 +1,4 @@
-"""What a run consists of, wired: one replica, or several, and the schedule that runs them.
+"""Components of a run, wired: one replica, or several, and the schedule that runs them.
 
 A :class:`Replica` is a whole learner: an environment, the collector that steps it, and the workers that learn from
 its rows. All schedules but ``Replicas`` have one. What the session asks of a run it asks of :class:`Parts`.
@@ -154,7 +154,7 @@ class Parts:
                 one.prepare()
 
     def start(self) -> None:
-        """Reset the simulators, each with a seed of its own."""
+        """Reset the simulators, each with its own seed."""
         with self._starting(f"the reset of {self.env.spec.name}"):
             for one in self.replicas:
                 one.collector.start(seeds(one.config.seed)["env"])
@@ -221,7 +221,7 @@ class Parts:
         return {k: sum(one.workers[k].busy for one in self.replicas) / len(self.replicas) for k in self.workers}
 
     def totals(self) -> dict[str, float]:
-        """What rates are made of, since the run (``busy/...``: this sitting) began; env steps aside."""
+        """Counters for rates, since the start of the run (``busy/...``: of this sitting), without env steps."""
         updates = sum(job.updates for one in self.replicas for job in one.jobs.values())
         busy = {f"busy/{k}": v for k, v in self.busy().items()}
         return {"ticks": self.schedule.ticks, "updates": updates, **busy}

@@ -1,4 +1,4 @@
-"""Greedy evaluation: a fixed number of episodes per environment, on environments of its own, beside the run."""
+"""Greedy evaluation: a fixed number of episodes per environment, on separate environments, during the run."""
 
 import queue
 import statistics
@@ -77,7 +77,7 @@ class Evaluation:
 
 
 class StoppedError(Exception):
-    """An evaluation was told to stop before its episodes had ended."""
+    """An evaluation was stopped before its episodes had ended."""
 
 
 @torch.no_grad()
@@ -168,7 +168,7 @@ def run_episodes(
 
 
 def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor], Tensor]:
-    """What replaces a share ``epsilon`` of discrete actions [N] by uniform ones; the identity where it is 0.
+    """Return a function that replaces a share ``epsilon`` of discrete actions [N] by uniform ones; identity if it is 0.
 
     Raises:
         ConfigError: the actions are not discrete.
@@ -194,7 +194,7 @@ def check_epsilon(epsilon: float, spec: EnvSpec) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a request: the counters it was made with, the policy that was evaluated, the outcome."""
+    """Result of a request: the counters at the request, the evaluated policy, the outcome."""
 
     counters: dict[str, float]
     state: dict[str, Any]
@@ -202,7 +202,7 @@ class Report:
 
 
 class Evaluator:
-    """Evaluates snapshots in a thread of its own. A request that comes while it is busy is dropped and counted.
+    """Evaluates snapshots in its own thread. A request that comes while it is busy is dropped and counted.
 
     Made before the first tick: ``env`` is made ready here, so that its thread captures nothing beside a run at work.
 
@@ -273,7 +273,7 @@ class Evaluator:
         self.watch = None
 
     def hung(self) -> HungError | None:
-        """What there is to say of an evaluation that makes no progress; None where it does, or there is none."""
+        """Return a warning about an evaluation without progress; None if it progresses or none is running."""
         watch = self.watch
         return watch.error() if watch is not None and watch.late else None
 
@@ -359,5 +359,5 @@ def _play(stored: Stored, num_envs: int, seed: int, **options: Any) -> Evaluatio
 
 
 def evaluation_file(policy: Path, seed: int, episodes: int) -> Path:
-    """Where ``pql eval`` writes: below the run, or beside a checkpoint or export that lies elsewhere."""
+    """Output folder of ``pql eval``: below the run, or next to a checkpoint or export outside a run."""
     return home(policy) / "evaluations" / f"{policy.resolve().name}-seed{seed}-{episodes}episodes.json"

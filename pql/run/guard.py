@@ -31,7 +31,7 @@ class NonFiniteMonitor:
         self._seen: dict[str, float] = {**updates}
         self._warned = set[str]()
         self._row: dict[str, float] = {}  # by learner: updates left out one after the other, at least
-        self._told = False  # of environments
+        self._reported = False  # of environments
 
     def look(self, row: Row) -> None:
         """One row after the other.
@@ -59,9 +59,9 @@ class NonFiniteMonitor:
                 )
 
     def _look_at_rows(self, dropped: float) -> None:
-        if dropped == 0 or self._told:
+        if dropped == 0 or self._reported:
             return
-        self._told = True
+        self._reported = True
         then = "was restarted" if self.restarts else "stays out until its simulator, which can restart no single "
         then += "" if self.restarts else "environment, begins an episode"
         self.warn(

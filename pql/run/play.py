@@ -25,7 +25,7 @@ SIZES = range(16, 4097)
 
 @dataclass(frozen=True)
 class Video:
-    """What was filmed: the file, its frames, their rate (as fast as simulated time), and each episode's return."""
+    """Result of ``pql play``: the file, its frames, their rate (simulated time), and each episode's return."""
 
     path: Path
     frames: int
@@ -54,7 +54,7 @@ def record_video(
         width, height: pixels, even numbers; default: the environment's choice.
         trust: also where it names code, a program or a path of its maker's (``docs/security.md``).
     Raises:
-        ConfigError: no policy there, an environment without pictures, a missing package.
+        ConfigError: no policy there, an environment that does not render, a missing package.
         HungError: the simulator hangs, by the deadlines of the run's ``placement``.
     """
     check_numbers(episodes, steps, width, height, seed)
@@ -154,7 +154,7 @@ class Stage:
 
 
 def filmed_env(stored: Stored) -> VecEnv:
-    """The task's environment, one of it, told to draw where its factory wants to be told."""
+    """The task's environment, a single one, with rendering requested where its factory needs that."""
     task = stored.config.task
     near = not task.live and task.process.python is None
     wanted = near and "render_mode" in inspect.signature(find_factory(task.name)).parameters

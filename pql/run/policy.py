@@ -72,7 +72,7 @@ class Policy(BasePolicy):
 def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> Policy:
     """An untrained policy of the config's shape."""
     device = torch.device(device)
-    with torch.random.fork_rng(devices=[]):  # whoever draws from torch's own generator must not notice
+    with torch.random.fork_rng(devices=[]):  # leaves torch's global generator unchanged
         net = make_policy(config, spec).to(device)
     read = {k: spec.obs[k] for k in groups_read(net)}
     norm = Normalizer(read, 1, device, config.algo.normalize_obs, config.task.reward_scale)
@@ -150,7 +150,7 @@ def policy_of(
     trust: bool = False,
     given: Collection[str] = (),
 ) -> Policy:
-    """The policy in a loaded checkpoint of either kind.
+    """Return the policy in a loaded checkpoint of either kind: obs [N, D] -> action [N, A].
 
     Args:
         trust: also one of networks that it names by module.
@@ -176,7 +176,7 @@ def policy_of(
 
 
 def check_finite(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-    """Raises ``CorruptCheckpointError`` where the policy in a loaded checkpoint has weights that are not finite."""
+    """Raise ``CorruptCheckpointError`` if the policy in a loaded checkpoint has non-finite weights, of any shape."""
     for name, tensor in _policy_tensors(tensors, manifest).items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise checkpoint.CorruptCheckpointError("checkpoint", name, "finite numbers in a checkpoint's policy")

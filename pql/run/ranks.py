@@ -50,7 +50,7 @@ _runs = itertools.count()
 
 
 def share_of(config: Config, place: World) -> Config:
-    """What one rank runs: its part of every total, its device and threads, a seed of its own.
+    """Return one rank's config: its share of every total, its device, threads and seed.
 
     Raises:
         ConfigError: something does not divide, or does not go with several processes.
@@ -214,7 +214,7 @@ class Ranks:
         return self.every(value)[0]
 
     def by_first(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0, which alone calls it.
+        """Call ``make`` on rank 0 only and return its result on all ranks.
 
         Raises:
             ConfigError: on all ranks, where it does on rank 0.
@@ -238,7 +238,7 @@ class Ranks:
         self.every(None)
 
     def agree(self, wanted: Iterable[str]) -> list[str]:
-        """What all ranks do after this tick, in order: with several, what any of them wanted after the tick before.
+        """Requests that all ranks carry out after this tick, in order; with several ranks, those of the previous tick.
 
         One tick late, so that nobody waits for the answer.
         """
@@ -335,7 +335,7 @@ def _leave() -> None:
 
 
 def _reached(error: BaseException | None) -> bool:
-    """Whether it is another rank's failure, as this one sees it."""
+    """Return True if the error was caused by another rank's failure."""
     while error is not None:
         if isinstance(error, PeerError):
             return True

@@ -80,7 +80,7 @@ def on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
 
 
 def names(count: int) -> list[str]:
-    """What replicas are called where their threads and errors are."""
+    """Names of replicas in threads and errors."""
     return [f"replica{i}" for i in range(count)]
 
 
@@ -152,7 +152,7 @@ class Replicas:
             self.turns.halt()
 
     def _meet(self) -> None:
-        """Where all stand still: everybody gets the central parameters, and everybody's statistics."""
+        """With all replicas stopped, copy the central parameters and the merged statistics to each."""
         for one in self.members:
             self.central.pull(one.optimizer.flat.data)
         for sets in zip(*(one.replica.statistics() for one in self.members), strict=True):

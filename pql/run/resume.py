@@ -49,7 +49,7 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
 
 
 def counts_when_typed(word: str) -> bool:
-    """Whether ``key=value`` is of a setting that a run directory cannot decide alone: to resume, it is typed again."""
+    """Return True if ``key=value`` is of a setting not trusted from a run directory: give it again to resume."""
     name = word.partition("=")[0].strip().lstrip("+")
     return names_code(name) or name == UPLOADING
 

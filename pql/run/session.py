@@ -142,7 +142,7 @@ class Session:
             self.parts.start()
 
     def _start_new(self, overrides: Sequence[str]) -> None:
-        """What a new run begins with: other weights, data, and a directory."""
+        """Prepare a new run: initial weights, prefilled data and the run directory."""
         config, ranks = self.config, self.ranks
         if config.init_from:
             init_from(self.parts, Path(config.init_from).expanduser())
@@ -179,7 +179,7 @@ class Session:
             self.seconds = before + time.perf_counter() - start
 
     def _say_more(self) -> None:
-        """What is worth knowing at the start."""
+        """Report notes at the start of the run."""
         if self.prefilled:
             self.say(f"replay starts with {self.prefilled:,} transitions of {self.config.replay.prefill}")
         if not self.parts.schedule.reproducible:
@@ -237,15 +237,15 @@ class Session:
         return self.console.doing(what, detail) if self.console else nullcontext()
 
     def warn(self, text: str) -> None:
-        """Tell of something wrong that does not end the run."""
+        """Report a problem that does not end the run."""
         warnings.warn(text, PqlWarning, stacklevel=2)
 
     def _counters(self) -> dict[str, float]:
-        """What a resume point must know."""
+        """State of the session for a resume point."""
         return {**self.parts.counters(), "seconds": self.seconds}
 
     def _totals(self) -> dict[str, float]:
-        """What rates are made of."""
+        """Counters for rates."""
         return {**self.parts.totals(), "env_steps": self.env_steps, "seconds": self.seconds}
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class Session:
         return asked or (steps is not None and self.env_steps >= steps)
 
     def _to_end(self) -> list[str]:
-        """What this process has to end the run for, env steps aside, which are the same for all."""
+        """This process's reason to end the run, except env steps, which are equal on all ranks."""
         budget, result = self.config.budget, self.last_eval
         target = budget.target_return
         stop = (
@@ -353,7 +353,7 @@ class Session:
             return log.Pending(parts.drain(self.ranks.group), row)
 
     def _write(self, row: log.Row) -> None:
-        if row.get("train/episodes") == 0:  # nothing ended in this window: no means to tell
+        if row.get("train/episodes") == 0:  # nothing ended in this window: no means to report
             row = {k: v for k, v in row.items() if not k.startswith(("train/", "episode/"))}
         self.sinks.write(row)
         self._guard.look(row)
@@ -364,7 +364,7 @@ class Session:
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def _evaluates_beside(self) -> bool:
-        """Whether a second simulator can be had. Where not, the final evaluation borrows the one there is."""
+        """Return True if a second simulator is possible. If not, the final evaluation uses the training simulator."""
         return self.given_env is None and (not self.parts.env.spec.single_instance or self._env_beside() is not None)
 
     def _env_beside(self) -> VecEnv | None:
@@ -474,14 +474,14 @@ class Session:
         """Write the current policy and, unless ``checkpoint.replay`` is off, a resume point. Between ticks.
 
         Args:
-            background: only copy them here; a thread writes them while the run goes on.
+            background: only copy them here; a thread writes them during the run.
         """
         self._keep_directory()
         with self.doing("saving"):
             self.archive.save(self.parts, self._counters(), background)
 
     def _keep_directory(self) -> bool:
-        """Whether somebody had deleted the run directory: it has been made anew, and what was in it is lost."""
+        """Return True if the run directory had been deleted: it has been created again without its old files."""
         if anew := self.archive.restore(self.env_steps):
             self.sinks.reopen()
         return anew

@@ -40,7 +40,7 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
 
 
 def whole_spec(config: Config, one: EnvSpec, groups: int) -> EnvSpec:
-    """What the run sees of ``groups`` simulators like ``one``."""
+    """Spec of ``groups`` simulators like ``one`` combined, as the run sees it."""
     spec = one if groups == 1 else grouped_spec(one, groups)
     return feedback_spec(spec) if config.algo.needs_last_action else spec
 
@@ -51,7 +51,7 @@ def telling(config: Config, env: VecEnv) -> VecEnv:
 
 
 def task_kwargs(config: Config) -> dict[str, Any]:
-    """What the task itself gives its environment's factory.
+    """Arguments that the task itself passes to its environment's factory.
 
     Raises:
         ConfigError: a keyword that is also said by a name of its own, ``task.game`` say.
@@ -66,7 +66,7 @@ def task_kwargs(config: Config) -> dict[str, Any]:
 
 
 def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
-    """What the task passes to its environment's factory. One that takes ``threads`` gets its share of the cores, one
+    """Arguments of the environment's factory. One that takes ``threads`` gets its share of the cores, one
     that takes ``groups`` forms them itself."""
     given = task_kwargs(config)
     taken = inspect.signature(find_factory(config.task.name)).parameters
@@ -107,7 +107,7 @@ def build_env(
 
 
 def staggered(config: Config) -> bool:
-    """Whether the training's first episodes begin in their middle, as far as the task's keywords say."""
+    """Return True if the task's keywords start the first training episodes at random times."""
     return any(config.task.kwargs.get(name) for name in CUT_SHORT)
 
 

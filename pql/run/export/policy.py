@@ -1,4 +1,4 @@
-"""What ``pql export`` wrote, read back as a policy, without running anything that is in the file.
+"""Loader of exported policies; it executes nothing from the file.
 
 ``docs/export.md`` says what is in the files, ``docs/security.md`` what is looked at before they are used.
 """
@@ -32,7 +32,7 @@ Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """What takes an export's action to [-1, 1]; ``about`` is the metadata's entry ``action``."""
+    """Return the function that maps an export's action to [-1, 1]; ``about`` is the metadata's entry ``action``."""
     low, high = (torch.tensor(about.get(end, ())) for end in ("low", "high"))
     if not about["scaled"] or bool((low == -1).all() and (high == 1).all()):
         return lambda action: action

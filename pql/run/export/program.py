@@ -252,7 +252,7 @@ class Graph:
 
 
 def find(target: Any) -> Any:
-    """What an operator's name stands for; None for the exporter's own checks.
+    """Resolve an operator's name; None for the exporter's own checks.
 
     Raises:
         UnknownOperatorError: it is not on the list.
@@ -276,7 +276,7 @@ def find(target: Any) -> Any:
 
 @cache
 def takes_device(function: Any) -> bool:
-    """Whether an operator has a keyword for the device of what it makes: without it, that would be the CPU."""
+    """Return True if an operator takes a device for its result, which would otherwise be on the CPU."""
     schema = getattr(function, "_schema", None)
     return schema is not None and any(a.name == "device" and a.kwarg_only for a in schema.arguments)
 

@@ -1,4 +1,4 @@
-"""A policy that leaves the lab: one ``.pt2`` (torch.export) and one ``.onnx`` file, each with all that acting needs.
+"""Export of a policy: one ``.pt2`` (torch.export) and one ``.onnx`` file, each with all that acting needs.
 
 Baked in: the observation normaliser, the deterministic action, its scaling to the simulator's own bounds. A recurrent
 policy takes its state and returns the next one. An export stands only once files and live policy agree.
@@ -37,7 +37,7 @@ PARITY_ROWS, TOLERANCE = 1000, 1e-5
 
 @dataclass(frozen=True)
 class Export:
-    """What was written: ``files`` by format, the JSON beside them, and the parity check's largest differences."""
+    """Result of an export: ``files`` by format, their JSON, and the parity check's largest differences."""
 
     files: dict[str, Path]
     metadata: Path

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: first what it will do, then how far it is, at least every ten seconds.
+"""Console output of a run: the plan first, then progress at least every ten seconds.
 
 On a terminal a panel with a bar, in a notebook one line that is updated in place, elsewhere a table of plain lines.
 This file imports no torch: it is there before the library is.
@@ -34,7 +34,7 @@ def opening(config: Config, run_dir: Path | None) -> str:
 
 
 def budget_words(budget: BudgetConfig) -> str:
-    """What ends a run."""
+    """Description of a run's budget."""
     bounds = [
         (budget.seconds, "{:,g} s from the first env step on"),
         (budget.env_steps, "{:,} env steps"),
@@ -94,7 +94,7 @@ class Progress:
 
 
 class Face(Protocol):
-    """Where a run's progress is shown."""
+    """Progress display of a run."""
 
     def say(self, text: str) -> None:
         """Print lines."""
@@ -182,7 +182,7 @@ def _unheard() -> Iterator[None]:
 
 
 def make_face(progress: Progress, console: Any = None) -> Face:
-    """What suits where the output goes."""
+    """Return the display that suits the output stream."""
     if console is None and (display := notebook_display()) is not None:
         return Notebook(progress, display)
     from rich.console import Console as RichConsole

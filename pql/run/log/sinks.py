@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl and the console always; TensorBoard or wandb on request.
+"""Metric sinks: metrics.jsonl and the console always; TensorBoard or wandb on request.
 
 Metrics are summed on the device by their owners. A row is assembled at a tick's boundary, copied to the host
 asynchronously, and written a tick later: no sink ever makes a worker wait.
@@ -54,7 +54,7 @@ class Jsonl:
         self.reopen()
 
     def reopen(self) -> None:
-        """Go on in the file of that name, made anew where there is none."""
+        """Continue in the file of that name, created if missing."""
         self.file = self.path.open("a", buffering=1)
 
     @staticmethod
@@ -98,12 +98,12 @@ class TensorBoard:
 
 
 class Wandb:
-    """wandb, offline unless asked, in a process of its own that reads metrics.jsonl (``wandb_feed.py``).
+    """wandb, offline unless asked, in a separate process that reads metrics.jsonl (``wandb_feed.py``).
 
     Args:
         folder: the run's.
         offset: where in metrics.jsonl this sitting begins, in bytes.
-        say: tells where the data are and how to upload them.
+        say: reports where the data are and how to upload them.
         patience: seconds that ``close`` waits for it. It needs nothing of the run, and gets done by itself.
     """
 
@@ -193,7 +193,7 @@ class Pending:
 
 
 class Sinks:
-    """All sinks of a run. One that fails is warned of once, and tried again with every row; the run goes on."""
+    """All sinks of a run. One that fails is warned of once, and tried again with every row; the run continues."""
 
     def __init__(self, sinks: Sequence[Sink]):
         self.sinks = list(sinks)
@@ -210,7 +210,7 @@ class Sinks:
                 self.failed.add(sink)
 
     def reopen(self) -> None:
-        """The run directory was deleted and made anew: metrics.jsonl goes on there."""
+        """The run directory was deleted and created again: metrics.jsonl continues there."""
         for sink in self.sinks:
             if isinstance(sink, Jsonl):
                 sink.close()
@@ -310,7 +310,7 @@ def idle(summary: Summary) -> str:
 
 
 def more(summary: Summary, budget: BudgetConfig) -> str:
-    """What to resume with: twice what the run took, and no bound below its own."""
+    """Suggest a budget for resuming: twice the amount used, and no bound below the run's own."""
     words = ""
     if budget.seconds:
         words += f" budget.seconds={math.ceil(max(2 * max(summary.seconds, 1), budget.seconds))}"

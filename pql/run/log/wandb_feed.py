@@ -1,4 +1,4 @@
-"""Feeds wandb from a run's metrics.jsonl, in a process of its own: ``python -m pql.run.log.wandb_feed OPTIONS``.
+"""Feeds wandb from a run's metrics.jsonl, in a separate process: ``python -m pql.run.log.wandb_feed OPTIONS``.
 
 Whatever wandb does (wait for a server, hang, crash), the run never waits for it. The data are on the disk first: where
 the server cannot be reached, at the start or later, ``wandb sync`` uploads all of them. The run closes this process's
@@ -116,7 +116,7 @@ def finish(run: Any, verdict: dict[str, str], out: TextIO) -> None:
 
 
 def reachable(url: str) -> bool:
-    """Whether a server answers, whatever it says."""
+    """Return True if the server sends any response."""
     try:
         urllib.request.urlopen(url, timeout=PROBE).close()
     except urllib.error.HTTPError:

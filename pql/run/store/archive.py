@@ -1,4 +1,4 @@
-"""What a run keeps on the disk: its policies, resume points and replay, and what of them could not be written."""
+"""Files of a run: policies, resume points and replay, and a record of failed writes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -150,7 +150,7 @@ class Archive:
         return True
 
     def _there(self) -> bool:
-        """Whether this run's directory, with what it wrote at its start, has its name."""
+        """Return True if the path still is this run's directory, with the files written at its start."""
         try:
             same = self.run_dir.stat().st_ino == self._number
         except OSError:

@@ -218,7 +218,7 @@ def amend(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def of_rank(folder: Path, rank: int) -> Path:
-    """Where one process's resume points are; rank 0's are the run's own, with its policy."""
+    """Folder of one process's resume points; rank 0's is the run's, with the policy."""
     return folder if rank == 0 else folder / f"rank-{rank}"
 
 
@@ -281,7 +281,7 @@ def recover(folder: Path) -> None:
 
 
 def _old(path: Path) -> Path:
-    """Where a checkpoint stays while it is being replaced."""
+    """Temporary path of a checkpoint while it is replaced."""
     return path.with_name(f".old-{path.name}")
 
 

@@ -127,7 +127,7 @@ def claim_new(stem: Path) -> Claim:
 
 
 def holder(path: Path) -> str | None:
-    """Who writes to the run directory ``path``: process, host and since when; None: nobody, or there are no locks."""
+    """Return the writer of the run directory ``path``: process, host and start; None without a writer or locks."""
     try:
         with (path / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -166,7 +166,7 @@ def _lock(file: IO[str], path: Path) -> bool:
 
 
 def _is(file: IO[str], path: Path) -> bool:
-    """Whether the open file still has this name."""
+    """Return True if the path still names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -174,7 +174,7 @@ def _is(file: IO[str], path: Path) -> bool:
 
 
 def _name(path: Path) -> str:
-    """What the holder has written; it does so a moment after it has locked."""
+    """Text written by the holder, a moment after it takes the lock."""
     for _ in range(20):
         try:
             if text := (path / LOCK).read_text(errors="replace").strip():

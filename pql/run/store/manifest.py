@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest and an export's metadata must be, checked before anything is made of them.
+"""Validation of a checkpoint's manifest and an export's metadata, before they are used.
 
 Knows nothing of files. A failed check is a ``ValueError`` that says what was expected of which entry.
 """
@@ -79,7 +79,7 @@ def check_version(name: str, value: Any, known: int) -> None:
 
 
 def check_spec(spec: Any) -> None:
-    """What a manifest and an export say of the environment. Raises ``ValueError``."""
+    """Check the environment's description in a manifest or export. Raises ``ValueError``."""
     _need(isinstance(spec, dict), "spec", "a mapping")
     _need(isinstance(spec.get("name"), str), "spec.name", "text")
     groups = spec.get("obs")

@@ -29,7 +29,7 @@ PACKAGES = ("pql-rl", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to. ``summary.json`` holds the same.
+    """Summary of a run. ``summary.json`` has the same content.
 
     Attributes:
         return_mean, return_iqm, return_median, length_mean, episodes: of the final evaluation; None and 0 episodes
@@ -75,7 +75,7 @@ def claim_directory(config: Config, resume: bool = False) -> Claim:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Whether a run is there, be it that its config.yaml is lost."""
+    """Return True if the directory holds a run, even if its config.yaml is lost."""
     return (run_dir / "config.yaml").exists() or any((run_dir / "checkpoints").glob("tick-*"))
 
 

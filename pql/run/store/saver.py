@@ -30,12 +30,12 @@ class Saver:
         self._jobs: queue.Queue[tuple[str, Job] | None] = queue.Queue()
         self._outcomes: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._asked = self._told = 0
+        self._asked = self._reported = 0
 
     @property
     def idle(self) -> bool:
-        """Everything that was asked for is over, and has been told."""
-        return self._asked == self._told
+        """Return True if every requested write has ended and been reported."""
+        return self._asked == self._reported
 
     def later(self, path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
         """Copy ``tree``, to be written to the checkpoint ``path``. Where the copy would take more than half of the
@@ -71,7 +71,7 @@ class Saver:
         self._jobs.put((name, job))
 
     def outcomes(self, wait: bool = False) -> list[tuple[str, OSError | None]]:
-        """What has ended since the last call: (name, why it could not be written, if it could not).
+        """Writes finished since the last call: (name, the error or None).
 
         Args:
             wait: until everything has ended.
@@ -79,9 +79,9 @@ class Saver:
             RunError: something other than the disk is to blame.
         """
         found: list[tuple[str, OSError | None]] = []
-        while self._told < self._asked and (wait or not self._outcomes.empty()):
+        while self._reported < self._asked and (wait or not self._outcomes.empty()):
             name, error = self._outcomes.get()
-            self._told += 1
+            self._reported += 1
             if error is not None and not isinstance(error, OSError):
                 raise RunError(f"{name} could not be written: {first_line(error)}") from error
             found.append((name, error))
@@ -113,9 +113,9 @@ class Saver:
 
 
 def copied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Any]]:
-    """Copies on the host, and events after which those of CUDA tensors have arrived.
+    """Return copies of the same shapes on the host, and events after which those of CUDA tensors have arrived.
 
-    Nobody waits here for a GPU: its copies are queued before whatever the current streams are given next.
+    This does not wait for the GPU: its copies are queued before whatever the current streams are given next.
     """
     out, devices = {}, set()
     for name, tensor in tensors.items():
