@@ -42,7 +42,7 @@ class Store(Protocol):
     def insert(self, acted: Any, step: Step, columns: Tensor | None = None) -> None:
         """Append a row to ``columns`` ([n] int64; default: all): what ``Actor.record`` gave, and what followed.
 
-        A store whose columns may advance apart (``ragged``) is told with a fourth argument who has answered, [n] bool.
+        A store whose columns may advance apart (``ragged``) gets a fourth argument, the answered columns, [n] bool.
         """
         ...
 
