@@ -1,6 +1,6 @@
-"""DDPG(n), TD3 and their distributional form: two update functions over named state.
+"""DDPG with n-step returns, TD3 and their distributional forms, as two update functions.
 
-PQL is these two under the ``Concurrent`` schedule; TD3 (smoothing, twin critics, delay) and C51 are settings.
+PQL is DDPG under the ``Concurrent`` schedule; TD3 (smoothing, twin critics, delay) and C51 are settings.
 Sources: Lillicrap et al. 2016 (DDPG), Fujimoto et al. 2018 (TD3), Bellemare et al. 2017 (C51), Li et al. 2023 (PQL).
 """
 
@@ -27,7 +27,7 @@ from pql.types import Batch, Metrics, Obs, ObsBatch
 
 @dataclass
 class ValueState(State):
-    """What the V-learner owns. ``atoms`` [Z] makes the critic categorical."""
+    """State of the V-learner. ``atoms`` [Z] makes the critic categorical."""
 
     critic: Flat
     target: Flat
@@ -36,39 +36,39 @@ class ValueState(State):
     smoothing: float = 0.0  # standard deviation of the target action's noise
     smoothing_clip: float = 0.0
     atoms: Tensor | None = None
-    target_every: int = 1  # updates between moves of the target
-    clock: Clock | None = None  # None: it moves with each
+    target_every: int = 1  # updates between target updates
+    clock: Clock | None = None  # None: the target moves at every update
 
 
 @dataclass
 class PolicyState(State):
-    """What the P-learner owns. ``target`` is None where the policy itself forms the targets (PQL)."""
+    """State of the P-learner. ``target`` is None if critic targets use the policy itself (PQL)."""
 
     policy: Flat
     target: Flat | None
     optimizer: AdamW
     tau: float
-    reduce: str = "min"  # how an ensemble's values become one: min, mean, first
-    saturation_penalty: float = 0.0  # per unit of the mean square of what the policy's tanh takes
+    reduce: str = "min"  # reduction over the ensemble: min, mean, first
+    saturation_penalty: float = 0.0  # coefficient of the mean squared pre-tanh action
 
 
 @dataclass
 class ValueInputs:
-    """The V-learner's private copies: the policy that forms targets."""
+    """The V-learner's private copy of the policy, for targets."""
 
     policy: nn.Module
 
 
 @dataclass
 class PolicyInputs:
-    """The P-learner's private copies: the critic that it climbs."""
+    """The P-learner's private copy of the critic."""
 
     critic: Critic
     atoms: Tensor | None = None
 
 
 def value_update(state: ValueState, inputs: ValueInputs, batch: Batch, gen: Generator) -> Metrics:
-    """One critic step towards r + discount * Q'(s', clip(pi(s') + clipped noise)). Mutates ``state`` only."""
+    """Take one critic step towards r + discount * Q'(s', clip(pi(s') + clipped noise)). Mutates ``state`` only."""
     with torch.no_grad():
         action = inputs.policy(batch.next_obs)
         if state.smoothing > 0:
@@ -78,11 +78,11 @@ def value_update(state: ValueState, inputs: ValueInputs, batch: Batch, gen: Gene
 
 
 def critic_step(state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None) -> Metrics:
-    """Regress every critic of the ensemble on one shared target, then move the target network where it is due.
+    """Regress all critics on a shared target, then update the target network if due.
 
     Args:
         next_action: [B, A] at ``batch.next_obs``.
-        bonus: [B] added to the value of the next state (SAC's entropy term), or None.
+        bonus: [B], added to the next state's value (SAC's entropy term), or None.
     """
     share = loss_share(batch.mask, batch.weight)
     loss_of = scalar_loss if state.atoms is None else categorical_loss
@@ -99,7 +99,7 @@ def critic_step(state: ValueState, batch: Batch, next_action: Tensor, bonus: Ten
 
 
 def scalar_loss(state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Squared error against r + discount * (min_e Q'_e(s', a') + bonus). Returns ([E, B], [B] values)."""
+    """Squared error against r + discount * (min_e Q'_e(s', a') + bonus). Returns losses [E, B] and values [B]."""
     with torch.no_grad():
         value = state.target.module(batch.next_obs, next_action).amin(0)
         target = torch.addcmul(batch.reward, batch.discount, value if bonus is None else value + bonus)
@@ -110,7 +110,10 @@ def scalar_loss(state: ValueState, batch: Batch, next_action: Tensor, bonus: Ten
 def categorical_loss(
     state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy against the projected target distribution: the whole one with the lower mean."""
+    """Cross-entropy against the projected target of the critic with the lower mean (C51).
+
+    Returns losses [E, B] and values [B].
+    """
     atoms = state.atoms
     assert atoms is not None
     with torch.no_grad():
@@ -123,11 +126,10 @@ def categorical_loss(
 
 
 def policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
-    """One ascent step on Q(s, pi(s)); moves the target policy where there is one. Mutates ``state`` only."""
+    """Take one ascent step on Q(s, pi(s)) and update the target policy, if any. Mutates ``state`` only."""
     policy, share = state.policy.module, loss_share(batch.mask, batch.weight)
     if state.saturation_penalty > 0:
-        # A tanh far out passes no gradient on: without a way back a policy that once ran there stays, whatever the
-        # critic learns later (rlkit and SAC's first code penalise the same square).
+        # A saturated tanh passes no gradient, so the policy could not recover (rlkit and SAC's first code do the same).
         before = policy.before_tanh(batch.obs)  # type: ignore[operator]
         action, penalty = torch.tanh(before), before.square().mean(-1) * state.saturation_penalty
     else:
@@ -143,7 +145,7 @@ def policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch, gen
 
 
 def ensemble_value(inputs: PolicyInputs, obs: Obs, action: Tensor, reduce: str) -> Tensor:
-    """The ensemble's value of (obs, action) as one number per row, [B]."""
+    """Return the ensemble's reduced value of (obs, action), [B]."""
     q = inputs.critic(obs, action)
     if inputs.atoms is not None:
         q = q.softmax(-1) @ inputs.atoms
@@ -153,7 +155,7 @@ def ensemble_value(inputs: PolicyInputs, obs: Obs, action: Tensor, reduce: str) 
 
 
 def loss_share(mask: Tensor, weight: Tensor) -> Tensor:
-    """What each row contributes to a loss: mask * weight / sum(mask), [B]; zeros where no row counts."""
+    """Return the loss weight of each row, mask * weight / sum(mask), [B]; zeros if no row is valid."""
     return mask * weight / mask.sum().clamp(min=1)
 
 
@@ -161,7 +163,7 @@ def loss_share(mask: Tensor, weight: Tensor) -> Tensor:
 
 
 def deterministic_policy(config: Config, spec: EnvSpec) -> nn.Module:
-    """A tanh policy, freshly initialised."""
+    """Create a tanh policy."""
     policy, net = make_policy(config, spec, DeterministicPolicy, probe), own(config, DdpgConfig).policy
     if net.net is not None and net.saturation_penalty > 0 and not squashes(policy, spec):
         allowed = f"0, or a method before_tanh(obs) of algo.policy.net={net.net} whose tanh is forward(obs)"
@@ -170,7 +172,7 @@ def deterministic_policy(config: Config, spec: EnvSpec) -> nn.Module:
 
 
 def probe(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
-    """A deterministic policy's outputs, [2, A] each."""
+    """Return a deterministic policy's outputs for two rows, [2, A] each."""
     mean_action = cast(Any, network).mean_action(obs)
     shape = list(action.shape)
     return [("forward(obs)", network(obs), shape), ("mean_action(obs)", mean_action, shape)]
@@ -178,7 +180,7 @@ def probe(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
 
 @torch.no_grad()
 def squashes(policy: nn.Module, spec: EnvSpec) -> bool:
-    """Whether ``forward`` is the tanh of ``before_tanh``; tried on two rows, with other weights than it has."""
+    """Test on two rows, with perturbed weights, that ``forward`` is the tanh of ``before_tanh``."""
     if not hasattr(policy, "before_tanh"):
         return False
     moved, gen = cast(Any, copy.deepcopy(policy)), torch.Generator().manual_seed(0)
@@ -191,12 +193,12 @@ def squashes(policy: nn.Module, spec: EnvSpec) -> bool:
 
 
 def act(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
-    """The policy's action, [N, A]."""
+    """Return the policy's action [N, A]."""
     return policy(obs)
 
 
 def value_state(config: Config, critic: Critic, device: torch.device) -> ValueState:
-    """Critics, their target and optimiser, of any actor-critic algorithm on a replay."""
+    """Create critics, target and optimiser of an off-policy actor-critic algorithm."""
     algo = own(config, ActorCriticConfig)
     net, flat = algo.critic, Flat(critic, trained=True)
     return ValueState(
@@ -211,7 +213,7 @@ def value_state(config: Config, critic: Critic, device: torch.device) -> ValueSt
 
 
 def value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
-    """The V-learner's side."""
+    """Create the V-learner's state and update."""
     algo, state = own(config, DdpgConfig), value_state(config, critic, device)
     state.smoothing, state.smoothing_clip = algo.smoothing, algo.smoothing_clip
     source = "target_policy" if algo.policy.target else "policy"
@@ -221,7 +223,7 @@ def value_trainer(config: Config, critic: Critic, policy: nn.Module, device: tor
 
 
 def policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
-    """The P-learner's side."""
+    """Create the P-learner's state and update."""
     net = own(config, DdpgConfig).policy
     flat = Flat(policy, trained=True)
     optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)

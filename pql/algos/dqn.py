@@ -85,7 +85,7 @@ def at(values: Tensor, action: Tensor) -> Tensor:
 
 
 def huber(error: Tensor, delta: float | None) -> Tensor:
-    """e^2 / 2 up to |e| = delta, linear beyond: delta (|e| - delta / 2); None: e^2 / 2 everywhere."""
+    """e^2 / 2 up to |e| = delta, linear beyond: delta (|e| - delta / 2); None: e^2 / 2. Any shape."""
     if delta is None:
         return 0.5 * error.square()
     size = error.abs()

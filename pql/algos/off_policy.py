@@ -1,6 +1,6 @@
-"""Wiring of actor-critic algorithms on a replay: a V-learner, a P-learner and a collector.
+"""Off-policy actor-critic: a V-learner (critic), a P-learner (policy) and a collector around a replay buffer.
 
-DDPG and SAC fill in :class:`ActorCritic`; under ``Concurrent`` this is Parallel Q-Learning (Li et al. 2023).
+DDPG and SAC are instances of :class:`ActorCritic`; ``Concurrent`` makes them Parallel Q-Learning (Li et al. 2023).
 """
 
 import copy
@@ -32,18 +32,18 @@ from pql.types import Batch, Metrics, Obs, ObsBatch, split
 
 Update = Callable[[Any, Any, Any, Generator], Metrics]
 Tensors = dict[str, list[Tensor]]
-"""By the slot that publishes or fills them."""
+"""Tensors by the slot that publishes or fills them."""
 
 
 @dataclass
 class Trainer:
-    """A learner's algorithmic side.
+    """State and update function of a learner.
 
     Attributes:
-        state: named state, which ``update`` changes.
-        inputs: private copies of what other workers publish.
-        pulls: those copies by the slot that fills them.
-        owns: published tensors by slot.
+        state: mutated by ``update``.
+        inputs: private copies of networks published by other workers.
+        pulls: tensors of those copies, by the slot that fills them.
+        owns: published tensors, by slot.
     """
 
     state: State
@@ -55,16 +55,14 @@ class Trainer:
 
 @dataclass(frozen=True)
 class ActorCritic:
-    """The functions in which actor-critic algorithms on a replay differ.
+    """The functions that define an off-policy actor-critic algorithm.
 
     Attributes:
-        settings: the record of ``config.algo``.
-        policy: (config, spec) -> a policy network on the CPU.
-        act: (policy, obs, gen) -> action [N, A], before the collector's noise.
-        value: (config, critic, policy, device) -> trainer of the critics; ``policy`` is the private copy that forms
-            targets.
-        improve: (config, policy, critic, action size, device) -> trainer of the policy; ``critic`` is the private copy
-            that it climbs.
+        settings: class of ``config.algo``.
+        policy: (config, spec) -> policy network on the CPU.
+        act: (policy, obs, gen) -> action [N, A], before exploration noise.
+        value: (config, critic, policy copy, device) -> trainer of the critics.
+        improve: (config, policy, critic copy, action size, device) -> trainer of the policy.
     """
 
     settings: type[ActorCriticConfig]
@@ -74,21 +72,21 @@ class ActorCritic:
     improve: Callable[[Config, nn.Module, Critic, int, torch.device], Trainer]
 
     def family(self) -> Family:
-        """What ``build`` takes."""
+        """Return the entry for the algorithm registry."""
         return Family(self.settings, counts, check_spec, partial(wire, self), self.policy)
 
 
 def counts(config: Config) -> Counts:
-    """The smallest tick with whole numbers of steps and updates."""
+    """Return the smallest tick with whole numbers of steps and updates."""
     algo = own(config, ActorCriticConfig)
     return tick_counts(algo.v_per_step, algo.p_per_v)
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
-    """What an environment and a config must agree on. Returns the replay's rows T.
+    """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
-        ConfigError: an action or observation space that no network here takes, a replay that is too small or too large.
+        ConfigError: unsupported action or observation space, or a replay that is too small or too large.
     """
     if not isinstance(spec.action, Box):
         raise ConfigError(
@@ -103,7 +101,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 def wire(
     kind: ActorCritic, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
 ) -> Wiring:
-    """Networks, replay (a second one, of observations alone, where the P-learner sits elsewhere), and the workers."""
+    """Create networks, replay and workers. A P-learner on another device has a replay of observations only."""
     spec, seed = env.spec, seeds(config.seed)
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
     policy, critic = seeded(lambda: (kind.policy(config, spec), make_critic(config, spec)), seed["init"])
@@ -136,10 +134,10 @@ def value_role(
     replay: Replay,
     gen: Generator,
 ) -> Role:
-    """The V-learner: critic and target, a private policy, normaliser and cursor."""
+    """Create the V-learner: critic, target, and private copies of policy, normaliser and cursor."""
     algo, device = own(config, ActorCriticConfig), replay.device
     trainer = kind.value(config, copy.deepcopy(critic).to(device), copy.deepcopy(policy).to(device), device)
-    replay.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
+    replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
     learner = Learner("v", trainer.state, trainer.update, draw, trainer.inputs, gen)
     return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
@@ -154,7 +152,7 @@ def policy_role(
     replay: Replay,
     gen: Generator,
 ) -> Role:
-    """The P-learner: the policy, a private critic, normaliser and cursor."""
+    """Create the P-learner: policy, and private copies of critic, normaliser and cursor."""
     algo, device, size = own(config, ActorCriticConfig), replay.device, replay.action.shape[1]
     trainer = kind.improve(config, copy.deepcopy(policy).to(device), copy.deepcopy(critic).to(device), size, device)
     draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
@@ -164,11 +162,7 @@ def policy_role(
 
 @dataclass
 class PolicyDraw:
-    """Batches of normalised observations from the rows that the tick before sealed.
-
-    Attributes:
-        cursor, norm: private copies of the ring's sealed rows and of the normaliser.
-    """
+    """Sample batches of normalised observations from the rows sealed one tick earlier."""
 
     algo: ActorCriticConfig
     replay: Replay
@@ -176,20 +170,20 @@ class PolicyDraw:
     norm: Normalizer
 
     def pulls(self) -> Tensors:
-        """The private copies by the slot that fills them."""
+        """Return the tensors to pull, by slot."""
         return {"norm": self.norm.frozen(), "rows": self.cursor.tensors()}
 
     def __call__(self, count: int, gen: Generator) -> list[ObsBatch]:
-        """``count`` batches."""
+        """Return ``count`` batches of observations [B, ...]."""
         batch = self.replay.sample_obs(self.cursor, count * self.algo.batch_size, gen)
         return split(batch._replace(obs=self.norm(batch.obs)), count)
 
 
 class ValueDraw(PolicyDraw):
-    """Batches of normalised n-step transitions."""
+    """Sample batches of normalised n-step transitions."""
 
     def __call__(self, count: int, gen: Generator) -> list[Batch]:  # type: ignore[override]
-        """``count`` batches."""
+        """Return ``count`` batches of B transitions."""
         algo, norm = self.algo, self.norm
         batch = self.replay.sample(self.cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)
         reward = batch.reward * norm.reward_scale
@@ -200,13 +194,13 @@ class ValueDraw(PolicyDraw):
 
 
 def make_atoms(config: Config, device: torch.device) -> Tensor | None:
-    """The categorical critic's support [Z], or None for a scalar critic."""
+    """Return the categorical critic's support [Z], or None for a scalar critic."""
     net = own(config, ActorCriticConfig).critic
     return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)
 
 
 def make_policy(config: Config, spec: EnvSpec, kind: type[nn.Module], probe: Probe) -> nn.Module:
-    """A policy network of class ``kind``, or the one that ``algo.policy.net`` names, whose outputs are ``probe``'s."""
+    """Create a ``kind`` network, or the custom ``algo.policy.net``, whose outputs are checked by ``probe``."""
     net = own(config, ActorCriticConfig).policy
     if net.net is not None:
         return custom_network(config, spec, "policy", probe)
@@ -216,7 +210,7 @@ def make_policy(config: Config, spec: EnvSpec, kind: type[nn.Module], probe: Pro
 
 
 def make_critic(config: Config, spec: EnvSpec) -> Critic:
-    """The critics, freshly initialised."""
+    """Create the critic ensemble."""
     net = own(config, ActorCriticConfig).critic
     if net.net is not None:
         return cast(Critic, custom_network(config, spec, "critic", partial(probe_critic, atoms=net.atoms)))
@@ -236,13 +230,13 @@ def make_critic(config: Config, spec: EnvSpec) -> Critic:
 
 
 def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None = None) -> Outputs:
-    """An ensemble's values: [E, 2], or [E, 2, atoms]."""
+    """Return an ensemble's outputs for two rows, with the expected shape [E, 2] or [E, 2, atoms]."""
     shape: list[Any] = ["E", 2] + ([atoms] if atoms else [])
     return [("forward(obs, action)", network(obs, action), shape)]
 
 
 def make_actor(kind: ActorCritic, config: Config, spec: EnvSpec, policy: nn.Module) -> NoisyActor:
-    """The collector's private policy, and its noise."""
+    """Create the collector's actor: a copy of the policy with exploration noise."""
     explore = own(config, ActorCriticConfig).explore
     noise = Exploration(
         explore.kind, explore.low, explore.high, spec.num_envs, cast(Box, spec.action).size, spec.device, explore.repeat

@@ -36,7 +36,7 @@ from pql.types import Metrics
 
 
 class RolloutProgress(Protocol):
-    """Where a run stands: 0-dim tensors."""
+    """Counters of a run's progress, 0-dim tensors."""
 
     ticks: Tensor
     lost: Tensor  # bootstrap values that a simulator did not give
@@ -68,7 +68,7 @@ class OnPolicy:
     update: Callable[[Any, Any, Any, Generator], Metrics]
 
     def family(self) -> Family:
-        """What ``build`` takes."""
+        """Return the entry for the algorithm registry."""
         return Family(self.settings, counts, check_spec, partial(wire, self), make_policy)
 
 
@@ -80,7 +80,7 @@ def counts(config: Config) -> Counts:
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
-    """What an environment and a config must agree on. Returns the rollout's rows T.
+    """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
         ConfigError: an observation that no network here takes, settings for another kind of action or of observation,
@@ -138,7 +138,7 @@ def wire(
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows are kept, and a learner's way to them.
+    """Storage of rows, and a learner's access to it.
 
     Attributes:
         read: what a tick is learned from.
@@ -169,7 +169,7 @@ def make_source(
 
 
 def apart(config: Config, spec: EnvSpec) -> bool:
-    """Whether each environment fills unrolls at a pace of its own.
+    """Return True if each environment fills unrolls independently.
 
     Several policies act in such an unroll, which V-trace corrects; and a learner reads those of one environment in
     order, but not one in each tick, so that no memory of the value's own could run through them.

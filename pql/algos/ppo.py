@@ -36,7 +36,7 @@ LR_MIN, LR_MAX, LR_FACTOR = 1e-5, 1e-2, 1.5
 
 
 class PpoProgress(Progress):
-    """Where the run, and the tick, stand; 0-dim tensors on the device."""
+    """Counters of the run and of the tick, 0-dim tensors on the device."""
 
     def __init__(self, device: torch.device, num_envs: int, carry_size: int, steps_per_tick: int):
         super().__init__(device, steps_per_tick)
@@ -47,7 +47,7 @@ class PpoProgress(Progress):
 
 @dataclass
 class PpoState(State):
-    """What the learner owns. ``policy`` and ``value`` are parts of ``net``, whose flat parameters the optimiser has."""
+    """State of the learner. ``policy`` and ``value`` are parts of ``net``, whose flat parameters are optimised."""
 
     policy: nn.Module
     value: nn.Module
@@ -213,7 +213,7 @@ def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
 def estimate(
     state: PpoState, settings: PpoConfig, segment: Segment, ends: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """What the tick's updates go by, over all rows.
+    """Compute the targets of the tick's updates over all rows.
 
     Args:
         ends: [T, N] each: discount, value, the successor's value, whether the next row is it, mask.

@@ -36,7 +36,7 @@ from pql.types import Memory, Metrics, Obs
 
 @dataclass
 class PqnState(State):
-    """What the learner owns. The network of action values is the policy."""
+    """State of the learner. The action-value network is the policy."""
 
     policy: Flat
     optimizer: Optimizer
@@ -80,7 +80,7 @@ class GreedyActor:
         return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
 
     def observe(self, first: Tensor) -> None:
-        """Nothing: epsilon does not depend on episodes."""
+        """Ignore ``first`` ([N] bool): epsilon does not depend on episodes."""
 
     def restart(self) -> None:
         """Nothing is remembered from step to step."""
@@ -113,7 +113,7 @@ class ValueRollout:
     update: Callable[[Any, Any, Any, Generator], Metrics]
 
     def family(self) -> Family:
-        """What ``build`` takes."""
+        """Return the entry for the algorithm registry."""
         return Family(self.settings, counts, check_spec, partial(wire, self), make_q_network)
 
 
@@ -124,7 +124,7 @@ def counts(config: Config) -> Counts:
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
-    """What an environment and a config must agree on. Returns the rollout's rows T.
+    """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
         ConfigError: continuous actions, an observation that no network here takes, a rollout that does not fit into

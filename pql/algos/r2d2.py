@@ -67,7 +67,7 @@ class Recurrent:
     targets: Callable[..., Tensor]
 
     def family(self) -> Family:
-        """What ``build`` takes."""
+        """Return the entry for the algorithm registry."""
         return Family(self.settings, counts, check_spec, partial(wire, self), make_q_network)
 
 
@@ -96,7 +96,7 @@ def counts(config: Config) -> Counts:
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
-    """What an environment and a config must agree on. Returns the replay's rows T, a whole number of periods.
+    """Check a config against an environment spec. Returns the replay's rows T, a whole number of periods.
 
     Raises:
         ConfigError: an action or observation space that no network here takes, a target period that is no whole number
@@ -286,14 +286,14 @@ def values(net: RecurrentQNetwork, batch: Sequence, burn_in: int) -> Tensor:
 
 
 def targets(reward: Tensor, discount: Tensor, ahead: Tensor, epsilon: float | None) -> Tensor:
-    """h(reward + discount * h^-1(ahead)); without rescaling, h is the identity."""
+    """Return h(reward + discount * h^-1(ahead)), [L, B]; without rescaling, h is the identity."""
     if epsilon is None:
         return torch.addcmul(reward, discount, ahead)
     return rescale(torch.addcmul(reward, discount, restore(ahead, epsilon)), epsilon)
 
 
 def rescale(x: Tensor, epsilon: float) -> Tensor:
-    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x."""
+    """Return h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x, in x's shape."""
     return x.sign() * ((x.abs() + 1).sqrt() - 1) + epsilon * x
 
 

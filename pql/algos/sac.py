@@ -46,7 +46,7 @@ class SacValueInputs(ValueInputs):
 
 @dataclass
 class SacPolicyState(State):
-    """What SAC's P-learner owns: the policy and the temperature."""
+    """State of SAC's P-learner: policy and temperature."""
 
     policy: Flat
     optimizer: AdamW

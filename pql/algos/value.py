@@ -43,7 +43,7 @@ GATHERED = 16 << 20  # bytes of observations that are gathered at once, where se
 
 @dataclass
 class ValueState(State):
-    """What the V-learner owns: the network (whose greedy action is the policy), its target, and the priorities."""
+    """State of the V-learner: network (its greedy action is the policy), target and priorities."""
 
     q: Flat
     target: Flat
@@ -73,7 +73,7 @@ class ValueBased:
     update: Callable[[Any, Any, Batch, Generator], Metrics]
 
     def family(self) -> Family:
-        """What ``build`` takes."""
+        """Return the entry for the algorithm registry."""
         return Family(self.settings, counts, check_spec, partial(wire, self), self.network)
 
 
@@ -114,7 +114,7 @@ def target_updates(config: Config, counts: Counts) -> int:
 
 
 def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
-    """What an environment and a config must agree on. Returns the replay's rows T.
+    """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
         ConfigError: an action or observation space that no network here takes, a target period that is no whole number

@@ -1,4 +1,4 @@
-"""What ``build`` and the algorithms' families share: the pieces of a wiring, seeds, and checks of an environment."""
+"""Shared parts of ``build`` and the algorithm families: wiring, seeds and environment checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class Role:
 
 @dataclass
 class Wiring:
-    """What a family makes of a config and an environment; ``build`` adds workers, slots and a schedule.
+    """Components that a family creates from a config and an environment; ``build`` adds workers, slots and a schedule.
 
     Attributes:
         roles: by worker: learners, in the order in which a tick without concurrency runs them, then the collector.

@@ -33,7 +33,7 @@ class Actor(Protocol):
 
     @property
     def squashed(self) -> Tensor | None:
-        """What a policy bounded by a tanh gave last, before exploration noise, [N, A]; None: it is of another kind."""
+        """Return the last output of a tanh policy before exploration noise, [N, A]; None for other policies."""
         ...
 
     def act(self, obs: Obs, gen: Generator) -> None:
@@ -41,7 +41,7 @@ class Actor(Protocol):
         ...
 
     def record(self, device: torch.device) -> Any:
-        """What a store on ``device`` keeps of the last ``act``."""
+        """Return the data of the last ``act`` that a store on ``device`` keeps."""
         ...
 
     def observe(self, first: Tensor) -> None:

@@ -39,7 +39,7 @@ class Ragged:
         self.transitions, self.target, self._turn = 0, 0, 0
 
     def start(self) -> Tensor:
-        """Who is there after a reset: [N] bool, on the CPU."""
+        """Return the environments present after a reset, [N] bool, on the CPU."""
         present = self.env.present()  # type: ignore[attr-defined]
         self.due[:] = present.numpy()
         return present

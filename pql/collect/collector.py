@@ -27,7 +27,7 @@ from pql.types import Memory, Obs, Step
 
 
 class Store(Protocol):
-    """Where rows go: the replay, or a rollout."""
+    """Destination of rows: a replay or a rollout."""
 
     device: torch.device
 
@@ -42,7 +42,7 @@ class Store(Protocol):
     def insert(self, acted: Any, step: Step, columns: Tensor | None = None) -> None:
         """Append a row to ``columns`` ([n] int64; default: all): what ``Actor.record`` gave, and what followed.
 
-        A store whose columns may advance apart (``ragged``) is told with a fourth argument who has answered, [n] bool.
+        A store whose columns may advance apart (``ragged``) gets a fourth argument, the answered columns, [n] bool.
         """
         ...
 
@@ -51,7 +51,7 @@ class Store(Protocol):
         ...
 
     def positions(self) -> list[Tensor]:
-        """What a warm-up of the recording must leave as it was; beyond these positions a store holds nothing."""
+        """Return the write positions, which a warm-up of the recording restores."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -109,7 +109,7 @@ class Collector:
 
     @property
     def replays(self) -> list[Replay]:
-        """Those of the stores that are rings."""
+        """Return the stores that are replay rings."""
         return [s for s in self.stores if isinstance(s, Replay)]
 
     def prepare(self) -> None:
@@ -196,7 +196,7 @@ class Collector:
 
     @property
     def restarts(self) -> bool:
-        """Whether the simulator can restart single environments."""
+        """Return True if the simulator can restart single environments."""
         return hasattr(self.env, "reset_where")
 
     def restart(self, mask: Tensor) -> Obs:

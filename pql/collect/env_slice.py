@@ -86,7 +86,7 @@ class EnvSlice:
 
     @property
     def captured(self) -> bool:
-        """Whether :meth:`step` is one graph."""
+        """Return True if :meth:`step` is one graph."""
         return self._step.graph is not None
 
     def step(self) -> None:
@@ -138,7 +138,7 @@ class EnvSlice:
         self._record()
 
     def returned(self) -> dict[str, Tensor]:
-        """What the simulator answered last, by name; nothing before the first answer."""
+        """Return the simulator's last answer, by name; empty before the first."""
         return {} if self.now is None else {k: v.clone() for k, v in named(self.now).items()}
 
     def keep(self, obs: dict[str, Tensor]) -> None:
@@ -201,7 +201,7 @@ class EnvSlice:
 
 
 class _ActState:
-    """What a warm-up of acting must leave as it was."""
+    """State that a warm-up of acting restores."""
 
     def __init__(self, lane: EnvSlice):
         self.lane = lane
@@ -215,7 +215,7 @@ class _ActState:
 
 
 class _RecordState:
-    """What a warm-up of recording must leave as it was. Rows past a head hold nothing, so heads suffice."""
+    """State that a warm-up of recording restores. Rows past a head are unused, so heads suffice."""
 
     def __init__(self, lane: EnvSlice):
         self.lane = lane
@@ -242,7 +242,7 @@ class _RecordState:
 
 
 class _StepState:
-    """What a warm-up of a whole step must leave as it was: acting, recording and the simulator."""
+    """State that a warm-up of a whole step restores: acting, recording and the simulator."""
 
     def __init__(self, lane: EnvSlice):
         self.lane, self.act, self.record = lane, _ActState(lane), _RecordState(lane)

@@ -41,7 +41,7 @@ class Epsilon:
         self.mean = torch.zeros((), device=device)
 
     def __call__(self) -> Tensor:
-        """Those of the next step; counts it."""
+        """Return the next step's epsilons and count the step."""
         excess = self.excess * (1 - self.steps / self.length).clamp_(min=0)
         self.steps += self.final.shape[0]
         self.mean.copy_(self.final_mean + excess)

@@ -224,7 +224,7 @@ def floats(tree: Any) -> list[Tensor]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all numbers are finite, on the CPU. The sum of large ones may not be: then this says no as well."""
+    """Return True if the sum of all numbers (any shape) is finite; an overflow counts as non-finite. CPU only."""
     return math.isfinite(sum(float(t.sum()) for t in tensors))
 
 
@@ -254,6 +254,6 @@ def filler(step: Step, lost: Tensor, obs: Obs) -> Step:
 
 
 def mask_and(*masks: Tensor | None) -> Tensor | None:
-    """Where all of them that are given are True; None: everywhere."""
+    """Return the conjunction of the given masks, [n] bool; None means all True."""
     given = [m for m in masks if m is not None]
     return functools.reduce(torch.logical_and, given) if given else None

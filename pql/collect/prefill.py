@@ -201,7 +201,7 @@ def stream_of(given: Transitions) -> Stream:
 
 
 def same_frames(frames: Tensor, one: Tensor, two: Tensor) -> Tensor:
-    """Where the frames of ``one`` show what those of ``two`` do (both [m, S]): [m] bool, bit for bit."""
+    """Return where the frames of ``one`` and ``two`` (both [m, S]) are bitwise equal, [m] bool."""
     same = (one == two).all(1)
     for part in (~same).nonzero().squeeze(1).split(CHUNK):
         same[part] = (frames[one[part]] == frames[two[part]]).flatten(1).all(1)

@@ -20,7 +20,7 @@ ROOM = 16 << 20  # bytes
 
 @dataclass
 class Recording:
-    """What was done to the environments from one moment on.
+    """Recording of the actions sent to the environments since a simulator state.
 
     Attributes:
         state: the simulator's at that moment; empty where it cannot tell.

@@ -68,12 +68,12 @@ class AlgoConfig:
 
     @property
     def on_policy_corrected(self) -> bool:
-        """Whether rollouts are corrected for the policy that acted."""
+        """Return True if rollouts are corrected for the behaviour policy."""
         return False
 
     @property
     def needs_last_action(self) -> bool:
-        """Whether observations include the last action and reward."""
+        """Return True if observations include the last action and reward."""
         return False
 
     @property
@@ -321,7 +321,7 @@ class RolloutAlgoConfig(AlgoConfig):
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether minibatches are parts of the environments, and not of the rows."""
+        """Return True if minibatches are split by environment instead of by row."""
         return False
 
     def check(self, config: "Config") -> None:

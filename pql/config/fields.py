@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What is known of a setting beside its name, type and default.
+    """Metadata of a setting besides its name, type and default.
 
     Attributes:
         doc: one sentence.
@@ -132,7 +132,7 @@ def instead_of(record: Any, name: str, prefix: str = "") -> str | None:
 
 
 def reads(config: Any, name: str) -> bool:
-    """Whether a configuration has the setting ``name``."""
+    """Return True if a configuration has the setting ``name``."""
     return any(found.name == name for found in settings(config))
 
 
@@ -140,7 +140,7 @@ CONDITION = re.compile(r"(?P<name>[\w.]+?)(?P<test>=|>|$)(?P<values>.*)")
 
 
 def is_read(config: Any, found: Setting) -> bool:
-    """Whether a setting's condition holds.
+    """Return True if a setting's condition holds.
 
     A condition is ``name`` (neither null nor false), ``name=a|b`` (one of these) or ``name>0``; ``name`` is a field of
     the same record, or, with a dot at the beginning, a dotted name from the root: ``.algo.optimizer=adam``.

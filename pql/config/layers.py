@@ -66,7 +66,7 @@ class Presets:
             raise ConfigError(group, name, f"one of {', '.join(names)}{hint or nearest(name, names)}")
 
     def about(self, group: str, name: str) -> str:
-        """What a preset is for: the comment at the beginning of its file."""
+        """Return a preset's description: the comment at the beginning of its file."""
         path = self._path(group, name)
         lines = path.read_text().splitlines() if path else []
         return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""

@@ -27,7 +27,7 @@ HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}")  # addresses that
 
 
 def names_code(setting: str) -> bool:
-    """Whether a module, a program or a file could be named by ``setting``."""
+    """Return True if ``setting`` can name a module, program or file."""
     return any(setting == name or setting.startswith(f"{name}.") for name in NAMING)
 
 

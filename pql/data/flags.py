@@ -1,4 +1,4 @@
-"""What a replay ring notes of a row beside its numbers: five flags, packed into one byte."""
+"""Flags of a replay row: five bits packed into one byte."""
 
 import torch
 from torch import Tensor

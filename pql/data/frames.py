@@ -19,7 +19,7 @@ from pql.contract.env import ObsSpec
 
 
 def kept_shape(spec: ObsSpec) -> tuple[int, ...]:
-    """What a ring keeps of one observation: a stack's newest frame, else all of it."""
+    """Return the stored shape of an observation: the newest frame of a stack, else all of it."""
     return spec.shape[1:] if spec.stack > 1 else spec.shape
 
 
@@ -50,7 +50,7 @@ def eights(rows: Tensor) -> Tensor | None:
 
 
 class Stacker:
-    """Where the frames of a stack lie in a ring of ``rows`` x ``num_envs`` cells.
+    """Index of the frames of a stack in a ring of ``rows`` x ``num_envs`` cells.
 
     Args:
         depth: S, frames of the largest stack.

@@ -34,7 +34,7 @@ STEPS = ("action", "params", "reward", "flags", "final", "version")
 
 
 class Progress:
-    """Where a run on rollouts stands; 0-dim tensors on the device.
+    """Counters of an on-policy run, 0-dim tensors on the device.
 
     Args:
         steps_per_tick: env steps of a rollout, T * N.
@@ -202,7 +202,7 @@ class Rollout:
         self.row.index_copy_(0, columns, (row + 1).remainder(self.horizon))
 
     def positions(self) -> list[Tensor]:
-        """What a warm-up of the recording must leave as it was."""
+        """Return the write positions, which a warm-up of the recording restores."""
         return [self.row, self.count]
 
     # -- the learner's side ---------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | 
 
 
 def header(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None) -> bytes:
-    """What stands before the bytes of ``tensors``, which follow in this order."""
+    """Return the header of a file of ``tensors`` (any shape), whose bytes follow in this order."""
     entries: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     start = 0
     for name, tensor in tensors.items():

@@ -126,7 +126,7 @@ class Unrolls:
         return now
 
     def tensors(self) -> list[Tensor]:
-        """What a reader pulls."""
+        """Return the tensors that a reader pulls."""
         return [self.completed, self.order, *self.rollout.norm.frozen()]
 
     def positions(self) -> list[Tensor]:

@@ -57,7 +57,7 @@ class Graph:
     # The four below are all that touches CUDA: a stand-in on the CPU (``tape.py``) replaces them.
     @staticmethod
     def possible(device: torch.device) -> bool:
-        """Whether work on ``device`` can be captured. There the host runs ahead, and must not wait to read a value."""
+        """Return True if work on ``device`` can be captured. The host runs ahead there and must not read values."""
         return device.type == "cuda"
 
     def place(self) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ _entered: "list[Interrupt]" = []
 
 
 def asked() -> bool:
-    """Whether Ctrl-C or SIGTERM came to an entered :class:`Interrupt`: for waits that may not end by themselves."""
+    """Return True if an entered :class:`Interrupt` received Ctrl-C or SIGTERM; for waits without an end."""
     return any(one.asked for one in _entered)
 
 

@@ -184,7 +184,7 @@ class RMSProp(Optimizer):
         data.addcdiv_(grad, self.root(square).div_(-state["lr"] * go))  # in few passes: it counts
 
     def root(self, square: Tensor) -> Tensor:
-        """What the gradient is divided by, [C]."""
+        """Return the divisor of the gradient, [C]."""
         return square.sqrt().add_(self.eps)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class RMSPropTF(RMSProp):
 
 
 def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
-    """What a linear fall from 1 to 0 over ``steps`` env steps has left after ``ticks`` ticks (0-dim)."""
+    """Return the linear decay from 1 to 0 over ``steps`` env steps, after ``ticks`` ticks (0-dim; shape [])."""
     return (1 - ticks * (steps_per_tick / steps)).clamp_(min=0)
 
 

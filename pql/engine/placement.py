@@ -1,4 +1,4 @@
-"""What this computer offers and how a run uses it: devices, threads, precision of products, memory."""
+"""Hardware placement of a run: devices, threads, precision of products, memory."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ from pql.errors import ConfigError
 
 
 def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict[str, torch.device]:
-    """Where each worker sits: its own placement, else the run's device. A single learner goes where "v" would.
+    """Return each worker's device: its own placement, else the run's. A single learner uses that of "v".
 
     Raises:
         ConfigError: a device that this machine does not have.

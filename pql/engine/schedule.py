@@ -1,11 +1,9 @@
-"""Schedules: what runs when. One tick is ``horizon`` steps of every environment, and each learner's updates.
+"""Schedules: the order of collection and updates. A tick is ``horizon`` env steps plus each learner's updates.
 
-``Concurrent``: the workers of a tick run at once, each on weights and rows exactly one tick old. Nothing they
-touch is shared, so their order cannot matter: threads, streams or one after the other give the same bits.
-``Lockstep``: the same workers one after another, each on the newest weights.
-``Replicas`` (``replicas.py``): several of these side by side, on parameters that they share.
-
-An executor says how the jobs of a tick are run: on three threads (CPU), on three CUDA streams, or inline.
+``Concurrent``: all workers run in parallel on weights and rows exactly one tick old. They share no memory, so
+threads, CUDA streams and sequential execution give the same bits.
+``Lockstep``: workers run one after another, each on the newest weights.
+``Replicas`` (``run/replicas.py``): several lockstep replicas in parallel on shared parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,22 +21,22 @@ LONGEST_HORIZON = 64
 
 @dataclass(frozen=True)
 class Counts:
-    """The integers of a tick, and in how many rounds ``Lockstep`` interleaves the learners' updates."""
+    """Steps and updates per tick, and the rounds in which ``Lockstep`` interleaves the learners' updates."""
 
     horizon: int
     updates: Mapping[str, int]  # by learner
     rounds: int
-    ahead: int = 0  # steps before the first tick: where the learner reads one rollout while the next is made
+    ahead: int = 0  # steps before the first tick, if the learner reads one rollout while the next is collected
 
 
 def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
-    """The smallest horizon for which both ratios are met by whole numbers of updates.
+    """Return the smallest tick with whole numbers of updates at both ratios (Li et al. 2023).
 
     Args:
         v_per_step: critic updates per step of all environments (beta_a:v = 1:8 is 8).
         p_per_v: policy updates per critic update (beta_p:v = 1:2 is 0.5).
     Raises:
-        ConfigError: no horizon up to 64 does.
+        ConfigError: no horizon up to 64 gives whole numbers.
     """
     v, p = Fraction(str(v_per_step)), Fraction(str(v_per_step)) * Fraction(str(p_per_v))
     for horizon in range(1, LONGEST_HORIZON + 1):
@@ -54,7 +52,7 @@ def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
 
 
 class Trace:
-    """Records what the workers of a tick do and which edges order it; a test derives happens-before from it."""
+    """Record of a tick's events and synchronisation edges, from which tests derive happens-before."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -64,7 +62,7 @@ class Trace:
 
 
 class Schedule(Protocol):
-    """Runs ticks. Between two of them nothing is at work.
+    """Interface of schedules. Between ticks no worker is running.
 
     Attributes:
         reproducible: the same seed gives the same bits.
@@ -77,18 +75,18 @@ class Schedule(Protocol):
     def executor(self) -> Executor: ...
 
     def begin(self, ticks: int) -> None:
-        """Publish everything as it stands; tick ``ticks`` comes next."""
+        """Publish all tensors; the next tick is number ``ticks``."""
         ...
 
     def tick(self) -> None: ...
 
     def measures(self) -> dict[str, float]:
-        """What it knows for the log, of the time since the last call."""
+        """Return metrics of the schedule since the last call."""
         ...
 
 
 class _Ticks:
-    """What both schedules of one set of workers have in common."""
+    """Base of the schedules of one set of workers."""
 
     reproducible = True
 
@@ -100,11 +98,9 @@ class _Ticks:
         behind_target: Callable[[], bool] = lambda: False,
     ):
         self.workers, self.counts, self.executor = workers, counts, executor
-        self.behind_target = (
-            behind_target  # the collector's last tick ended short: learners rest until it has made up for it
-        )
+        self.behind_target = behind_target  # learners pause while the collector is short of steps
         self.ticks = 0
-        self.lag = 0  # ticks by which the newest rows' policy trails the policy that stands beside them
+        self.lag = 0  # ticks between the policy of the newest rows and the newest policy
 
     def begin(self, ticks: int) -> None:
         self.ticks = ticks
@@ -117,10 +113,10 @@ class _Ticks:
 
 
 class Concurrent(_Ticks):
-    """All workers at once, each exactly one tick stale."""
+    """All workers in parallel, each exactly one tick stale (Parallel Q-Learning)."""
 
     def begin(self, ticks: int) -> None:
-        """As of any schedule; where a new run's learner needs rows for its first tick, the collector makes them now."""
+        """Publish all tensors; in a new run, also collect the rows that the first update needs."""
         super().begin(ticks)
         if ticks == 0 and self.counts.ahead:
             self.executor.run({"collector": partial(self.workers["collector"].run, self.counts.ahead, 0)})
@@ -137,7 +133,7 @@ class Concurrent(_Ticks):
 
 
 class Lockstep(_Ticks):
-    """Collector, then rounds of every learner's updates, each on the newest weights."""
+    """The collector, then rounds of each learner's updates, on the newest weights."""
 
     def tick(self) -> None:
         workers = self.workers
@@ -151,12 +147,12 @@ class Lockstep(_Ticks):
 
 
 def account(workers: Mapping[str, Worker], seconds: Mapping[str, float]) -> None:
-    """Add to the workers' busy time."""
+    """Add ``seconds`` to the workers' busy time."""
     for name, amount in seconds.items():
         workers[name].busy += amount
 
 
 def policy_lag(workers: Mapping[str, Worker]) -> int:
-    """Versions between the policy that acted for the newest rows and the one published when they were sealed."""
+    """Return the versions between the policy that produced the newest rows and the newest published one."""
     newest = next(s.version for w in workers.values() for s in w.publishes if s.name == "policy")
     return newest - workers["collector"].pulled["policy"]

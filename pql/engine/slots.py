@@ -1,4 +1,4 @@
-"""Where workers meet: versioned copies of weights, statistics and replay cursors.
+"""Data exchange between workers: versioned copies of weights, statistics and replay cursors.
 
 A worker never touches another's tensors. The owner publishes a copy at the end of its tick; readers pull a copy
 at the start of theirs. Two buffers alternate, so that publishing version v + 1 never touches version v, which is

@@ -26,7 +26,7 @@ INDEXING = ("index", "index_put", "index_put_")
 
 
 def waits(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operation makes the host wait for a device: its shape or its result depends on values."""
+    """Return True if an operation makes the host wait for a device: its shape or result depends on values."""
     if func.overloadpacket.__name__ in INDEXING:
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags)

@@ -48,7 +48,7 @@ def start_limit(place: "PlacementConfig") -> Limit:
 
 
 class Watch:
-    """What a thread is at.
+    """Current activity of a thread.
 
     Attributes:
         limit: in force.

@@ -46,7 +46,7 @@ class State:
 
 @dataclass(frozen=True)
 class Learner:
-    """What a worker runs. ``update`` touches only its arguments; ``draw`` reads sealed rows and private copies."""
+    """A learner's job. ``update`` touches only its arguments; ``draw`` reads sealed rows and private copies."""
 
     name: str
     state: State

@@ -1,4 +1,4 @@
-"""All wiring, as plain calls: a checked config and an environment become workers under a schedule."""
+"""Build a run: a validated config and an environment become workers under a schedule."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -32,13 +32,13 @@ from pql.run.task import build_env, check_groups, describe_env, telling
 def build(
     config: Config, env: VecEnv | None = None, trace: Trace | None = None, executor: Executor | None = None
 ) -> Parts:
-    """Wire a run.
+    """Build a run.
 
     Args:
-        env: a live environment instead of the task's.
-        trace, executor: for tests: record the tick; run its workers otherwise than the placement says.
+        env: a live environment that replaces the task's.
+        trace, executor: for tests; ``executor`` overrides the placement's.
     Raises:
-        ConfigError: something cannot work together, before any simulator starts where its spec can be had.
+        ConfigError: incompatible settings, before the simulator starts if its spec is available without it.
     """
     family = family_of(config)
     env = None if env is None else telling(config, env)
@@ -53,7 +53,7 @@ def build(
     home, together = devices[0][learners[0]], all(d == devices[0] for d in devices)
     spec = env.spec if env is not None else describe_env(config if together else each[0], devices[0]["collector"])
     rows = 0 if spec is None else _check(config, spec, counts, home, env)
-    with ExitStack() as opened:  # what has been started is closed again if a later step fails
+    with ExitStack() as opened:  # closes started environments if a later step fails
         replicas: list[Replica] = []
         for share, places in zip(each, devices, strict=True):
             check = partial(_check, share, counts=counts, home=home, env=None)
@@ -71,14 +71,14 @@ def build(
 
 
 def _check(config: Config, spec: EnvSpec, counts: Counts, home: torch.device, env: VecEnv | None) -> int:
-    """Check that environment and config agree. Return the rows per environment that the data need."""
+    """Check a config against an environment spec. Returns the storage rows per environment."""
     check_several(config, spec, env)
     check_groups(config, spec)
     return family_of(config).check(config, spec, counts, home)
 
 
 def check_several(config: Config, spec: EnvSpec, env: VecEnv | None) -> None:
-    """Raises ``ConfigError`` where there are to be several replicas of an environment that can only be had once."""
+    """Raise ``ConfigError`` for several replicas of an environment that can have only one instance."""
     count = config.replicas
     if count > 1 and env is not None:
         raise ConfigError("algo.replicas", count, "1: a live environment cannot be built again for another replica")
@@ -87,7 +87,7 @@ def check_several(config: Config, spec: EnvSpec, env: VecEnv | None) -> None:
 
 
 def make_crew(config: Config) -> Threads | Inline:
-    """Return the executor of the replicas' ticks."""
+    """Return the executor that runs the replicas' ticks."""
     place = config.placement
     if place.executor == "inline":
         return make_inline(place)
@@ -103,19 +103,19 @@ def _assemble(
     trace: Trace | None,
     executor: Executor | None,
 ) -> Replica:
-    """Slots, jobs, workers and their schedule around a family's wiring."""
+    """Create slots, jobs, workers and the schedule for a family's wiring."""
     collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
     collector.overlap = config.placement.overlap
     owned = {name: source for role in roles.values() for name, source in role.owns.items()}
     lag = {"policy": getattr(config.algo, "policy_lag", 0)}
     slots = {name: WeightSlot(name, source, lag.get(name, 0)) for name, source in owned.items()}
     rounds = 1 if kind == "concurrent" else counts.rounds
-    capture = config.cuda_graphs != "off" and kind != "replicas"  # a push takes locks, which no graph can
+    capture = config.cuda_graphs != "off" and kind != "replicas"  # a push takes locks, which cannot be captured
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
     jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
     threads = thread_counts(config)
     workers = {
-        # Learners first: a simulator that blocks the launching host then overlaps with queued learner work.
+        # Learners first: queued learner work then overlaps with a simulator that blocks the host.
         w: Worker(
             w,
             jobs.get(w, collector.run),
@@ -133,7 +133,7 @@ def _assemble(
             workers, counts, executor or make_executor(config.placement, devices), collector.behind_target
         )
     else:
-        alone = Inline() if kind == "replicas" else make_inline(config.placement)  # the crew looks after replicas
+        alone = Inline() if kind == "replicas" else make_inline(config.placement)  # replicas have their own executor
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
     cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
     return Replica(
@@ -142,5 +142,5 @@ def _assemble(
 
 
 def make_policy(config: Config, spec: EnvSpec) -> nn.Module:
-    """The policy network alone, freshly initialised."""
+    """Return a freshly initialised policy network."""
     return family_of(config).policy(config, spec)
