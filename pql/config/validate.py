@@ -45,6 +45,7 @@ def validate(config: Config) -> Config:
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
         if found[name].value is not None:
             resolve_device(found[name].value, name)
+    config.algo.check_schedule()
     _check_replicas(config)
     _check_together(config)
     return config
