@@ -344,13 +344,16 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
             ("algo=ppo", "algo.vtrace.c_bar=0.5"),
             "algo.vtrace.c_bar=0.5: expected algo.vtrace.enabled=true with it",
         ),
-        (("algo=ppo", "algo.kl_coef=5"), "algo.kl_coef=5: expected no such setting: algo=ppo does not read it; impala would"),
+        (
+            ("algo=ppo", "algo.kl_coef=5"),
+            "algo.kl_coef=5: expected no such setting: algo=ppo does not read it; impala would",
+        ),
         (("algo=impala", "algo.vtrace.rho_bar=0.5"), "algo.vtrace.c_bar=1.0: expected at most algo.vtrace.rho_bar=0.5"),
         (("algo=impala", "algo.lstm=8", "algo.shared=false"), "algo.shared=false: expected true with"),
         (("algo=impala", "algo.correction=vtrac"), "expected one of vtrace, one_step, none (did you mean vtrace?)"),
         (
             ("algo=impala", "algo.schedule=replicas"),
-            "algo.schedule=replicas: expected concurrent or lockstep with algo=impala; ppo would",
+            "algo.schedule=replicas: expected concurrent or lockstep with algo=impala; only ppo can",
         ),
         (
             ("algo=pql", "task=pendulum", "algo.policy_lag=2"),

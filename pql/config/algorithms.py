@@ -86,7 +86,8 @@ class AlgoConfig:
         if self.schedule not in self.schedules:
             allowed = " or ".join(self.schedules)
             others = ", ".join(name for name, record in RECORDS.items() if self.schedule in record.schedules)
-            raise ConfigError("algo.schedule", self.schedule, f"{allowed} with algo={self.name}; {others} would")
+            allowed = f"{allowed} with algo={self.name}; only {others} can have {self.schedule}"
+            raise ConfigError("algo.schedule", self.schedule, allowed)
 
     def check(self, config: "Config") -> None:
         """Raises ``ConfigError`` where settings do not go together."""
