@@ -240,7 +240,9 @@ def test_rows_that_do_not_count_change_nothing(appo):
 def test_appo_on_policy_is_ppo(lstm):
     """Under lockstep V-trace has nothing to correct: the minibatches are PPO's."""
     change = {"algo": {**APPO, "schedule": "lockstep"}}
-    runs = [start(config_of(change, {"algo": {"vtrace": {"enabled": v}, "lstm": lstm}}), Inline()) for v in (True, False)]
+    runs = [
+        start(config_of(change, {"algo": {"vtrace": {"enabled": v}, "lstm": lstm}}), Inline()) for v in (True, False)
+    ]
     batches = []
     for parts in runs:
         parts.workers["collector"].run(6)
@@ -339,7 +341,10 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
     ("words", "message"),
     [
         (("algo=impala", "algo.minibatches=3"), "algo.minibatches=3: expected a divisor of num_envs=16, suc"),
-        (("algo=impala", "algo.clip=0.1"), "algo.clip=0.1: expected no such setting: algo=impala does not read it; ppo would"),
+        (
+            ("algo=impala", "algo.clip=0.1"),
+            "algo.clip=0.1: expected no such setting: algo=impala does not read it; ppo would",
+        ),
         (
             ("algo=ppo", "algo.vtrace.c_bar=0.5"),
             "algo.vtrace.c_bar=0.5: expected algo.vtrace.enabled=true with it",
