@@ -223,9 +223,15 @@ def small_config(**changes: Any) -> Config:
 
 
 def configured(base: dict[str, Any], *changes: dict[str, Any]) -> Config:
-    """A small run of ``base`` and then ``changes``, each of ``algo`` alone or of everything where it names a group."""
+    """A small run of ``base`` and then ``changes``, each of ``algo`` alone or of everything where it names a group.
+
+    Of another family ``base`` gives the settings that this one has.
+    """
     for change in changes:
-        base = merge(base, change if {*change} & GROUPS else {"algo": change})
+        whole = change if {*change} & GROUPS else {"algo": change}
+        if "family" in whole.get("algo", {}):
+            base = {**base, "algo": known(record_of(whole["algo"]), base["algo"])}
+        base = merge(base, whole)
     return validate(small_config(**base))
 
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 
-from pql.envs.remote import Remote
 from pql.remote import protocol as wire
 from pql.remote.actor.client import Actor
+from pql.remote.env import Remote
 from pql.remote.process.far_build import describe
 
 

@@ -12,7 +12,7 @@ from run_files import rows, words, write_run
 
 import pql
 from pql.cli.api import NAMES_A_TASK
-from pql.config.compose import parse_words, words_of
+from pql.config.compose import known_settings, parse_words, words_of
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.run.session import Session
@@ -118,7 +118,7 @@ def test_dicts_are_settings_nested_or_dotted():
         "run_dir": Path("a b"),
         "task.kwargs": {"stagger": True, "nested": {"low": 1e-5, "names": ("x", "y z")}},
     }
-    presets, values = parse_words(words_of(["seed=1", asked]))
+    presets, values = parse_words(words_of(["seed=1", asked]), known_settings())
     assert presets == {"task": "pendulum"}
     assert values == {
         "seed": 1,
@@ -134,7 +134,7 @@ def test_dicts_are_settings_nested_or_dotted():
 
 @pytest.mark.parametrize("text", ["", "x'y", "a\\b", "\\'", "end\\", "e\\\\", "${x}", "a,b", "[1]", "null", '"'])
 def test_text_in_a_dict_comes_through_as_it_is(text):
-    assert parse_words(words_of([{"run_dir": text}]))[1] == {"run_dir": text}
+    assert parse_words(words_of([{"run_dir": text}]), ["run_dir"])[1] == {"run_dir": text}
 
 
 @pytest.mark.parametrize(

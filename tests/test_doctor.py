@@ -14,7 +14,7 @@ from pql.cli import doctor
 from pql.cli.completion import OWN, SCRIPTS, candidates
 from pql.cli.main import COMMANDS, FLAGS, main
 from pql.cli.tables import table
-from pql.config import compose
+from pql.config.layers import Presets
 from pql.contract import registry
 from pql.envs.mujoco.robots import ROBOTS
 from pql.envs.mujoco.robots import TASKS as TASK_ROBOTS
@@ -87,7 +87,9 @@ def test_simulators_that_cannot_be_had_do_not_stop_the_doctor(monkeypatch):
 
     monkeypatch.setattr(registry, "find_factory", find)
     monkeypatch.setattr(registry, "env_names", lambda: ["halfcheetah", "lqr", "pendulum", "theirs"])
-    monkeypatch.setattr(compose, "options", lambda group: ["env", "halfcheetah", "pendulum"])
+    presets = {"env": None, "halfcheetah": "halfcheetah", "pendulum": "pendulum"}
+    monkeypatch.setattr(Presets, "names", lambda self, group: [*presets])
+    monkeypatch.setattr(Presets, "setting", lambda self, group, name, key: presets[name])
     assert doctor.simulators()[1:] == [
         ["ok", "lqr, pendulum"],
         ["pip install 'pql-rl[mujoco]'", "halfcheetah"],
@@ -101,7 +103,7 @@ def test_every_task_is_in_one_state(monkeypatch):
     monkeypatch.setattr(registry, "find_factory", lambda name: name)
     monkeypatch.setattr("pql.envs.mujoco.robots.importlib.util.find_spec", lambda name: None)
     states = {task: state for state, tasks in doctor.simulators()[1:] for task in tasks.split(", ")}
-    assert set(states) >= {*compose.Presets().names("task")} - {"env"}
+    assert set(states) >= {*Presets().names("task")} - {"env"}
     assert states["football"] == states["pong"] == states["halfcheetah"] == "ok"
     for task, robot in TASK_ROBOTS.items():
         assert states[task] == f"make robots, or pip install --no-deps '{ROBOTS[robot].project}'"

@@ -16,10 +16,10 @@ from remotes import remote, wait_until
 
 from pql.cli.main import main, parser
 from pql.engine.executors import Inline
-from pql.envs.remote import Remote
 from pql.errors import ConfigError, RunError
 from pql.remote.actor.command import Setup, setup_of
 from pql.remote.actor.sims import make_sim
+from pql.remote.env import Remote
 from pql.remote.fleet.cluster import reason
 from pql.remote.fleet.host import Host
 from pql.remote.fleet.supervisor import FAILED, GRACE, LOST, OVER, REFUSED, STEADY, STOPPED, TRIES, Ending, Fleet, Look

@@ -479,7 +479,7 @@ def test_a_user_s_own_words_keep_their_interpolations(run: Path, monkeypatch) ->
 
 
 def test_no_preset_needs_trust() -> None:
-    files = sorted(Path(pql.__file__).parent.glob("cfg/*/*.yaml"))
+    files = sorted(Path(pql.__file__).parent.glob("config/presets/**/*.yaml"))
     assert len(files) > 50
     for file in files:
         texts = [v for _, v in walk(read_yaml(file) or {}) if isinstance(v, str) and "${" not in v]

@@ -62,13 +62,13 @@ def test_the_learner_reads_the_rollout_of_the_tick_before(variant, monkeypatch):
     """Although the collector has by then filled the other half."""
     parts = ticks(start(config_of(VARIANTS[variant]), Inline(ORDERS[0])), 3)
     rollout, module = parts.collector.stores[0], ppo if variant == "appo" else impala
-    draw, seen = module.draw, []
+    begin_tick, seen = module.begin_tick, []
 
-    def spy(state, settings, segment, gen):
+    def spy(state, settings, segment):
         seen.append(segment)
-        return draw(state, settings, segment, gen)
+        return begin_tick(state, settings, segment)
 
-    monkeypatch.setattr(module, "draw", spy)
+    monkeypatch.setattr(module, "begin_tick", spy)
     for _ in range(3):
         before = rollout.segment()
         parts.schedule.tick()
@@ -170,7 +170,7 @@ def test_an_update_by_hand():
 def test_on_policy_it_is_a2c(variant, correction):
     """The gradient of PPO's code with one unclipped update, on the same rows; V-trace or not."""
     learner, batch = fresh(VARIANTS[variant], {"algo": {"minibatches": 1, "policy": {"grad_clip": None}}})
-    settings = replace(learner.inputs, summed=False, correction=correction)
+    settings = replace(learner.inputs, reduce="mean", correction=correction)
     mine = gradient(learner, batch, settings)
     a2c = {
         "epochs": 1,
@@ -197,7 +197,7 @@ def test_on_policy_it_is_a2c(variant, correction):
 
 def test_summed_losses_are_averaged_ones_times_the_rows():
     learner, batch = fresh({"algo": {"policy": {"grad_clip": None, "lr": 1e-9}}})
-    mean, total = (gradient(learner, batch, replace(learner.inputs, summed=s)) for s in (False, True))
+    mean, total = (gradient(learner, batch, replace(learner.inputs, reduce=r)) for r in ("mean", "sum"))
     torch.testing.assert_close(total, mean * batch.mask.sum(), rtol=1e-4, atol=1e-6)
 
 
@@ -241,7 +241,9 @@ def test_rows_that_do_not_count_change_nothing(appo):
 def test_appo_on_policy_is_ppo(lstm):
     """Under lockstep V-trace has nothing to correct: the minibatches are PPO's."""
     change = {"algo": {**APPO, "schedule": "lockstep"}}
-    runs = [start(config_of(change, {"algo": {"vtrace": v, "lstm": lstm}}), Inline()) for v in (True, False)]
+    runs = [
+        start(config_of(change, {"algo": {"vtrace": {"enabled": v}, "lstm": lstm}}), Inline()) for v in (True, False)
+    ]
     batches = []
     for parts in runs:
         parts.workers["collector"].run(6)
@@ -340,22 +342,28 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
     ("words", "message"),
     [
         (("algo=impala", "algo.minibatches=3"), "algo.minibatches=3: expected a divisor of num_envs=16, suc"),
-        (("algo=impala", "algo.clip=0.1"), "algo.clip=0.1: expected algo=ppo or a2c with it; algo=impala does not"),
+        (
+            ("algo=impala", "algo.clip=0.1"),
+            "algo.clip=0.1: expected no such setting: algo=impala does not read it; ppo would",
+        ),
         (
             ("algo=ppo", "algo.vtrace.c_bar=0.5"),
-            "algo.vtrace.c_bar=0.5: expected algo=impala or appo with it; algo=ppo",
+            "algo.vtrace.c_bar=0.5: expected algo.vtrace.enabled=true with it",
         ),
-        (("algo=ppo", "algo.horizon=5"), "algo.horizon=5: expected algo=impala with it; algo=ppo does not"),
+        (
+            ("algo=ppo", "algo.kl_coef=5"),
+            "algo.kl_coef=5: expected no such setting: algo=ppo does not read it; impala would",
+        ),
         (("algo=impala", "algo.vtrace.rho_bar=0.5"), "algo.vtrace.c_bar=1.0: expected at most algo.vtrace.rho_bar=0.5"),
         (("algo=impala", "algo.lstm=8", "algo.shared=false"), "algo.shared=false: expected true with"),
         (("algo=impala", "algo.correction=vtrac"), "expected one of vtrace, one_step, none (did you mean vtrace?)"),
         (
             ("algo=impala", "algo.schedule=replicas"),
-            "algo.schedule=replicas: expected concurrent or lockstep: PPO and A2C",
+            "algo.schedule=replicas: expected concurrent or lockstep with algo=impala; only ppo can",
         ),
         (
             ("algo=pql", "task=pendulum", "algo.policy_lag=2"),
-            "algo.policy_lag=2: expected 0 but for PPO, A2C and IMPALA",
+            "algo.policy_lag=2: expected no such setting: algo=pql does not read it; ppo, impala would",
         ),
         (
             ("algo=impala", "algo.critic.lr=1e-3"),
@@ -379,7 +387,7 @@ def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
 
 def test_two_halves_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 1000)
-    with pytest.raises(ConfigError, match=r"algo\.impala\.horizon=6: expected at most about 1 with num_envs=8"):
+    with pytest.raises(ConfigError, match=r"algo\.horizon=6: expected at most about 1 with num_envs=8"):
         start(config_of(), Inline())
 
 

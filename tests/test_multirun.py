@@ -284,7 +284,7 @@ def test_one_runner_at_a_time_in_a_folder(tmp_path):
 def parent(tmp_path: Path, status: int) -> "tuple[subprocess.Popen[bytes], Path, int]":
     """A process with a runner whose process is under way: (it, the other's mark, the other's pid)."""
     script = (
-        f"import sys; sys.path.insert(0, {str(Path(jobs.__file__).parents[1])!r})\n"
+        f"import sys; sys.path.insert(0, {str(Path(jobs.__file__).parents[2])!r})\n"
         "from pathlib import Path; from pql.cli.jobs import Runner\n"
         f"with Runner(Path({str(tmp_path)!r}), 'dir', {PROGRAM!r}) as runner:\n"
         f"    sys.exit(runner.run([{str(tmp_path / 'child')!r}, '{status}']) * runner.asked)\n"
@@ -381,6 +381,6 @@ def test_a_native_crash_leaves_the_stacks_of_all_threads_and_its_signal(tmp_path
     said, errors = capfd.readouterr()
     assert "Fatal Python error: " in errors
     assert " in step\n" in errors
-    assert "lane.py" in errors  # the library's frames around it
+    assert "env_slice.py" in errors  # the library's frames around it
     assert f"[1/1] crash-pql-seed1: ended by {name}; " in said
     assert f"  failed (ended by {name})" in said

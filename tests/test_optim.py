@@ -146,8 +146,8 @@ def test_eps_stands_beside_the_root(kind, size):
 @pytest.mark.parametrize("family", ["ddpg", "sac", "adam", "rmsprop"])
 def test_eps_of_the_config_reaches_the_optimisers(family):
     on_policy = {"family": "ppo", "schedule": "lockstep", "optimizer": family, "horizon": 4}
-    algo = {"critic": {"eps": 0.25}, "policy": {"eps": 0.5}}
-    algo |= on_policy if family in ("adam", "rmsprop") else {"family": family}
+    algo = on_policy if family in ("adam", "rmsprop") else {"family": family, "critic": {"eps": 0.25}}
+    algo["policy"] = {"eps": 0.5}
     parts = build(small_config(algo=algo))
     eps = {name: learner.state.optimizer.eps for name, learner in parts.learners.items()}
     assert eps == ({"learner": 0.5} if family in ("adam", "rmsprop") else {"v": 0.25, "p": 0.5})

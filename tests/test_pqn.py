@@ -270,13 +270,19 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path):
             ("algo.policy.lr=1e-3",),
             "algo.policy.lr=0.001: expected no such setting: algo=pqn does not read it: see algo.c",
         ),
-        (("algo.horizon=4",), "algo.horizon=4: expected algo=ppo or a2c with it"),
-        (("algo=ppo",), "algo.horizon=4: expected algo=pqn with it; algo=ppo does not read it"),
+        (("algo.clip=0.1",), "algo.clip=0.1: expected no such setting: algo=pqn does not read it; ppo would"),
+        (
+            ("algo=ppo", "algo.q_lambda=0.5"),
+            "algo.q_lambda=0.5: expected no such setting: algo=ppo does not read it; pqn would",
+        ),
         (
             ("algo.schedule=concurrent",),
             "algo.schedule=concurrent: expected lockstep: pqn learns from what its policy did",
         ),
-        (("algo.schedule=replicas",), "algo.schedule=replicas: expected lockstep: PPO and A2C alone have replicas"),
+        (
+            ("algo.schedule=replicas",),
+            "algo.schedule=replicas: expected lockstep with algo=pqn; only ppo can have replicas",
+        ),
         (("algo.epsilon.start=0",), "algo.epsilon.start=0.0: expected at least algo.epsilon.end="),
         (("algo.q_lambda=1.5",), "algo.q_lambda=1.5: expected a number from 0 up to 1"),
         (("algo.optimizer=rmsprop",), "algo.optimizer=rmsprop: expected one of radam, adam"),
@@ -293,7 +299,7 @@ def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
 
 def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 1000)
-    with pytest.raises(ConfigError, match=r"algo\.pqn\.horizon=8: expected at most about 1 with num_envs=8"):
+    with pytest.raises(ConfigError, match=r"algo\.horizon=8: expected at most about 1 with num_envs=8"):
         start(config_of(), Inline())
 
 

@@ -17,6 +17,7 @@ from conftest import differences, small_config
 from far_python import far_python
 from run_files import points, words
 
+import pql
 from pql.cli.main import main
 from pql.collect.env_slice import named
 from pql.config.compose import compose
@@ -26,7 +27,7 @@ from pql.contract.grouped import Grouped
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
 from pql.remote.process import far, shared_cuda
-from pql.remote.process.near import ProcessVec, _packages
+from pql.remote.process.near import ProcessVec
 from pql.run.build import build
 from pql.run.resume import resume_config
 from pql.run.session import Session
@@ -258,13 +259,13 @@ def test_a_simulator_that_is_not_there_says_which_package(walk):
 def test_the_plain_records_are_the_librarys(python):
     """Where the library cannot be imported, records of the same names and defaults stand in."""
     script = (
-        "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(json.loads(sys.argv[2]))\n"
+        "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(sys.argv[2])\n"
         "import pql.envs.isaacgym, pql.envs.dmlab, pql.remote.process.shared_cuda\n"  # they run in that Python, too
-        "from pql.envs import plain\n"
+        "from pql.contract import plain\n"
         "print(json.dumps({n: [getattr(plain, n)._fields, {k: str(v) for k, v in getattr(plain, n)._field_defaults"
         ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'EnvSpec', 'Step')}))"
     )
-    asked = [python, "-c", script, str(Path(far.__file__).parent), json.dumps(_packages())]
+    asked = [python, "-c", script, str(Path(far.__file__).parent), str(Path(pql.__file__).parent)]
     found = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True, timeout=60).stdout)
     assert found.pop("Step")[0] == list(Step._fields)
     for record in (ObsSpec, Box, Discrete, EnvSpec):

@@ -61,10 +61,10 @@ def test_an_annealed_schedule_counts_the_steps_of_all():
 
 def test_env_steps_are_those_of_all():
     dqn = {"target_period": 64, "epsilon": {"steps": 1000}, "priority": {"beta_steps": 501}}
-    own = share_of(small_config(algo={"family": "dqn", "dqn": dqn}), World(0, 2, 0, 2)).algo.dqn
+    own = share_of(small_config(algo={"family": "dqn", **dqn}), World(0, 2, 0, 2)).algo
     assert (own.target_period, own.epsilon.steps, own.priority.beta_steps) == (32, 500, 250)
     pqn = {"horizon": 8, "anneal_steps": 900, "epsilon": {"steps": 1000}}
-    shared = share_of(small_config(algo={"family": "pqn", "schedule": "lockstep", "pqn": pqn}), World(0, 2, 0, 2))
+    shared = share_of(small_config(algo={"family": "pqn", "schedule": "lockstep", **pqn}), World(0, 2, 0, 2))
     assert (shared.algo.anneal_steps, shared.algo.epsilon.steps) == (450, 500)
 
 

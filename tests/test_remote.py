@@ -20,13 +20,13 @@ from remotes import Late, Raw, acting, quiet, remote, wait_until
 from pql.config.compose import compose
 from pql.contract.env import make_env
 from pql.engine.executors import Inline
-from pql.envs.remote import Remote
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
 from pql.remote import protocol as wire
 from pql.remote.actor.client import Actor
 from pql.remote.actor.command import keywords
 from pql.remote.actor.sims import make_sim
+from pql.remote.env import Remote
 from pql.remote.process.far_build import describe
 from pql.remote.server import check_safe
 from pql.run.build import build
@@ -475,7 +475,7 @@ def test_actors_step_a_task_that_keeps_its_presets(address, capfd, monkeypatch):
         asked.append((num_envs, kwargs))
         return Counter(num_envs, device)
 
-    monkeypatch.setattr("pql.envs.remote.Remote", remote)
+    monkeypatch.setattr("pql.remote.env.Remote", remote)
     build_env(config)
     ((slots, given),) = asked
     assert (slots, given["listen"], given["timeout"]) == (4, address, 20)

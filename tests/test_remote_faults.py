@@ -15,8 +15,8 @@ from run_files import WORDS
 
 from pql.cli.main import main
 from pql.engine.interrupt import Interrupt
-from pql.envs.remote import Remote
 from pql.remote.actor.sims import make_sim
+from pql.remote.env import Remote
 
 pytestmark = pytest.mark.fault
 

@@ -173,8 +173,12 @@ def test_a_wrong_word_is_named_with_what_is_allowed(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algo=pql", "algo.schedule=replicas"], "algo.schedule=replicas: expected concurrent or lockstep: algo=pql"),
-        (["algo=pql", "algo.replicas=2"], "algo.replicas=2: expected 1 with algo.schedule=concurrent"),
+        (["algo=pql", "algo.schedule=replicas"], "expected concurrent or lockstep with algo=pql; only ppo can"),
+        (
+            ["algo=pql", "algo.replicas=2"],
+            "algo.replicas=2: expected no such setting: algo=pql does not read it; ppo would",
+        ),
+        (["algo=a2c", "algo.replicas=2"], "algo.replicas=2: expected 1 with algo.schedule=lockstep"),
         (["algo=a2c", "placement.replicas=[cpu]"], "placement.replicas=['cpu']: expected null with algo.schedule="),
         (["algo=ppo", "algo.central.chunk=128"], "algo.central.chunk=128: expected algo.schedule=replicas with it"),
     ],

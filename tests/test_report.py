@@ -330,9 +330,10 @@ def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
     assert page["overall"]["groups"] == []
 
 
+@pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("family", ["ppo", "pqn"])
-def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(tmp_path, family):
-    """5 epochs of 4 minibatches every 32 steps; the off-policy settings beside them are not read."""
+def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(tmp_path, family, older):
+    """5 epochs of 4 minibatches every 32 steps; older: the off-policy settings beside them are not read."""
     rows = [
         {
             "time/seconds": 1.0 + 9 * i,
@@ -346,14 +347,16 @@ def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(t
         for i in (0, 1)
     ]
     sizes = {"epochs": 5, "minibatches": 4, "horizon": 32}
-    ratios = {"v_per_step": 8.0, "p_per_v": 0.5}
-    write_run(tmp_path / "a", [], algo=family, rows=rows, family=family, **ratios, **{family: sizes})
+    if older:
+        others = {"ppo": {"horizon": 16}, "dqn": {"double": True}, "sac": {"alpha": 1.0}}
+        sizes = {"v_per_step": 8.0, "p_per_v": 0.5, **others, family: sizes}
+    write_run(tmp_path / "a", [], algo=family, rows=rows, family=family, **sizes)
     page = told(tmp_path, x="updates")
     speed = group(page, family)["speed"]
     assert speed["updates_per_s"] == 10
     assert speed["configured"] == {"ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0}
     assert page["tasks"][0]["end"]["updates"] == 90
-    values = {"algo.family": "dqn", "algo.v_per_step": 4.0, "algo.p_per_v": 0.5}
+    values = {"algo.family": "dqn", "algo.v_per_step": 4.0}
     assert runs.configured(values) == {"ratio/v_per_step": 4.0}
     values = {"algo.family": "ppo", "algo.epochs": 2, "algo.minibatches": 4, "algo.horizon": 4}
     assert runs.configured({**values, "algo.replicas": 2})["ratio/v_per_step"] == 4.0  # updates of both

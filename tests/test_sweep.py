@@ -265,7 +265,7 @@ def test_another_search_in_the_same_folder_is_refused(tmp_path):
 def test_ctrl_c_ends_the_trial_and_the_next_command_takes_it_up_again(tmp_path):
     """With the same settings, and only for the seeds that are missing."""
     script = (
-        f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(sweep.__file__).parents[1])]!r}\n"
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(sweep.__file__).parents[2])]!r}\n"
         "from pathlib import Path; from test_sweep import search\n"
         f"sys.exit(search(Path({str(tmp_path)!r}), 'trials=2', 'seeds=1,200', 'prune=none', threshold=-18))"
     )  # the second seed's return is below -18: that run waits

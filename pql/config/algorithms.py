@@ -81,11 +81,16 @@ class AlgoConfig:
         """The ratios of updates that the settings ask for, by the name under which they are counted."""
         return {}
 
-    def check(self, config: "Config") -> None:
-        """Raises ``ConfigError`` where settings do not go together."""
+    def check_schedule(self) -> None:
+        """Raises ``ConfigError`` for a schedule that the algorithm cannot run under."""
         if self.schedule not in self.schedules:
             allowed = " or ".join(self.schedules)
-            raise ConfigError("algo.schedule", self.schedule, f"{allowed} with algo={self.name}")
+            others = ", ".join(name for name, record in RECORDS.items() if self.schedule in record.schedules)
+            allowed = f"{allowed} with algo={self.name}; only {others} can have {self.schedule}"
+            raise ConfigError("algo.schedule", self.schedule, allowed)
+
+    def check(self, config: "Config") -> None:
+        """Raises ``ConfigError`` where settings do not go together."""
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------
@@ -324,6 +329,11 @@ class RolloutAlgoConfig(AlgoConfig):
         """Return True if minibatches are split by environment instead of by row."""
         return False
 
+    def check_schedule(self) -> None:
+        if self.schedule == "concurrent" and not self.on_policy_corrected:
+            raise ConfigError("algo.schedule", self.schedule, self.fresh_schedules)
+        super().check_schedule()
+
     def check(self, config: "Config") -> None:
         for name, given, unset in (
             ("replay.prefill", config.replay.prefill, None),
@@ -333,8 +343,6 @@ class RolloutAlgoConfig(AlgoConfig):
                 shown = "null" if unset is None else "false"
                 raise ConfigError(name, given, f"{shown}: for off-policy algorithms alone, not algo={self.name}")
         super().check(config)
-        if self.schedule == "concurrent" and not self.on_policy_corrected:
-            raise ConfigError("algo.schedule", self.schedule, self.fresh_schedules)
         refuse_p_learner(config, "one learner trains policy and value, and placement.v_learner places it")
         size, unit = config.num_envs // config.replicas, f"num_envs={config.num_envs}"
         unit += f" / algo.replicas={config.replicas}" if config.replicas > 1 else ""

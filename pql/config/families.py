@@ -26,10 +26,10 @@ def record_of(algo: Any) -> type[AlgoConfig]:
     """
     family = algo.get("family", "ddpg") if isinstance(algo, Mapping) else "ddpg"
     known = {**RECORDS, **registered}
-    if family in known:
+    if isinstance(family, str) and family in known:
         return known[family]
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if family in entries:
+    if isinstance(family, str) and family in entries:
         record: type[AlgoConfig] = entries[family].load().settings
         return record
     names = [*known, *entries]

@@ -92,9 +92,7 @@ class ClimbingPolicyConfig(TrainedNetConfig):
 class DeterministicPolicyConfig(ClimbingPolicyConfig):
     """A tanh policy, with or without a target network."""
 
-    target: bool = setting(
-        False, "Target policy for the critic's targets (TD3); false: the policy itself (PQL).", weights="critic"
-    )
+    target: bool = setting(False, "Target policy for the critic's targets (TD3); false: the policy itself (PQL).")
     tau: float = setting(0.05, "Step of the target policy towards the policy.", above=0, high=1, when="target")
     saturation_penalty: float = setting(
         0.0, "Weight of the mean square of the tanh's input in the policy's loss.", low=0, high=1e3

@@ -45,6 +45,7 @@ def validate(config: Config) -> Config:
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
         if found[name].value is not None:
             resolve_device(found[name].value, name)
+    config.algo.check_schedule()
     _check_replicas(config)
     _check_together(config)
     return config
@@ -80,7 +81,7 @@ def _check_together(config: Config) -> None:
     if budget.seconds is budget.env_steps is budget.target_return is None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")
     groups, envs = config.placement.groups or 1, f"num_envs={config.num_envs}"
-    envs += f" / config.replicas={config.replicas}" if config.replicas > 1 else ""
+    envs += f" / algo.replicas={config.replicas}" if config.replicas > 1 else ""
     if config.num_envs // config.replicas % groups:
         raise ConfigError("placement.groups", groups, f"null, or a divisor of {envs}")
     first = algo.warmup_steps * config.num_envs

@@ -43,7 +43,7 @@ BUILTIN = {
     "franka_cube_stack_torque": "pql.envs.mujoco:franka_cube_stack_torque",
     "atari": "pql.envs.atari:AtariVec",
     "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
-    "remote": "pql.envs.remote:Remote",
+    "remote": "pql.remote.env:Remote",
     "envpool": "pql.envs.envpool:EnvpoolVec",
     "dmlab": "pql.envs.dmlab:dmlab",
     "isaacgym": "pql.envs.isaacgym:isaacgym",
@@ -70,7 +70,7 @@ EXTRA_OF = {
     "pql.envs.mujoco": "mujoco",
     "pql.envs.gymnasium": "gymnasium",
     "pql.envs.atari": "atari",
-    "pql.envs.remote": "remote",
+    "pql.remote.env": "remote",
     "pql.envs.envpool": "bench",
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pql.config import AlgoConfig, from_dict
+from pql.config.families import record_of
 from pql.config.files import read_bytes, read_json
 from pql.config.schema import nested
 from pql.errors import ConfigError, nearest, show
@@ -204,8 +205,10 @@ def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
 
 def one_learner(settings: Mapping[str, Any]) -> bool:
     """Return True if one learner trained policy and value together, on rollouts."""
-    algo = algorithm(settings)
-    return algo is not None and algo.data == "rollout"
+    try:
+        return record_of({"family": settings.get("algo.family", "ddpg")}).data == "rollout"
+    except ConfigError:  # of somebody's package that is not installed here
+        return False
 
 
 def configured(settings: Mapping[str, Any]) -> dict[str, float]:

@@ -150,7 +150,7 @@ def policy_of(
     trust: bool = False,
     given: Collection[str] = (),
 ) -> Policy:
-    """Return the policy in a loaded checkpoint of either kind: obs [N, D] -> action [N, A].
+    """Return the policy in a loaded checkpoint, of a run's policies or of its resume points.
 
     Args:
         trust: also one of networks that it names by module.

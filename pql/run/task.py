@@ -20,7 +20,7 @@ from pql.errors import ConfigError
 
 RESERVED = {"name", "num_envs", "device"}  # keywords of ``make_env``
 CUT_SHORT = ("stagger", "random_lengths")
-"""Keywords with which first episodes begin in their middle."""
+"""Keywords that shorten the first episode of each environment, so that episodes do not all end at once."""
 
 
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
@@ -107,7 +107,7 @@ def build_env(
 
 
 def staggered(config: Config) -> bool:
-    """Return True if the task's keywords start the first training episodes at random times."""
+    """Return True if the task's keywords shorten each environment's first episode."""
     return any(config.task.kwargs.get(name) for name in CUT_SHORT)
 
 
