@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 
 from pql.remote import protocol as wire
-from pql.remote.actor.client import Actor
+from pql.remote.actor.client import ActorClient
 from pql.remote.env import Remote
 from pql.remote.process.far_build import describe
 
@@ -52,7 +52,7 @@ def acting(address, *sims, **more):
 
     def act(i, sim):
         try:
-            Actor(address, sim, tell=quiet, **more).run()
+            ActorClient(address, sim, tell=quiet, **more).run()
             ended[i] = None
         except Exception as error:
             ended[i] = error

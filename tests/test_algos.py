@@ -46,7 +46,7 @@ def policy(seed, kind=DeterministicPolicy):
 
 def value_state(atoms=None, **kwargs):
     flat = Flat(critic(0, atoms), trained=True)
-    return ddpg.ValueState(flat, Flat(critic(1, atoms)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
+    return ddpg.CriticState(flat, Flat(critic(1, atoms)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
 
 
 def policy_inputs(atoms=None):
@@ -212,7 +212,7 @@ def test_ddpg_value_update(smoothing, atoms):
             assert min(inside, noise.numel() - inside, outside) >= 5  # both clips matter here
             action = (action + clipped).clamp(-1, 1)
     loss, value = value_loss(batch, plain, target, action, [0.0] * B, atoms)
-    metrics = ddpg.value_update(state, inputs, batch, generator())
+    metrics = ddpg.ddpg_value_update(state, inputs, batch, generator())
     moved = check_step(state.critic, metrics, "critic", plain, loss)
     check_polyak(state.target, target.values(), moved)
     assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
@@ -226,7 +226,7 @@ def test_sac_value_update(atoms):
         next_obs = {k: v.double() for k, v in batch.next_obs.items()}
         action, log_prob = gaussian(Plain(inputs.policy), next_obs, generator())
     loss, value = value_loss(batch, plain, target, action, (-ALPHA * log_prob).tolist(), atoms)
-    metrics = sac.value_update(state, inputs, batch, generator())
+    metrics = sac.sac_value_update(state, inputs, batch, generator())
     moved = check_step(state.critic, metrics, "critic", plain, loss)
     check_polyak(state.target, target.values(), moved)
     assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
@@ -249,8 +249,8 @@ def test_both_targets_move_with_the_delayed_policy_update(monkeypatch):
 
         monkeypatch.setattr(ddpg, update.__name__, wrapped)
 
-    spy("v", ddpg.value_update)
-    spy("p", ddpg.policy_update)
+    spy("v", ddpg.ddpg_value_update)
+    spy("p", ddpg.ddpg_policy_update)
     algo = compose(["device=cpu", "algo=td3"]).algo
     critic, policy = (dataclasses.replace(net, hidden=[8]) for net in (algo.critic, algo.policy))
     algo = dataclasses.replace(algo, critic=critic, policy=policy, v_per_step=3.0, warmup_steps=4, batch_size=8)
@@ -266,7 +266,9 @@ def test_the_target_is_the_lower_of_the_ensemble():
         if member is not None:
             with torch.no_grad():
                 list(state.target.module.parameters())[-1][member].add_(1000.0)
-        losses[member] = ddpg.value_update(state, ddpg.ValueInputs(policy(2)), make_batch(), generator())["loss/critic"]
+        losses[member] = ddpg.ddpg_value_update(state, ddpg.ValueInputs(policy(2)), make_batch(), generator())[
+            "loss/critic"
+        ]
     assert max(losses.values()) < 100  # a target of 1000 would cost a million
     assert len({x.item() for x in losses.values()}) == 3
 
@@ -289,7 +291,7 @@ def test_ddpg_policy_update(reduce, atoms):
     obs, mask, weight = wide(batch)
     q = ensemble_q(Plain(inputs.critic), obs, plain(obs["policy"]).tanh(), reduce, atoms)
     loss = -sum(share * one for share, one in zip(rows_share(mask, weight), q, strict=True))
-    metrics = ddpg.policy_update(state, inputs, batch, generator())
+    metrics = ddpg.ddpg_policy_update(state, inputs, batch, generator())
     moved = check_step(state.policy, metrics, "policy", plain, loss)
     check_polyak(state.target, target.values(), moved)
 
@@ -302,7 +304,7 @@ def test_a_penalty_on_what_the_tanh_takes():
     q = ensemble_q(Plain(inputs.critic), obs, before.tanh(), "min", None)
     cost = 0.3 * (before**2).sum(1) / before.shape[1]
     loss = -sum(share * (one - c) for share, one, c in zip(rows_share(mask, weight), q, cost, strict=True))
-    check_step(state.policy, ddpg.policy_update(state, inputs, batch, generator()), "policy", plain, loss)
+    check_step(state.policy, ddpg.ddpg_policy_update(state, inputs, batch, generator()), "policy", plain, loss)
 
 
 def test_with_the_penalty_a_saturated_policy_comes_back():
@@ -313,7 +315,7 @@ def test_with_the_penalty_a_saturated_policy_comes_back():
         last = state.policy.module.net[-1]
         last.weight.data.zero_()
         last.bias.data.fill_(20.0)
-        ddpg.policy_update(state, inputs, batch, generator())
+        ddpg.ddpg_policy_update(state, inputs, batch, generator())
         torch.testing.assert_close(last.bias.grad.sum().item(), slope * shares, atol=1e-6, rtol=1e-5)
 
 
@@ -326,7 +328,7 @@ def test_sac_policy_update(atoms):
     q = ensemble_q(Plain(inputs.critic), obs, action, "min", atoms)
     rows = list(zip(rows_share(mask, weight), log_prob, q, strict=True))
     loss, entropy = sum(s * (ALPHA * p - q) for s, p, q in rows), -sum(s * p.item() for s, p, _ in rows)
-    metrics = sac.policy_update(state, inputs, batch, generator())
+    metrics = sac.sac_policy_update(state, inputs, batch, generator())
     check_step(state.policy, metrics, "policy", plain, loss)
     assert metrics["policy/entropy"].item() == pytest.approx(entropy, abs=1e-5)
     want = SlowAdamW(5e-3).step([math.log(ALPHA)], [entropy + 2.0])
@@ -337,24 +339,24 @@ def test_sac_policy_update(atoms):
 @pytest.mark.parametrize(("gap", "direction"), [(1.0, -1), (-1.0, 1)])
 def test_temperature_falls_where_the_entropy_is_above_its_target_and_rises_below(gap, direction):
     inputs, batch = policy_inputs(), obs_part(make_batch())
-    entropy = sac.policy_update(sac_policy_state(), inputs, batch, generator())["policy/entropy"].item()
+    entropy = sac.sac_policy_update(sac_policy_state(), inputs, batch, generator())["policy/entropy"].item()
     state = sac_policy_state(target_entropy=entropy - gap)
     before = state.temperature.data.item()
-    sac.policy_update(state, inputs, batch, generator())
+    sac.sac_policy_update(state, inputs, batch, generator())
     assert state.temperature.data.item() - before == pytest.approx(direction * 5e-3, rel=1e-3)
     fixed = sac_policy_state(target_entropy=entropy - gap, auto=False)
-    sac.policy_update(fixed, inputs, batch, generator())
+    sac.sac_policy_update(fixed, inputs, batch, generator())
     assert fixed.temperature.data.item() == before
 
 
 # --- masks, and what an update may touch ---
 
 CASES = {
-    "ddpg value": (ddpg.value_update, lambda: value_state(smoothing=0.5, smoothing_clip=0.2), "value"),
-    "c51 value": (ddpg.value_update, lambda: value_state(ATOMS), "value"),
-    "sac value": (sac.value_update, value_state, "sac"),
-    "ddpg policy": (ddpg.policy_update, policy_state, "policy"),
-    "sac policy": (sac.policy_update, sac_policy_state, "policy"),
+    "ddpg value": (ddpg.ddpg_value_update, lambda: value_state(smoothing=0.5, smoothing_clip=0.2), "value"),
+    "c51 value": (ddpg.ddpg_value_update, lambda: value_state(ATOMS), "value"),
+    "sac value": (sac.sac_value_update, value_state, "sac"),
+    "ddpg policy": (ddpg.ddpg_policy_update, policy_state, "policy"),
+    "sac policy": (sac.sac_policy_update, sac_policy_state, "policy"),
 }
 
 

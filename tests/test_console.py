@@ -26,7 +26,7 @@ from pql.run.log.console import (
     Lines,
     Notebook,
     Panel,
-    Progress,
+    RunProgress,
     budget_words,
     make_face,
     opening,
@@ -66,7 +66,7 @@ class Clock:
 def lines(budget=None, clock=None, width=400):
     """A table and the progress it shows; and the text, as a function."""
     out = io.StringIO()
-    progress = Progress("pql on x", budget or {}, clock or Clock())
+    progress = RunProgress("pql on x", budget or {}, clock or Clock())
     return Lines(progress, RichConsole(file=out, width=width)), progress, lambda: out.getvalue().splitlines()
 
 
@@ -216,7 +216,7 @@ def test_a_closed_pipe_does_not_end_a_run():
     ],
 )
 def test_the_time_left_is_that_of_the_budget_that_ends_first(budget, left, share):
-    progress = Progress("", budget)
+    progress = RunProgress("", budget)
     progress.told = dict(ROW)
     assert progress.left() == left
     assert progress.share() == share
@@ -268,7 +268,7 @@ def test_the_lag_of_replicas_is_told_in_its_place():
 
 def test_a_terminal_without_a_cursor_gets_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    progress = Progress("", {})
+    progress = RunProgress("", {})
     assert isinstance(make_face(progress, RichConsole(file=io.StringIO(), force_terminal=True)), Lines)
 
 
@@ -322,7 +322,7 @@ def test_one_line_that_is_updated_in_a_notebook(notebook, capsys):
 
 def test_ipython_in_a_terminal_is_no_notebook(notebook):
     notebook.shell.kernel = None
-    assert isinstance(make_face(Progress("", {}), None), Lines | Panel)
+    assert isinstance(make_face(RunProgress("", {}), None), Lines | Panel)
 
 
 # -- in a run -------------------------------------------------------------------------------------------------------

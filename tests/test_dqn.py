@@ -120,7 +120,7 @@ def test_an_update_is_the_papers(variant):
     loss.backward()
     grads = torch.cat([p.grad.reshape(-1) for p in net.parameters()]).tolist()
     before = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist()
-    metrics = dqn.update(state, settings, batch, generator())
+    metrics = dqn.dqn_update(state, settings, batch, generator())
     norm = math.sqrt(sum(g * g for g in grads))
     assert metrics["loss/critic"].item() == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["grad_norm/critic"].item() == pytest.approx(norm, rel=1e-4)
@@ -162,7 +162,7 @@ def test_masked_rows_change_nothing():
     other.reward[:8] = -70.0
     states = [state_of({}), state_of({})]
     for state, rows in zip(states, (batch, other), strict=True):
-        dqn.update(state, settings_of({}), rows, generator())
+        dqn.dqn_update(state, settings_of({}), rows, generator())
     assert torch.equal(states[0].q.data, states[1].q.data)
 
 
@@ -171,7 +171,7 @@ def test_the_target_is_copied_after_every_period_and_stays_in_between(period):
     state = state_of({}, period=period)
     for i in range(1, 8):
         before = state.target.data.clone()
-        dqn.update(state, settings_of({}), make_batch(), generator())
+        dqn.dqn_update(state, settings_of({}), make_batch(), generator())
         if i % period == 0:
             assert torch.equal(state.target.data, state.q.data)
             assert not torch.equal(state.target.data, before)
@@ -183,9 +183,9 @@ def test_the_target_is_copied_after_every_period_and_stays_in_between(period):
 def test_the_clock_is_part_of_the_state():
     one, two = state_of({}, period=3), state_of({}, period=3)
     for _ in range(2):
-        dqn.update(one, settings_of({}), make_batch(), generator())
+        dqn.dqn_update(one, settings_of({}), make_batch(), generator())
     two.load_state_dict(one.state_dict())
-    dqn.update(two, settings_of({}), make_batch(), generator())
+    dqn.dqn_update(two, settings_of({}), make_batch(), generator())
     assert torch.equal(two.target.data, two.q.data)
 
 
@@ -193,13 +193,13 @@ def test_both_networks_of_a_noisy_pair_have_noise_of_their_own_drawn_for_this_up
     variant = {"noisy": 0.5}
     state, batch = state_of(variant), make_batch()
     nets = [copy.deepcopy(m) for m in state.nets]
-    metrics = dqn.update(state, settings_of(variant), batch, generator())
+    metrics = dqn.dqn_update(state, settings_of(variant), batch, generator())
     gen = generator()
     for net in nets:
         redraw_noise(net, gen)
     assert not torch.equal(nets[0].advantage[0].noise_in, nets[1].advantage[0].noise_in)
-    loss, _, _ = dqn.scalar_loss(*nets, settings_of(variant), batch)
+    loss, _, _ = dqn.value_scalar_loss(*nets, settings_of(variant), batch)
     want = (loss * batch.mask * batch.weight).sum() / batch.mask.sum()
     assert metrics["loss/critic"].item() == pytest.approx(want.item(), rel=1e-5)
-    again = dqn.update(state, settings_of(variant), batch, gen)
+    again = dqn.dqn_update(state, settings_of(variant), batch, gen)
     assert again["loss/critic"] != metrics["loss/critic"]

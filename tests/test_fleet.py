@@ -21,7 +21,7 @@ from pql.remote.actor.command import Setup, setup_of
 from pql.remote.actor.sims import make_sim
 from pql.remote.env import Remote
 from pql.remote.fleet.cluster import reason
-from pql.remote.fleet.host import Host
+from pql.remote.fleet.host import FleetHost
 from pql.remote.fleet.supervisor import FAILED, GRACE, LOST, OVER, REFUSED, STEADY, STOPPED, TRIES, Ending, Fleet, Look
 from pql.run.build import build
 
@@ -194,7 +194,7 @@ def test_the_status_says_who_has_no_place_and_who_has_no_learner(stage):
 
 def hosted(address, **more):
     """A host's thread, and where its ending comes."""
-    host, ending = Host(Setup(address, "counter", 2, {}, **more)), []
+    host, ending = FleetHost(Setup(address, "counter", 2, {}, **more)), []
     thread = threading.Thread(target=lambda: ending.append(host.run()), daemon=True)
     thread.start()
     return host, thread, ending
@@ -223,8 +223,8 @@ def broken(num_envs, device):
 
 def test_a_host_tells_errors_and_the_end(tmp_path):
     address = f"unix:{tmp_path}/s"
-    assert Host(Setup(address, "no_such_task", 2, {})).run().setting[0] == "--task"
-    assert Host(Setup(address, "test_fleet:broken", 2, {})).run() == Ending(FAILED, "OSError: no display")
+    assert FleetHost(Setup(address, "no_such_task", 2, {})).run().setting[0] == "--task"
+    assert FleetHost(Setup(address, "test_fleet:broken", 2, {})).run() == Ending(FAILED, "OSError: no display")
     with remote(address, [make_sim("counter", 2, {})], 4) as env:
         _, thread, ending = hosted(address)
         wait_until(lambda: env.hall.live == 2)

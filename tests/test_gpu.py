@@ -283,7 +283,7 @@ def test_the_first_minibatch_on_the_device_is_on_policy(algo):
     learner = parts.learners["learner"]
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
     with torch.no_grad():
-        params, _ = ppo.evaluate(learner.state.net, batch)
+        params, _ = ppo.evaluate_minibatch(learner.state.net, batch)
     ratio = torch.exp(learner.state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob)
     assert (ratio - 1).abs().max() < (1e-2 if algo.get("amp") else 2e-6)
 

@@ -8,7 +8,7 @@ from conftest import small_config
 from torch import nn
 from torch.nn import functional as F
 
-from pql.algos.on_policy import make_body, make_policy
+from pql.algos.on_policy import make_body, make_stochastic_policy
 from pql.config import EncoderConfig, PlacementConfig, from_dict, to_dict
 from pql.config.validate import validate
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
@@ -212,7 +212,7 @@ def test_without_hidden_layers_the_heads_stand_on_the_encoder():
         "critic": {"hidden": []},
     }
     config = validate(small_config(algo={**algo, "family": "ppo", "schedule": "lockstep"}))
-    policy = make_policy(config, image_spec(40))
+    policy = make_stochastic_policy(config, image_spec(40))
     assert len(policy.body.trunk) == 0
     assert policy.head.weight.shape == (6, 12)
     obs = {"policy": frames(3, 40)}

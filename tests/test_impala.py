@@ -118,7 +118,7 @@ def test_rows_of_different_lags_are_told_apart():
     rollout, learner = parts.collector.stores[0], parts.learners["learner"]
     rollout.version[:3, 1] = 1
     (batch,) = learner.draw(1, learner.gen)
-    out = impala.update(learner.state, learner.inputs, batch, learner.gen)
+    out = impala.impala_update(learner.state, learner.inputs, batch, learner.gen)
     assert out["lag/rows_max"] == 4
     assert out["lag/rows_mean"].item() == pytest.approx(3 * 4 / batch.mask.sum().item())
 
@@ -135,7 +135,7 @@ def fresh(*changes):
 
 
 def gradient(learner, batch, settings):
-    impala.update(learner.state, settings, batch, Generator().manual_seed(0))
+    impala.impala_update(learner.state, settings, batch, Generator().manual_seed(0))
     return learner.state.optimizer.flat.data.grad.clone()
 
 
@@ -154,7 +154,7 @@ def test_an_update_by_hand():
     assert (ratio[::2] < 0.99).all()
     target, advantage, weight = impala.correct(settings, batch, ratio.log(), values)
     assert torch.equal(weight, ratio.clamp(max=0.8))
-    out = impala.update(learner.state, settings, batch, learner.gen)
+    out = impala.impala_update(learner.state, settings, batch, learner.gen)
     count, error = batch.mask.sum().item(), (values[:6] - target) * batch.mask
     assert out["loss/policy"].item() == pytest.approx(-(weight * advantage * log_prob).sum().item() / count, rel=1e-4)
     assert out["loss/critic"].item() == pytest.approx((error**2).sum().item() / 2 / count, rel=1e-4)
@@ -191,7 +191,7 @@ def test_on_policy_it_is_a2c(variant, correction):
     parts.workers["collector"].run(6)
     other = parts.learners["learner"]
     (rows_,) = other.draw(1, other.gen)
-    ppo.update(other.state, other.inputs, rows_, other.gen)
+    ppo.ppo_update(other.state, other.inputs, rows_, other.gen)
     torch.testing.assert_close(mine, other.state.optimizer.flat.data.grad, rtol=1e-3, atol=1e-6)
 
 
@@ -261,7 +261,7 @@ def test_appo_clips_around_the_policy_that_the_tick_began_with():
     parts.slots["rollout"].pull(view, parts.schedule.ticks)
     batch = next(iter(learner.draw(4, learner.gen)))
     with torch.no_grad():
-        params, _ = ppo.evaluate(learner.state.net, batch)
+        params, _ = ppo.evaluate_minibatch(learner.state.net, batch)
     ratio = learner.state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob
     assert ratio.abs().max() < 1e-6
     assert batch.lag.mean == 1

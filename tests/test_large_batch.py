@@ -2,7 +2,7 @@
 
 import pytest
 
-from pql.algos.value import counts, target_updates
+from pql.algos.value import target_updates, value_counts
 from pql.config.compose import compose
 from pql.config.large_batch import RECIPES, large_batch
 
@@ -49,4 +49,4 @@ def test_a_batch_on_the_command_line_sets_all_of_them_and_words_win():
     config = compose(["device=cpu", "task=cartpole", "algo=c51", "batch=512", "algo.critic.lr=1e-3"])
     assert (config.num_envs, config.algo.batch_size, config.algo.v_per_step) == (32, 512, 0.5)
     assert (config.algo.target_period, config.algo.critic.eps, config.algo.critic.lr) == (9984, 0.01 / 512, 1e-3)
-    target_updates(config, counts(config))  # whole
+    target_updates(config, value_counts(config))  # whole

@@ -322,7 +322,7 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     torch.testing.assert_close(columns["target"][lost], reward, atol=1e-5, rtol=0)
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
     with torch.no_grad():
-        params, _ = ppo.evaluate(state.net, batch)
+        params, _ = ppo.evaluate_minibatch(state.net, batch)
     ratio = torch.exp(state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob)
     assert (ratio - 1).abs().max() < 1e-5
 

@@ -315,7 +315,7 @@ def rollout_values() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     whole, shared = (build(config, executor=Inline()).learners["learner"] for _ in range(2))
     shared.state.connect(group())
     rows = value_batch()
-    batch = pqn.Minibatch(rows.obs, rows.action, rows.reward, rows.mask)
+    batch = pqn.ValueMinibatch(rows.obs, rows.action, rows.reward, rows.mask)
     for _ in range(3):
         for learner, part in ((whole, batch), (shared, cut(batch))):
             learner.update(learner.state, learner.inputs, part, learner.gen)
@@ -378,8 +378,8 @@ def on_policy(setting: str) -> dict[str, dict[str, Tensor]]:
             state.connect(group())
         told = []
         for _ in range(3):
-            for batch in ppo.draw(state, learner.inputs, part, torch.Generator().manual_seed(1)):
-                metrics = ppo.update(state, learner.inputs, batch, torch.Generator())
+            for batch in ppo.draw_ppo(state, learner.inputs, part, torch.Generator().manual_seed(1)):
+                metrics = ppo.ppo_update(state, learner.inputs, batch, torch.Generator())
                 told.append([metrics[f"policy/{k}"].clone() for k in ("lr", "updates_kept", "kl")])
         lrs, kept, kls = (torch.stack(column) for column in zip(*told, strict=True))
         out[name] = flatten(state.state_dict()) | {"lrs": lrs, "kept": kept, "kls": kls}

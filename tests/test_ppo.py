@@ -30,7 +30,7 @@ def test_the_first_minibatch_is_on_policy(variant, limit):
     state = learner.state
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
     with torch.no_grad():
-        params, _ = ppo.evaluate(state.net, batch)
+        params, _ = ppo.evaluate_minibatch(state.net, batch)
         ratio = torch.exp(state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob)
     assert batch.fresh
     assert batch.mask.sum() > 0
@@ -48,7 +48,7 @@ def test_the_check_sees_statistics_that_have_moved_on(variant):
         mine.copy_(newer)
     (batch, *_) = learner.draw(8, learner.gen)
     with torch.no_grad():
-        params, _ = ppo.evaluate(learner.state.net, batch)
+        params, _ = ppo.evaluate_minibatch(learner.state.net, batch)
     ratio = torch.exp(learner.state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob)
     assert (ratio - 1).abs().max() > 1e-5
 
@@ -188,7 +188,7 @@ def test_a_whole_update_by_hand():
     )
     with torch.no_grad():
         params, value = state.net(batch.obs)
-    out = ppo.update(state, settings, batch, Generator())
+    out = ppo.ppo_update(state, settings, batch, Generator())
     log_p = [-0.5 * (a - params[0, 0].item()) ** 2 - 0.5 * math.log(2 * math.pi) for a in (0.5, -1.0)]  # std 1
     ratio = [math.exp(lp + 1) for lp in log_p]
     gain = [min(r * a, min(max(r, 0.8), 1.2) * a) for r, a in zip(ratio, (1.0, -2.0), strict=True)]
@@ -225,17 +225,17 @@ def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
     parts.workers["collector"].run(8)
     learner = parts.learners["learner"]
     batches = list(learner.draw(12, learner.gen))
-    ppo.update(learner.state, learner.inputs, batches[0], learner.gen)
+    ppo.ppo_update(learner.state, learner.inputs, batches[0], learner.gen)
     after_one = {k: v.clone() for k, v in learner.state.optimizer.state_dict().items()}
     weights = learner.state.optimizer.flat.data.detach().clone()
     for batch in batches[1:]:
-        out = ppo.update(learner.state, learner.inputs, batch, learner.gen)
+        out = ppo.ppo_update(learner.state, learner.inputs, batch, learner.gen)
     assert torch.equal(weights, learner.state.optimizer.flat.data)
     assert all(torch.equal(v, after_one[k]) for k, v in learner.state.optimizer.state_dict().items())
     assert out["policy/updates_kept"] == 0
     parts.slots["policy"].publish()
     parts.workers["collector"].run(8)
-    ppo.update(learner.state, learner.inputs, next(iter(learner.draw(12, learner.gen))), learner.gen)
+    ppo.ppo_update(learner.state, learner.inputs, next(iter(learner.draw(12, learner.gen))), learner.gen)
     assert not torch.equal(weights, learner.state.optimizer.flat.data)  # the next tick begins anew
 
 
@@ -273,8 +273,8 @@ def test_bfloat16_acts_and_learns_alike(lstm):
     learner = parts.learners["learner"]
     (batch, *_) = learner.draw(8, learner.gen)
     with torch.no_grad():
-        params, value = ppo.evaluate(learner.state.net, batch)
-        exact = ppo.evaluate(copy_without_amp(parts), batch)[0]
+        params, value = ppo.evaluate_minibatch(learner.state.net, batch)
+        exact = ppo.evaluate_minibatch(copy_without_amp(parts), batch)[0]
     assert params.dtype == value.dtype == torch.float32
     ratio = torch.exp(learner.state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob)
     assert (ratio - 1).abs().max() < 1e-2

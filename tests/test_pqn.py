@@ -17,7 +17,7 @@ from test_rollout import KINDS
 from torch import Generator, nn
 
 from pql.algos import pqn
-from pql.algos.pqn import PqnState, values
+from pql.algos.pqn import PqnState, rollout_values
 from pql.cli.main import main
 from pql.config import PqnConfig
 from pql.config.compose import compose
@@ -142,7 +142,7 @@ def test_stored_values_are_those_of_the_network_that_learns(variant):
     segment, state = parts.collector.stores[0].segment(), parts.learners["learner"].state
     obs = {k: v[:8].flatten(0, 1) for k, v in segment.obs.items()}
     with torch.no_grad():
-        q = values(state.net, obs, parts.learners["learner"].inputs.amp)
+        q = rollout_values(state.net, obs, parts.learners["learner"].inputs.amp)
     assert (q - segment.params.flatten(0, 1)).abs().max() < 1e-5
     greedy = segment.params.argmax(-1) == segment.action
     assert 0.1 < greedy.float().mean() < 1  # epsilon is at work
@@ -166,10 +166,10 @@ def test_an_update_by_hand():
         layer.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]))
         layer.bias.zero_()
     obs = torch.tensor([[1.0, 1.0], [2.0, 0.0], [5.0, 5.0]])
-    batch = pqn.Minibatch(
+    batch = pqn.ValueMinibatch(
         {"policy": obs}, torch.tensor([1, 0, 2]), torch.tensor([1.0, 4.0, -99.0]), torch.tensor([1.0, 1.0, 0.0])
     )
-    out = pqn.update(state, SETTINGS, batch, Generator())
+    out = pqn.pqn_update(state, SETTINGS, batch, Generator())
     # errors: 2 - 1 = 1, 2 - 4 = -2
     assert out["loss/critic"].item() == pytest.approx(0.5 * (1 + 4) / 2)
     assert out["value/q"].item() == pytest.approx(2.0)

@@ -15,7 +15,7 @@ from r2d2_runs import config_of
 from run_files import points, resume, rows
 
 from pql.algos import r2d2
-from pql.algos.r2d2 import counts
+from pql.algos.r2d2 import r2d2_counts
 from pql.algos.value import target_updates
 from pql.config import leaves
 from pql.config.compose import compose
@@ -43,10 +43,10 @@ def run(config, executor=None, ticks=12):
 def test_the_rescaling_of_values_and_its_inverse():
     x = torch.tensor([3.0, 100.0, 1000.0, -3.0, 0.0])
     want = [1.003, 9.149876, 31.638584, -1.003, 0.0]
-    assert r2d2.rescale(x, 1e-3).tolist() == pytest.approx(want, rel=1e-6)
+    assert r2d2.rescale_value(x, 1e-3).tolist() == pytest.approx(want, rel=1e-6)
     assert r2d2.restore(torch.tensor(want), 1e-3).tolist() == pytest.approx(x.tolist(), rel=1e-5, abs=1e-6)
     many = torch.linspace(-100, 100, 2001)
-    assert (r2d2.restore(r2d2.rescale(many, 1e-3), 1e-3) - many).abs().max() < 2e-4
+    assert (r2d2.restore(r2d2.rescale_value(many, 1e-3), 1e-3) - many).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("epsilon", [None, 1e-3, 0.01])
@@ -112,7 +112,7 @@ def test_an_update_follows_the_formulas_row_by_row(change):
     assert cuts > 0  # time limits: values of true final observations
     seen = {}
     state.priorities.update = lambda index, priority, mask: seen.update(index=index, priority=priority, mask=mask)
-    metrics = r2d2.update(state, settings, batch, learner.gen)
+    metrics = r2d2.r2d2_update(state, settings, batch, learner.gen)
     assert metrics["loss/critic"].item() == pytest.approx(losses / weights, rel=1e-4)
     assert seen["priority"].tolist() == pytest.approx(priorities, rel=1e-4, abs=1e-6)
     assert torch.equal(seen["index"], batch.index)
@@ -125,7 +125,7 @@ def test_no_gradient_flows_through_burn_in_or_final_observations():
     (batch,) = parts.learners["v"].draw(1, torch.Generator().manual_seed(1))
     leaves = {k: v.clone().requires_grad_() for k, v in batch.obs.items()}
     net = parts.learners["v"].state.nets[0]
-    r2d2.values(net, batch._replace(obs=leaves), 3).sum().backward()
+    r2d2.sequence_values(net, batch._replace(obs=leaves), 3).sum().backward()
     grad, size = leaves["policy"].grad.abs().sum((1, 2)), len(batch.first)
     assert grad[:3].tolist() == [0, 0, 0]
     assert grad[3:size].min() > 0
@@ -172,7 +172,7 @@ def test_the_learner_sees_the_values_that_the_actor_saw():
     assert len(begun) > 20
     batch = ranked.sample(cursor, 200, torch.Generator().manual_seed(0))
     acted = ranked.entered[batch.index] >= 16
-    values = r2d2.values(parts.collector.actor.policy, batch, 0)[: batch.mask.shape[0]]
+    values = r2d2.sequence_values(parts.collector.actor.policy, batch, 0)[: batch.mask.shape[0]]
     top = values.topk(2, -1).values
     clear = (top[..., 0] - top[..., 1] > 1e-5) & acted
     assert clear.sum() > 200
@@ -207,7 +207,7 @@ def test_ratios_that_no_tick_meets_are_refused_with_one_that_does():
     with pytest.raises(ConfigError, match=r"replay_ratio=0\.00123: expected .* such as 0\.00585") as caught:
         build(config_of({"replay_ratio": 0.00123}))
     near = float(caught.value.allowed.split()[-1])
-    counts(config_of({"replay_ratio": 0.005859375}))
+    r2d2_counts(config_of({"replay_ratio": 0.005859375}))
     assert near == pytest.approx(0.005859375, rel=1e-4)
 
 
@@ -383,9 +383,9 @@ def test_a_recurrent_network_unrolls_as_it_steps():
 def test_a_tasks_own_settings_are_the_same_at_every_scale_and_make_whole_ticks(task):
     small, large = (compose(["device=cpu", f"scale={s}", *task, "algo=r2d2"]) for s in ("cpu", "gpu"))
     assert [k for (k, a), (_, b) in zip(leaves(small), leaves(large), strict=True) if a != b] == []
-    target_updates(small, counts(small))  # whole
+    target_updates(small, r2d2_counts(small))  # whole
     shared = share_of(small, World(0, 2, 0, 2))
-    assert counts(shared) == counts(small)  # of two processes, each takes half of everything
+    assert r2d2_counts(shared) == r2d2_counts(small)  # of two processes, each takes half of everything
 
 
 @pytest.mark.parametrize(

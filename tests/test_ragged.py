@@ -66,7 +66,7 @@ def sequences_of(env, steps=60):
     start, usable = sequences.starts(cursor)
     for index in usable.nonzero().flatten():
         batch = sequences.read(cursor, start[index].view(1), sequences.column(index).view(1))
-        q, after = (r2d2.values(net, batch, sequences.burn_in) for net in learner.state.nets)
+        q, after = (r2d2.sequence_values(net, batch, sequences.burn_in) for net in learner.state.nets)
         ahead = after.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1).gather(0, batch.successor)
         target = r2d2.targets(batch.reward, batch.discount, ahead, learner.inputs.rescale)
         row = int(start[index])

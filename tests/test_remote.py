@@ -23,7 +23,7 @@ from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
 from pql.remote import protocol as wire
-from pql.remote.actor.client import Actor
+from pql.remote.actor.client import ActorClient
 from pql.remote.actor.command import keywords
 from pql.remote.actor.sims import make_sim
 from pql.remote.env import Remote
@@ -373,7 +373,7 @@ def test_beyond_this_machine_it_takes_a_token_and_tls(tmp_path):
     with pytest.raises(ConfigError, match="both cert and key"):
         check_safe("0.0.0.0:5555", "secret", tmp_path / "c", None)
     with pytest.raises(ConfigError, match="--ca"):
-        Actor("far.away:5555", make_sim("counter", 2, {}), token="secret")
+        ActorClient("far.away:5555", make_sim("counter", 2, {}), token="secret")
 
 
 @pytest.mark.fault
@@ -403,9 +403,9 @@ def test_a_token_and_tls(tmp_path):
         module.Server = plain
     address, sim, cert = tell[0].address, make_sim("counter", 2, {}), (tmp_path / "cert.pem").read_bytes()
     with pytest.raises(ConfigError, match=r"--token-file=\.\.\..*a wrong token, or none"):
-        Actor(address, sim, token="guess", ca=cert, tell=quiet).run()
+        ActorClient(address, sim, token="guess", ca=cert, tell=quiet).run()
     with pytest.raises(RunError, match="no learner"):
-        Actor(address, sim, token="secret", patience=0.2, tell=quiet).run()  # no TLS
+        ActorClient(address, sim, token="secret", patience=0.2, tell=quiet).run()  # no TLS
     with acting(address, sim, token="secret", ca=cert) as ended:
         thread.join(10)
         assert ready["env"].reset(0)["policy"].shape == (4, 2)

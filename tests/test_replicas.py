@@ -85,7 +85,7 @@ def serial_reference(change, count, rounds, make_optimizer):
         batches = [iter(learner.draw(updates, learner.gen)) for learner in learners]
         for _ in range(updates):
             for learner, batch in zip(learners, batches, strict=True):
-                ppo.update(learner.state, learner.inputs, next(batch), learner.gen)
+                ppo.ppo_update(learner.state, learner.inputs, next(batch), learner.gen)
     return shared.data, [one.collector.obs["policy"] for one in runs]
 
 

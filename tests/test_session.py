@@ -21,7 +21,7 @@ from pql.engine.interrupt import Interrupt
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning, RunError
-from pql.run.evaluation import Evaluation, Report
+from pql.run.evaluation import Evaluation, EvaluationReport
 from pql.run.policy import load_policy
 from pql.run.resume import resume_config
 from pql.run.session import Session
@@ -533,7 +533,9 @@ def test_best_is_the_policy_of_the_best_evaluation(tmp_path):
     session = opened(*words(tmp_path))
     state = {v: {"policy": {"w": torch.full((2,), v)}} for v in (1.0, 2.0, 3.0)}
     for value, result in ((1.0, -5.0), (2.0, 7.0), (3.0, 6.0)):
-        session._record(Report({"time/seconds": value, "steps/env": 1.0}, state[value], Evaluation([result], [1.0])))
+        session._record(
+            EvaluationReport({"time/seconds": value, "steps/env": 1.0}, state[value], Evaluation([result], [1.0]))
+        )
     session.closing.close()
     tensors, facts = checkpoint.load(tmp_path / "checkpoints" / "best")
     assert (tensors["policy/w"].tolist(), facts["return_mean"], session.best) == ([2.0, 2.0], 7.0, 7.0)

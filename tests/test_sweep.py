@@ -220,7 +220,7 @@ def test_evaluations_are_told_by_their_share_of_the_budget(tmp_path, axis, budge
     study = optuna.create_study(direction="maximize")
     trial = study.ask()
     for _ in range(2):
-        watch = sweep.Watch(trial, tmp_path, axis, compose(["device=cpu", budget]))
+        watch = sweep.TrialWatch(trial, tmp_path, axis, compose(["device=cpu", budget]))
         assert not watch()
     assert study.trials[0].intermediate_values == told
 

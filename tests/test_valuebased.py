@@ -12,7 +12,7 @@ from dqn_runs import EVERY_VARIANT, VARIANTS, config_of
 from run_files import manifest, points, resume, rows, words
 
 import pql
-from pql.algos.value import GATHERED, counts, shares, target_updates
+from pql.algos.value import GATHERED, target_updates, update_shares, value_counts
 from pql.cli.main import main
 from pql.config import leaves
 from pql.config.compose import compose
@@ -102,8 +102,8 @@ def test_a_period_that_is_no_whole_number_of_updates_is_refused_with_the_nearest
     config = config_of({"v_per_step": 0.5, "target_period": 40})  # an update every 16 env steps
     with pytest.raises(ConfigError, match=r"target_period=40: expected .* a multiple of 16, such as 32"):
         build(config)
-    assert target_updates(config_of({"v_per_step": 0.5, "target_period": 48}), counts(config)) == 3
-    assert target_updates(config_of({"v_per_step": 2, "target_period": 4}), counts(config_of())) == 1
+    assert target_updates(config_of({"v_per_step": 0.5, "target_period": 48}), value_counts(config)) == 3
+    assert target_updates(config_of({"v_per_step": 2, "target_period": 4}), value_counts(config_of())) == 1
 
 
 def test_ratios_that_no_horizon_meets_are_refused():
@@ -123,7 +123,7 @@ def test_ratios_that_no_horizon_meets_are_refused():
     ],
 )
 def test_large_batches_are_gathered_apart(count, size, parts):
-    assert shares(count, size) == parts
+    assert update_shares(count, size) == parts
 
 
 def test_a_burst_has_all_its_batches_whatever_their_size(monkeypatch):
@@ -388,7 +388,7 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale(task, algo):
     unread = ("algo.policy.", "algo.p_per_v", "algo.smoothing", "algo.critic.tau")
     pairs = zip(leaves(small), leaves(large), strict=True)
     assert [k for (k, a), (_, b) in pairs if a != b and not k.startswith(unread)] == []
-    target_updates(small, counts(small))  # whole
+    target_updates(small, value_counts(small))  # whole
 
 
 def test_settings_that_another_one_switches_on_are_read():

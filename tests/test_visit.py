@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from pql.cli.doctor_env import Range, settings, visit
+from pql.cli.doctor_env import ValueRange, settings, visit
 from pql.cli.main import main
 from pql.config.compose import compose
 from pql.contract.registry import register
@@ -51,7 +51,7 @@ def test_ranges_are_of_what_counts_and_nan_is_told():
     low = float(rows["reward"].split()[0])
     assert low == 0 > FILLER_REWARD  # a filler row's reward is nobody's
     assert told(Flawed(4), 20)["reward"].endswith("; 20 NaN or infinite")
-    nothing = Range()
+    nothing = ValueRange()
     nothing.add(torch.tensor([torch.inf]))
     assert str(nothing) == "nothing finite; 1 NaN or infinite"
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.off_policy import ActorCritic, Tensors, Trainer, make_atoms, make_policy
+from pql.algos.off_policy import OffPolicy, Tensors, Trainer, make_atoms, make_deterministic_policy
 from pql.config import Config, DdpgConfig
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
@@ -26,7 +26,7 @@ from pql.types import Batch, Metrics, Obs, ObsBatch
 
 
 @dataclass
-class ValueState(State):
+class CriticState(State):
     """State of the V-learner. ``atoms`` [Z] makes the critic categorical."""
 
     critic: Flat
@@ -67,7 +67,7 @@ class PolicyInputs:
     atoms: Tensor | None = None
 
 
-def value_update(state: ValueState, inputs: ValueInputs, batch: Batch, gen: Generator) -> Metrics:
+def ddpg_value_update(state: CriticState, inputs: ValueInputs, batch: Batch, gen: Generator) -> Metrics:
     """Take one critic step towards r + discount * Q'(s', clip(pi(s') + clipped noise)). Mutates ``state`` only."""
     with torch.no_grad():
         action = inputs.policy(batch.next_obs)
@@ -77,7 +77,7 @@ def value_update(state: ValueState, inputs: ValueInputs, batch: Batch, gen: Gene
     return critic_step(state, batch, action, None)
 
 
-def critic_step(state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None) -> Metrics:
+def critic_step(state: CriticState, batch: Batch, next_action: Tensor, bonus: Tensor | None) -> Metrics:
     """Regress all critics on a shared target, then update the target network if due.
 
     Args:
@@ -98,7 +98,7 @@ def critic_step(state: ValueState, batch: Batch, next_action: Tensor, bonus: Ten
     return {"loss/critic": total.detach(), "value/q": (q * share).sum(), "grad_norm/critic": norm}
 
 
-def scalar_loss(state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None) -> tuple[Tensor, Tensor]:
+def scalar_loss(state: CriticState, batch: Batch, next_action: Tensor, bonus: Tensor | None) -> tuple[Tensor, Tensor]:
     """Squared error against r + discount * (min_e Q'_e(s', a') + bonus). Returns losses [E, B] and values [B]."""
     with torch.no_grad():
         value = state.target.module(batch.next_obs, next_action).amin(0)
@@ -108,7 +108,7 @@ def scalar_loss(state: ValueState, batch: Batch, next_action: Tensor, bonus: Ten
 
 
 def categorical_loss(
-    state: ValueState, batch: Batch, next_action: Tensor, bonus: Tensor | None
+    state: CriticState, batch: Batch, next_action: Tensor, bonus: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy against the projected target of the critic with the lower mean (C51).
 
@@ -125,7 +125,7 @@ def categorical_loss(
     return -(target * log_probs).sum(-1), log_probs.detach()[0].exp() @ atoms
 
 
-def policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
+def ddpg_policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
     """Take one ascent step on Q(s, pi(s)) and update the target policy, if any. Mutates ``state`` only."""
     policy, share = state.policy.module, loss_share(batch.mask, batch.weight)
     if state.saturation_penalty > 0:
@@ -164,14 +164,17 @@ def loss_share(mask: Tensor, weight: Tensor) -> Tensor:
 
 def deterministic_policy(config: Config, spec: EnvSpec) -> nn.Module:
     """Create a tanh policy."""
-    policy, net = make_policy(config, spec, DeterministicPolicy, probe), own(config, DdpgConfig).policy
+    policy, net = (
+        make_deterministic_policy(config, spec, DeterministicPolicy, probe_deterministic),
+        own(config, DdpgConfig).policy,
+    )
     if net.net is not None and net.saturation_penalty > 0 and not squashes(policy, spec):
         allowed = f"0, or a method before_tanh(obs) of algo.policy.net={net.net} whose tanh is forward(obs)"
         raise ConfigError("algo.policy.saturation_penalty", net.saturation_penalty, allowed)
     return policy
 
 
-def probe(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
+def probe_deterministic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     """Return a deterministic policy's outputs for two rows, [2, A] each."""
     mean_action = cast(Any, network).mean_action(obs)
     shape = list(action.shape)
@@ -192,16 +195,16 @@ def squashes(policy: nn.Module, spec: EnvSpec) -> bool:
     return torch.allclose(torch.tanh(moved.before_tanh(obs)).float(), moved(obs).float(), atol=1e-5)
 
 
-def act(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
+def deterministic_action(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
     """Return the policy's action [N, A]."""
     return policy(obs)
 
 
-def value_state(config: Config, critic: Critic, device: torch.device) -> ValueState:
+def value_state(config: Config, critic: Critic, device: torch.device) -> CriticState:
     """Create critics, target and optimiser of an off-policy actor-critic algorithm."""
     algo = own(config, ActorCriticConfig)
     net, flat = algo.critic, Flat(critic, trained=True)
-    return ValueState(
+    return CriticState(
         critic=flat,
         target=Flat(copy.deepcopy(critic)),
         optimizer=AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps),
@@ -212,17 +215,17 @@ def value_state(config: Config, critic: Critic, device: torch.device) -> ValueSt
     )
 
 
-def value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
+def ddpg_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """Create the V-learner's state and update."""
     algo, state = own(config, DdpgConfig), value_state(config, critic, device)
     state.smoothing, state.smoothing_clip = algo.smoothing, algo.smoothing_clip
     source = "target_policy" if algo.policy.target else "policy"
     pulls: Tensors = {source: [Flat(policy).data]}
     owns: Tensors = {"critic": [state.critic.data]}
-    return Trainer(state, value_update, ValueInputs(policy), pulls, owns)
+    return Trainer(state, ddpg_value_update, ValueInputs(policy), pulls, owns)
 
 
-def policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
+def ddpg_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
     """Create the P-learner's state and update."""
     net = own(config, DdpgConfig).policy
     flat = Flat(policy, trained=True)
@@ -233,7 +236,9 @@ def policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int,
     if target is not None:
         owns["target_policy"] = [target.data]
     state = PolicyState(flat, target, optimizer, net.tau, net.reduce, net.saturation_penalty)
-    return Trainer(state, policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
+    return Trainer(state, ddpg_policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
 
 
-FAMILY = ActorCritic(DdpgConfig, deterministic_policy, act, value_trainer, policy_trainer).family()
+FAMILY = OffPolicy(
+    DdpgConfig, deterministic_policy, deterministic_action, ddpg_value_trainer, ddpg_policy_trainer
+).family()

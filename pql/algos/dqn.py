@@ -16,12 +16,12 @@ from pql.nets.q import QNetwork, redraw_noise
 from pql.types import Batch, Metrics
 
 
-def update(state: ValueState, inputs: DqnConfig, batch: Batch, gen: Generator) -> Metrics:
+def dqn_update(state: ValueState, inputs: DqnConfig, batch: Batch, gen: Generator) -> Metrics:
     """One step of Q(s, a) towards r + discount * Q'(s', a*), and of the priorities. Mutates ``state`` only."""
     net, target_net = state.nets
     redraw_noise(net, gen)
     redraw_noise(target_net, gen)
-    loss_of = scalar_loss if net.atoms is None else categorical_loss
+    loss_of = value_scalar_loss if net.atoms is None else value_categorical_loss
     loss, error, q = loss_of(net, target_net, inputs, batch)  # [B] each
     total = (loss * loss_share(batch.mask, batch.weight)).sum()
     state.optimizer.zero_grad()
@@ -40,7 +40,7 @@ def update(state: ValueState, inputs: DqnConfig, batch: Batch, gen: Generator) -
     }
 
 
-def scalar_loss(
+def value_scalar_loss(
     net: QNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Half the squared TD error, or Huber's loss. Returns (loss, TD error, value), [B] each."""
@@ -53,7 +53,7 @@ def scalar_loss(
     return huber(error, settings.huber), error.detach(), q.detach()
 
 
-def categorical_loss(
+def value_categorical_loss(
     net: QNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy against the projected target distribution. Returns (loss, KL(target || prediction), value)."""
@@ -93,4 +93,4 @@ def huber(error: Tensor, delta: float | None) -> Tensor:
     return inside * (size - 0.5 * inside)
 
 
-FAMILY = ValueBased(DqnConfig, make_q_network, update).family()
+FAMILY = ValueBased(DqnConfig, make_q_network, dqn_update).family()

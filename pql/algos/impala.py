@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.algos.on_policy import OnPolicy
-from pql.algos.ppo import PpoState, begin_tick, grouped, make_state, masked_moments, rows_lag
+from pql.algos.ppo import PpoState, begin_ppo_tick, grouped, make_state, masked_moments, rows_lag
 from pql.config import ImpalaConfig
 from pql.data.normalize import EPSILON
 from pql.data.returns import Corrected, vtrace
@@ -38,9 +38,9 @@ class Unroll(NamedTuple):
     version: Tensor
 
 
-def draw(state: PpoState, settings: ImpalaConfig, segment: Segment, gen: Generator) -> Iterator[Unroll]:
+def draw_impala(state: PpoState, settings: ImpalaConfig, segment: Segment, gen: Generator) -> Iterator[Unroll]:
     """A tick's minibatches: every environment's rows, in order, in one of them."""
-    begin_tick(state, settings, segment)
+    begin_ppo_tick(state, settings, segment)
     named = segment._asdict()
     columns = {k: named[k] for k in Unroll._fields if k not in ("obs", "carry")}
     columns |= {"carry": segment.carry.unsqueeze(0), **{f"obs/{k}": v for k, v in segment.obs.items()}}
@@ -50,7 +50,7 @@ def draw(state: PpoState, settings: ImpalaConfig, segment: Segment, gen: Generat
         yield Unroll(obs=obs, **rest)
 
 
-def update(state: PpoState, inputs: ImpalaConfig, batch: Unroll, gen: Generator) -> Metrics:
+def impala_update(state: PpoState, inputs: ImpalaConfig, batch: Unroll, gen: Generator) -> Metrics:
     """One step on policy, value, entropy and KL. Mutates ``state`` only.
 
     With E the sum or the mean over rows, the loss is -E[weight A log pi] + value_coef E[(v - V)^2] / 2
@@ -114,4 +114,4 @@ def correct(settings: ImpalaConfig, batch: Unroll, log_ratio: Tensor, values: Te
     return out
 
 
-FAMILY = OnPolicy(ImpalaConfig, make_state, draw, update).family()
+FAMILY = OnPolicy(ImpalaConfig, make_state, draw_impala, impala_update).family()

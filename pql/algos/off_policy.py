@@ -1,6 +1,6 @@
 """Off-policy actor-critic: a V-learner (critic), a P-learner (policy) and a collector around a replay buffer.
 
-DDPG and SAC are instances of :class:`ActorCritic`; ``Concurrent`` makes them Parallel Q-Learning (Li et al. 2023).
+DDPG and SAC are instances of :class:`OffPolicy`; ``Concurrent`` makes them Parallel Q-Learning (Li et al. 2023).
 """
 
 import copy
@@ -54,7 +54,7 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class ActorCritic:
+class OffPolicy:
     """The functions that define an off-policy actor-critic algorithm.
 
     Attributes:
@@ -73,16 +73,16 @@ class ActorCritic:
 
     def family(self) -> Family:
         """Return the entry for the algorithm registry."""
-        return Family(self.settings, counts, check_spec, partial(wire, self), self.policy)
+        return Family(self.settings, off_policy_counts, check_off_policy, partial(wire_off_policy, self), self.policy)
 
 
-def counts(config: Config) -> Counts:
+def off_policy_counts(config: Config) -> Counts:
     """Return the smallest tick with whole numbers of steps and updates."""
     algo = own(config, ActorCriticConfig)
     return tick_counts(algo.v_per_step, algo.p_per_v)
 
 
-def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_off_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
@@ -98,8 +98,8 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     return ring_rows(config, spec, counts, device)
 
 
-def wire(
-    kind: ActorCritic, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
+def wire_off_policy(
+    kind: OffPolicy, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
 ) -> Wiring:
     """Create networks, replay and workers. A P-learner on another device has a replay of observations only."""
     spec, seed = env.spec, seeds(config.seed)
@@ -109,10 +109,10 @@ def wire(
     replays = [make_ring(config, spec, rows, counts, devices["v"])]
     if devices["p"] != devices["v"]:
         replays.append(make_ring(config, spec, rows, counts, devices["p"], obs_only=True))
-    actor = make_actor(kind, config, spec, policy)
+    actor = make_noisy_actor(kind, config, spec, policy)
     collector = Collector(env, actor, normalizer, replays, gens["collector"], capture)
     roles = {
-        "v": value_role(kind, config, policy, critic, normalizer, replays[0], gens["v"]),
+        "v": critic_role(kind, config, policy, critic, normalizer, replays[0], gens["v"]),
         "p": policy_role(kind, config, policy, critic, normalizer, replays[-1], gens["p"]),
         "collector": Role(
             pulls={"policy": [Flat(collector.actor.policy).data]},
@@ -125,8 +125,8 @@ def wire(
     return Wiring(collector, roles, learner.state.policy, {"replay/bootstrap_lost": cursor.lost})  # type: ignore[attr-defined]
 
 
-def value_role(
-    kind: ActorCritic,
+def critic_role(
+    kind: OffPolicy,
     config: Config,
     policy: nn.Module,
     critic: Critic,
@@ -144,7 +144,7 @@ def value_role(
 
 
 def policy_role(
-    kind: ActorCritic,
+    kind: OffPolicy,
     config: Config,
     policy: nn.Module,
     critic: Critic,
@@ -199,7 +199,7 @@ def make_atoms(config: Config, device: torch.device) -> Tensor | None:
     return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)
 
 
-def make_policy(config: Config, spec: EnvSpec, kind: type[nn.Module], probe: Probe) -> nn.Module:
+def make_deterministic_policy(config: Config, spec: EnvSpec, kind: type[nn.Module], probe: Probe) -> nn.Module:
     """Create a ``kind`` network, or the custom ``algo.policy.net``, whose outputs are checked by ``probe``."""
     net = own(config, ActorCriticConfig).policy
     if net.net is not None:
@@ -235,7 +235,7 @@ def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None
     return [("forward(obs, action)", network(obs, action), shape)]
 
 
-def make_actor(kind: ActorCritic, config: Config, spec: EnvSpec, policy: nn.Module) -> NoisyActor:
+def make_noisy_actor(kind: OffPolicy, config: Config, spec: EnvSpec, policy: nn.Module) -> NoisyActor:
     """Create the collector's actor: a copy of the policy with exploration noise."""
     explore = own(config, ActorCriticConfig).explore
     noise = Exploration(

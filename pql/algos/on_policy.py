@@ -69,17 +69,19 @@ class OnPolicy:
 
     def family(self) -> Family:
         """Return the entry for the algorithm registry."""
-        return Family(self.settings, counts, check_spec, partial(wire, self), make_policy)
+        return Family(
+            self.settings, on_policy_counts, check_on_policy, partial(wire_on_policy, self), make_stochastic_policy
+        )
 
 
-def counts(config: Config) -> Counts:
+def on_policy_counts(config: Config) -> Counts:
     """A tick is one rollout and every update on it; beside a collector at work, on the rollout before."""
     algo = own(config, RolloutAlgoConfig)
     updates = algo.passes * algo.minibatches
     return Counts(algo.horizon, {"learner": updates}, 1, algo.horizon if algo.schedule == "concurrent" else 0)
 
 
-def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_on_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
@@ -113,7 +115,7 @@ def check_room(
         )
 
 
-def wire(
+def wire_on_policy(
     kind: OnPolicy, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
 ) -> Wiring:
     """The rollout, its collector and its learner."""
@@ -180,7 +182,7 @@ def apart(config: Config, spec: EnvSpec) -> bool:
 
 def make_learner(kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, source: Source, gen: Generator) -> Learner:
     """One learner of policy and value."""
-    state, settings = kind.state(config, flat, make_optimizer(config, flat), spec.num_envs), config.algo
+    state, settings = kind.state(config, flat, make_rollout_optimizer(config, flat), spec.num_envs), config.algo
     now = cast(RolloutState, state)
     now.reader = source.reader
 
@@ -208,7 +210,7 @@ def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
     return Body(group, size, net.hidden, net.activation, net.layer_norm, algo.lstm, encoder)
 
 
-def make_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
+def make_stochastic_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
     """The policy network alone, freshly initialised. What is evaluated, loaded or exported computes in float32."""
     body, dist = make_body(config, spec, "policy"), make_dist(config, spec)
     return StochasticPolicy(body, dist, own(config, StochasticConfig).init_std, amp)
@@ -216,12 +218,12 @@ def make_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticP
 
 def make_network(config: Config, spec: EnvSpec) -> ActorCritic:
     """Policy and value, freshly initialised."""
-    policy = make_policy(config, spec, own(config, StochasticConfig).amp)
+    policy = make_stochastic_policy(config, spec, own(config, StochasticConfig).amp)
     body = None if own(config, StochasticConfig).shared else make_body(config, spec, "critic")
     return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 
 
-def make_optimizer(config: Config, flat: Flat) -> Optimizer:
+def make_rollout_optimizer(config: Config, flat: Flat) -> Optimizer:
     """One for both networks; the policy's settings."""
     algo = own(config, StochasticConfig)
     net, name = algo.policy, algo.optimizer

@@ -109,12 +109,12 @@ class Minibatch(NamedTuple):
     value_carry: Tensor | None = None  # [1, B, C] the value's
 
 
-def draw(state: PpoState, settings: PpoConfig, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
+def draw_ppo(state: PpoState, settings: PpoConfig, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
     """A tick's minibatches: values, advantages and targets once, then ``epochs`` times all rows in random order.
 
     With memory the order is one of environments, whose rows stay together.
     """
-    begin_tick(state, settings, segment)
+    begin_ppo_tick(state, settings, segment)
     lag = None if not settings.vtrace.enabled else rows_lag(state, segment.version, segment.mask)
     memory = state.net.policy.body.carry_size > 0
     start = {"carry": segment.carry.unsqueeze(0), "value_carry": value_carry(state, segment).unsqueeze(0)}
@@ -133,7 +133,7 @@ def grouped(part: dict[str, Tensor]) -> tuple[Obs, dict[str, Any]]:
 
 
 @torch.no_grad()
-def begin_tick(state: PpoState, settings: StochasticConfig, segment: Segment) -> None:
+def begin_ppo_tick(state: PpoState, settings: StochasticConfig, segment: Segment) -> None:
     """Count the tick, open the KL gate, and set the annealed learning rate."""
     now = state.progress
     now.go.fill_(1.0)
@@ -164,7 +164,7 @@ def prepare(state: PpoState, settings: PpoConfig, segment: Segment) -> tuple[dic
     value, discount = values[:rows], settings.gamma * segment.alive
     next_value = values.gather(0, segment.successor)
     ends = (discount, value, next_value, segment.goes_on, mask)
-    params, log_prob, target, advantage, weight = estimate(state, settings, segment, ends)
+    params, log_prob, target, advantage, weight = advantages_and_targets(state, settings, segment, ends)
     mean, var = masked_moments(target, mask)
     explained = 1 - masked_moments(target - value, mask)[1] / (var + EPSILON)
     if state.returns is not None:
@@ -210,7 +210,7 @@ def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
     return values
 
 
-def estimate(
+def advantages_and_targets(
     state: PpoState, settings: PpoConfig, segment: Segment, ends: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Compute the targets of the tick's updates over all rows.
@@ -239,7 +239,7 @@ def present(state: PpoState, segment: Segment, parts: int) -> Tensor:
     return policy.unroll(rows, segment.carry, segment.first)
 
 
-def evaluate(net: ActorCritic, batch: Minibatch) -> tuple[Tensor, Tensor]:
+def evaluate_minibatch(net: ActorCritic, batch: Minibatch) -> tuple[Tensor, Tensor]:
     """Parameters and values of a minibatch's rows, with gradients."""
     if batch.first is None or batch.carry is None or batch.value_carry is None:
         return net(batch.obs)
@@ -264,12 +264,12 @@ def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tenso
     return mean, squares / count.clamp(min=1)
 
 
-def update(state: PpoState, inputs: PpoConfig, batch: Minibatch, gen: Generator) -> Metrics:
+def ppo_update(state: PpoState, inputs: PpoConfig, batch: Minibatch, gen: Generator) -> Metrics:
     """One step on policy, value and entropy. Mutates ``state`` only.
 
     The loss is -E[min(rho A, clip(rho) A)] + value_coef E[(V - target)^2] - entropy_coef E[H].
     """
-    params, value = evaluate(state.net, batch)
+    params, value = evaluate_minibatch(state.net, batch)
     share = batch.mask / batch.mask.sum().clamp(min=1)
     dist = state.net.policy.dist
     ratio = torch.exp(dist.log_prob(params, batch.action) - batch.log_prob)
@@ -345,4 +345,4 @@ def own_state(config: Config, flat: Flat, optimizer: Optimizer, num_envs: int) -
     return make_state(config, flat, optimizer, num_envs, own(config, PpoConfig).normalize_value)
 
 
-FAMILY = OnPolicy(PpoConfig, own_state, draw, update).family()
+FAMILY = OnPolicy(PpoConfig, own_state, draw_ppo, ppo_update).family()

@@ -47,7 +47,7 @@ class PqnState(State):
         return cast(QNetwork, self.policy.module)
 
 
-def values(net: QNetwork, obs: Obs, amp: bool) -> Tensor:
+def rollout_values(net: QNetwork, obs: Obs, amp: bool) -> Tensor:
     """Q(s, a), [..., n] float32; with ``amp`` computed in bfloat16, wherever the network is used."""
     with bfloat16(amp, next(iter(obs.values()))):
         return net.values(obs).float()
@@ -57,7 +57,7 @@ class GreedyActor:
     """Epsilon-greedy in a network's values, all of which it keeps: returns are made of them.
 
     Args:
-        amp: see :func:`values`.
+        amp: see :func:`rollout_values`.
     """
 
     squashed: Tensor | None = None
@@ -72,7 +72,7 @@ class GreedyActor:
         )
 
     def act(self, obs: Obs, gen: Generator) -> None:
-        q = values(cast(QNetwork, self.policy), obs, self.amp)
+        q = rollout_values(cast(QNetwork, self.policy), obs, self.amp)
         self.acted.params.copy_(q)
         self.action.copy_(epsilon_greedy(q, self.epsilon(), gen))
 
@@ -114,16 +114,16 @@ class ValueRollout:
 
     def family(self) -> Family:
         """Return the entry for the algorithm registry."""
-        return Family(self.settings, counts, check_spec, partial(wire, self), make_q_network)
+        return Family(self.settings, pqn_counts, check_pqn, partial(wire_pqn, self), make_q_network)
 
 
-def counts(config: Config) -> Counts:
+def pqn_counts(config: Config) -> Counts:
     """A tick is one rollout and every update on it."""
     p = own(config, PqnConfig)
     return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
 
 
-def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_pqn(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
@@ -136,7 +136,7 @@ def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     return horizon
 
 
-def wire(
+def wire_pqn(
     kind: ValueRollout, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
 ) -> Wiring:
     """The rollout, its collector and its learner."""
@@ -149,7 +149,7 @@ def wire(
     gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
     collector = Collector(env, actor, norm, [rollout], gens["collector"], capture)
     flat = Flat(net.to(home), trained=True)
-    state = PqnState(flat, make_optimizer(config, flat), Progress(home, p.horizon * spec.num_envs))
+    state = PqnState(flat, make_pqn_optimizer(config, flat), Progress(home, p.horizon * spec.num_envs))
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
         return kind.draw(state, p, rollout.segment(), gen)
@@ -163,14 +163,14 @@ def wire(
     return Wiring(collector, roles, flat, gauges)
 
 
-def make_optimizer(config: Config, flat: Flat) -> Optimizer:
+def make_pqn_optimizer(config: Config, flat: Flat) -> Optimizer:
     """The network's."""
     algo = own(config, PqnConfig)
     kind, net = RAdam if algo.optimizer == "radam" else AdamW, algo.critic
     return kind(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
 
 
-class Minibatch(NamedTuple):
+class ValueMinibatch(NamedTuple):
     """Rows [B] of a segment."""
 
     obs: Obs  # [B, ...] normalised
@@ -179,20 +179,20 @@ class Minibatch(NamedTuple):
     mask: Tensor  # [B] 0 or 1
 
 
-def draw(state: PqnState, settings: PqnConfig, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
+def draw_pqn(state: PqnState, settings: PqnConfig, segment: Segment, gen: Generator) -> Iterator[ValueMinibatch]:
     """A tick's minibatches: targets once, then ``epochs`` times all rows in random order."""
-    begin_tick(state, settings, segment)
+    begin_pqn_tick(state, settings, segment)
     rows = {"action": segment.action, "target": returns(state, settings, segment), "mask": segment.mask}
     count = segment.mask.shape[0]
     columns = {**rows, **{f"obs/{k}": v[:count] for k, v in segment.obs.items()}}
     flat = {k: v.flatten(0, 1) for k, v in columns.items()}
     for part in minibatches(flat, settings.epochs, settings.minibatches, 0, gen):
         obs = {k: part[f"obs/{k}"] for k in segment.obs}
-        yield Minibatch(obs, part["action"], part["target"], part["mask"])
+        yield ValueMinibatch(obs, part["action"], part["target"], part["mask"])
 
 
 @torch.no_grad()
-def begin_tick(state: PqnState, settings: PqnConfig, segment: Segment) -> None:
+def begin_pqn_tick(state: PqnState, settings: PqnConfig, segment: Segment) -> None:
     """Count the tick and set the annealed learning rate."""
     now = state.progress
     now.lost += segment.lost
@@ -212,7 +212,7 @@ def returns(state: PqnState, settings: PqnConfig, segment: Segment) -> Tensor:
     """
     rows = segment.mask.shape[0]
     rest = {k: v[rows:] for k, v in segment.obs.items()}
-    beyond = by_parts(lambda obs: values(state.net, obs, settings.amp).amax(-1), rest, rows)
+    beyond = by_parts(lambda obs: rollout_values(state.net, obs, settings.amp).amax(-1), rest, rows)
     value = torch.cat((segment.params.amax(-1), beyond))  # [T + 1 + K + 1, N]
     next_value = value.gather(0, segment.successor)
     return lambda_returns(
@@ -226,9 +226,9 @@ def returns(state: PqnState, settings: PqnConfig, segment: Segment) -> Tensor:
     )
 
 
-def update(state: PqnState, inputs: PqnConfig, batch: Minibatch, gen: Generator) -> Metrics:
+def pqn_update(state: PqnState, inputs: PqnConfig, batch: ValueMinibatch, gen: Generator) -> Metrics:
     """One step on 0.5 E[(Q(s, a) - R)^2]. Mutates ``state`` only."""
-    q = values(state.net, batch.obs, inputs.amp).gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
+    q = rollout_values(state.net, batch.obs, inputs.amp).gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
     share = batch.mask / batch.mask.sum().clamp(min=1)
     loss = 0.5 * (share * (q - batch.target).square()).sum()
     state.optimizer.zero_grad()
@@ -239,4 +239,4 @@ def update(state: PqnState, inputs: PqnConfig, batch: Minibatch, gen: Generator)
     return {"loss/critic": loss.detach(), "grad_norm/critic": norm, "value/q": mean, "policy/lr": state.optimizer.lr}
 
 
-FAMILY = ValueRollout(PqnConfig, draw, update).family()
+FAMILY = ValueRollout(PqnConfig, draw_pqn, pqn_update).family()

@@ -68,10 +68,10 @@ class Recurrent:
 
     def family(self) -> Family:
         """Return the entry for the algorithm registry."""
-        return Family(self.settings, counts, check_spec, partial(wire, self), make_q_network)
+        return Family(self.settings, r2d2_counts, check_r2d2, partial(wire_r2d2, self), make_recurrent_q_network)
 
 
-def counts(config: Config) -> Counts:
+def r2d2_counts(config: Config) -> Counts:
     """The smallest tick in which the replay ratio is exact.
 
     Raises:
@@ -95,7 +95,7 @@ def counts(config: Config) -> Counts:
     return out
 
 
-def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_r2d2(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the replay's rows T, a whole number of periods.
 
     Raises:
@@ -134,13 +134,13 @@ def showing(config: Config) -> Config:
     return with_critic(config, replace(critic, obs=groups))
 
 
-def wire(
+def wire_r2d2(
     kind: Recurrent, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
 ) -> Wiring:
     """The ring and the states beside it, their collector and the V-learner."""
     spec, seed, algo = env.spec, seeds(config.seed), own(config, R2d2Config)
     gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
-    net = seeded(partial(make_q_network, config, spec), seed["init"])
+    net = seeded(partial(make_recurrent_q_network, config, spec), seed["init"])
     norm = make_normalizer(config, spec, devices["collector"])
     ring = make_ring(config, spec, rows, counts, devices["v"], extra=stored_columns(config))
     states = States(ring, net.carry_size, algo.period)
@@ -148,7 +148,7 @@ def wire(
     actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
     collector = Collector(env, actor, norm, [states, ring], gens["collector"], capture)  # in this order: see States
     sequences = make_sequences(config, spec, states)
-    value = value_role(kind, config, net, norm, sequences, counts, gens["v"])
+    value = sequence_role(kind, config, net, norm, sequences, counts, gens["v"])
     acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
     assert value.cursor is not None
     assert value.learner is not None
@@ -177,7 +177,7 @@ def make_sequences(config: Config, spec: EnvSpec, states: States) -> Sequences:
     )
 
 
-def value_role(
+def sequence_role(
     kind: Recurrent,
     config: Config,
     net: RecurrentQNetwork,
@@ -215,7 +215,7 @@ def value_role(
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
 
 
-def make_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
+def make_recurrent_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
     """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
     config = showing(config)
     algo = own(config, R2d2Config)
@@ -236,12 +236,12 @@ def make_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
     )
 
 
-def update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:
+def r2d2_update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:
     """One step of Q(s, a) on every trained row of the sequences, and of their priorities. Mutates ``state`` only."""
     net, target_net = (cast(RecurrentQNetwork, n) for n in state.nets)
-    ours = values(net, batch, inputs.burn_in)  # [S - burn_in + K, B, n]
+    ours = sequence_values(net, batch, inputs.burn_in)  # [S - burn_in + K, B, n]
     with torch.no_grad():
-        theirs = values(target_net, batch, inputs.burn_in)
+        theirs = sequence_values(target_net, batch, inputs.burn_in)
         best = (ours if inputs.double else theirs).argmax(-1, keepdim=True)
         ahead = theirs.gather(-1, best).squeeze(-1).gather(0, batch.successor)  # [L, B]
         target = targets(batch.reward, batch.discount, ahead, inputs.rescale)
@@ -266,7 +266,7 @@ def update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generato
     }
 
 
-def values(net: RecurrentQNetwork, batch: Sequence, burn_in: int) -> Tensor:
+def sequence_values(net: RecurrentQNetwork, batch: Sequence, burn_in: int) -> Tensor:
     """Q of all actions in the rows from ``burn_in`` on, then in the final observations: [S - burn_in + K, B, n].
 
     The rows before only bring the state up to date, without gradients; final observations are seen with the state that
@@ -289,10 +289,10 @@ def targets(reward: Tensor, discount: Tensor, ahead: Tensor, epsilon: float | No
     """Return h(reward + discount * h^-1(ahead)), [L, B]; without rescaling, h is the identity."""
     if epsilon is None:
         return torch.addcmul(reward, discount, ahead)
-    return rescale(torch.addcmul(reward, discount, restore(ahead, epsilon)), epsilon)
+    return rescale_value(torch.addcmul(reward, discount, restore(ahead, epsilon)), epsilon)
 
 
-def rescale(x: Tensor, epsilon: float) -> Tensor:
+def rescale_value(x: Tensor, epsilon: float) -> Tensor:
     """Return h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x, in x's shape."""
     return x.sign() * ((x.abs() + 1).sqrt() - 1) + epsilon * x
 
@@ -307,4 +307,4 @@ def restore(x: Tensor, epsilon: float) -> Tensor:
     return (wide.sign() * (((root - 1) / (2 * epsilon)).square() - 1)).to(x.dtype)
 
 
-FAMILY = Recurrent(R2d2Config, update, targets).family()
+FAMILY = Recurrent(R2d2Config, r2d2_update, targets).family()

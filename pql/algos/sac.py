@@ -12,15 +12,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.ddpg import (
+    CriticState,
     PolicyInputs,
     ValueInputs,
-    ValueState,
     critic_step,
     ensemble_value,
     loss_share,
     value_state,
 )
-from pql.algos.off_policy import ActorCritic, Tensors, Trainer, make_atoms, make_policy
+from pql.algos.off_policy import OffPolicy, Tensors, Trainer, make_atoms, make_deterministic_policy
 from pql.config import Config, SacConfig
 from pql.config.families import own
 from pql.engine.optim import AdamW
@@ -57,7 +57,7 @@ class SacPolicyState(State):
     reduce: str = "min"
 
 
-def value_update(state: ValueState, inputs: SacValueInputs, batch: Batch, gen: Generator) -> Metrics:
+def sac_value_update(state: CriticState, inputs: SacValueInputs, batch: Batch, gen: Generator) -> Metrics:
     """One critic step towards r + discount * (Q'(s', a') - alpha log pi(a'|s')), a' ~ pi. Mutates ``state`` only."""
     with torch.no_grad():
         mean, log_std = inputs.policy(batch.next_obs)
@@ -66,7 +66,7 @@ def value_update(state: ValueState, inputs: SacValueInputs, batch: Batch, gen: G
     return critic_step(state, batch, action, bonus)
 
 
-def policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
+def sac_policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
     """One step on alpha log pi - Q, then one on the temperature. Mutates ``state`` only."""
     share = loss_share(batch.mask, batch.weight)
     mean, log_std = state.policy.module(batch.obs)
@@ -93,7 +93,7 @@ def policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, 
 # -- wiring -----------------------------------------------------------------------------------------------------------
 
 
-def probe(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
+def probe_stochastic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     """A Gaussian policy's outputs, [2, A] each."""
     mean, log_std = network(obs)
     outputs = {
@@ -104,21 +104,21 @@ def probe(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     return [(call, output, list(action.shape)) for call, output in outputs.items()]
 
 
-def act(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
+def sampled_action(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
     """A draw from the policy, [N, A]."""
     mean, log_std = policy(obs)
     return squashed_gaussian(mean, log_std, gen)[0]
 
 
-def value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
+def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """The V-learner's side."""
     state, log_alpha = value_state(config, critic, device), torch.zeros(1, device=device)
     pulls: Tensors = {"policy": [Flat(policy).data], "temperature": [log_alpha]}
     owns: Tensors = {"critic": [state.critic.data]}
-    return Trainer(state, value_update, SacValueInputs(policy, log_alpha), pulls, owns)
+    return Trainer(state, sac_value_update, SacValueInputs(policy, log_alpha), pulls, owns)
 
 
-def policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
+def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
     """The P-learner's side."""
     algo = own(config, SacConfig)
     net, flat = algo.policy, Flat(policy, trained=True)
@@ -134,8 +134,8 @@ def policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int,
     )
     pulls: Tensors = {"critic": [Flat(critic).data]}
     owns: Tensors = {"policy": [flat.data], "temperature": [temperature.data]}
-    return Trainer(state, policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
+    return Trainer(state, sac_policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
 
 
-gaussian_policy = partial(make_policy, kind=GaussianPolicy, probe=probe)
-FAMILY = ActorCritic(SacConfig, gaussian_policy, act, value_trainer, policy_trainer).family()
+gaussian_policy = partial(make_deterministic_policy, kind=GaussianPolicy, probe=probe_stochastic)
+FAMILY = OffPolicy(SacConfig, gaussian_policy, sampled_action, sac_value_trainer, sac_policy_trainer).family()

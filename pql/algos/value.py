@@ -74,10 +74,10 @@ class ValueBased:
 
     def family(self) -> Family:
         """Return the entry for the algorithm registry."""
-        return Family(self.settings, counts, check_spec, partial(wire, self), self.network)
+        return Family(self.settings, value_counts, check_value_based, partial(wire_value_based, self), self.network)
 
 
-def counts(config: Config) -> Counts:
+def value_counts(config: Config) -> Counts:
     """The smallest tick with whole numbers of steps and updates.
 
     Raises:
@@ -113,7 +113,7 @@ def target_updates(config: Config, counts: Counts) -> int:
     )
 
 
-def check_spec(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_value_based(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
@@ -135,7 +135,7 @@ def check_acting(config: Config, spec: EnvSpec) -> None:
         groups_of(acting(config), spec, "critic")
 
 
-def wire(
+def wire_value_based(
     kind: ValueBased, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
 ) -> Wiring:
     """The replay, its collector and the V-learner."""
@@ -177,7 +177,7 @@ def value_role(
 
     def draw(count: int, gen: Generator) -> Iterator[Batch]:
         if ranked is None:  # no update changes what the next one draws: one gather for as many as is cheap
-            for some in shares(count, batch_bytes):
+            for some in update_shares(count, batch_bytes):
                 rows = ring.sample(cursor, some * algo.batch_size, algo.n_step, algo.gamma, gen)
                 yield from split(normalize(rows), some)
             return
@@ -193,7 +193,7 @@ def value_role(
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
 
 
-def shares(count: int, size: int) -> list[int]:
+def update_shares(count: int, size: int) -> list[int]:
     """Of ``count`` batches of ``size`` bytes: how many each gather is for.
 
     One gather for all saves calls; but a CPU's allocator gives larger memory back to the kernel each time, and mapping

@@ -92,7 +92,7 @@ def settings(name: str, words: Sequence[str]) -> list[str]:
     return out
 
 
-class Range:
+class ValueRange:
     """Smallest and largest finite number, and how many were not finite."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Range:
 def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
     """Step ``env`` with random actions -> rows of (what, what was found). Reads values back at every step."""
     checker, spec = Checker(env, seed), env.spec
-    ranges = {f"obs {k}": Range() for k in spec.obs} | {"reward": Range()}
+    ranges = {f"obs {k}": ValueRange() for k in spec.obs} | {"reward": ValueRange()}
     counts = dict.fromkeys(("rows", "terminated", "truncated", "lost", "fillers", "late"), 0)
     length, limit = torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device), spec.max_episode_steps
     for name, value in env.reset(seed).items():
@@ -153,7 +153,7 @@ def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
     ]
 
 
-def tally(step: Step, ranges: dict[str, Range], counts: dict[str, int]) -> None:
+def tally(step: Step, ranges: dict[str, ValueRange], counts: dict[str, int]) -> None:
     """Add one step's numbers."""
     for name, value in step.obs.items():
         ranges[f"obs {name}"].add(value)

@@ -121,7 +121,7 @@ def run_trial(plan: Plan, study: Any, trial: Any, runner: Runner) -> None:
         config = compose(words)
         for seed in plan.settings.seeds:
             first = plan.settings.prune != "none" and seed == plan.settings.seeds[0]
-            watch = Watch(trial, folder / f"seed{seed}", plan.settings.prune, config) if first else None
+            watch = TrialWatch(trial, folder / f"seed{seed}", plan.settings.prune, config) if first else None
             summary = run_seed(runner, folder / f"seed{seed}", [*words, f"seed={seed}"], watch)
             if summary is None:
                 if runner.asked:
@@ -161,7 +161,7 @@ def run_seed(
         if not all(math.isfinite(summary[k] if summary[k] is not None else math.nan) for k in OBJECTIVES):
             raise TrialFailedError("no finite return in its final evaluation")
         return summary
-    if runner.asked or (isinstance(watch, Watch) and watch.over and status == INTERRUPTED):
+    if runner.asked or (isinstance(watch, TrialWatch) and watch.over and status == INTERRUPTED):
         return None
     why = last_line(log) if status >= 0 else f"the stacks of its threads, if there are any, are in {log}"
     raise TrialFailedError(f"{how_ended(status)}: {why}")
@@ -172,7 +172,7 @@ def last_line(log: Path) -> str:
     return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
-class Watch:
+class TrialWatch:
     """Tells the trial of its run's evaluations as they come, and whether to go on.
 
     Attributes:

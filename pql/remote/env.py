@@ -21,7 +21,7 @@ from pql.engine import interrupt
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, RunError
 from pql.remote.assembler import StepAssembler
-from pql.remote.server import Server
+from pql.remote.server import ActorServer
 from pql.remote.slot_table import SlotTable, Taken
 from pql.remote.token import read_token
 from pql.types import Obs, Step
@@ -85,7 +85,7 @@ class Remote:
         self._evaluation = SlotTable(eval_envs) if eval_envs else None
         cert_file, key_file = (None if v is None else Path(v).expanduser() for v in (cert, key))
         secret = read_token("token_file", token_file)
-        self.server = Server(
+        self.server = ActorServer(
             listen,
             self.hall,
             self._evaluation,
@@ -177,7 +177,7 @@ class Together:
         whom: kind of actor, for messages.
     """
 
-    def __init__(self, hall: SlotTable, board: StepAssembler, server: Server, timeout: float, whom: str = "actor"):
+    def __init__(self, hall: SlotTable, board: StepAssembler, server: ActorServer, timeout: float, whom: str = "actor"):
         self.hall, self.board, self.server, self.timeout, self.whom = hall, board, server, timeout, whom
         self._told = -1.0  # ``empty_since`` at the last message about missing actors
         self._ending = False  # the run is ending: do not wait any more
@@ -230,7 +230,7 @@ class Together:
 class Beside:
     """Environments for evaluation: a synchronous ``VecEnv`` on the training server. Fields are [N, ...]."""
 
-    def __init__(self, hall: SlotTable, board: StepAssembler, server: Server, timeout: float):
+    def __init__(self, hall: SlotTable, board: StepAssembler, server: ActorServer, timeout: float):
         self.spec, self._together = board.spec, Together(hall, board, server, timeout, "actor with --role eval")
 
     def reset(self, seed: int | None = None) -> Obs:

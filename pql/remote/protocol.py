@@ -50,7 +50,7 @@ class Frame(NamedTuple):
     body: memoryview
 
 
-class Rows(NamedTuple):
+class WireRows(NamedTuple):
     """Answer of K environments: views of the message. An OBS message has observations alone."""
 
     obs: Arrays  # [K, ...] newest frames
@@ -234,24 +234,24 @@ class Layout:
     def _obs_parts(self, obs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.ascontiguousarray(obs[k], dtype) for k, (_, dtype) in self.obs.items()]
 
-    def read_obs(self, body: memoryview) -> Rows:
+    def read_obs(self, body: memoryview) -> WireRows:
         """Parse the body of an OBS message.
 
         Raises:
             WireError: wrong size.
         """
-        reader = Reader(body)
+        reader = FrameReader(body)
         obs = self._read_obs(reader, self.count)
         reader.end()
-        return Rows(obs)
+        return WireRows(obs)
 
-    def read_step(self, body: memoryview) -> Rows:
+    def read_step(self, body: memoryview) -> WireRows:
         """Parse the body of a STEP message.
 
         Raises:
             WireError: wrong size, unknown flags, or final observations of rows where no episode began.
         """
-        reader, n = Reader(body), self.count
+        reader, n = FrameReader(body), self.count
         reward = reader.array("<f4", (n,))
         log = reader.array("<f4", (self.terms, n))
         flags = reader.array("u1", (n,))
@@ -265,9 +265,9 @@ class Layout:
             raise WireError("final observations of other rows than those after which an episode begins")
         finals = self._read_obs(reader, count)
         reader.end()
-        return Rows(obs, reward, flags, log, begun, finals)
+        return WireRows(obs, reward, flags, log, begun, finals)
 
-    def _read_obs(self, reader: "Reader", rows: int) -> Arrays:
+    def _read_obs(self, reader: "FrameReader", rows: int) -> Arrays:
         return {k: reader.array(dtype, (rows, *shape)) for k, (shape, dtype) in self.obs.items()}
 
     def pack_action(self, run_id: int, seq: int, action: np.ndarray) -> bytes:
@@ -280,13 +280,13 @@ class Layout:
         Raises:
             WireError: wrong size.
         """
-        reader = Reader(body)
+        reader = FrameReader(body)
         action = reader.array(self.action_type, self.action_shape)
         reader.end()
         return action
 
 
-class Reader:
+class FrameReader:
     """Reads consecutive arrays from the body of a message, as views."""
 
     def __init__(self, body: memoryview):

@@ -43,7 +43,7 @@ class LateError(Exception):
     """An actor exceeded its time limit."""
 
 
-class Server:
+class ActorServer:
     """Server for remote actors; listens until closed.
 
     Args:

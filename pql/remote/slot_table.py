@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pql.remote.protocol import BYE, RESET, Layout, Rows, pack, pack_json
+from pql.remote.protocol import BYE, RESET, Layout, WireRows, pack, pack_json
 
 EMPTY, FLYING, READY, DUE = range(4)
 NOBODY = -1
@@ -42,7 +42,7 @@ class RemoteActor:
         self.number = NOBODY  # in order of admission
         self.seq = 0  # of the last request
         self.slots = np.zeros(0, dtype=np.int64)  # [K], ascending
-        self.rows: Rows | None = None  # the newest answer
+        self.rows: WireRows | None = None  # the newest answer
         self.action = np.zeros(layout.action_shape, layout.action_type)
         self.missing = 0  # rows of ``action`` still to be filled before it is sent
         self.reset_due = False  # drop its next answer and reset it
@@ -67,7 +67,7 @@ class RemoteActor:
 class Taken(NamedTuple):
     """Some rows of an actor's answer, and their slots."""
 
-    rows: Rows
+    rows: WireRows
     places: np.ndarray  # [k] indices into ``rows``
     slots: np.ndarray  # [k] slots
 
@@ -129,7 +129,7 @@ class SlotTable:
                 self._reset(peer)
             self.changed.notify_all()
 
-    def answered(self, peer: RemoteActor, rows: Rows) -> None:
+    def answered(self, peer: RemoteActor, rows: WireRows) -> None:
         """Store the answer of ``peer`` to its last request."""
         with self.changed:
             if peer.reset_due:

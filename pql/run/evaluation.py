@@ -193,7 +193,7 @@ def check_epsilon(epsilon: float, spec: EnvSpec) -> None:
 
 
 @dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """Result of a request: the counters at the request, the evaluated policy, the outcome."""
 
     counters: dict[str, float]
@@ -225,7 +225,7 @@ class Evaluator:
         make_ready(env)
         self.dropped = 0
         self.ended = 0  # episodes of the evaluation in hand, as far as has been looked
-        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[EvaluationReport] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
         self._idle, self._stop = threading.Event(), threading.Event()
         self._idle.set()
@@ -260,7 +260,7 @@ class Evaluator:
             except BaseException as error:
                 outcome = error
             # A copy: the next request may come before this report is read.
-            self.reports.put(Report(counters, clone_state(self.policy.state_dict()), outcome))
+            self.reports.put(EvaluationReport(counters, clone_state(self.policy.state_dict()), outcome))
             self._idle.set()
 
     @contextmanager

@@ -17,7 +17,7 @@ from pql.engine.watchdog import Watchdog, start_limit, step_limit, watching
 from pql.errors import ConfigError, PqlWarning, RunError, first_line
 from pql.run.build import build
 from pql.run.components import Parts
-from pql.run.evaluation import Evaluation, Evaluator, Report, StoppedError, check_epsilon, run_episodes
+from pql.run.evaluation import Evaluation, EvaluationReport, Evaluator, StoppedError, check_epsilon, run_episodes
 from pql.run.flight_recorder import dumping
 from pql.run.guard import FrozenPolicy, NonFiniteMonitor
 from pql.run.log import sinks as log
@@ -408,7 +408,7 @@ class Session:
         if self.evaluator and self._failed is None:
             self._failed = self.evaluator.hung()
 
-    def _record(self, report: Report) -> None:
+    def _record(self, report: EvaluationReport) -> None:
         result = report.outcome
         if isinstance(result, StoppedError):
             return
@@ -455,7 +455,7 @@ class Session:
                 outcome = run_episodes(
                     env, policy, seed, epsilon=epsilon, staggered=staggered(self.config), ended=ended.append
                 )
-        self._record(Report(self._now(), policy.state_dict(), outcome))
+        self._record(EvaluationReport(self._now(), policy.state_dict(), outcome))
 
     def _episodes(self) -> str:
         """How far the evaluator is."""

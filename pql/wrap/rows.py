@@ -14,7 +14,7 @@ from pql.errors import ConfigError
 from pql.types import Obs, Step, chosen
 
 
-class Row(NamedTuple):
+class WrappedRow(NamedTuple):
     """One step under same-step autoreset."""
 
     obs: Obs  # [N, ...]; observation to act on next
@@ -34,7 +34,7 @@ def ends(step: Step, before: Obs) -> tuple[Tensor, Tensor, Obs]:
         before: [N, ...]; the observations before the step.
 
     Returns:
-        (time_out, lost, final_obs) as in :class:`Row`.
+        (time_out, lost, final_obs) as in :class:`WrappedRow`.
     """
     restart = step.first & step.valid & ~(step.terminated | step.truncated)
     time_out = step.truncated | restart
@@ -66,7 +66,7 @@ class SameStep:
         self.obs = self.env.reset(seed)
         return self.obs
 
-    def step(self, action: Tensor) -> Row:
+    def step(self, action: Tensor) -> WrappedRow:
         """See ``VecEnv.step``; ``action`` [N, A] is clamped to [-1, 1]."""
         step = self.env.step(clamped(self.env, action))
         time_out, lost, final = ends(step, self.obs)
@@ -75,7 +75,7 @@ class SameStep:
         if self._next:
             obs = self.env.reset_where(step.terminated | step.truncated)  # type: ignore[attr-defined]
         self.obs = obs
-        return Row(obs, step.reward, done, time_out, final, lost, step.log)
+        return WrappedRow(obs, step.reward, done, time_out, final, lost, step.log)
 
 
 def clamped(env: VecEnv, action: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class EndedError(Exception):
     """The stream ended; the actor may reconnect. The message holds the reason."""
 
 
-class Actor:
+class ActorClient:
     """Actor that steps ``sim`` for the learner at ``address`` until the learner ends the run.
 
     Args:

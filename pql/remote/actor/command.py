@@ -14,7 +14,7 @@ from pql.errors import ConfigError
 from pql.remote.token import CERTIFICATE, read_file, read_token
 
 if TYPE_CHECKING:
-    from pql.remote.actor.client import Actor
+    from pql.remote.actor.client import ActorClient
 
 
 class StopError(Exception):
@@ -88,14 +88,14 @@ def setup_of(args: argparse.Namespace) -> Setup:
 
 def make_actor(
     setup: Setup, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
-) -> "Actor":
+) -> "ActorClient":
     """Build the simulator and its actor. ``tell`` and ``leave`` are the actor's.
 
     Raises:
         ConfigError: no such simulator, or packages are missing.
     """
     try:
-        from pql.remote.actor.client import Actor
+        from pql.remote.actor.client import ActorClient
     except ModuleNotFoundError as error:
         raise ConfigError(
             "command", "actor", f"packages that are installed: pip install grpcio numpy ({error})"
@@ -103,7 +103,7 @@ def make_actor(
     from pql.remote.actor.sims import make_sim
 
     sim = make_sim(setup.task, setup.num_envs, setup.kwargs)
-    return Actor(setup.connect, sim, setup.role, setup.token, setup.ca, setup.patience, tell, leave)
+    return ActorClient(setup.connect, sim, setup.role, setup.token, setup.ca, setup.patience, tell, leave)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pql.errors import ConfigError
 from pql.remote.actor.command import Setup
-from pql.remote.fleet.host import Host
+from pql.remote.fleet.host import FleetHost
 from pql.remote.fleet.supervisor import LOST, Ending, Look
 from pql.remote.protocol import LOOPBACK
 
@@ -124,7 +124,7 @@ class RayCluster:
         self.ray.shutdown()
 
 
-class Located(Host):
+class Located(FleetHost):
     """Host that reports its machine."""
 
     def where(self) -> str:

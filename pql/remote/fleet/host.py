@@ -9,15 +9,15 @@ from pql.remote.actor.command import Setup, make_actor
 from pql.remote.fleet.supervisor import FAILED, OVER, REFUSED, STOPPED, Ending, Look
 
 if TYPE_CHECKING:
-    from pql.remote.actor.client import Actor
+    from pql.remote.actor.client import ActorClient
 
 
-class Host:
+class FleetHost:
     """Host of one actor. ``run`` occupies a thread until the actor ends; other threads call the other methods."""
 
     def __init__(self, setup: Setup):
         self.setup, self._leave, self._said = setup, threading.Event(), ""
-        self.actor: Actor | None = None
+        self.actor: ActorClient | None = None
 
     def run(self) -> Ending:
         """Run the actor until the learner, or ``leave``, ends it.

@@ -129,7 +129,7 @@ class Program:
                 raise ValueError(f"an input of the kind {kind!s:.20}")
         if any(spec.keys() != {"user_output"} for spec in module["signature"]["output_specs"]):
             raise ValueError("an output that is no tensor of its own")
-        self.graph = Graph(module["graph"], device)
+        self.graph = ProgramGraph(module["graph"], device)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         return self.graph.run({**self._fixed, **dict(zip(self._free, inputs, strict=True))})
@@ -149,7 +149,7 @@ class Program:
         shown = [torch.empty(rows, *i["shape"][1:], dtype=getattr(torch, i["dtype"]), device="meta") for i in inputs]
         fixed = {name: value.to("meta") for name, value in self._fixed.items()}
         given = dict(zip(self._free, shown, strict=True))
-        found = Graph(self.graph.data, torch.device("meta")).run({**fixed, **given}, meter)
+        found = ProgramGraph(self.graph.data, torch.device("meta")).run({**fixed, **given}, meter)
         for tensor, told in zip(found, outputs, strict=True):
             if [*tensor.shape] != [rows, *told["shape"][1:]] or tensor.dtype != getattr(torch, told["dtype"]):
                 raise ValueError(f"{told['name']} is {list(tensor.shape)}, not as its metadata say")
@@ -179,7 +179,7 @@ class Meter:
                     raise ValueError(f"more elements than its size justifies, at a tensor of {math.prod(one.shape):,}")
 
 
-class Graph:
+class ProgramGraph:
     """Operators in order: names are looked up once, arguments at every run."""
 
     def __init__(self, data: Mapping[str, Any], device: torch.device):
@@ -191,8 +191,10 @@ class Graph:
         self.steps = [(find(node["target"]), node["inputs"], node["outputs"]) for node in data["nodes"]]
         self.inner = {id(node): self._graphs(node) for node in data["nodes"]}
 
-    def _graphs(self, node: Mapping[str, Any]) -> "list[Graph]":
-        return [Graph(i["arg"]["as_graph"]["graph"], self.device) for i in node["inputs"] if "as_graph" in i["arg"]]
+    def _graphs(self, node: Mapping[str, Any]) -> "list[ProgramGraph]":
+        return [
+            ProgramGraph(i["arg"]["as_graph"]["graph"], self.device) for i in node["inputs"] if "as_graph" in i["arg"]
+        ]
 
     def run(self, values: dict[str, Any], meter: Meter | None = None) -> list[Tensor]:
         """The outputs. Raises ``ValueError`` where ``meter`` does."""
@@ -215,7 +217,7 @@ class Graph:
         return [values[name] for name in self.outputs]
 
     def _autocast(
-        self, inner: "Graph", inputs: Sequence[Any], values: dict[str, Any], meter: Meter | None
+        self, inner: "ProgramGraph", inputs: Sequence[Any], values: dict[str, Any], meter: Meter | None
     ) -> list[Tensor]:
         """Part of a graph in, or out of, mixed precision: (device, type, on, cached, graph, *arguments)."""
         args = [None if "as_graph" in i["arg"] else self._value(i["arg"], values) for i in inputs]

@@ -43,7 +43,7 @@ def budget_words(budget: BudgetConfig) -> str:
     return " or ".join(text.format(value) for value, text in bounds if value is not None)
 
 
-class Progress:
+class RunProgress:
     """How far a run is: all that a face of it may show.
 
     Attributes:
@@ -130,7 +130,7 @@ class Console:
     """
 
     def __init__(self, title: str, budget: Row, console: Any = None, clock: Callable[[], float] = time.monotonic):
-        self.progress = Progress(title, budget, clock)
+        self.progress = RunProgress(title, budget, clock)
         self.face = make_face(self.progress, console)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pql-console", daemon=True)
@@ -181,7 +181,7 @@ def _unheard() -> Iterator[None]:
         yield
 
 
-def make_face(progress: Progress, console: Any = None) -> Face:
+def make_face(progress: RunProgress, console: Any = None) -> Face:
     """Return the display that suits the output stream."""
     if console is None and (display := notebook_display()) is not None:
         return Notebook(progress, display)
@@ -210,7 +210,7 @@ COLUMNS = (
 class Lines:
     """A table for pipes and files: a line every few seconds, none wider than ``WIDTH``, its header now and again."""
 
-    def __init__(self, progress: Progress, console: Any):
+    def __init__(self, progress: RunProgress, console: Any):
         self.progress, self.console = progress, console
         self.rows, self.last = 0, progress.clock()
         self.lock = threading.Lock()
@@ -249,7 +249,7 @@ class Lines:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def cells(progress: Progress) -> list[str]:
+def cells(progress: RunProgress) -> list[str]:
     """The newest row's values under ``COLUMNS``; empty where there is none."""
     row, left = progress.row, progress.left()
     busy = {k.removeprefix("busy/"): v for k, v in row.items() if k.startswith("busy/")}
@@ -297,7 +297,7 @@ def score(value: float) -> str:
 class Panel:
     """A live panel: a bar with the share of the budget, and what a person wants to see of a run."""
 
-    def __init__(self, progress: Progress, console: Any):
+    def __init__(self, progress: RunProgress, console: Any):
         from rich.live import Live
 
         self.progress, self.console = progress, console
@@ -380,7 +380,7 @@ def notebook_display() -> Callable[..., Any] | None:
 class Notebook:
     """One line below the cell, which is updated in place."""
 
-    def __init__(self, progress: Progress, display: Callable[..., Any]):
+    def __init__(self, progress: RunProgress, display: Callable[..., Any]):
         self.progress, self.display = progress, display
         self.handle: Any = None
         self.lock = threading.Lock()

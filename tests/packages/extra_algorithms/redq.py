@@ -10,15 +10,15 @@ import torch
 from torch import Generator, nn
 
 from pql.algos.ddpg import (
+    CriticState,
     ValueInputs,
-    ValueState,
-    act,
+    ddpg_policy_trainer,
+    ddpg_value_trainer,
+    deterministic_action,
     deterministic_policy,
     loss_share,
-    policy_trainer,
-    value_trainer,
 )
-from pql.algos.off_policy import ActorCritic, Trainer
+from pql.algos.off_policy import OffPolicy, Trainer
 from pql.config import Config, DdpgConfig
 from pql.config.families import own
 from pql.config.fields import setting
@@ -41,7 +41,7 @@ class RedqConfig(DdpgConfig):
             raise ConfigError("algo.subset", self.subset, f"at most algo.critic.ensemble={self.critic.ensemble}")
 
 
-def value_update(state: ValueState, inputs: ValueInputs, batch: Batch, gen: Generator, subset: int) -> Metrics:
+def value_update(state: CriticState, inputs: ValueInputs, batch: Batch, gen: Generator, subset: int) -> Metrics:
     """One step of every critic towards r + discount * min over ``subset`` of Q'(s', pi(s'))."""
     share = loss_share(batch.mask, batch.weight)
     with torch.no_grad():
@@ -59,9 +59,9 @@ def value_update(state: ValueState, inputs: ValueInputs, batch: Batch, gen: Gene
 
 def trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """The V-learner's side: DDPG's, with another update."""
-    made = value_trainer(config, critic, policy, device)
+    made = ddpg_value_trainer(config, critic, policy, device)
     made.update = partial(value_update, subset=own(config, RedqConfig).subset)
     return made
 
 
-FAMILY = ActorCritic(RedqConfig, deterministic_policy, act, trainer, policy_trainer).family()
+FAMILY = OffPolicy(RedqConfig, deterministic_policy, deterministic_action, trainer, ddpg_policy_trainer).family()

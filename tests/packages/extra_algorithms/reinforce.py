@@ -11,7 +11,7 @@ import torch
 from torch import Generator
 
 from pql.algos.on_policy import OnPolicy
-from pql.algos.ppo import PpoState, begin_tick, make_state
+from pql.algos.ppo import PpoState, begin_ppo_tick, make_state
 from pql.config import Config
 from pql.config.algorithms import StochasticConfig
 from pql.config.fields import setting
@@ -33,7 +33,7 @@ class ReinforceConfig(StochasticConfig):
 
 def draw(state: PpoState, settings: ReinforceConfig, segment: Segment, gen: Generator) -> Iterator[dict[str, Any]]:
     """One batch: the rollout's rows, [T, N], with their returns."""
-    begin_tick(state, settings, segment)
+    begin_ppo_tick(state, settings, segment)
     rows = segment.mask.shape[0]
     with torch.no_grad():
         values = state.net.values(segment.obs)  # [T + 1 + K + 1, N]
