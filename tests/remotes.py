@@ -10,7 +10,7 @@ import numpy as np
 from pql.remote import protocol as wire
 from pql.remote.actor.client import ActorClient
 from pql.remote.env import Remote
-from pql.remote.process.far_build import describe
+from pql.remote.process.far_build import describe_simulator
 
 
 def quiet(line):
@@ -97,7 +97,7 @@ class Raw:
         return wire.unpack(next(self.stream))
 
     def hello(self, sim, run_id=1, **more):
-        self.say(wire.pack_json(wire.HELLO, run_id, 0, {"spec": describe(sim.spec), "role": "train"} | more))
+        self.say(wire.pack_json(wire.HELLO, run_id, 0, {"spec": describe_simulator(sim.spec), "role": "train"} | more))
 
     def refusal(self):
         """(status, why) that the stream ends with."""

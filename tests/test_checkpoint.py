@@ -19,7 +19,7 @@ from pql.run.store.checkpoint import (
     CorruptCheckpointError,
     flatten,
     load,
-    newest,
+    newest_checkpoint,
     recover,
     rotate,
     save,
@@ -144,7 +144,7 @@ def test_a_crash_while_adding_leaves_the_points_before(tmp_path, monkeypatch, st
         crash_at(patch, stage)
         with pytest.raises(Crash):
             save(tmp_path / "tick-2", tree(2.0), {})
-    assert newest(tmp_path)[2].name == "tick-1"
+    assert newest_checkpoint(tmp_path)[2].name == "tick-1"
     rotate(tmp_path, keep=2)
     assert [p.name for p in tmp_path.iterdir()] == ["tick-1"]
 
@@ -202,13 +202,13 @@ DAMAGE = {
 def test_damage_is_seen_and_the_point_before_is_used(tmp_path, damage):
     for i in (1, 2):
         save(tmp_path / f"tick-{i}", tree(float(i)), {"ticks": i})
-    assert newest(tmp_path)[1]["ticks"] == 2
+    assert newest_checkpoint(tmp_path)[1]["ticks"] == 2
     damage(tmp_path / "tick-2")
     with pytest.raises(CorruptCheckpointError) as error:
         load(tmp_path / "tick-2")
     assert f"checkpoint={tmp_path / 'tick-2'}: expected a" in str(error.value)
     with pytest.warns(PqlWarning, match="tick-2.*trying the one before"):
-        tensors, manifest, path = newest(tmp_path)
+        tensors, manifest, path = newest_checkpoint(tmp_path)
     assert (manifest["ticks"], path.name, tensors["a/w"][0, 0].item()) == (1, "tick-1", 1.0)
 
 
@@ -235,9 +235,9 @@ def test_none_intact_says_so(tmp_path):
     save(tmp_path / "checkpoints" / "tick-1", tree(1.0), {})
     truncate(tmp_path / "checkpoints" / "tick-1")
     with pytest.warns(PqlWarning), pytest.raises(ConfigError, match=r"run=.*a resume point: none is intact"):
-        newest(tmp_path / "checkpoints")
+        newest_checkpoint(tmp_path / "checkpoints")
     with pytest.raises(ConfigError, match=r"there is none \(checkpoint.replay=false keeps none\)"):
-        newest(tmp_path / "elsewhere")
+        newest_checkpoint(tmp_path / "elsewhere")
 
 
 def test_a_damaged_newest_point_does_not_outlive_the_good_ones(tmp_path):

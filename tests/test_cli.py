@@ -498,7 +498,7 @@ def test_a_signal_saves_and_exits_130(start, tmp_path, number):
     assert "pql: stopping after this tick and saving; Ctrl-C again to leave at once" in err
     assert "Traceback" not in err
     assert "interrupted, saved: not evaluated" in out
-    _, facts, _ = checkpoint.newest(run_dir / "checkpoints")
+    _, facts, _ = checkpoint.newest_checkpoint(run_dir / "checkpoints")
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["env_steps"] == facts["counters"]["steps"] * 16 >= 20 * 16
     assert summary["return_mean"] is None

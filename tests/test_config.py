@@ -13,7 +13,7 @@ from pql.config.layers import GROUPS, Presets
 from pql.config.validate import resolve_device, validate
 from pql.errors import ConfigError, PqlWarning, nearest
 from pql.run.resume import resume_config
-from pql.run.store.run_dir import create
+from pql.run.store.run_dir import create_run_dir
 
 
 def refusal(*overrides: str) -> str:
@@ -376,7 +376,7 @@ def test_auto_is_the_gpu_where_there_is_one(monkeypatch):
 
 def test_a_resumed_config_is_the_saved_one_with_another_budget(tmp_path):
     config = compose(words(tmp_path, "seed=9"))
-    create(tmp_path, config, [])
+    create_run_dir(tmp_path, config, [])
     resumed = resume_config(tmp_path, ["budget.env_steps=999", "logger=tensorboard", "checkpoint.keep=5"])
     assert resumed.budget.env_steps == 999
     assert (resumed.logger.kind, resumed.checkpoint.keep, resumed.seed) == ("tensorboard", 5, 9)
@@ -397,14 +397,14 @@ def test_a_resumed_config_is_the_saved_one_with_another_budget(tmp_path):
     ],
 )
 def test_what_a_resumed_run_may_not_change(tmp_path, word, message):
-    create(tmp_path, compose(words(tmp_path)), [])
+    create_run_dir(tmp_path, compose(words(tmp_path)), [])
     with pytest.raises(ConfigError) as error:
         resume_config(tmp_path, [word])
     assert message in str(error.value)
 
 
 def test_a_resumed_run_uploads_where_that_is_typed_or_trusted(tmp_path):
-    create(tmp_path, compose(words(tmp_path, "logger=wandb", "logger.mode=online", "logger.project=x")), [])
+    create_run_dir(tmp_path, compose(words(tmp_path, "logger=wandb", "logger.mode=online", "logger.project=x")), [])
     with pytest.warns(PqlWarning, match="wandb stays offline: .* logger.mode=online says so"):
         logger = resume_config(tmp_path, []).logger
     assert (logger.kind, logger.mode, logger.project) == ("wandb", "offline", "x")

@@ -359,16 +359,16 @@ def test_policies_that_read_images_export(tmp_path):
     both = {"hidden": [8], "obs": ["policy", "image"]}
     config = small_config(task={"name": "seek"}, algo={"encoder": {"channels": [4], "features": 6}, "policy": both})
     from pql.config import to_dict
-    from pql.run.export.writer import describe, write
+    from pql.run.export.writer import export_metadata, write_export
     from pql.run.policy import fresh_policy
 
     policy = fresh_policy(config, Seek(1, CPU).spec, CPU)
-    metadata = describe(policy, {"config": to_dict(config)}, Path("a/b/c"), scale=True)
+    metadata = export_metadata(policy, {"config": to_dict(config)}, Path("a/b/c"), scale=True)
     assert [(i["name"], i["shape"], i["dtype"]) for i in metadata["inputs"]] == [
         ("obs.policy", ["batch", 1], "float32"),
         ("obs.image", ["batch", 1, SIDE, SIDE], "uint8"),
     ]
-    out = write(policy, metadata, tmp_path, ("onnx",))
+    out = write_export(policy, metadata, tmp_path, ("onnx",))
     obs = Seek(5, CPU).reset(0)
     for file in out.files.values():
         torch.testing.assert_close(pql.load_policy(file)(obs), policy(obs), atol=1e-5, rtol=0)

@@ -24,7 +24,7 @@ from pql.data.normalize import Normalizer
 from pql.errors import ConfigError, RunError
 from pql.run.evaluation import evaluate_saved
 from pql.run.export import writer as export
-from pql.run.export.writer import Deployed, difference, export_policy, random_inputs, unit_map, write
+from pql.run.export.writer import Deployed, difference, export_policy, random_inputs, unit_map, write_export
 from pql.run.policy import Policy, open_stored
 
 ort = pytest.importorskip("onnxruntime")
@@ -167,7 +167,8 @@ def test_files_and_folder_tell_the_same_metadata(run: Path) -> None:
 
 def test_an_export_goes_into_the_model_that_its_policy_was_trained_on(remembering: Policy, tmp_path: Path) -> None:
     manifest = {"config": to_dict(compose(["device=cpu", "task=hopper", "task.model=fast"]))}
-    write(remembering, export.describe(remembering, manifest, Path("a/b/c"), scale=True), tmp_path, ("pt2",))
+    metadata = export.export_metadata(remembering, manifest, Path("a/b/c"), scale=True)
+    write_export(remembering, metadata, tmp_path, ("pt2",))
     assert open_stored(tmp_path / "policy.pt2").config.task.model == "fast"
 
 
@@ -216,11 +217,11 @@ def remembering() -> Policy:
 
 
 def metadata_of(policy: Policy) -> dict:
-    return export.describe(policy, {"config": to_dict(Config())}, Path("a/b/c"), scale=True)
+    return export.export_metadata(policy, {"config": to_dict(Config())}, Path("a/b/c"), scale=True)
 
 
 def test_recurrent_policy_carries_its_state_from_step_to_step(remembering: Policy, tmp_path: Path) -> None:
-    write(remembering, metadata_of(remembering), tmp_path, ("pt2", "onnx"))
+    write_export(remembering, metadata_of(remembering), tmp_path, ("pt2", "onnx"))
     gen = torch.Generator().manual_seed(3)
     loaded = [pql.load_policy(tmp_path / f"policy.{f}") for f in ("pt2", "onnx")]
     states = [p.initial_state(6) for p in (remembering, *loaded)]
@@ -248,7 +249,7 @@ def test_recurrent_policy_carries_its_state_from_step_to_step(remembering: Polic
 
 def test_loaded_policies_remember_from_call_to_call_and_forget_on_demand(remembering: Policy, tmp_path: Path) -> None:
     remembering.net.gain = 1.0
-    write(remembering, metadata_of(remembering), tmp_path, ("onnx",))
+    write_export(remembering, metadata_of(remembering), tmp_path, ("onnx",))
     gen = torch.Generator().manual_seed(3)
     obs = {
         "policy": torch.rand(2, 4, generator=gen) * 9 + 5,
@@ -287,7 +288,7 @@ def test_discrete_actions_leave_as_whole_numbers(tmp_path: Path) -> None:
     metadata = metadata_of(policy)
     assert metadata["action"] == {"kind": "discrete", "size": 3, "scaled": False}
     assert metadata["outputs"] == [{"name": "action", "shape": ["batch"], "dtype": "int64"}]
-    write(policy, metadata, tmp_path, ("pt2", "onnx"))
+    write_export(policy, metadata, tmp_path, ("pt2", "onnx"))
     x = torch.randn(50, 2) * 3
     want = policy(x)
     assert {*want.tolist()} == {0, 1, 2}
@@ -297,16 +298,16 @@ def test_discrete_actions_leave_as_whole_numbers(tmp_path: Path) -> None:
         assert torch.equal(loaded(x), want)
     policy.net.shift = 1
     with pytest.raises(RunError, match=r"differs from the live policy by [12] on"):
-        write(policy, metadata, tmp_path, ("onnx",))
+        write_export(policy, metadata, tmp_path, ("onnx",))
 
 
 def test_an_export_that_differs_is_refused_and_the_one_before_it_stays(remembering: Policy, tmp_path: Path) -> None:
-    write(remembering, metadata_of(remembering), tmp_path, ("pt2",))
+    write_export(remembering, metadata_of(remembering), tmp_path, ("pt2",))
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
     assert sorted(before) == ["policy.json", "policy.pt2"]
     remembering.net.off = 3e-5
     with pytest.raises(RunError, match=r"the exported pt2 differs .* by 3\.\d+e-05 on 1,000 random .*1e-05 allowed"):
-        write(remembering, metadata_of(remembering), tmp_path, ("pt2",))
+        write_export(remembering, metadata_of(remembering), tmp_path, ("pt2",))
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
 
 

@@ -32,7 +32,7 @@ from pql.errors import ConfigError
 from pql.reports import runs, tell
 from pql.run.resume import resume_config
 from pql.run.store import checkpoint
-from pql.run.store.run_dir import amend
+from pql.run.store.run_dir import amend_config
 
 SECONDS = 10.0  # on a busy machine; by itself each takes well below 2
 
@@ -260,7 +260,7 @@ def test_a_link_to_elsewhere_is_not_written_through(run: Path, tmp_path: Path, c
 def test_with_trust_too_what_is_written_aside_follows_no_link(run: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "precious").write_text("kept")
     (run / name).symlink_to(tmp_path / "precious")
-    amend(run, compose(words(run)), [])
+    amend_config(run, compose(words(run)), [])
     assert (tmp_path / "precious").read_text() == "kept"
 
 

@@ -22,7 +22,7 @@ import pql
 from pql.cli.main import main
 from pql.errors import ConfigError
 from pql.run.export.files import KNOWN, check_onnx, read_members
-from pql.run.export.program import OPERATORS, UnknownOperatorError, find, takes_device
+from pql.run.export.program import OPERATORS, UnknownOperatorError, find_operator, takes_device
 
 SECONDS = 20.0  # on a busy machine, torch's first look at shapes included
 OBS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
@@ -247,7 +247,7 @@ def test_the_list_holds_operators_that_torch_has_and_none_that_takes_a_name_of_a
         for overload in packet.overloads():
             arguments = {a.name for a in getattr(packet, overload)._schema.arguments}
             assert not arguments & {"filename", "shared", "storage"}, name
-    assert find("torch.ops.aten.relu_.default") is torch.ops.aten.relu_.default
+    assert find_operator("torch.ops.aten.relu_.default") is torch.ops.aten.relu_.default
 
 
 def test_text_that_torch_evaluates_is_only_text_here(good: Path, tmp_path: Path, mark: Path) -> None:
@@ -424,7 +424,7 @@ def test_what_makes_a_tensor_of_nothing_takes_a_device() -> None:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             try:
-                function = find(f"torch.ops.aten.{name}.{overload}")
+                function = find_operator(f"torch.ops.aten.{name}.{overload}")
             except UnknownOperatorError:
                 continue
             of = [str(argument.type) for argument in function._schema.arguments]

@@ -14,7 +14,7 @@ from run_files import rows
 import pql
 from pql.cli.main import main
 from pql.config import leaves
-from pql.run.store.run_dir import settings
+from pql.run.store.run_dir import run_settings
 
 RUNS = Path(__file__).parent / "old_runs"
 ACTIONS = json.loads((RUNS / "actions.json").read_text())
@@ -61,6 +61,6 @@ def test_old_settings_are_migrated(tmp_path):
     """Those of a family move up into ``algo``; those of other families, which it never read, are dropped."""
     from pql.config import from_dict
 
-    algo = {k: v for k, v in leaves(from_dict(settings(RUNS / "ppo"))) if k.startswith("algo.")}
+    algo = {k: v for k, v in leaves(from_dict(run_settings(RUNS / "ppo"))) if k.startswith("algo.")}
     assert (algo["algo.family"], algo["algo.horizon"], algo["algo.vtrace.enabled"]) == ("ppo", 8, True)
     assert not any(k.startswith(("algo.ppo.", "algo.dqn.", "algo.explore.")) for k in algo)

@@ -12,7 +12,7 @@ from ppo_runs import config_of
 from torch import Tensor
 
 from pql.algos import ppo, pqn
-from pql.data.normalize import Moments, Normalizer, pack, pooled
+from pql.data.normalize import Moments, Normalizer, pack_moments, pooled
 from pql.engine.collectives import ALONE, Group, Order, PeerError
 from pql.engine.executors import Inline
 from pql.engine.world import World, world
@@ -414,7 +414,7 @@ def test_pooled_moments_are_those_of_all_samples():
         moments = Moments((2, 3), torch.device("cpu"))
         if len(piece):
             moments.update(piece)
-        parts.append(pack(moments.count, moments.mean, moments.m2))
+        parts.append(pack_moments(moments.count, moments.mean, moments.m2))
     count, mean, squares = pooled(torch.stack(parts), (2, 3))
     assert count == 40
     torch.testing.assert_close(mean, x.mean(0), rtol=1e-12, atol=0)

@@ -24,7 +24,7 @@ from pql.config.compose import compose
 from pql.config.groups import TrainedNetConfig
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
-from pql.data.rollout import PolicyOutput, Progress, Rollout, final_rows
+from pql.data.rollout import PolicyOutput, Progress, Rollout, rollout_final_rows
 from pql.engine.executors import Inline
 from pql.engine.optim import AdamW
 from pql.errors import ConfigError
@@ -88,7 +88,7 @@ def test_returns_are_the_papers_mixture(next_step, limit, lam):
     horizon, n, rng = 11, 40, random.Random(f"{next_step}{limit}{lam}")
     spec = EnvSpec("made up", n, SPECS, Discrete(2), CPU, max_episode_steps=limit)
     rollout = Rollout(spec, Normalizer(SPECS, n, CPU, False, reward_scale=0.5), horizon, 2, CPU)
-    kept, seen = final_rows(horizon, limit), {"masked": 0, "final": 0, "terminated": 0, "plain": 0}
+    kept, seen = rollout_final_rows(horizon, limit), {"masked": 0, "final": 0, "terminated": 0, "plain": 0}
     sims = [Column(i, next_step) for i in range(n)]
     state = SimpleNamespace(net=Table())
     for _ in range(2):  # the second segment starts in the middle of episodes

@@ -19,7 +19,7 @@ from run_files import points, words
 
 import pql
 from pql.cli.main import main
-from pql.collect.env_slice import named
+from pql.collect.env_slice import named_step
 from pql.config.compose import compose
 from pql.contract.conformance import check_env
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
@@ -192,7 +192,7 @@ def test_a_tensor_simulator_gives_the_same_bits_in_another_process():
         assert report.ok, report
         for action in torch.zeros(30, 5, 2):
             ours, theirs = here.step(action), there.step(action)
-            assert differences(named(ours), named(theirs)) == []
+            assert differences(named_step(ours), named_step(theirs)) == []
         assert differences(checkpoint.flatten(here.state_dict()), checkpoint.flatten(there.state_dict())) == []
     finally:
         there.close()
@@ -214,7 +214,7 @@ def test_arrays_on_the_device_give_the_same_bits_and_are_waited_for(monkeypatch,
         assert torch.equal(here.reset(3)["policy"], there.reset(3)["policy"])
         for action in torch.zeros(30, 5, 2):
             ours, theirs = here.step(action), there.step(action)
-            assert differences(named(ours), named(theirs)) == []
+            assert differences(named_step(ours), named_step(theirs)) == []
         assert len(far_device.WAITED) == (31 if attach else 0)  # the reset's observation read, 30 actions written
     finally:
         there.close()
@@ -561,11 +561,11 @@ def test_settings_that_cannot_be(change, message):
 def test_trees_of_arrays_and_numbers_survive():
     tree = {"a": [torch.arange(3), 2.5, None, True], "b": {"c": torch.zeros(2, 0), "d": "x", "e": torch.tensor(7)}}
     for as_tensors in (True, False):
-        found = far.unpack(*far.pack(tree), as_tensors)
+        found = far.unpack_tree(*far.pack_tree(tree), as_tensors)
         assert found["a"][0].tolist() == [0, 1, 2]
         assert found["a"][1:] == tree["a"][1:]
         assert found["b"]["c"].shape == (2, 0)
         assert found["b"]["d"] == "x"
         assert (found["b"]["e"].shape, int(found["b"]["e"])) == ((), 7)
     with pytest.raises(TypeError, match="a Random cannot be saved"):
-        far.pack({"gen": random.Random()})
+        far.pack_tree({"gen": random.Random()})

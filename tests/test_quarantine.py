@@ -393,7 +393,7 @@ def broken_off(run_dir, at, *more):
     with pytest.raises(RunError, match=r"no environment gives finite .*; what led to it: ") as error:
         resume(run_dir, "budget.env_steps=1000000")
     assert {p: (p / "tensors.safetensors").read_bytes() for p in points(run_dir)} == before
-    (tensors, _, _) = checkpoint.newest(run_dir / "checkpoints")
+    (tensors, _, _) = checkpoint.newest_checkpoint(run_dir / "checkpoints")
     assert all(v.isfinite().all() for v in tensors.values())
     (dump,) = (run_dir / "dumps").iterdir()
     assert str(dump) in str(error.value)

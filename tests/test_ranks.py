@@ -202,7 +202,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(both: Pair, tmp_pat
     got = both(resume, str(parts), f"budget.env_steps={steps[1]}")
     for rank in (0, 1):
         assert differences(want[rank]["weights"], got[rank]["weights"]) == []
-        a, b = (checkpoint.newest(checkpoint.of_rank(p / "checkpoints", rank))[0] for p in (whole, parts))
+        a, b = (checkpoint.newest_checkpoint(checkpoint.of_rank(p / "checkpoints", rank))[0] for p in (whole, parts))
         assert "collector/gen" in a
         assert differences(a, b) == []
 

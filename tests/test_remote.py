@@ -27,7 +27,7 @@ from pql.remote.actor.client import ActorClient
 from pql.remote.actor.command import keywords
 from pql.remote.actor.sims import make_sim
 from pql.remote.env import Remote
-from pql.remote.process.far_build import describe
+from pql.remote.process.far_build import describe_simulator
 from pql.remote.server import check_safe
 from pql.run.build import build
 from pql.run.evaluation import run_episodes
@@ -47,13 +47,14 @@ def address(tmp_path):
 
 def frames_of(sim, steps=9):
     """A simulator's packed messages, and what was packed."""
-    layout = wire.Layout(wire.check_facts(describe(sim.spec)))
+    layout = wire.Layout(wire.check_facts(describe_simulator(sim.spec)))
     stacks = {k: s.stack for k, s in sim.spec.obs.items()}
-    first = wire.newest(sim.reset(1), stacks)
+    first = wire.newest_frames(sim.reset(1), stacks)
     yield layout, layout.pack_obs(7, 1, first), first
     for seq in range(2, steps):
         step = sim.step(np.zeros(layout.action_shape, layout.action_type))
-        step = step._replace(obs=wire.newest(step.obs, stacks), final_obs=wire.newest(step.final_obs, stacks))
+        obs, final = (wire.newest_frames(frames, stacks) for frames in (step.obs, step.final_obs))
+        step = step._replace(obs=obs, final_obs=final)
         yield layout, layout.pack_step(7, seq, step), step
 
 
@@ -116,12 +117,12 @@ def test_frames_that_are_wrong_are_refused_in_words():
     for spec in (["name"], "name num_envs", 5, {}):
         with pytest.raises(wire.WireError, match="specification"):
             wire.check_facts(spec)
-    facts = describe(make_sim("counter", 5, {}).spec)
+    facts = describe_simulator(make_sim("counter", 5, {}).spec)
     wire.check_facts(facts)
     with pytest.raises(wire.WireError, match="action is missing or wrong"):  # no float holds it
         wire.check_facts(facts | {"action": {"size": 1, "low": [-(10**400)], "high": [1]}})
     with pytest.raises(wire.WireError, match="at most"):
-        wire.Layout(describe(make_sim("counter", 5, {}).spec) | {"num_envs": 10**7})
+        wire.Layout(describe_simulator(make_sim("counter", 5, {}).spec) | {"num_envs": 10**7})
 
 
 # -- what the learner's side makes of it ------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def test_a_new_actor_takes_the_slots_of_one_that_is_gone(address):
 def answer_resets(raw, sim, run_id):
     order = raw.hear()
     assert order.kind == wire.RESET
-    layout = wire.Layout(describe(sim.spec))
+    layout = wire.Layout(describe_simulator(sim.spec))
     raw.say(layout.pack_obs(run_id, order.seq, sim.reset(0)))
 
 
@@ -337,14 +338,14 @@ def test_more_environments_than_slots_wait_for_room(address):
 def test_garbage_ends_its_own_stream_alone(address):
     """Row 24, short: random bytes, frames cut or changed at random, in place of a HELLO and of an answer."""
     rng, sim = np.random.RandomState(3), make_sim("counter", 2, {})
-    layout = wire.Layout(describe(sim.spec))
+    layout = wire.Layout(describe_simulator(sim.spec))
     count = int(os.environ.get("PQL_FUZZ", 60))
     with remote(address, [make_sim("counter", 2, {})], 64) as env:
         env.reset(0)
         start = env.hall.peers[0]
         for i in range(count):
             raw = Raw(address)
-            good = wire.pack_json(wire.HELLO, 1, 0, {"spec": describe(sim.spec), "role": "train"})
+            good = wire.pack_json(wire.HELLO, 1, 0, {"spec": describe_simulator(sim.spec), "role": "train"})
             if i % 2:
                 raw.say(good)
                 raw.hear()

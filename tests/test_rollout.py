@@ -11,7 +11,7 @@ from oracles import known_end, lambda_return
 from pql.contract.env import Box, Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.returns import backward_scan, gae, lambda_returns
-from pql.data.rollout import PolicyOutput, Rollout, final_rows, minibatches, permutations, rollout_bytes
+from pql.data.rollout import PolicyOutput, Rollout, minibatches, permutations, rollout_bytes, rollout_final_rows
 from pql.types import Memory
 
 KINDS = ("go", "go", "go", "terminate", "truncate", "lose", "forget", "life", "cut", "restart", "stall")
@@ -53,7 +53,7 @@ def read(rollout):
 def test_advantages_and_returns_are_the_definitions(next_step, limit, lam):
     horizon, n, gamma, rng = 11, 40, 0.9, random.Random(f"{next_step}{limit}{lam}")
     rollout, _ = make_rollout(n, horizon, limit)
-    kept = final_rows(horizon, limit)
+    kept = rollout_final_rows(horizon, limit)
     assert kept == (11 if limit is None else 4)
     sims = [Column(i, next_step) for i in range(n)]
     seen = {"masked": 0, "lost": 0, "final": 0, "terminated": 0, "plain": 0}
@@ -144,7 +144,7 @@ def test_uint8_frames_stay_uint8():
     ("horizon", "limit", "places"), [(16, None, 16), (16, 1000, 2), (16, 5, 5), (16, 1, 16), (2, 9, 2)]
 )
 def test_places_for_final_observations(horizon, limit, places):
-    assert final_rows(horizon, limit) == places
+    assert rollout_final_rows(horizon, limit) == places
 
 
 @pytest.mark.parametrize("action", [Box(3), Discrete(4)])

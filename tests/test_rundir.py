@@ -49,7 +49,7 @@ def test_no_flipped_bit_in_config_yaml_makes_it_another_run_or_ends_it(folder):
     good, rng = (folder / "config.yaml").read_bytes(), random.Random(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        want = rundir.settings(folder)
+        want = rundir.run_settings(folder)
     config = resumed(folder)
     meant, told = rundir.read_config(folder), 0
     for trial in range(200):
@@ -63,7 +63,7 @@ def test_no_flipped_bit_in_config_yaml_makes_it_another_run_or_ends_it(folder):
             other = True
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            assert rundir.settings(folder) == want
+            assert rundir.run_settings(folder) == want
             assert trial % 20 or resumed(folder) == config
         messages = {str(w.message) for w in found if issubclass(w.category, PqlWarning)}
         assert len(messages) == other, (messages, data)
@@ -125,7 +125,7 @@ def test_a_new_budget_outlives_a_sitting_that_was_killed_before_it_saved(folder)
 @pytest.mark.parametrize("text", ["3", "{a: 1}", "text", "[", "\x00"])
 def test_a_damaged_overrides_yaml_does_not_end_a_run(folder, text):
     (folder / "overrides.yaml").write_text(text)
-    rundir.amend(folder, from_dict(rundir.read_config(folder)), ["budget.env_steps=640"])
+    rundir.amend_config(folder, from_dict(rundir.read_config(folder)), ["budget.env_steps=640"])
     assert read_yaml(folder / "overrides.yaml") == ["budget.env_steps=640"]
 
 
@@ -137,7 +137,7 @@ def test_config_yaml_is_on_the_disk_when_a_run_begins(tmp_path, monkeypatch):
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    rundir.create(tmp_path / "run", compose(words(tmp_path / "run")), [])
+    rundir.create_run_dir(tmp_path / "run", compose(words(tmp_path / "run")), [])
     assert synced == [str(tmp_path / "run" / "config.yaml"), str(tmp_path / "run")]
 
 

@@ -139,7 +139,7 @@ def test_killed_at_any_time_the_newest_point_but_one_stands(tmp_path):
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         before = len(list(folder.glob(".writing-*")))
-        _, facts, path = checkpoint.newest(folder)
+        _, facts, path = checkpoint.newest_checkpoint(folder)
         assert value_at(path) == facts["ticks"] == int(path.name[5:])
         assert value_at(folder / "last") in (facts["ticks"], facts["ticks"] + 1)
         found.add(before)

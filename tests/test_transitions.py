@@ -60,9 +60,9 @@ def test_saved_and_loaded_rings_give_the_same_samples(seed, next_step, n, steps,
     copy = clone(ring)
     with TemporaryDirectory() as folder:
         path, again = Path(folder) / "one", Path(folder) / "two"
-        transitions.save(ring.replay, path)
-        transitions.load(copy, path)
-        transitions.save(copy, again)
+        transitions.save_replay(ring.replay, path)
+        transitions.load_replay(copy, path)
+        transitions.save_replay(copy, again)
         first, second = load_file(path), load_file(again)
     (want, mine), (got, other) = sample(ring.replay, n), sample(copy, n)
     assert_same(want._replace(index=got.index), got)  # the loaded ring's rows begin at 0
@@ -77,7 +77,7 @@ def test_the_file_holds_the_documented_columns_with_the_history_in_them(tmp_path
     for kind in kinds:
         ring.insert([kind, "step"])
     ring.insert(["step"], [1])
-    transitions.save(ring.replay, tmp_path / "ring.safetensors")
+    transitions.save_replay(ring.replay, tmp_path / "ring.safetensors")
     data = load_file(tmp_path / "ring.safetensors")
     assert data["length"].tolist() == [6, 7]
     assert {k: tuple(v.shape) for k, v in data.items()} == {
@@ -109,9 +109,9 @@ def test_a_smaller_ring_takes_the_newest_rows(tmp_path):
     ring = Recorded(2, 40, 1, LIMIT)
     for t in range(30):
         ring.insert(["truncate" if t % 4 == i else "step" for i in range(2)])
-    transitions.save(ring.replay, tmp_path / "ring.safetensors")
+    transitions.save_replay(ring.replay, tmp_path / "ring.safetensors")
     small = clone(ring, 12)
-    transitions.load(small, tmp_path / "ring.safetensors")
+    transitions.load_replay(small, tmp_path / "ring.safetensors")
     assert small.live.head.tolist() == [11, 11]
     ring.seal()
     row = torch.arange(2, 11)
@@ -128,9 +128,9 @@ def test_observation_only_rings_load_too(tmp_path):
     rng = random.Random(1)
     for _ in range(20):
         ring.insert([rng.choice(KINDS) for _ in range(3)])
-    transitions.save(ring.replay, tmp_path / "ring.safetensors")
+    transitions.save_replay(ring.replay, tmp_path / "ring.safetensors")
     lean = Replay(SPECS, 1, 3, 12, 1, LIMIT, CPU, obs_only=True)
-    transitions.load(lean, tmp_path / "ring.safetensors")
+    transitions.load_replay(lean, tmp_path / "ring.safetensors")
     views = [r.sample_obs(sealed(r), 64, torch.Generator().manual_seed(0)) for r in (ring.replay, lean)]
     assert torch.equal(views[0].mask, views[1].mask)
     assert all(torch.equal(views[0].obs[k], views[1].obs[k]) for k in SPECS)
@@ -262,7 +262,7 @@ def test_a_saved_ring_prefills_any_number_of_environments(seed, next_step):
         ring.insert([rng.choice(KINDS) for _ in range(3)])
     collector = FakeCollector(2, 60)
     with TemporaryDirectory() as folder:
-        transitions.save(ring.replay, Path(folder) / "ring")
+        transitions.save_replay(ring.replay, Path(folder) / "ring")
         prefill(collector, Path(folder) / "ring")
     usable = {}
     ring.seal()
@@ -369,12 +369,12 @@ def test_load_refuses_another_number_of_environments_and_rows_out_of_range(tmp_p
     ring = Recorded(2, 12, 1, LIMIT)
     ring.insert(["truncate", "step"])
     file = tmp_path / "ring.safetensors"
-    transitions.save(ring.replay, file)
+    transitions.save_replay(ring.replay, file)
     other = Replay(SPECS, 1, 3, 12, 1, LIMIT, CPU)
     with pytest.raises(ConfigError, match=re.escape("rows of 3 environments, not rewards of shape [1, 2]")):
-        transitions.load(other, file)
+        transitions.load_replay(other, file)
     data = load_file(file)
     for name, wrong, top in (("length", torch.tensor([1, 9]), 1), ("final_row", torch.tensor([5]), 1)):
         save_file(data | {name: wrong}, file)
         with pytest.raises(ConfigError, match=f"a column {name} within 0 to {top}"):
-            transitions.load(clone(ring), file)
+            transitions.load_replay(clone(ring), file)

@@ -73,9 +73,9 @@ def test_saved_and_loaded_rings_give_the_same_stacks(seed, next_step, steps, dep
     copy = Replay(specs(depth), 1, 3, 18, 1, LIMIT, CPU)
     larger = Replay(specs(depth), 1, 3, 40, 1, LIMIT, CPU)
     with TemporaryDirectory() as folder:
-        transitions.save(ring.replay, Path(folder) / "ring")
-        transitions.load(copy, Path(folder) / "ring")
-        transitions.load(larger, Path(folder) / "ring")
+        transitions.save_replay(ring.replay, Path(folder) / "ring")
+        transitions.load_replay(copy, Path(folder) / "ring")
+        transitions.load_replay(larger, Path(folder) / "ring")
     draws = [r.sample(r.live, 128, 2, 0.9, torch.Generator().manual_seed(7)) for r in (ring.replay, copy)]
     assert_same(draws[0]._replace(index=draws[1].index), draws[1])
     shown = ring.shown()
@@ -85,7 +85,7 @@ def test_saved_and_loaded_rings_give_the_same_stacks(seed, next_step, steps, dep
 
 def test_the_file_holds_each_frame_once(tmp_path):
     ring = recorded(0, 12, 18, False, 4)
-    transitions.save(ring.replay, tmp_path / "ring")
+    transitions.save_replay(ring.replay, tmp_path / "ring")
     data = load_file(tmp_path / "ring")
     rows = int(data["length"].max())
     assert data["obs.stack"].shape == (rows + 1, 3, 1, 3)
@@ -102,7 +102,7 @@ def test_a_saved_ring_prefills_stacks_for_any_number_of_environments(seed, next_
     ring = recorded(seed, steps, 24, next_step, depth)
     collector = FakeCollector(specs(depth), num_envs, 200)
     with TemporaryDirectory() as folder:
-        transitions.save(ring.replay, Path(folder) / "ring")
+        transitions.save_replay(ring.replay, Path(folder) / "ring")
         taken = prefill(collector, Path(folder) / "ring")
     shown, before = ring.shown(), usable(ring.replay)
     found = usable(collector.replays[0])
@@ -179,8 +179,8 @@ def test_discrete_actions_and_extras_travel(tmp_path):
     for t in range(15):
         acted = Acted(torch.tensor([t % 3, 2]), {"q": torch.tensor([t, -t]).float(), "value": torch.rand(2)})
         one.insert(acted, Step(obs, torch.zeros(2), off, off, off, obs, on, on, {}))
-    transitions.save(one, tmp_path / "ring")
-    transitions.load(two, tmp_path / "ring")
+    transitions.save_replay(one, tmp_path / "ring")
+    transitions.load_replay(two, tmp_path / "ring")
     draws = [r.sample(r.live, 64, 2, 0.9, torch.Generator().manual_seed(1)) for r in (one, two)]
     assert draws[1].action.dtype == torch.int64
     assert torch.equal(draws[0].action, draws[1].action)
@@ -189,7 +189,7 @@ def test_discrete_actions_and_extras_travel(tmp_path):
     data = load_file(tmp_path / "ring")
     del data["extra.value"]
     save_file(data, tmp_path / "less")
-    transitions.load(two, tmp_path / "less")
+    transitions.load_replay(two, tmp_path / "less")
     assert two.extra["value"].abs().sum() == 0  # where a file has none
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from pql.cli.doctor_env import ValueRange, settings, visit
+from pql.cli.doctor_env import ValueRange, simulator_settings, visit
 from pql.cli.main import main
 from pql.config.compose import compose
 from pql.contract.registry import register
@@ -110,11 +110,11 @@ def test_the_doctor_sees_what_a_run_would_build(monkeypatch, capsys):
 
 
 def test_what_a_preset_names_can_be_named_again():
-    config = compose(settings("pong", ["game=breakout", "noop_max=3"]))
+    config = compose(simulator_settings("pong", ["game=breakout", "noop_max=3"]))
     assert (config.task.name, config.task.game, config.task.kwargs["noop_max"]) == ("atari", "breakout", 3)
-    assert compose(settings("gymnasium", ["id=Ant-v5"])).task.id == "Ant-v5"
-    assert compose(settings("ant", ["model=fast"])).task.model == "fast"
-    own = compose(settings("my_sim:MySim", ["id=3", "device=cpu"]))  # a keyword as any other
+    assert compose(simulator_settings("gymnasium", ["id=Ant-v5"])).task.id == "Ant-v5"
+    assert compose(simulator_settings("ant", ["model=fast"])).task.model == "fast"
+    own = compose(simulator_settings("my_sim:MySim", ["id=3", "device=cpu"]))  # a keyword as any other
     assert (own.task.name, own.task.id, own.task.kwargs) == ("my_sim:MySim", None, {"id": 3})
 
 
@@ -122,4 +122,4 @@ def test_what_a_preset_names_can_be_named_again():
 def test_what_makes_no_environment_is_refused(word):
     wanted = "expected device, task.* or a keyword of the environment: no run is made"
     with pytest.raises(ConfigError, match=re.escape(f"{word}: {wanted}")):
-        settings("ant", [word])
+        simulator_settings("ant", [word])

@@ -10,7 +10,7 @@ from test_rollout import KINDS, make_rollout, read, record, value_of
 
 from pql.config import VtraceConfig
 from pql.data.returns import gae, lambda_returns, vtrace
-from pql.data.rollout import final_rows
+from pql.data.rollout import rollout_final_rows
 
 HORIZON, GAMMA = 9, 0.9
 
@@ -43,7 +43,7 @@ def test_targets_and_advantages_are_the_papers_sum(next_step, limit, lam, weight
     """With terminations, time limits valued at their true final observation, lost ones, filler rows, lost lives."""
     n, rng = 24, random.Random(f"{next_step}{limit}{lam}")
     rollout, _ = make_rollout(n, HORIZON, limit)
-    kept, gen = final_rows(HORIZON, limit), torch.Generator().manual_seed(1)
+    kept, gen = rollout_final_rows(HORIZON, limit), torch.Generator().manual_seed(1)
     seen = {"masked": 0, "final": 0, "terminated": 0, "plain": 0}
     sims = [Column(i, next_step) for i in range(n)]
     for _ in range(2):

@@ -45,7 +45,7 @@ from pql.config import (
 )
 from pql.contract.env import VecEnv
 from pql.engine.placement import keep_freed_memory
-from pql.remote.process.far_build import FLAGS, describe
+from pql.remote.process.far_build import FLAGS, describe_simulator
 from pql.remote.process.near import ProcessVec, read_spec
 from pql.run.build import build
 from pql.types import Obs, Step
@@ -60,7 +60,7 @@ class Here:
     """A NumPy simulator in this process: what it returns, copied into new tensors."""
 
     def __init__(self, env: Any):
-        self.env, self.spec = env, read_spec(describe(env.spec), torch.device("cpu"))
+        self.env, self.spec = env, read_spec(describe_simulator(env.spec), torch.device("cpu"))
 
     def reset(self, seed: int | None = None) -> Obs:
         return {k: torch.tensor(v) for k, v in self.env.reset(seed).items()}

@@ -20,7 +20,7 @@ from pql.algos.on_policy import OnPolicy
 from pql.config import Config, PpoConfig
 from pql.config.algorithms import StochasticConfig
 from pql.config.families import own
-from pql.data.normalize import EPSILON, Moments, pack, pooled
+from pql.data.normalize import EPSILON, Moments, pack_moments, pooled
 from pql.data.returns import gae, vtrace
 from pql.data.rollout import Progress, Segment, by_parts, minibatches
 from pql.data.unrolls import Reader
@@ -260,7 +260,7 @@ def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tenso
     mean = (x * mask).sum() / count.clamp(min=1)
     squares = ((x - mean).square() * mask).sum()
     if group.size > 1:
-        count, mean, squares = pooled(group.gather(pack(count, mean, squares)), ())
+        count, mean, squares = pooled(group.gather(pack_moments(count, mean, squares)), ())
     return mean, squares / count.clamp(min=1)
 
 

@@ -77,15 +77,16 @@ def main(words: Sequence[str], seconds: float = 2.0, rounds: int = 3) -> int:
     Raises:
         ConfigError: a wrong setting, or nothing of this run has threads on the CPU.
     """
-    config = small(compose(words))
+    config = small_run(compose(words))
     start, cores = splits(config), available_cores()
-    print(f"{config.algo.name} on {config.task.name}, {cores} cores; the default split: {show(start)}", flush=True)
+    what = f"{config.algo.name} on {config.task.name}, {cores} cores"
+    print(f"{what}; the default split: {show_split(start)}", flush=True)
     tried = 1
 
     def tell(split: Split, ratio: float) -> None:
         nonlocal tried
         tried += 1
-        print(f"{ratio:5.2f} of the best so far: {show(split)}", flush=True)
+        print(f"{ratio:5.2f} of the best so far: {show_split(split)}", flush=True)
 
     best = search(lambda split: RealTrial(config, split), start, cores, seconds, rounds, tell)
     if best == start:
@@ -180,12 +181,12 @@ def with_split(config: Config, split: Split) -> Config:
     return replace(config, placement=replace(config.placement, threads=ThreadsConfig(**split)))
 
 
-def small(config: Config) -> Config:
+def small_run(config: Config) -> Config:
     """``config`` with a short warm-up and a replay that two of can be had."""
     capacity = min(config.replay.capacity, max(ROWS, 4 * WARM_UP * config.num_envs))
     algo = replace(config.algo, warmup_steps=min(config.algo.warmup_steps, WARM_UP))
     return replace(config, algo=algo, replay=replace(config.replay, capacity=capacity))
 
 
-def show(split: Split) -> str:
+def show_split(split: Split) -> str:
     return " ".join(f"{k}={v}" for k, v in split.items())

@@ -88,17 +88,17 @@ def candidates(
     elif command in RUN_FIRST and len(before) == 2:
         found = ()
     elif "=" in word:
-        found = values(command, word)
+        found = setting_values(command, word)
     elif command in ("compare", "report") and not word:
         found = ()  # another run, rather
     else:
         chosen = next((w.removeprefix("algo=") for w in before if w.startswith("algo=")), "pql")
         algo = chosen if chosen in Presets().names("algo") else None
-        found = next_parts(word, [*names(command, algo), *commands.get(command, ())])
+        found = next_parts(word, [*setting_names(command, algo), *commands.get(command, ())])
     return [w for w in found if w.startswith(word)]
 
 
-def names(command: str, algo: str | None = None) -> list[str]:
+def setting_names(command: str, algo: str | None = None) -> list[str]:
     """Names of settings, a run's and a tool's, that may precede ``=`` after ``pql command``.
 
     Args:
@@ -132,7 +132,7 @@ def next_parts(word: str, found: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def values(command: str, word: str) -> list[str]:
+def setting_values(command: str, word: str) -> list[str]:
     """``algo=p`` -> ``algo=pql``, ...; after a comma, as ``pql train -m`` takes it, the next one."""
     key, _, text = word.partition("=")
     head = f"{key}={text[: text.rfind(',') + 1]}"

@@ -31,12 +31,12 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def report() -> str:
+def doctor_report() -> str:
     """All of it, as text."""
-    return "\n\n".join(["\n".join(machine()), table(extras()), table(simulators()), table(robots())])
+    return "\n\n".join(["\n".join(machine_lines()), table(extras()), table(simulators()), table(robots())])
 
 
-def machine() -> list[str]:
+def machine_lines() -> list[str]:
     import torch
 
     from pql.engine.placement import available_cores, host_memory

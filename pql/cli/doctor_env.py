@@ -31,7 +31,7 @@ MEANING = {
 }
 
 
-def check(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> int:
+def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> int:
     """``pql doctor --env``: print what the contract's rules and a visit find. Returns the exit status.
 
     The environment is the one that ``pql train`` would build.
@@ -46,7 +46,7 @@ def check(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> 
     """
     limits("num_envs").check("--num-envs", num_envs)
     STEPS.check("--steps", steps)
-    config = replace(compose(settings(name, words)), num_envs=num_envs)
+    config = replace(compose(simulator_settings(name, words)), num_envs=num_envs)
     with guarded():
         report = _check(config, steps)
     return 0 if report.ok else 1
@@ -72,7 +72,7 @@ def _check(config: Config, steps: int | None) -> Report:
     return report
 
 
-def settings(name: str, words: Sequence[str]) -> list[str]:
+def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
     """The command line's words as a run's settings.
 
     Raises:

@@ -192,11 +192,11 @@ def parser() -> argparse.ArgumentParser:
     actor = sub.add_parser(
         "actor", help="environments for a learner elsewhere: pql actor --connect HOST:PORT --task ant"
     )
-    actor_command.add_options(actor)
+    actor_command.add_actor_options(actor)
     fleet = sub.add_parser(
         "fleet", help="actors on a Ray cluster: pql fleet --connect HOST:PORT --task ant --actors 16"
     )
-    fleet_command.add_options(fleet)
+    fleet_command.add_fleet_options(fleet)
     listing = sub.add_parser("list", help="what there is: pql list tasks|algos|games")
     listing.add_argument("what", choices=("tasks", "algos", "games"))
     listing.set_defaults(run=run_list)
@@ -359,13 +359,13 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 
 def run_play(args: argparse.Namespace) -> int:
-    from pql.run.play import record_video, watch
+    from pql.run.play import record_video, watch_live
 
     of_videos = ("width", "height", "out")
     kinds = {k: kind for k, kind in COMMANDS["play"].items() if not (args.live and k in of_videos)}
     asked: dict[str, Any] = {"episodes": 1, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)
     if args.live:
-        watch(args.path, **asked, trust=args.trust)
+        watch_live(args.path, **asked, trust=args.trust)
         return 0
     video = record_video(args.path, **asked, trust=args.trust)
     for i, (total, length) in enumerate(zip(video.returns, video.lengths, strict=True), 1):
@@ -432,14 +432,14 @@ def run_completion(args: argparse.Namespace) -> int:
 
 def run_doctor(args: argparse.Namespace) -> int:
     if args.env:
-        from pql.cli.doctor_env import check
+        from pql.cli.doctor_env import check_simulator
 
-        return check(args.env, args.num_envs, args.steps, args.overrides)
+        return check_simulator(args.env, args.num_envs, args.steps, args.overrides)
     if args.overrides:
         raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
-    from pql.cli.doctor import report
+    from pql.cli.doctor import doctor_report
 
-    print(report())
+    print(doctor_report())
     return 0
 
 

@@ -44,7 +44,7 @@ def main(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     for job in jobs:
         check_same(job)
     with Runner(folder, "multirun_dir", program) as runner:
-        outcomes = [run(job, runner, f"[{i}/{len(jobs)}] {job.name}") for i, job in enumerate(jobs, 1)]
+        outcomes = [run_jobs(job, runner, f"[{i}/{len(jobs)}] {job.name}") for i, job in enumerate(jobs, 1)]
         print(f"\n{results(jobs, outcomes)}\n", flush=True)
     failed = sum(o.startswith("failed") for o in outcomes)
     if runner.asked:
@@ -103,14 +103,14 @@ def check_same(job: Job) -> None:
     """Raises ``ConfigError`` where the run in the job's folder was made with other settings."""
     if rundir.state(job.run_dir) == "missing":
         return
-    saved = dict(leaves(from_dict(rundir.settings(job.run_dir))))
+    saved = dict(leaves(from_dict(rundir.run_settings(job.run_dir))))
     for name, value in leaves(job.config):
         if name != "run_dir" and saved[name] != value:
             like = f"{show(saved[name])}, as in {job.run_dir}; for other settings, another multirun_dir"
             raise ConfigError(name, value, like)
 
 
-def run(job: Job, runner: Runner, title: str) -> str:
+def run_jobs(job: Job, runner: Runner, title: str) -> str:
     """Make, resume or skip one run. Returns what became of it, in words for the table."""
     if runner.asked:
         return rundir.state(job.run_dir)

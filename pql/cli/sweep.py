@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pql.cli.jobs import INTERRUPTED, PROGRAM, Runner, how_ended, next_command
-from pql.cli.sweep_plan import OBJECTIVES, Plan, chosen, make_plan, show_param
+from pql.cli.sweep_plan import OBJECTIVES, Plan, chosen_values, make_plan, show_param
 from pql.cli.sweep_values import Space
 from pql.config import Config
 from pql.config.compose import compose
@@ -47,7 +47,7 @@ def main(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
             if runner.asked:
                 print("interrupted: give the same command again to go on")
                 return INTERRUPTED
-            print(describe(study), flush=True)
+            print(describe_trial(study), flush=True)
         return conclude(plan, study)
 
 
@@ -113,7 +113,7 @@ def run_trial(plan: Plan, study: Any, trial: Any, runner: Runner) -> None:
     from optuna.trial import TrialState
 
     params = {key: suggest(trial, key, space) for key, space in plan.spaces.items()}
-    words = chosen(plan.words, params)
+    words = chosen_values(plan.words, params)
     folder = plan.folder / f"trial-{trial.number:03d}"
     print(f"trial {trial.number}: {' '.join(f'{k}={show_param(v)}' for k, v in params.items())}", flush=True)
     values, seconds = [], 0.0
@@ -245,7 +245,7 @@ def _replace(path: Path, write: Callable[[Any], None]) -> None:
     os.replace(aside, path)
 
 
-def describe(study: Any) -> str:
+def describe_trial(study: Any) -> str:
     """A line on the last trial."""
     rows = trial_rows(study)
     row = next(r for r in reversed(rows) if r["state"] != "running")
@@ -266,7 +266,7 @@ def conclude(plan: Plan, study: Any) -> int:
         print("none finished: the reasons are in trials.csv, each run's output in trial-*/seed*.log")
         return 1
     best = max(done, key=lambda row: row["value"])
-    words = [w for w in chosen(plan.words, best["params"]) if not w.startswith("checkpoint.replay=")]
+    words = [w for w in chosen_values(plan.words, best["params"]) if not w.startswith("checkpoint.replay=")]
     seeds = ",".join(str(s) for s in plan.settings.seeds)
     command = ["pql", "train", *(["-m"] if "," in seeds else []), *words, f"seed={seeds}"]
     print(f"best: trial {best['trial']}, {plan.settings.objective} {best['value']:,.1f}")

@@ -57,7 +57,7 @@ def spaces(words: dict[str, str | Space]) -> dict[str, Space]:
     return {k: v for k, v in words.items() if isinstance(v, Space)}
 
 
-def chosen(words: dict[str, str | Space], params: dict[str, Any]) -> list[str]:
+def chosen_values(words: dict[str, str | Space], params: dict[str, Any]) -> list[str]:
     """A run's words, with ``params`` for the searched ones."""
     return [f"{k}={show_param(params[k]) if isinstance(v, Space) else v}" for k, v in words.items()]
 
@@ -75,20 +75,20 @@ def make_plan(words: Sequence[str]) -> Plan:
         if key in NAMES:
             own[key] = own_setting(key, value)
         else:
-            check_known(key, word)
+            check_known_setting(key, word)
             run[key] = fit(key, value) if isinstance(value, Space) else value
     settings = Settings(**own)
     if not spaces(run):
         raise ConfigError("sweep", " ".join(words), "a setting to search, such as algo.critic.lr=interval(1e-4,1e-2)")
     run.setdefault("checkpoint.replay", "false")  # resume points of all trials would fill the disk
-    low, _ = (compose(chosen(run, {k: end(s, i) for k, s in spaces(run).items()})) for i in (0, -1))
+    low, _ = (compose(chosen_values(run, {k: end_of_name(s, i) for k, s in spaces(run).items()})) for i in (0, -1))
     if not low.eval.final:
         raise ConfigError("eval.final", False, "true: a trial's value is that of its final evaluation")
     folder = settings.sweep_dir or f"runs/sweep-{low.task.name}-{low.algo.name}"
     return Plan(dataclasses.replace(settings, prune=axis(settings, low)), run, Path(folder).expanduser())
 
 
-def check_known(key: str, word: str) -> None:
+def check_known_setting(key: str, word: str) -> None:
     """Raises ``ConfigError`` for a name that neither a run nor a sweep has."""
     names = [*NAMES, *GROUPS, BATCH, *known_settings()]
     if key not in names and not key.startswith(FREE):
@@ -124,7 +124,7 @@ def fit(key: str, space: Space) -> Space:
     return dataclasses.replace(space, low=int(space.low), high=int(space.high), whole=True)
 
 
-def end(space: Space, which: int) -> Any:
+def end_of_name(space: Space, which: int) -> Any:
     """The first (0) or last (-1) value of a space."""
     return space.values[which] if space.values else (space.low, space.high)[which]
 

@@ -129,7 +129,7 @@ class EnvSlice:
         """Write what was done and what followed."""
         check_answer("step", step, Step, self.env.spec)
         if self.bridged:
-            for tensor in named(step).values():
+            for tensor in named_step(step).values():
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         if self._record.graph is None:
             self.now = step
@@ -139,7 +139,7 @@ class EnvSlice:
 
     def returned(self) -> dict[str, Tensor]:
         """Return the simulator's last answer, by name; empty before the first."""
-        return {} if self.now is None else {k: v.clone() for k, v in named(self.now).items()}
+        return {} if self.now is None else {k: v.clone() for k, v in named_step(self.now).items()}
 
     def keep(self, obs: dict[str, Tensor]) -> None:
         """Act on ``obs`` next."""
@@ -179,8 +179,8 @@ class EnvSlice:
 
     def _load(self, step: Step) -> None:
         """Copy a simulator's step to the addresses that the captured recording reads, groups and terms by name."""
-        source = named(step)
-        for name, target in named(self.now).items():
+        source = named_step(step)
+        for name, target in named_step(self.now).items():
             target.copy_(source[name], non_blocking=True)
 
     @contextmanager
@@ -260,7 +260,7 @@ class _StepState:
         self.lane.keep(state["obs"])
 
 
-def named(step: Step | None) -> dict[str, Tensor]:
+def named_step(step: Step | None) -> dict[str, Tensor]:
     """A step's tensors by name: ``reward``, ``obs.policy``, ``log.speed`` ..."""
     assert step is not None
     out: dict[str, Tensor] = {}

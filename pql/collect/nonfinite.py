@@ -129,7 +129,7 @@ class Quarantine:
         self.dropped += lost.sum()
         self.out.copy_(torch.where(row, out, self.out))  # one of which nothing came stays where it is
         self.anew &= ~row
-        return filler(step, lost | self.out, chosen(self.out, held, obs)), ~self.out
+        return filler_step(step, lost | self.out, chosen(self.out, held, obs)), ~self.out
 
     def stop(self) -> NoReturn:
         """End the run."""
@@ -238,7 +238,7 @@ def finite_rows(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
     return good
 
 
-def filler(step: Step, lost: Tensor, obs: Obs) -> Step:
+def filler_step(step: Step, lost: Tensor, obs: Obs) -> Step:
     """The step with filler rows where ``lost`` [n], each of which begins an episode, from ``obs``."""
     kept = ~lost
     return step._replace(

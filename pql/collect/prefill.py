@@ -15,7 +15,7 @@ from pql.collect.collector import Collector
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
 from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, VALID, tables
 from pql.data.frames import Stacker, deepest, kept_shape
-from pql.data.transitions import Columns, flags_of, read, write
+from pql.data.transitions import Columns, flags_of, read_transitions, write_transitions
 from pql.errors import ConfigError
 from pql.types import Obs
 
@@ -58,7 +58,7 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
     """
     setting, spec = "replay.prefill", collector.env.spec
     replay = collector.replays[0]
-    data = read(setting, path, spec.obs, replay.action, replay.extra)
+    data = read_transitions(setting, path, spec.obs, replay.action, replay.extra)
     kept = replay.rows - 2  # one is the filler at the end, one is in flight
     taken = share(last(transitions_of(data, spec.obs), kept * replay.num_envs * parts), part, parts)
     check_values(setting, path, taken, spec)
@@ -72,12 +72,12 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
     flags = without_history(stream.flags, at, deepest(spec.obs.values()))
     for ring in collector.replays:
         for k, store in ring.obs.items():
-            write(store, taken.frames[k][stream.newest[k][at]])
-        write(ring.flags, torch.cat((flags, torch.full_like(flags[:1], NEXT_FIRST))))
+            write_transitions(store, taken.frames[k][stream.newest[k][at]])
+        write_transitions(ring.flags, torch.cat((flags, torch.full_like(flags[:1], NEXT_FIRST))))
         if not ring.obs_only:
             stores = {"action": ring.action, "reward": ring.reward, **{f"extra.{k}": v for k, v in ring.extra.items()}}
             for k, store in stores.items():
-                write(store, stream.columns[k][at])
+                write_transitions(store, stream.columns[k][at])
         ring.live.head.fill_(depth + 1)
         ring.begin({k: v.to(ring.device) for k, v in collector.obs.items()})
     valid = flags & VALID > 0

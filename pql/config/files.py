@@ -31,7 +31,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     return data
 
 
-def create(path: Path, text: str) -> None:
+def create_file(path: Path, text: str) -> None:
     """A new file in place of what has that name; a link is replaced, not followed. Raises ``OSError``."""
     path.unlink(missing_ok=True)
     with path.open("x") as file:  # which follows no link either

@@ -140,7 +140,7 @@ class Presets:
     def _tuned_tree(self, place: str, algo: str) -> Mapping[str, Any] | None:
         for folder in self.folders:
             if (path := folder / "tuned" / place / f"{algo}.yaml").exists():
-                return read(path)
+                return read_preset(path)
         scales = self._read("algo", algo).get(SCALES) or {}
         return scales.get(place)
 
@@ -155,10 +155,10 @@ class Presets:
 
     def _read(self, group: str, name: str) -> Mapping[str, Any]:
         path = self._path(group, name)
-        return registered[name] if path is None else read(path)
+        return registered[name] if path is None else read_preset(path)
 
 
-def read(path: Path) -> Mapping[str, Any]:
+def read_preset(path: Path) -> Mapping[str, Any]:
     """A YAML file's settings.
 
     Raises:

@@ -156,7 +156,7 @@ class Checker:
             self.skipped |= dict.fromkeys(("determinism", "state_dict"), "spec.deterministic is False")
         else:
             env.reset(self.seed)
-            self.fault("determinism", compare(digests, self.rollout(self.actions(len(digests))), "reset(seed)"))
+            self.fault("determinism", compare_runs(digests, self.rollout(self.actions(len(digests))), "reset(seed)"))
         stable = env.spec.deterministic and "determinism" not in self.faults
         if "determinism" in self.faults:
             self.skipped["state_dict"] = "needs determinism"
@@ -166,7 +166,7 @@ class Checker:
             state = env.state_dict()
             once = self.rollout(self.actions(few))
             env.load_state_dict(state)  # type: ignore[attr-defined]
-            self.fault("state_dict", compare(once, self.rollout(self.actions(few)), "load_state_dict"))
+            self.fault("state_dict", compare_runs(once, self.rollout(self.actions(few)), "load_state_dict"))
         self.groups(digests[:few], stable)
         self.capture(digests, stable)
         self.clamp(few, stable)
@@ -191,7 +191,7 @@ class Checker:
         except RunError as error:
             self.fault("capturable", str(error))
         else:
-            self.fault("capturable", compare(digests, found, "a step that was recorded once"))
+            self.fault("capturable", compare_runs(digests, found, "a step that was recorded once"))
 
     def groups(self, digests: list[dict[str, bytes]], stable: bool) -> None:
         """Test that stepping group by group gives the bits of stepping all environments together."""
@@ -209,7 +209,7 @@ class Checker:
                 self.fault("groups", "recv gave other ids than those of the oldest group sent", index)
                 return
             found.append(digest(join_steps([step for _, step in answers])))
-        self.fault("groups", compare(digests, found, "send and recv instead of step"))
+        self.fault("groups", compare_runs(digests, found, "send and recv instead of step"))
 
     def clamp(self, steps: int, stable: bool) -> None:
         """Test that actions outside [-1, 1] act like their clamped values."""
@@ -228,7 +228,7 @@ class Checker:
         if stable:
             env.reset(self.seed)
             near = self.rollout(a.clamp(-1, 1) for a in self.actions(steps, 3.0))
-            self.fault("action_range", compare(near, far, "actions in [-3, 3] instead of clamped ones"))
+            self.fault("action_range", compare_runs(near, far, "actions in [-3, 3] instead of clamped ones"))
 
     def results(self) -> list[Result]:
         """Return one result per rule, in order: failed, passed or untested (None)."""
@@ -294,7 +294,7 @@ def digest(step: Step) -> dict[str, bytes]:
     }
 
 
-def compare(a: list[dict[str, bytes]], b: list[dict[str, bytes]], what: str) -> str:
+def compare_runs(a: list[dict[str, bytes]], b: list[dict[str, bytes]], what: str) -> str:
     """Return a message for the first step whose digests differ, "" if none does."""
     for index, (one, other) in enumerate(zip(a, b, strict=True)):
         for name, value in one.items():

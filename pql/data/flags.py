@@ -24,7 +24,7 @@ def tables(device: torch.device) -> dict[str, Tensor]:
     return {k: torch.tensor([rule(f) for f in range(32)], device=device) for k, rule in RULES.items()}
 
 
-def pack(step: Step) -> Tensor:
+def pack_flags(step: Step) -> Tensor:
     """A step's flags: uint8 [n]."""
     ends = step.terminated * TERMINATED + step.truncated * TRUNCATED + step.first * NEXT_FIRST
     return (ends + step.valid * VALID + step.final_ok * FINAL_OK).to(torch.uint8)

@@ -23,7 +23,7 @@ def kept_shape(spec: ObsSpec) -> tuple[int, ...]:
     return spec.shape[1:] if spec.stack > 1 else spec.shape
 
 
-def newest(obs: Tensor, stack: int) -> Tensor:
+def newest_frame(obs: Tensor, stack: int) -> Tensor:
     """Observations [n, ...] -> what a ring keeps of them, [n, ...]."""
     return obs[:, -1] if stack > 1 else obs
 

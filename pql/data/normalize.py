@@ -63,7 +63,7 @@ class Moments(nn.Module):
         var, mean = torch.var_mean(x, 0, correction=0)
         squares = var * x.shape[0]
         if group.size > 1:
-            mine = pack(torch.zeros_like(self.count) + count, mean, squares)
+            mine = pack_moments(torch.zeros_like(self.count) + count, mean, squares)
             count, mean, squares = pooled(group.gather(mine), self.mean.shape)
         self.merge(count, mean, squares)
 
@@ -102,7 +102,7 @@ def merge_moments(sets: Sequence[Moments]) -> None:
         one.base = count, mean, m2
 
 
-def pack(count: Tensor, mean: Tensor, squares: Tensor) -> Tensor:
+def pack_moments(count: Tensor, mean: Tensor, squares: Tensor) -> Tensor:
     """Moments of S numbers each as one tensor [1 + 2 S]."""
     return torch.cat((count.view(1), mean.flatten(), squares.flatten()))
 
@@ -210,7 +210,7 @@ class Normalizer(nn.Module):
 
     def _merge(self) -> None:
         """Add what every process has seen since the last time, in the order of ranks."""
-        parts = self.group.gather(torch.cat([pack(m.count, m.mean, m.m2) for m in self.fresh]))
+        parts = self.group.gather(torch.cat([pack_moments(m.count, m.mean, m.m2) for m in self.fresh]))
         sizes = [1 + 2 * m.mean.numel() for m in self.fresh]
         for whole, mine, part in zip(self._all(), self.fresh, parts.split(sizes, 1), strict=True):
             whole.merge(*pooled(part, whole.mean.shape))

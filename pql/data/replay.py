@@ -26,8 +26,8 @@ import torch
 from torch import Generator, Tensor
 
 from pql.contract.env import ObsSpec
-from pql.data.flags import NEXT_FIRST, pack, tables
-from pql.data.frames import Stacker, deepest, kept_shape, newest, put
+from pql.data.flags import NEXT_FIRST, pack_flags, tables
+from pql.data.frames import Stacker, deepest, kept_shape, newest_frame, put
 from pql.data.normalize import clip
 from pql.errors import ConfigError
 from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Rows, Step, fill
@@ -151,7 +151,7 @@ class Replay:
         columns = self.columns if columns is None else columns
         head = self.live.head[columns]
         here = head % self.rows * self.num_envs + columns
-        self.flags.index_copy_(0, here, pack(step))
+        self.flags.index_copy_(0, here, pack_flags(step))
         if not self.obs_only:
             action, extra = acted if isinstance(acted, Acted) else Acted(acted, {})
             self.action.index_copy_(0, here, action)
@@ -169,7 +169,7 @@ class Replay:
 
     def _write_obs(self, index: Tensor, obs: Obs) -> None:
         for name, store in self.obs.items():
-            put(store, index, newest(obs[name], self.stacks[name]).to(store.dtype))
+            put(store, index, newest_frame(obs[name], self.stacks[name]).to(store.dtype))
 
     # -- sampling -------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class Rollout:
     ):
         n = spec.num_envs
         self.horizon, self.num_envs, self.device, self.halves = horizon, n, device, halves
-        self.finals = final_rows(horizon, spec.max_episode_steps)  # K
+        self.finals = rollout_final_rows(horizon, spec.max_episode_steps)  # K
         self.rows = horizon + 1 + self.finals + 1
         count = halves * self.rows * n
         self.obs = {k: torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
@@ -280,7 +280,7 @@ class Rollout:
             t.copy_(state[k])
 
 
-def final_rows(horizon: int, max_episode_steps: int | None) -> int:
+def rollout_final_rows(horizon: int, max_episode_steps: int | None) -> int:
     """K: as many final observations per column as time limits can fall in ``horizon`` rows, plus one for other cuts."""
     return min(horizon, math.ceil(horizon / max_episode_steps) + 1) if max_episode_steps else horizon
 
@@ -289,7 +289,7 @@ def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
     """Bytes that a segment takes."""
     obs = sum(math.prod(s.shape) * s.dtype.itemsize for s in spec.obs.values())
     action = 8 if isinstance(spec.action, Discrete) else 4 * spec.action.size
-    finals = final_rows(horizon, spec.max_episode_steps) + 1
+    finals = rollout_final_rows(horizon, spec.max_episode_steps) + 1
     return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 25))
 
 

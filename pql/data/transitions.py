@@ -3,7 +3,7 @@
 One safetensors file, one tensor per column, in either of two layouts (``docs/replay.md`` is the reference):
 
 * rows: ``[T, N, ...]``, N environments side by side, each observation once, of a stack of frames the newest: a ring's
-  content, as ``save`` writes it;
+  content, as ``save_replay`` writes it;
 * transitions: ``[M, ...]`` with ``next_obs.<group>``; what most other software records. Stacks are whole there.
 """
 
@@ -31,7 +31,7 @@ META = {"format": "pql-replay-1"}  # one entry: safetensors writes several in ra
 # -- a ring as it is --------------------------------------------------------------------------------------------------
 
 
-def save(replay: Replay, path: str | Path) -> None:
+def save_replay(replay: Replay, path: str | Path) -> None:
     """Write a ring's content in rows, oldest first. Between two ticks: nobody may be writing to it.
 
     Raises:
@@ -73,15 +73,15 @@ def rows_of(replay: Replay) -> Columns:
     return {**obs, **rest, **marks, **finals, "final_row": row * n + column}
 
 
-def load(replay: Replay, path: str | Path) -> None:
-    """Fill a ring from what :func:`save` wrote: it then gives the same samples. Of a longer file, the newest rows.
+def load_replay(replay: Replay, path: str | Path) -> None:
+    """Fill a ring from a file of :func:`save_replay`, so that it gives the same samples; of a longer file, the newest rows.
 
     Raises:
         ConfigError: no such file, or columns that do not fit this ring; names the column.
     """
     n = replay.num_envs
     groups = {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in replay.obs.items()}
-    data = read("replay", path, groups, None if replay.obs_only else replay.action, replay.extra)
+    data = read_transitions("replay", path, groups, None if replay.obs_only else replay.action, replay.extra)
     if data["reward"].dim() != 2 or data["reward"].shape[1] != n:
         have = f"not rewards of shape {list(data['reward'].shape)} (replay.prefill takes those, too)"
         raise ConfigError("replay", path, f"rows of {n} environments, {have}")
@@ -90,20 +90,20 @@ def load(replay: Replay, path: str | Path) -> None:
     t, columns = torch.arange(int(length.max()) + 1)[:, None], torch.arange(n)
     taken = skipped + torch.minimum(t, length)  # [T + 1, N] rows of the file
     for k in replay.obs:
-        write(replay.obs[k], data[f"obs.{k}"][taken, columns])
+        write_transitions(replay.obs[k], data[f"obs.{k}"][taken, columns])
     taken = taken[:-1].clamp(max=data["reward"].shape[0] - 1)
     flags = flags_of(data)[taken, columns]
-    write(replay.flags, flags)
+    write_transitions(replay.flags, flags)
     replay.live.head.copy_(length)
     if replay.obs_only:
         return
-    write(replay.action, data["action"][taken, columns])
-    write(replay.reward, data["reward"][taken, columns])
+    write_transitions(replay.action, data["action"][taken, columns])
+    write_transitions(replay.reward, data["reward"][taken, columns])
     for k, store in replay.extra.items():
-        write(store, data[f"extra.{k}"][taken, columns])
+        write_transitions(store, data[f"extra.{k}"][taken, columns])
     counted = (flags & (TRUNCATED | VALID) == TRUNCATED | VALID) & (t[:-1] < length)  # as ``insert`` counts
     before, total = counted.cumsum(0) - counted.long(), counted.sum(0)
-    write(replay.final, before)
+    write_transitions(replay.final, before)
     replay.live.finals.copy_(total)
     row, column = data["final_row"] // n, data["final_row"] % n
     row = row - skipped[column]
@@ -123,7 +123,7 @@ def flags_of(data: Columns) -> Tensor:
     return (flags + (found | ~data["truncated"]) * FINAL_OK).to(torch.uint8)
 
 
-def write(store: Tensor, values: Tensor) -> None:
+def write_transitions(store: Tensor, values: Tensor) -> None:
     """``values`` [T, N, ...] into the first cells of a ring's tensor, in its own type."""
     store[: values.shape[0] * values.shape[1]] = values.flatten(0, 1).to(store)
 
@@ -131,7 +131,7 @@ def write(store: Tensor, values: Tensor) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def read(
+def read_transitions(
     setting: str, path: str | Path, obs: Mapping[str, ObsSpec], action: Tensor | None, extra: Iterable[str] = ()
 ) -> Columns:
     """A file's columns, checked against an environment, with defaults for those that may be left out.

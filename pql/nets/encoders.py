@@ -68,7 +68,7 @@ class Pictures(nn.Module):
         channels: per convolution (per section of ``resnet``); None: the defaults of ``kind``.
         features: size of the final linear layer; None: the default of ``kind``; 0: no such layer, the output is the
             flattened last feature map.
-        layer_norm: LayerNorm before every activation; ``small`` always ends with one, ``resnet`` ignores it.
+        layer_norm: LayerNorm before every activation; ``small_layers`` always ends with one, ``resnet`` ignores it.
 
     Attributes:
         size: number of features.
@@ -139,7 +139,7 @@ class ChannelNorm(nn.LayerNorm):
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
-def small(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
+def small_layers(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
     """Build 3 x 3 convolutions of stride 2, then Linear, LayerNorm and tanh, as in DrQ-v2 (Yarats et al. 2022)."""
     layers: list[nn.Module] = []
     inside, rows, columns = size
@@ -207,7 +207,7 @@ class Network(NamedTuple):
 
 
 NETWORKS = {
-    "small": Network(small, (16, 32, 32), 128),
+    "small": Network(small_layers, (16, 32, 32), 128),
     "nature": Network(nature, (32, 64, 64), 512),
     "resnet": Network(resnet, (16, 32, 32), 256),
 }

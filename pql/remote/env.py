@@ -77,7 +77,7 @@ class Remote:
         start_seconds: float = 600.0,
         task: str = "NAME",
     ):
-        check(wait, timeout, eval_envs, step_seconds, start_seconds)
+        check_remote(wait, timeout, eval_envs, step_seconds, start_seconds)
         if groups is not None and not (type(groups) is int and groups > 0 and num_envs % groups == 0):
             raise ConfigError("groups", groups, f"null, or a divisor of num_envs={num_envs}")
         self.timeout, self.task = float(timeout), task
@@ -243,7 +243,7 @@ class Beside:
         """Do nothing: the training environment owns the server."""
 
 
-def check(wait: float | None, timeout: float, eval_envs: int, step_seconds: float, start_seconds: float) -> None:
+def check_remote(wait: float | None, timeout: float, eval_envs: int, step_seconds: float, start_seconds: float) -> None:
     """Raise ``ConfigError`` for numbers out of range."""
     for name, value, least in (
         ("wait", wait, 0),

@@ -104,7 +104,7 @@ def expect(frame: Frame, kind: int, run_id: int, seq: int) -> Frame:
     return frame
 
 
-def read_json(body: memoryview) -> dict[str, Any]:
+def read_json_frame(body: memoryview) -> dict[str, Any]:
     """Parse the body as a JSON object.
 
     Raises:
@@ -307,7 +307,7 @@ class FrameReader:
             raise WireError(f"{len(self.body) - self.at} bytes too many")
 
 
-def newest(obs: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, np.ndarray]:
+def newest_frames(obs: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, np.ndarray]:
     """Return observation groups [K, ...] as arrays, reduced to the newest frame where they are stacks."""
     arrays = {k: np.asarray(v) for k, v in obs.items()}
     return {k: v[:, -1] if stacks[k] > 1 else v for k, v in arrays.items()}

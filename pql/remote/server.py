@@ -80,7 +80,7 @@ class ActorServer:
         self.start = max(self.step, Limit(start_seconds, "task.kwargs.start_seconds"))
         self.halls: dict[str, SlotTable | None] = {"train": hall, "eval": evaluation}
         self.token, self.facts, self.known = token, dict[str, Any](), threading.Event()
-        self.tell = tell or say
+        self.tell = tell or say_server
         self.credentials = check_safe(address, token, cert, key)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="pql-remote-server", daemon=True)
@@ -162,7 +162,7 @@ class ActorServer:
             return
         hello = unpack(first)
         wire.expect(hello, wire.HELLO, hello.run_id, 0)
-        said = wire.read_json(hello.body)
+        said = wire.read_json_frame(hello.body)
         facts, role = wire.check_facts(said.get("spec") or {}), said.get("role")
         hall = self.halls.get(role) if isinstance(role, str) else None
         if hall is None:
@@ -216,7 +216,7 @@ class ActorServer:
                 raise WireError(f"{name} of these environments is {facts[name]}, of this run's {self.facts[name]}")
 
 
-def say(line: str) -> None:
+def say_server(line: str) -> None:
     """Print a message to stderr."""
     print(f"pql: {line}", file=sys.stderr, flush=True)
 

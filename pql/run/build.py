@@ -25,7 +25,7 @@ from pql.engine.slots import WeightSlot
 from pql.engine.worker import LearnerJob, Worker
 from pql.errors import ConfigError
 from pql.run.components import Parts, Replica
-from pql.run.replicas import Replicas, names, shares
+from pql.run.replicas import Replicas, replica_names, replica_shares
 from pql.run.task import build_env, check_groups, describe_env, telling
 
 
@@ -42,7 +42,7 @@ def build(
     """
     family = family_of(config)
     env = None if env is None else telling(config, env)
-    each = shares(config)
+    each = replica_shares(config)
     learners = config.algo.learners
     devices = [worker_devices(share, learners) for share in each]
     set_precision(config.placement)
@@ -91,7 +91,7 @@ def make_crew(config: Config) -> Threads | Inline:
     place = config.placement
     if place.executor == "inline":
         return make_inline(place)
-    return Threads(names(config.replicas), place.watchdog_seconds, place.start_seconds)
+    return Threads(replica_names(config.replicas), place.watchdog_seconds, place.start_seconds)
 
 
 def _assemble(

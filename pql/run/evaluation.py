@@ -173,7 +173,7 @@ def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor],
     Raises:
         ConfigError: the actions are not discrete.
     """
-    check_epsilon(epsilon, env.spec)
+    check_acting_epsilon(epsilon, env.spec)
     if epsilon == 0:
         return lambda action: action
     device, count = env.spec.device, cast(Discrete, env.spec.action).n
@@ -186,7 +186,7 @@ def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor],
     return explore
 
 
-def check_epsilon(epsilon: float, spec: EnvSpec) -> None:
+def check_acting_epsilon(epsilon: float, spec: EnvSpec) -> None:
     """Raises ``ConfigError`` for random actions where they are continuous."""
     if epsilon > 0 and not isinstance(spec.action, Discrete):
         raise ConfigError("eval.epsilon", epsilon, f"0: the actions of {spec.name} are continuous")

@@ -74,7 +74,7 @@ def record_video(
     return Video(file, frames, fps, size, stage.returns, stage.lengths)
 
 
-def watch(
+def watch_live(
     path: str | Path,
     episodes: int = 1,
     steps: int | None = None,

@@ -193,7 +193,7 @@ class Ranks:
         points = checkpoint.of_rank(folder, self.rank)
         checkpoint.recover(points)
         while True:
-            tensors, manifest, path = checkpoint.newest(points, ("resume",))
+            tensors, manifest, path = checkpoint.newest_checkpoint(points, ("resume",))
             names = self.every(path.name)
             checkpoint.set_aside(points, keep_up_to=points / min(names))
             if min(names) == max(names):

@@ -35,7 +35,7 @@ from pql.engine.placement import replica_devices
 from pql.run.components import Replica
 
 
-def shares(config: Config) -> list[Config]:
+def replica_shares(config: Config) -> list[Config]:
     """The config of each replica: an equal part of the environments, a device, a seed. The first keeps the run's."""
     count = config.replicas
     return [
@@ -79,7 +79,7 @@ def on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
         stream.synchronize()  # a tick is handed out when the device, too, has done the one before
 
 
-def names(count: int) -> list[str]:
+def replica_names(count: int) -> list[str]:
     """Names of replicas in threads and errors."""
     return [f"replica{i}" for i in range(count)]
 
@@ -90,7 +90,7 @@ class Replicas:
     In turns the same seed gives the same bits, as everything but pulls and pushes is private. Without, it does not.
 
     Args:
-        executor: of whole ticks of the replicas, under their ``names``. ``Inline`` runs one after the other.
+        executor: of whole ticks of the replicas, under their ``replica_names``. ``Inline`` runs one after the other.
     Attributes:
         reproducible: the same seed gives the same bits.
     """
@@ -98,7 +98,7 @@ class Replicas:
     def __init__(self, config: Config, replicas: Sequence[Replica], executor: Threads | Inline):
         central, count = own(config, PpoConfig).central, len(replicas)
         self.executor, self.each = executor, central.ticks
-        known = names(count)
+        known = replica_names(count)
         self.turns = Turns(count, lambda i: executor.waiting(known[i])) if central.order == "turns" else None
         (learner,) = replicas[0].learners.values()
         state: Any = learner.state
@@ -132,7 +132,7 @@ class Replicas:
         supply = iter(numbers)
         return {
             name: map(partial(self._job, one), numbers[i::count] if self.turns else supply)
-            for i, (name, one) in enumerate(zip(names(count), self.members, strict=True))
+            for i, (name, one) in enumerate(zip(replica_names(count), self.members, strict=True))
         }
 
     def _job(self, member: Member, number: int) -> Job:

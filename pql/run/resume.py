@@ -11,7 +11,7 @@ from pql.config.layers import Layer
 from pql.config.schema import nested
 from pql.config.trust import PYTHON, check_links, check_networks, check_task, names_code
 from pql.errors import ConfigError, PqlWarning, show
-from pql.run.store.run_dir import settings
+from pql.run.store.run_dir import run_settings
 
 UPLOADING = "logger.mode"  # counts where it is typed: a run directory may be somebody else's
 
@@ -26,7 +26,7 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     Raises:
         ConfigError: no run there, an override that would make it another run, or settings that are not trusted.
     """
-    data = settings(run_dir)
+    data = run_settings(run_dir)
     presets, values = parse_words(overrides, dict(leaves(from_dict(data))))
     values |= {f"{group}.kind": name for group, name in presets.items() if group == "logger"}
     for key, value in {**presets, **values}.items():

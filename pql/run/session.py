@@ -17,7 +17,7 @@ from pql.engine.watchdog import Watchdog, start_limit, step_limit, watching
 from pql.errors import ConfigError, PqlWarning, RunError, first_line
 from pql.run.build import build
 from pql.run.components import Parts
-from pql.run.evaluation import Evaluation, EvaluationReport, Evaluator, StoppedError, check_epsilon, run_episodes
+from pql.run.evaluation import Evaluation, EvaluationReport, Evaluator, StoppedError, check_acting_epsilon, run_episodes
 from pql.run.flight_recorder import dumping
 from pql.run.guard import FrozenPolicy, NonFiniteMonitor
 from pql.run.log import sinks as log
@@ -104,7 +104,7 @@ class Session:
             with self.doing("loading the resume point"):
                 ticks = self._load()
             if ranks.first:
-                rundir.amend(self.run_dir, config, overrides)
+                rundir.amend_config(self.run_dir, config, overrides)
         else:
             ticks = 0
             self._start_new(overrides)
@@ -152,7 +152,7 @@ class Session:
             self.prefilled = sum(ranks.every(taken))
         ranks.spread(self.parts)
         if ranks.first:
-            rundir.create(self.run_dir, config, overrides)
+            rundir.create_run_dir(self.run_dir, config, overrides)
 
     def _warm_up(self, ticks: int) -> None:
         """The warm-up, or what is left of it, within the budget; then tick ``ticks`` can come."""
@@ -373,7 +373,7 @@ class Session:
 
     def _check_env(self) -> None:
         budget, spec = self.config.budget, self.parts.env.spec
-        check_epsilon(self.config.eval.epsilon, spec)
+        check_acting_epsilon(self.config.eval.epsilon, spec)
         if self.given_env is not None and self.ranks.share.num_envs != spec.num_envs:
             raise ConfigError("num_envs", self.ranks.share.num_envs, f"{spec.num_envs}, as the given environment has")
         if budget.target_return is not None and not self._evaluates_beside():

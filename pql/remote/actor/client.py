@@ -20,8 +20,8 @@ import numpy as np
 from pql.engine.watchdog import Limit, watching
 from pql.errors import ConfigError, RunError
 from pql.remote import protocol as wire
-from pql.remote.process.far_build import describe
-from pql.remote.protocol import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, WireError, newest, read_json
+from pql.remote.process.far_build import describe_simulator
+from pql.remote.protocol import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, WireError, newest_frames, read_json_frame
 
 OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -87,8 +87,8 @@ class ActorClient:
         leave: threading.Event | None = None,
     ):
         self.address, self.sim, self.role, self.token = address, sim, role, token
-        self.patience, self.tell, self.leave = patience, tell or say, leave or threading.Event()
-        self.facts = describe(sim.spec)
+        self.patience, self.tell, self.leave = patience, tell or say_actor, leave or threading.Event()
+        self.facts = describe_simulator(sim.spec)
         for group in self.facts["obs"].values():
             group[1] = "float32" if group[1].startswith("float") else group[1]  # as everywhere in the library
         self.layout = wire.Layout(self.facts)
@@ -159,11 +159,11 @@ class ActorClient:
             if frame.run_id != run_id:
                 raise WireError("an answer to another actor")
             if frame.kind == BYE:
-                return str(read_json(frame.body).get("reason"))
+                return str(read_json_frame(frame.body).get("reason"))
             if frame.kind == WELCOME:
                 self.connected = True
                 self.admitted += 1
-                self._welcome(read_json(frame.body))
+                self._welcome(read_json_frame(frame.body))
             elif self.leave.is_set():
                 return None  # its last answer has been taken, or there would be no order
             else:
@@ -187,13 +187,13 @@ class ActorClient:
         if frame.kind == RESET:
             with self._watching("start_seconds"):
                 obs = self.sim.reset(int.from_bytes(frame.body, "little"))
-            return self.layout.pack_obs(frame.run_id, frame.seq, newest(obs, self.stacks))
+            return self.layout.pack_obs(frame.run_id, frame.seq, newest_frames(obs, self.stacks))
         if frame.kind != ACT:
             raise WireError(f"an order of kind {frame.kind}")
         with self._watching("step_seconds" if self.stepped else "start_seconds"):
             step = self.sim.step(self.layout.read_action(frame.body))
         self.steps, self.stepped = self.steps + 1, True
-        obs, final = newest(step.obs, self.stacks), newest(step.final_obs, self.stacks)
+        obs, final = newest_frames(step.obs, self.stacks), newest_frames(step.final_obs, self.stacks)
         return self.layout.pack_step(frame.run_id, frame.seq, step._replace(obs=obs, final_obs=final))
 
     def _ended(self, error: Any) -> Exception:
@@ -210,5 +210,5 @@ class ActorClient:
         return EndedError(f"{code.name.lower().replace('_', ' ')}: {str(why).rpartition(': ')[2]}")
 
 
-def say(line: str) -> None:
+def say_actor(line: str) -> None:
     print(f"pql actor: {line}", file=sys.stderr, flush=True)

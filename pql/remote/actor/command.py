@@ -35,10 +35,10 @@ class Setup:
     patience: float | None = None
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_actor_options(parser: argparse.ArgumentParser) -> None:
     add_setup(parser)
     parser.add_argument("--patience", type=float, metavar="SECONDS", help="give up without a learner (default: never)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_actor)
 
 
 def add_setup(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +52,9 @@ def add_setup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", help="keywords for the simulator: key=value")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_actor(args: argparse.Namespace) -> int:
     """Run an actor until the learner or a signal ends it. Return the exit status."""
-    actor = make_actor(setup_of(args))
+    actor = make_actor_client(setup_of(args))
     before = {s: signal.signal(s, _stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         with Watchdog():
@@ -79,14 +79,14 @@ def setup_of(args: argparse.Namespace) -> Setup:
     Raises:
         ConfigError: an invalid option or an unreadable file.
     """
-    check(args)
+    check_setup(args)
     token = read_token("--token-file", args.token_file)
     ca = None if args.ca is None else read_file("--ca", args.ca, CERTIFICATE)
     kwargs = keywords(args.overrides)
     return Setup(args.connect, args.task, args.num_envs, kwargs, args.role, token, ca, args.patience)
 
 
-def make_actor(
+def make_actor_client(
     setup: Setup, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
 ) -> "ActorClient":
     """Build the simulator and its actor. ``tell`` and ``leave`` are the actor's.
@@ -106,7 +106,7 @@ def make_actor(
     return ActorClient(setup.connect, sim, setup.role, setup.token, setup.ca, setup.patience, tell, leave)
 
 
-def check(args: argparse.Namespace) -> None:
+def check_setup(args: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for invalid options."""
     host, _, port = args.connect.rpartition(":")
     if not args.connect.startswith("unix:") and not (host and port.isdecimal() and 0 < int(port) < 65536):

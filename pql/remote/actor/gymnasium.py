@@ -82,7 +82,7 @@ class GymnasiumSim:
         return groups(self.envs.reset(seed=seed)[0])
 
     def step(self, action: np.ndarray) -> Step:
-        obs, reward, terminated, truncated, info = self.envs.step(rescale(self.space, action))
+        obs, reward, terminated, truncated, info = self.envs.step(rescale_action(self.space, action))
         over = terminated | truncated
         filler = self.ended if self.next else np.zeros_like(over)
         self.ended = over
@@ -113,7 +113,7 @@ def groups(obs: Any) -> dict[str, np.ndarray]:
     return dict(obs) if isinstance(obs, dict) else {"policy": obs}
 
 
-def rescale(space: spaces.Space, action: np.ndarray) -> np.ndarray:
+def rescale_action(space: spaces.Space, action: np.ndarray) -> np.ndarray:
     """Map actions [K, A] in [-1, 1] to [K, ...] within the space's bounds; shift [K] by the start of a Discrete."""
     if isinstance(space, spaces.Discrete):
         return action + space.start

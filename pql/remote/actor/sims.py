@@ -10,7 +10,7 @@ import numpy as np
 from pql.contract.registry import check_chosen
 from pql.errors import ConfigError
 from pql.remote.actor.client import Simulator
-from pql.remote.process.far_build import UnknownError, build
+from pql.remote.process.far_build import UnknownError, build_simulator
 
 PLAIN = {"gymnasium": "pql.remote.actor.gymnasium:GymnasiumSim", "atari": "pql.remote.actor.atari:AtariSim"}
 """NumPy simulators that replace the learner's adapters, with the same settings."""
@@ -29,7 +29,7 @@ def make_sim(name: str, num_envs: int, kwargs: Mapping[str, Any]) -> Simulator:
     request = {"name": PLAIN.get(name, name), "num_envs": num_envs, "device": "cpu", "kwargs": kwargs, "offered": {}}
     try:
         with no_grad():  # ``build`` turns gradients off globally; restore the caller's setting
-            return Host(build(request))
+            return Host(build_simulator(request))
     except UnknownError as error:
         setting, value = ("--task", name) if error.setting == "task" else (error.setting, error.value)
         raise ConfigError(setting, value, error.allowed) from error

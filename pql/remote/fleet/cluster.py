@@ -75,7 +75,7 @@ class RayCluster:
         """Describe the cluster for the user."""
         count, processors = len(self._nodes), sum(node["Resources"].get("CPU", 0) for node in self._nodes)
         nodes = f"{count} node{'s' * (count > 1)}, {processors:g} processors"
-        return f"a Ray cluster of {nodes}; this is node {short(self.ray)}"
+        return f"a Ray cluster of {nodes}; this is node {short_name(self.ray)}"
 
     def place(self, number: int) -> None:
         handle: Any = self._host.remote(self.setup)
@@ -130,7 +130,7 @@ class Located(FleetHost):
     def where(self) -> str:
         import ray
 
-        return f"{socket.gethostname()} (node {short(ray)})"
+        return f"{socket.gethostname()} (node {short_name(ray)})"
 
 
 def knock(address: str) -> None:
@@ -140,7 +140,7 @@ def knock(address: str) -> None:
         socket.create_connection((host, int(port)), KNOCK).close()
 
 
-def short(ray: Any) -> str:
+def short_name(ray: Any) -> str:
     """Return the first characters of Ray's id of this node."""
     return str(ray.get_runtime_context().get_node_id())[:8]
 

@@ -14,7 +14,7 @@ MESSAGE = b"\npql fleet: actors leave (at most %d s); Ctrl-C again to go at once
 MOST_ACTORS = 10_000
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_fleet_options(parser: argparse.ArgumentParser) -> None:
     actor.add_setup(parser)
     parser.add_argument("--actors", type=int, default=1, help="how many; each has --num-envs environments")
     parser.add_argument(
@@ -24,18 +24,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="HOST:PORT of the Ray cluster's head; auto: of this machine's; local: this machine alone",
     )
     parser.add_argument("--cpus", type=float, default=1.0, help="processors that Ray keeps for each actor")
-    parser.set_defaults(patience=None, run=run)
+    parser.set_defaults(patience=None, run=run_fleet)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_fleet(args: argparse.Namespace) -> int:
     """Keep ``args.actors`` actors alive until the learner, or a signal, ends it. Returns the exit status."""
-    check(args)
+    check_fleet(args)
     setup = actor.setup_of(args)
     from pql.remote.fleet.cluster import RayCluster
 
     cluster = RayCluster(setup, args.ray, args.cpus)
-    say(cluster.words())
-    fleet = Fleet(cluster, args.actors, args.num_envs, say)
+    say_fleet(cluster.words())
+    fleet = Fleet(cluster, args.actors, args.num_envs, say_fleet)
     try:
         with Interrupt(MESSAGE) as interrupt:  # once Ray has put its own handlers in place
             while not fleet.turn(time.monotonic()):
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return 130 if interrupt.asked else 0
 
 
-def check(args: argparse.Namespace) -> None:
+def check_fleet(args: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for invalid options."""
     if not 1 <= args.actors <= MOST_ACTORS:
         raise ConfigError("--actors", args.actors, f"a number from 1 up to {MOST_ACTORS}")
@@ -57,5 +57,5 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--cpus", f"{args.cpus:g}", "a number above 0")
 
 
-def say(line: str) -> None:
+def say_fleet(line: str) -> None:
     print(f"pql fleet: {line}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pql.engine.watchdog import Watchdog
 from pql.errors import ConfigError
-from pql.remote.actor.command import Setup, make_actor
+from pql.remote.actor.command import Setup, make_actor_client
 from pql.remote.fleet.supervisor import FAILED, OVER, REFUSED, STOPPED, Ending, Look
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class FleetHost:
         Errors are returned as text: a simulator's exception types may be unknown to the fleet's process.
         """
         try:
-            self.actor = make_actor(self.setup, self._tell, self._leave)
+            self.actor = make_actor_client(self.setup, self._tell, self._leave)
             with Watchdog():  # a hung simulator ends this process, and the fleet starts another
                 why = self.actor.run()
             self.actor.sim.close()
@@ -44,7 +44,7 @@ class FleetHost:
         self._leave.set()
 
     def _tell(self, line: str) -> None:
-        from pql.remote.actor.client import say
+        from pql.remote.actor.client import say_actor
 
         self._said = line
-        say(line)  # into this process's log, which Ray keeps
+        say_actor(line)  # into this process's log, which Ray keeps

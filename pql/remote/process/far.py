@@ -58,7 +58,7 @@ def read_message(read: Callable[[int], bytes]) -> tuple[Any, bytes]:
     return json.loads(read(text)), read(blob)
 
 
-def pack(tree: Any) -> tuple[Any, bytes]:
+def pack_tree(tree: Any) -> tuple[Any, bytes]:
     """Serialise nested dicts and lists of arrays, tensors (any shape) and plain values as (JSON, array bytes)."""
     import numpy as np
 
@@ -84,14 +84,14 @@ def pack(tree: Any) -> tuple[Any, bytes]:
     return walk(tree), b"".join(parts)
 
 
-def unpack(tree: Any, blob: bytes, as_tensors: bool) -> Any:
-    """Deserialise the output of :func:`pack` into new arrays or tensors."""
+def unpack_tree(tree: Any, blob: bytes, as_tensors: bool) -> Any:
+    """Deserialise the output of :func:`pack_tree` into new arrays or tensors."""
     import numpy as np
 
     if "dict" in tree:
-        return {k: unpack(v, blob, as_tensors) for k, v in tree["dict"].items()}
+        return {k: unpack_tree(v, blob, as_tensors) for k, v in tree["dict"].items()}
     if "list" in tree:
-        return [unpack(v, blob, as_tensors) for v in tree["list"]]
+        return [unpack_tree(v, blob, as_tensors) for v in tree["list"]]
     if "value" in tree:
         return tree["value"]
     kind, shape, start = tree["array"]
@@ -224,14 +224,14 @@ class Server:
         return {}, b""
 
     def do_state_dict(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        return pack(self.env.state_dict())
+        return pack_tree(self.env.state_dict())
 
     def do_load_state_dict(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        self.env.load_state_dict(unpack(request["state"], blob, self.speaks_torch))
+        self.env.load_state_dict(unpack_tree(request["state"], blob, self.speaks_torch))
         return {}, b""
 
     def do_render(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        return pack(self.env.render(request["index"], request["width"], request["height"]))
+        return pack_tree(self.env.render(request["index"], request["width"], request["height"]))
 
     def do_close(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
         if self.env is not None:
@@ -321,7 +321,7 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def watch(requests: int, parent: int) -> None:
+def watch_parent(requests: int, parent: int) -> None:
     """Kill this process group as soon as the parent is gone, even during a step."""
     poll = select.poll()
     poll.register(requests, 0)  # a hang-up is always reported
@@ -343,7 +343,7 @@ def main() -> NoReturn:
     if direct and sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # works even if a simulator never releases the GIL
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=watch, args=(setup["requests"], setup["parent"]), daemon=True).start()
+    threading.Thread(target=watch_parent, args=(setup["requests"], setup["parent"]), daemon=True).start()
     server = Server(setup)
     try:
         mount(setup["package"])

@@ -31,13 +31,13 @@ class UnknownError(Exception):
         self.setting, self.value, self.allowed = setting, value, allowed
 
 
-def nearest(name: str, names: list[str]) -> str:
+def nearest_name(name: str, names: list[str]) -> str:
     """As ``pql.errors.nearest``."""
     near = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def find(name: str) -> Callable[..., Any]:
+def find_simulator(name: str) -> Callable[..., Any]:
     """Return the factory ``name``: ``module:attribute`` (the working directory included), an entry point of
     ``pql.envs`` in this interpreter, or a built-in name."""
     here = importlib.import_module("pql.envs")
@@ -48,7 +48,7 @@ def find(name: str) -> Callable[..., Any]:
     target = name if ":" in name else points.get(name, builtin.get(name))
     if target is None:
         known = sorted({*builtin, *points})
-        wanted = f"module:attribute, or one of {', '.join(known)}{nearest(name, known)}, in {sys.executable}"
+        wanted = f"module:attribute, or one of {', '.join(known)}{nearest_name(name, known)}, in {sys.executable}"
         raise UnknownError("task", name, wanted)
     if target == builtin.get(name) and not all(importlib.util.find_spec(package) for package in needed):
         raise UnknownError("task", name, f"the whole package {needed[0]!r}, which {sys.executable} does not have")
@@ -69,18 +69,18 @@ def find(name: str) -> Callable[..., Any]:
     return factory
 
 
-def build(request: Mapping[str, Any]) -> Any:
+def build_simulator(request: Mapping[str, Any]) -> Any:
     """Build the environment. An unknown keyword in ``kwargs`` is an error; one in ``offered`` is dropped."""
-    env = call(find(request["name"]), request)
+    env = call(find_simulator(request["name"]), request)
     if "torch" in sys.modules:  # the simulator may have imported it
         sys.modules["torch"].set_grad_enabled(False)
     return env
 
 
 def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the specification without building the environment; None if its factory has no ``describe``."""
-    teller = getattr(find(request["name"]), "describe", None)
-    return None if teller is None else describe(call(teller, request))
+    """Return the specification without building the environment; None if its factory has no ``describe_simulator``."""
+    teller = getattr(find_simulator(request["name"]), "describe", None)
+    return None if teller is None else describe_simulator(call(teller, request))
 
 
 def call(factory: Any, request: Mapping[str, Any]) -> Any:
@@ -90,7 +90,7 @@ def call(factory: Any, request: Mapping[str, Any]) -> Any:
         known = [k for k in taken if k not in ("num_envs", "device")]
         for key, value in kwargs.items():
             if key not in known:
-                raise UnknownError(key, value, f"one of the keywords {', '.join(known)}{nearest(key, known)}")
+                raise UnknownError(key, value, f"one of the keywords {', '.join(known)}{nearest_name(key, known)}")
     for key, value in request["offered"].items():
         if key in taken:
             kwargs.setdefault(key, value)
@@ -102,7 +102,7 @@ def call(factory: Any, request: Mapping[str, Any]) -> Any:
     return factory(num_envs=request["num_envs"], device=device, **kwargs)
 
 
-def describe(spec: Any) -> dict[str, Any]:
+def describe_simulator(spec: Any) -> dict[str, Any]:
     """Return a specification as JSON types; its numbers may be NumPy scalars."""
     action = spec.action
     limits = {k: getattr(action, k, None) for k in ("low", "high")}

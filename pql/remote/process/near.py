@@ -305,7 +305,7 @@ class ProcessVec:
         if why is not None:
             shared_cuda.free(address, self._device)
             return False
-        self._tensors = shared_cuda.tensors(address, places, self._device)
+        self._tensors = shared_cuda.shared_tensors(address, places, self._device)
         weakref.finalize(self, shared_cuda.free, address, self._device).atexit = False  # then the driver does it
         return True
 
@@ -371,15 +371,15 @@ class ProcessVec:
         return obs
 
     def _state_dict(self) -> Any:
-        return far.unpack(*self._far.ask("state_dict", self._start_seconds), as_tensors=True)
+        return far.unpack_tree(*self._far.ask("state_dict", self._start_seconds), as_tensors=True)
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        tree, blob = far.pack(state)
+        tree, blob = far.pack_tree(state)
         self._far.ask("load_state_dict", self._start_seconds, blob, state=tree)
 
     def _render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         picture = self._far.ask("render", self._start_seconds, index=index, width=width, height=height)
-        return np.asarray(far.unpack(*picture, as_tensors=False), np.uint8)
+        return np.asarray(far.unpack_tree(*picture, as_tensors=False), np.uint8)
 
 
 def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def free(address: int, device: Any) -> None:
         driver.cuMemFree_v2(ctypes.c_uint64(address))
 
 
-def tensors(address: int, places: Mapping[str, Any], device: Any) -> dict[str, Any]:
+def shared_tensors(address: int, places: Mapping[str, Any], device: Any) -> dict[str, Any]:
     """Views of the memory at ``address``: name -> tensor. ``places``: name -> (NumPy type, shape, offset)."""
     import numpy as np
     import torch

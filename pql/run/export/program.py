@@ -188,7 +188,7 @@ class ProgramGraph:
             raise ValueError(f"more than {NODES:,} operators")
         self.names = [_name(entry) for entry in data["inputs"]]
         self.outputs = [_name(entry) for entry in data["outputs"]]
-        self.steps = [(find(node["target"]), node["inputs"], node["outputs"]) for node in data["nodes"]]
+        self.steps = [(find_operator(node["target"]), node["inputs"], node["outputs"]) for node in data["nodes"]]
         self.inner = {id(node): self._graphs(node) for node in data["nodes"]}
 
     def _graphs(self, node: Mapping[str, Any]) -> "list[ProgramGraph]":
@@ -253,7 +253,7 @@ class ProgramGraph:
         raise ValueError(f"an argument of the kind {kind!s:.20}")
 
 
-def find(target: Any) -> Any:
+def find_operator(target: Any) -> Any:
     """Resolve an operator's name; None for the exporter's own checks.
 
     Raises:

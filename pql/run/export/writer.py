@@ -96,10 +96,10 @@ def export_policy(
     folder = Path(out).expanduser() if out is not None else checkpoint.home(source) / "export"
     if out is None and not trust:
         check_links(folder.parent, folder.name)
-    return write(policy, describe(policy, manifest, source, scale), folder, formats)
+    return write_export(policy, export_metadata(policy, manifest, source, scale), folder, formats)
 
 
-def write(policy: Policy, metadata: dict[str, Any], folder: Path, formats: Sequence[str]) -> Export:
+def write_export(policy: Policy, metadata: dict[str, Any], folder: Path, formats: Sequence[str]) -> Export:
     """Write, read back, compare; the files appear in ``folder`` only once they are right. See :func:`export_policy`."""
     model = Deployed(policy, metadata["action"]["scaled"]).eval().requires_grad_(False)
     aside = folder / f".writing-{os.getpid()}"
@@ -143,7 +143,7 @@ def _check_formats(formats: Sequence[str]) -> None:
 # -- what the files say of themselves ---------------------------------------------------------------------------------
 
 
-def describe(policy: Policy, manifest: Mapping[str, Any], source: Path, scale: bool) -> dict[str, Any]:
+def export_metadata(policy: Policy, manifest: Mapping[str, Any], source: Path, scale: bool) -> dict[str, Any]:
     """The metadata: in the JSON beside the files and inside both of them. ``docs/export.md`` explains every entry."""
     config, spec = from_dict(manifest["config"]), policy.spec
     obs = [_tensor(f"obs.{k}", spec.obs[k].shape, str(spec.obs[k].dtype)) for k in policy.groups]

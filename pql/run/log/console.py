@@ -332,12 +332,12 @@ class Panel:
         state = "" if left is None or not row else f"{duration(left)} left"
         bar = ProgressBar(total=1.0, completed=share or 0.0, width=40, pulse=share is None)
         head.add_row(bar, "" if share is None else f"{share:.0%}", progress.doing() if progress.phase else state)
-        for label, text in describe(row) if progress.told else ():
+        for label, text in labelled(row) if progress.told else ():
             table.add_row(label, text)
         return Box(Group(head, table) if progress.told else head, title=progress.title, expand=False)
 
 
-def describe(row: Row) -> list[tuple[str, str]]:
+def labelled(row: Row) -> list[tuple[str, str]]:
     """(label, text) of what a person wants to see of a run."""
 
     def number(key: str, form: str = ",.0f") -> str:

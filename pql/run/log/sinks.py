@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pql.config import BudgetConfig, Config, to_dict
-from pql.config.files import check_ordinary, create
+from pql.config.files import check_ordinary, create_file
 from pql.errors import ConfigError, PqlWarning, first_line
 from pql.run.log.console import WIDTH, Console, Row
 from pql.run.store.run_dir import Summary
@@ -64,7 +64,7 @@ class Jsonl:
         except ValueError as error:
             raise ConfigError("run", path.parent, f"a run with metrics that can be read ({error})") from error
         aside = path.with_name(f".{path.name}")
-        create(aside, "")
+        create_file(aside, "")
         with path.open(errors="replace") as file, aside.open("a") as kept:
             while line := file.readline(LINE):
                 with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

@@ -58,7 +58,7 @@ def begin(options: dict[str, Any], verdict: dict[str, str]) -> Any:
 
     folder, config = options["folder"], options["config"]
     arguments = {"dir": folder, "project": options["project"], "name": Path(folder).resolve().name, "config": config}
-    arguments["settings"] = settings(wandb)
+    arguments["settings"] = wandb_settings(wandb)
     run = None
     if options["mode"] == "online":
         try:
@@ -75,7 +75,7 @@ def begin(options: dict[str, Any], verdict: dict[str, str]) -> Any:
     return run
 
 
-def settings(wandb: Any) -> Any:
+def wandb_settings(wandb: Any) -> Any:
     chosen = wandb.Settings(silent=True, console="off", init_timeout=INIT)
     with contextlib.suppress(Exception):  # where this version can: statistics of the run's process, not of this one
         chosen.x_stats_pid = os.getppid()

@@ -83,7 +83,7 @@ class Archive:
         """replay.safetensors."""
         name = "replay.safetensors" if self.ranks.first else f"replay-rank{self.ranks.rank}.safetensors"
         try:
-            transitions.save(parts.collector.replays[0], self.run_dir / name)
+            transitions.save_replay(parts.collector.replays[0], self.run_dir / name)
         except OSError as error:
             self.lost(name, error)
 
@@ -141,7 +141,7 @@ class Archive:
         try:
             rundir.check_new(self.run_dir)
             self._held.renew()
-            rundir.create(self.run_dir, self.config, self._overrides)
+            rundir.create_run_dir(self.run_dir, self.config, self._overrides)
         except ConfigError as error:
             raise RunError(f"{self.run_dir} was deleted while the run was at work ({error})") from None
         self._number = self.run_dir.stat().st_ino

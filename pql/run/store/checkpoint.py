@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pql.config.files import check_header, check_ordinary, create, read_json
+from pql.config.files import check_header, check_ordinary, create_file, read_json
 from pql.data import tensorfile
 from pql.errors import ConfigError, PqlWarning
 from pql.run.store.manifest import FORMAT, NewerFormatError, check_manifest
@@ -107,7 +107,7 @@ def _write(folder: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
 
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     aside = folder / f".{MANIFEST}"
-    create(aside, json.dumps({**manifest, "manifest_sha256": _manifest_hash(manifest)}, indent=1))
+    create_file(aside, json.dumps({**manifest, "manifest_sha256": _manifest_hash(manifest)}, indent=1))
     sync(aside)
     aside.replace(folder / MANIFEST)
     sync(folder)
@@ -167,7 +167,7 @@ def _read(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str
         raise CorruptCheckpointError("checkpoint", path, f"a readable checkpoint ({error})") from error
 
 
-def newest(folder: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
+def newest_checkpoint(folder: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
     """The newest intact resume point in ``folder``; damaged ones are skipped with a warning. ``kinds`` as for
     :func:`load`.
 
@@ -197,7 +197,7 @@ def ranks(folder: Path) -> int | None:
     return None
 
 
-def settings(folder: Path) -> dict[str, Any] | None:
+def checkpoint_settings(folder: Path) -> dict[str, Any] | None:
     """The config in the newest intact manifest of the resume points in ``folder``; None: there is none. Their tensors
     are not looked at."""
     for path in reversed(resume_points(folder)):
@@ -206,7 +206,7 @@ def settings(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def amend(folder: Path, config: Mapping[str, Any]) -> None:
+def amend_manifest(folder: Path, config: Mapping[str, Any]) -> None:
     """Give all resume points in ``folder`` whose manifests are intact another config.
 
     Raises:

@@ -43,7 +43,7 @@ def check_manifest(data: Any, kinds: Sequence[str]) -> None:
     _need(data.get("kind") in kinds, "kind", " or ".join(kinds))
     check_settings("config", data.get("config"))
     check_texts("spec", data.get("spec"))
-    check_spec(data.get("spec"))
+    check_spec_dict(data.get("spec"))
     _check_counters(data.get("counters", {}), ("ticks", "seconds") if data["kind"] == "resume" else ())
 
 
@@ -78,7 +78,7 @@ def check_version(name: str, value: Any, known: int) -> None:
         raise NewerFormatError(f"{name} {known} or older; this is {value}: update pql")
 
 
-def check_spec(spec: Any) -> None:
+def check_spec_dict(spec: Any) -> None:
     """Check the environment's description in a manifest or export. Raises ``ValueError``."""
     _need(isinstance(spec, dict), "spec", "a mapping")
     _need(isinstance(spec.get("name"), str), "spec.name", "text")
@@ -109,7 +109,7 @@ def check_export(data: Any) -> None:
     check_settings("task", data["task"])
     _need(data["task"].keys() <= {"name", "id", "game", "model", "kwargs"}, "task", "name, id, game, model and kwargs")
     spec = data.get("spec")
-    check_spec(spec)
+    check_spec_dict(spec)
     names = []
     for end in ("inputs", "outputs"):
         for entry in data[end]:

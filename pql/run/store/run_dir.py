@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pql.config import Config, to_dict
-from pql.config.files import create as create_file
+from pql.config.files import create_file as create_file
 from pql.config.files import read_json, read_yaml
 from pql.config.validate import resolve_device
 from pql.engine.world import world
@@ -87,7 +87,7 @@ def check_new(run_dir: Path) -> None:
         )
 
 
-def create(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
+def create_run_dir(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     """A new run's directory: config.yaml, overrides.yaml, git.json and env.json.
 
     Raises:
@@ -109,7 +109,7 @@ def check_shared(run_dir: Path) -> None:
         raise ConfigError("run_dir", run_dir, "a folder that all machines of the run share")
 
 
-def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
+def amend_config(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     """A resumed run's config, in its resume points too, and the words that changed it after those it was started with.
 
     A summary of the sitting before is no longer the run's end, should this one not come to one.
@@ -123,14 +123,14 @@ def amend(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     try:
         if (before := read_summary(run_dir)) is not None:
             _write_json(run_dir / "summary.json", {**before, "interrupted": True})
-        checkpoint.amend(run_dir / "checkpoints", to_dict(config))
+        checkpoint.amend_manifest(run_dir / "checkpoints", to_dict(config))
         _write_config(run_dir, config)
         _write_yaml(run_dir / "overrides.yaml", [*said, *overrides])
     except OSError as error:
         raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
 
 
-def settings(run_dir: Path) -> dict[str, Any]:
+def run_settings(run_dir: Path) -> dict[str, Any]:
     """The config of a run that is to go on, as plain dicts: that of its newest intact resume point.
 
     config.yaml is for people: where it says something else, a warning names the settings. It counts only where there
@@ -143,7 +143,7 @@ def settings(run_dir: Path) -> dict[str, Any]:
     if (run_dir / "checkpoints").exists():
         from pql.run.store import checkpoint
 
-        kept = checkpoint.settings(run_dir / "checkpoints")
+        kept = checkpoint.checkpoint_settings(run_dir / "checkpoints")
     if kept is None:
         return read_config(run_dir)
     try:
