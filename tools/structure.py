@@ -190,10 +190,12 @@ def shapeless(found: dict[str, Module]) -> list[str]:
                     continue
                 args = [*node.args.args, *node.args.kwonlyargs]
                 takes = any(
-                    a.annotation is not None and re.search(r"\bTensor\b", ast.unparse(a.annotation)) for a in args
+                    a.annotation is not None and re.fullmatch(r"Tensor( \| None)?", ast.unparse(a.annotation))
+                    for a in args
                 )
                 text = (ast.get_docstring(node) or "") + about
-                if takes and not SHAPE.search(text):
+                overrides = isinstance(scope, ast.ClassDef) and scope.bases and ast.get_docstring(node) is None
+                if takes and not overrides and not SHAPE.search(text):
                     out.append(f"{module.name}.{node.name}")
     return out
 

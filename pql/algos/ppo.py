@@ -255,7 +255,8 @@ def value_scale(returns: Moments | None) -> tuple[Tensor | float, Tensor | float
 
 
 def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tensor, Tensor]:
-    """Mean and population variance of the entries that count, of all processes of ``group``; 0 where none does."""
+    """Return mean and population variance of ``x`` [B] where ``mask`` [B] is 1, over the processes of ``group``; 0
+    where no entry counts."""
     count = mask.sum()
     mean = (x * mask).sum() / count.clamp(min=1)
     squares = ((x - mean).square() * mask).sum()
@@ -318,7 +319,7 @@ def value_loss(value: Tensor, target: Tensor, old: Tensor, clip: float | None) -
 
 
 def steer(state: PpoState, settings: PpoConfig, kl: Tensor, fresh: bool) -> Tensor | None:
-    """Learning rate and gate from the KL between the policy that acted and the present one.
+    """Set learning rate and gate from ``kl`` (a scalar) between the policy that acted and the present one.
 
     Returns:
         1 where this step and the tick's remaining ones are to be skipped, else 0; None without ``kl_stop``.
@@ -332,7 +333,7 @@ def steer(state: PpoState, settings: PpoConfig, kl: Tensor, fresh: bool) -> Tens
 
 
 def adapt_lr(lr: Tensor, kl: Tensor, target: float) -> None:
-    """Divide the learning rate by 1.5 where the KL is above twice the target, multiply it below half. In place."""
+    """Divide ``lr`` (scalar) by 1.5 where ``kl`` (scalar) is above twice the target, multiply it below half. In place."""
     factor = 1 + (LR_FACTOR - 1) * (kl < target / 2) + (1 / LR_FACTOR - 1) * (kl > target * 2)
     lr.mul_(factor).clamp_(LR_MIN, LR_MAX)
 

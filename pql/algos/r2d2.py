@@ -298,7 +298,8 @@ def rescale_value(x: Tensor, epsilon: float) -> Tensor:
 
 
 def restore(x: Tensor, epsilon: float) -> Tensor:
-    """h^-1(x) = sign(x) (((sqrt(1 + 4 epsilon (|x| + 1 + epsilon)) - 1) / (2 epsilon))^2 - 1).
+    """Inverse of :func:`rescale_value`, of any shape: sign(x) (((sqrt(1 + 4 epsilon (|x| + 1 + epsilon)) - 1) /
+    (2 epsilon))^2 - 1).
 
     Formed in float64: the difference of nearly equal numbers, squared, would lose half of float32's digits.
     """

@@ -256,8 +256,8 @@ def with_critic(config: Config, critic: TrainedNetConfig) -> Config:
 
 
 def make_features(config: Config, spec: EnvSpec, group: str) -> tuple[nn.Module | None, int]:
-    """What a network of action values sees observations through, and the size of what comes out. None: nothing, it
-    sees the vectors of ``group`` themselves."""
+    """Create the encoder of a value network; return it and its number of features. None: there is none, and the
+    network takes the vectors of ``group`` themselves."""
     if critic_of(config).net is not None:
         body = OwnBody(custom_network(config, spec, "critic"), spec.obs)
         return body, body.size

@@ -77,6 +77,7 @@ class NoisyActor:
         return self.action.to(device)
 
     def observe(self, first: Tensor) -> None:
+        """Note where an episode begins, [N] bool."""
         self.explore.observe(first)
 
     def restart(self) -> None:
@@ -139,7 +140,7 @@ class EpsilonActor:
         return Acted(action, {k: v.to(device) for k, v in self.stored.items()}) if self.stored else action
 
     def observe(self, first: Tensor) -> None:
-        """Nothing: epsilon does not depend on episodes."""
+        """Ignore where an episode begins, [N] bool: epsilon does not depend on it."""
 
     def restart(self) -> None:
         """Nothing is remembered from step to step."""
@@ -183,6 +184,7 @@ class RecurrentActor(EpsilonActor):
         return Acted(self.action.to(device), {k: v.to(device) for k, v in stored.items()})
 
     def observe(self, first: Tensor) -> None:
+        """Reset the state where an episode begins, [N] bool."""
         self.carry.mul_(~first.unsqueeze(1))
         self.fresh.copy_(first)
 
@@ -239,6 +241,7 @@ class StochasticActor:
         return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
 
     def observe(self, first: Tensor) -> None:
+        """Reset the memory where an episode begins, [N] bool."""
         if self.memory is not None:
             self.memory.carry.mul_(~first.unsqueeze(1))
             self.memory.fresh.copy_(first)

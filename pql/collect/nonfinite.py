@@ -74,7 +74,7 @@ class Quarantine:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def begin(self, obs: Obs) -> Obs:
-        """What a reset of all returned, with zeros where it is not finite: those environments are out."""
+        """Take the observations of a reset of all environments; those that are not finite become zeros and are out."""
         self.out.copy_(~finite_rows(floats(obs), self.out))
         self.anew.zero_()
         self.void.zero_()
@@ -86,7 +86,7 @@ class Quarantine:
         self.anew.zero_()
 
     def act(self, made: Sequence[Tensor], mask: Tensor | None = None) -> None:
-        """What a policy has just made is zero where any of it was not finite; the row that follows is left out.
+        """Zero a policy's output where any of it is not finite; the row that follows is left out.
 
         Args:
             made: [n, ...] floats each, the actor's own.
@@ -159,7 +159,7 @@ class Quarantine:
             self.stop()
 
     def admit(self, mask: Tensor, fresh: Obs, held: Obs) -> Obs:
-        """What the environments of ``mask`` show after a restart, ``fresh``, where that is finite; else ``held``.
+        """Return observations after a restart of the environments of ``mask``: ``fresh`` where finite, else ``held``.
 
         The row that follows is still left out: nobody has recorded what it was acted on.
         """

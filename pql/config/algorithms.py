@@ -355,7 +355,7 @@ class RolloutAlgoConfig(AlgoConfig):
 
     @property
     def fresh_schedules(self) -> str:
-        """Those under which a rollout is of the policy that learns from it, for an error."""
+        """The schedules under which a rollout is of the policy that learns from it, as an error message names them."""
         return f"lockstep: {self.name} learns from what its policy did"
 
 

@@ -19,7 +19,7 @@ BASE = 32  # the batch that the learning rates are for
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an algorithm's rules start from."""
+    """The reference point of an algorithm's scaling rules."""
 
     lr: float  # at a batch of 32
     target_period: int  # env steps

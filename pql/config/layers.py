@@ -109,7 +109,7 @@ class Presets:
         return str(self.setting("algo", algo, "family") or "ddpg")
 
     def setting(self, group: str, name: str, key: str) -> Any:
-        """What a preset, or the nearest that it is like, sets ``key`` to; None: none sets it."""
+        """The value of ``key`` in a preset, or in the nearest that it is like; None: none sets it."""
         return next((tree[key] for one in self.line(group, name) if key in (tree := self._read(group, one))), None)
 
     def tuned(self, places: Sequence[str], algo: str, scale: str) -> Iterator[Layer]:

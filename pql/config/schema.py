@@ -52,12 +52,12 @@ class TaskConfig:
 
     @property
     def title(self) -> str:
-        """What it is called: the gymnasium id or the game, where that says more than the simulator's name."""
+        """The task's display name: the gymnasium id or the game, else the simulator's name."""
         return self.id or self.game or self.name
 
     @property
     def by_actors(self) -> bool:
-        """Whether actors elsewhere step it: ``task=remote``, or any task with ``task.remote.*``."""
+        """True if remote actors step it: ``task=remote``, or any task with ``task.remote.*``."""
         return bool(self.remote) or self.name == "remote"
 
 
@@ -149,7 +149,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """Where metrics go beside the console and metrics.jsonl."""
+    """Logging of metrics, in addition to the console and metrics.jsonl."""
 
     kind: str = setting("none", "Logger.", choices=("none", "tensorboard", "wandb"))
     every_seconds: float = setting(2.0, "Between rows of the log.", above=0, high=1e6)
@@ -178,7 +178,7 @@ class Config:
 
     @property
     def replicas(self) -> int:
-        """Whole learners of one run on this machine."""
+        """Number of replicas of the run on this machine."""
         return getattr(self.algo, "replicas", 1)
 
 

@@ -119,12 +119,12 @@ def _check_replicas(config: Config) -> None:
 
 
 def likely_device(name: str) -> str:
-    """What :func:`resolve_device` will say, if the GPU that seems to be there can be used. Imports no torch."""
+    """The result of :func:`resolve_device`, provided that a GPU that is visible can be used. Imports no torch."""
     return name if name != "auto" else "cuda" if gpu_in_sight() else "cpu"
 
 
 def gpu_in_sight() -> bool:
-    """Whether it is worth asking torch for a GPU: its build can use one, and there is a driver. Imports no torch."""
+    """True if torch may find a GPU: its build can use one, and there is a driver. Imports no torch."""
     if torch := sys.modules.get("torch"):
         return torch.cuda.is_available()
     spec = importlib.util.find_spec("torch")

@@ -25,9 +25,9 @@ Sums = tuple[Tensor, Tensor, Tensor]
 
 
 def combine(one: Sums, count: float | Tensor, mean: Tensor, squares: Tensor) -> Sums:
-    """Those of ``one`` and of ``count`` more values, with this mean and sum of squared deviations, together.
+    """Combine the moments of ``one`` with those of ``count`` more values, given by mean and sum of squared deviations.
 
-    Chan et al. 1979. Exactly ``one`` where ``count`` is 0.
+    All [D], ``count`` a scalar. Source: Chan et al. 1979. Exactly ``one`` where ``count`` is 0.
     """
     total, delta = one[0] + count, mean - one[1]
     share = count / total.clamp(min=1)
@@ -68,7 +68,7 @@ class Moments(nn.Module):
         self.merge(count, mean, squares)
 
     def merge(self, count: float | Tensor, mean: Tensor, squares: Tensor) -> None:
-        """Add ``count`` values with this mean and this sum of squared deviations."""
+        """Add ``count`` values with this mean and this sum of squared deviations, [D] each."""
         for old, new in zip(self.sums(), combine(self.sums(), count, mean, squares), strict=True):
             old.copy_(new)
 
@@ -117,7 +117,7 @@ def pooled(parts: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]
 
 
 def clip(reward: Tensor, limit: float | None) -> Tensor:
-    """Rewards within +- ``limit``; as they are where that is None."""
+    """Return rewards, [N] or [B], clamped to +- ``limit``; unchanged where that is None."""
     return reward if limit is None else reward.clamp(-limit, limit)
 
 

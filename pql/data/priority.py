@@ -106,7 +106,7 @@ def valued_when_acted(replay: Replay, window: Window) -> tuple[Tensor, Tensor]:
 
 
 class Ranked:
-    """What is drawn in proportion to priority ** alpha (Schaul et al. 2016, the proportional variant), by number.
+    """Items drawn in proportion to priority ** alpha (Schaul et al. 2016, the proportional variant), by number.
 
     Args:
         size: how many there are.
@@ -133,7 +133,7 @@ class Ranked:
         self.largest = self.power(torch.ones((), device=device))  # leaf of one of which nothing is known
 
     def power(self, priority: Tensor) -> Tensor:
-        """|priority|, clipped, as a leaf: float64."""
+        """Return (|priority|, clipped) ** alpha, float64, for priorities [B]."""
         size = priority.abs().double()
         return ((size if self.clip is None else size.clamp(max=self.clip)) + FLOOR) ** self.alpha
 
@@ -245,7 +245,7 @@ class Prioritized(Ranked):
         """A tick begins: rows that the collector may overwrite from now on leave, complete ones enter.
 
         Args:
-            reward_scale: 0-dim; what learners multiply rewards by.
+            reward_scale: scalar; what learners multiply rewards by.
         """
         leaving = self._cell(cursor.head - self.reach - 1 - self._steps).flatten()
         cell, leaf = self._entries(cursor, self._steps, reward_scale)

@@ -30,7 +30,7 @@ from pql.data.normalize import Normalizer, clip
 from pql.types import Memory, Obs, Step
 
 STEPS = ("action", "params", "reward", "flags", "final", "version")
-"""What a rollout stores of every step, [T, N, ...]; all else has one axis of rows and columns together."""
+"""The stores of a rollout, [T, N, ...] each; all others have one axis of rows and columns together."""
 
 
 class Progress:
@@ -159,7 +159,7 @@ class Rollout:
         """Nothing to cut: a segment ends with its tick."""
 
     def take_statistics(self) -> None:
-        """What is read from now on is read with the statistics in use now."""
+        """Use the current statistics for what is read from now on."""
         torch._foreach_copy_(self.norm.frozen(), self._source)
 
     def open(self, obs: Obs, memory: Memory | None) -> None:
@@ -252,7 +252,7 @@ class Rollout:
         return {**{f"obs/{k}": v for k, v in self.obs.items()}, **{k: getattr(self, k) for k in names}}
 
     def _read(self, name: str, store: Tensor, view: View, columns: Tensor | None) -> Tensor:
-        """What ``view`` shows of the store ``name``; of ``columns`` alone where they are given."""
+        """Return ``view`` of the store ``name``, of ``columns`` alone where they are given."""
         store = self._half(store, view)
         if columns is None:
             return store

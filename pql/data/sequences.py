@@ -48,7 +48,7 @@ class Sequence(NamedTuple):
 
 
 class States:
-    """What a recurrent policy remembered before it acted in a ring's aligned rows: a store beside the ring.
+    """The recurrent state before the action of a ring's aligned rows, stored next to the ring.
 
     Args:
         ring: with a whole number of periods. It takes each row after this store does.
@@ -97,7 +97,7 @@ class States:
         return -(-self.ring.used() // self.period) * self.ring.num_envs
 
     def state_dict(self) -> Rows:
-        """Those in use (views). Waits for the device."""
+        """The rows in use (views). Waits for the device."""
         return Rows(carry=self.carry[: self.used()])
 
     def load_state_dict(self, state: Any) -> None:
@@ -147,6 +147,7 @@ class Sequences:
         return row.flatten(), usable.flatten()
 
     def column(self, index: Tensor) -> Tensor:
+        """Return the columns of drawn indices, [B] both."""
         return index % self.ring.num_envs
 
     def read(self, cursor: Cursor, start: Tensor, column: Tensor) -> Sequence:
@@ -189,7 +190,7 @@ class Sequences:
         )
 
     def _observations(self, rows: Tensor, columns: Tensor, final_row: Tensor) -> Obs:
-        """Those of all rows [S, B], then the final ones that followed rows [K, B] from burn_in on."""
+        """Observations of all rows [S, B], then the final ones that follow rows [K, B] from burn_in on."""
         ring = self.ring
         plain = ring.observations(rows.flatten(), columns.flatten())
         before, column = rows[self.burn_in :].gather(0, final_row).flatten(), columns[: self.finals].flatten()

@@ -70,7 +70,7 @@ def header(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None) -> by
 
 
 def pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in order, ``PIECE`` at a time, on the host."""
+    """Yield the bytes of a tensor of any shape in order, ``PIECE`` at a time, on the host."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for start in range(0, flat.numel(), PIECE):
         yield flat[start : start + PIECE].cpu().numpy().data

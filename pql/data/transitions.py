@@ -74,7 +74,7 @@ def rows_of(replay: Replay) -> Columns:
 
 
 def load_replay(replay: Replay, path: str | Path) -> None:
-    """Fill a ring from a file of :func:`save_replay`, so that it gives the same samples; of a longer file, the newest rows.
+    """Fill a ring from a file of :func:`save_replay`, to the same samples; of a longer file, the newest rows.
 
     Raises:
         ConfigError: no such file, or columns that do not fit this ring; names the column.

@@ -34,7 +34,7 @@ FULL = 3
 
 
 class Unrolls:
-    """Where environments that may answer late write, each at a pace of its own (a store, as the replay is).
+    """Storage for environments that may answer late, each at its own pace (a store, as the replay is).
 
     Arguments are those of ``Rollout``.
 

@@ -60,7 +60,7 @@ class Group:
         self.waiting = False  # for the others, at this moment
 
     def sum_(self, x: Tensor) -> Tensor:
-        """``x`` summed over all ranks, in place."""
+        """Sum ``x``, of any shape, over all ranks, in place."""
         if self.size > 1:
             with self._talking():
                 dist.all_reduce(x, group=self.handle)
@@ -84,7 +84,7 @@ class Group:
         x[:-1].div_(x[-1].clamp(min=1))
 
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The same of one number (0-dim)."""
+        """Average one number (shape: 0-dim) over all ranks, as :meth:`mean_`."""
         if self.size == 1:
             return x
         pair = torch.stack((x, x))
@@ -101,7 +101,7 @@ class Group:
         return out
 
     def broadcast_(self, x: Tensor) -> None:
-        """Rank 0's ``x`` for everybody, in place."""
+        """Copy rank 0's ``x``, of any shape, to all ranks, in place."""
         if self.size > 1:
             with self._talking():
                 dist.broadcast(x, 0, group=self.handle)

@@ -269,7 +269,7 @@ def failure(name: str, error: BaseException) -> RunError:
 
 
 def hung(name: str, limit: Limit) -> HungError:
-    """Where all threads are, and in the last line whose tick is not over."""
+    """The stacks of all threads; the last line names the worker whose tick is not over."""
     return HungError(f"{stacks()}worker {name} has not finished its tick in {limit.seconds:g} s ({limit.setting})")
 
 

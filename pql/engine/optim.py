@@ -70,7 +70,7 @@ class Optimizer:
         self.rule(self.flat.data, grad, self.state_dict(), skip)
 
     def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
-        """The update rule, element by element: on all parameters, or on some.
+        """Apply the update rule element by element, to all parameters [P] or some of them.
 
         Args:
             data, grad: [C]; ``data`` is changed in place.
@@ -212,7 +212,7 @@ def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
 
 @torch.no_grad()
 def polyak(target: Flat, source: Flat, tau: float | Tensor) -> None:
-    """target <- (1 - tau) target + tau source, in one kernel."""
+    """target <- (1 - tau) target + tau source over all parameters [P], in one kernel. ``tau``: a number or 0-dim."""
     target.data.lerp_(source.data, tau)
 
 
