@@ -47,7 +47,8 @@ def lambda_returns(
 ) -> Tensor:
     """G_t = r_t + discount_t ((1 - lam) V(s'_t) + lam G_{t+1}), the TD(lambda) target (Sutton & Barto 2018, 12.1).
 
-    Arguments, [T, N] each, as in :func:`gae`, to which it is equal up to V(s_t); at a trajectory's end G_{t+1} is V(s'_t).
+    Arguments, [T, N] each, as in :func:`gae`, to which it is equal up to V(s_t); at the end of a trajectory G_{t+1} is
+    V(s'_t).
     """
     return gae(reward, discount, value, next_value, goes_on, mask, lam).add_(value)
 
