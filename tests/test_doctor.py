@@ -40,7 +40,7 @@ def test_the_doctor_knows_every_extra_and_its_packages():
 
 
 def test_the_robots_packages_are_those_their_models_are_read_from():
-    lines = (Path(__file__).parents[1] / "robots.txt").read_text().splitlines()
+    lines = (Path(__file__).parents[1] / "requirements" / "robots.txt").read_text().splitlines()
     wanted = {str(Requirement(line)) for line in lines if not line.startswith("#")}
     assert wanted == {str(Requirement(model.project)) for model in ROBOTS.values()}
 

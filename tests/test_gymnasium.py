@@ -10,7 +10,7 @@ from gymnasium import spaces  # noqa: E402
 
 from pql.contract.conformance import check_env  # noqa: E402
 from pql.contract.env import Box, Discrete, ObsSpec, make_env  # noqa: E402
-from pql.envs.gymnasium import GymnasiumVec  # noqa: E402
+from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
 
 

@@ -9,8 +9,8 @@ import torch
 
 from pql.collect.episodes import EpisodeStats
 from pql.contract.conformance import check_env
-from pql.envs import isaacgym
-from pql.envs.isaacgym import IsaacGymVec
+from pql.envs.adapters import isaacgym
+from pql.envs.adapters.isaacgym import IsaacGymVec
 from pql.errors import ConfigError
 
 L = 6

@@ -12,10 +12,10 @@ import torch
 from fake_isaaclab import Config, FakeLabEnv, FakeMjlabEnv
 
 from pql.contract.conformance import check_env
-from pql.envs import isaaclab
-from pql.envs.adapt import Actions, change
-from pql.envs.isaaclab import IsaacLabVec
-from pql.envs.mjlab import MjlabVec
+from pql.envs.adapters import isaaclab
+from pql.envs.adapters.adapt import Actions, change
+from pql.envs.adapters.isaaclab import IsaacLabVec
+from pql.envs.adapters.mjlab import MjlabVec
 from pql.errors import ConfigError
 
 

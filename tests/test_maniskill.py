@@ -11,7 +11,7 @@ import torch
 from gymnasium.spaces import Box
 
 from pql.contract.conformance import check_env
-from pql.envs.maniskill import ManiSkillVec, backend, maniskill
+from pql.envs.adapters.maniskill import ManiSkillVec, backend, maniskill
 from pql.errors import ConfigError
 
 

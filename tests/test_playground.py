@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pql.contract.conformance import check_env
-from pql.envs.playground import PlaygroundVec
+from pql.envs.adapters.playground import PlaygroundVec
 from pql.errors import ConfigError
 
 

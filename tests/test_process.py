@@ -260,7 +260,8 @@ def test_the_plain_records_are_the_librarys(python):
     """Where the library cannot be imported, records of the same names and defaults stand in."""
     script = (
         "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(sys.argv[2])\n"
-        "import pql.envs.isaacgym, pql.envs.dmlab, pql.remote.process.shared_cuda\n"  # they run in that Python, too
+        # These run in that Python, too.
+        "import pql.envs.adapters.isaacgym, pql.envs.adapters.dmlab, pql.remote.process.shared_cuda\n"
         "from pql.contract import plain\n"
         "print(json.dumps({n: [getattr(plain, n)._fields, {k: str(v) for k, v in getattr(plain, n)._field_defaults"
         ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'EnvSpec', 'Step')}))"

@@ -17,8 +17,8 @@ from wrapped import Groups, N
 
 import pql
 from pql.contract.env import Box
+from pql.envs.adapters.gymnasium import GymnasiumVec
 from pql.envs.classic import BallBalance
-from pql.envs.gymnasium import GymnasiumVec
 from pql.envs.toy import LQR, Counter
 from pql.errors import ConfigError
 

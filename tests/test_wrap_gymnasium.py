@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode  # noqa: E402
 from wrapped import Groups, N, score  # noqa: E402
 
 import pql  # noqa: E402
-from pql.envs.gymnasium import GymnasiumVec  # noqa: E402
+from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.toy import Counter  # noqa: E402
 
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}

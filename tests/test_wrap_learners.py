@@ -10,7 +10,7 @@ from gymnasium import spaces  # noqa: E402
 from wrapped import Groups, N, score  # noqa: E402
 
 import pql  # noqa: E402
-from pql.envs.gymnasium import GymnasiumVec  # noqa: E402
+from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.toy import LQR, Counter  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
 

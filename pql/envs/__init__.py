@@ -42,15 +42,15 @@ BUILTIN = {
     "franka_cube_stack": "pql.envs.mujoco:franka_cube_stack",
     "franka_cube_stack_torque": "pql.envs.mujoco:franka_cube_stack_torque",
     "atari": "pql.envs.atari:AtariVec",
-    "gymnasium": "pql.envs.gymnasium:GymnasiumVec",
+    "gymnasium": "pql.envs.adapters.gymnasium:GymnasiumVec",
     "remote": "pql.remote.env:Remote",
-    "envpool": "pql.envs.envpool:EnvpoolVec",
-    "dmlab": "pql.envs.dmlab:dmlab",
-    "isaacgym": "pql.envs.isaacgym:isaacgym",
-    "isaaclab": "pql.envs.isaaclab:isaaclab",
-    "mjlab": "pql.envs.mjlab:mjlab",
-    "playground": "pql.envs.playground:PlaygroundVec",
-    "maniskill": "pql.envs.maniskill:maniskill",
+    "envpool": "pql.envs.adapters.envpool:EnvpoolVec",
+    "dmlab": "pql.envs.adapters.dmlab:dmlab",
+    "isaacgym": "pql.envs.adapters.isaacgym:isaacgym",
+    "isaaclab": "pql.envs.adapters.isaaclab:isaaclab",
+    "mjlab": "pql.envs.adapters.mjlab:mjlab",
+    "playground": "pql.envs.adapters.playground:PlaygroundVec",
+    "maniskill": "pql.envs.adapters.maniskill:maniskill",
 }
 
 CHOOSES = {
@@ -68,10 +68,10 @@ CHOOSES = {
 
 EXTRA_OF = {
     "pql.envs.mujoco": "mujoco",
-    "pql.envs.gymnasium": "gymnasium",
+    "pql.envs.adapters.gymnasium": "gymnasium",
     "pql.envs.atari": "atari",
     "pql.remote.env": "remote",
-    "pql.envs.envpool": "bench",
+    "pql.envs.adapters.envpool": "bench",
 }
 
 # Simulators that have, as a rule, a Python of their own (``task.process.python``), and the package that they are there;

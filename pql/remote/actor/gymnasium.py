@@ -1,7 +1,7 @@
 """Gymnasium environments for actors: Gymnasium's vector environments, with NumPy arrays.
 
 Settings, spaces, action rescaling, seeds and episode ends equal those of ``task=gymnasium``
-(``pql/envs/gymnasium.py``).
+(``pql/envs/adapters/gymnasium.py``).
 """
 
 import copy

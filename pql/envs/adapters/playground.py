@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import Box, EnvSpec, ObsSpec
-from pql.envs.adapt import change
+from pql.envs.adapters.adapt import change
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step
 

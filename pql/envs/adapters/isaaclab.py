@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
-from pql.envs.adapt import Actions, change
+from pql.envs.adapters.adapt import Actions, change
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step, chosen
 

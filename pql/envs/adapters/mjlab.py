@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import EnvSpec
-from pql.envs.adapt import Actions, change
-from pql.envs.isaaclab import Log, copies, ends, group_specs, randomize_lengths
+from pql.envs.adapters.adapt import Actions, change
+from pql.envs.adapters.isaaclab import Log, copies, ends, group_specs, randomize_lengths
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step, chosen
 

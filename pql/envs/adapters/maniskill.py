@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
-from pql.envs.adapt import Actions
+from pql.envs.adapters.adapt import Actions
 from pql.errors import ConfigError
 from pql.types import Obs, Step, chosen
 
