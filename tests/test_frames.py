@@ -11,7 +11,8 @@ from histories import CPU, SCENARIOS, Recorded, assert_same, assert_shows, run_h
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.data.frames import eights, put
-from pql.data.replay import Replay, preflight, replay_bytes
+from pql.data.replay import Replay
+from pql.data.sizes import preflight, replay_bytes
 from pql.types import Acted, Step
 
 ATARI = {"policy": ObsSpec((4, 84, 84), torch.uint8, stack=4)}

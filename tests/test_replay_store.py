@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from oracles import chi_square_fits
 
 from pql.contract.env import ObsSpec
-from pql.data.replay import Replay, preflight, replay_bytes
+from pql.data.replay import Replay
+from pql.data.sizes import preflight, replay_bytes
 from pql.errors import ConfigError
 from pql.run.store.checkpoint import flatten, unflatten
 from pql.types import Step, split

@@ -48,7 +48,7 @@ from pql.config import (
     TaskConfig,
     ThreadsConfig,
 )
-from pql.data.replay import replay_bytes
+from pql.data.sizes import replay_bytes
 from pql.engine.placement import available_cores
 from pql.run.build import build
 from pql.run.components import Parts

@@ -14,7 +14,8 @@ from pql.contract.env import Box, EnvSpec
 from pql.data.frames import deepest
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
-from pql.data.replay import Cursor, Replay, preflight
+from pql.data.replay import Cursor, Replay
+from pql.data.sizes import preflight
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner
