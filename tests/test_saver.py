@@ -1,5 +1,6 @@
 """Checkpoints in the background: copies of one moment, one after the other, within memory, and killed at any time."""
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -115,6 +116,7 @@ def test_closing_waits_no_longer_than_it_says(tmp_path, monkeypatch):
 
 def keep_saving(folder) -> None:
     """The life of a run that saves all the time: a policy, a resume point, fewer old ones."""
+    gc.disable()  # what the forked process inherited from other tests has threads that do not exist here
     one = Saver()
     for i in range(1, 10**6):
         one.later(folder / "last", tree(float(i)), {})
