@@ -22,7 +22,7 @@ from _bench import alternate, compare, report
 from _puppets import ENVS
 
 from pql.contract.env import make_env
-from pql.envs.remote import Remote
+from pql.remote.env import Remote
 
 
 def main(argv: Sequence[str] | None = None) -> int:
