@@ -20,6 +20,7 @@ from conftest import (
     bits,
     differences,
     everywhere,
+    fit,
     learners,
     merge,
     never_waiting,
@@ -29,8 +30,6 @@ from conftest import (
 )
 from torch import Generator
 
-from pql.config.families import record_of
-from pql.config.migrate import known
 from pql.contract.grouped import joined
 from pql.engine.graph import Graph
 from pql.engine.placement import worker_devices
@@ -111,9 +110,7 @@ def _place(machine, monkeypatch):
 
 
 def gpu_config(**changes):
-    base = merge(BASE, SMALLER if DEVICE == "cpu" else {})
-    algo = known(record_of(changes.get("algo", {})), base["algo"])
-    return small_config(**merge({**base, "algo": algo}, changes))
+    return small_config(**fit(merge(BASE, SMALLER if DEVICE == "cpu" else {}), changes))
 
 
 def settle(parts):
