@@ -12,18 +12,21 @@ from typing import Any
 import pytest
 import torch
 from gates import LearningGate
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pql.algos.off_policy import make_critic
 from pql.config import Config, from_dict
 from pql.config.families import record_of
 from pql.config.migrate import known
 from pql.config.validate import validate
 from pql.contract.conformance import Report
+from pql.contract.env import EnvSpec
 from pql.engine import watchdog
 from pql.engine.executors import Executor
 from pql.engine.schedule import Trace
-from pql.run.build import build
+from pql.nets.mlp import Critic, seeded
+from pql.run.build import build, make_policy
 from pql.run.components import Parts
 from pql.run.store.checkpoint import flatten
 
@@ -216,23 +219,29 @@ def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def fit(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """``merge``; where ``change`` names a family, without those of the algorithm's settings that it does not have."""
+    algo = change.get("algo", {})
+    if "family" in algo:
+        base = {**base, "algo": known(record_of(algo), base.get("algo", {}))}
+    return merge(base, change)
+
+
 def small_config(**changes: Any) -> Config:
     """A run of seconds: ``small_config(algo={"n_step": 1})``."""
-    record = record_of(changes.get("algo", {}))
-    return from_dict(merge({**SMALL, "algo": known(record, SMALL["algo"])}, changes))
+    return from_dict(fit(SMALL, changes))
 
 
 def configured(base: dict[str, Any], *changes: dict[str, Any]) -> Config:
-    """A small run of ``base`` and then ``changes``, each of ``algo`` alone or of everything where it names a group.
-
-    Of another family ``base`` gives the settings that this one has.
-    """
+    """A small run of ``base`` and then ``changes``, each of ``algo`` alone or of everything where it names a group."""
     for change in changes:
-        whole = change if {*change} & GROUPS else {"algo": change}
-        if "family" in whole.get("algo", {}):
-            base = {**base, "algo": known(record_of(whole["algo"]), base["algo"])}
-        base = merge(base, whole)
+        base = fit(base, change if {*change} & GROUPS else {"algo": change})
     return validate(small_config(**base))
+
+
+def make_networks(config: Config, spec: EnvSpec, seed: int) -> tuple[nn.Module, Critic]:
+    """The policy and the critics of a run on a replay, with the weights that it starts from."""
+    return seeded(lambda: (make_policy(config, spec), make_critic(config, spec)), seed)
 
 
 def ticks(parts: Parts, count: int) -> Parts:

@@ -1,14 +1,17 @@
 """The schema's checks, and the command line's words: every wrong one is named, in one line, with what is allowed."""
 
 import dataclasses
+import random
+from pathlib import Path
 
 import pytest
-from run_files import words
+from run_files import mutate, words
 
-from pql.config import Config, from_dict, to_dict
+from pql.config import Config, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.compose import compose, known_settings, parse_word
 from pql.config.fields import condition_text, settings
+from pql.config.files import read_yaml
 from pql.config.layers import GROUPS, Presets
 from pql.config.validate import resolve_device, validate
 from pql.errors import ConfigError, PqlWarning, nearest
@@ -346,6 +349,66 @@ def test_every_condition_is_of_a_setting():
 def test_a_config_survives_its_dicts():
     config = compose(["device=cpu", "algo=pql_sac", "task.kwargs.x=1"])
     assert from_dict(to_dict(config)) == config
+
+
+def older(family, **algo):
+    """A configuration as it was when the settings of all algorithms stood side by side."""
+    rollouts = {"horizon": 24, "minibatches": 3, "lstm": None, "optimizer": "adam"}
+    groups = {
+        "critic": {"hidden": [32], "lr": 1e-3, "ensemble": 2, "atoms": None, "tau": 0.02},
+        "policy": {"hidden": [48], "lr": 2e-3, "target": False, "tau": 0.03, "reduce": "min"},
+        "explore": {"kind": "fixed", "low": 0.1, "high": 0.8, "repeat": False},
+        "sac": {"alpha": 0.5, "auto_alpha": False, "alpha_lr": 1e-3, "target_entropy": -2.0},
+        "ppo": {**rollouts, "epochs": 7, "vtrace": True},
+        "impala": {**rollouts, "horizon": 12, "reduce": "mean"},
+        "vtrace": {"rho_bar": 2.0, "c_bar": 1.5, "pg_rho_bar": 1.0},
+        "dqn": {"dueling": True, "target_period": 640, "epsilon": {"kind": "ladder"}, "priority": {"alpha": 0.6}},
+        "r2d2": {"lstm": 16, "length": 8},
+        "pqn": {"horizon": 48, "q_lambda": 0.8, "epsilon": {"kind": "fixed", "end": 0.2}},
+        "central": {"order": "turns", "ticks": 2, "chunk": 64},
+    }
+    common = {"batch_size": 64, "n_step": 2, "v_per_step": 4.0, "p_per_v": 0.25, "replicas": 1, "policy_lag": 0}
+    return {"algo": {"name": family, "family": family, "gamma": 0.9, **common, **groups, **algo}, "num_envs": 12}
+
+
+OLDER = {
+    "ddpg": {"policy.tau": 0.03, "critic.ensemble": 2, "explore.kind": "fixed", "batch_size": 64, "p_per_v": 0.25},
+    "sac": {"alpha": 0.5, "auto_alpha": False, "target_entropy": -2.0, "explore.low": 0.1, "n_step": 2},
+    "dqn": {"dueling": True, "target_period": 640, "epsilon.kind": "ladder", "priority.alpha": 0.6, "v_per_step": 4},
+    "r2d2": {"lstm": 16, "length": 8, "dueling": True, "target_period": 640, "priority.alpha": 0.6},
+    "ppo": {"horizon": 24, "epochs": 7, "vtrace.enabled": True, "vtrace.c_bar": 1.5, "central.order": "turns"},
+    "impala": {"horizon": 12, "reduce": "mean", "vtrace.rho_bar": 2.0, "policy.hidden": [48], "policy_lag": 0},
+    "pqn": {"horizon": 48, "q_lambda": 0.8, "epsilon.end": 0.2, "critic.hidden": [32]},
+}
+
+
+@pytest.mark.parametrize("family", RECORDS)
+def test_an_older_config_gives_the_algorithm_its_own_settings(family):
+    config = from_dict(older(family))
+    assert type(config.algo) is RECORDS[family]
+    assert (config.num_envs, config.algo.gamma) == (12, 0.9)
+    values = dict(leaves(config, ""))
+    assert {k: values[f"algo.{k}"] for k in OLDER[family]} == OLDER[family]
+    assert from_dict(to_dict(config)) == config
+
+
+def test_a_published_run_of_an_older_release_loads():
+    file = Path(__file__).parents[1] / "docs" / "results" / "pong" / "config.yaml"
+    algo = from_dict(read_yaml(file)).algo
+    assert (algo.horizon, algo.minibatches, algo.epochs, algo.clip) == (128, 8, 4, 0.1)
+    assert (algo.vtrace.enabled, algo.encoder.channels, algo.anneal_steps) == (False, [16, 32], 5_000_000)
+
+
+def test_a_damaged_older_config_is_refused_or_read():
+    rng, refused = random.Random(0), 0
+    for n in range(400):
+        data = older([*RECORDS][n % len(RECORDS)])
+        mutate(data, rng)
+        try:
+            from_dict(data)
+        except ConfigError:
+            refused += 1
+    assert 40 < refused < 360
 
 
 @pytest.mark.parametrize(

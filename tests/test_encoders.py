@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import small_config, start
+from conftest import make_networks, small_config, start
 from run_files import words
 from torch import nn
 
 import pql
+from pql.algos.off_policy import make_critic
 from pql.algos.on_policy import make_body
 from pql.cli.main import main
 from pql.config import from_dict
@@ -19,7 +20,7 @@ from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.registry import register
 from pql.errors import ConfigError
 from pql.nets.encoders import Encoder, Pictures
-from pql.run.build import make_critic, make_networks, make_policy
+from pql.run.build import make_policy
 from pql.run.store.checkpoint import flatten
 
 CPU = torch.device("cpu")

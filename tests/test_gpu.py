@@ -20,6 +20,7 @@ from conftest import (
     bits,
     differences,
     everywhere,
+    fit,
     learners,
     merge,
     never_waiting,
@@ -30,8 +31,6 @@ from conftest import (
 from torch import Generator
 
 from pql.algos.wiring import seeds
-from pql.config.families import record_of
-from pql.config.migrate import known
 from pql.contract.grouped import joined
 from pql.engine.executors import Inline, Streams
 from pql.engine.graph import Graph
@@ -113,9 +112,7 @@ def _place(machine, monkeypatch):
 
 
 def gpu_config(**changes):
-    base = merge(BASE, SMALLER if DEVICE == "cpu" else {})
-    algo = known(record_of(changes.get("algo", {})), base["algo"])
-    return small_config(**merge({**base, "algo": algo}, changes))
+    return small_config(**fit(merge(BASE, SMALLER if DEVICE == "cpu" else {}), changes))
 
 
 def settle(parts):

@@ -13,8 +13,9 @@ import pytest
 import torch
 from test_tools import check
 
+from pql.algos.registry import family_of
 from pql.config.validate import validate
-from pql.run.build import FAMILIES, _check
+from pql.run.build import _check
 from pql.run.task import describe_env
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def test_every_configuration_fits_its_task_at_its_real_size(name, monkeypatch):
     assert config.num_envs >= 4096
     config = validate(replace(config, device="cpu"))
     spec = describe_env(config, torch.device("cpu"))
-    counts = FAMILIES[config.algo.family].counts(config)
+    counts = family_of(config).counts(config)
     assert _check(config, spec, counts, torch.device("cpu"), None) > 0
 
 

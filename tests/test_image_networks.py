@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import small_config
+from conftest import make_networks, small_config
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,7 +15,6 @@ from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.engine.placement import set_precision
 from pql.errors import ConfigError
 from pql.nets.encoders import Encoder, Pictures, Residual, convolvable, groups_of, least_side
-from pql.run.build import make_networks
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import small_config, start
+from conftest import fit, small_config, start
 from gates import score, train_until
 
 from pql.engine.executors import Inline
@@ -88,7 +88,6 @@ def test_every_algorithm_swings_the_pendulum_up(algo, learns):
 
 
 def swing_up(algo, seed):
-    change = {k: {**PENDULUM["algo"].get(k, {}), **v} if isinstance(v, dict) else v for k, v in ALGOS[algo].items()}
-    parts = start(small_config(**{**PENDULUM, "algo": {**PENDULUM["algo"], **change}, "seed": seed}), Inline())
+    parts = start(small_config(**fit(PENDULUM, {"algo": ALGOS[algo], "seed": seed})), Inline())
     assert score(parts) < -700  # untrained: it hangs
     return train_until(parts, -200, 1500)

@@ -205,7 +205,7 @@ SETTINGS = {
 def learners(setting: str):
     """Equal V- and P-learners wherever this is called; clipping is at work, and no row is drawn from a replay."""
     algo = {"critic": {"hidden": [16], "grad_clip": 0.01}, "policy": {"hidden": [16], "grad_clip": 0.01}}
-    algo = {**algo, "smoothing": 0.0, "schedule": "lockstep"}
+    algo = {**algo, "schedule": "lockstep", **({} if setting == "sac" else {"smoothing": 0.0})}
     for k, v in SETTINGS[setting].items():
         algo[k] = {**algo[k], **v} if isinstance(v, dict) else v
     return build(small_config(algo=algo), executor=Inline()).learners

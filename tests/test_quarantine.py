@@ -21,6 +21,7 @@ from pql.collect.actors import NoisyActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
 from pql.collect.nonfinite import LAG, Quarantine
+from pql.collect.recorder import STEPS
 from pql.contract.env import make_env
 from pql.contract.grouped import Grouped
 from pql.data.flags import FINAL_OK, NEXT_FIRST, VALID
@@ -32,7 +33,7 @@ from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning, RunError
 from pql.run import flight_recorder as blackbox
 from pql.run.build import build
-from pql.run.flight_recorder import STEPS, replay
+from pql.run.flight_recorder import replay
 from pql.run.guard import NonFiniteMonitor
 from pql.run.store import checkpoint
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import merge, small_config
+from conftest import fit, small_config
 from late import Late, cells
 from oracles import chi_square_fits
 from r2d2_runs import config_of
@@ -22,7 +22,7 @@ N, GAMMA = 8, 0.9
 def collected(env, steps=20, **change):
     """A run's parts after its warm-up and ``steps`` ticks of four steps of every environment, on the mean."""
     base = {"replay": {"capacity": 4096 * N}, "num_envs": N, "algo": {"v_per_step": 0.25, "p_per_v": 1}}
-    parts = build(small_config(**merge(base, change)), env=env, executor=Inline())
+    parts = build(small_config(**fit(base, change)), env=env, executor=Inline())
     parts.start()
     parts.warm_up(16)
     parts.begin()

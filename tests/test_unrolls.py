@@ -305,7 +305,7 @@ def test_a_resumed_run_drops_what_was_not_full():
 def test_who_waits_for_everybody():
     """What learns from the newest policy's rows alone, or runs a value's own memory through them, cannot do this."""
     own = {"lstm": 8, "shared": False, "lr_schedule": "fixed"}
-    plain = {"schedule": "lockstep", "vtrace": False}
+    plain = {"schedule": "lockstep", "vtrace": {"enabled": False}}
     for algo, apart in (({}, True), (APPO, True), (merge(APPO, own), False), (merge(APPO, plain), False)):
         parts = build(config_of(merge(RUN, {"algo": algo})), env=Late(**HISTORY), executor=Inline())
         assert parts.collector.late is apart

@@ -217,9 +217,9 @@ def pql_settings(algo: str, task: str) -> Settings:
         "checkpoint.replay=false",
         "logger=none",
     ]
-    defaults = dict(leaves(Config()))
-    config = dict(leaves(compose([*words, "budget.seconds=1"])))
-    return {"words": words, "config": {k: v for k, v in config.items() if v != defaults[k]}}
+    config = compose([*words, "budget.seconds=1"])
+    defaults = dict(leaves(Config(algo=type(config.algo)())))
+    return {"words": words, "config": {k: v for k, v in leaves(config) if v != defaults[k]}}
 
 
 # -- training ------------------------------------------------------------------------------------------------------

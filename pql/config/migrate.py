@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pql.config.families import record_of
+from pql.errors import ConfigError
 
 OWN = {
     "sac": ("sac",),
@@ -19,17 +20,33 @@ OWN = {
 
 
 def migrated(data: Any) -> Any:
-    """``data`` with the chosen algorithm's settings alone, where it holds those of all (up to version 0.1.0)."""
+    """``data`` with the chosen algorithm's settings alone, where it holds those of all (up to version 0.1.0).
+
+    Raises:
+        ConfigError: an unknown family, or a value in the place of a group.
+    """
     algo = data.get("algo") if isinstance(data, Mapping) else None
     if not isinstance(algo, Mapping) or not all(isinstance(algo.get(k), Mapping) for k in ("ppo", "dqn", "sac")):
         return data
     record, family = record_of(algo), algo.get("family", "ddpg")
     found = dict(algo)
     for name in OWN.get(family, ()):
-        found |= algo[name]
+        found |= part(algo, name)
     if family == "ppo":
-        found["vtrace"] = {**algo.get("vtrace", {}), "enabled": bool(algo["ppo"].get("vtrace"))}
+        found["vtrace"] = {**part(algo, "vtrace"), "enabled": algo["ppo"].get("vtrace", False)}
     return {**data, "algo": known(record, found)}
+
+
+def part(algo: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of ``algo``; empty where there is none.
+
+    Raises:
+        ConfigError: a value in its place.
+    """
+    values = algo.get(name, {})
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"algo.{name}", values, "a group of settings")
+    return values
 
 
 def known(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
