@@ -14,7 +14,17 @@ from pql.algos import ddpg, sac
 from pql.config.compose import compose
 from pql.engine.executors import Inline
 from pql.engine.optim import AdamW
-from pql.nets.mlp import LOG_STD_MAX, LOG_STD_MIN, Critic, DeterministicPolicy, EnsembleLinear, Flat, GaussianPolicy
+from pql.nets.mlp import (
+    LOG_STD_MAX,
+    LOG_STD_MIN,
+    Critic,
+    DeterministicPolicy,
+    EnsembleLinear,
+    Flat,
+    GaussianPolicy,
+    Layers,
+    NetInput,
+)
 from pql.types import Batch, ObsBatch
 
 B, D, P, A = 24, 4, 3, 2  # batch, features of "critic" and "policy", actions
@@ -28,7 +38,7 @@ TAU, ALPHA = 0.05, 0.2
 
 def critic(seed, atoms=None):
     torch.manual_seed(seed)
-    net = Critic("critic", D, A, (7, 6), "elu", False, 2, None if atoms is None else len(atoms))
+    net = Critic(NetInput("critic", D), A, Layers((7, 6)), 2, None if atoms is None else len(atoms))
     with torch.no_grad():  # so that now one member has the lower value, now the other
         for weight in list(net.parameters())[::2]:
             weight.mul_(2.5)
@@ -37,7 +47,7 @@ def critic(seed, atoms=None):
 
 def policy(seed, kind=DeterministicPolicy):
     torch.manual_seed(seed)
-    net = kind(P, A, (7, 6), "elu", False)
+    net = kind(NetInput("policy", P), A, Layers((7, 6)))
     with torch.no_grad():  # far from the linear range: some actions are close to the ends
         list(net.parameters())[-2].mul_(6)
     Flat(net)

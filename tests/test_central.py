@@ -10,7 +10,7 @@ from torch import nn
 
 from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, Turns
 from pql.engine.optim import AdamW, Optimizer, RMSProp
-from pql.nets.mlp import Flat, mlp
+from pql.nets.mlp import Flat, Layers, mlp
 
 KINDS = {
     "adam": lambda flat: AdamW(flat, 1e-2, 0.5, weight_decay=0.1),
@@ -20,7 +20,7 @@ KINDS = {
 
 def flat(seed=0):
     torch.manual_seed(seed)
-    return Flat(mlp(7, (20, 13), 3), trained=True)  # 475 parameters: seven chunks of 64, and one of 27
+    return Flat(mlp(7, Layers((20, 13)), 3), trained=True)  # 475 parameters: seven chunks of 64, and one of 27
 
 
 @pytest.mark.parametrize("kind", KINDS)

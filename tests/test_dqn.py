@@ -12,7 +12,7 @@ from pql.algos import dqn
 from pql.algos.value import ValueState
 from pql.config import DqnConfig
 from pql.engine.optim import AdamW, Clock
-from pql.nets.mlp import Flat
+from pql.nets.mlp import Flat, Layers, NetInput
 from pql.nets.q import QNetwork, redraw_noise
 from pql.types import Batch
 
@@ -33,7 +33,7 @@ EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIAN
 
 def network(seed, **kwargs):
     torch.manual_seed(seed)
-    net = QNetwork("policy", D, A, (7, 6), "elu", False, **kwargs)
+    net = QNetwork(NetInput("policy", D), A, Layers((7, 6)), **kwargs)
     with torch.no_grad():  # values far enough apart: now one action is best, now another
         for p in net.parameters():
             p.mul_(3)

@@ -12,6 +12,7 @@ from pql.collect.actors import EpsilonActor
 from pql.collect.epsilon import Epsilon, ladder
 from pql.config import EpsilonConfig
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
+from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import QNetwork, redraw_noise
 
 N, D, A = 512, 3, 5
@@ -23,7 +24,7 @@ def spec(num_envs=N):
 
 def network(**kwargs):
     torch.manual_seed(0)
-    return QNetwork("policy", D, A, (8,), "relu", False, **kwargs)
+    return QNetwork(NetInput("policy", D), A, Layers((8,), "relu"), **kwargs)
 
 
 def obs(num_envs=N):

@@ -12,7 +12,7 @@ from pql.collect import saturation
 from pql.engine.central import Central, CentralOptimizer
 from pql.engine.optim import AdamW, RAdam, RMSProp, RMSPropTF
 from pql.errors import PqlWarning, RunError
-from pql.nets.mlp import DeterministicPolicy, Flat, mlp
+from pql.nets.mlp import DeterministicPolicy, Flat, Layers, mlp
 from pql.run import guard
 from pql.run.guard import FROZEN_UPDATES, LIMIT, FrozenPolicy, NonFiniteMonitor
 from pql.run.store import checkpoint
@@ -31,7 +31,7 @@ def central(flat, lr, clip):
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_step_along_a_gradient_that_is_not_finite_is_no_step(make, bad, clip):
     torch.manual_seed(0)
-    net = mlp(3, (5,), 2)
+    net = mlp(3, Layers((5,)), 2)
     ours, clean = (make(Flat(copy.deepcopy(net), trained=True), 1e-2, clip) for _ in range(2))
     gen = torch.Generator().manual_seed(1)
     for i in range(12):

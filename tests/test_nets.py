@@ -12,6 +12,8 @@ from pql.nets.mlp import (
     EnsembleLayerNorm,
     EnsembleLinear,
     GaussianPolicy,
+    Layers,
+    NetInput,
     mlp,
 )
 
@@ -33,7 +35,7 @@ def member(layer, e):
 @pytest.mark.parametrize("activation", ["relu", "elu", "silu", "tanh"])
 def test_ensemble_equals_separate_networks(activation, layer_norm):
     torch.manual_seed(0)
-    net = mlp(5, (8, 6), 3, activation, layer_norm, ensemble=3)
+    net = mlp(5, Layers((8, 6), activation, layer_norm), 3, ensemble=3)
     with torch.no_grad():  # gains and biases start at 1 and 0, where members could not be told apart
         for p in net.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -77,7 +79,7 @@ BY_HAND = {
 @pytest.mark.parametrize("activation", BY_HAND)
 def test_plain_network_equals_layers_by_hand(activation):
     torch.manual_seed(0)
-    net = mlp(4, (6,), 2, activation, layer_norm=True)
+    net = mlp(4, Layers((6,), activation, layer_norm=True), 2)
     x = torch.randn(9, 4)
     first, norm, _, last = net
     y = x @ first.weight.T + first.bias
@@ -90,20 +92,20 @@ def test_critic_reads_its_own_group_and_gives_values_or_logits():
     torch.manual_seed(0)
     obs = {"policy": torch.randn(5, 3), "critic": torch.randn(5, 4)}
     action = torch.randn(5, 2)
-    critic = Critic("critic", 4, 2, (8,), "elu", False, ensemble=3)
+    critic = Critic(NetInput("critic", 4), 2, Layers((8,)), ensemble=3)
     values = critic(obs, action)
     assert values.shape == (3, 5)
     changed = critic({**obs, "policy": torch.randn(5, 3)}, action)
     assert torch.equal(values, changed)
     assert not torch.equal(values, critic({**obs, "critic": torch.randn(5, 4)}, action))
     assert not torch.equal(values, critic(obs, -action))
-    assert Critic("policy", 3, 2, (8,), "elu", False, 2, atoms=11)(obs, action).shape == (2, 5, 11)
+    assert Critic(NetInput("policy", 3), 2, Layers((8,)), 2, atoms=11)(obs, action).shape == (2, 5, 11)
 
 
 def test_policies_stay_in_range():
     torch.manual_seed(0)
     obs = {"policy": 100 * torch.randn(64, 3)}
-    sharp, soft = (kind(3, 2, (16,), "elu", False) for kind in (DeterministicPolicy, GaussianPolicy))
+    sharp, soft = (kind(NetInput("policy", 3), 2, Layers((16,))) for kind in (DeterministicPolicy, GaussianPolicy))
     assert sharp(obs).abs().max() <= 1
     assert torch.equal(sharp.mean_action(obs), sharp(obs))
     mean, log_std = soft(obs)

@@ -9,13 +9,13 @@ from oracles import AdamW as SlowAdamW
 from torch import nn
 
 from pql.engine.optim import AdamW, RAdam, RMSProp, RMSPropTF, polyak
-from pql.nets.mlp import Flat, mlp
+from pql.nets.mlp import Flat, Layers, mlp
 from pql.run.build import build
 
 
 def net(seed=0):
     torch.manual_seed(seed)
-    return mlp(3, (5, 4), 2, layer_norm=True)
+    return mlp(3, Layers((5, 4), layer_norm=True), 2)
 
 
 def flat_grads(module):

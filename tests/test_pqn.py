@@ -28,7 +28,7 @@ from pql.data.rollout import PolicyOutput, Progress, Rollout, rollout_final_rows
 from pql.engine.executors import Inline
 from pql.engine.optim import AdamW
 from pql.errors import ConfigError
-from pql.nets.mlp import Flat
+from pql.nets.mlp import Flat, Layers, NetInput
 from pql.nets.q import QNetwork
 from pql.run.policy import load_policy
 from pql.run.store import checkpoint
@@ -153,7 +153,7 @@ def test_stored_values_are_those_of_the_network_that_learns(variant):
 
 
 def linear_state(lr=0.1):
-    net = QNetwork("policy", 2, 3, (), "relu", False)
+    net = QNetwork(NetInput("policy", 2), 3, Layers((), "relu"))
     flat = Flat(net, trained=True)
     return PqnState(flat, AdamW(flat, lr), Progress(CPU))
 

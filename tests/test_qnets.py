@@ -8,7 +8,7 @@ import torch
 from oracles import dueling, noisy_linear
 from torch import nn
 
-from pql.nets.mlp import Flat
+from pql.nets.mlp import Flat, Layers, NetInput
 from pql.nets.q import NoisyLinear, QNetwork, redraw_noise
 
 D, N = 3, 4  # features, actions
@@ -17,7 +17,7 @@ ATOMS = torch.linspace(-2, 2, 5)
 
 def network(seed=0, **kwargs):
     torch.manual_seed(seed)
-    return QNetwork("policy", D, N, kwargs.pop("hidden", (6, 5)), "elu", False, **kwargs)
+    return QNetwork(NetInput("policy", D), N, Layers(kwargs.pop("hidden", (6, 5))), **kwargs)
 
 
 def obs(count=7):

@@ -22,7 +22,7 @@ from pql.config.compose import compose
 from pql.engine.executors import Inline, Threads
 from pql.engine.world import World
 from pql.errors import ConfigError
-from pql.nets.mlp import Flat
+from pql.nets.mlp import Flat, Layers, NetInput
 from pql.nets.q import RecurrentQNetwork
 from pql.run.build import build
 from pql.run.evaluation import run_episodes
@@ -366,7 +366,7 @@ def test_a_run_starts_from_another_ones_network(tmp_path):
 
 def test_a_recurrent_network_unrolls_as_it_steps():
     torch.manual_seed(0)
-    net = RecurrentQNetwork("policy", 3, 5, 4, [7, 6], "relu", False, dueling=True)
+    net = RecurrentQNetwork(NetInput("policy", 3), 5, 4, Layers([7, 6], "relu"), dueling=True)
     Flat(net)
     x, first = torch.randn(6, 2, 3), torch.rand(6, 2) < 0.3
     carry = state = torch.randn(2, 10)

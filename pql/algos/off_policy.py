@@ -13,20 +13,20 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.registry import Family
-from pql.algos.wiring import Devices, Role, Wiring, check_obs, make_normalizer, make_ring, ring_rows, seeds
+from pql.algos.wiring import Role, Setup, Wiring, check_obs, make_normalizer, make_ring, ring_rows
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
-from pql.contract.env import Box, EnvSpec, VecEnv
+from pql.contract.env import Box, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
-from pql.nets.encoders import Outputs, Probe, custom_network, groups_of, make_encoder
+from pql.nets.encoders import Outputs, Probe, custom_network, make_input, make_layers
 from pql.nets.mlp import Critic, Flat, seeded
 from pql.types import Batch, Metrics, Obs, ObsBatch, split
 
@@ -98,22 +98,19 @@ def check_off_policy(config: Config, spec: EnvSpec, counts: Counts, device: torc
     return ring_rows(config, spec, counts, device)
 
 
-def wire_off_policy(
-    kind: OffPolicy, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
-) -> Wiring:
+def wire_off_policy(kind: OffPolicy, setup: Setup) -> Wiring:
     """Create networks, replay and workers. A P-learner on another device has a replay of observations only."""
-    spec, seed = env.spec, seeds(config.seed)
-    gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "p", "collector")}
-    policy, critic = seeded(lambda: (kind.policy(config, spec), make_critic(config, spec)), seed["init"])
-    normalizer = make_normalizer(config, spec, devices["collector"])
-    replays = [make_ring(config, spec, rows, counts, devices["v"])]
+    config, spec, devices = setup.config, setup.spec, setup.devices
+    nets = seeded(lambda: (kind.policy(config, spec), make_critic(config, spec)), setup.init_seed)
+    normalizer = make_normalizer(setup)
+    replays = [make_ring(setup, "v")]
     if devices["p"] != devices["v"]:
-        replays.append(make_ring(config, spec, rows, counts, devices["p"], obs_only=True))
-    actor = make_noisy_actor(kind, config, spec, policy)
-    collector = Collector(env, actor, normalizer, replays, gens["collector"], capture)
+        replays.append(make_ring(setup, "p", obs_only=True))
+    actor = make_noisy_actor(kind, config, spec, nets[0])
+    collector = Collector(setup.env, actor, normalizer, replays, setup.generator("collector"), setup.capture)
     roles = {
-        "v": critic_role(kind, config, policy, critic, normalizer, replays[0], gens["v"]),
-        "p": policy_role(kind, config, policy, critic, normalizer, replays[-1], gens["p"]),
+        "v": critic_role(kind, setup, *nets, normalizer, replays[0]),
+        "p": policy_role(kind, setup, *nets, normalizer, replays[-1]),
         "collector": Role(
             pulls={"policy": [Flat(collector.actor.policy).data]},
             owns={"norm": normalizer.frozen(), "rows": replays[0].live.tensors()},
@@ -126,37 +123,27 @@ def wire_off_policy(
 
 
 def critic_role(
-    kind: OffPolicy,
-    config: Config,
-    policy: nn.Module,
-    critic: Critic,
-    norm: Normalizer,
-    replay: Replay,
-    gen: Generator,
+    kind: OffPolicy, setup: Setup, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
 ) -> Role:
     """Create the V-learner: critic, target, and private copies of policy, normaliser and cursor."""
-    algo, device = own(config, ActorCriticConfig), replay.device
+    config, device = setup.config, replay.device
+    algo = own(config, ActorCriticConfig)
     trainer = kind.value(config, copy.deepcopy(critic).to(device), copy.deepcopy(policy).to(device), device)
     replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
-    learner = Learner("v", trainer.state, trainer.update, draw, trainer.inputs, gen)
+    learner = Learner("v", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("v"))
     return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
 
 
 def policy_role(
-    kind: OffPolicy,
-    config: Config,
-    policy: nn.Module,
-    critic: Critic,
-    norm: Normalizer,
-    replay: Replay,
-    gen: Generator,
+    kind: OffPolicy, setup: Setup, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
 ) -> Role:
     """Create the P-learner: policy, and private copies of critic, normaliser and cursor."""
-    algo, device, size = own(config, ActorCriticConfig), replay.device, replay.action.shape[1]
+    config, device, size = setup.config, replay.device, replay.action.shape[1]
+    algo = own(config, ActorCriticConfig)
     trainer = kind.improve(config, copy.deepcopy(policy).to(device), copy.deepcopy(critic).to(device), size, device)
     draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
-    learner = Learner("p", trainer.state, trainer.update, draw, trainer.inputs, gen)
+    learner = Learner("p", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("p"))
     return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
 
 
@@ -204,9 +191,7 @@ def make_deterministic_policy(config: Config, spec: EnvSpec, kind: type[nn.Modul
     net = own(config, ActorCriticConfig).policy
     if net.net is not None:
         return custom_network(config, spec, "policy", probe)
-    encoder, group = make_encoder(config, spec, "policy"), groups_of(config, spec, "policy")[0]
-    size = spec.obs[group].shape[0] if encoder is None else encoder.size
-    return kind(size, cast(Box, spec.action).size, net.hidden, net.activation, net.layer_norm, group, encoder)
+    return kind(make_input(config, spec, "policy"), cast(Box, spec.action).size, make_layers(net))
 
 
 def make_critic(config: Config, spec: EnvSpec) -> Critic:
@@ -214,19 +199,8 @@ def make_critic(config: Config, spec: EnvSpec) -> Critic:
     net = own(config, ActorCriticConfig).critic
     if net.net is not None:
         return cast(Critic, custom_network(config, spec, "critic", partial(probe_critic, atoms=net.atoms)))
-    encoder, group = make_encoder(config, spec, "critic"), groups_of(config, spec, "critic")[0]
-    size = spec.obs[group].shape[0] if encoder is None else encoder.size
-    return Critic(
-        group,
-        size,
-        cast(Box, spec.action).size,
-        net.hidden,
-        net.activation,
-        net.layer_norm,
-        net.ensemble,
-        net.atoms,
-        encoder,
-    )
+    size = cast(Box, spec.action).size
+    return Critic(make_input(config, spec, "critic"), size, make_layers(net), net.ensemble, net.atoms)
 
 
 def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None = None) -> Outputs:

@@ -13,13 +13,13 @@ import torch
 from torch import Generator, Tensor
 
 from pql.algos.registry import Family
-from pql.algos.wiring import Devices, Role, Wiring, check_obs, make_normalizer, seeds
+from pql.algos.wiring import Role, Setup, Wiring, check_obs, make_normalizer
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
 from pql.config.families import own
-from pql.contract.env import Discrete, EnvSpec, VecEnv
+from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls
@@ -30,7 +30,7 @@ from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
 from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
 from pql.nets.distributions import ActionDist, Categorical, DiagGaussian
-from pql.nets.encoders import custom_network, groups_of, make_encoder
+from pql.nets.encoders import custom_network, groups_of, make_input, make_layers
 from pql.nets.mlp import Flat, seeded
 from pql.types import Metrics
 
@@ -115,19 +115,16 @@ def check_room(
         )
 
 
-def wire_on_policy(
-    kind: OnPolicy, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
-) -> Wiring:
+def wire_on_policy(kind: OnPolicy, setup: Setup) -> Wiring:
     """The rollout, its collector and its learner."""
-    spec, seed, home = env.spec, seeds(config.seed), devices["learner"]
-    net = seeded(partial(make_network, config, spec), seed["init"])
+    config, spec = setup.config, setup.spec
+    net = seeded(partial(make_network, config, spec), setup.init_seed)
     actor = StochasticActor(copy.deepcopy(net.policy).to(spec.device), spec)
-    norm = make_normalizer(config, spec, devices["collector"])
-    source = make_source(config, spec, norm, net, rows, 2 if counts.ahead else 1, home)
-    gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
-    collector = Collector(env, actor, norm, [source.store], gens["collector"], capture)
-    flat = Flat(net.to(home), trained=True)
-    learner = make_learner(kind, config, spec, flat, source, gens["learner"])
+    norm = make_normalizer(setup)
+    source = make_source(setup, norm, net)
+    collector = Collector(setup.env, actor, norm, [source.store], setup.generator("collector"), setup.capture)
+    flat = Flat(net.to(setup.devices["learner"]), trained=True)
+    learner = make_learner(kind, config, spec, flat, source, setup.generator("learner", "v"))
     now = cast(RolloutState, learner.state).progress
     size = sum(p.numel() for p in net.policy.parameters())  # the policy's parameters come first
     full, seen = ({"rollout": t} if t else {} for t in (source.full, source.seen))
@@ -155,12 +152,11 @@ class Source:
     reader: Reader | None = None
 
 
-def make_source(
-    config: Config, spec: EnvSpec, norm: Normalizer, net: ActorCritic, rows: int, halves: int, device: torch.device
-) -> Source:
-    """A rollout in ``halves``, or unrolls of each environment's own where they may answer late."""
-    sizes = (rows, net.policy.dist.params_size, device, net.policy.body.carry_size)
-    if apart(config, spec):
+def make_source(setup: Setup, norm: Normalizer, net: ActorCritic) -> Source:
+    """A rollout (in two halves if the collector runs ahead), or unrolls per environment where they may answer late."""
+    spec, device, halves = setup.spec, setup.devices["learner"], 2 if setup.counts.ahead else 1
+    sizes = (setup.rows, net.policy.dist.params_size, device, net.policy.body.carry_size)
+    if apart(setup.config, spec):
         unrolls = Unrolls(spec, norm, *sizes)
         reader = Reader(unrolls)
         return Source(unrolls, reader.segment, unrolls.tensors(), reader.tensors(), reader)
@@ -205,9 +201,7 @@ def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
     net = algo.policy if which == "policy" else algo.critic
     if net.net is not None:
         return OwnBody(custom_network(config, spec, which), spec.obs)
-    encoder, group = make_encoder(config, spec, which), groups_of(config, spec, which)[0]
-    size = spec.obs[group].shape[0] if encoder is None else encoder.size
-    return Body(group, size, net.hidden, net.activation, net.layer_norm, algo.lstm, encoder)
+    return Body(make_input(config, spec, which), make_layers(net), algo.lstm)
 
 
 def make_stochastic_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:

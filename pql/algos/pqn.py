@@ -16,13 +16,13 @@ from torch import Generator, Tensor, nn
 from pql.algos.on_policy import check_room
 from pql.algos.registry import Family
 from pql.algos.value import check_acting, make_q_network
-from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, seeds
+from pql.algos.wiring import Role, Setup, Wiring, make_normalizer
 from pql.collect.actors import action_buffer
 from pql.collect.collector import Collector
 from pql.collect.epsilon import Epsilon, epsilon_greedy
 from pql.config import Config, PqnConfig
 from pql.config.families import own
-from pql.contract.env import Discrete, EnvSpec, VecEnv
+from pql.contract.env import Discrete, EnvSpec
 from pql.data.returns import lambda_returns
 from pql.data.rollout import PolicyOutput, Progress, Rollout, Segment, by_parts, minibatches
 from pql.engine.optim import AdamW, Optimizer, RAdam, annealed
@@ -136,25 +136,23 @@ def check_pqn(config: Config, spec: EnvSpec, counts: Counts, device: torch.devic
     return horizon
 
 
-def wire_pqn(
-    kind: ValueRollout, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
-) -> Wiring:
+def wire_pqn(kind: ValueRollout, setup: Setup) -> Wiring:
     """The rollout, its collector and its learner."""
-    spec, seed, home, p = env.spec, seeds(config.seed), devices["learner"], own(config, PqnConfig)
-    net = seeded(partial(make_q_network, config, spec), seed["init"])
+    config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], own(setup.config, PqnConfig)
+    net = seeded(partial(make_q_network, config, spec), setup.init_seed)
     epsilon = Epsilon(p.epsilon, spec.num_envs, spec.device)
     actor = GreedyActor(copy.deepcopy(net).to(spec.device), epsilon, spec, p.amp)
-    norm = make_normalizer(config, spec, devices["collector"])
-    rollout = Rollout(spec, norm, rows, cast(Discrete, spec.action).n, home)
-    gens = {w: Generator(devices[w]).manual_seed(seed[s]) for w, s in (("learner", "v"), ("collector", "collector"))}
-    collector = Collector(env, actor, norm, [rollout], gens["collector"], capture)
+    norm = make_normalizer(setup)
+    rollout = Rollout(spec, norm, setup.rows, cast(Discrete, spec.action).n, home)
+    collector = Collector(setup.env, actor, norm, [rollout], setup.generator("collector"), setup.capture)
     flat = Flat(net.to(home), trained=True)
     state = PqnState(flat, make_pqn_optimizer(config, flat), Progress(home, p.horizon * spec.num_envs))
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
         return kind.draw(state, p, rollout.segment(), gen)
 
-    learner = Learner("learner", state, kind.update, draw, p, gens["learner"], trains=("v", "p"))
+    gen = setup.generator("learner", "v")
+    learner = Learner("learner", state, kind.update, draw, p, gen, trains=("v", "p"))
     roles = {
         "learner": Role(pulls={}, owns={"policy": [flat.data]}, learner=learner),
         "collector": Role(pulls={"policy": [Flat(actor.policy).data]}, owns={}),

@@ -22,19 +22,19 @@ from pql.algos.value import (
     acting,
     check_acting,
     critic_of,
-    make_features,
     make_optimizer,
+    make_value_input,
     stored_columns,
     target_updates,
     with_critic,
 )
-from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.algos.wiring import Role, Setup, Wiring, make_normalizer, make_ring, ring_rows
 from pql.collect.actors import RecurrentActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import Epsilon
 from pql.config import Config, R2d2Config
 from pql.config.families import own
-from pql.contract.env import Discrete, EnvSpec, VecEnv
+from pql.contract.env import Discrete, EnvSpec
 from pql.contract.last_action import GROUP
 from pql.data.frames import deepest
 from pql.data.normalize import Normalizer
@@ -44,6 +44,7 @@ from pql.engine.optim import Clock, follow
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner
 from pql.errors import ConfigError
+from pql.nets.encoders import make_layers
 from pql.nets.mlp import Flat, seeded
 from pql.nets.q import RecurrentQNetwork
 from pql.types import Metrics
@@ -134,21 +135,19 @@ def showing(config: Config) -> Config:
     return with_critic(config, replace(critic, obs=groups))
 
 
-def wire_r2d2(
-    kind: Recurrent, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
-) -> Wiring:
+def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
     """The ring and the states beside it, their collector and the V-learner."""
-    spec, seed, algo = env.spec, seeds(config.seed), own(config, R2d2Config)
-    gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
-    net = seeded(partial(make_recurrent_q_network, config, spec), seed["init"])
-    norm = make_normalizer(config, spec, devices["collector"])
-    ring = make_ring(config, spec, rows, counts, devices["v"], extra=stored_columns(config))
+    config, spec, algo = setup.config, setup.spec, own(setup.config, R2d2Config)
+    net = seeded(partial(make_recurrent_q_network, config, spec), setup.init_seed)
+    norm = make_normalizer(setup)
+    ring = make_ring(setup, "v", extra=stored_columns(config))
     states = States(ring, net.carry_size, algo.period)
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
-    collector = Collector(env, actor, norm, [states, ring], gens["collector"], capture)  # in this order: see States
+    # States before the ring: see States.
+    collector = Collector(setup.env, actor, norm, [states, ring], setup.generator("collector"), setup.capture)
     sequences = make_sequences(config, spec, states)
-    value = sequence_role(kind, config, net, norm, sequences, counts, gens["v"])
+    value = sequence_role(kind, setup, net, norm, sequences)
     acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
     assert value.cursor is not None
     assert value.learner is not None
@@ -178,16 +177,11 @@ def make_sequences(config: Config, spec: EnvSpec, states: States) -> Sequences:
 
 
 def sequence_role(
-    kind: Recurrent,
-    config: Config,
-    net: RecurrentQNetwork,
-    norm: Normalizer,
-    sequences: Sequences,
-    counts: Counts,
-    gen: Generator,
+    kind: Recurrent, setup: Setup, net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences
 ) -> Role:
     """The V-learner: network and target, priorities, a private normaliser and cursor."""
-    algo, ring = own(config, R2d2Config), sequences.ring
+    config, counts, ring = setup.config, setup.counts, sequences.ring
+    algo = own(config, R2d2Config)
     device, wanted = ring.device, algo.priority
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = RankedSequences(
@@ -210,7 +204,7 @@ def sequence_role(
             batch = ranked.sample(cursor, algo.batch_size, gen)
             yield batch._replace(obs=private(batch.obs), reward=batch.reward * private.reward_scale)
 
-    learner = Learner("v", state, kind.update, draw, algo, gen)
+    learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"))
     pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
 
@@ -219,21 +213,9 @@ def make_recurrent_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork
     """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
     config = showing(config)
     algo = own(config, R2d2Config)
-    net = algo.critic
-    group = (net.obs or ["policy"])[0]
-    encoder, size = make_features(config, spec, group)
-    return RecurrentQNetwork(
-        group,
-        size,
-        algo.lstm,
-        cast(Discrete, spec.action).n,
-        net.hidden,
-        net.activation,
-        net.layer_norm,
-        encoder,
-        algo.dueling,
-        algo.shared_grad,
-    )
+    source, layers = make_value_input(config, spec), make_layers(algo.critic)
+    actions = cast(Discrete, spec.action).n
+    return RecurrentQNetwork(source, algo.lstm, actions, layers, algo.dueling, algo.shared_grad)
 
 
 def r2d2_update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pql.algos.wiring import Devices, Wiring
+from pql.algos.wiring import Setup, Wiring
 from pql.config import AlgoConfig, Config, families
 from pql.config import layers as presets
 from pql.config.algorithms import RECORDS
-from pql.contract.env import EnvSpec, VecEnv
+from pql.contract.env import EnvSpec
 from pql.contract.registry import import_name
 from pql.engine.schedule import Counts
 
@@ -41,14 +41,14 @@ class Family:
         counts: config -> the integers of a tick.
         check: (config, spec, counts, device) -> rows per environment that the data take; raises ``ConfigError`` for an
             environment that cannot be learned from.
-        wire: (config, env, counts, those rows, devices, whether to capture graphs) -> wiring.
+        wire: setup -> wiring.
         policy: (config, spec) -> a policy network on the CPU, freshly initialised.
     """
 
     settings: type[AlgoConfig]
     counts: Callable[[Config], Counts]
     check: Callable[[Config, EnvSpec, Counts, torch.device], int]
-    wire: Callable[[Config, VecEnv, Counts, int, Devices, bool], Wiring]
+    wire: Callable[[Setup], Wiring]
     policy: Callable[[Config, EnvSpec], nn.Module]
 
     @property

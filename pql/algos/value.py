@@ -13,10 +13,10 @@ from math import gcd
 from typing import Any, cast
 
 import torch
-from torch import Generator, nn
+from torch import Generator
 
 from pql.algos.registry import Family
-from pql.algos.wiring import Devices, Role, Wiring, make_normalizer, make_ring, ring_rows, seeds
+from pql.algos.wiring import Role, Setup, Wiring, make_normalizer, make_ring, ring_rows
 from pql.collect.actors import EpsilonActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import STORED, Epsilon
@@ -24,7 +24,7 @@ from pql.config import Config, DqnConfig
 from pql.config.algorithms import DuelingConfig
 from pql.config.families import own
 from pql.config.groups import DistributionalNetConfig, TrainedNetConfig
-from pql.contract.env import Discrete, EnvSpec, VecEnv
+from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.priority import Prioritized, Ranked
 from pql.data.replay import Cursor, Replay
@@ -33,8 +33,8 @@ from pql.engine.schedule import LONGEST_HORIZON, Counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
 from pql.nets.actor_critic import OwnBody
-from pql.nets.encoders import custom_network, groups_of, make_encoder
-from pql.nets.mlp import Flat, seeded
+from pql.nets.encoders import custom_network, groups_of, make_input, make_layers
+from pql.nets.mlp import Flat, NetInput, seeded
 from pql.nets.q import QNetwork
 from pql.types import Batch, Metrics, split
 
@@ -135,19 +135,16 @@ def check_acting(config: Config, spec: EnvSpec) -> None:
         groups_of(acting(config), spec, "critic")
 
 
-def wire_value_based(
-    kind: ValueBased, config: Config, env: VecEnv, counts: Counts, rows: int, devices: Devices, capture: bool
-) -> Wiring:
+def wire_value_based(kind: ValueBased, setup: Setup) -> Wiring:
     """The replay, its collector and the V-learner."""
-    spec, seed, algo = env.spec, seeds(config.seed), own(config, DqnConfig)
-    gens = {w: Generator(devices[w]).manual_seed(seed[w]) for w in ("v", "collector")}
-    net = seeded(partial(kind.network, config, spec), seed["init"])
-    norm = make_normalizer(config, spec, devices["collector"])
-    ring = make_ring(config, spec, rows, counts, devices["v"], extra=stored_columns(config))
+    config, spec, algo = setup.config, setup.spec, own(setup.config, DqnConfig)
+    net = seeded(partial(kind.network, config, spec), setup.init_seed)
+    norm = make_normalizer(setup)
+    ring = make_ring(setup, "v", extra=stored_columns(config))
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
-    collector = Collector(env, actor, norm, [ring], gens["collector"], capture)
-    value = value_role(kind, config, net, norm, ring, counts, gens["v"])
+    collector = Collector(setup.env, actor, norm, [ring], setup.generator("collector"), setup.capture)
+    value = value_role(kind, setup, net, norm, ring)
     acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
     assert value.cursor is not None
     assert value.learner is not None
@@ -158,11 +155,10 @@ def wire_value_based(
     return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
 
 
-def value_role(
-    kind: ValueBased, config: Config, net: QNetwork, norm: Normalizer, ring: Replay, counts: Counts, gen: Generator
-) -> Role:
+def value_role(kind: ValueBased, setup: Setup, net: QNetwork, norm: Normalizer, ring: Replay) -> Role:
     """The V-learner: network and target, priorities where they are on, a private normaliser and cursor."""
-    algo, device = own(config, DqnConfig), ring.device
+    config, counts, device = setup.config, setup.counts, ring.device
+    algo = own(config, DqnConfig)
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = make_priorities(config, ring, counts)
     every = target_updates(config, counts)
@@ -188,7 +184,7 @@ def value_role(
     begin = rest = None
     if ranked is not None:
         begin, rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, private.reward_scale)
-    learner = Learner("v", state, kind.update, draw, algo, gen, begin=begin, rest=rest)
+    learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"), begin=begin, rest=rest)
     pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
 
@@ -255,25 +251,21 @@ def with_critic(config: Config, critic: TrainedNetConfig) -> Config:
     return replace(config, algo=replace(algo, critic=critic))
 
 
-def make_features(config: Config, spec: EnvSpec, group: str) -> tuple[nn.Module | None, int]:
-    """Create the encoder of a value network; return it and its number of features. None: there is none, and the
-    network takes the vectors of ``group`` themselves."""
+def make_value_input(config: Config, spec: EnvSpec) -> NetInput:
+    """Create the input of a value network: that of its settings, or the features of ``algo.critic.net``."""
     if critic_of(config).net is not None:
         body = OwnBody(custom_network(config, spec, "critic"), spec.obs)
-        return body, body.size
-    encoder = make_encoder(config, spec, "critic")
-    return encoder, spec.obs[group].shape[0] if encoder is None else encoder.size
+        return NetInput(groups_of(config, spec, "critic")[0], body.size, body)
+    return make_input(config, spec, "critic")
 
 
 def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
     """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
     config = acting(config)
-    algo, net, group = config.algo, critic_of(config), groups_of(config, spec, "critic")[0]
-    encoder, size = make_features(config, spec, group)
+    algo, net = config.algo, critic_of(config)
+    source = make_value_input(config, spec)
     atoms = None
     if isinstance(net, DistributionalNetConfig) and net.atoms is not None:
         atoms = torch.linspace(net.v_min, net.v_max, net.atoms)
     extra = (algo.dueling, algo.noisy, algo.shared_grad) if isinstance(algo, DqnConfig) else ()
-    return QNetwork(
-        group, size, cast(Discrete, spec.action).n, net.hidden, net.activation, net.layer_norm, encoder, atoms, *extra
-    )
+    return QNetwork(source, cast(Discrete, spec.action).n, make_layers(net), atoms, *extra)

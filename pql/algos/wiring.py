@@ -10,7 +10,7 @@ from pql.collect.collector import Collector
 from pql.config import Config
 from pql.config.algorithms import ReplayAlgoConfig
 from pql.config.families import own
-from pql.contract.env import Box, EnvSpec
+from pql.contract.env import Box, EnvSpec, VecEnv
 from pql.data.frames import deepest
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
@@ -25,6 +25,38 @@ from pql.nets.mlp import Flat
 
 Devices = dict[str, torch.device]
 """Where each worker sits, by name."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Arguments of a family's ``wire``.
+
+    Attributes:
+        env: a live environment.
+        rows: storage rows per environment, as the family's ``check`` returned them.
+        devices: by worker.
+        capture: whether CUDA graphs may be captured.
+    """
+
+    config: Config
+    env: VecEnv
+    counts: Counts
+    rows: int
+    devices: Devices
+    capture: bool
+
+    @property
+    def spec(self) -> EnvSpec:
+        return self.env.spec
+
+    @property
+    def init_seed(self) -> int:
+        """Seed of the networks' initial weights."""
+        return seeds(self.config.seed)["init"]
+
+    def generator(self, worker: str, stream: str | None = None) -> torch.Generator:
+        """Return a generator on ``worker``'s device, seeded for ``stream`` (default: the worker's name)."""
+        return torch.Generator(self.devices[worker]).manual_seed(seeds(self.config.seed)[stream or worker])
 
 
 @dataclass
@@ -67,13 +99,13 @@ def own_seed(seed: int, number: int) -> int:
     return int(torch.randint(2**62, (number,), generator=torch.Generator().manual_seed(seed))[-1])
 
 
-def make_normalizer(config: Config, spec: EnvSpec, device: torch.device) -> Normalizer:
+def make_normalizer(setup: Setup) -> Normalizer:
     """The collector's statistics."""
-    algo = config.algo
+    config, spec, algo = setup.config, setup.spec, setup.config.algo
     return Normalizer(
         spec.obs,
         spec.num_envs,
-        device,
+        setup.devices["collector"],
         algo.normalize_obs,
         config.task.reward_scale * algo.reward_scale,
         algo.gamma if algo.normalize_reward else None,
@@ -129,24 +161,17 @@ def ring_rows(
     return rows
 
 
-def make_ring(
-    config: Config,
-    spec: EnvSpec,
-    rows: int,
-    counts: Counts,
-    device: torch.device,
-    obs_only: bool = False,
-    extra: Sequence[str] = (),
-) -> Replay:
-    """An empty replay on ``device``."""
+def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence[str] = ()) -> Replay:
+    """An empty replay on ``worker``'s device."""
+    config, spec, counts = setup.config, setup.spec, setup.counts
     return Replay(
         spec.obs,
         action_size(spec),
         spec.num_envs,
-        rows,
+        setup.rows,
         counts.horizon * spec.spread,
         spec.max_episode_steps,
-        device,
+        setup.devices[worker],
         getattr(torch, config.replay.dtype),
         obs_only,
         extra,

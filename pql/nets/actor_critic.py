@@ -6,7 +6,7 @@ size of the features. This file contains no losses.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pql.contract.env import ObsSpec
 from pql.nets.distributions import ActionDist, DiagGaussian
 from pql.nets.encoders import Encoder
-from pql.nets.mlp import Reads, groups_read, mlp
+from pql.nets.mlp import Layers, NetInput, Reads, groups_read, mlp
 from pql.types import Obs
 
 
@@ -53,7 +53,7 @@ class Body(Reads):
     """Feature network: observations -> (encoder ->) (LSTM ->) MLP with an activation after every layer.
 
     Args:
-        hidden: sizes of the MLP's layers; empty: the features are those of the LSTM or the encoder.
+        layers: of the MLP; none: the features are those of the LSTM or the encoder.
         lstm: units H; None: feedforward.
 
     Attributes:
@@ -61,22 +61,13 @@ class Body(Reads):
         carry_size: 2 H, or 0 for a feedforward network.
     """
 
-    def __init__(
-        self,
-        group: str,
-        obs_size: int,
-        hidden: Sequence[int],
-        activation: str,
-        layer_norm: bool,
-        lstm: int | None,
-        encoder: Encoder | None = None,
-    ):
-        super().__init__(group, encoder)
-        self.size, self.carry_size = [lstm or obs_size, *hidden][-1], 2 * (lstm or 0)
-        self.memory = Lstm(obs_size, lstm) if lstm else None
-        layers = list(mlp(lstm or obs_size, hidden, 1, activation, layer_norm))[:-1]
-        self.trunk = nn.Sequential(*layers)
-        for layer in (*(encoder.plain_layers() if encoder else ()), *layers):
+    def __init__(self, source: NetInput, layers: Layers, lstm: int | None = None):
+        super().__init__(source)
+        self.size, self.carry_size = [lstm or source.size, *layers.hidden][-1], 2 * (lstm or 0)
+        self.memory = Lstm(source.size, lstm) if lstm else None
+        modules = list(mlp(lstm or source.size, layers, 1))[:-1]
+        self.trunk = nn.Sequential(*modules)
+        for layer in (*(self.encoder.plain_layers() if isinstance(self.encoder, Encoder) else ()), *modules):
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 orthogonal(layer, math.sqrt(2))
 

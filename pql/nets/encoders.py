@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pql.config import Config, EncoderConfig
+from pql.config.groups import NetConfig
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
+from pql.nets.mlp import Layers, NetInput
 from pql.types import Obs
 
 Size = tuple[int, int, int]
@@ -257,6 +259,17 @@ def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
         return None
     encoder = config.algo.encoder
     return Encoder(spec.obs, groups, encoder.kind, encoder.channels, encoder.features, encoder.layer_norm)
+
+
+def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:
+    """Build the input of the network ``which``, with its encoder where it reads more than a single float vector."""
+    encoder, group = make_encoder(config, spec, which), groups_of(config, spec, which)[0]
+    return NetInput(group, spec.obs[group].shape[0] if encoder is None else encoder.size, encoder)
+
+
+def make_layers(net: NetConfig) -> Layers:
+    """Return the hidden layers of a network's settings."""
+    return Layers(net.hidden, net.activation, net.layer_norm)
 
 
 # -- networks supplied by the user ------------------------------------------------------------------------------------

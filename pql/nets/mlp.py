@@ -4,6 +4,7 @@ Networks take all observation groups and read those that they were built for. Th
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -50,16 +51,29 @@ class EnsembleLayerNorm(nn.Module):
         return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
 
 
+@dataclass(frozen=True)
+class Layers:
+    """Hidden layers of an MLP.
+
+    Attributes:
+        hidden: their widths.
+        activation: a name in ``ACTIVATIONS``.
+        layer_norm: LayerNorm before each activation.
+    """
+
+    hidden: Sequence[int]
+    activation: str = "elu"
+    layer_norm: bool = False
+
+
 def mlp(
     size_in: int,
-    hidden: Sequence[int],
+    layers: Layers,
     size_out: int,
-    activation: str = "elu",
-    layer_norm: bool = False,
     ensemble: int | None = None,
     linear: Callable[[int, int], nn.Module] = nn.Linear,
 ) -> nn.Sequential:
-    """Build an MLP: Linear (-> LayerNorm) -> activation for each of ``hidden``, then Linear. [B, in] -> [B, out].
+    """Build an MLP: Linear (-> LayerNorm) -> activation for each hidden layer, then Linear. [B, in] -> [B, out].
 
     Args:
         ensemble: E: build E networks as one, [B, in] or [E, B, in] -> [E, B, out].
@@ -68,24 +82,40 @@ def mlp(
     if ensemble is not None:
         linear = partial(EnsembleLinear, ensemble)
     norm: Callable[[int], nn.Module] = nn.LayerNorm if ensemble is None else lambda s: EnsembleLayerNorm(ensemble, s)
-    layers: list[nn.Module] = []
-    for size in hidden:
-        layers += [linear(size_in, size), *([norm(size)] if layer_norm else []), ACTIVATIONS[activation]()]
+    modules: list[nn.Module] = []
+    for size in layers.hidden:
+        between = [norm(size)] if layers.layer_norm else []
+        modules += [linear(size_in, size), *between, ACTIVATIONS[layers.activation]()]
         size_in = size
-    return nn.Sequential(*layers, linear(size_in, size_out))
+    return nn.Sequential(*modules, linear(size_in, size_out))
+
+
+@dataclass(frozen=True)
+class NetInput:
+    """Input of a network: an observation group, or the features of an encoder.
+
+    Attributes:
+        group: name of the observation group.
+        size: D of the group, or the number of the encoder's features.
+        encoder: None: the group's vectors are the input.
+    """
+
+    group: str
+    size: int
+    encoder: nn.Module | None = None
 
 
 class Reads(nn.Module):
-    """Base of networks on observations: reads the group ``group``, or the features of ``encoder``.
+    """Base of networks on observations.
 
     Attributes:
         groups: names of the observation groups that it reads.
     """
 
-    def __init__(self, group: str, encoder: nn.Module | None):
+    def __init__(self, source: NetInput):
         super().__init__()
-        self.group, self.encoder = group, encoder
-        self.groups: tuple[str, ...] = (group,) if encoder is None else encoder.groups  # type: ignore[assignment]
+        self.group, self.encoder = source.group, source.encoder
+        self.groups: tuple[str, ...] = getattr(source.encoder, "groups", (source.group,))
 
     def features(self, obs: Obs) -> Tensor:
         """Input of the first layer, [..., D]."""
@@ -98,24 +128,11 @@ def groups_read(net: nn.Module) -> tuple[str, ...]:
 
 
 class DeterministicPolicy(Reads):
-    """Deterministic policy: obs [B, D] -> tanh(MLP(features)), [B, A] in [-1, 1].
+    """Deterministic policy: obs [B, D] -> tanh(MLP(features)), [B, A] in [-1, 1]."""
 
-    Args:
-        obs_size: D of the group, or the number of the encoder's features.
-    """
-
-    def __init__(
-        self,
-        obs_size: int,
-        action_size: int,
-        hidden: Sequence[int],
-        activation: str,
-        layer_norm: bool,
-        group: str = "policy",
-        encoder: nn.Module | None = None,
-    ):
-        super().__init__(group, encoder)
-        self.net = mlp(obs_size, hidden, action_size, activation, layer_norm)
+    def __init__(self, source: NetInput, action_size: int, layers: Layers):
+        super().__init__(source)
+        self.net = mlp(source.size, layers, action_size)
 
     def before_tanh(self, obs: Obs) -> Tensor:
         """Return the output before the tanh, [B, A]."""
@@ -132,18 +149,9 @@ class DeterministicPolicy(Reads):
 class GaussianPolicy(Reads):
     """Policy of SAC: obs [B, D] -> mean and log standard deviation of a Gaussian before its tanh, [B, A] each."""
 
-    def __init__(
-        self,
-        obs_size: int,
-        action_size: int,
-        hidden: Sequence[int],
-        activation: str,
-        layer_norm: bool,
-        group: str = "policy",
-        encoder: nn.Module | None = None,
-    ):
-        super().__init__(group, encoder)
-        self.net = mlp(obs_size, hidden, 2 * action_size, activation, layer_norm)
+    def __init__(self, source: NetInput, action_size: int, layers: Layers):
+        super().__init__(source)
+        self.net = mlp(source.size, layers, 2 * action_size)
 
     def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
         mean, spread = self.net(self.features(obs)).chunk(2, -1)
@@ -161,21 +169,10 @@ class Critic(Reads):
     The members share the encoder.
     """
 
-    def __init__(
-        self,
-        group: str,
-        obs_size: int,
-        action_size: int,
-        hidden: Sequence[int],
-        activation: str,
-        layer_norm: bool,
-        ensemble: int = 2,
-        atoms: int | None = None,
-        encoder: nn.Module | None = None,
-    ):
-        super().__init__(group, encoder)
+    def __init__(self, source: NetInput, action_size: int, layers: Layers, ensemble: int = 2, atoms: int | None = None):
+        super().__init__(source)
         self.atoms = atoms
-        self.net = mlp(obs_size + action_size, hidden, atoms or 1, activation, layer_norm, ensemble)
+        self.net = mlp(source.size + action_size, layers, atoms or 1, ensemble)
 
     def forward(self, obs: Obs, action: Tensor) -> Tensor:
         out = self.net(torch.cat((self.features(obs), action), -1))

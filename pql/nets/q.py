@@ -5,6 +5,7 @@ networks). This file contains no losses and no exploration schedules.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from pql.nets.actor_critic import Lstm
-from pql.nets.mlp import Reads, mlp
+from pql.nets.mlp import Layers, NetInput, Reads, mlp
 from pql.types import Obs
 
 
@@ -64,7 +65,6 @@ class QNetwork(Reads):
     layers before it are shared.
 
     Args:
-        obs_size: D of the group, or the number of the encoder's features.
         atoms: support [Z] of categorical values.
         noisy: sigma_0 of noisy layers after the encoder; None: ordinary linear layers.
         shared_grad: if dueling, factor on the gradient that enters the shared layers.
@@ -74,27 +74,27 @@ class QNetwork(Reads):
 
     def __init__(
         self,
-        group: str,
-        obs_size: int,
+        source: NetInput,
         actions: int,
-        hidden: Sequence[int],
-        activation: str,
-        layer_norm: bool,
-        encoder: nn.Module | None = None,
+        layers: Layers,
         atoms: Tensor | None = None,
         dueling: bool = False,
         noisy: float | None = None,
         shared_grad: float = 1.0,
     ):
-        super().__init__(group, encoder)
+        super().__init__(source)
         self.register_buffer("atoms", atoms, persistent=False)
         self.shape = (actions,) if atoms is None else (actions, atoms.shape[0])
         self.shared_grad = shared_grad
         linear: Callable[[int, int], nn.Module] = nn.Linear if noisy is None else partial(NoisyLinear, sigma=noisy)
-        build = partial(mlp, activation=activation, layer_norm=layer_norm, linear=linear)
+        hidden = layers.hidden
         shared, own = (hidden[:-1], hidden[-1:]) if dueling else ((), hidden)
-        size = shared[-1] if shared else obs_size
-        self.trunk = nn.Sequential(*list(build(obs_size, shared, 1))[:-1])
+        size = shared[-1] if shared else source.size
+
+        def build(size_in: int, hidden: Sequence[int], size_out: int) -> nn.Sequential:
+            return mlp(size_in, replace(layers, hidden=hidden), size_out, linear=linear)
+
+        self.trunk = nn.Sequential(*list(build(source.size, shared, 1))[:-1])
         self.advantage = build(size, own, actions * (1 if atoms is None else atoms.shape[0]))
         self.value = build(size, own, 1 if atoms is None else atoms.shape[0]) if dueling else None
 
@@ -130,7 +130,6 @@ class RecurrentQNetwork(QNetwork):
     beginning of an episode.
 
     Args:
-        obs_size: D of the group, or the number of the encoder's features.
         lstm: units H.
 
     Attributes:
@@ -139,21 +138,15 @@ class RecurrentQNetwork(QNetwork):
 
     def __init__(
         self,
-        group: str,
-        obs_size: int,
+        source: NetInput,
         lstm: int,
         actions: int,
-        hidden: Sequence[int],
-        activation: str,
-        layer_norm: bool,
-        encoder: nn.Module | None = None,
+        layers: Layers,
         dueling: bool = False,
         shared_grad: float = 1.0,
     ):
-        super().__init__(
-            group, lstm, actions, hidden, activation, layer_norm, encoder, dueling=dueling, shared_grad=shared_grad
-        )
-        self.memory, self.carry_size = Lstm(obs_size, lstm), 2 * lstm
+        super().__init__(replace(source, size=lstm), actions, layers, dueling=dueling, shared_grad=shared_grad)
+        self.memory, self.carry_size = Lstm(source.size, lstm), 2 * lstm
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
         """One step: [N, D] and the carry before it [N, 2 H] -> values [N, n] and the carry after it."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pql.algos.registry import family_of
-from pql.algos.wiring import Devices, Wiring
+from pql.algos.wiring import Setup, Wiring
 from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
@@ -61,8 +61,8 @@ def build(
             if env is None:
                 opened.callback(started.close)
             rows = rows or _check(share, started.spec, counts, home, env)
-            wiring = family.wire(share, started, counts, rows, places, config.cuda_graphs != "off")
-            replicas.append(_assemble(share, started, wiring, counts, places, trace, executor))
+            setup = Setup(share, started, counts, rows, places, capture=config.cuda_graphs != "off")
+            replicas.append(_assemble(setup, family.wire(setup), trace, executor))
         schedule = replicas[0].schedule
         if config.algo.schedule == "replicas":
             schedule = Replicas(config, replicas, make_crew(config))
@@ -94,16 +94,9 @@ def make_crew(config: Config) -> Threads | Inline:
     return Threads(replica_names(config.replicas), place.watchdog_seconds, place.start_seconds)
 
 
-def _assemble(
-    config: Config,
-    env: VecEnv,
-    wiring: Wiring,
-    counts: Counts,
-    devices: Devices,
-    trace: Trace | None,
-    executor: Executor | None,
-) -> Replica:
+def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Executor | None) -> Replica:
     """Create slots, jobs, workers and the schedule for a family's wiring."""
+    config, counts, devices = setup.config, setup.counts, setup.devices
     collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
     collector.overlap = config.placement.overlap
     owned = {name: source for role in roles.values() for name, source in role.owns.items()}
@@ -137,7 +130,7 @@ def _assemble(
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
     cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
     return Replica(
-        config, env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy
+        config, setup.env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy
     )
 
 
