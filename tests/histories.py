@@ -9,6 +9,7 @@ from oracles import Event, n_step
 
 from pql.contract.env import ObsSpec
 from pql.data.replay import Cursor, Replay
+from pql.data.sizes import ReplayLayout
 from pql.types import Batch, Step
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ class Recorded:
     """A ring, a sealed cursor, and the whole history of every column."""
 
     def __init__(self, num_envs, rows, horizon, limit, next_step=False, obs_only=False, depth=1):
-        self.replay = Replay(specs(depth), 1, num_envs, rows, horizon, limit, CPU, obs_only=obs_only)
+        self.replay = Replay(ReplayLayout(specs(depth), 1, num_envs, rows, horizon, limit), CPU, obs_only=obs_only)
         self.depth = depth
         self.seen: dict[int, tuple[int, ...]] = {}
         self.sims = [Column(i, next_step, depth, self.seen) for i in range(num_envs)]

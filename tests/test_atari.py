@@ -17,6 +17,7 @@ from pql.config.layers import Presets
 from pql.contract.conformance import check_env
 from pql.contract.env import Discrete, ObsSpec, find_factory, make_env
 from pql.data.replay import Replay
+from pql.data.sizes import ReplayLayout
 from pql.errors import ConfigError
 from pql.run.session import Session
 from pql.run.task import build_env
@@ -90,7 +91,7 @@ def test_stacks_from_the_replay_are_those_acted_on(atari, autoreset):
     """5,000 steps, 2,500 rows of two games, which wrap a ring of 400: every row's stack, and its true successor's."""
     env = atari(2, autoreset=autoreset, life_loss=True, noop_max=30, max_episode_steps=300)
     n, rows_kept, seen = 2, 400, {"life": 0, "end": 0, "cut": 0, "filler": 0, "blank": 0}
-    ring = Replay(env.spec.obs, None, n, rows_kept, 1, env.spec.max_episode_steps, CPU)
+    ring = Replay(ReplayLayout(env.spec.obs, None, n, rows_kept, 1, env.spec.max_episode_steps), CPU)
     obs = env.reset(0)
     ring.begin(obs)
     acted: deque = deque(maxlen=rows_kept)

@@ -3,6 +3,7 @@ Atari agent stores: discrete actions, numbers beside them."""
 
 import random
 from collections import Counter as Tally
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.data.frames import eights, put
 from pql.data.replay import Replay
-from pql.data.sizes import preflight, replay_bytes
+from pql.data.sizes import ReplayLayout, preflight, replay_bytes
 from pql.types import Acted, Step
 
 ATARI = {"policy": ObsSpec((4, 84, 84), torch.uint8, stack=4)}
@@ -115,7 +116,7 @@ def filled(replay, steps):
 
 
 def test_discrete_actions_and_extras_are_kept_beside_their_row():
-    replay = filled(Replay({"policy": ObsSpec((2,))}, None, 3, 8, 1, None, CPU, extra=("q", "value")), 20)
+    replay = filled(Replay(ReplayLayout({"policy": ObsSpec((2,))}, None, 3, 8, 1, None, extra=("q", "value")), CPU), 20)
     assert (replay.action.dtype, replay.action.shape) == (torch.int64, (24,))
     batch = replay.sample(replay.live, 64, 2, 0.9, torch.Generator().manual_seed(0))
     row, column = batch.action // 10, batch.action % 10
@@ -128,12 +129,13 @@ def test_discrete_actions_and_extras_are_kept_beside_their_row():
 
 def test_extras_are_part_of_the_state_and_left_out_where_not_asked_for():
     specs = {"policy": ObsSpec((2,))}
-    one = filled(Replay(specs, None, 3, 8, 1, None, CPU, extra=("q", "value")), 5)
-    two = Replay(specs, None, 3, 8, 1, None, CPU, extra=("q", "value"))
+    one = filled(Replay(ReplayLayout(specs, None, 3, 8, 1, None, extra=("q", "value")), CPU), 5)
+    two = Replay(ReplayLayout(specs, None, 3, 8, 1, None, extra=("q", "value")), CPU)
     two.load_state_dict(one.state_dict())
     assert torch.equal(two.extra["q"], one.extra["q"])
     assert {"extra.q", "extra.value"} <= set(one.state_dict())
-    for bare in (Replay(specs, None, 3, 8, 1, None, CPU), Replay(specs, None, 3, 8, 1, None, CPU, obs_only=True)):
+    layout = ReplayLayout(specs, None, 3, 8, 1, None)
+    for bare in (Replay(layout, CPU), Replay(layout, CPU, obs_only=True)):
         filled(bare, 5)
         assert not [k for k in bare.state_dict() if k.startswith("extra")]
 
@@ -143,17 +145,19 @@ def test_extras_are_part_of_the_state_and_left_out_where_not_asked_for():
 
 def test_a_million_frames_fit_in_7_2_gigabytes():
     for num_envs, limit in ((1, 27_000), (32, 27_000), (256, 27_000), (1024, None)):
-        rows = preflight(ATARI, None, num_envs, 1_000_000, 4, limit, torch.float32, int(7.2e9), ("q", "value"))
-        need = replay_bytes(ATARI, None, num_envs, rows, 4, limit, torch.float32, ("q", "value"))
+        layout = ReplayLayout(ATARI, None, num_envs, 0, 4, limit, torch.float32, ("q", "value"))
+        rows = preflight(layout, 1_000_000, int(7.2e9))
+        need = replay_bytes(replace(layout, rows=rows))
         assert rows == 1_000_000 // num_envs
         assert 7.05e9 < need * 1_000_000 / (rows * num_envs) <= 7.2e9
 
 
 @pytest.mark.parametrize(("depth", "size", "extra"), [(1, None, ("q",)), (4, None, ()), (3, 2, ("q", "value"))])
 def test_bytes_computed_are_bytes_allocated(depth, size, extra):
-    replay = Replay(specs(depth), size, 3, 20, 2, 7, CPU, torch.float16, extra=extra)
+    layout = ReplayLayout(specs(depth), size, 3, 20, 2, 7, torch.float16, extra)
+    replay = Replay(layout, CPU)
     tensors = [*replay.obs.values(), *replay.extra.values(), replay.flags, replay.action, replay.reward, replay.final]
-    assert sum(t.nbytes for t in tensors) == replay_bytes(specs(depth), size, 3, 20, 2, 7, torch.float16, extra)
+    assert sum(t.nbytes for t in tensors) == replay_bytes(layout)
 
 
 def test_a_checkpoint_remembers_which_groups_are_stacks():

@@ -6,6 +6,7 @@ from conftest import never_waiting
 from torch import Generator
 
 from pql.data.replay import Replay
+from pql.data.sizes import ReplayLayout
 from pql.envs.catch import Catch
 from pql.types import Step
 
@@ -18,7 +19,8 @@ def to_device(step: Step) -> Step:
 
 def test_the_ring_stacks_the_same_frames_without_waiting():
     env = Catch(64, max_episode_steps=5)
-    rings = [Replay(env.spec.obs, None, 64, 40, 1, 5, torch.device(d), reward_clip=0.5) for d in ("cpu", "cuda")]
+    layout = ReplayLayout(env.spec.obs, None, 64, 40, 1, 5)
+    rings = [Replay(layout, torch.device(d), reward_clip=0.5) for d in ("cpu", "cuda")]
     obs, gen = env.reset(0)["policy"], Generator().manual_seed(0)
     for ring in rings:
         ring.begin({"policy": obs.to(ring.device)})

@@ -14,8 +14,9 @@ from scipy.stats import chisquare
 
 from pql.contract.env import ObsSpec
 from pql.data import priority
-from pql.data.priority import FANOUT, FLOOR, Prioritized, SumTree, least_rows
+from pql.data.priority import FANOUT, FLOOR, Prioritized, PriorityRule, SumTree, least_rows
 from pql.data.replay import Cursor, Replay
+from pql.data.sizes import ReplayLayout
 from pql.types import Acted, Step
 
 
@@ -96,10 +97,11 @@ class History:
     def __init__(self, num_envs=3, rows=24, horizon=2, n=3, limit=6, stack=1, **kwargs):
         shape, extra = ((stack, 1) if stack > 1 else (1,)), ("q", "value") if kwargs.get("from_actor") else ()
         specs = {"policy": ObsSpec(shape, stack=stack)}
-        self.ring = Replay(specs, None, num_envs, rows, horizon, limit, CPU, extra=extra)
+        self.ring = Replay(ReplayLayout(specs, None, num_envs, rows, horizon, limit, extra=extra), CPU)
         self.shape, self.n, self.gamma, self.count = shape, n, 0.9, num_envs
-        settings = {"alpha": 0.6, "beta": 0.4, "beta_steps": None, "steps_per_tick": horizon * num_envs, **kwargs}
-        self.ranked = Prioritized(self.ring, n, self.gamma, **settings)
+        rule = {"alpha": 0.6, "beta": 0.4, "beta_steps": None, "steps_per_tick": horizon * num_envs, **kwargs}
+        from_actor = rule.pop("from_actor", False)
+        self.ranked = Prioritized(self.ring, n, self.gamma, PriorityRule(**rule), from_actor)
         self.cursor, self.gen = Cursor(num_envs, CPU), torch.Generator().manual_seed(0)
         self.events, self.told = [[] for _ in range(num_envs)], [[] for _ in range(num_envs)]
         self.ring.begin(self.obs(0))

@@ -27,6 +27,7 @@ from pql.contract.grouped import Grouped
 from pql.data.flags import FINAL_OK, NEXT_FIRST, VALID
 from pql.data.normalize import Moments, Normalizer
 from pql.data.replay import Replay
+from pql.data.sizes import ReplayLayout
 from pql.engine.executors import Inline
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
@@ -60,7 +61,7 @@ class Wild(NoisyActor):
 def collected(env, fault=None, steps=STEPS_MADE):
     """A ring of ``steps`` steps, of which WARM are random, by a policy that acts on raw observations."""
     spec, size = env.spec, env.spec.num_envs
-    ring = Replay(spec.obs, 2, size, STEPS_MADE + 10, 1, spec.max_episode_steps, CPU)
+    ring = Replay(ReplayLayout(spec.obs, 2, size, STEPS_MADE + 10, 1, spec.max_episode_steps), CPU)
     torch.manual_seed(0)
     noise = Exploration("mixed", 0.1, 0.6, size, 2, CPU)
     actor = Wild(nn.Linear(2, 2), lambda net, obs, gen: net(obs["policy"] / 10).tanh(), noise, spec)

@@ -12,6 +12,7 @@ from r2d2_runs import config_of
 from pql.algos import r2d2
 from pql.contract.env import Discrete, ObsSpec
 from pql.data.replay import Replay
+from pql.data.sizes import ReplayLayout
 from pql.engine.executors import Inline
 from pql.engine.interrupt import Interrupt
 from pql.run.build import build
@@ -165,7 +166,7 @@ def test_no_environment_makes_more_rows_in_a_tick_than_the_guard_band_holds():
 
 
 def test_rows_are_drawn_evenly_however_long_their_columns_are():
-    ring = Replay({"policy": ObsSpec((1,))}, 1, 4, 64, 2, None, torch.device("cpu"), ragged=True)
+    ring = Replay(ReplayLayout({"policy": ObsSpec((1,))}, 1, 4, 64, 2, None), torch.device("cpu"), ragged=True)
     ring.live.head.copy_(torch.tensor([0, 10, 200, 30]))
     row, column, head = ring.draw(ring.live, 40_000, torch.Generator().manual_seed(1))
     lengths = [0, 10, 61, 30]

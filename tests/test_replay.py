@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from pql.data.replay import Replay
+from pql.data.sizes import ReplayLayout
 from pql.envs.toy import Counter
 
 # --- the oracle over random histories ---
@@ -153,7 +154,7 @@ EPISODES = 6
 def counter_targets(env, n, gamma):
     """Multiset of all usable windows of the first episodes: (env, obs, action, reward, discount, next obs)."""
     steps, num_envs = 70, env.spec.num_envs
-    replay = Replay(env.spec.obs, 2, num_envs, steps + 3, 1, env.spec.max_episode_steps, CPU)
+    replay = Replay(ReplayLayout(env.spec.obs, 2, num_envs, steps + 3, 1, env.spec.max_episode_steps), CPU)
     obs = env.reset(0)["policy"]
     replay.begin({"policy": obs})
     for _ in range(steps):

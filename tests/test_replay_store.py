@@ -13,7 +13,7 @@ from oracles import chi_square_fits
 
 from pql.contract.env import ObsSpec
 from pql.data.replay import Replay
-from pql.data.sizes import preflight, replay_bytes
+from pql.data.sizes import ReplayLayout, preflight, replay_bytes
 from pql.errors import ConfigError
 from pql.run.store.checkpoint import flatten, unflatten
 from pql.types import Step, split
@@ -103,7 +103,7 @@ def test_observation_only_ring_equals_the_full_one_and_masks_fillers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_storage_keeps_its_precision_and_bytes_stay_bytes(dtype):
     specs = {"policy": ObsSpec((4,)), "frame": ObsSpec((2, 2), torch.uint8)}
-    replay = Replay(specs, 2, 3, 12, 1, 5, CPU, dtype)
+    replay = Replay(ReplayLayout(specs, 2, 3, 12, 1, 5, dtype), CPU)
     gen = torch.Generator().manual_seed(0)
     off, on = torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)
 
@@ -142,11 +142,10 @@ def spec_of(groups):
 @given(sizes=SIZES, rows=st.integers(4, 50))
 def test_bytes_computed_are_bytes_allocated(sizes, rows):
     groups, action, num_envs, horizon, limit, dtype = sizes
-    replay = Replay(spec_of(groups), action, num_envs, rows, horizon, limit, CPU, dtype)
+    layout = ReplayLayout(spec_of(groups), action, num_envs, rows, horizon, limit, dtype)
+    replay = Replay(layout, CPU)
     tensors = [*replay.obs.values(), *(getattr(replay, name) for name in STORED)]
-    assert sum(t.nbytes for t in tensors) == replay_bytes(
-        spec_of(groups), action, num_envs, rows, horizon, limit, dtype
-    )
+    assert sum(t.nbytes for t in tensors) == replay_bytes(layout)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -155,10 +154,10 @@ def test_preflight_names_the_largest_capacity_that_fits(sizes, rows, share):
     groups, action, num_envs, horizon, limit, dtype = sizes
 
     def size(rows):
-        return replay_bytes(spec_of(groups), action, num_envs, rows, horizon, limit, dtype)
+        return replay_bytes(ReplayLayout(spec_of(groups), action, num_envs, rows, horizon, limit, dtype))
 
     def ask(capacity, available):
-        return preflight(spec_of(groups), action, num_envs, capacity, horizon, limit, dtype, available)
+        return preflight(ReplayLayout(spec_of(groups), action, num_envs, 0, horizon, limit, dtype), capacity, available)
 
     need = size(rows)
     assert ask(rows * num_envs + num_envs - 1, need) == rows  # a capacity rounds down to whole rows

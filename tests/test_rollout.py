@@ -10,7 +10,7 @@ from oracles import known_end, lambda_return
 
 from pql.contract.env import Box, Discrete, EnvSpec
 from pql.data.normalize import Normalizer
-from pql.data.returns import backward_scan, gae, lambda_returns
+from pql.data.returns import backward_scan, gae, lambda_returns, valued_rows
 from pql.data.rollout import PolicyOutput, Rollout, minibatches, permutations, rollout_bytes, rollout_final_rows
 from pql.types import Memory
 
@@ -60,9 +60,8 @@ def test_advantages_and_returns_are_the_definitions(next_step, limit, lam):
     for _ in range(2):  # the second segment starts in the middle of episodes, on storage that was used
         events = record(rollout, sims, horizon, rng)
         segment, values = read(rollout)
-        value, beyond = values[:horizon], values.gather(0, segment.successor)
-        arguments = (segment.reward, gamma * segment.alive, value, beyond, segment.goes_on, segment.mask, lam)
-        advantage, returns = gae(*arguments), lambda_returns(*arguments)
+        rows = valued_rows(segment, gamma, values)
+        advantage, returns = gae(rows, lam), lambda_returns(rows, lam)
         lost = 0
         for i, column in enumerate(events):
             for t, e in enumerate(column):

@@ -8,7 +8,8 @@ import torch
 from histories import SCENARIOS, Fate, Recorded, assert_shows, stack
 from oracles import n_step
 
-from pql.data.sequences import RankedSequences, Sequences, States, finals_within, mixed
+from pql.data.priority import PriorityRule
+from pql.data.sequences import RankedSequences, Sequences, Span, States, finals_within, mixed
 from pql.types import Acted
 
 GAMMA = 0.9
@@ -23,7 +24,7 @@ class Remembering(Recorded):
         self.replay.extra = {k: torch.zeros(self.replay.flags.shape) for k in ("q", "value")}
         self.told: dict[tuple[int, int], tuple[float, float]] = {}  # (row, column) -> q and value when acted
         self.states = States(self.replay, 2, self.period)
-        self.sequences = Sequences(self.replay, self.states, self.burn, self.length, self.n, GAMMA, limit)
+        self.sequences = Sequences(self.states, Span(self.burn, self.length, self.n), GAMMA, limit)
 
     def insert(self, kinds, columns=None):
         columns = list(range(len(self.sims))) if columns is None else columns
@@ -178,8 +179,9 @@ def test_only_states_of_aligned_rows_are_kept():
 
 
 def ranked_of(ring, **settings):
-    settings = {"alpha": 0.9, "beta": 0.6, "beta_steps": None, "steps_per_tick": 1, **settings}
-    return RankedSequences(ring.sequences, **settings)
+    own = {k: settings.pop(k) for k in ("eta", "target") if k in settings}
+    rule = PriorityRule(**{"alpha": 0.9, "beta": 0.6, "beta_steps": None, "steps_per_tick": 1, **settings})
+    return RankedSequences(ring.sequences, rule, **own)
 
 
 def leaves(ranked):

@@ -20,6 +20,7 @@ from pql.collect.prefill import prefill
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.data import transitions
 from pql.data.replay import Cursor, Replay
+from pql.data.sizes import ReplayLayout
 from pql.errors import ConfigError
 from pql.run.build import build
 from pql.types import Batch
@@ -30,7 +31,8 @@ KINDS = ("step", "step", "step", "terminate", "truncate", "lose", "forget", "lif
 def clone(ring: Recorded, rows: int | None = None) -> Replay:
     """An empty ring of the same shape."""
     old = ring.replay
-    return Replay(SPECS, 1, old.num_envs, rows or old.rows, old.horizon, LIMIT, CPU, obs_only=old.obs_only)
+    layout = ReplayLayout(SPECS, 1, old.num_envs, rows or old.rows, old.horizon, LIMIT)
+    return Replay(layout, CPU, obs_only=old.obs_only)
 
 
 LIMIT = 5
@@ -129,7 +131,7 @@ def test_observation_only_rings_load_too(tmp_path):
     for _ in range(20):
         ring.insert([rng.choice(KINDS) for _ in range(3)])
     transitions.save_replay(ring.replay, tmp_path / "ring.safetensors")
-    lean = Replay(SPECS, 1, 3, 12, 1, LIMIT, CPU, obs_only=True)
+    lean = Replay(ReplayLayout(SPECS, 1, 3, 12, 1, LIMIT), CPU, obs_only=True)
     transitions.load_replay(lean, tmp_path / "ring.safetensors")
     views = [r.sample_obs(sealed(r), 64, torch.Generator().manual_seed(0)) for r in (ring.replay, lean)]
     assert torch.equal(views[0].mask, views[1].mask)
@@ -155,8 +157,8 @@ class FakeCollector:
 
         self.env, self.device = Lead(num_envs, CPU), CPU
         self.replays = [
-            Replay(self.env.spec.obs, 1, num_envs, rows, 1, 50, CPU),
-            Replay(self.env.spec.obs, 1, num_envs, rows, 1, 50, CPU, obs_only=True),
+            Replay(ReplayLayout(self.env.spec.obs, 1, num_envs, rows, 1, 50), CPU),
+            Replay(ReplayLayout(self.env.spec.obs, 1, num_envs, rows, 1, 50), CPU, obs_only=True),
         ]
         self.normalizer = Normalizer(self.env.spec.obs, num_envs, CPU)
         self.obs = picture([-7] * num_envs)
@@ -370,7 +372,7 @@ def test_load_refuses_another_number_of_environments_and_rows_out_of_range(tmp_p
     ring.insert(["truncate", "step"])
     file = tmp_path / "ring.safetensors"
     transitions.save_replay(ring.replay, file)
-    other = Replay(SPECS, 1, 3, 12, 1, LIMIT, CPU)
+    other = Replay(ReplayLayout(SPECS, 1, 3, 12, 1, LIMIT), CPU)
     with pytest.raises(ConfigError, match=re.escape("rows of 3 environments, not rewards of shape [1, 2]")):
         transitions.load_replay(other, file)
     data = load_file(file)

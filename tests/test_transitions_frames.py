@@ -17,6 +17,7 @@ from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.data import transitions
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
+from pql.data.sizes import ReplayLayout
 from pql.errors import ConfigError
 from pql.types import Acted, Step
 
@@ -32,9 +33,8 @@ class FakeCollector:
         self.env = self
         self.spec, self.device = EnvSpec("lead", num_envs, groups, action, CPU, 50), CPU
         size = None if isinstance(action, Discrete) else action.size
-        self.replays = [
-            Replay(groups, size, num_envs, rows, 1, 50, CPU, obs_only=lean, extra=extra) for lean in (False, True)
-        ]
+        layout = ReplayLayout(groups, size, num_envs, rows, 1, 50, extra=extra)
+        self.replays = [Replay(layout, CPU, obs_only=lean) for lean in (False, True)]
         self.normalizer = Normalizer(groups, num_envs, CPU)
         self.obs = {k: torch.zeros(num_envs, *s.shape, dtype=s.dtype) for k, s in groups.items()}
         for ring in self.replays:
@@ -70,8 +70,8 @@ def recorded(seed, steps, rows, next_step, depth):
 @given(st.integers(0, 2**32), st.booleans(), st.integers(0, 60), st.integers(2, 4))
 def test_saved_and_loaded_rings_give_the_same_stacks(seed, next_step, steps, depth):
     ring = recorded(seed, steps, 18, next_step, depth)
-    copy = Replay(specs(depth), 1, 3, 18, 1, LIMIT, CPU)
-    larger = Replay(specs(depth), 1, 3, 40, 1, LIMIT, CPU)
+    copy = Replay(ReplayLayout(specs(depth), 1, 3, 18, 1, LIMIT), CPU)
+    larger = Replay(ReplayLayout(specs(depth), 1, 3, 40, 1, LIMIT), CPU)
     with TemporaryDirectory() as folder:
         transitions.save_replay(ring.replay, Path(folder) / "ring")
         transitions.load_replay(copy, Path(folder) / "ring")
@@ -174,7 +174,7 @@ def linked(order):
 
 def test_discrete_actions_and_extras_travel(tmp_path):
     groups, extra = {"policy": ObsSpec((2,))}, ("q", "value")
-    one, two = (Replay(groups, None, 2, 10, 1, None, CPU, extra=extra) for _ in range(2))
+    one, two = (Replay(ReplayLayout(groups, None, 2, 10, 1, None, extra=extra), CPU) for _ in range(2))
     off, on, obs = torch.zeros(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool), {"policy": torch.zeros(2, 2)}
     for t in range(15):
         acted = Acted(torch.tensor([t % 3, 2]), {"q": torch.tensor([t, -t]).float(), "value": torch.rand(2)})

@@ -9,7 +9,7 @@ from oracles import vtrace as oracle
 from test_rollout import KINDS, make_rollout, read, record, value_of
 
 from pql.config import VtraceConfig
-from pql.data.returns import gae, lambda_returns, vtrace
+from pql.data.returns import ValuedRows, gae, lambda_returns, valued_rows, vtrace
 from pql.data.rollout import rollout_final_rows
 
 HORIZON, GAMMA = 9, 0.9
@@ -20,7 +20,7 @@ def test_the_reference_numbers():
     row = torch.arange(5.0).unsqueeze(1)
     following = torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0]).unsqueeze(1)
     one = torch.ones(5, 1)
-    out = vtrace(row - 2.5, row, 0.9 * one, row, following, one, one, VtraceConfig(3.7, 1.0, 2.2))
+    out = vtrace(row - 2.5, ValuedRows(row, 0.9 * one, row, following, one, one), VtraceConfig(3.7, 1.0, 2.2))
     expected = [0.200182, 2.709682, 8.513628, 11.932397, 7.33]
     assert out.target.flatten().tolist() == pytest.approx(expected, abs=2e-6)
     # log rho = .5 is below the cap of 2.2, 1.5 is not
@@ -30,8 +30,7 @@ def test_the_reference_numbers():
 
 def arguments(rollout):
     segment, values = read(rollout)
-    value, beyond = values[:HORIZON], values.gather(0, segment.successor)
-    return segment, (segment.reward, GAMMA * segment.alive, value, beyond, segment.goes_on, segment.mask)
+    return segment, valued_rows(segment, GAMMA, values)
 
 
 @pytest.mark.parametrize("next_step", [False, True])
@@ -49,8 +48,8 @@ def test_targets_and_advantages_are_the_papers_sum(next_step, limit, lam, weight
     for _ in range(2):
         events = record(rollout, sims, HORIZON, rng)
         log_ratio = torch.randn(HORIZON, n, generator=gen)
-        _, told = arguments(rollout)
-        out = vtrace(log_ratio, *told, weights, lam)
+        _, rows = arguments(rollout)
+        out = vtrace(log_ratio, rows, weights, lam)
         for i, column in enumerate(events):
             scaled = [e._replace(reward=0.5 * e.reward) for e in column]
             ratios = log_ratio[:, i].exp().tolist()
@@ -58,7 +57,7 @@ def test_targets_and_advantages_are_the_papers_sum(next_step, limit, lam, weight
                 want = oracle(scaled, ratios, t, value_of, GAMMA, lam, kept, weights.rho_bar, weights.c_bar)
                 if want is None:
                     assert out.advantage[t, i] == 0
-                    assert out.target[t, i] == told[2][t, i]
+                    assert out.target[t, i] == rows.value[t, i]
                 else:
                     assert out.target[t, i].item() == pytest.approx(want[0], abs=5e-5)
                     assert out.advantage[t, i].item() == pytest.approx(want[1], abs=5e-5)
@@ -73,10 +72,10 @@ def test_on_policy_targets_are_lambda_returns(lam):
     """With lambda = 1: n-step returns up to the end. With ``pg_lam`` the advantage is GAE's."""
     rollout, _ = make_rollout(24, HORIZON, 4)
     record(rollout, [Column(i, True) for i in range(24)], HORIZON, random.Random(3), KINDS)
-    segment, told = arguments(rollout)
-    out = vtrace(torch.zeros(HORIZON, 24), *told, VtraceConfig(), lam, pg_lam=lam)
-    torch.testing.assert_close(out.target, lambda_returns(*told, lam))
-    torch.testing.assert_close(out.advantage, gae(*told, lam))
+    segment, rows = arguments(rollout)
+    out = vtrace(torch.zeros(HORIZON, 24), rows, VtraceConfig(), lam, pg_lam=lam)
+    torch.testing.assert_close(out.target, lambda_returns(rows, lam))
+    torch.testing.assert_close(out.advantage, gae(rows, lam))
     assert (out.weight == 1).all()
     assert 0 < segment.mask.mean() < 1
 
@@ -85,7 +84,7 @@ def test_on_policy_and_undisturbed_the_target_is_the_n_step_return():
     gen = torch.Generator().manual_seed(0)
     reward, value = torch.randn(6, 3, generator=gen), torch.randn(7, 3, generator=gen)
     one = torch.ones(6, 3)
-    out = vtrace(torch.zeros(6, 3), reward, 0.9 * one, value[:6], value[1:], one, one, VtraceConfig())
+    out = vtrace(torch.zeros(6, 3), ValuedRows(reward, 0.9 * one, value[:6], value[1:], one, one), VtraceConfig())
     for t in range(6):
         n_step = sum(0.9**k * reward[t + k] for k in range(6 - t)) + 0.9 ** (6 - t) * value[6]
         torch.testing.assert_close(out.target[t], n_step)
@@ -95,6 +94,6 @@ def test_on_policy_and_undisturbed_the_target_is_the_n_step_return():
 def test_ratios_beyond_every_bound_stay_finite():
     log_ratio = torch.tensor([[200.0], [-200.0], [float("inf")]])
     one = torch.ones(3, 1)
-    out = vtrace(log_ratio, one, 0.9 * one, one, one, one, one, VtraceConfig())
+    out = vtrace(log_ratio, ValuedRows(one, 0.9 * one, one, one, one, one), VtraceConfig())
     assert all(t.isfinite().all() for t in out)
     assert out.weight.flatten().tolist() == [1, 0, 1]

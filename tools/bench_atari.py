@@ -48,7 +48,7 @@ from pql.config import (
     TaskConfig,
     ThreadsConfig,
 )
-from pql.data.sizes import replay_bytes
+from pql.data.sizes import ReplayLayout, replay_bytes
 from pql.engine.placement import available_cores
 from pql.run.build import build
 from pql.run.components import Parts
@@ -266,7 +266,7 @@ def memory(args: Any) -> list[dict[str, Any]]:
     """A replay of a million rows."""
     spec = describe_env(make_config(args, PEER, PEER), torch.device("cpu"))
     assert spec is not None
-    need = replay_bytes(spec.obs, None, PEER, MILLION // PEER, 1, spec.max_episode_steps, torch.float32)
+    need = replay_bytes(ReplayLayout(spec.obs, None, PEER, MILLION // PEER, 1, spec.max_episode_steps, torch.float32))
     return [compare("memory: replay of 1M frames / 7.2 GB", "GB", [need / 1e9], [FRAMES / 1e9])]
 
 

@@ -29,6 +29,7 @@ from pql.config import Config
 from pql.contract.env import ObsSpec
 from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, VALID
 from pql.data.replay import Cursor, Replay
+from pql.data.sizes import ReplayLayout
 from pql.engine.placement import thread_counts
 from pql.types import Step
 
@@ -67,7 +68,8 @@ def intra_op(threads: int) -> Iterator[None]:
 
 def filled(size: int, actions: int, num_envs: int, capacity: int, device: torch.device) -> tuple[Replay, Cursor]:
     """A ring that has gone round once, and a reader's view of it."""
-    replay = Replay({"policy": ObsSpec((size,))}, actions, num_envs, capacity // num_envs, HORIZON, LIMIT, device)
+    obs = {"policy": ObsSpec((size,))}
+    replay = Replay(ReplayLayout(obs, actions, num_envs, capacity // num_envs, HORIZON, LIMIT), device)
     for store in (replay.obs["policy"], replay.action, replay.reward):
         store.normal_()
     ended = torch.rand(replay.flags.shape, device=device) < 1 / 500

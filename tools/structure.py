@@ -183,7 +183,8 @@ def shapeless(found: dict[str, Module]) -> list[str]:
     """Public functions that take tensors and whose docstring, or that of their class, names no shape."""
     out = []
     for module in found.values():
-        for scope in (module.tree, *(n for n in module.tree.body if isinstance(n, ast.ClassDef))):
+        scopes: list[ast.Module | ast.ClassDef] = [n for n in module.tree.body if isinstance(n, ast.ClassDef)]
+        for scope in [module.tree, *scopes]:
             about = ast.get_docstring(scope) or "" if isinstance(scope, ast.ClassDef) else ""
             for node in scope.body:
                 if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):

@@ -16,7 +16,7 @@ from pql.algos.on_policy import OnPolicy
 from pql.algos.ppo import PpoState, begin_ppo_tick, grouped, make_state, masked_moments, rows_lag
 from pql.config import ImpalaConfig
 from pql.data.normalize import EPSILON
-from pql.data.returns import Corrected, vtrace
+from pql.data.returns import Corrected, valued_rows, vtrace
 from pql.data.rollout import Segment, minibatches
 from pql.types import Metrics, Obs
 
@@ -95,20 +95,9 @@ def correct(settings: ImpalaConfig, batch: Unroll, log_ratio: Tensor, values: Te
     Args:
         log_ratio: [T, B]. values: [T + 1 + K + 1, B].
     """
-    rows = batch.mask.shape[0]
     plain = torch.zeros_like(log_ratio)
     traced = log_ratio if settings.correction == "vtrace" else plain
-    out = vtrace(
-        traced,
-        batch.reward,
-        settings.gamma * batch.alive,
-        values[:rows],
-        values.gather(0, batch.successor),
-        batch.goes_on,
-        batch.mask,
-        settings.vtrace,
-        settings.trace_lambda,
-    )
+    out = vtrace(traced, valued_rows(batch, settings.gamma, values), settings.vtrace, settings.trace_lambda)
     if settings.correction == "one_step":
         return out._replace(weight=log_ratio.exp().clamp(max=settings.vtrace.pg_rho_bar))
     return out

@@ -21,7 +21,7 @@ from pql.config import Config, PpoConfig
 from pql.config.algorithms import StochasticConfig
 from pql.config.families import own
 from pql.data.normalize import EPSILON, Moments, pack_moments, pooled
-from pql.data.returns import gae, vtrace
+from pql.data.returns import ValuedRows, gae, vtrace
 from pql.data.rollout import Progress, Segment, by_parts, minibatches
 from pql.data.unrolls import Reader
 from pql.engine.collectives import ALONE, Group
@@ -163,8 +163,8 @@ def prepare(state: PpoState, settings: PpoConfig, segment: Segment) -> tuple[dic
     values = values * scale + shift
     value, discount = values[:rows], settings.gamma * segment.alive
     next_value = values.gather(0, segment.successor)
-    ends = (discount, value, next_value, segment.goes_on, mask)
-    params, log_prob, target, advantage, weight = advantages_and_targets(state, settings, segment, ends)
+    valued = ValuedRows(segment.reward, discount, value, next_value, segment.goes_on, mask)
+    params, log_prob, target, advantage, weight = advantages_and_targets(state, settings, segment, valued)
     mean, var = masked_moments(target, mask)
     explained = 1 - masked_moments(target - value, mask)[1] / (var + EPSILON)
     if state.returns is not None:
@@ -211,24 +211,22 @@ def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
 
 
 def advantages_and_targets(
-    state: PpoState, settings: PpoConfig, segment: Segment, ends: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    state: PpoState, settings: PpoConfig, segment: Segment, rows: ValuedRows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Compute the targets of the tick's updates over all rows.
 
-    Args:
-        ends: [T, N] each: discount, value, the successor's value, whether the next row is it, mask.
     Returns:
         the distribution's parameters before the first update [T, N, P]; [T, N]: the log-probability under it; returns;
         advantages; and weights of these, None where all are 1.
     """
-    dist, value, lam = state.net.policy.dist, ends[1], settings.gae_lambda
+    dist, value, lam = state.net.policy.dist, rows.value, settings.gae_lambda
     acted = dist.log_prob(segment.params, segment.action)
     if not settings.vtrace.enabled:
-        advantage = gae(segment.reward, *ends, lam)
+        advantage = gae(rows, lam)
         return segment.params, acted, advantage + value, advantage, None
     params = present(state, segment, settings.minibatches)
     log_prob = dist.log_prob(params, segment.action)
-    return params, log_prob, *vtrace(log_prob - acted, segment.reward, *ends, settings.vtrace, lam, pg_lam=lam)
+    return params, log_prob, *vtrace(log_prob - acted, rows, settings.vtrace, lam, pg_lam=lam)
 
 
 def present(state: PpoState, segment: Segment, parts: int) -> Tensor:

@@ -23,7 +23,7 @@ from pql.collect.epsilon import Epsilon, epsilon_greedy
 from pql.config import Config, PqnConfig
 from pql.config.families import own
 from pql.contract.env import Discrete, EnvSpec
-from pql.data.returns import lambda_returns
+from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import PolicyOutput, Progress, Rollout, Segment, by_parts, minibatches
 from pql.engine.optim import AdamW, Optimizer, RAdam, annealed
 from pql.engine.schedule import Counts
@@ -212,16 +212,7 @@ def returns(state: PqnState, settings: PqnConfig, segment: Segment) -> Tensor:
     rest = {k: v[rows:] for k, v in segment.obs.items()}
     beyond = by_parts(lambda obs: rollout_values(state.net, obs, settings.amp).amax(-1), rest, rows)
     value = torch.cat((segment.params.amax(-1), beyond))  # [T + 1 + K + 1, N]
-    next_value = value.gather(0, segment.successor)
-    return lambda_returns(
-        segment.reward,
-        settings.gamma * segment.alive,
-        value[:rows],
-        next_value,
-        segment.goes_on,
-        segment.mask,
-        settings.q_lambda,
-    )
+    return lambda_returns(valued_rows(segment, settings.gamma, value), settings.q_lambda)
 
 
 def pqn_update(state: PqnState, inputs: PqnConfig, batch: ValueMinibatch, gen: Generator) -> Metrics:

@@ -23,6 +23,7 @@ from pql.algos.value import (
     check_acting,
     critic_of,
     make_optimizer,
+    make_rule,
     make_value_input,
     stored_columns,
     target_updates,
@@ -39,7 +40,7 @@ from pql.contract.last_action import GROUP
 from pql.data.frames import deepest
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor
-from pql.data.sequences import RankedSequences, Sequence, Sequences, States, mixed
+from pql.data.sequences import RankedSequences, Sequence, Sequences, Span, States, mixed
 from pql.engine.optim import Clock, follow
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner
@@ -164,16 +165,8 @@ def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
 def make_sequences(config: Config, spec: EnvSpec, states: States) -> Sequences:
     algo = own(config, R2d2Config)
     states.ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
-    return Sequences(
-        states.ring,
-        states,
-        algo.burn_in,
-        algo.length,
-        algo.n_step,
-        algo.gamma,
-        spec.max_episode_steps,
-        algo.stored_state,
-    )
+    span = Span(algo.burn_in, algo.length, algo.n_step)
+    return Sequences(states, span, algo.gamma, spec.max_episode_steps, algo.stored_state)
 
 
 def sequence_role(
@@ -183,19 +176,11 @@ def sequence_role(
     config, counts, ring = setup.config, setup.counts, sequences.ring
     algo = own(config, R2d2Config)
     device, wanted = ring.device, algo.priority
-    flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
-    ranked = RankedSequences(
-        sequences,
-        wanted.alpha,
-        wanted.beta,
-        wanted.beta_steps,
-        counts.horizon * ring.num_envs,
-        algo.huber,
-        algo.eta,
-        partial(kind.targets, epsilon=algo.rescale) if stored_columns(config) else None,
-    )
+    flat, old = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
+    target = partial(kind.targets, epsilon=algo.rescale) if stored_columns(config) else None
+    ranked = RankedSequences(sequences, make_rule(wanted, ring, counts, algo.huber), algo.eta, target)
     every = target_updates(config, counts)
-    state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
+    state = ValueState(flat, old, make_optimizer(config, flat), Clock(device), every, ranked)
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
 
     def draw(count: int, gen: Generator) -> Iterator[Sequence]:

@@ -23,10 +23,10 @@ from pql.collect.epsilon import STORED, Epsilon
 from pql.config import Config, DqnConfig
 from pql.config.algorithms import DuelingConfig
 from pql.config.families import own
-from pql.config.groups import DistributionalNetConfig, TrainedNetConfig
+from pql.config.groups import DistributionalNetConfig, PriorityConfig, TrainedNetConfig
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
-from pql.data.priority import Prioritized, Ranked
+from pql.data.priority import Prioritized, PriorityRule, Ranked
 from pql.data.replay import Cursor, Replay
 from pql.engine.optim import AdamW, Clock, Optimizer, RMSProp
 from pql.engine.schedule import LONGEST_HORIZON, Counts
@@ -206,17 +206,13 @@ def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized
     if wanted.alpha == 0:
         return None
     clip = None if algo.critic.atoms is not None else algo.huber  # of TD errors; a KL counts in full
-    return Prioritized(
-        ring,
-        algo.n_step,
-        algo.gamma,
-        wanted.alpha,
-        wanted.beta,
-        wanted.beta_steps,
-        counts.horizon * ring.num_envs,
-        wanted.initial == "actor",
-        clip,
-    )
+    rule = make_rule(wanted, ring, counts, clip)
+    return Prioritized(ring, algo.n_step, algo.gamma, rule, wanted.initial == "actor")
+
+
+def make_rule(wanted: PriorityConfig, ring: Replay, counts: Counts, clip: float | None) -> PriorityRule:
+    """Return how rows or sequences of ``ring`` are drawn."""
+    return PriorityRule(wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, clip)
 
 
 def stored_columns(config: Config) -> tuple[str, ...]:

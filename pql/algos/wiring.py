@@ -15,7 +15,7 @@ from pql.data.frames import deepest
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
 from pql.data.replay import Cursor, Replay
-from pql.data.sizes import preflight
+from pql.data.sizes import ReplayLayout, preflight
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner
@@ -136,18 +136,8 @@ def ring_rows(
     Raises:
         ConfigError: it is too small for the warm-up or a tick, or does not fit into memory.
     """
-    replay, horizon = config.replay, counts.horizon * spec.spread
-    rows = preflight(
-        spec.obs,
-        action_size(spec),
-        spec.num_envs,
-        replay.capacity,
-        horizon,
-        spec.max_episode_steps,
-        getattr(torch, replay.dtype),
-        available_bytes(device),
-        extra,
-    )
+    replay, layout = config.replay, ring_layout(config, spec, 0, counts, extra)
+    rows, horizon = preflight(layout, replay.capacity, available_bytes(device)), layout.horizon
     guard, n = horizon + deepest(spec.obs.values()), own(config, ReplayAlgoConfig).n_step
     tick = least_rows(horizon, n, guard) if prioritized else guard + n + 1
     warm_up = guard + config.algo.warmup_steps + 1
@@ -163,23 +153,14 @@ def ring_rows(
 
 def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence[str] = ()) -> Replay:
     """An empty replay on ``worker``'s device."""
-    config, spec, counts = setup.config, setup.spec, setup.counts
-    return Replay(
-        spec.obs,
-        action_size(spec),
-        spec.num_envs,
-        setup.rows,
-        counts.horizon * spec.spread,
-        spec.max_episode_steps,
-        setup.devices[worker],
-        getattr(torch, config.replay.dtype),
-        obs_only,
-        extra,
-        config.task.reward_clip,
-        spec.spread > 1,
-    )
+    config, spec = setup.config, setup.spec
+    layout = ring_layout(config, spec, setup.rows, setup.counts, extra)
+    clip, ragged = config.task.reward_clip, spec.spread > 1
+    return Replay(layout, setup.devices[worker], obs_only=obs_only, reward_clip=clip, ragged=ragged)
 
 
-def action_size(spec: EnvSpec) -> int | None:
-    """Dimensions of continuous actions; None where they are discrete."""
-    return spec.action.size if isinstance(spec.action, Box) else None
+def ring_layout(config: Config, spec: EnvSpec, rows: int, counts: Counts, extra: Sequence[str]) -> ReplayLayout:
+    """Return the layout of a run's replay."""
+    size, horizon = spec.action.size if isinstance(spec.action, Box) else None, counts.horizon * spec.spread
+    dtype = getattr(torch, config.replay.dtype)
+    return ReplayLayout(spec.obs, size, spec.num_envs, rows, horizon, spec.max_episode_steps, dtype, extra)

@@ -11,6 +11,7 @@ of the past, and duplicate indices are harmless. ::
 The V-learner owns all of it. Sums are float64: with float32, a million leaves would round away.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,28 +106,34 @@ def valued_when_acted(replay: Replay, window: Window) -> tuple[Tensor, Tensor]:
     return q.index_select(0, window.cell), torch.where(window.discount > 0, ahead, 0.0)
 
 
+@dataclass(frozen=True)
+class PriorityRule:
+    """How items are drawn and weighed (Schaul et al. 2016).
+
+    Attributes:
+        alpha, beta: exponents; beta rises linearly to 1 within ``beta_steps`` env steps (None: it stays).
+        steps_per_tick: env steps, all environments together.
+        clip: largest priority that counts; None: any.
+    """
+
+    alpha: float
+    beta: float
+    beta_steps: int | None
+    steps_per_tick: int
+    clip: float | None = None
+
+
 class Ranked:
     """Items drawn in proportion to priority ** alpha (Schaul et al. 2016, the proportional variant), by number.
 
     Args:
         size: how many there are.
-        alpha, beta: exponents; beta rises linearly to 1 within ``beta_steps`` env steps, or stays where that is None.
-        steps_per_tick: env steps, all environments together.
-        clip: largest priority that counts; None: any.
     """
 
-    def __init__(
-        self,
-        size: int,
-        device: torch.device,
-        alpha: float,
-        beta: float,
-        beta_steps: int | None,
-        steps_per_tick: int,
-        clip: float | None = None,
-    ):
-        self.size, self.alpha, self.clip, self.first_beta = size, alpha, clip, beta
-        self.beta_per_tick = 0.0 if beta_steps is None else (1 - beta) * steps_per_tick / beta_steps
+    def __init__(self, size: int, device: torch.device, rule: PriorityRule):
+        beta, steps = rule.beta, rule.beta_steps
+        self.size, self.alpha, self.clip, self.first_beta = size, rule.alpha, rule.clip, beta
+        self.beta_per_tick = 0.0 if steps is None else (1 - beta) * rule.steps_per_tick / steps
         self.tree = SumTree(size, device)
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
         self.beta = torch.tensor(beta, dtype=torch.float64, device=device)
@@ -199,22 +206,11 @@ class Prioritized(Ranked):
         ValueError: the ring has fewer rows than :func:`least_rows`.
     """
 
-    def __init__(
-        self,
-        replay: Replay,
-        n: int,
-        gamma: float,
-        alpha: float,
-        beta: float,
-        beta_steps: int | None,
-        steps_per_tick: int,
-        from_actor: bool = False,
-        clip: float | None = None,
-    ):
+    def __init__(self, replay: Replay, n: int, gamma: float, rule: PriorityRule, from_actor: bool = False):
         device, least = replay.device, least_rows(replay.horizon, n, replay.guard)
         if replay.rows < least:
             raise ValueError(f"a ring of {replay.rows} rows is too small for priorities: expected at least {least}")
-        super().__init__(replay.rows * replay.num_envs, device, alpha, beta, beta_steps, steps_per_tick, clip)
+        super().__init__(replay.rows * replay.num_envs, device, rule)
         self.replay, self.n, self.gamma, self.from_actor = replay, n, gamma, from_actor
         self.entered = torch.zeros(replay.num_envs, dtype=torch.int64, device=device)  # [N] rows that are through
         self.reach = replay.rows - replay.guard  # rows below the head that may be drawn

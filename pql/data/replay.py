@@ -18,17 +18,16 @@ Readers see a :class:`Cursor` sealed at the tick boundary and never draw the ``h
 per older stacked frame), which the collector may overwrite. Row ``head``'s observation is sealed too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from pql.contract.env import ObsSpec
 from pql.data.flags import NEXT_FIRST, pack_flags, tables
 from pql.data.frames import Stacker, deepest, kept_shape, newest_frame, put
 from pql.data.normalize import clip
-from pql.data.sizes import action_store, final_rows, storage_dtype
+from pql.data.sizes import ReplayLayout, action_store, storage_dtype
 from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Rows, Step, fill
 
 
@@ -65,55 +64,43 @@ class Replay:
     """A ring of ``rows`` x ``num_envs`` transitions on one device.
 
     Args:
-        obs: observation groups to store.
-        action_size: A; None: discrete actions, int64.
-        rows: T, rows per column.
-        horizon: rows written per tick.
-        max_episode_steps: time limit; sizes the store of final observations (None: no limit).
-        dtype: storage of floating observations (uint8 stays uint8).
         obs_only: store observations only (for a policy learner on another device).
-        extra: names of float32 values stored with each action.
         reward_clip: clip rewards (stored raw) to +- this on reading; None: no clipping.
         ragged: columns may differ in length, so rows are drawn uniformly over all of them.
     """
 
     def __init__(
         self,
-        obs: Mapping[str, ObsSpec],
-        action_size: int | None,
-        num_envs: int,
-        rows: int,
-        horizon: int,
-        max_episode_steps: int | None,
+        layout: ReplayLayout,
         device: torch.device,
-        dtype: torch.dtype = torch.float32,
+        *,
         obs_only: bool = False,
-        extra: Sequence[str] = (),
         reward_clip: float | None = None,
         ragged: bool = False,
     ):
-        self.rows, self.num_envs, self.horizon, self.device = rows, num_envs, horizon, device
+        obs, rows, num_envs = layout.obs, layout.rows, layout.num_envs
+        self.rows, self.num_envs, self.horizon, self.device = rows, num_envs, layout.horizon, device
         self.obs_only, self.reward_clip, self.ragged = obs_only, reward_clip, ragged
-        self.finals = 0 if obs_only else final_rows(rows, horizon, max_episode_steps)  # K
+        self.finals = 0 if obs_only else layout.final_rows  # K
         cells, blank = rows * num_envs, (rows + self.finals) * num_envs
         self.obs = {
-            k: torch.zeros(blank + (s.stack > 1), *kept_shape(s), dtype=storage_dtype(s, dtype), device=device)
+            k: torch.zeros(blank + (s.stack > 1), *kept_shape(s), dtype=storage_dtype(s, layout.dtype), device=device)
             for k, s in obs.items()
         }
         self.flags = torch.zeros(cells, dtype=torch.uint8, device=device)
         self.extra: dict[str, Tensor] = {}
         if not obs_only:
-            self.action = action_store(action_size, cells, device)
+            self.action = action_store(layout.action_size, cells, device)
             self.reward = torch.zeros(cells, device=device)
             self.final = torch.zeros(cells, dtype=torch.int32, device=device)  # which final observation, if truncated
-            self.extra = {name: torch.zeros(cells, device=device) for name in extra}
+            self.extra = {name: torch.zeros(cells, device=device) for name in layout.extra}
         self.live = Cursor(num_envs, device)  # the collector's positions
         self.columns = torch.arange(num_envs, device=device)
         self._rules = tables(device)
         self._constants: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
         self.stacks = {k: s.stack for k, s in obs.items()}
         depth = deepest(obs.values())
-        self.guard = horizon + depth
+        self.guard = layout.horizon + depth
         self._stacker = Stacker(depth, rows, num_envs, blank, self._rules["same episode"]) if depth > 1 else None
 
     # -- writing --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ before: a row's ``discount`` is gamma, or 0 where the task terminated; ``next_va
 successor (a final observation's, where the row was cut off); ``goes_on`` says whether the next row is the successor.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,36 +21,57 @@ def backward_scan(delta: Tensor, decay: Tensor) -> Tensor:
     return out
 
 
-def gae(
-    reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, goes_on: Tensor, mask: Tensor, lam: float
-) -> Tensor:
-    """Generalised advantage estimation (Schulman et al. 2016, Eq. 16).
+class ValuedRows(NamedTuple):
+    """Rows of a rollout with the values of their observations and successors, [T, N] each."""
+
+    reward: Tensor
+    discount: Tensor  # gamma, 0 where terminated
+    value: Tensor
+    next_value: Tensor
+    goes_on: Tensor  # 0 where the next row belongs to another trajectory, else 1
+    mask: Tensor  # 0: a filler row, or its successor is unknown; else 1
+
+
+class RolloutRows(Protocol):
+    """Fields of a rollout's segment that returns are computed from, [T, N] each."""
+
+    @property
+    def reward(self) -> Tensor: ...
+    @property
+    def alive(self) -> Tensor: ...
+    @property
+    def successor(self) -> Tensor: ...
+    @property
+    def goes_on(self) -> Tensor: ...
+    @property
+    def mask(self) -> Tensor: ...
+
+
+def valued_rows(rows: RolloutRows, gamma: float, values: Tensor) -> ValuedRows:
+    """Return ``rows`` with ``values`` [T + 1 + K + 1, N], those of all observations of the segment."""
+    beyond = values.gather(0, rows.successor)
+    count = rows.mask.shape[0]
+    return ValuedRows(rows.reward, gamma * rows.alive, values[:count], beyond, rows.goes_on, rows.mask)
+
+
+def gae(rows: ValuedRows, lam: float) -> Tensor:
+    """Generalised advantage estimation (Schulman et al. 2016, Eq. 16), [T, N]; 0 where masked.
 
     A_t = sum_k (prod_{i<k} lam discount_{t+i}) delta_{t+k}, delta_t = r_t + discount_t V(s'_t) - V(s_t), over the rows
-    from t to the end of the trajectory. A row with ``mask == 0`` (filler, or its successor is unknown) has no
-    advantage, and a trajectory that runs into one ends before it, with the value of that row's own observation.
-
-    Args:
-        reward, value, next_value: [T, N].
-        discount: [T, N] gamma, 0 where terminated.
-        goes_on: [T, N] 0 where the next row belongs to another trajectory, else 1.
-        mask: [T, N] 0 or 1.
-    Returns:
-        [T, N], 0 where masked.
+    from t to the end of the trajectory. A trajectory that runs into a masked row ends before it, with the value of
+    that row's own observation.
     """
-    delta = torch.addcmul(reward, discount, next_value).sub_(value).mul_(mask)
-    return backward_scan(delta, lam * discount * goes_on * mask)
+    delta = torch.addcmul(rows.reward, rows.discount, rows.next_value).sub_(rows.value).mul_(rows.mask)
+    return backward_scan(delta, lam * rows.discount * rows.goes_on * rows.mask)
 
 
-def lambda_returns(
-    reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, goes_on: Tensor, mask: Tensor, lam: float
-) -> Tensor:
-    """G_t = r_t + discount_t ((1 - lam) V(s'_t) + lam G_{t+1}), the TD(lambda) target (Sutton & Barto 2018, 12.1).
+def lambda_returns(rows: ValuedRows, lam: float) -> Tensor:
+    """TD(lambda) targets (Sutton & Barto 2018, 12.1), [T, N].
 
-    Arguments, [T, N] each, as in :func:`gae`, to which it is equal up to V(s_t); at the end of a trajectory G_{t+1} is
-    V(s'_t).
+    G_t = r_t + discount_t ((1 - lam) V(s'_t) + lam G_{t+1}); at the end of a trajectory G_{t+1} is V(s'_t). Equal to
+    :func:`gae` plus V(s_t).
     """
-    return gae(reward, discount, value, next_value, goes_on, mask, lam).add_(value)
+    return gae(rows, lam).add_(rows.value)
 
 
 class Corrected(NamedTuple):
@@ -63,16 +84,7 @@ class Corrected(NamedTuple):
 
 @torch.no_grad()
 def vtrace(
-    log_ratio: Tensor,
-    reward: Tensor,
-    discount: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-    goes_on: Tensor,
-    mask: Tensor,
-    weights: VtraceConfig,
-    lam: float = 1.0,
-    pg_lam: float = 1.0,
+    log_ratio: Tensor, rows: ValuedRows, weights: VtraceConfig, lam: float = 1.0, pg_lam: float = 1.0
 ) -> Corrected:
     """V-trace targets and advantages, with ratio_t = pi(a_t | x_t) / mu(a_t | x_t).
 
@@ -85,17 +97,16 @@ def vtrace(
     With ratios of 1, v_s is the TD(lam) return: for lam = 1, all rewards up to the end and the value beyond it.
 
     Args:
-        log_ratio, reward, value, next_value, goes_on, mask: [T, N], as in :func:`pql.data.returns.gae`.
-        discount: [T, N] gamma, 0 where terminated.
+        log_ratio: [T, N].
         lam: factor on c (Remark 2 of the paper).
         pg_lam: weight of v_{s+1} against V(x'_s) in the advantage. 1: the paper's; ``lam`` makes it, with ratios of 1,
             that of generalised advantage estimation.
     """
     ratio = log_ratio.exp()
-    delta = torch.addcmul(reward, discount, next_value).sub_(value).mul_(mask)
-    decay = lam * discount * ratio.clamp(max=weights.c_bar) * goes_on * mask
+    delta = torch.addcmul(rows.reward, rows.discount, rows.next_value).sub_(rows.value).mul_(rows.mask)
+    decay = lam * rows.discount * ratio.clamp(max=weights.c_bar) * rows.goes_on * rows.mask
     excess = backward_scan(delta * ratio.clamp(max=weights.rho_bar), decay)  # v_s - V(x_s)
     beyond = torch.zeros_like(excess)
     beyond[:-1] = excess[1:]
-    later = pg_lam * discount * beyond * goes_on * mask
-    return Corrected(value + excess, delta + later, ratio.clamp(max=weights.pg_rho_bar))
+    later = pg_lam * rows.discount * beyond * rows.goes_on * rows.mask
+    return Corrected(rows.value + excess, delta + later, ratio.clamp(max=weights.pg_rho_bar))

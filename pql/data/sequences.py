@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from pql.data.priority import Ranked, valued_when_acted
+from pql.data.priority import PriorityRule, Ranked, valued_when_acted
 from pql.data.replay import Cursor, Replay
 from pql.types import Acted, Memory, Obs, Rows, Step, fill
 
@@ -104,11 +104,18 @@ class States:
         fill("carry", self.carry[: self.slots * self.ring.num_envs], state["carry"])
 
 
+class Span(NamedTuple):
+    """Rows of a sequence: before those trained on, trained on (L), and steps of their targets."""
+
+    burn_in: int
+    length: int
+    n: int
+
+
 class Sequences:
     """Which sequences of a ring may be read, and reading them.
 
     Args:
-        burn_in, length, n: rows before those trained on, rows trained on (L), and steps of their targets.
         limit: steps of an episode at the most; sizes the room for final observations (None: for one).
         stored: begin with the stored state; False: with zeros.
 
@@ -118,15 +125,13 @@ class Sequences:
 
     def __init__(
         self,
-        ring: Replay,
         states: States,
-        burn_in: int,
-        length: int,
-        n: int,
+        span: Span,
         gamma: float,
         limit: int | None,
         stored: bool = True,
     ):
+        ring, (burn_in, length, n) = states.ring, span
         self.ring, self.states, self.burn_in, self.length, self.n, self.gamma = ring, states, burn_in, length, n, gamma
         self.size, self.stored, self.count = burn_in + length + n, stored, states.slots * ring.num_envs
         self.finals = finals_within(length + n - 1, limit)
@@ -217,16 +222,12 @@ class RankedSequences(Ranked):
     def __init__(
         self,
         sequences: Sequences,
-        alpha: float,
-        beta: float,
-        beta_steps: int | None,
-        steps_per_tick: int,
-        clip: float | None = None,
+        rule: PriorityRule,
         eta: float = 0.9,
         target: Target | None = None,
     ):
         device, states = sequences.ring.device, sequences.states
-        super().__init__(sequences.count, device, alpha, beta, beta_steps, steps_per_tick, clip)
+        super().__init__(sequences.count, device, rule)
         self.sequences, self.eta, self.target = sequences, eta, target
         self.entered = torch.full((sequences.count,), -1, dtype=torch.int64, device=device)
         self._all = torch.arange(sequences.count, device=device)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,44 +29,55 @@ def action_store(action_size: int | None, cells: int, device: torch.device) -> T
     return torch.zeros(cells, action_size, device=device)
 
 
-def replay_bytes(
-    obs: Mapping[str, ObsSpec],
-    action_size: int | None,
-    num_envs: int,
-    rows: int,
-    horizon: int,
-    limit: int | None,
-    dtype: torch.dtype,
-    extra: Sequence[str] = (),
-) -> int:
-    """Return the bytes that a ring of ``rows`` rows takes."""
-    sizes = {k: math.prod(kept_shape(s)) * storage_dtype(s, dtype).itemsize for k, s in obs.items()}
+@dataclass(frozen=True)
+class ReplayLayout:
+    """Size and types of a ring of ``rows`` x ``num_envs`` transitions.
+
+    Attributes:
+        obs: observation groups to store.
+        action_size: A; None: discrete actions, int64.
+        rows: T, rows per column.
+        horizon: rows written per tick.
+        max_episode_steps: time limit; sizes the store of final observations (None: no limit).
+        dtype: storage of floating observations (uint8 stays uint8).
+        extra: names of float32 values stored with each action.
+    """
+
+    obs: Mapping[str, ObsSpec]
+    action_size: int | None
+    num_envs: int
+    rows: int
+    horizon: int
+    max_episode_steps: int | None
+    dtype: torch.dtype = torch.float32
+    extra: Sequence[str] = ()
+
+    @property
+    def final_rows(self) -> int:
+        """K, rows of the store of final observations."""
+        return final_rows(self.rows, self.horizon, self.max_episode_steps)
+
+
+def replay_bytes(layout: ReplayLayout) -> int:
+    """Return the bytes that a ring takes."""
+    obs, rows, action = layout.obs, layout.rows, layout.action_size
+    sizes = {k: math.prod(kept_shape(s)) * storage_dtype(s, layout.dtype).itemsize for k, s in obs.items()}
     blank = sum(sizes[k] for k, s in obs.items() if s.stack > 1)
-    action = 8 if action_size is None else action_size * 4
-    cell = action + 4 + 4 + 1 + 4 * len(extra)
-    return num_envs * ((rows + final_rows(rows, horizon, limit)) * sum(sizes.values()) + rows * cell) + blank
+    cell = (8 if action is None else action * 4) + 4 + 4 + 1 + 4 * len(layout.extra)
+    return layout.num_envs * ((rows + layout.final_rows) * sum(sizes.values()) + rows * cell) + blank
 
 
-def preflight(
-    obs: Mapping[str, ObsSpec],
-    action_size: int | None,
-    num_envs: int,
-    capacity: int,
-    horizon: int,
-    limit: int | None,
-    dtype: torch.dtype,
-    available: int,
-    extra: Sequence[str] = (),
-) -> int:
-    """Return the rows T of a ring of ``capacity`` transitions.
+def preflight(layout: ReplayLayout, capacity: int, available: int) -> int:
+    """Return the rows T of a ring of ``capacity`` transitions; ``layout.rows`` is not read.
 
     Raises:
         ConfigError: it takes more than ``available`` bytes; names the largest capacity that fits.
     """
 
     def size(rows: int) -> int:
-        return replay_bytes(obs, action_size, num_envs, rows, horizon, limit, dtype, extra)
+        return replay_bytes(replace(layout, rows=rows))
 
+    num_envs = layout.num_envs
     rows = capacity // num_envs
     need = size(rows)
     if need <= available:

@@ -15,7 +15,7 @@ from pql.algos.ppo import PpoState, begin_ppo_tick, make_state
 from pql.config import Config
 from pql.config.algorithms import StochasticConfig
 from pql.config.fields import setting
-from pql.data.returns import lambda_returns
+from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import Segment
 from pql.engine.optim import Optimizer
 from pql.nets.mlp import Flat
@@ -37,15 +37,7 @@ def draw(state: PpoState, settings: ReinforceConfig, segment: Segment, gen: Gene
     rows = segment.mask.shape[0]
     with torch.no_grad():
         values = state.net.values(segment.obs)  # [T + 1 + K + 1, N]
-        target = lambda_returns(
-            segment.reward,
-            settings.gamma * segment.alive,
-            values[:rows],
-            values.gather(0, segment.successor),
-            segment.goes_on,
-            segment.mask,
-            1.0,
-        )
+        target = lambda_returns(valued_rows(segment, settings.gamma, values), 1.0)
     obs = {k: v[:rows] for k, v in segment.obs.items()}
     yield {"obs": obs, "action": segment.action, "target": target, "baseline": values[:rows], "mask": segment.mask}
 
