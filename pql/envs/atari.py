@@ -9,6 +9,7 @@ default; its no-ops are drawn from 0 .. noop_max - 1; its own flag for lost live
 import functools
 import re
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,7 +20,7 @@ from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from pql.contract.env import Discrete, EnvSpec, ObsSpec
+from pql.contract.env import Discrete, EnvSpec, ObsSpec, takes
 from pql.contract.grouped import join_steps
 from pql.envs.classic import positive
 from pql.envs.stage import Handover
@@ -30,16 +31,11 @@ SIZE, SKIP, STACK = 84, 4, 4
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 
 
-class AtariVec:
-    """``num_envs`` consoles with the same game.
+@dataclass(frozen=True)
+class AtariSettings:
+    """Keywords of :class:`AtariVec`.
 
-    obs [N, 4, 84, 84] uint8 (``stack=4``); action [N] int64, the game's own minimal set or all 18; reward: raw score
-    of the row. Truncated after ``max_episode_steps``. ``log["score"]`` is the raw reward, too, whose sum over a whole
-    game is then ``episode/score``, whatever ends for learning.
-
-    Args:
-        num_envs: N.
-        device: where the tensors go; the consoles run on the host.
+    Attributes:
         game: as ``ale_py`` calls it: ``pong``, ``ms_pacman``, ...
         autoreset: ``same_step`` or ``next_step`` (a filler row follows each end).
         noop_max: a game begins with 0 .. ``noop_max`` frames without an action, drawn for every game.
@@ -50,103 +46,94 @@ class AtariVec:
         max_episode_steps: time limit in actions, four frames each; 27,000 are 30 minutes of play.
         threads: that step the consoles (of each group); None or 0: as many as there are cores.
         groups: consoles are divided into this many groups of neighbours for :meth:`send` and :meth:`recv`.
+    """
+
+    game: str = "pong"
+    autoreset: str = "same_step"
+    noop_max: int = 30
+    sticky: float = 0.0
+    full_actions: bool = False
+    life_loss: bool = False
+    fire_reset: bool = False
+    max_episode_steps: int = 27_000
+    threads: int | None = None
+    groups: int = 1
+
+
+@takes(AtariSettings)
+class AtariVec:
+    """``num_envs`` consoles with the same game.
+
+    obs [N, 4, 84, 84] uint8 (``stack=4``); action [N] int64, the game's own minimal set or all 18; reward: raw score
+    of the row. Truncated after ``max_episode_steps``. ``log["score"]`` is the raw reward, too, whose sum over a whole
+    game is then ``episode/score``, whatever ends for learning.
+
+    Args:
+        num_envs: N.
+        device: where the tensors go; the consoles run on the host.
+        keywords: fields of :class:`AtariSettings`.
 
     Raises:
         ConfigError: an unknown game, or a value out of range.
     """
 
-    def __init__(
-        self,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        game: str = "pong",
-        autoreset: str = "same_step",
-        noop_max: int = 30,
-        sticky: float = 0.0,
-        full_actions: bool = False,
-        life_loss: bool = False,
-        fire_reset: bool = False,
-        max_episode_steps: int = 27_000,
-        threads: int | None = None,
-        groups: int = 1,
-    ):
-        self.spec = self.describe(
-            num_envs,
-            device,
-            game,
-            autoreset,
-            noop_max,
-            sticky,
-            full_actions,
-            life_loss,
-            fire_reset,
-            max_episode_steps,
-            threads,
-            groups,
-        )
-        each = num_envs // groups
-        settings: dict[str, Any] = {
-            "num_threads": threads or 0,
-            "max_num_frames_per_episode": SKIP * max_episode_steps,
-            "repeat_action_probability": sticky,
-            "full_action_space": full_actions,
-            "autoreset_mode": MODES[autoreset],
+    def __init__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any):
+        self.spec, settings = self.describe(num_envs, device, **keywords), AtariSettings(**keywords)
+        each = num_envs // settings.groups
+        options: dict[str, Any] = {
+            "num_threads": settings.threads or 0,
+            "max_num_frames_per_episode": SKIP * settings.max_episode_steps,
+            "repeat_action_probability": settings.sticky,
+            "full_action_space": settings.full_actions,
+            "autoreset_mode": MODES[settings.autoreset],
             "img_height": SIZE,
             "img_width": SIZE,
             "stack_num": STACK,
             "frameskip": SKIP,
-            "noop_max": noop_max + 1 if noop_max else 0,
-            "use_fire_reset": fire_reset,
+            "noop_max": settings.noop_max + 1 if settings.noop_max else 0,
+            "use_fire_reset": settings.fire_reset,
             "reward_clipping": False,
         }
-        self._groups = [Group(AtariVectorEnv(game, each, **settings), self.spec, life_loss) for _ in range(groups)]
-        self._ids = torch.arange(num_envs).chunk(groups)
+        self._groups = [
+            Group(AtariVectorEnv(settings.game, each, **options), self.spec, settings.life_loss)
+            for _ in range(settings.groups)
+        ]
+        self._ids = torch.arange(num_envs).chunk(settings.groups)
         self._sent: deque[int] = deque()  # groups under way, oldest first
 
     @classmethod
-    def describe(
-        cls,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        game: str = "pong",
-        autoreset: str = "same_step",
-        noop_max: int = 30,
-        sticky: float = 0.0,
-        full_actions: bool = False,
-        life_loss: bool = False,
-        fire_reset: bool = False,
-        max_episode_steps: int = 27_000,
-        threads: int | None = None,
-        groups: int = 1,
-    ) -> EnvSpec:
+    def describe(cls, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec:
         """The ``EnvSpec`` that the same arguments would build; loads the game to read its actions."""
-        if game not in (games := cls.games()):
-            near = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", game).lower(), games)  # MsPacman, as gymnasium writes it
-            raise ConfigError("game", game, f"a game of ale_py's, such as pong or ms_pacman{near}")
-        if autoreset not in MODES:
-            raise ConfigError("autoreset", autoreset, " or ".join(MODES))
-        for setting, count in (("noop_max", noop_max), ("threads", threads or 0)):
+        settings = AtariSettings(**keywords)
+        if settings.game not in (games := cls.games()):
+            # MsPacman, as gymnasium writes it
+            near = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", settings.game).lower(), games)
+            raise ConfigError("game", settings.game, f"a game of ale_py's, such as pong or ms_pacman{near}")
+        if settings.autoreset not in MODES:
+            raise ConfigError("autoreset", settings.autoreset, " or ".join(MODES))
+        for setting, count in (("noop_max", settings.noop_max), ("threads", settings.threads or 0)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ConfigError(setting, count, "a whole number, at least 0")
-        if not isinstance(sticky, int | float) or not 0 <= sticky < 1:
-            raise ConfigError("sticky", sticky, "a probability below 1")
-        for setting, flag in (("full_actions", full_actions), ("life_loss", life_loss), ("fire_reset", fire_reset)):
+        if not isinstance(settings.sticky, int | float) or not 0 <= settings.sticky < 1:
+            raise ConfigError("sticky", settings.sticky, "a probability below 1")
+        for setting in ("full_actions", "life_loss", "fire_reset"):
+            flag = getattr(settings, setting)
             if not isinstance(flag, bool):
                 raise ConfigError(setting, flag, "true or false")
-        if positive("num_envs", num_envs) % positive("groups", groups):
-            raise ConfigError("groups", groups, f"a divisor of num_envs={num_envs}")
+        if positive("num_envs", num_envs) % positive("groups", settings.groups):
+            raise ConfigError("groups", settings.groups, f"a divisor of num_envs={num_envs}")
         return EnvSpec(
-            name=game,
+            name=settings.game,
             num_envs=num_envs,
             obs={"policy": ObsSpec((STACK, SIZE, SIZE), torch.uint8, stack=STACK)},
-            action=Discrete(_actions(game, full_actions)),
+            action=Discrete(_actions(settings.game, settings.full_actions)),
             device=torch.device(device),
-            max_episode_steps=positive("max_episode_steps", max_episode_steps),
-            autoreset=cast(Literal["same_step", "next_step"], autoreset),
+            max_episode_steps=positive("max_episode_steps", settings.max_episode_steps),
+            autoreset=cast(Literal["same_step", "next_step"], settings.autoreset),
             final_obs="always",
             log=("score",),
-            groups=groups,
-            info={"dt": SKIP / 60, **({"lost_life": True} if life_loss else {})},
+            groups=settings.groups,
+            info={"dt": SKIP / 60, **({"lost_life": True} if settings.life_loss else {})},
         )
 
     @staticmethod

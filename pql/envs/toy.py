@@ -4,13 +4,14 @@
 They are for tests of collectors, replay and learners, and as the smallest examples of the environment contract.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.contract.env import Box, EnvSpec, ObsSpec, takes
 from pql.envs.classic import TorchEnv, Transition, positive, times
 from pql.errors import ConfigError
 from pql.types import Obs, Step
@@ -22,6 +23,31 @@ LOST = -1.0
 """Both entries of the final observation that ``Counter`` loses under next-step autoreset."""
 
 
+@dataclass(frozen=True)
+class CounterSettings:
+    """Keywords of :class:`Counter`.
+
+    Attributes:
+        autoreset: as in ``EnvSpec``.
+        final_obs: as in ``EnvSpec``; ``never`` returns the next episode's observation as the final one (same step),
+            or ``LOST`` (next step), with ``final_ok`` False.
+        episode_length: time limit in rows.
+        terminate_every: 0 switches terminations off.
+        restart_every: 0 switches unannounced restarts off.
+        stagger: episode 0 of environment i starts at step i mod episode_length.
+        action_dim: A.
+    """
+
+    autoreset: str = "same_step"
+    final_obs: str = "always"
+    episode_length: int = 7
+    terminate_every: int = 3
+    restart_every: int = 0
+    stagger: bool = False
+    action_dim: int = 2
+
+
+@takes(CounterSettings)
 class Counter:
     """obs = [episode id, step]: [N, 2] float32, both from 0, so a transition names itself. Actions do nothing.
 
@@ -36,15 +62,7 @@ class Counter:
 
     Filler rows pay ``FILLER_REWARD``. ``log["rows"]`` is 1 on valid rows, so it sums to the episode's length.
 
-    Args:
-        autoreset: as in ``EnvSpec``.
-        final_obs: as in ``EnvSpec``; ``never`` returns the next episode's observation as the final one (same step),
-            or ``LOST`` (next step), with ``final_ok`` False.
-        episode_length: time limit in rows.
-        terminate_every: 0 switches terminations off.
-        restart_every: 0 switches unannounced restarts off.
-        stagger: episode 0 of environment i starts at step i mod episode_length.
-        action_dim: A.
+    Keywords: those of :class:`CounterSettings`.
 
     Raises:
         ConfigError: a value out of range.
@@ -53,61 +71,39 @@ class Counter:
     capturable = True
     generators: tuple[()] = ()  # nothing is drawn
 
-    def __init__(
-        self,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        autoreset: str = "same_step",
-        final_obs: str = "always",
-        episode_length: int = 7,
-        terminate_every: int = 3,
-        restart_every: int = 0,
-        stagger: bool = False,
-        action_dim: int = 2,
-    ):
-        self.spec = self.describe(
-            num_envs, device, autoreset, final_obs, episode_length, terminate_every, restart_every, stagger, action_dim
-        )
+    def __init__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any):
+        self.spec, settings = self.describe(num_envs, device, **keywords), CounterSettings(**keywords)
         device = self.spec.device
-        self.episode_length, self.terminate_every, self.restart_every = episode_length, terminate_every, restart_every
+        self.episode_length, self.terminate_every = settings.episode_length, settings.terminate_every
+        self.restart_every = settings.restart_every
         self._env = torch.arange(num_envs, device=device)
-        self._start = self._env % episode_length if stagger else torch.zeros_like(self._env)
+        self._start = self._env % settings.episode_length if settings.stagger else torch.zeros_like(self._env)
         self._episode = torch.zeros_like(self._env)
         self._step = self._start.clone()
         self._pending = torch.zeros(num_envs, dtype=torch.bool, device=device)  # next step: a filler row is due
 
     @classmethod
-    def describe(
-        cls,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        autoreset: str = "same_step",
-        final_obs: str = "always",
-        episode_length: int = 7,
-        terminate_every: int = 3,
-        restart_every: int = 0,
-        stagger: bool = False,
-        action_dim: int = 2,
-    ) -> EnvSpec:
+    def describe(cls, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec:
         """The ``EnvSpec`` that the same arguments would build."""
-        if autoreset not in ("same_step", "next_step"):
-            raise ConfigError("autoreset", autoreset, "same_step or next_step")
-        if final_obs not in ("always", "on_done", "never"):
-            raise ConfigError("final_obs", final_obs, "always, on_done or never")
-        for setting, value in (("terminate_every", terminate_every), ("restart_every", restart_every)):
-            if value != 0:
-                positive(setting, value)
+        settings = CounterSettings(**keywords)
+        if settings.autoreset not in ("same_step", "next_step"):
+            raise ConfigError("autoreset", settings.autoreset, "same_step or next_step")
+        if settings.final_obs not in ("always", "on_done", "never"):
+            raise ConfigError("final_obs", settings.final_obs, "always, on_done or never")
+        for setting in ("terminate_every", "restart_every"):
+            if getattr(settings, setting) != 0:
+                positive(setting, getattr(settings, setting))
         return EnvSpec(
             name="counter",
             num_envs=positive("num_envs", num_envs),
             obs={"policy": ObsSpec((2,))},
-            action=Box(positive("action_dim", action_dim)),
+            action=Box(positive("action_dim", settings.action_dim)),
             device=torch.device(device),
-            max_episode_steps=positive("episode_length", episode_length),
-            autoreset=autoreset,  # type: ignore[arg-type]
-            final_obs=final_obs,  # type: ignore[arg-type]
+            max_episode_steps=positive("episode_length", settings.episode_length),
+            autoreset=settings.autoreset,  # type: ignore[arg-type]
+            final_obs=settings.final_obs,  # type: ignore[arg-type]
             log=("rows",),
-            info={"restarts": True} if restart_every else {},
+            info={"restarts": True} if settings.restart_every else {},
         )
 
     def reward_of(self, env: Tensor, episode: Tensor, step: Tensor) -> Tensor:

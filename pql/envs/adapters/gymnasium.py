@@ -9,6 +9,7 @@ modes.
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import gymnasium
@@ -18,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec, takes
 from pql.envs.stage import Stage
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step
@@ -34,6 +35,26 @@ class CopyObservation(gymnasium.ObservationWrapper):
         return copy.deepcopy(observation)
 
 
+@dataclass(frozen=True)
+class GymnasiumSettings:
+    """Keywords of :class:`GymnasiumVec`.
+
+    Attributes:
+        id: registered name, or ``module:Name-v0``.
+        autoreset: ``next_step`` (a filler row follows each end) or ``same_step``.
+        vectorization: ``sync`` (one after the other, in this process) or ``async`` (a process each).
+        render_mode: ``rgb_array`` makes :meth:`render` work; passed to ``gymnasium.make``.
+        kwargs: keywords for ``gymnasium.make``, ``max_episode_steps`` included.
+    """
+
+    id: str = "Pendulum-v1"
+    autoreset: str = "next_step"
+    vectorization: str = "sync"
+    kwargs: Mapping[str, Any] | None = None
+    render_mode: str | None = None
+
+
+@takes(GymnasiumSettings)
 class GymnasiumVec:
     """``num_envs`` copies of a registered gymnasium environment.
 
@@ -44,35 +65,24 @@ class GymnasiumVec:
     Args:
         num_envs: N.
         device: where the tensors go; the environments run on the host.
-        id: registered name, or ``module:Name-v0``.
-        autoreset: ``next_step`` (a filler row follows each end) or ``same_step``.
-        vectorization: ``sync`` (one after the other, in this process) or ``async`` (a process each).
-        render_mode: ``rgb_array`` makes :meth:`render` work; passed to ``gymnasium.make``.
-        kwargs: keywords for ``gymnasium.make``, ``max_episode_steps`` included.
+        keywords: fields of :class:`GymnasiumSettings`.
 
     Raises:
         ConfigError: unknown id, unsupported space, or a value out of range.
     """
 
-    def __init__(
-        self,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        id: str = "Pendulum-v1",
-        autoreset: str = "next_step",
-        vectorization: str = "sync",
-        kwargs: Mapping[str, Any] | None = None,
-        render_mode: str | None = None,
-    ):
-        if render_mode is not None:
-            kwargs = {**(kwargs or {}), "render_mode": render_mode}
-        self.spec = self.describe(num_envs, device, id, autoreset, vectorization, kwargs)
+    def __init__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any):
+        self.spec, settings = self.describe(num_envs, device, **keywords), GymnasiumSettings(**keywords)
+        id, autoreset, vectorization = settings.id, settings.autoreset, settings.vectorization
+        kwargs = dict(settings.kwargs or {})
+        if settings.render_mode is not None:
+            kwargs["render_mode"] = settings.render_mode
         device = self.spec.device
         vector: dict[str, Any] = {"autoreset_mode": MODES[autoreset], "copy": False}
         if vectorization == "async" and device.type == "cuda":
             vector["context"] = "spawn"  # a forked child would inherit a CUDA context that it cannot use
         wrappers = [CopyObservation] if autoreset == "same_step" else []
-        self._envs = gymnasium.make_vec(id, num_envs, vectorization, vector, wrappers, **(kwargs or {}))
+        self._envs = gymnasium.make_vec(id, num_envs, vectorization, vector, wrappers, **kwargs)
         self._next = autoreset == "next_step"
         self._space = self._envs.single_action_space
         if isinstance(self._space, spaces.Box):
@@ -85,17 +95,10 @@ class GymnasiumVec:
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     @classmethod
-    def describe(
-        cls,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        id: str = "Pendulum-v1",
-        autoreset: str = "next_step",
-        vectorization: str = "sync",
-        kwargs: Mapping[str, Any] | None = None,
-        render_mode: str | None = None,
-    ) -> EnvSpec:
+    def describe(cls, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec:
         """The ``EnvSpec`` that the same arguments would build; makes, and closes, a single copy to read its spaces."""
+        settings = GymnasiumSettings(**keywords)
+        autoreset, vectorization = settings.autoreset, settings.vectorization
         if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
             raise ConfigError("num_envs", num_envs, "a whole number, at least 1")
         for setting, value, allowed in (
@@ -104,12 +107,12 @@ class GymnasiumVec:
         ):
             if value not in allowed:
                 raise ConfigError(setting, value, " or ".join(allowed))
-        env = _make(id, dict(kwargs or {}))
+        env = _make(settings.id, dict(settings.kwargs or {}))
         try:
             limit = env.spec.max_episode_steps if env.spec else None
             rate = env.metadata.get("render_fps")
             return EnvSpec(
-                name=id,
+                name=settings.id,
                 num_envs=num_envs,
                 obs=_obs_spec(env.observation_space),
                 action=_action_spec(env.action_space),

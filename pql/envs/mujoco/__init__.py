@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pql.contract.env import EnvSpec
+from pql.contract.env import EnvSpec, takes
 from pql.envs.mujoco import control, locomotion, unitree
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe
@@ -29,10 +29,10 @@ from pql.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Maker:
-    """Environment factory of one task: call it for the ``VecEnv``, or ``describe`` it for the spec alone.
+class MujocoSettings:
+    """Keywords of the MuJoCo tasks.
 
-    Keywords:
+    Attributes:
         threads: physics threads, 0 for one per core; the results do not depend on it.
         max_episode_steps: time limit; None: the task's.
         model: ``shipped``, ``fast``, or None for what the task does best with.
@@ -44,6 +44,26 @@ class Maker:
         contact_forces: false: only positions and velocities are observed; for tasks with a ``joints`` variant.
         action_scale: how far an action of 1 moves a servo's target, times the original's way, in tasks that follow
             commanded velocities; None: the task's.
+    """
+
+    threads: int = 0
+    max_episode_steps: int | None = None
+    model: str | None = None
+    randomize: Mapping[str, Any] | None = None
+    curriculum: Mapping[str, Any] | None = None
+    stagger: bool = False
+    engine: str = "auto"
+    contacts: Sequence[int] | None = None
+    contact_forces: bool = True
+    action_scale: float | None = None
+
+
+@takes(MujocoSettings)
+@dataclass(frozen=True)
+class Maker:
+    """Environment factory of one task: call it for the ``VecEnv``, or ``describe`` it for the spec alone.
+
+    Keywords: those of :class:`MujocoSettings`.
 
     Raises:
         ConfigError: a value out of range, or something that the task has no place for.
@@ -52,49 +72,18 @@ class Maker:
     task: type[Task]
     joints: type[Task] | None = None  # the same task, observing positions and velocities alone
 
-    def __call__(
-        self,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        threads: int = 0,
-        max_episode_steps: int | None = None,
-        model: str | None = None,
-        randomize: Mapping[str, Any] | None = None,
-        curriculum: Mapping[str, Any] | None = None,
-        stagger: bool = False,
-        engine: str = "auto",
-        contacts: Sequence[int] | None = None,
-        contact_forces: bool = True,
-        action_scale: float | None = None,
-    ) -> MujocoVec:
-        options = _options(
-            num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine, contacts
-        )
-        return MujocoVec(self.variant(contact_forces, action_scale), num_envs, torch.device(device), options)
+    def __call__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> MujocoVec:
+        settings = MujocoSettings(**keywords)
+        return MujocoVec(self.variant(settings), num_envs, torch.device(device), _options(num_envs, settings))
 
-    def describe(
-        self,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        threads: int = 0,
-        max_episode_steps: int | None = None,
-        model: str | None = None,
-        randomize: Mapping[str, Any] | None = None,
-        curriculum: Mapping[str, Any] | None = None,
-        stagger: bool = False,
-        engine: str = "auto",
-        contacts: Sequence[int] | None = None,
-        contact_forces: bool = True,
-        action_scale: float | None = None,
-    ) -> EnvSpec:
+    def describe(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec:
         """Return the specification of ``self(...)`` without loading the model."""
-        options = _options(
-            num_envs, threads, max_episode_steps, model, randomize, curriculum, stagger, engine, contacts
-        )
-        return describe(self.variant(contact_forces, action_scale), num_envs, torch.device(device), options)
+        settings = MujocoSettings(**keywords)
+        return describe(self.variant(settings), num_envs, torch.device(device), _options(num_envs, settings))
 
-    def variant(self, contact_forces: bool, action_scale: float | None) -> type[Task]:
+    def variant(self, settings: MujocoSettings) -> type[Task]:
         """The task that observes contact forces or, as asked, does not, and whose actions reach as far as asked."""
+        contact_forces, action_scale = settings.contact_forces, settings.action_scale
         if not isinstance(contact_forces, bool):
             raise ConfigError("contact_forces", contact_forces, "true or false")
         if contact_forces:
@@ -121,36 +110,35 @@ def scaled(task: type[Task], action_scale: float | None) -> type[Task]:
     return type(task.__name__, (task,), {"action_scale": float(action_scale), "__doc__": task.__doc__})
 
 
-def _options(
-    num_envs: int,
-    threads: int,
-    max_episode_steps: int | None,
-    model: str | None,
-    randomize: Mapping[str, Any] | None,
-    curriculum: Mapping[str, Any] | None,
-    stagger: bool,
-    engine: str,
-    contacts: Sequence[int] | None,
-) -> Options:
+def _options(num_envs: int, settings: MujocoSettings) -> Options:
     """The keywords, checked."""
+    threads, limit, contacts = settings.threads, settings.max_episode_steps, settings.contacts
     for name, value, least in (
         ("num_envs", num_envs, 1),
         ("threads", threads, 0),
-        ("max_episode_steps", 1 if max_episode_steps is None else max_episode_steps, 1),
+        ("max_episode_steps", 1 if limit is None else limit, 1),
     ):
         if not _whole(value, least):
             raise ConfigError(name, value, f"an integer >= {least}")
-    if not isinstance(stagger, bool):
-        raise ConfigError("stagger", stagger, "true or false")
+    if not isinstance(settings.stagger, bool):
+        raise ConfigError("stagger", settings.stagger, "true or false")
     pair = isinstance(contacts, list | tuple) and len(contacts) == 2
     if contacts is not None and not (pair and all(_whole(most, 1) for most in contacts)):
         raise ConfigError("contacts", contacts, "[contacts, constraint rows], whole numbers above 0")
-    for name, settings in (("randomize", randomize), ("curriculum", curriculum)):
-        if settings is not None and not isinstance(settings, Mapping):
-            raise ConfigError(name, settings, f"settings below it: {name}.key=value")
-    wanted = Randomize.parse(randomize)
-    sizes = None if contacts is None else (contacts[0], contacts[1])
-    return Options(threads, max_episode_steps, model, wanted, make_curriculum(curriculum), stagger, engine, sizes)
+    for name in ("randomize", "curriculum"):
+        group = getattr(settings, name)
+        if group is not None and not isinstance(group, Mapping):
+            raise ConfigError(name, group, f"settings below it: {name}.key=value")
+    return Options(
+        threads,
+        limit,
+        settings.model,
+        Randomize.parse(settings.randomize),
+        make_curriculum(settings.curriculum),
+        settings.stagger,
+        settings.engine,
+        None if contacts is None else (contacts[0], contacts[1]),
+    )
 
 
 def _whole(value: Any, least: int) -> bool:
