@@ -33,7 +33,7 @@ EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIAN
 
 def network(seed, **kwargs):
     torch.manual_seed(seed)
-    net = QNetwork(NetInput("policy", D), A, Layers((7, 6)), **kwargs)
+    net = QNetwork(NetInput("policy", D), A, Layers((7, 6), noisy=kwargs.pop("noisy", None)), **kwargs)
     with torch.no_grad():  # values far enough apart: now one action is best, now another
         for p in net.parameters():
             p.mul_(3)

@@ -24,7 +24,7 @@ def spec(num_envs=N):
 
 def network(**kwargs):
     torch.manual_seed(0)
-    return QNetwork(NetInput("policy", D), A, Layers((8,), "relu"), **kwargs)
+    return QNetwork(NetInput("policy", D), A, Layers((8,), "relu", noisy=kwargs.pop("noisy", None)), **kwargs)
 
 
 def obs(num_envs=N):

@@ -7,6 +7,7 @@ import torch
 from oracles import chi_square_fits, zeta_pmf
 
 from pql.collect.exploration import REPEAT_MAX, Exploration
+from pql.config.groups import ExploreConfig
 
 CPU = torch.device("cpu")
 
@@ -22,11 +23,11 @@ def noises(explore, steps, gen, action=None):
 
 
 def test_mixed_noise_is_a_fixed_ladder():
-    explore = Exploration("mixed", 0.05, 0.8, 6, 2, CPU)
+    explore = Exploration(ExploreConfig("mixed", 0.05, 0.8), 6, 2, CPU)
     want = [0.05 + 0.75 * i / 5 for i in range(6)]
     assert explore.sigma.squeeze(1).tolist() == pytest.approx(want, abs=1e-7)
     # Far enough from the clamp the noise has that scale: 0.05 .. 0.2.
-    explore = Exploration("mixed", 0.05, 0.2, 6, 2, CPU)
+    explore = Exploration(ExploreConfig("mixed", 0.05, 0.2), 6, 2, CPU)
     for _ in range(3):
         explore.observe(torch.ones(6, dtype=torch.bool))  # episodes do not change it
         noise = noises(explore, 2000, generator())
@@ -37,7 +38,7 @@ def test_mixed_noise_is_a_fixed_ladder():
 
 @pytest.mark.parametrize("num_envs", [1, 5])
 def test_fixed_noise_has_one_scale(num_envs):
-    explore = Exploration("fixed", 0.1, 0.9, num_envs, 3, CPU)
+    explore = Exploration(ExploreConfig("fixed", 0.1, 0.9), num_envs, 3, CPU)
     assert explore.sigma.tolist() == [[pytest.approx(0.1)]] * num_envs
     noise = noises(explore, 3000, generator())
     torch.testing.assert_close(noise.std((0, 2)), torch.full((num_envs,), 0.1), rtol=0.05, atol=0)
@@ -47,7 +48,7 @@ def test_fixed_noise_has_one_scale(num_envs):
 
 
 def test_redrawn_noise_changes_scale_only_where_an_episode_begins():
-    explore, gen = Exploration("redrawn", 0.1, 0.4, 500, 1, CPU), generator()
+    explore, gen = Exploration(ExploreConfig("redrawn", 0.1, 0.4), 500, 1, CPU), generator()
     action = torch.zeros(500, 1)
     explore(action, gen)
     first = explore.sigma.clone()
@@ -69,7 +70,7 @@ def test_redrawn_noise_changes_scale_only_where_an_episode_begins():
 
 def test_a_redraw_that_no_action_has_used_yet_is_not_forgotten():
     """The warm-up observes steps and draws no noise: every sigma is still to be drawn when it ends."""
-    explore, gen = Exploration("redrawn", 0.1, 0.4, 500, 1, CPU), generator()
+    explore, gen = Exploration(ExploreConfig("redrawn", 0.1, 0.4), 500, 1, CPU), generator()
     for _ in range(4):
         explore.observe(torch.zeros(500, dtype=torch.bool))
     explore(torch.zeros(500, 1), gen)
@@ -83,7 +84,7 @@ def test_a_redraw_that_no_action_has_used_yet_is_not_forgotten():
 
 
 def test_repeated_noise_runs_follow_zeta_2():
-    explore, num_envs, steps = Exploration("fixed", 0.1, 0.1, 50, 2, CPU, repeat=True), 50, 1500
+    explore, num_envs, steps = Exploration(ExploreConfig("fixed", 0.1, 0.1, repeat=True), 50, 2, CPU), 50, 1500
     noise = noises(explore, steps, generator())
     counts = [0] * REPEAT_MAX
     for i in range(num_envs):
@@ -99,7 +100,7 @@ def test_repeated_noise_runs_follow_zeta_2():
 
 
 def test_noise_is_clamped_to_the_action_range():
-    explore = Exploration("fixed", 5.0, 5.0, 100, 3, CPU)
+    explore = Exploration(ExploreConfig("fixed", 5.0, 5.0), 100, 3, CPU)
     out = explore(torch.zeros(100, 3), generator())
     assert (out.min(), out.max()) == (-1, 1)
     assert (out.abs() == 1).float().mean() > 0.7
@@ -108,21 +109,21 @@ def test_noise_is_clamped_to_the_action_range():
 def test_none_leaves_the_action_alone():
     action, gen = torch.rand(4, 2) * 3, generator()
     before = gen.get_state()
-    out = Exploration("none", 0.5, 0.5, 4, 2, CPU)(action, gen)
+    out = Exploration(ExploreConfig("none", 0.5, 0.5), 4, 2, CPU)(action, gen)
     assert torch.equal(out, action)
     assert torch.equal(gen.get_state(), before)
 
 
 def test_the_action_that_came_in_is_not_changed():
     action = torch.full((4, 2), 0.5)
-    out = Exploration("mixed", 0.1, 0.5, 4, 2, CPU)(action, generator())
+    out = Exploration(ExploreConfig("mixed", 0.1, 0.5), 4, 2, CPU)(action, generator())
     assert (action == 0.5).all()
     assert not torch.equal(out, action)
 
 
 @pytest.mark.parametrize("kind", ["mixed", "redrawn"])
 def test_state_restores_in_place_and_continues_bit_for_bit(kind):
-    one, two = (Exploration(kind, 0.1, 0.4, 6, 2, CPU, repeat=True) for _ in range(2))
+    one, two = (Exploration(ExploreConfig(kind, 0.1, 0.4, repeat=True), 6, 2, CPU) for _ in range(2))
     gen = generator()
     noises(one, 7, gen)
     one.observe(torch.arange(6) % 2 == 0)

@@ -22,7 +22,7 @@ from pql.config.compose import compose
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.data.normalize import Normalizer
 from pql.errors import ConfigError, RunError
-from pql.run.evaluation import evaluate_saved
+from pql.run.evaluation import EvaluationPlan, evaluate_saved
 from pql.run.export import writer as export
 from pql.run.export.writer import Deployed, difference, export_policy, random_inputs, unit_map, write_export
 from pql.run.policy import Policy, open_stored
@@ -117,7 +117,7 @@ def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> N
     ]
     assert main(["train", *words, f"run_dir={run}"]) == 0
     out = export_policy(run, formats=["onnx"])
-    want, got = (evaluate_saved(path, 2, 6, 0, "cpu") for path in (run, out.files["onnx"]))
+    want, got = (evaluate_saved(path, EvaluationPlan(2, 6)) for path in (run, out.files["onnx"]))
     assert got["returns"] == pytest.approx(want["returns"], abs=1e-4)
     assert got["successes"] == want["successes"] == [r > 0 for r in want["returns"]]
     assert len({round(r, 3) for r in want["returns"]}) > 1

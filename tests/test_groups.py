@@ -13,6 +13,7 @@ from pql.collect.actors import NoisyActor
 from pql.collect.episodes import EpisodeStats
 from pql.collect.exploration import Exploration
 from pql.config.compose import compose
+from pql.config.groups import ExploreConfig
 from pql.config.validate import validate
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env
@@ -195,7 +196,7 @@ def test_groups_step_at_the_same_time(warm_up):
 
 def test_the_parts_of_an_actor_are_views_with_the_rungs_of_the_whole():
     spec = replace(Counter.describe(8), groups=2)
-    noise = Exploration("mixed", 0.1, 0.8, 8, 2, torch.device("cpu"))
+    noise = Exploration(ExploreConfig("mixed", 0.1, 0.8), 8, 2, torch.device("cpu"))
     whole = NoisyActor(torch.nn.Linear(2, 2), lambda policy, obs, gen: obs["policy"], noise, spec)
     part = whole.part(slice(4, 8))
     torch.testing.assert_close(part.explore.sigma, torch.tensor([[0.5], [0.6], [0.7], [0.8]]))

@@ -83,7 +83,7 @@ def test_no_command_is_named_that_would_find_nothing():
     stopped, budget = dataclasses.replace(summary, interrupted=True), BudgetConfig()
 
     def end(policy, point, summary=summary):
-        text = log.closing_words(summary, {"v": 1.0}, 3.0, 5, budget, policy, point)
+        text = log.closing_words(summary, {"v": 1.0}, 3.0, 5, budget, (policy, point))
         return text.splitlines()[0], text[text.index("run: ") :].splitlines()[1:]
 
     policy, evaluate, resume = "policy: runs/x/checkpoints/last", "next: pql eval runs/x", "pql resume runs/x"

@@ -18,7 +18,7 @@ from mujoco_runs import ROBOT_OF, build, random_actions, task
 
 from pql.envs.mujoco import hopper
 from pql.envs.mujoco.engine import BatchEngine, Rows
-from pql.envs.mujoco.engines import choose, make_engine
+from pql.envs.mujoco.engines import EngineOptions, choose, make_engine
 from pql.envs.mujoco.task import load_model
 from pql.errors import ConfigError, PqlWarning
 
@@ -31,7 +31,7 @@ def test_where_warp_is_missing_c_steps_and_says_so(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"engine=warp: expected batch; .*'mujoco_warp' is not installed: pip"):
         hopper.describe(2, engine="warp")
     with pytest.warns(PqlWarning, match=r"physics runs on the CPU: .*pip install 'pql-rl\[warp\]'"):
-        engine = make_engine(hopper.task, load_model(hopper.task), 2, torch.device("cuda"), "auto", 1, ())
+        engine = make_engine(hopper.task, load_model(hopper.task), 2, torch.device("cuda"), EngineOptions(1))
     assert isinstance(engine, BatchEngine)
 
 

@@ -16,7 +16,7 @@ from pql.contract.env import Box, EnvSpec, ObsSpec, find_factory, make_env
 from pql.contract.registry import register
 from pql.envs.draw import Drawn
 from pql.errors import ConfigError
-from pql.run.evaluation import evaluate_saved, run_episodes
+from pql.run.evaluation import EvaluationPlan, evaluate_saved, run_episodes
 from pql.run.play import cadence, filmed_env, record_video
 from pql.run.policy import Stored, fresh_policy
 
@@ -140,7 +140,7 @@ def test_a_video_holds_whole_episodes_as_they_were(run: Path, capsys) -> None:
 
 def test_a_video_shows_the_episode_that_an_evaluation_plays(run: Path, tmp_path: Path) -> None:
     """To the last bit, so with the run's own form of float32 products, whatever this process used before."""
-    row = evaluate_saved(run, 1, 1, 5, "cpu")
+    row = evaluate_saved(run, EvaluationPlan(1, 1, 5))
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
     video = record_video(run, tmp_path / "x.mp4", seed=5, width=64, height=64)
     assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]  # placement.matmul=fast

@@ -17,7 +17,9 @@ ATOMS = torch.linspace(-2, 2, 5)
 
 def network(seed=0, **kwargs):
     torch.manual_seed(seed)
-    return QNetwork(NetInput("policy", D), N, Layers(kwargs.pop("hidden", (6, 5))), **kwargs)
+    return QNetwork(
+        NetInput("policy", D), N, Layers(kwargs.pop("hidden", (6, 5)), noisy=kwargs.pop("noisy", None)), **kwargs
+    )
 
 
 def obs(count=7):

@@ -22,6 +22,7 @@ from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
 from pql.collect.nonfinite import LAG, Quarantine
 from pql.collect.recorder import STEPS
+from pql.config.groups import ExploreConfig
 from pql.contract.env import make_env
 from pql.contract.grouped import Grouped
 from pql.data.flags import FINAL_OK, NEXT_FIRST, VALID
@@ -63,7 +64,7 @@ def collected(env, fault=None, steps=STEPS_MADE):
     spec, size = env.spec, env.spec.num_envs
     ring = Replay(ReplayLayout(spec.obs, 2, size, STEPS_MADE + 10, 1, spec.max_episode_steps), CPU)
     torch.manual_seed(0)
-    noise = Exploration("mixed", 0.1, 0.6, size, 2, CPU)
+    noise = Exploration(ExploreConfig("mixed", 0.1, 0.6), size, 2, CPU)
     actor = Wild(nn.Linear(2, 2), lambda net, obs, gen: net(obs["policy"] / 10).tanh(), noise, spec)
     actor.fault = fault
     norm = Normalizer(spec.obs, size, CPU, normalize_obs=False, reward_gamma=0.9)

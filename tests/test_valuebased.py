@@ -20,7 +20,7 @@ from pql.config.layers import Presets
 from pql.engine.executors import Inline, Threads
 from pql.errors import ConfigError
 from pql.run.build import build
-from pql.run.evaluation import evaluate_saved, random_actions, run_episodes
+from pql.run.evaluation import EvaluationPlan, evaluate_saved, random_actions, run_episodes
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.session import Session
 from pql.run.store import checkpoint
@@ -440,5 +440,5 @@ def test_the_optimisers_settings_arrive():
 
 def test_evaluations_of_a_saved_run_repeat_the_runs_own_epsilon(tmp_path):
     train(tmp_path, "algo=dqn", "budget.env_steps=600", "eval.epsilon=0.25")
-    assert evaluate_saved(tmp_path, 2, 2, 0, "cpu")["epsilon"] == 0.25
-    assert evaluate_saved(tmp_path, 2, 2, 0, "cpu", epsilon=0.0)["epsilon"] == 0.0
+    assert evaluate_saved(tmp_path, EvaluationPlan(2, 2))["epsilon"] == 0.25
+    assert evaluate_saved(tmp_path, EvaluationPlan(2, 2, epsilon=0.0))["epsilon"] == 0.0

@@ -22,7 +22,7 @@ from pql.engine.watchdog import Limit, Timed, Watchdog, stepped, touch, watching
 from pql.envs.toy import Counter
 from pql.errors import HungError, RunError, first_line, with_cause
 from pql.run.build import build
-from pql.run.evaluation import Evaluator, evaluate_saved
+from pql.run.evaluation import EvaluationPlan, Evaluator, evaluate_saved
 from pql.run.play import record_video
 from pql.run.policy import fresh_policy
 
@@ -303,7 +303,7 @@ def played(stuck, tmp_path):
 
 def test_a_step_that_hangs_in_an_evaluation_of_a_run(played, threads_left):
     with pytest.raises(HungError) as caught:
-        evaluate_saved(played, 2, 2, 0, "cpu")
+        evaluate_saved(played, EvaluationPlan(2, 2))
     said = "the evaluation has made no progress for 1 s, in the simulator counter (placement.watchdog_seconds)"
     assert cause(caught) == said
     assert not threads_left()

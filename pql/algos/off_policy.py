@@ -212,7 +212,5 @@ def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None
 def make_noisy_actor(kind: OffPolicy, config: Config, spec: EnvSpec, policy: nn.Module) -> NoisyActor:
     """Create the collector's actor: a copy of the policy with exploration noise."""
     explore = own(config, ActorCriticConfig).explore
-    noise = Exploration(
-        explore.kind, explore.low, explore.high, spec.num_envs, cast(Box, spec.action).size, spec.device, explore.repeat
-    )
+    noise = Exploration(explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
     return NoisyActor(copy.deepcopy(policy).to(spec.device), kind.act, noise, spec)

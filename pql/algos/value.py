@@ -263,5 +263,7 @@ def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
     atoms = None
     if isinstance(net, DistributionalNetConfig) and net.atoms is not None:
         atoms = torch.linspace(net.v_min, net.v_max, net.atoms)
-    extra = (algo.dueling, algo.noisy, algo.shared_grad) if isinstance(algo, DqnConfig) else ()
-    return QNetwork(source, cast(Discrete, spec.action).n, make_layers(net), atoms, *extra)
+    layers, actions = make_layers(net), cast(Discrete, spec.action).n
+    if not isinstance(algo, DqnConfig):
+        return QNetwork(source, actions, layers, atoms)
+    return QNetwork(source, actions, replace(layers, noisy=algo.noisy), atoms, algo.dueling, algo.shared_grad)

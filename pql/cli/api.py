@@ -104,9 +104,10 @@ def evaluate(
     ):
         allowed.check(key, value)
     device = resolve_device(device)
-    from pql.run.evaluation import evaluate_saved
+    from pql.run.evaluation import EvaluationPlan, evaluate_saved
 
-    return evaluate_saved(Path(path).expanduser(), num_envs, episodes, seed, device, epsilon, trust)
+    plan = EvaluationPlan(num_envs, episodes, seed, device, epsilon, trust)
+    return evaluate_saved(Path(path).expanduser(), plan)
 
 
 def report(

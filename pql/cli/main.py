@@ -252,7 +252,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     from pql.config.validate import EPISODES, limits, resolve_device
-    from pql.run.evaluation import evaluate_saved, evaluation_file
+    from pql.run.evaluation import EvaluationPlan, evaluate_saved, evaluation_file
     from pql.run.log.console import Console
 
     asked: dict[str, Any] = {"num_envs": 16, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, COMMANDS["eval"])
@@ -274,16 +274,9 @@ def run_eval(args: argparse.Namespace) -> int:
         return f"{ended[-1]} of {asked['episodes']} episodes" if ended else "starting"
 
     with contextlib.closing(Console("pql eval", {})) as console, console.doing("evaluation", far):
-        row = evaluate_saved(
-            Path(args.path),
-            asked["num_envs"],
-            asked["episodes"],
-            asked["seed"],
-            device,
-            asked.get("epsilon"),
-            args.trust,
-            ended.append,
-        )
+        counts = (asked["num_envs"], asked["episodes"], asked["seed"])
+        plan = EvaluationPlan(*counts, device, asked.get("epsilon"), args.trust)
+        row = evaluate_saved(Path(args.path), plan, ended.append)
     print_evaluation(row)
     if row["episodes"] < asked["episodes"]:
         print(

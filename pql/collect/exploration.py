@@ -5,30 +5,23 @@ import copy
 import torch
 from torch import Generator, Tensor
 
+from pql.config.groups import ExploreConfig
+
 REPEAT_MAX = 16
 
 
 class Exploration:
     """Gaussian noise on the policy's action, clamped to [-1, 1].
 
-    Args:
-        kind: ``mixed``: environment i keeps sigma_i = linspace(low, high, N) (PQL, section 3.3);
-            ``fixed``: ``low`` for all; ``redrawn``: sigma ~ U(low, high) per environment, drawn anew when an
-            episode begins (FastTD3); ``none``: the policy is stochastic itself.
-        repeat: hold each noise vector for k ~ zeta(2) steps, at most 16 (FlashSAC), instead of one.
+    ``config.kind``: ``mixed``: environment i keeps sigma_i = linspace(low, high, N) (PQL, section 3.3); ``fixed``:
+    ``low`` for all; ``redrawn``: sigma ~ U(low, high) per environment, drawn again when an episode begins (FastTD3);
+    ``none``: the policy is stochastic itself. ``config.repeat`` holds each noise vector for k ~ zeta(2) steps, at most
+    16 (FlashSAC), instead of one.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        low: float,
-        high: float,
-        num_envs: int,
-        action_size: int,
-        device: torch.device,
-        repeat: bool = False,
-    ):
-        self.kind, self.low, self.high, self.repeat = kind, low, high, repeat
+    def __init__(self, config: ExploreConfig, num_envs: int, action_size: int, device: torch.device):
+        kind, low, high = config.kind, config.low, config.high
+        self.kind, self.low, self.high, self.repeat = kind, low, high, config.repeat
         ladder = torch.linspace(low, high if kind == "mixed" else low, num_envs, device=device)
         self.sigma = ladder.unsqueeze(1).contiguous()  # [N, 1]
         self.noise = torch.zeros(num_envs, action_size, device=device)

@@ -247,21 +247,6 @@ def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", 
     return env
 
 
-def takes(settings: type) -> Callable[[Any], Any]:
-    """Decorate a factory ``(num_envs, device, **keywords)``: the fields of the dataclass ``settings`` are its keywords.
-
-    ``inspect.signature`` then shows them, so that an unknown keyword is refused by name.
-    """
-
-    def mark(factory: Any) -> Any:
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        own = [inspect.Parameter(k, kind, default=v) for k, v in (("num_envs", 64), ("device", "cpu"))]
-        factory.__signature__ = inspect.Signature([*own, *inspect.signature(settings).parameters.values()])
-        return factory
-
-    return mark
-
-
 def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> None:
     """Raise ``ConfigError`` if ``env`` is not a ``VecEnv``; for a Gymnasium environment it suggests ``task.id``."""
     methods = all(callable(getattr(env, m, None)) for m in ("reset", "step", "close"))

@@ -5,9 +5,10 @@ Unregistered simulators and networks are named ``module:attribute``; the module 
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
@@ -20,6 +21,21 @@ _registered: dict[str, Any] = {}
 def register(name: str, factory: Any) -> None:
     """Register ``factory`` under ``name`` in this process. Packages use the entry-point group ``pql.envs`` instead."""
     _registered[name] = factory
+
+
+def takes(settings: type) -> Callable[[Any], Any]:
+    """Decorate a factory ``(num_envs, device, **keywords)``: the fields of the dataclass ``settings`` are its keywords.
+
+    ``inspect.signature`` then shows them, so that an unknown keyword is refused by name.
+    """
+
+    def mark(factory: Any) -> Any:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        own = [inspect.Parameter(k, kind, default=v) for k, v in (("num_envs", 64), ("device", "cpu"))]
+        factory.__signature__ = inspect.Signature([*own, *inspect.signature(settings).parameters.values()])
+        return factory
+
+    return mark
 
 
 def env_names() -> list[str]:

@@ -227,7 +227,7 @@ class Replay:
         last, tail, end = row, cell, flags  # the window's last row
         power = self.constants(n, gamma)[2][:1]
         if n > 1:
-            reward, more, power = self._extend(reward, flags, place, column, head - 1 - row, n, gamma)
+            reward, more, power = self._extend(reward, flags, place, column, head - 1 - row, self.constants(n, gamma))
             last, place = row + more, self._wrap(place + more)
             tail = torch.add(column, place, alpha=self.num_envs)
             end = self.flags.index_select(0, tail).int()
@@ -241,17 +241,23 @@ class Replay:
         return Window(cell, last, reward, power * self.rule("alive", end), mask, lost, cut, successor)
 
     def _extend(
-        self, reward: Tensor, flags: Tensor, place: Tensor, column: Tensor, ahead: Tensor, n: int, gamma: float
+        self,
+        reward: Tensor,
+        flags: Tensor,
+        place: Tensor,
+        column: Tensor,
+        ahead: Tensor,
+        constants: tuple[Tensor, Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add steps 2..n of a window. Returns reward sum, steps after the first and gamma^m, [B] each."""
-        steps, powers, table = self.constants(n, gamma)
+        steps, powers, table = constants
         inside = steps <= ahead  # [n-1, B]; rows at or above the head are incomplete
         later = self._wrap(place + torch.minimum(steps, ahead))
         cell = torch.add(column, later, alpha=self.num_envs).view(-1)
         rows = self.flags.index_select(0, cell).int()
         goes_on = self.rule("goes on", torch.cat((flags, rows[: -flags.shape[0]]))).view_as(later)
         alive = goes_on & inside & self.rule("valid", rows).view_as(later)  # step i follows step i - 1
-        for i in range(1, n - 1):
+        for i in range(1, steps.shape[0]):
             alive[i] &= alive[i - 1]
         more = alive.sum(0)
         rewards = clip(self.reward.index_select(0, cell), self.reward_clip)

@@ -9,7 +9,6 @@ default; its no-ops are drawn from 0 .. noop_max - 1; its own flag for lost live
 import functools
 import re
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,8 +19,10 @@ from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from pql.contract.env import Discrete, EnvSpec, ObsSpec, takes
+from pql.contract.env import Discrete, EnvSpec, ObsSpec
 from pql.contract.grouped import join_steps
+from pql.contract.registry import takes
+from pql.envs.atari_settings import AtariSettings
 from pql.envs.classic import positive
 from pql.envs.stage import Handover
 from pql.errors import ConfigError, nearest
@@ -29,35 +30,6 @@ from pql.types import Obs, Step
 
 SIZE, SKIP, STACK = 84, 4, 4
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
-
-
-@dataclass(frozen=True)
-class AtariSettings:
-    """Keywords of :class:`AtariVec`.
-
-    Attributes:
-        game: as ``ale_py`` calls it: ``pong``, ``ms_pacman``, ...
-        autoreset: ``same_step`` or ``next_step`` (a filler row follows each end).
-        noop_max: a game begins with 0 .. ``noop_max`` frames without an action, drawn for every game.
-        sticky: probability, at every frame of the console, that the last action is repeated instead.
-        full_actions: all 18 actions instead of those that the game knows.
-        life_loss: a lost life terminates (for learning; the game continues, so ``first`` is not set).
-        fire_reset: press FIRE once when a game begins, where it has such an action.
-        max_episode_steps: time limit in actions, four frames each; 27,000 are 30 minutes of play.
-        threads: that step the consoles (of each group); None or 0: as many as there are cores.
-        groups: consoles are divided into this many groups of neighbours for :meth:`send` and :meth:`recv`.
-    """
-
-    game: str = "pong"
-    autoreset: str = "same_step"
-    noop_max: int = 30
-    sticky: float = 0.0
-    full_actions: bool = False
-    life_loss: bool = False
-    fire_reset: bool = False
-    max_episode_steps: int = 27_000
-    threads: int | None = None
-    groups: int = 1
 
 
 @takes(AtariSettings)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.contract.env import Box, EnvSpec, ObsSpec, takes
+from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.contract.registry import takes
 from pql.envs.classic import TorchEnv, Transition, positive, times
 from pql.errors import ConfigError
 from pql.types import Obs, Step

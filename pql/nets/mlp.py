@@ -51,6 +51,35 @@ class EnsembleLayerNorm(nn.Module):
         return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
 
 
+class NoisyLinear(nn.Module):
+    """Noisy linear layer: y = (W + S * e_out e_in^T) x + b + s * e_out, [..., in] -> [..., out].
+
+    The noise is factorised, e = sign(z) sqrt|z| with z ~ N(0, 1) (Fortunato et al. 2018, Eq. 10, 11 and section 3.2).
+    It is in buffers at fixed addresses, not saved in checkpoints. They are zero, so that the layer uses its means,
+    until :func:`redraw_noise` fills them.
+
+    Args:
+        sigma: sigma_0; the noise weights are initialised to sigma_0 / sqrt(size_in).
+    """
+
+    noise_in: Tensor
+    noise_out: Tensor
+
+    def __init__(self, size_in: int, size_out: int, sigma: float = 0.5):
+        super().__init__()
+        bound = size_in**-0.5
+        self.weight = nn.Parameter(torch.empty(size_out, size_in).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(size_out).uniform_(-bound, bound))
+        self.weight_sigma = nn.Parameter(torch.full((size_out, size_in), sigma * bound))
+        self.bias_sigma = nn.Parameter(torch.full((size_out,), sigma * bound))
+        self.register_buffer("noise_in", torch.zeros(size_in), persistent=False)
+        self.register_buffer("noise_out", torch.zeros(size_out), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.addcmul(self.weight, self.weight_sigma, torch.outer(self.noise_out, self.noise_in))
+        return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, self.noise_out))
+
+
 @dataclass(frozen=True)
 class Layers:
     """Hidden layers of an MLP.
@@ -59,29 +88,27 @@ class Layers:
         hidden: their widths.
         activation: a name in ``ACTIVATIONS``.
         layer_norm: LayerNorm before each activation.
+        noisy: sigma_0 of :class:`NoisyLinear` layers; None: ordinary linear layers.
     """
 
     hidden: Sequence[int]
     activation: str = "elu"
     layer_norm: bool = False
+    noisy: float | None = None
 
 
-def mlp(
-    size_in: int,
-    layers: Layers,
-    size_out: int,
-    ensemble: int | None = None,
-    linear: Callable[[int, int], nn.Module] = nn.Linear,
-) -> nn.Sequential:
+def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None) -> nn.Sequential:
     """Build an MLP: Linear (-> LayerNorm) -> activation for each hidden layer, then Linear. [B, in] -> [B, out].
 
     Args:
-        ensemble: E: build E networks as one, [B, in] or [E, B, in] -> [E, B, out].
-        linear: constructor of the linear layers, if there is no ensemble.
+        ensemble: E: build E networks as one, [B, in] or [E, B, in] -> [E, B, out]; not with noisy layers.
     """
+    linear: Callable[[int, int], nn.Module] = nn.Linear
+    norm: Callable[[int], nn.Module] = nn.LayerNorm
     if ensemble is not None:
-        linear = partial(EnsembleLinear, ensemble)
-    norm: Callable[[int], nn.Module] = nn.LayerNorm if ensemble is None else lambda s: EnsembleLayerNorm(ensemble, s)
+        linear, norm = partial(EnsembleLinear, ensemble), partial(EnsembleLayerNorm, ensemble)
+    elif layers.noisy is not None:
+        linear = partial(NoisyLinear, sigma=layers.noisy)
     modules: list[nn.Module] = []
     for size in layers.hidden:
         between = [norm(size)] if layers.layer_norm else []

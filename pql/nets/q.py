@@ -4,47 +4,16 @@ Sources: Mnih et al. 2015 (DQN), Wang et al. 2016 (dueling), Bellemare et al. 20
 networks). This file contains no losses and no exploration schedules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn import functional as F
 
 from pql.nets.actor_critic import Lstm
-from pql.nets.mlp import Layers, NetInput, Reads, mlp
+from pql.nets.mlp import Layers, NetInput, NoisyLinear, Reads, mlp
 from pql.types import Obs
-
-
-class NoisyLinear(nn.Module):
-    """Noisy linear layer: y = (W + S * e_out e_in^T) x + b + s * e_out, [..., in] -> [..., out].
-
-    The noise is factorised, e = sign(z) sqrt|z| with z ~ N(0, 1) (Fortunato et al. 2018, Eq. 10, 11 and section 3.2).
-    It is in buffers at fixed addresses, not saved in checkpoints. They are zero, so that the layer uses its means,
-    until :func:`redraw_noise` fills them.
-
-    Args:
-        sigma: sigma_0; the noise weights are initialised to sigma_0 / sqrt(size_in).
-    """
-
-    noise_in: Tensor
-    noise_out: Tensor
-
-    def __init__(self, size_in: int, size_out: int, sigma: float = 0.5):
-        super().__init__()
-        bound = size_in**-0.5
-        self.weight = nn.Parameter(torch.empty(size_out, size_in).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(size_out).uniform_(-bound, bound))
-        self.weight_sigma = nn.Parameter(torch.full((size_out, size_in), sigma * bound))
-        self.bias_sigma = nn.Parameter(torch.full((size_out,), sigma * bound))
-        self.register_buffer("noise_in", torch.zeros(size_in), persistent=False)
-        self.register_buffer("noise_out", torch.zeros(size_out), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = torch.addcmul(self.weight, self.weight_sigma, torch.outer(self.noise_out, self.noise_in))
-        return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, self.noise_out))
 
 
 @torch.no_grad()
@@ -66,7 +35,6 @@ class QNetwork(Reads):
 
     Args:
         atoms: support [Z] of categorical values.
-        noisy: sigma_0 of noisy layers after the encoder; None: ordinary linear layers.
         shared_grad: if dueling, factor on the gradient that enters the shared layers.
     """
 
@@ -79,20 +47,18 @@ class QNetwork(Reads):
         layers: Layers,
         atoms: Tensor | None = None,
         dueling: bool = False,
-        noisy: float | None = None,
         shared_grad: float = 1.0,
     ):
         super().__init__(source)
         self.register_buffer("atoms", atoms, persistent=False)
         self.shape = (actions,) if atoms is None else (actions, atoms.shape[0])
         self.shared_grad = shared_grad
-        linear: Callable[[int, int], nn.Module] = nn.Linear if noisy is None else partial(NoisyLinear, sigma=noisy)
         hidden = layers.hidden
         shared, own = (hidden[:-1], hidden[-1:]) if dueling else ((), hidden)
         size = shared[-1] if shared else source.size
 
         def build(size_in: int, hidden: Sequence[int], size_out: int) -> nn.Sequential:
-            return mlp(size_in, replace(layers, hidden=hidden), size_out, linear=linear)
+            return mlp(size_in, replace(layers, hidden=hidden), size_out)
 
         self.trunk = nn.Sequential(*list(build(source.size, shared, 1))[:-1])
         self.advantage = build(size, own, actions * (1 if atoms is None else atoms.shape[0]))

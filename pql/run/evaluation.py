@@ -295,23 +295,31 @@ class Evaluator:
                 self.env.close()
 
 
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What ``pql eval`` is asked for.
+
+    Attributes:
+        epsilon: share of random actions; None: as in the run's own evaluations.
+        trust: also where the policy's run names code, a program or a path of its maker's (``docs/security.md``).
+    """
+
+    num_envs: int
+    episodes: int
+    seed: int = 0
+    device: str = "cpu"
+    epsilon: float | None = None
+    trust: bool = False
+
+
 def evaluate_saved(
-    path: Path,
-    num_envs: int,
-    episodes: int,
-    seed: int,
-    device: str,
-    epsilon: float | None = None,
-    trust: bool = False,
-    ended: Callable[[int], object] = lambda count: None,
+    path: Path, plan: EvaluationPlan, ended: Callable[[int], object] = lambda count: None
 ) -> dict[str, Any]:
     """Evaluate the policy of a run, checkpoint or export on an environment built from its own config.
 
     A simulator that hangs ends it, by the deadlines of the run's ``placement``.
 
     Args:
-        epsilon: share of random actions; None: as in the run's own evaluations.
-        trust: also where it names code, a program or a path of its maker's (``docs/security.md``).
         ended: is given the number of episodes that have ended, now and again.
     Returns:
         What ``pql eval`` writes: the measures, the extremes, and the episodes themselves.
@@ -319,17 +327,17 @@ def evaluate_saved(
         ConfigError: no policy there, or a damaged one.
         HungError: the simulator hangs.
     """
-    found, _, config = stored = open_stored(path, device, trust)
+    found, _, config = stored = open_stored(path, plan.device, plan.trust)
     set_precision(config.placement)
-    num_envs = min(num_envs, episodes)
-    epsilon = config.eval.epsilon if epsilon is None else epsilon
+    num_envs = min(plan.num_envs, plan.episodes)
+    epsilon = config.eval.epsilon if plan.epsilon is None else plan.epsilon
     with watchdog.guarded():
-        result = _play(stored, num_envs, seed, episodes=episodes, epsilon=epsilon, ended=ended)
+        result = _play(stored, num_envs, plan.seed, episodes=plan.episodes, epsilon=epsilon, ended=ended)
     return {
         "checkpoint": str(found),
         "task": config.task.title,
         "algo": config.algo.name,
-        "seed": seed,
+        "seed": plan.seed,
         "epsilon": epsilon,
         "num_envs": num_envs,
         "episodes": len(result.returns),

@@ -519,7 +519,7 @@ class Session:
             self.console.close()
         seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
         kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
-        self.say(log.closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, *kept))
+        self.say(log.closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, kept))
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")

@@ -19,7 +19,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec, takes
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.contract.registry import takes
 from pql.envs.stage import Stage
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step

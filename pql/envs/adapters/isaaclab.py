@@ -21,7 +21,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def isaaclab(
     """
     start = _start_3 if hasattr(importlib.import_module("isaaclab.app"), "launch_simulation") else _start_2
     with ExitStack() as running:  # a failure on the way closes what was started
-        name, config = start(running, num_envs, device, task, final_obs, settings, cameras, presets)
+        name, config = start(running, Wanted(num_envs, str(device), task, final_obs, settings, cameras, presets))
         import gymnasium
 
         simulator = gymnasium.make(name, cfg=config).unwrapped
@@ -72,58 +72,55 @@ def isaaclab(
     return env
 
 
-def _start_2(
-    running: ExitStack,
-    num_envs: int,
-    device: str | torch.device,
-    task: str,
-    final_obs: bool,
-    settings: Mapping[str, Any] | None,
-    cameras: bool,
-    presets: Sequence[str],
-) -> tuple[str, Any]:
+class Wanted(NamedTuple):
+    """The keywords of :func:`isaaclab` that its configuration is made of."""
+
+    num_envs: int
+    device: str
+    task: str
+    final_obs: bool
+    settings: Mapping[str, Any] | None
+    cameras: bool
+    presets: Sequence[str]
+
+
+def _start_2(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
     """Start Isaac Sim, then read the task's configuration: (its id, the configuration)."""
     from isaaclab.app import AppLauncher
 
-    if presets:
-        raise ConfigError("presets", list(presets), "none: Isaac Lab 2 has no presets")
-    app = AppLauncher(headless=True, device=str(device), enable_cameras=cameras).app  # before all else of isaaclab
+    if wanted.presets:
+        raise ConfigError("presets", list(wanted.presets), "none: Isaac Lab 2 has no presets")
+    # Before any other import of isaaclab.
+    app = AppLauncher(headless=True, device=wanted.device, enable_cameras=wanted.cameras).app
     running.callback(app.close)
     import isaaclab_tasks  # noqa: F401  registers the ids
     from isaaclab_tasks.utils import parse_env_cfg
 
-    name = registered(task)
-    return name, adjusted(parse_env_cfg(name, device=str(device), num_envs=num_envs), final_obs, settings)
+    name = registered(wanted.task)
+    return name, adjusted(
+        parse_env_cfg(name, device=wanted.device, num_envs=wanted.num_envs), wanted.final_obs, wanted.settings
+    )
 
 
-def _start_3(
-    running: ExitStack,
-    num_envs: int,
-    device: str | torch.device,
-    task: str,
-    final_obs: bool,
-    settings: Mapping[str, Any] | None,
-    cameras: bool,
-    presets: Sequence[str],
-) -> tuple[str, Any]:
+def _start_3(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
     """Resolve the task's configuration, then start what it needs: (its id, the configuration)."""
     import isaaclab_tasks  # noqa: F401  registers the ids
     from isaaclab.app import launch_simulation
     from isaaclab_tasks.utils import load_cfg_from_registry
     from isaaclab_tasks.utils.hydra import resolve_presets
 
-    name = registered(task)
-    config = resolve_presets(load_cfg_from_registry(name, "env_cfg_entry_point"), tuple(presets))
-    config.sim.device, config.scene.num_envs = str(device), num_envs
-    adjusted(config, final_obs, settings)
-    wanted = {
-        "device": str(device),
+    name = registered(wanted.task)
+    config = resolve_presets(load_cfg_from_registry(name, "env_cfg_entry_point"), tuple(wanted.presets))
+    config.sim.device, config.scene.num_envs = wanted.device, wanted.num_envs
+    adjusted(config, wanted.final_obs, wanted.settings)
+    launch = {
+        "device": wanted.device,
         "headless": True,
-        "enable_cameras": cameras,
+        "enable_cameras": wanted.cameras,
         "visualizer": None,
         "visualizer_explicit": True,
     }
-    running.enter_context(launch_simulation(config, wanted))
+    running.enter_context(launch_simulation(config, launch))
     return name, config
 
 

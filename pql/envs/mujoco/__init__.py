@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from pql.contract.env import EnvSpec, takes
+from pql.contract.env import EnvSpec
+from pql.contract.registry import takes
 from pql.envs.mujoco import control, locomotion, unitree
 from pql.envs.mujoco.curriculum import make_curriculum
 from pql.envs.mujoco.env import MujocoVec, Options, describe
@@ -130,14 +131,14 @@ def _options(num_envs: int, settings: MujocoSettings) -> Options:
         if group is not None and not isinstance(group, Mapping):
             raise ConfigError(name, group, f"settings below it: {name}.key=value")
     return Options(
-        threads,
-        limit,
-        settings.model,
-        Randomize.parse(settings.randomize),
-        make_curriculum(settings.curriculum),
-        settings.stagger,
-        settings.engine,
-        None if contacts is None else (contacts[0], contacts[1]),
+        threads=threads,
+        engine=settings.engine,
+        contacts=None if contacts is None else (contacts[0], contacts[1]),
+        max_episode_steps=limit,
+        model=settings.model,
+        randomize=Randomize.parse(settings.randomize),
+        curriculum=make_curriculum(settings.curriculum),
+        stagger=settings.stagger,
     )
 
 

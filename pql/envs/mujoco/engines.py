@@ -3,6 +3,7 @@
 import importlib.util
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mujoco
 import numpy as np
@@ -14,6 +15,21 @@ from pql.errors import ConfigError, PqlWarning, nearest
 
 ENGINES = ("auto", "batch", "warp")
 INSTALL = "pip install 'pql-rl[warp]'"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Physics options of a task.
+
+    Attributes:
+        threads: physics threads on a CPU; 0: one per core.
+        engine: one of ``ENGINES``.
+        contacts: the most contacts and constraint rows of a simulation, for Warp's buffers; None: the task's.
+    """
+
+    threads: int = 0
+    engine: str = "auto"
+    contacts: tuple[int, int] | None = None
 
 
 def choose(engine: str, device: torch.device) -> str:
@@ -37,21 +53,19 @@ def make_engine(
     model: mujoco.MjModel,
     num_envs: int,
     device: torch.device,
-    engine: str,
-    threads: int,
-    parameters: Sequence[str],
-    contacts: tuple[int, int] | None = None,
+    options: EngineOptions,
+    parameters: Sequence[str] = (),
 ) -> Engine:
-    """The engine of ``num_envs`` simulations of ``model``. ``contacts`` is for Warp, instead of the task's."""
-    if choose(engine, device) == "warp":
+    """Create the engine of ``num_envs`` simulations of ``model``, of which ``parameters`` may differ between them."""
+    if choose(options.engine, device) == "warp":
         from pql.envs.mujoco.warp import WarpEngine
 
-        need = contacts or task.contacts or measure(model, task.frame_skip)
+        need = options.contacts or task.contacts or measure(model, task.frame_skip)
         return WarpEngine(model, num_envs, device, task.outputs, parameters, need)
-    if device.type == "cuda" and engine == "auto":
+    if device.type == "cuda" and options.engine == "auto":
         message = "physics runs on the CPU: for MuJoCo on this GPU, "
         warnings.warn(message + INSTALL, PqlWarning, stacklevel=2)
-    return BatchEngine(model, num_envs, threads, task.outputs, parameters)
+    return BatchEngine(model, num_envs, options.threads, task.outputs, parameters)
 
 
 def measure(model: mujoco.MjModel, frame_skip: int, steps: int = 2000, seed: int = 0) -> tuple[int, int]:

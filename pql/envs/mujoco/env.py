@@ -13,7 +13,7 @@ from torch import Tensor
 from pql.contract.env import Box, EnvSpec
 from pql.envs.mujoco.curriculum import Curriculum, Levels
 from pql.envs.mujoco.engine import Engine, Rows
-from pql.envs.mujoco.engines import choose, make_engine
+from pql.envs.mujoco.engines import EngineOptions, choose, make_engine
 from pql.envs.mujoco.randomize import Randomize, Randomizer
 from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_model
 from pql.types import Obs, Step
@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(EngineOptions):
     """Options of all MuJoCo tasks; ``pql.envs.mujoco.Maker`` documents them and checks the values."""
 
-    threads: int = 0
     max_episode_steps: int | None = None
     model: str | None = None
     randomize: Randomize = field(default_factory=Randomize)
     curriculum: Curriculum | None = None
     stagger: bool = False
-    engine: str = "auto"
-    contacts: tuple[int, int] | None = None
 
 
 def describe(task: type[Task], num_envs: int, device: torch.device, options: Options) -> EnvSpec:
@@ -95,9 +92,7 @@ class MujocoVec:
         self.spec = describe(task, num_envs, device, options)
         self.model = load_model(task, options.model)
         wanted = options.randomize
-        self.engine: Engine = make_engine(
-            task, self.model, num_envs, device, options.engine, options.threads, wanted.parameters, options.contacts
-        )
+        self.engine: Engine = make_engine(task, self.model, num_envs, device, options, wanted.parameters)
         there, dtype = self.engine.device, self.engine.dtype
         robot = Robot(self.model, there, dtype)
         self.task = task(robot)

@@ -14,12 +14,15 @@ from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
 
 from pql.contract.plain import Discrete, EnvSpec, ObsSpec, Step
+from pql.contract.registry import takes
+from pql.envs.atari_settings import AtariSimSettings
 from pql.errors import ConfigError, nearest
 
 SIZE, SKIP, STACK = 84, 4, 4
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 
 
+@takes(AtariSimSettings)
 class AtariSim:
     """``num_envs`` copies of one game; settings as in ``pql.envs.atari.AtariVec``. Fields are arrays [N, ...].
 
@@ -27,20 +30,9 @@ class AtariSim:
         ConfigError: unknown game or autoreset mode.
     """
 
-    def __init__(
-        self,
-        num_envs: int,
-        device: Any = "cpu",
-        game: str = "pong",
-        autoreset: str = "same_step",
-        noop_max: int = 30,
-        sticky: float = 0.0,
-        full_actions: bool = False,
-        life_loss: bool = False,
-        fire_reset: bool = False,
-        max_episode_steps: int = 27_000,
-        threads: int = 0,
-    ):
+    def __init__(self, num_envs: int, device: Any = "cpu", **keywords: Any):
+        settings = AtariSimSettings(**keywords)
+        game, autoreset = settings.game, settings.autoreset
         games = roms.get_all_rom_ids()
         if game not in games:
             raise ConfigError("game", game, f"a game of ale_py's, such as pong{nearest(game, games)}")
@@ -49,31 +41,31 @@ class AtariSim:
         self.vec = AtariVectorEnv(
             game,
             num_envs,
-            num_threads=threads,
-            max_num_frames_per_episode=SKIP * max_episode_steps,
-            repeat_action_probability=sticky,
-            full_action_space=full_actions,
+            num_threads=settings.threads or 0,
+            max_num_frames_per_episode=SKIP * settings.max_episode_steps,
+            repeat_action_probability=settings.sticky,
+            full_action_space=settings.full_actions,
             autoreset_mode=MODES[autoreset],
             img_height=SIZE,
             img_width=SIZE,
             stack_num=STACK,
             frameskip=SKIP,
-            noop_max=noop_max + 1 if noop_max else 0,
-            use_fire_reset=fire_reset,
+            noop_max=settings.noop_max + 1 if settings.noop_max else 0,
+            use_fire_reset=settings.fire_reset,
             reward_clipping=False,
         )
-        self.life_loss, self.next = life_loss, autoreset == "next_step"
+        self.life_loss, self.next = settings.life_loss, autoreset == "next_step"
         self.spec = EnvSpec(
             name=game,
             num_envs=num_envs,
             obs={"policy": ObsSpec((STACK, SIZE, SIZE), cast(Any, "uint8"), STACK)},
-            action=Discrete(actions(game, full_actions)),
+            action=Discrete(actions(game, settings.full_actions)),
             device=cast(Any, "cpu"),
-            max_episode_steps=max_episode_steps,
+            max_episode_steps=settings.max_episode_steps,
             autoreset=cast(Any, autoreset),
             final_obs="always",
             log=("score",),
-            info={"dt": SKIP / 60, **({"lost_life": True} if life_loss else {})},
+            info={"dt": SKIP / 60, **({"lost_life": True} if settings.life_loss else {})},
         )
         self.ended = np.zeros(num_envs, dtype=bool)
         self.lives = np.zeros(num_envs, dtype=np.int32)

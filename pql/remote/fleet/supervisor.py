@@ -65,6 +65,18 @@ class Post:
     failures: int = 0  # consecutive
 
 
+class FleetState(NamedTuple):
+    """Counts of a fleet's status line."""
+
+    acting: int
+    nodes: int  # of the actors that act
+    alone: int  # without a learner
+    said: str  # message of one of these
+    starting: int  # or waiting for room
+    again: int  # waiting for a restart
+    restarts: int  # so far
+
+
 class Fleet:
     """Fleet of ``count`` actors with ``num_envs`` environments each.
 
@@ -175,20 +187,21 @@ class Fleet:
             return
         rate = (self.steps - self._told_steps) * self.num_envs / max(now - self._told_at, 1.0)
         self._told, self._told_at, self._told_steps = state, now, self.steps
-        self.tell(self._words(*state) + f"; {rate:,.0f} env steps/s" * (rate >= 1))
+        self.tell(self._words(state) + f"; {rate:,.0f} env steps/s" * (rate >= 1))
 
-    def _state(self) -> tuple[Any, ...]:
-        """Return (acting, their nodes, without a learner, message of one of these, starting or waiting for room,
-        waiting for a restart, restarts so far)."""
+    def _state(self) -> FleetState:
+        """Return the counts that a status line reports."""
         looks = [post.look for post in self.posts if post.look is not None]
         alone = [look for look in looks if look.said and not look.connected]
         acting = [look for look in looks if look.connected]
         starting = sum(post.placed for post in self.posts) - len(acting) - len(alone)
         again = sum(post.due is not None for post in self.posts)
         said = alone[0].said.partition(";")[0] if alone else ""
-        return len(acting), len({look.node for look in acting}), len(alone), said, starting, again, self.restarts
+        nodes = len({look.node for look in acting})
+        return FleetState(len(acting), nodes, len(alone), said, starting, again, self.restarts)
 
-    def _words(self, acting: int, nodes: int, alone: int, said: str, starting: int, again: int, restarts: int) -> str:
+    def _words(self, state: FleetState) -> str:
+        acting, nodes, alone, said, starting, again, restarts = state
         parts = [f"{acting} of {len(self.posts)} acting" + f" on {nodes} node{'s' * (nodes > 1)}" * (nodes > 0)]
         parts += [f"{alone} without a learner" + f" ({said})" * bool(said)] * (alone > 0)
         parts += [f"{starting} starting, or waiting for room"] * (starting > 0)

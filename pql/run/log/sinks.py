@@ -268,15 +268,15 @@ def closing_words(
     seconds: float,
     ticks: int,
     budget: BudgetConfig,
-    policy: bool = True,
-    point: bool = True,
+    kept: tuple[bool, bool] = (True, True),
 ) -> str:
     """The last lines of a run: what came out, what bounded it, where it is, what to type next.
 
     Args:
         busy: seconds of work by worker in this sitting, whose ``ticks`` took ``seconds``.
-        policy, point: whether a policy and a resume point are on the disk: no command is named that would find none.
+        kept: whether a policy and a resume point are on the disk; no command is named that would find none.
     """
+    policy, point = kept
     score = "not evaluated" if summary.return_mean is None else scores(summary)
     run = shlex.quote(summary.run_dir)
     ended = f"interrupted{', saved' if point or policy else ''}" if summary.interrupted else "done"
