@@ -17,7 +17,7 @@ from remotes import remote, wait_until
 from pql.cli.main import main, parser
 from pql.engine.executors import Inline
 from pql.errors import ConfigError, RunError
-from pql.remote.actor.command import Setup, setup_of
+from pql.remote.actor.command import ActorOptions, setup_of
 from pql.remote.actor.sims import make_sim
 from pql.remote.env import Remote
 from pql.remote.fleet.cluster import reason
@@ -194,7 +194,7 @@ def test_the_status_says_who_has_no_place_and_who_has_no_learner(stage):
 
 def hosted(address, **more):
     """A host's thread, and where its ending comes."""
-    host, ending = FleetHost(Setup(address, "counter", 2, {}, **more)), []
+    host, ending = FleetHost(ActorOptions(address, "counter", 2, {}, **more)), []
     thread = threading.Thread(target=lambda: ending.append(host.run()), daemon=True)
     thread.start()
     return host, thread, ending
@@ -223,8 +223,8 @@ def broken(num_envs, device):
 
 def test_a_host_tells_errors_and_the_end(tmp_path):
     address = f"unix:{tmp_path}/s"
-    assert FleetHost(Setup(address, "no_such_task", 2, {})).run().setting[0] == "--task"
-    assert FleetHost(Setup(address, "test_fleet:broken", 2, {})).run() == Ending(FAILED, "OSError: no display")
+    assert FleetHost(ActorOptions(address, "no_such_task", 2, {})).run().setting[0] == "--task"
+    assert FleetHost(ActorOptions(address, "test_fleet:broken", 2, {})).run() == Ending(FAILED, "OSError: no display")
     with remote(address, [make_sim("counter", 2, {})], 4) as env:
         _, thread, ending = hosted(address)
         wait_until(lambda: env.hall.live == 2)
@@ -239,13 +239,15 @@ def test_token_and_certificate_are_read_where_the_command_runs(tmp_path, monkeyp
     words = ["fleet", "--connect", "far.lan:5555", "--task", "atari", "--num-envs", "8", "--role", "eval", "game=pong"]
     files = ["--token-file", str(tmp_path / "token"), "--ca", str(tmp_path / "cert")]
     setup = setup_of(parser().parse_args([*words, *files]))
-    assert setup == Setup("far.lan:5555", "atari", 8, {"game": "pong"}, "eval", "hush", b"-----BEGIN CERTIFICATE-----")
+    assert setup == ActorOptions(
+        "far.lan:5555", "atari", 8, {"game": "pong"}, "eval", "hush", b"-----BEGIN CERTIFICATE-----"
+    )
     monkeypatch.setenv("PQL_TOKEN", "from there")
     assert setup_of(parser().parse_args(words)).token == "from there"
 
 
 def test_secrets_are_not_shown():
-    assert "hush" not in repr(Setup("h:1", "counter", 2, {}, token="hush", ca=b"hush"))
+    assert "hush" not in repr(ActorOptions("h:1", "counter", 2, {}, token="hush", ca=b"hush"))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pql.engine.optim import AdamW, Clock, follow, polyak
 from pql.engine.worker import State
 from pql.errors import ConfigError
 from pql.nets.distributions import lower_mean, project
-from pql.nets.encoders import Outputs
+from pql.nets.encoders import Outputs, squashes
 from pql.nets.mlp import Critic, DeterministicPolicy, Flat
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
@@ -179,20 +179,6 @@ def probe_deterministic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs
     mean_action = cast(Any, network).mean_action(obs)
     shape = list(action.shape)
     return [("forward(obs)", network(obs), shape), ("mean_action(obs)", mean_action, shape)]
-
-
-@torch.no_grad()
-def squashes(policy: nn.Module, spec: EnvSpec) -> bool:
-    """Test on two rows, with perturbed weights, that ``forward`` is the tanh of ``before_tanh``."""
-    if not hasattr(policy, "before_tanh"):
-        return False
-    moved, gen = cast(Any, copy.deepcopy(policy)), torch.Generator().manual_seed(0)
-    for weight in moved.parameters():
-        weight += 0.1 * torch.randn(weight.shape, generator=gen)
-    drawn = {k: torch.randn(2, *s.shape, generator=gen) for k, s in spec.obs.items()}
-    kinds = {k: s.dtype for k, s in spec.obs.items()}
-    obs = {k: v if kinds[k].is_floating_point else (100 * v.abs()).to(kinds[k]) for k, v in drawn.items()}
-    return torch.allclose(torch.tanh(moved.before_tanh(obs)).float(), moved(obs).float(), atol=1e-5)
 
 
 def deterministic_action(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:

@@ -331,7 +331,7 @@ def steer(state: PpoState, settings: PpoConfig, kl: Tensor, fresh: bool) -> Tens
 
 
 def adapt_lr(lr: Tensor, kl: Tensor, target: float) -> None:
-    """Divide ``lr`` by 1.5 where ``kl`` is above twice the target, multiply it below half. Scalars; in place."""
+    """Divide the scalar ``lr`` by 1.5 where the scalar ``kl`` is above twice the target; multiply it below half."""
     factor = 1 + (LR_FACTOR - 1) * (kl < target / 2) + (1 / LR_FACTOR - 1) * (kl > target * 2)
     lr.mul_(factor).clamp_(LR_MIN, LR_MAX)
 

@@ -1,9 +1,10 @@
 """Encoders of observation groups, images included, to one feature vector; and networks supplied by the user."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -337,3 +338,17 @@ def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module, probe
         same = isinstance(have, list) and len(have) == len(shape)
         if not same or any(want != size and not isinstance(want, str) for size, want in zip(have, shape, strict=True)):
             raise ConfigError(setting, name, f"{call} of shape [{', '.join(map(str, shape))}], not {have}")
+
+
+@torch.no_grad()
+def squashes(policy: nn.Module, spec: EnvSpec) -> bool:
+    """Test on two rows, with perturbed weights, that ``forward`` is the tanh of ``before_tanh``."""
+    if not hasattr(policy, "before_tanh"):
+        return False
+    moved, gen = cast(Any, copy.deepcopy(policy)), torch.Generator().manual_seed(0)
+    for weight in moved.parameters():
+        weight += 0.1 * torch.randn(weight.shape, generator=gen)
+    drawn = {k: torch.randn(2, *s.shape, generator=gen) for k, s in spec.obs.items()}
+    kinds = {k: s.dtype for k, s in spec.obs.items()}
+    obs = {k: v if kinds[k].is_floating_point else (100 * v.abs()).to(kinds[k]) for k, v in drawn.items()}
+    return torch.allclose(torch.tanh(moved.before_tanh(obs)).float(), moved(obs).float(), atol=1e-5)

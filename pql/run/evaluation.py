@@ -297,7 +297,7 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What ``pql eval`` is asked for.
+    """Arguments of an evaluation of a saved policy.
 
     Attributes:
         epsilon: share of random actions; None: as in the run's own evaluations.

@@ -22,7 +22,7 @@ class StopError(Exception):
 
 
 @dataclass(frozen=True)
-class Setup:
+class ActorOptions:
     """Settings of an actor, with the contents of files, so that they can be sent to another machine."""
 
     connect: str
@@ -42,7 +42,7 @@ def add_actor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setup(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``Setup``, which ``pql actor`` and ``pql fleet`` share."""
+    """Add the options of ``ActorOptions``, which ``pql actor`` and ``pql fleet`` share."""
     parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where pql train task=remote listens")
     parser.add_argument("--task", metavar="NAME", required=True)
     parser.add_argument("--num-envs", type=int, default=32)
@@ -73,7 +73,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise StopError
 
 
-def setup_of(args: argparse.Namespace) -> Setup:
+def setup_of(args: argparse.Namespace) -> ActorOptions:
     """Check the options and read their files.
 
     Raises:
@@ -83,11 +83,11 @@ def setup_of(args: argparse.Namespace) -> Setup:
     token = read_token("--token-file", args.token_file)
     ca = None if args.ca is None else read_file("--ca", args.ca, CERTIFICATE)
     kwargs = keywords(args.overrides)
-    return Setup(args.connect, args.task, args.num_envs, kwargs, args.role, token, ca, args.patience)
+    return ActorOptions(args.connect, args.task, args.num_envs, kwargs, args.role, token, ca, args.patience)
 
 
 def make_actor_client(
-    setup: Setup, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
+    setup: ActorOptions, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
 ) -> "ActorClient":
     """Build the simulator and its actor. ``tell`` and ``leave`` are the actor's.
 

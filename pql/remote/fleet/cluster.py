@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pql.errors import ConfigError
-from pql.remote.actor.command import Setup
+from pql.remote.actor.command import ActorOptions
 from pql.remote.fleet.host import FleetHost
 from pql.remote.fleet.supervisor import LOST, Ending, Look
 from pql.remote.protocol import LOOPBACK
@@ -41,7 +41,7 @@ class RayCluster:
         ConfigError: Ray is not installed, there is no such cluster, or its machines cannot reach the learner's address.
     """
 
-    def __init__(self, setup: Setup, address: str, cpus: float):
+    def __init__(self, setup: ActorOptions, address: str, cpus: float):
         try:
             import ray
         except ModuleNotFoundError as error:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pql.engine.watchdog import Watchdog
 from pql.errors import ConfigError
-from pql.remote.actor.command import Setup, make_actor_client
+from pql.remote.actor.command import ActorOptions, make_actor_client
 from pql.remote.fleet.supervisor import FAILED, OVER, REFUSED, STOPPED, Ending, Look
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class FleetHost:
     """Host of one actor. ``run`` occupies a thread until the actor ends; other threads call the other methods."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: ActorOptions):
         self.setup, self._leave, self._said = setup, threading.Event(), ""
         self.actor: ActorClient | None = None
 
