@@ -9,7 +9,7 @@ gymnasium = pytest.importorskip("gymnasium")
 from gymnasium.utils.env_checker import check_env  # noqa: E402
 
 import pql  # noqa: E402
-import pql.wrap.gymnasium as ids  # noqa: E402
+import pql.wrap.gymnasium_ids as ids  # noqa: E402
 from pql.config.layers import Presets  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
 
@@ -98,7 +98,7 @@ def test_policies_see_their_own_group_and_critics_groups_are_in_info(scratch):
 
 
 def test_pictures_come_where_they_are_asked_for():
-    env = gymnasium.make("pql.wrap.gymnasium:pql/Pendulum-v0", render_mode="rgb_array")
+    env = gymnasium.make("pql.wrap.gymnasium_ids:pql/Pendulum-v0", render_mode="rgb_array")
     env.reset(seed=0)
     assert env.render().shape == (480, 640, 3)
     assert env.metadata["render_fps"] == 20

@@ -309,7 +309,7 @@ def test_a_clean_run_is_the_same_to_a_bit_watched_or_not(monkeypatch, family, co
     watched = made()
     assert int(watched.collector.quarantine.dropped) == 0
     with monkeypatch.context() as patch:  # every step the long way, as on a GPU
-        patch.setattr(quarantine, "plausible", lambda tensors: False)
+        patch.setattr(quarantine, "all_finite", lambda tensors: False)
         assert differences(lane_bits(watched), lane_bits(made())) == []
     monkeypatch.setattr(Quarantine, "__call__", lambda self, step, held, arrived=None: (step, None))
     monkeypatch.setattr(Quarantine, "act", lambda self, made, mask=None: None)

@@ -395,13 +395,13 @@ def test_a_token_and_tls(tmp_path):
     import pql.remote.env as module
 
     tell = []
-    plain, module.Server = module.Server, lambda *a, **k: tell.append(plain(*a, **k, tell=quiet)) or tell[0]
+    plain, module.ActorServer = module.ActorServer, lambda *a, **k: tell.append(plain(*a, **k, tell=quiet)) or tell[0]
     try:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         wait_until(lambda: tell)
     finally:
-        module.Server = plain
+        module.ActorServer = plain
     address, sim, cert = tell[0].address, make_sim("counter", 2, {}), (tmp_path / "cert.pem").read_bytes()
     with pytest.raises(ConfigError, match=r"--token-file=\.\.\..*a wrong token, or none"):
         ActorClient(address, sim, token="guess", ca=cert, tell=quiet).run()

@@ -15,7 +15,7 @@ from pql.contract.moved import MOVED
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = structure.modules(ROOT)
-HYDRA = {"config.compose", "cli.sweep_values", "envs.isaacgym"}  # overrides; Isaac Gym Envs has its own configs
+HYDRA = {"config.compose", "cli.sweep_values", "envs.adapters.isaacgym"}  # overrides; Isaac Gym Envs has its own configs
 
 
 def test_no_import_goes_up():

@@ -47,7 +47,7 @@ MOVED = {
         "policy": "run.policy",
         "rundir": "run.store.run_dir",
         "session": "run.session",
-        "gymnasium": "wrap.gymnasium",
+        "gymnasium": "wrap.gymnasium_ids",
     }.items()
 }
 

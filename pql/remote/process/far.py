@@ -180,8 +180,8 @@ class Server:
         return {"spec": self.sims.foresee(request)}, b""
 
     def do_build(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        self.env = self.sims.build(request)
-        spec = self.sims.describe(self.env.spec)
+        self.env = self.sims.build_simulator(request)
+        spec = self.sims.describe_simulator(self.env.spec)
         places, size = self.sims.layout(spec)
         os.ftruncate(self.memory, size)
         self.groups = {name: "obs." + name for name in spec["obs"]}

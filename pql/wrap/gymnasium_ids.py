@@ -1,7 +1,7 @@
 """Registers every shipped task with gymnasium as a single environment.
 
     import gymnasium
-    import pql.wrap.gymnasium
+    import pql.wrap.gymnasium_ids
 
     env = gymnasium.make("pql/HalfCheetah-v0")
     env = gymnasium.make("pql/Ant-v0", contact_forces=False, render_mode="rgb_array")
