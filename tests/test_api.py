@@ -37,6 +37,7 @@ NAMES = {
     "make_env",
     "record_video",
     "register",
+    "register_algorithm",
     "report",
     "resume",
     "train",

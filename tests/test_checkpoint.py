@@ -101,7 +101,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     if stage == "tensors":
         monkeypatch.setattr(tensorfile, "write", die)
     elif stage == "manifest":
-        monkeypatch.setattr(checkpoint, "create", die)
+        monkeypatch.setattr(checkpoint, "create_file", die)
     elif stage == "sync":
         monkeypatch.setattr(os, "fsync", die)
     else:

@@ -368,7 +368,7 @@ class Broken(Counter):
 @pytest.mark.parametrize("executor", ["threads", "inline"])
 def test_a_run_that_fails_has_status_1_and_shows_the_cause(tmp_path, executor):
     script = (
-        "import sys; from pql.contract.env import register; from test_cli import Broken; register('broken', Broken); "
+        "import sys; from pql import register; from test_cli import Broken; register('broken', Broken); "
         "from pql.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     more = ("task=env", "task.name=broken", f"placement.executor={executor}")
@@ -441,7 +441,7 @@ def start() -> Iterator[Start]:
 
     def begin(run_dir: Path, *more: str, stuck_at: int = 10**9) -> "subprocess.Popen[str]":
         script = (
-            "import sys; from pql.contract.env import register; from test_cli import slow; register('slow', slow); "
+            "import sys; from pql import register; from test_cli import slow; register('slow', slow); "
             "from pql.cli.main import main; sys.exit(main(sys.argv[1:]))"
         )
         slow = ("task=env", "task.name=slow", f"task.kwargs.stuck_at={stuck_at}", f"task.kwargs.mark={run_dir}.mark")

@@ -62,13 +62,13 @@ def test_the_learner_reads_the_rollout_of_the_tick_before(variant, monkeypatch):
     """Although the collector has by then filled the other half."""
     parts = ticks(start(config_of(VARIANTS[variant]), Inline(ORDERS[0])), 3)
     rollout, module = parts.collector.stores[0], ppo if variant == "appo" else impala
-    begin_tick, seen = module.begin_tick, []
+    begin_tick, seen = module.begin_ppo_tick, []
 
     def spy(state, settings, segment):
         seen.append(segment)
         return begin_tick(state, settings, segment)
 
-    monkeypatch.setattr(module, "begin_tick", spy)
+    monkeypatch.setattr(module, "begin_ppo_tick", spy)
     for _ in range(3):
         before = rollout.segment()
         parts.schedule.tick()

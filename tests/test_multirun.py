@@ -352,7 +352,7 @@ def test_ctrl_c_of_a_real_command_saves_and_the_next_one_goes_on(here, tmp_path,
 # ``pql``, with an environment whose third step crashes in native code.
 CRASHING = """
 import ctypes, os, sys
-from pql.contract.env import register
+from pql import register
 from pql.envs.toy import Counter
 from pql.cli.main import main
 

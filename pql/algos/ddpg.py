@@ -176,9 +176,8 @@ def deterministic_policy(config: Config, spec: EnvSpec) -> nn.Module:
 
 def probe_deterministic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     """Return a deterministic policy's outputs for two rows, [2, A] each."""
-    mean_action = cast(Any, network).mean_action(obs)
-    shape = list(action.shape)
-    return [("forward(obs)", network(obs), shape), ("mean_action(obs)", mean_action, shape)]
+    outputs = {"forward(obs)": network(obs), "mean_action(obs)": cast(Any, network).mean_action(obs)}
+    return [(call, output, list(action.shape)) for call, output in outputs.items()]
 
 
 def deterministic_action(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:

@@ -39,7 +39,7 @@ COMMANDS: dict[str, dict[str, type]] = {
     "completion": {},
 }
 FLAGS: dict[str, tuple[str, ...]] = {
-    "train": ("-m", "--multirun", "--cfg", "--dry-run", "-h", "--help"),
+    "train": ("-m", "--multirun", "--cfg", "--dry-run", "--presets", "-h", "--help"),
     "resume": ("--trust",),
     "eval": ("--trust",),
     "play": ("--live", "--trust"),

@@ -52,6 +52,10 @@ MOVED = {
 }
 
 
+SPLIT = {"pql.env": "pql.contract.registry"}
+"""Old modules whose names are in two modules now: the second one."""
+
+
 class _Moved(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> "ModuleSpec | None":
         return ModuleSpec(fullname, self) if fullname in MOVED else None
@@ -60,6 +64,9 @@ class _Moved(MetaPathFinder, Loader):
         old, new = module.__name__, MOVED[module.__name__]
         warnings.warn(f"{old} is now {new}; the old name ends with version 0.3", DeprecationWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(new)
+        if old in SPLIT:
+            module.__dict__.update(vars(importlib.import_module(SPLIT[old])) | vars(sys.modules[old]))
+            sys.modules[old] = module
 
 
 def install() -> None:

@@ -24,16 +24,15 @@ def register(name: str, factory: Any) -> None:
 
 
 def takes(settings: type) -> Callable[[Any], Any]:
-    """Decorate a factory ``(num_envs, device, **keywords)``: the fields of the dataclass ``settings`` are its keywords.
+    """Decorate a method ``(self, num_envs, device, **keywords)``: the fields of the dataclass are its keywords.
 
-    ``inspect.signature`` then shows them, so that an unknown keyword is refused by name.
+    ``inspect.signature`` of the factory then shows them, and an unknown keyword is refused by name.
     """
 
-    def mark(factory: Any) -> Any:
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        own = [inspect.Parameter(k, kind, default=v) for k, v in (("num_envs", 64), ("device", "cpu"))]
-        factory.__signature__ = inspect.Signature([*own, *inspect.signature(settings).parameters.values()])
-        return factory
+    def mark(method: Any) -> Any:
+        own = [p for p in inspect.signature(method).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        method.__signature__ = inspect.Signature([*own, *inspect.signature(settings).parameters.values()])
+        return method
 
     return mark
 

@@ -32,7 +32,6 @@ SIZE, SKIP, STACK = 84, 4, 4
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 
 
-@takes(AtariSettings)
 class AtariVec:
     """``num_envs`` consoles with the same game.
 
@@ -49,6 +48,7 @@ class AtariVec:
         ConfigError: an unknown game, or a value out of range.
     """
 
+    @takes(AtariSettings)
     def __init__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any):
         self.spec, settings = self.describe(num_envs, device, **keywords), AtariSettings(**keywords)
         each = num_envs // settings.groups

@@ -48,7 +48,6 @@ class CounterSettings:
     action_dim: int = 2
 
 
-@takes(CounterSettings)
 class Counter:
     """obs = [episode id, step]: [N, 2] float32, both from 0, so a transition names itself. Actions do nothing.
 
@@ -72,6 +71,7 @@ class Counter:
     capturable = True
     generators: tuple[()] = ()  # nothing is drawn
 
+    @takes(CounterSettings)
     def __init__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any):
         self.spec, settings = self.describe(num_envs, device, **keywords), CounterSettings(**keywords)
         device = self.spec.device

@@ -55,7 +55,6 @@ class GymnasiumSettings:
     render_mode: str | None = None
 
 
-@takes(GymnasiumSettings)
 class GymnasiumVec:
     """``num_envs`` copies of a registered gymnasium environment.
 
@@ -72,6 +71,7 @@ class GymnasiumVec:
         ConfigError: unknown id, unsupported space, or a value out of range.
     """
 
+    @takes(GymnasiumSettings)
     def __init__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any):
         self.spec, settings = self.describe(num_envs, device, **keywords), GymnasiumSettings(**keywords)
         id, autoreset, vectorization = settings.id, settings.autoreset, settings.vectorization

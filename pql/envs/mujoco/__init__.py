@@ -59,7 +59,6 @@ class MujocoSettings:
     action_scale: float | None = None
 
 
-@takes(MujocoSettings)
 @dataclass(frozen=True)
 class Maker:
     """Environment factory of one task: call it for the ``VecEnv``, or ``describe`` it for the spec alone.
@@ -73,6 +72,7 @@ class Maker:
     task: type[Task]
     joints: type[Task] | None = None  # the same task, observing positions and velocities alone
 
+    @takes(MujocoSettings)
     def __call__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> MujocoVec:
         settings = MujocoSettings(**keywords)
         return MujocoVec(self.variant(settings), num_envs, torch.device(device), _options(num_envs, settings))

@@ -22,7 +22,6 @@ SIZE, SKIP, STACK = 84, 4, 4
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 
 
-@takes(AtariSimSettings)
 class AtariSim:
     """``num_envs`` copies of one game; settings as in ``pql.envs.atari.AtariVec``. Fields are arrays [N, ...].
 
@@ -30,6 +29,7 @@ class AtariSim:
         ConfigError: unknown game or autoreset mode.
     """
 
+    @takes(AtariSimSettings)
     def __init__(self, num_envs: int, device: Any = "cpu", **keywords: Any):
         settings = AtariSimSettings(**keywords)
         game, autoreset = settings.game, settings.autoreset

@@ -208,7 +208,7 @@ class Server:
             cuda = importlib.import_module("pql.remote.process.shared_cuda")
             if not cuda.usable(device):
                 return {"why": f"the simulator's tensors are on {device}"}, b""
-            self.tensors = cuda.tensors(cuda.attach(request["handle"], device), request["places"], device)
+            self.tensors = cuda.shared_tensors(cuda.attach(request["handle"], device), request["places"], device)
         except (ImportError, OSError, RuntimeError, TypeError) as error:
             return {"why": str(error)}, b""
         self.tensors.update(zip(self.terms.values(), self.tensors["log"]))
