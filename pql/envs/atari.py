@@ -1,9 +1,9 @@
 """Atari 2600 games: ``ale_py``'s native vector environment (C++ threads; the games come with the package).
 
-Frames as in Mnih et al. 2015: an action is held for four frames of the console, the observation is the maximum of the
-last two in grey, 84 x 84, and four of these are stacked, zeros before the episode. Rewards are raw scores: learners
-clip (``task.reward_clip``). Facts about ``ale_py`` that are worked around here: it clips rewards and presses FIRE by
-default; its no-ops are drawn from 0 .. noop_max - 1; its own flag for lost lives equals that for the game's end.
+Frames as in Mnih et al. 2015: an action is held for four frames of the console, the observation is the pixelwise
+maximum of the last two in grey, 84 x 84, and four of these are stacked, zeros before the episode. Rewards are raw
+scores: learners clip (``task.reward_clip``). Workarounds for ``ale_py``: it clips rewards and presses FIRE by default;
+it draws no-ops from 0 .. noop_max - 1; its flag for a lost life is the same as for the end of the game.
 """
 
 import functools
@@ -33,22 +33,22 @@ MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_S
 class AtariVec:
     """``num_envs`` consoles with the same game.
 
-    obs [N, 4, 84, 84] uint8 (``stack=4``); action [N] int64, the game's own minimal set or all 18; reward: raw score
-    of the row. Truncated after ``max_episode_steps``. ``log["score"]`` is the raw reward, too, whose sum over a whole
-    game is then ``episode/score``, whatever ends for learning.
+    obs [N, 4, 84, 84] uint8 (``stack=4``); action [N] int64, the game's minimal set or all 18; reward: raw score of the
+    row. Truncated after ``max_episode_steps``. ``log["score"]`` is the raw reward, too; its sum over a whole game is
+    ``episode/score``, also if lives end episodes for learning.
 
     Args:
         num_envs: N.
-        device: where the tensors go; the consoles run on the host.
-        game: as ``ale_py`` calls it: ``pong``, ``ms_pacman``, ...
+        device: device of the tensors; the consoles run on the host.
+        game: ``ale_py``'s name: ``pong``, ``ms_pacman``, ...
         autoreset: ``same_step`` or ``next_step`` (a filler row follows each end).
         noop_max: a game begins with 0 .. ``noop_max`` frames without an action, drawn for every game.
         sticky: probability, at every frame of the console, that the last action is repeated instead.
-        full_actions: all 18 actions instead of those that the game knows.
+        full_actions: all 18 actions instead of those that the game uses.
         life_loss: a lost life terminates (for learning; the game continues, so ``first`` is not set).
-        fire_reset: press FIRE once when a game begins, where it has such an action.
-        max_episode_steps: time limit in actions, four frames each; 27,000 are 30 minutes of play.
-        threads: that step the consoles (of each group); None or 0: as many as there are cores.
+        fire_reset: press FIRE once when a game begins, if the game has that action.
+        max_episode_steps: time limit in actions, four frames each; 27,000 correspond to 30 minutes of play.
+        threads: threads that step the consoles of each group; None or 0: one per core.
         groups: consoles are divided into this many groups of neighbours for :meth:`send` and :meth:`recv`.
 
     Raises:
@@ -101,7 +101,7 @@ class AtariVec:
         }
         self._groups = [Group(AtariVectorEnv(game, each, **settings), self.spec, life_loss) for _ in range(groups)]
         self._ids = torch.arange(num_envs).chunk(groups)
-        self._sent: deque[int] = deque()  # groups under way, oldest first
+        self._sent: deque[int] = deque()  # groups in flight, oldest first
 
     @classmethod
     def describe(
@@ -119,7 +119,7 @@ class AtariVec:
         threads: int | None = None,
         groups: int = 1,
     ) -> EnvSpec:
-        """The ``EnvSpec`` that the same arguments would build; loads the game to read its actions."""
+        """Return the ``EnvSpec`` of an environment with these arguments; loads the game to read its actions."""
         if game not in (games := cls.games()):
             near = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", game).lower(), games)  # MsPacman, as gymnasium writes it
             raise ConfigError("game", game, f"a game of ale_py's, such as pong or ms_pacman{near}")
@@ -151,12 +151,12 @@ class AtariVec:
 
     @staticmethod
     def games() -> list[str]:
-        """Names that ``game`` may have."""
+        """Return the valid names for ``game``."""
         return sorted(roms.get_all_rom_ids())
 
     def reset(self, seed: int | None = None) -> Obs:
         n = self.spec.num_envs
-        # Drawn for all consoles at once, so that a console's games do not depend on the groups.
+        # Drawn for all consoles at once, so that a console's seeds do not depend on the groups.
         seeds = None if seed is None else np.random.SeedSequence(seed).generate_state(n).astype(np.int64) >> 1
         each = n // len(self._groups)
         parts = [g.reset(None if seeds is None else seeds[i * each :][:each]) for i, g in enumerate(self._groups)]
@@ -174,18 +174,18 @@ class AtariVec:
         return steps[0] if len(steps) == 1 else join_steps(steps)
 
     def send(self, action: Tensor, ids: Tensor) -> None:
-        """Hand one group its actions [n] and return at once; ``ids`` [n] are as :meth:`recv` gives them."""
+        """Send actions [n] to one group and return at once; ``ids`` [n] are those of :meth:`recv`."""
         group = int(ids[0]) // len(ids)
         self._groups[group].send(action.cpu().numpy())
         self._sent.append(group)
 
     def recv(self) -> tuple[Tensor, Step]:
-        """Wait for the group that was sent first: its ids [n], and what followed there (fields of [n, ...])."""
+        """Wait for the group that was sent first: its ids [n], and its step (fields of [n, ...])."""
         group = self._sent.popleft()
         return self._ids[group], self._groups[group].recv()
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
-        """The newest frame of console ``index``, in the screen's proportions: uint8 [H, W, 3], by default 420 x 320."""
+        """Return the latest frame of console ``index`` with the screen's aspect: uint8 [H, W, 3], default 420 x 320."""
         width, height = width or 320, height or 420
         group, row = divmod(index, self.spec.num_envs // len(self._groups))
         frame = self._groups[group].shown[row, -1]
@@ -198,7 +198,7 @@ class AtariVec:
 
 
 class Group:
-    """Consoles that step together: one ``AtariVectorEnv``, and what it says as a ``Step``."""
+    """Consoles that step together: one ``AtariVectorEnv`` whose results become a ``Step``."""
 
     def __init__(self, vec: AtariVectorEnv, spec: EnvSpec, life_loss: bool):
         self.vec, self.life_loss, self._next = vec, life_loss, spec.autoreset == "next_step"
@@ -237,7 +237,7 @@ class Group:
         hand = self._hand
         hand.wait()
         seen, sent, scored = hand.send("obs", obs), hand.send("flags", flags), hand.send("reward", reward)
-        final = seen  # the successor, where nothing was replaced
+        final = seen  # the final observation, except on rows that were reset
         if not self._next and over.any():
             final = hand.send("final", np.where(over[:, None, None, None], info["final_obs"], obs))
         hand.sent()
@@ -247,8 +247,8 @@ class Group:
 
 @functools.cache
 def _actions(game: str, full: bool) -> int:
-    """How many actions a game has."""
-    ALEInterface.setLoggerMode(LoggerMode.Error)  # no greeting
+    """Return the number of a game's actions."""
+    ALEInterface.setLoggerMode(LoggerMode.Error)  # without the start-up message
     console = ALEInterface()
     console.loadROM(cast(Path, roms.get_rom_path(game)))
     return len(console.getLegalActionSet() if full else console.getMinimalActionSet())
