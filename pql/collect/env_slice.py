@@ -192,11 +192,11 @@ class EnvSlice:
             watchdog.touch()
             return
         # The simulator works on the legacy default stream, which PyTorch's side streams are not ordered with.
-        mine, theirs = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
-        theirs.wait_stream(mine)
-        with torch.cuda.stream(theirs):
+        current, default = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
+        default.wait_stream(current)
+        with torch.cuda.stream(default):
             yield
-        mine.wait_stream(theirs)
+        current.wait_stream(default)
         watchdog.touch()
 
 

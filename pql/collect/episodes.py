@@ -37,9 +37,9 @@ class EpisodeStats:
 
     def absorb(self, other: "EpisodeStats") -> None:
         """Add the ended episodes of ``other``, which has the same terms, and clear it."""
-        for mine, theirs in ((self.finished, other.finished), (self.count, other.count)):
-            mine += theirs.to(mine.device)
-            theirs.zero_()
+        for total, added in ((self.finished, other.finished), (self.count, other.count)):
+            total += added.to(total.device)
+            added.zero_()
 
     def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
         """Return the means over the episodes that ended since the last drain, of all processes of ``group``, and their

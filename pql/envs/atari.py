@@ -122,7 +122,7 @@ class AtariVec:
         """Return the ``EnvSpec`` of an environment with these arguments; loads the game to read its actions."""
         if game not in (games := cls.games()):
             near = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", game).lower(), games)  # MsPacman, as gymnasium writes it
-            raise ConfigError("game", game, f"a game of ale_py's, such as pong or ms_pacman{near}")
+            raise ConfigError("game", game, f"a game of ale_py, such as pong or ms_pacman{near}")
         if autoreset not in MODES:
             raise ConfigError("autoreset", autoreset, " or ".join(MODES))
         for setting, count in (("noop_max", noop_max), ("threads", threads or 0)):

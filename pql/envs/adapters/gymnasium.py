@@ -174,7 +174,7 @@ class GymnasiumVec:
         """
         for setting, value in (("width", width), ("height", height)):
             if value is not None:
-                raise ConfigError(setting, value, f"none: {self.spec.name} draws at a size of its own")
+                raise ConfigError(setting, value, f"none: {self.spec.name} renders at a fixed size")
         if self._envs.render_mode != "rgb_array":
             raise ConfigError("render_mode", self._envs.render_mode, "rgb_array, given when the environment is made")
         return np.asarray(cast(Any, self._envs.render())[index], np.uint8)

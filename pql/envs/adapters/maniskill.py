@@ -53,7 +53,7 @@ def maniskill(
     except RuntimeError as error:
         if "physical device" not in str(error) and "rendering device" not in str(error):
             raise
-        allowed = f"one that Vulkan can draw on ({error}); without a GPU, Mesa 24.3 or newer: mesa-vulkan-drivers"
+        allowed = f"one that Vulkan can render on ({error}); without a GPU, Mesa 24.3 or newer: mesa-vulkan-drivers"
         raise ConfigError("device", device, allowed) from error
     limit = gym_utils.find_max_episode_steps_value(env)
     vector = ManiSkillVectorEnv(env, auto_reset=True, ignore_terminations=False, record_metrics=False)

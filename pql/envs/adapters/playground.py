@@ -52,7 +52,7 @@ class PlaygroundVec:
 
         self.jax, self.device = jax, torch.device(device)
         if (jax.default_backend() == "cpu") != (self.device.type == "cpu"):
-            raise ConfigError("device", device, f"one of the kind that JAX has there: {jax.default_backend()}")
+            raise ConfigError("device", device, f"a device of the kind that JAX uses: {jax.default_backend()}")
         wrapped, step, limit, dt = load(env, settings or {}, episode_length, full_reset)
         self._reset, self._step = jax.jit(wrapped.reset), jax.jit(step)
         self._key: Any = jax.random.PRNGKey(0)

@@ -35,7 +35,9 @@ def backend(asked: str) -> str:
         if works(name):
             return name
     what = " or ".join(f"{name} (apt-get install {PACKAGES[name]})" for name in PACKAGES)
-    raise ConfigError("MUJOCO_GL", asked or None, f"a way to draw that works here; {', '.join(names)} did not: {what}")
+    raise ConfigError(
+        "MUJOCO_GL", asked or None, f"an OpenGL backend that works; {', '.join(names)} did not work: {what}"
+    )
 
 
 def works(name: str) -> bool:

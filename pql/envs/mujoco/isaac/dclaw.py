@@ -166,9 +166,9 @@ class DClaw(Reorient):
         """Start fingers near their pose and the cube between them, cube and goal orientations uniform on SO(3)."""
         hand = self._pose + draw.uniform(-SPREAD, SPREAD, count, self.joints)
         place = self._begin + draw.uniform(-0.01, 0.01, count, 3)
-        qpos = torch.cat((hand, place, _anyhow(count, draw)), 1)
+        qpos = torch.cat((hand, place, _random_orientations(count, draw)), 1)
         still = hand.new_zeros(count, self.action_size)
-        memory = {"goal": _anyhow(count, draw), "action": still, "done": still}
+        memory = {"goal": _random_orientations(count, draw), "action": still, "done": still}
         return Start(qpos, self.robot.qvel0.repeat(count, 1), memory)
 
     def goal(self, memory: Memory) -> Tensor:
@@ -221,7 +221,7 @@ class DClaw(Reorient):
         return {**super().measure(fields, memory), "goal_turn": xyzw(memory["goal"]), "fingertips": tips}
 
 
-def _anyhow(count: int, draw: Draw) -> Tensor:
+def _random_orientations(count: int, draw: Draw) -> Tensor:
     """Draw orientations uniform on SO(3): [count, 4] unit quaternions."""
     return torch.nn.functional.normalize(draw.normal(1.0, count, 4), dim=1)
 

@@ -112,7 +112,7 @@ class FrankaCubeStack(Task):
         self._a, self._b, self._turn_a = slice(a, a + 3), slice(b, b + 3), slice(a + 3, a + 7)
         self._turn_b = slice(b + 3, b + 7)
         self._ahead = exact.tensor([0.0, 0.0, GRIP])  # in the hand
-        self._aside = exact.tensor([[0.0, 1.0, 0.0], [0.0, -1.0, 0.0]])
+        self._sideways = exact.tensor([[0.0, 1.0, 0.0], [0.0, -1.0, 0.0]])
         self._above = robot.tensor([0.0, 0.0, (SMALL + LARGE) / 2])
 
     @classmethod
@@ -189,8 +189,8 @@ class FrankaCubeStack(Task):
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         qpos, pose = fields["qpos"], self.posed(fields)
         small, large, grip = qpos[:, self._a], qpos[:, self._b], self.grip(pose)
-        aside = (qpos[:, 7:9] + WIDER)[..., None] * self._aside  # [N, 2, 3] in the hand
-        tips = grip[:, None] + (pose.frame[:, None, -1] @ aside.unsqueeze(-1)).squeeze(-1)
+        offsets = (qpos[:, 7:9] + WIDER)[..., None] * self._sideways  # [N, 2, 3] in the hand
+        tips = grip[:, None] + (pose.frame[:, None, -1] @ offsets.unsqueeze(-1)).squeeze(-1)
         distance = torch.linalg.vector_norm(torch.cat((grip[:, None], tips), 1) - small[:, None], dim=2)  # [N, 3]
         near = 1 - torch.tanh(10 * distance.mean(1))
         height, gap = small[:, 2] - TOP, large - small

@@ -3,10 +3,9 @@ ShadowHandOpenAI_FF: a policy with few observations, a critic with the full stat
 0.4 rad, and eight seconds per goal.
 
 Differences from Isaac's task, in addition to those of :mod:`.shadow_hand`: a push on the block lasts the whole step
-with a third of its force (Isaac: full force for the first third). Randomisation is that of ``task.kwargs.randomize``,
-enabled
-in the preset: masses, friction, motor stiffness and observation noise. Action noise, gravity, the block's size, joint
-limits and damping are not randomised.
+with a third of its force (Isaac: full force for the first third). The preset enables ``task.kwargs.randomize`` for
+masses, friction, motor stiffness and observation noise; action noise, gravity, the block's size, joint limits and
+damping are not randomised.
 """
 
 import math
