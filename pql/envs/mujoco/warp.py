@@ -7,7 +7,7 @@ simulations and change only the selected ones.
 
 Warp keeps contacts and constraints in buffers of fixed size (C allocates as needed): 1.5 times the most that C needed
 in a measurement. If a buffer is too small, contacts are lost. :meth:`WarpEngine.overflowed` reports the simulations
-concerned; a warning, given the first time and whenever their number has doubled, names the setting to change.
+concerned. The first overflow, and each doubling of their number, gives a warning that names the setting to change.
 
 On the CPU, Warp runs on one thread and is meant for tests only.
 """
@@ -260,7 +260,7 @@ class Overflows:
         count = int(self._seen)
         if count > 2 * self._warned:
             self._warned = count
-            sizes = "{} contacts and {} constraint rows a simulation".format(*self._sizes)
+            sizes = "{} contacts and {} constraint rows per simulation".format(*self._sizes)
             message = f"MuJoCo Warp's buffers of {sizes} have overflowed {count} times: contacts were lost"
             larger = "task.kwargs.contacts=[{},{}]".format(*self._sizes)
             warnings.warn(f"{message}. Enlarge them by half: {larger}.", PqlWarning, stacklevel=2)

@@ -140,7 +140,7 @@ class BallBalance(Task):
         return spec
 
     def start(self, count: int, draw: Draw) -> Start:
-        """Drop the ball from 1 to 2 m above the tray, at 5 m/s towards its axis."""
+        """Drop the ball from a height of 1 to 2 m, at 5 m/s downwards and up to 5 m/s towards the tray's axis."""
         robot = self.robot
         angle, distance = draw.uniform(-math.pi, math.pi, count), draw.uniform(0.001, 0.5, count)
         out = torch.stack((angle.cos(), angle.sin()), 1)

@@ -129,8 +129,8 @@ class FrankaCubeStack(Task):
         for geom in [g for g in spec.geoms if g.type == mujoco.mjtGeom.mjGEOM_BOX and max(g.size) < 0.005]:
             spec.delete(geom)  # four pins on each fingertip, which touch a cube at every corner: the pad replaces them
         _furnish(spec)
-        for geom in spec.geoms:  # fingers press with up to 200 N: stiff contacts that give less than a millimetre and
-            # creep less than that along the pads: ``impratio`` 10 does not make a held cube drift less
+        for geom in spec.geoms:  # fingers press with up to 200 N: stiff contacts, which yield less than a
+            # millimetre, and less along the pads, too (``impratio`` 10 does not reduce the drift of a held cube)
             geom.friction = [1.0, 0.005, 0.0001]
             geom.solref, geom.solimp = [0.005, 1.0], [0.99, 0.999, 0.001, 0.5, 2.0]
         spec.stat.center, spec.stat.extent = [-0.1, 0.0, 1.35], 1.0

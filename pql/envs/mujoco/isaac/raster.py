@@ -21,7 +21,7 @@ class Camera:
     """Draws N scenes at once.
 
     Args:
-        device: where the shapes are.
+        device: device of shapes and images.
         ball, tray, leg: radii in metres.
     """
 

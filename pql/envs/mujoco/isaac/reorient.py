@@ -143,7 +143,7 @@ class Reorient(Task):
         }
         return Verdict(terms, distance >= self.fall, {"success": solved})
 
-    # -- what is seen -------------------------------------------------------------------------------------------------
+    # -- observations -------------------------------------------------------------------------------------------------
 
     def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
         """Return all possible parts of the observations, by name: [N, ...]. World frame, metres."""
