@@ -48,7 +48,7 @@ class Store(Protocol):
         ...
 
     def restart(self, obs: Obs) -> None:
-        """Continue from ``obs`` in new episodes, whose beginnings no row announced."""
+        """Continue from ``obs`` [N, ...] in new episodes: an unannounced restart."""
         ...
 
     def positions(self) -> list[Tensor]:
@@ -65,7 +65,7 @@ class Collector:
     Args:
         actor: the collecting policy.
         stores: destinations of rows: rings (all but the first are observation-only copies on other devices) or a
-        rollout.
+            rollout.
         capture: capture acting and recording in CUDA graphs, with the simulator's step if it can be captured.
 
     Attributes:
@@ -248,7 +248,7 @@ class Collector:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore in place. A simulator without ``state_dict`` begins new episodes, which no row announced."""
+        """Restore in place. A simulator without ``state_dict`` begins new episodes: an unannounced restart."""
         self.box.forget()
         fresh, out = {k: v.clone() for k, v in self.obs.items()}, self.quarantine.out.clone()
         self._keep(state["obs"])

@@ -11,8 +11,8 @@ simulator gets them, and a step before it is used. ::
 All readers of rows handle filler rows, so no other code has to handle non-finite values. Other environments are not
 affected.
 
-An environment is restarted (``reset_where``) at once on the CPU, if all environments step together; elsewhere between
-two ticks, because reading a step would wait for the device. A simulator that cannot restart single environments ends
+An environment is restarted (``reset_where``) at once on the CPU if all environments step together, otherwise between
+two ticks, so that the host does not wait for a device. A simulator that cannot restart single environments ends
 the episode itself at some point. Until then the environment is *out*: the policy acts on its last finite observation,
 and all its rows are fillers.
 

@@ -1,6 +1,6 @@
 """Prefill: fills a collector's empty rings with recorded data, in either layout of ``pql.data.transitions``.
 
-Observations are handled as frame indices, so that a file may be as large as memory once. A *frame* is the part of an
+Observations are handled as frame indices, so that a file has to fit into memory only once. A *frame* is the part of an
 observation that a ring stores: the newest image of a stack, otherwise the whole observation.
 """
 

@@ -38,7 +38,6 @@ class EnvpoolVec:
 
     Raises:
         ConfigError: no such task, a keyword that it does not accept, or an unsupported space.
-        ConfigError: no such task, a keyword that it does not take, or spaces that have no place here.
     """
 
     def __init__(
