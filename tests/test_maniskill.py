@@ -122,7 +122,7 @@ def test_what_has_no_place_here_is_refused(monkeypatch):
     for message in ("failed to find a rendering device", 'Failed to find a supported physical device "cpu"'):
         monkeypatch.setattr("gymnasium.make", mock.Mock(side_effect=RuntimeError(message)))
         with pytest.raises(
-            ConfigError, match=rf"device=cpu: expected one that Vulkan can draw on \({message}\); .*Mesa"
+            ConfigError, match=rf"device=cpu: expected one that Vulkan can render on \({message}\); .*Mesa"
         ):
             maniskill(1, "cpu")
     monkeypatch.setattr("gymnasium.make", mock.Mock(side_effect=RuntimeError("no such asset")))

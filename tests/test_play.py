@@ -240,7 +240,7 @@ def test_gymnasium_environments_are_told_to_draw(run: Path, tmp_path: Path) -> N
     env.reset(0)
     env.step(torch.zeros(2, 1))
     assert env.render(1).mean() == 50
-    with pytest.raises(ConfigError, match="width=64: expected none: PqlDrawing-v0 draws at a size of its own"):
+    with pytest.raises(ConfigError, match="width=64: expected none: PqlDrawing-v0 renders at a fixed size"):
         env.render(0, 64)
     with pytest.raises(ConfigError, match="render_mode=null: expected rgb_array"):
         make_env("gymnasium", 1, id="PqlDrawing-v0").render()

@@ -92,5 +92,5 @@ def test_settings_are_the_tasks_own_and_mistakes_are_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"env=Countr: expected one of Counter \(did you mean Counter\?\)"):
         PlaygroundVec(4, "cpu", "Countr")
     install(monkeypatch, backend="gpu")
-    with pytest.raises(ConfigError, match="device=cpu: expected one of the kind that JAX has there: gpu"):
+    with pytest.raises(ConfigError, match="device=cpu: expected a device of the kind that JAX uses: gpu"):
         make()

@@ -1,4 +1,4 @@
-"""The collector: acts, steps the simulator and writes what came back, in groups, late or not finite.
+"""Collector: acts, steps the simulator and records the rows, also for env slices, late answers and non-finite values.
 
-Knows replays and rollouts by their ``insert`` alone, and no algorithm. Start reading at ``collector.py``.
+Uses replays and rollouts only through ``insert``, and knows no algorithm. Start reading at ``collector.py``.
 """

@@ -1,4 +1,4 @@
-"""Actors: how a policy chooses actions while it collects, with noise, by sampling or epsilon-greedily."""
+"""Actors: action selection during collection, with noise, by sampling or epsilon-greedily."""
 
 import copy
 from collections.abc import Callable
@@ -17,18 +17,18 @@ from pql.nets.q import QNetwork, RecurrentQNetwork, redraw_noise
 from pql.types import Acted, Memory, Obs
 
 ActFunction = Callable[[nn.Module, Obs, Generator], Tensor]
-"""(policy, normalised obs, generator) -> action [N, A]: what algorithms differ in when acting."""
+"""(policy, normalised obs, generator) -> action [N, A]: the part of acting that differs between algorithms."""
 
 
 class Actor(Protocol):
-    """A policy at work: it turns observations into actions, and keeps what it needs from one step to the next."""
+    """Collecting policy: maps observations to actions and keeps its state from step to step."""
 
-    action: Tensor  # [N, A] or [N] int64: what the simulator gets, at a fixed address
+    action: Tensor  # [N, A] or [N] int64: the simulator's input, at a fixed address
     memory: Memory | None
 
     @property
     def policy(self) -> nn.Module:
-        """A private copy, that pulls land in."""
+        """Private copy of the policy, into which new weights are pulled."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Actor(Protocol):
         ...
 
     def act(self, obs: Obs, gen: Generator) -> None:
-        """Normalised observations -> ``action``."""
+        """Choose ``action`` for normalised observations [N, ...]."""
         ...
 
     def record(self, device: torch.device) -> Any:
@@ -45,15 +45,15 @@ class Actor(Protocol):
         ...
 
     def observe(self, first: Tensor) -> None:
-        """Note where the next action begins an episode ([N] bool)."""
+        """Record where the next action begins an episode, [N] bool."""
         ...
 
     def restart(self) -> None:
-        """Every next action begins an episode."""
+        """Mark every environment's next action as the first of an episode."""
         ...
 
     def part(self, columns: slice) -> "Actor":
-        """The same policy for a range of the environments. Its tensors are views: it has no state of its own."""
+        """Return the actor of a range of the environments; its tensors are views of this one's."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -61,7 +61,7 @@ class Actor(Protocol):
 
 
 class NoisyActor:
-    """A policy without memory, and exploration noise on its action."""
+    """Feedforward policy with exploration noise on its action."""
 
     memory: Memory | None = None
 
@@ -77,7 +77,7 @@ class NoisyActor:
         return self.action.to(device)
 
     def observe(self, first: Tensor) -> None:
-        """Note where an episode begins, [N] bool."""
+        """Record where an episode begins, [N] bool."""
         self.explore.observe(first)
 
     def restart(self) -> None:
@@ -97,18 +97,18 @@ class NoisyActor:
 
 
 def action_buffer(spec: EnvSpec) -> Tensor:
-    """Zeros in the shape and type of an action: [N, A] float32, or [N] int64."""
+    """Return zeros with an action's shape and type: [N, A] float32, or [N] int64."""
     if isinstance(spec.action, Discrete):
         return torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device)
     return torch.zeros(spec.num_envs, spec.action.size, device=spec.device)
 
 
 class EpsilonActor:
-    """Greedy in a network's values, or random with probability epsilon. Noisy layers are drawn anew for every act.
+    """Epsilon-greedy actor of a Q-network. Noisy layers get new noise for every step.
 
     Args:
-        store_values: store beside the action what a new row's priority needs: ``q`` = Q(s, a) of the action taken and
-            ``value`` = max_a Q(s, a); NaN on rows of the warm-up, which no network acted on.
+        store_values: store with the action the values for a new row's priority: ``q`` = Q(s, a) of the chosen action
+            and ``value`` = max_a Q(s, a); NaN on warm-up rows, whose actions are random.
     """
 
     squashed: Tensor | None = None
@@ -129,7 +129,7 @@ class EpsilonActor:
         self._choose(policy.values(obs), gen)
 
     def _choose(self, values: Tensor, gen: Generator) -> None:
-        """Act on ``values`` [N, n]."""
+        """Choose epsilon-greedy actions from ``values`` [N, n]."""
         self.action.copy_(epsilon_greedy(values, self.epsilon(), gen))
         if self.stored:
             self.stored["q"].copy_(values.gather(-1, self.action.unsqueeze(-1)).squeeze(-1))
@@ -143,7 +143,7 @@ class EpsilonActor:
         """Ignore where an episode begins, [N] bool: epsilon does not depend on it."""
 
     def restart(self) -> None:
-        """Nothing is remembered from step to step."""
+        """Do nothing: no state is kept between steps."""
 
     def part(self, columns: slice) -> "EpsilonActor":
         part = copy.copy(self)
@@ -160,9 +160,9 @@ class EpsilonActor:
 
 
 class RecurrentActor(EpsilonActor):
-    """The same with a recurrent network. Beside the action, ``carry`` [N, C] is what it remembered before it acted.
+    """Epsilon-greedy actor of a recurrent Q-network. ``carry`` [N, C], the state before the action, is stored with it.
 
-    Nothing is remembered of a warm-up, in which it does not act: there the carry is zeros.
+    During the warm-up the network does not act, and the carry is zeros.
     """
 
     def __init__(self, policy: RecurrentQNetwork, epsilon: Epsilon, spec: EnvSpec, store_values: bool = False):
@@ -184,7 +184,7 @@ class RecurrentActor(EpsilonActor):
         return Acted(self.action.to(device), {k: v.to(device) for k, v in stored.items()})
 
     def observe(self, first: Tensor) -> None:
-        """Reset the state where an episode begins, [N] bool."""
+        """Reset the carry where an episode begins, [N] bool."""
         self.carry.mul_(~first.unsqueeze(1))
         self.fresh.copy_(first)
 
@@ -204,17 +204,17 @@ class RecurrentActor(EpsilonActor):
 
 
 class StochasticActor:
-    """A stochastic policy at work: it keeps what it did, beside what the simulator gets."""
+    """Actor of a stochastic policy: it also stores raw actions, distribution parameters and the weight version."""
 
     def __init__(self, policy: StochasticPolicy, spec: EnvSpec):
         device = spec.device
         self.policy = policy
         self.action = action_buffer(spec)
         n, size, carry_size = spec.num_envs, policy.dist.params_size, policy.body.carry_size
-        self.version = torch.zeros((), dtype=torch.int64, device=device)  # of the weights, which it is pulled with
-        versions = torch.full((n,), -1, device=device)  # by environment: some act rarely
+        self.version = torch.zeros((), dtype=torch.int64, device=device)  # of the weights, pulled with them
+        versions = torch.full((n,), -1, device=device)  # per environment, because some act rarely
         carry = torch.zeros(n, carry_size, device=device)
-        # Where answers come late, what was remembered is needed with them.
+        # With late answers, the memory before the action is needed when its answer arrives.
         before = carry.clone() if spec.spread > 1 else None
         squashes = isinstance(policy.dist, DiagGaussian) and policy.dist.squash
         self.squashed = self.action if squashes else None

@@ -1,10 +1,10 @@
-"""Collecting from environments that answer when they can: remote actors, some of which are late, gone, or new.
+"""Asynchronous collection from remote environments that may be late, lost or newly joined.
 
-Columns of the ring advance alone. A tick ends when its transitions are there, whoever made them. An environment that is
-late keeps its action and what its actor remembers; it has written nothing, so nobody can tell it from one that was
-never late. One environment makes at most ``spread`` times its share of a tick's steps, as far as the replay's guard
-band reaches; if that is not enough the tick ends short: the learners sit the next one out, and the collector makes up
-for it.
+Columns of the ring advance independently. A tick ends when its number of transitions has been recorded, whichever
+environments made them. While an environment is late, its action and its actor's memory are kept and nothing is written,
+so lateness leaves no trace in its rows. One environment makes at most ``spread`` times its share of a tick's steps, as
+allowed by the replay's guard band. If that does not suffice, the tick ends short: the learners skip the next tick, and
+the collector collects the missing transitions.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Ragged:
-    """A collector's lanes by turns, whoever has answered.
+    """Steps a collector's env slices in turn, with the environments that have answered.
 
     Attributes:
-        due: [N] bool, on the host; the last answer has been recorded, and no action was sent since.
-        transitions: recorded so far, all environments together, warm-up included.
-        target: that ticks have asked for so far.
+        due: [N] bool, on the host; the last answer has been recorded and no action has been sent since.
+        transitions: number recorded so far, over all environments, warm-up included.
+        target: number requested by the ticks so far.
     """
 
     def __init__(self, whole: "Collector"):
@@ -45,17 +45,18 @@ class Ragged:
         return present
 
     def behind_target(self) -> bool:
-        """The last tick ended short."""
+        """Return True if the last tick ended short."""
         return self.transitions < self.target
 
     def step(self, steps: int, choose: Callable[["EnvSlice"], None], going: Callable[[], bool] | None = None) -> bool:
-        """A tick: ``steps`` transitions for each environment there could be, or the rest of a short one.
+        """Run a tick: ``steps`` transitions per possible environment, or the missing ones of a short tick.
 
         Args:
-            going: until they are all there, with no limit for a single environment (the warm-up), or this is False, or
-                Ctrl-C came.
+            going: if given (the warm-up), collect until the target without a limit per environment, and stop when it
+                returns False or on Ctrl-C.
+
         Returns:
-            False: it was ended.
+            False if it was stopped early.
         """
         spec = self.env.spec
         if not self.behind_target():
@@ -68,7 +69,7 @@ class Ragged:
         return not self.behind_target()
 
     def _until(self, room: int, choose: Callable[["EnvSlice"], None], going: Callable[[], bool] = lambda: True) -> None:
-        """Until the target, or until nothing comes any more; at most ``room`` rows of each environment."""
+        """Collect until the target, or until no more answers arrive; at most ``room`` rows per environment."""
         left, idle = np.full(self.due.shape, room), 0
         while self.behind_target() and idle <= len(self.lanes) and going():
             self._send(self.lanes[self._turn], left > 0, choose)
@@ -78,7 +79,7 @@ class Ragged:
             idle = 0 if len(ids) else idle + 1
 
     def _send(self, lane: "EnvSlice", may: np.ndarray, choose: Callable[["EnvSlice"], None]) -> None:
-        """Act for those environments of ``lane`` that are due and may."""
+        """Act for the environments of ``lane`` that are due and allowed by ``may`` [N] bool."""
         assert lane.ids is not None
         assert lane.mask is not None
         asked = self.due[lane.columns] & may[lane.columns]
@@ -92,7 +93,7 @@ class Ragged:
         self.due[lane.columns] &= ~asked
 
     def _receive(self, lane: "EnvSlice") -> np.ndarray:
-        """Record what has come for ``lane``. Returns whose answers those are."""
+        """Record the answers that have arrived for ``lane``. Return their environments' ids."""
         assert lane.mask is not None
         group = self.lanes.index(lane)
         ids, step = self.env.answers(group)  # type: ignore[attr-defined]
@@ -117,9 +118,9 @@ class Ragged:
 
 @contextmanager
 def masked_update(actor: "Actor", mask: Tensor | None) -> Iterator[None]:
-    """Inside, what changes of ``actor`` changes for the environments of ``mask`` ([n] bool; None: all) alone.
+    """Restrict changes of ``actor``'s state inside the context to the environments of ``mask`` ([n] bool; None: all).
 
-    Numbers without an axis of environments count their steps: they grow by as much as these environments' share.
+    Scalars count steps; they grow by the share of the masked environments.
     """
     if mask is None:
         yield

@@ -1,6 +1,6 @@
-"""The collector: act -> env.step -> write. It owns the rows it writes, the statistics and the exploration noise.
+"""Collector: act -> env.step -> write. It owns the running statistics and the exploration noise.
 
-Where a simulator answers in groups, they take turns: while one group's actions are computed, the others step (the
+If a simulator steps in groups, the groups alternate: while actions of one are computed, the others step (the
 alternating sampler of Stooke & Abbeel 2018, section 3, with two halves). ::
 
     group 0   act send ......... record act send ......... record act
@@ -32,26 +32,27 @@ class Store(Protocol):
     device: torch.device
 
     def begin(self, obs: Obs) -> None:
-        """The observation that a run acts on first."""
+        """Set the first observation that the run acts on."""
         ...
 
     def open(self, obs: Obs, memory: Memory | None) -> None:
-        """A tick begins, from this observation and the policy's memory (None: it has none)."""
+        """Begin a tick at this observation, with the policy's memory (None: it has none)."""
         ...
 
     def insert(self, acted: Any, step: Step, columns: Tensor | None = None) -> None:
-        """Append a row to ``columns`` ([n] int64; default: all): what ``Actor.record`` gave, and what followed.
+        """Append a row to ``columns`` ([n] int64; default: all): the data of ``Actor.record`` and the resulting step.
 
-        A store whose columns may advance apart (``ragged``) gets a fourth argument, the answered columns, [n] bool.
+        A store whose columns may advance independently (``ragged``) gets a fourth argument: the columns that have
+        answered, [n] bool.
         """
         ...
 
     def restart(self, obs: Obs) -> None:
-        """Go on from ``obs`` in new episodes that nothing announced."""
+        """Continue from ``obs`` [N, ...] in new episodes: an unannounced restart."""
         ...
 
     def positions(self) -> list[Tensor]:
-        """Return the write positions, which a warm-up of the recording restores."""
+        """Return the write positions, which are restored after a warm-up of the captured recording."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -62,16 +63,17 @@ class Collector:
     """Steps all environments with a private copy of the policy.
 
     Args:
-        actor: the policy that acts.
-        stores: where rows go: rings (all but the first are observation-only copies on other devices) or a rollout.
-        capture: put acting and recording into CUDA graphs, and the simulator's step where it can be captured.
+        actor: the collecting policy.
+        stores: destinations of rows: rings (all but the first are observation-only copies on other devices) or a
+            rollout.
+        capture: capture acting and recording in CUDA graphs, with the simulator's step if it can be captured.
 
     Attributes:
-        overlap: groups of environments step while others' actions are computed; False: one after the other, which gives
-            the same bits later.
-        saturation: how much the policy uses the ends of its range; None: it has no tanh.
-        quarantine: the environments whose numbers are not finite.
-        box: what led to where the simulator stands.
+        overlap: step some env slices while others' actions are computed; False: one after the other, with the same
+            results bit for bit.
+        saturation: statistics of actions near the ends of their range; None: the policy has no tanh.
+        quarantine: environments with non-finite values.
+        box: flight recorder.
     """
 
     def __init__(
@@ -93,10 +95,10 @@ class Collector:
         self.obs = {
             k: torch.zeros(spec.num_envs, *s.shape, dtype=s.dtype, device=self.device) for k, s in spec.obs.items()
         }
-        self.steps: float = 0  # env steps of each environment (their mean), warm-up included
+        self.steps: float = 0  # env steps per environment (mean), warm-up included
         self.overlap = True
         self.late = spec.spread > 1 and all(getattr(s, "ragged", False) for s in stores)
-        groups = 1 if spec.spread > 1 and not self.late else spec.groups  # there a step waits for everybody
+        groups = 1 if spec.spread > 1 and not self.late else spec.groups  # without ragged stores a step waits for all
         size = spec.num_envs // groups
         together = groups == 1 and not self.late
         self.box = FlightRecorder(env, groups)
@@ -113,7 +115,7 @@ class Collector:
         return [s for s in self.stores if isinstance(s, Replay)]
 
     def prepare(self) -> None:
-        """Make the simulator ready, and capture where that is on; before the first reset, while stores are empty."""
+        """Prepare the simulator and capture graphs. Call it before the first reset, while stores are empty."""
         make_ready(self.env)
         for lane in self.lanes:
             lane.prepare()
@@ -122,7 +124,7 @@ class Collector:
         """Reset the simulator and write the first observation."""
         self.box.forget()
         if self.saturation is not None:
-            self.saturation.reset()  # a capture has acted
+            self.saturation.reset()  # capturing has called the policy
         check_answer("reset", shown := self.env.reset(seed), dict, self.env.spec)
         obs = self.quarantine.begin(shown)
         self._keep(obs)
@@ -133,31 +135,31 @@ class Collector:
         self.normalizer.freeze()
 
     def behind_target(self) -> bool:
-        """The last tick ended before all its transitions had come: no updates until they have."""
+        """Return True if the last tick ended before all its transitions were collected: updates must wait."""
         return self.ragged is not None and self.ragged.behind_target()
 
     @torch.no_grad()
     def run(self, steps: int) -> None:
-        """``steps`` steps of every environment with the policy; then freeze the statistics for the next tick."""
+        """Take ``steps`` steps per environment with the policy; then freeze the statistics for the next tick."""
         for store in self.stores:
             store.open({k: v.to(store.device) for k, v in self.obs.items()}, self.actor.memory)
         self._step(steps, EnvSlice.act)
 
     @torch.no_grad()
     def warm_up(self, steps: int, going: Callable[[], bool] = lambda: True) -> None:
-        """``steps`` steps with actions uniform in [-1, 1], or among all discrete ones.
+        """Take ``steps`` steps per environment with actions uniform in [-1, 1], or among all discrete ones.
 
         Args:
-            going: is asked before each, with ``self.steps`` up to date; False ends the warm-up there. The rest may be
-                made later: nothing shows that it was interrupted.
+            going: called before each step, with ``self.steps`` up to date; False ends the warm-up there. Continuing it
+                later gives the same result as an uninterrupted one.
         """
         self._step(steps, EnvSlice.act_randomly, going)
 
     def _step(self, steps: int, choose: Callable[[EnvSlice], None], going: Callable[[], bool] | None = None) -> None:
-        """All lanes by turns, until none is under way; then freeze the statistics for the next tick.
+        """Step all env slices in turn until none is in flight; then freeze the statistics for the next tick.
 
-        Lanes choose and record in the same order with overlap and without, so what they share (the generator, sums of
-        statistics) goes through the same values.
+        Slices choose and record in the same order with and without overlap, so shared state (the generator, sums of
+        statistics) takes the same values.
         """
         if self.ragged is not None:
             complete = self.ragged.step(steps, choose, going)
@@ -168,7 +170,7 @@ class Collector:
             self._mend()
 
     def _all_step(self, steps: int, choose: Callable[[EnvSlice], None], going: Callable[[], bool] | None) -> bool:
-        """False: it was ended before its last step."""
+        """Return False if it was stopped before its last step."""
         with self.lanes[0].simulator():
             self.box.open(self.obs)
         if choose is EnvSlice.act and self.lanes[0].captured:
@@ -184,7 +186,7 @@ class Collector:
         while turn < turns + behind:
             if going is not None and turn < turns and turn % len(lanes) == 0:
                 self.steps = before + turn // len(lanes)
-                turns = turns if going() else turn  # what is under way comes to its end
+                turns = turns if going() else turn  # steps in flight are completed
             if turn < turns:
                 choose(lanes[turn % len(lanes)])
                 lanes[turn % len(lanes)].send()
@@ -200,12 +202,12 @@ class Collector:
         return hasattr(self.env, "reset_where")
 
     def restart(self, mask: Tensor) -> Obs:
-        """Restart the environments of ``mask`` ([N] bool); all current observations."""
+        """Restart the environments of ``mask`` ([N] bool) and return all current observations."""
         self.box.restarted(mask)
         return self.env.reset_where(mask)  # type: ignore[attr-defined]
 
     def _mend(self) -> None:
-        """Between two steps: restart the environments in quarantine."""
+        """Restart the environments in quarantine, between two ticks."""
         if self.quarantine.look() and self.restarts and self.ragged is None:
             mask = self.quarantine.out.clone()
             with self.lanes[0].simulator():
@@ -219,11 +221,11 @@ class Collector:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """Steps of each environment; where they may answer late, transitions instead."""
+        """Return the steps per environment, or, if answers may be late, the transitions."""
         return {"steps": int(self.steps)} if self.ragged is None else self.ragged.counters()
 
     def load_counters(self, counters: Mapping[str, float]) -> None:
-        """The reverse of :meth:`counters`."""
+        """Restore the output of :meth:`counters`."""
         if self.ragged is None:
             self.steps = int(counters["steps"])
             return
@@ -231,7 +233,7 @@ class Collector:
         self.steps = self.ragged.transitions / self.env.spec.num_envs
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next step depends on, the simulator included where it offers ``state_dict``."""
+        """Return everything the next step depends on, with the simulator's ``state_dict`` if it has one."""
         state = {
             "obs": self.obs,
             "gen": self.gen.get_state(),
@@ -246,7 +248,7 @@ class Collector:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore in place. A simulator that offers no ``state_dict`` begins new episodes, which nothing announced."""
+        """Restore in place. A simulator without ``state_dict`` begins new episodes: an unannounced restart."""
         self.box.forget()
         fresh, out = {k: v.clone() for k, v in self.obs.items()}, self.quarantine.out.clone()
         self._keep(state["obs"])

@@ -1,8 +1,8 @@
-"""A lane: environments that step together, from the observation that is acted on to the row that is written.
+"""Env slice: environments that step together, from the observation that is acted on to the row that is written.
 
-A collector has one lane or, where its simulator answers in groups, one for each group; while one lane's actions are
-computed, another's environments step. A lane owns nothing but its graphs. All it writes are views of the collector's
-tensors, so a run's state is the same whatever the number of lanes.
+A collector has one slice or, if its simulator steps in groups, one per group; while one slice's actions are computed,
+another's environments step. A slice owns only its graphs. All tensors it writes are views of the collector's, so a
+run's state does not depend on the number of slices.
 
 This file knows nothing of schedules or checkpoints.
 """
@@ -30,10 +30,10 @@ class EnvSlice:
     """Acts, sends, receives and records for a range of a collector's environments.
 
     Args:
-        whole: its policy, simulator, stores, statistics and generator.
-        columns: the range; None: every environment, by a simulator that steps all at once.
-        capture: put acting and recording into CUDA graphs; into one, with the simulator's step between them, where that
-            can be captured (``VecEnv.capturable``).
+        whole: the collector, whose policy, simulator, stores, statistics and generator are used.
+        columns: the range; None: every environment, of a simulator that steps all at once.
+        capture: capture acting and recording in CUDA graphs, or in one graph with the simulator's step between them if
+            it can be captured (``VecEnv.capturable``).
     """
 
     def __init__(self, whole: "Collector", columns: slice | None, capture: bool):
@@ -52,12 +52,12 @@ class EnvSlice:
             self.saturation = whole.saturation and whole.saturation.part(columns)
             self.columns, self.ids = columns, torch.arange(whole.env.spec.num_envs)[columns]
             self.places = [self.ids.to(store.device) for store in self.stores]
-        # Where answers come late: whom the next act, or record, is for.
+        # With late answers: the environments that the next act or record applies to.
         self.mask = torch.zeros(len(self.obs["policy"]), dtype=torch.bool, device=self.device) if whole.late else None
         self.made = floats((self.actor.action, self.actor.record(self.actor.action.device), self.actor.memory))
         self.bridged = self.env.spec.stream == "default" and self.device.type == "cuda"
         self.now: Step | None = None
-        # A copy to another device joins that device's current stream, which no capture may do.
+        # A copy to another device joins that device's current stream, which is not allowed during capture.
         here = all(store.device == self.actor.action.device for store in self.stores)
         whole_step = capture and here and self.ids is None and not self.bridged and capturable(self.env)
         drawn = [self.gen, *(self.env.generators if whole_step else ())]  # type: ignore[attr-defined]
@@ -66,10 +66,10 @@ class EnvSlice:
             self._record_body, self.device, [], _RecordState(self), capture and here and not whole_step
         )
         self._step = Graph(self._step_body, self.device, drawn, _StepState(self), whole_step)
-        self._answer: Step | None = None  # what the captured step returns, at the graph's own addresses
+        self._answer: Step | None = None  # the captured step's output, at the graph's addresses
 
     def prepare(self) -> None:
-        """Capture, where that is on; before the first reset, while the stores are empty."""
+        """Capture graphs if enabled. Call it before the first reset, while the stores are empty."""
         self._step.prepare()
         self._answer = self.now
         if self._act.capture:
@@ -90,7 +90,7 @@ class EnvSlice:
         return self._step.graph is not None
 
     def step(self) -> None:
-        """Choose actions with the policy, step the simulator, and write what was done and what followed: one graph."""
+        """Choose actions with the policy, step the simulator, and record the row, in one graph."""
         self._step()
         watchdog.stepped()
         self.now = self._answer
@@ -101,7 +101,7 @@ class EnvSlice:
         self._act()
 
     def act_randomly(self) -> None:
-        """Actions uniform in [-1, 1], or among all discrete ones."""
+        """Choose actions uniform in [-1, 1], or among all discrete ones."""
         action, kind = self.actor.action, self.env.spec.action
         with masked_update(self.actor, self.mask):
             if isinstance(kind, Discrete):
@@ -110,14 +110,14 @@ class EnvSlice:
                 action.copy_(torch.rand(action.shape, generator=self.gen, device=self.device).mul_(2).sub_(1))
 
     def send(self) -> None:
-        """Start the simulator's step where it can be waited for later."""
+        """Start the simulator's step, if it can be awaited later."""
         if self.ids is not None:
             self.box.sent(self.actor.action)
             with self.simulator():
                 self.env.send(self.actor.action, self.ids)  # type: ignore[attr-defined]
 
     def receive(self) -> None:
-        """Wait for the step, and write what was done and what followed."""
+        """Wait for the step, and record its row."""
         if self.ids is None:
             self.box.sent(self.actor.action)
         with self.simulator():
@@ -126,7 +126,7 @@ class EnvSlice:
         self.record(step)
 
     def record(self, step: Step) -> None:
-        """Write what was done and what followed."""
+        """Write the row of a step to the stores, and update the statistics."""
         check_answer("step", step, Step, self.env.spec)
         if self.bridged:
             for tensor in named_step(step).values():
@@ -138,11 +138,11 @@ class EnvSlice:
         self._record()
 
     def returned(self) -> dict[str, Tensor]:
-        """Return the simulator's last answer, by name; empty before the first."""
+        """Return the simulator's last step, by name; empty before the first."""
         return {} if self.now is None else {k: v.clone() for k, v in named_step(self.now).items()}
 
     def keep(self, obs: dict[str, Tensor]) -> None:
-        """Act on ``obs`` next."""
+        """Set ``obs`` as the observation to act on next."""
         for k, v in self.obs.items():
             v.copy_(obs[k])
 
@@ -160,7 +160,7 @@ class EnvSlice:
             late = () if self.mask is None else (self.mask.to(store.device, non_blocking=True),)
             store.insert(self.actor.record(store.device), step_to(step, store.device), places, *late)
         over = step.terminated | step.truncated
-        # Next-step autoreset shows the final observation here: where the simulator lost it, this is no real frame.
+        # With next-step autoreset this is the final observation; where the simulator lost it, it is not a real frame.
         lost = over & ~step.final_ok & ~step.first if self.env.spec.final_obs == "never" else None
         fresh = mask_and(self.mask, None if lost is None else ~lost, shown)
         self.normalizer.observe(step.obs, fresh)
@@ -178,30 +178,30 @@ class EnvSlice:
         self._record_body()
 
     def _load(self, step: Step) -> None:
-        """Copy a simulator's step to the addresses that the captured recording reads, groups and terms by name."""
+        """Copy a simulator's step to the addresses that the captured recording reads, by name."""
         source = named_step(step)
         for name, target in named_step(self.now).items():
             target.copy_(source[name], non_blocking=True)
 
     @contextmanager
     def simulator(self) -> Iterator[None]:
-        """Inside, work is the simulator's: on the stream it uses, ordered with the collector's before and after."""
+        """Run the simulator's work inside on the stream it uses, ordered with the collector's before and after."""
         watchdog.touch(self.title)
         if not self.bridged:
             yield
             watchdog.touch()
             return
         # The simulator works on the legacy default stream, which PyTorch's side streams are not ordered with.
-        mine, theirs = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
-        theirs.wait_stream(mine)
-        with torch.cuda.stream(theirs):
+        current, default = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
+        default.wait_stream(current)
+        with torch.cuda.stream(default):
             yield
-        mine.wait_stream(theirs)
+        current.wait_stream(default)
         watchdog.touch()
 
 
 class _ActState:
-    """State that a warm-up of acting restores."""
+    """State that is restored after a warm-up of acting."""
 
     def __init__(self, lane: EnvSlice):
         self.lane = lane
@@ -215,7 +215,7 @@ class _ActState:
 
 
 class _RecordState:
-    """State that a warm-up of recording restores. Rows past a head are unused, so heads suffice."""
+    """State that is restored after a warm-up of recording. Rows past a head are unused, so heads suffice."""
 
     def __init__(self, lane: EnvSlice):
         self.lane = lane
@@ -242,7 +242,7 @@ class _RecordState:
 
 
 class _StepState:
-    """State that a warm-up of a whole step restores: acting, recording and the simulator."""
+    """State that is restored after a warm-up of a whole step: acting, recording and the simulator."""
 
     def __init__(self, lane: EnvSlice):
         self.lane, self.act, self.record = lane, _ActState(lane), _RecordState(lane)
@@ -261,7 +261,7 @@ class _StepState:
 
 
 def named_step(step: Step | None) -> dict[str, Tensor]:
-    """A step's tensors by name: ``reward``, ``obs.policy``, ``log.speed`` ..."""
+    """Return a step's tensors by name: ``reward``, ``obs.policy``, ``log.speed`` ..."""
     assert step is not None
     out: dict[str, Tensor] = {}
     for field, part in step._asdict().items():
@@ -270,7 +270,7 @@ def named_step(step: Step | None) -> dict[str, Tensor]:
 
 
 def step_to(step: Step, device: torch.device) -> Step:
-    """The step on ``device`` (itself where it is there already)."""
+    """Copy the step to ``device``; if it is there, return it."""
     if step.reward.device == device:
         return step
     move = {k: v.to(device, non_blocking=True) for k, v in step.obs.items()}

@@ -13,14 +13,14 @@ from pql.types import Step
 class EpisodeStats:
     """Returns, lengths and log terms of finished episodes, summed on the device.
 
-    An episode counts where the next one begins (under next-step autoreset that is a row later), if it had ended: a lost
-    life ends none, and one that an unannounced restart cut short is left out.
+    An episode is counted when the next one begins (one row later under next-step autoreset). A lost life does not end
+    an episode, and an episode cut short by an unannounced restart is left out.
     """
 
     def __init__(self, num_envs: int, terms: Sequence[str], device: torch.device):
         self.terms = tuple(terms)
         rows = 2 + len(self.terms)  # return, length, then one per term
-        # The episode in hand; below its sums, 1 where its newest row terminated or was truncated.
+        # The current episode's sums; in the last row, 1 where its latest row terminated or was truncated.
         self.running = torch.zeros(rows + 1, num_envs, device=device)
         self.finished = torch.zeros(rows, device=device)
         self.count = torch.zeros((), device=device)
@@ -36,13 +36,14 @@ class EpisodeStats:
         self.running.copy_(torch.where(step.first, 0, self.running))
 
     def absorb(self, other: "EpisodeStats") -> None:
-        """Take the episodes that ended in ``other``, which has the same terms; it starts over."""
-        for mine, theirs in ((self.finished, other.finished), (self.count, other.count)):
-            mine += theirs.to(mine.device)
-            theirs.zero_()
+        """Add the ended episodes of ``other``, which has the same terms, and clear it."""
+        for total, added in ((self.finished, other.finished), (self.count, other.count)):
+            total += added.to(total.device)
+            added.zero_()
 
     def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
-        """Means over the episodes that ended since the last drain, of all processes of ``group``, and their number."""
+        """Return the means over the episodes that ended since the last drain, of all processes of ``group``, and their
+        number."""
         count, *sums = group.sum_(torch.cat((self.count.view(1), self.finished)))
         names = ["train/return_mean", "train/length_mean", *(f"episode/{k}" for k in self.terms)]
         mean = torch.stack(sums) / count.clamp(min=1)
@@ -52,7 +53,7 @@ class EpisodeStats:
         return out
 
     def part(self, columns: slice) -> "EpisodeStats":
-        """For a range of the environments: the same sums."""
+        """Return the statistics of a range of the environments, with shared sums."""
         part = copy.copy(self)
         part.running = self.running[:, columns]
         return part

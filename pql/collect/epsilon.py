@@ -1,6 +1,6 @@
-"""Epsilon-greedy exploration: how often each environment acts at random, and the actor that does it.
+"""Epsilon-greedy exploration: epsilon per environment, and action selection.
 
-Schedules advance in env steps, as device tensors: no host value changes from step to step.
+Schedules advance in env steps, as device tensors, without host synchronisation.
 """
 
 import copy
@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from pql.config import EpsilonConfig
 
 STORED = ("q", "value")
-"""Names of the columns that an :class:`EpsilonActor` has stored beside its actions."""
+"""Names of the columns that an :class:`EpsilonActor` stores with its actions."""
 
 
 def ladder(num_envs: int, base: float, exponent: float) -> Tensor:
@@ -21,13 +21,13 @@ def ladder(num_envs: int, base: float, exponent: float) -> Tensor:
 
 
 class Epsilon:
-    """The share of random actions of each environment, [N].
+    """Probability of a random action per environment, [N].
 
-    ``annealed`` falls linearly from ``start`` to ``end`` within ``steps`` env steps of the policy (all environments
-    together); ``ladder`` and ``fixed`` stay as they are; ``none`` is 0.
+    ``annealed`` falls linearly from ``start`` to ``end`` within ``steps`` env steps of the policy (over all
+    environments); ``ladder`` and ``fixed`` are constant; ``none`` is 0.
 
     Attributes:
-        mean: over the environments, of the last step; for the log.
+        mean: mean over the environments in the last step, for the log.
     """
 
     def __init__(self, config: EpsilonConfig, num_envs: int, device: torch.device):
@@ -48,14 +48,15 @@ class Epsilon:
         return self.final + excess
 
     def part(self, columns: slice) -> "Epsilon":
-        """Of a range of the environments; it counts for all of them."""
+        """Return the epsilons of a range of the environments; its steps count for all of them."""
         part = copy.copy(self)
         part.final = self.final[columns]
         return part
 
 
 def epsilon_greedy(values: Tensor, epsilon: Tensor, gen: Generator) -> Tensor:
-    """The action of the largest of ``values`` [N, n], or, with probability ``epsilon`` [N], any of the n: [N] int64."""
+    """Return the action with the largest of ``values`` [N, n] or, with probability ``epsilon`` [N], a random one: [N]
+    int64."""
     size, device = values.shape[:1], values.device
     random = torch.randint(values.shape[1], size, generator=gen, device=device)
     explores = torch.rand(size, generator=gen, device=device) < epsilon

@@ -25,10 +25,10 @@ class Exploration:
         ladder = torch.linspace(low, high if kind == "mixed" else low, num_envs, device=device)
         self.sigma = ladder.unsqueeze(1).contiguous()  # [N, 1]
         self.noise = torch.zeros(num_envs, action_size, device=device)
-        self.left = torch.zeros(num_envs, 1, device=device)  # steps for which the noise is still held
+        self.left = torch.zeros(num_envs, 1, device=device)  # steps for which the noise vector is still held
         weights = torch.arange(1, REPEAT_MAX + 1, dtype=torch.float64) ** -2
         self.cdf = (weights.cumsum(0) / weights.sum()).float().to(device)
-        self.fresh = torch.ones(num_envs, dtype=torch.bool, device=device)  # sigma is to be drawn anew
+        self.fresh = torch.ones(num_envs, dtype=torch.bool, device=device)  # sigma is to be redrawn
 
     def __call__(self, action: Tensor, gen: Generator) -> Tensor:
         """Add this step's noise to ``action`` [N, A]."""
@@ -48,14 +48,14 @@ class Exploration:
         return torch.addcmul(action, self.sigma, noise).clamp_(-1, 1)
 
     def observe(self, first: Tensor) -> None:
-        """Note where the next action begins an episode ([N] bool).
+        """Record where the next action begins an episode ([N] bool).
 
-        Notes add up until noise is drawn: the warm-up observes episodes and draws none.
+        Marks accumulate until noise is drawn: the warm-up observes episodes without drawing noise.
         """
         self.fresh |= first
 
     def part(self, columns: slice) -> "Exploration":
-        """For a range of the environments: views, so the ladder's rungs are those of the whole."""
+        """Return the noise of a range of the environments: views, with sigmas of the full ladder."""
         part = copy.copy(self)
         for name, tensor in self.state_dict().items():
             setattr(part, name, tensor[columns])

@@ -1,19 +1,20 @@
-"""Environments whose numbers are not finite: their rows are left out and counted, and they begin anew.
+"""Quarantine of environments with non-finite values: their rows are left out and counted, and they are restarted.
 
-A NaN that gets into a replay, a running statistic or a policy's memory stays there. So what a policy does passes here
-before the simulator sees it, and a step before anything is made of it. ::
+A NaN in a replay, a running statistic or a policy's memory would stay there. So actions are checked before the
+simulator gets them, and a step before it is used. ::
 
     row           t - 1    t         t + 1
     acted on      o        o         o, a new episode's first
-    answer        fine     NaN       fine
-    recorded      as ever  filler    as ever       a filler row, with ``first``: what came before ends unannounced
+    answer        finite   NaN       finite
+    recorded      row      filler    row           a filler with ``first``: the episode before it ends unannounced
 
-All that reads rows knows fillers, so nothing else has to know of this. Other environments are not touched.
+All readers of rows handle filler rows, so no other code has to handle non-finite values. Other environments are not
+affected.
 
-The environment is restarted (``reset_where``) at once where the host can read a step without waiting for a device: on
-the CPU, where all environments step together. Elsewhere that is done between two ticks. A simulator that cannot restart
-single ones ends the episode itself, some time. Until then the environment is *out*: the policy acts on the last good
-observation, and all its rows are fillers.
+An environment is restarted (``reset_where``) at once on the CPU if all environments step together, otherwise between
+two ticks, so that the host does not wait for a device. A simulator that cannot restart single environments ends
+the episode itself at some point. Until then the environment is *out*: the policy acts on its last finite observation,
+and all its rows are fillers.
 
 This file knows nothing of stores, learners or logs.
 """
@@ -33,22 +34,23 @@ from pql.errors import RunError
 from pql.types import Obs, Step, chosen, column
 
 LAG = 3
-"""Ticks after which the host reads a GPU's flags. It is at most two ahead of the device, so these are there."""
+"""Ticks after which the host reads a GPU's flags; the host is at most two ahead, so they have arrived."""
 
 
 class Quarantine:
-    """Watches over the environments of a collector.
+    """Detects non-finite values in a collector's environments and replaces their rows by fillers.
 
     Args:
-        together: all of them step at once, so that a step with nothing finite ends the run there and then.
-        restart: begins new episodes for a mask [N], and returns all current observations; None: not at once.
+        together: all environments step at once, so a step without any finite row ends the run immediately.
+        restart: restarts the environments of a mask [N] and returns all current observations; None: no restart within
+            a step.
 
     Attributes:
-        out: [N] bool; what the environment shows is not known: the policy acts on what it showed last.
+        out: [N] bool; the current observation is not finite: the policy acts on the last finite one.
         anew: [N] bool; restarted since its last row.
-        void: [N] bool; what the policy made for the step under way was not finite.
+        void: [N] bool; the policy's output for the current step was not finite.
         dropped: 0-dim int64; rows left out so far.
-        restarted: 0-dim int64; environments restarted so far. Episodes that a simulator began by itself do not count.
+        restarted: 0-dim int64; environments restarted here so far, without the simulator's own resets.
         over: every environment was out, which ended the run.
     """
 
@@ -62,35 +64,35 @@ class Quarantine:
         flags = functools.partial(torch.zeros, num_envs, dtype=torch.bool, device=device)
         self.out, self.anew, self.void = flags(), flags(), flags()
         self.dropped, self.restarted = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
-        # Reading a value back waits for nobody on a CPU. There a step in which all is well costs a few sums, and
-        # everything else here runs only where it is needed.
+        # On a CPU, reading a value does not wait. A step of finite values then costs a few sums, and the rest runs only
+        # where needed.
         self.host = not Graph.possible(device)
         self.together, self.over = together and self.host, False
         self.restart = restart if self.together else None
-        self._told = torch.zeros(LAG, 2, dtype=torch.bool, pin_memory=device.type == "cuda")  # (any, all) out, by tick
+        self._flags = torch.zeros(LAG, 2, dtype=torch.bool, pin_memory=device.type == "cuda")  # (any, all) out, by tick
         self._events: list[Any] = [None] * LAG
         self._looks = 0
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def begin(self, obs: Obs) -> Obs:
-        """Take the observations of a reset of all environments; those that are not finite become zeros and are out."""
+        """Take the observations of a full reset, [N, ...]; those that are not finite become zeros and are out."""
         self.out.copy_(~finite_rows(floats(obs), self.out))
         self.anew.zero_()
         self.void.zero_()
         return {k: v.masked_fill(column(self.out, v), 0) for k, v in obs.items()}
 
     def begin_anew(self, out: Tensor) -> None:
-        """All environments begin new episodes; those of ``out`` [N] with nothing finite."""
+        """Begin new episodes everywhere; ``out`` [N] bool marks environments without finite observations."""
         self.out.copy_(out)
         self.anew.zero_()
 
     def act(self, made: Sequence[Tensor], mask: Tensor | None = None) -> None:
-        """Zero a policy's output where any of it is not finite; the row that follows is left out.
+        """Zero a policy's output in rows where any of it is not finite; the rows that follow are left out.
 
         Args:
-            made: [n, ...] floats each, the actor's own.
-            mask: [n] bool; whom it acted for; None: all.
+            made: the actor's float outputs, [n, ...] each.
+            mask: [n] bool; environments that it acted for; None: all.
         """
         if self.host and all_finite(made) and not self.void.any():
             return
@@ -100,15 +102,17 @@ class Quarantine:
             tensor.masked_fill_(column(bad, tensor), 0)
 
     def __call__(self, step: Step, held: Obs, arrived: Tensor | None = None) -> tuple[Step, Tensor | None]:
-        """A step as it may be recorded.
+        """Return a step that may be recorded, with filler rows for non-finite ones.
 
         Args:
-            held: what was acted on.
-            arrived: [n] bool; False: no answer has come yet, so there is no row. None: all have.
+            held: the observations that were acted on.
+            arrived: [n] bool; False: no answer has arrived, so there is no row. None: all have.
+
         Returns:
-            the step, and [n] bool where its ``obs`` is what the environment shows (None: everywhere).
+            The step, and [n] bool: its ``obs`` is the environment's own (None: everywhere).
+
         Raises:
-            RunError: nothing in it is finite, where all environments step together on the CPU.
+            RunError: no row is finite, if all environments step together on the CPU.
         """
         numbers = floats((step.obs, step.final_obs, step.reward))
         if self.host and all_finite(numbers) and not (self.out | self.void).any():
@@ -117,7 +121,7 @@ class Quarantine:
         bad = self.void | ~(seen & finite_rows(floats((step.final_obs, step.reward)), self.out))
         row = torch.ones_like(bad) if arrived is None else arrived
         lost = (bad | self.out) & row
-        out = lost & ~((step.first | self.anew) & seen)  # where an episode begins, all is well again
+        out = lost & ~((step.first | self.anew) & seen)  # a new episode with a finite observation is no longer out
         obs = step.obs
         if self.together and bool(lost.all()):
             self.stop()
@@ -127,7 +131,7 @@ class Quarantine:
             self.restarted += well.sum()
             obs, out = chosen(well, fresh, obs), out & ~well
         self.dropped += lost.sum()
-        self.out.copy_(torch.where(row, out, self.out))  # one of which nothing came stays where it is
+        self.out.copy_(torch.where(row, out, self.out))  # unchanged where no answer arrived
         self.anew &= ~row
         return filler_step(step, lost | self.out, chosen(self.out, held, obs)), ~self.out
 
@@ -135,15 +139,15 @@ class Quarantine:
         """End the run."""
         self.out.fill_(True)
         self.over = True
-        raise RunError("no environment gives finite observations and rewards, or is given finite actions")
+        raise RunError("no environment gives finite observations and rewards, or receives finite actions")
 
     # -- between ticks ------------------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """A tick has ended: whether any environment is out; as of ``LAG`` ticks ago where a GPU would be waited for.
+        """Return True if any environment is out. Call it after a tick. On a GPU the answer is ``LAG`` ticks old.
 
         Raises:
-            RunError: all are.
+            RunError: all environments are out.
         """
         if self.host and not self.out.any():
             return False
@@ -154,14 +158,14 @@ class Quarantine:
         return some
 
     def check(self) -> None:
-        """Raises RunError where every environment is out. Waits for the device."""
+        """Raise ``RunError`` if every environment is out. Waits for the device."""
         if bool(self.out.all()):
             self.stop()
 
     def admit(self, mask: Tensor, fresh: Obs, held: Obs) -> Obs:
         """Return observations after a restart of the environments of ``mask``: ``fresh`` where finite, else ``held``.
 
-        The row that follows is still left out: nobody has recorded what it was acted on.
+        The next row is still left out, because its observation has not been recorded.
         """
         well = mask & finite_rows(floats(fresh), mask)
         self.anew |= well
@@ -169,11 +173,11 @@ class Quarantine:
         return chosen(well, fresh, held)
 
     def _late(self, flags: Tensor) -> Tensor:
-        """``flags`` of ``LAG`` calls ago, on the host."""
+        """Store ``flags`` and return those of ``LAG`` calls ago, on the host."""
         place = self._looks % LAG
         self._arrive(place)
-        known = self._told[place].clone()
-        self._told[place].copy_(flags, non_blocking=True)
+        known = self._flags[place].clone()
+        self._flags[place].copy_(flags, non_blocking=True)
         if flags.is_cuda:
             self._events[place] = torch.cuda.current_stream(flags.device).record_event()
         self._looks += 1
@@ -186,11 +190,11 @@ class Quarantine:
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, Tensor]:
-        """For the log."""
+        """Return the counts for the log."""
         return {"env/dropped": self.dropped, "env/restarted": self.restarted}
 
     def part(self, columns: slice) -> "Quarantine":
-        """For a range of the environments: views, and the same counts."""
+        """Return the quarantine of a range of the environments: views, with shared counts."""
         part = copy.copy(self)
         part.out, part.anew, part.void = self.out[columns], self.anew[columns], self.void[columns]
         part.together, part.restart = False, None
@@ -199,18 +203,18 @@ class Quarantine:
     def state_dict(self) -> dict[str, Tensor]:
         for place in range(LAG):
             self._arrive(place)
-        told = self._told.roll(-(self._looks % LAG), 0)  # the oldest first
-        return {"out": self.out, "anew": self.anew, "dropped": self.dropped, "restarted": self.restarted, "told": told}
+        flags = self._flags.roll(-(self._looks % LAG), 0)  # oldest first
+        return {"out": self.out, "anew": self.anew, "dropped": self.dropped, "restarted": self.restarted, "told": flags}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name in ("out", "anew", "dropped", "restarted"):
             getattr(self, name).copy_(state[name])
-        self._told.copy_(state["told"])
+        self._flags.copy_(state["told"])
         self._looks, self._events = 0, [None] * LAG
 
 
 def floats(tree: Any) -> list[Tensor]:
-    """The floating tensors in nested tuples and dicts, each once."""
+    """Return the floating-point tensors in nested tuples and dicts, each once."""
 
     def every(part: Any) -> Iterator[Tensor]:
         if isinstance(part, Tensor):
@@ -229,17 +233,17 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def finite_rows(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Rows in which every number of every tensor [n, ...] is finite: [n] bool."""
+    """Return [n] bool: every number of the row is finite in every tensor [n, ...]."""
     good = torch.ones_like(like)
     for tensor in tensors:
         size = tensor.abs()
         size = size.flatten(1).amax(1) if size.dim() > 1 else size
-        good &= size < math.inf  # nor is a NaN
+        good &= size < math.inf  # False for NaN, too
     return good
 
 
 def filler_step(step: Step, lost: Tensor, obs: Obs) -> Step:
-    """The step with filler rows where ``lost`` [n], each of which begins an episode, from ``obs``."""
+    """Replace the rows ``lost`` [n] of a step by fillers that begin an episode at ``obs`` [n, ...]."""
     kept = ~lost
     return step._replace(
         obs=obs,

@@ -1,7 +1,7 @@
-"""A collector's empty rings filled from recorded data, in either layout of ``pql.data.transitions``.
+"""Prefill: fills a collector's empty rings with recorded data, in either layout of ``pql.data.transitions``.
 
-Observations are handled as numbers of frames: a file may hold as many as fit into memory once. A *frame* is what a ring
-keeps of one observation: of a stack the newest, of anything else all of it.
+Observations are handled as frame indices, so that a file has to fit into memory only once. A *frame* is the part of an
+observation that a ring stores: the newest image of a stack, otherwise the whole observation.
 """
 
 from collections.abc import Mapping
@@ -20,38 +20,38 @@ from pql.errors import ConfigError
 from pql.types import Obs
 
 LARGEST_ACTION = 1 + 1e-4
-CHUNK = 1 << 16  # observations that the normaliser sees at once: it works in float64
+CHUNK = 1 << 16  # observations per call of the normaliser, which works in float64
 
 
 class Transitions(NamedTuple):
-    """M usable transitions. Where ``next_obs[i]`` is ``obs[i + 1]``, and i ended nothing, n-step windows go on."""
+    """M usable transitions. If ``next_obs[i]`` is ``obs[i + 1]`` and i ends nothing, n-step windows continue."""
 
     frames: Obs  # [F, ...] by group
-    obs: Obs  # [M, S] int64, which frames: a stack's S, oldest first; S = 1 where nothing is stacked
+    obs: Obs  # [M, S] int64, frame indices: a stack's S, oldest first; S = 1 without stacking
     next_obs: Obs  # [M, S]
-    columns: Columns  # action, reward, and what is kept beside them: [M, ...]
+    columns: Columns  # action, reward and extra columns: [M, ...]
     terminated: Tensor  # [M] bool
-    cut: Tensor  # [M] bool; the value of next_obs stands beyond this row, and no window does
+    cut: Tensor  # [M] bool; bootstrap from next_obs; no n-step window continues
 
 
 class Stream(NamedTuple):
-    """R rows as an environment would have made them that resets a step late, and one observation more."""
+    """R rows as from an environment with next-step autoreset, and one more observation."""
 
-    newest: Obs  # [R + 1] int64 by group: the frame that each row adds
+    newest: Obs  # [R + 1] int64 by group: index of the frame that each row adds
     columns: Columns  # [R + 1, ...]
     flags: Tensor  # [R] uint8, packed
-    origin: Tensor  # [R] int64: which transition; -1: a filler row
+    origin: Tensor  # [R] int64: index of the transition; -1: a filler row
 
 
 def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 1) -> int:
     """Fill the collector's empty rings from a file of either layout; the normaliser sees the observations, too.
 
-    Of more data than fit, the last are taken. The collector goes on with the observations it has. Where a transition
-    does not continue in the next one, a filler row holds its successor, and where a stack of frames does not continue
-    that of the transition before, filler rows hold its older frames: that costs rows and loses nothing.
-    Of ``parts`` rings that share the data, this is number ``part``.
+    If the file has more data than fits, the last is used. The collector continues from its own observations. Where a
+    transition does not continue in the next one, a filler row holds its successor; where a stack of frames does not
+    continue the previous transition's, filler rows hold its older frames. This costs rows and loses no data. ``part``
+    is the index among ``parts`` rings that share the data.
 
-    Returns the transitions taken.
+    Returns the number of transitions used.
 
     Raises:
         ConfigError: no such file, or columns that do not fit the environment; names the column.
@@ -67,7 +67,7 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
     if depth == 0:
         raise ConfigError(setting, path, f"at least {replay.num_envs} transitions, one for each environment")
     start = stream.flags.shape[0] - depth * replay.num_envs
-    # [depth + 1, N]: environments one after the other; the last row of each begins the next one, or ends the stream
+    # [depth + 1, N]: consecutive per environment; each one's last row is the next one's first, or ends the stream
     at = start + torch.arange(replay.num_envs) * depth + torch.arange(depth + 1)[:, None]
     flags = without_history(stream.flags, at, deepest(spec.obs.values()))
     for ring in collector.replays:
@@ -93,7 +93,7 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
 
 
 def transitions_of(data: Columns, specs: Mapping[str, ObsSpec]) -> Transitions:
-    """Columns of either layout -> the usable transitions. Fillers and rows whose successor is lost fall away."""
+    """Convert columns of either layout to the usable transitions, without fillers and rows with a lost successor."""
     beside = [k for k in data if k in ("action", "reward") or k.startswith("extra.")]
     cut = data["truncated"] & ~data["terminated"]
     if data["reward"].dim() == 1:
@@ -104,14 +104,14 @@ def transitions_of(data: Columns, specs: Mapping[str, ObsSpec]) -> Transitions:
             obs[k], after[k] = torch.arange(2 * count * s.stack).view(2, count, s.stack)
         return Transitions(frames, obs, after, {k: data[k] for k in beside}, data["terminated"], cut)
     rows, n = cut.shape
-    place = torch.full((rows * n,), -1)  # of a row's final observation
+    place = torch.full((rows * n,), -1)  # index of a row's final observation
     place[data["final_row"]] = torch.arange(data["final_row"].shape[0])
     place = place.view(rows, n)
     unannounced = data["first"] & ~data["terminated"] & ~data["truncated"]
     usable = data["valid"] & (torch.arange(rows)[:, None] < data["length"]) & ~unannounced & ~(cut & (place < 0))
     column, row = usable.T.nonzero().unbind(1)  # environment by environment, in time
     cut, place = cut[row, column], place[row, column]
-    # Frames: all rows' and those that follow the last ones, the final observations', and a blank one.
+    # Frames: those of all rows and after the last ones, of final observations, and a blank one.
     finals = (rows + 1) * n
     blank = finals + data["final_row"].shape[0]
     flags = torch.cat((flags_of(data), data["valid"].new_zeros(1, n).to(torch.uint8))).flatten()
@@ -130,24 +130,24 @@ def transitions_of(data: Columns, specs: Mapping[str, ObsSpec]) -> Transitions:
 
 
 def last(given: Transitions, count: int) -> Transitions:
-    """The last ``count`` of them."""
+    """Return the last ``count`` transitions."""
     return picked(given, slice(-count, None))
 
 
 def share(given: Transitions, part: int, parts: int) -> Transitions:
-    """Part number ``part`` of ``parts`` that follow one another."""
+    """Return part ``part`` of ``parts`` consecutive parts."""
     total = given.cut.shape[0]
     return picked(given, slice(part * total // parts, (part + 1) * total // parts))
 
 
 def picked(given: Transitions, which: slice) -> Transitions:
-    """Some of them; all frames stay."""
+    """Select transitions; all frames are kept."""
     obs, after, columns = ({k: v[which] for k, v in group.items()} for group in given[1:4])
     return Transitions(given.frames, obs, after, columns, given.terminated[which], given.cut[which])
 
 
 def check_values(setting: str, path: str | Path, given: Transitions, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` for what no training could make sense of."""
+    """Raise ``ConfigError`` for non-finite values or invalid actions."""
     for name, v in {**given.columns, **{f"obs.{k}": v for k, v in given.frames.items()}}.items():
         if v.is_floating_point() and not bool(v.isfinite().all()):
             raise ConfigError(setting, path, f"finite numbers in column {name}")
@@ -163,20 +163,21 @@ def check_values(setting: str, path: str | Path, given: Transitions, spec: EnvSp
 
 
 def stream_of(given: Transitions) -> Stream:
-    """Transitions as a stream of rows.
+    """Convert transitions to a stream of rows.
 
-    The successor of a row is the next row's observation: where the next transition has another, a filler row comes in
-    between. A stack that does not go on from the transition before needs its older frames in filler rows before it.
+    A row's successor is the next row's observation. If the next transition has another observation, a filler row is
+    inserted. A stack that does not continue the previous transition's needs filler rows with its older frames before
+    it.
     """
     goes_on = torch.ones_like(given.cut)
     for k, frames in given.frames.items():
         goes_on[:-1] &= same_frames(frames, given.next_obs[k][:-1], given.obs[k][1:])
     goes_on[-1:] = False
     depth = max(v.shape[1] for v in given.obs.values())
-    life = given.terminated & goes_on & (depth > 1)  # the next stack goes on: no episode ended
+    life = given.terminated & goes_on & (depth > 1)  # the next stack continues, so no episode ended (a lost life)
     filled = ~given.terminated & (given.cut | ~goes_on)
     linked = goes_on & ~given.cut & (~given.terminated | life)
-    history = torch.where(torch.cat((linked[-1:] | True, ~linked[:-1])), older_frames(given), 0)  # rows before it
+    history = torch.where(torch.cat((linked[-1:] | True, ~linked[:-1])), older_frames(given), 0)  # fillers before it
     total = history + 1 + filled.long()
     place = total.cumsum(0) - total + history
     count = int(total.sum())
@@ -209,7 +210,7 @@ def same_frames(frames: Tensor, one: Tensor, two: Tensor) -> Tensor:
 
 
 def older_frames(given: Transitions) -> Tensor:
-    """How many frames back the stacks of a transition are other than blank, [M] int64: 0 without stacks."""
+    """Return how many frames before its newest a transition's stack is not blank, [M] int64: 0 without stacks."""
     reach = torch.zeros(given.cut.shape[0], dtype=torch.int64)
     for k, index in given.obs.items():
         if index.shape[1] > 1:
@@ -220,9 +221,9 @@ def older_frames(given: Transitions) -> Tensor:
 
 
 def without_history(flags: Tensor, at: Tensor, depth: int) -> Tensor:
-    """A column's flags [T, N] of the rows ``at`` [T + 1, N] of a stream: its first rows are fillers where the stream
-    has frames of their stacks before them, in another column."""
+    """Return a column's flags [T, N] for rows ``at`` [T + 1, N] of a stream. Its first rows become fillers if older
+    frames of their stacks are in another column."""
     inside, before = flags[at[:-1]], torch.cat((flags.new_tensor([NEXT_FIRST]), flags))[at[0]]
-    begun = torch.cat((before[None], inside[:-1])).bitwise_and(NEXT_FIRST).cumsum(0) > 0  # an episode, in this column
+    begun = torch.cat((before[None], inside[:-1])).bitwise_and(NEXT_FIRST).cumsum(0) > 0  # begun in this column
     complete = begun | (torch.arange(inside.shape[0])[:, None] >= depth - 1)
     return torch.where(complete, inside, inside & (255 - VALID))

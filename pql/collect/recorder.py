@@ -14,7 +14,7 @@ from pql.collect.nonfinite import LAG
 from pql.contract.env import Discrete, VecEnv
 from pql.types import Obs
 
-STEPS = 64  # so many lead up to the end at least, where there were as many and their actions take no more than ROOM
+STEPS = 64  # least number of steps before the end, if there were as many and their actions take at most ROOM
 ROOM = 16 << 20  # bytes
 
 
@@ -23,11 +23,11 @@ class Recording:
     """Recording of the actions sent to the environments since a simulator state.
 
     Attributes:
-        state: the simulator's at that moment; empty where it cannot tell.
-        obs: what was acted on next.
-        actions: in the order in which they were sent; where environments step in groups, of each in turn.
-        restarts: (how many actions had been sent, [N] bool).
-        ticks: that have begun since.
+        state: the simulator's state at that time; empty if it cannot be saved.
+        obs: the observation acted on next.
+        actions: in the order in which they were sent; if environments step in groups, one group after the other.
+        restarts: (number of actions sent before, [N] bool).
+        ticks: number of ticks begun since.
     """
 
     state: Any
@@ -38,10 +38,10 @@ class Recording:
 
 
 class FlightRecorder:
-    """Remembers the last steps, a whole number of ticks.
+    """Records the last steps, a whole number of ticks.
 
     Args:
-        groups: of environments that step one after the other.
+        groups: number of groups of environments that step in turn.
     """
 
     def __init__(self, env: VecEnv, groups: int):
@@ -49,11 +49,11 @@ class FlightRecorder:
         spec = env.spec
         size = spec.num_envs * (8 if isinstance(spec.action, Discrete) else 4 * spec.action.size)
         self.steps = max(1, min(STEPS, ROOM // size))
-        self.ticks = 1 if spec.device.type == "cpu" else LAG + 1  # it must still know the tick that ended the run
+        self.ticks = 1 if spec.device.type == "cpu" else LAG + 1  # the tick that ended the run must still be recorded
         self.reels: deque[Recording] = deque(maxlen=2)
 
     def open(self, obs: Obs) -> None:
-        """A tick begins, from ``obs``; no step is under way."""
+        """Begin a tick at ``obs`` [N, ...]; no step may be in flight."""
         if self.reels:
             last = self.reels[-1]
             if len(last.actions) < self.steps * self.groups or last.ticks < self.ticks:
@@ -63,20 +63,20 @@ class FlightRecorder:
         self.reels.append(Recording(state, {k: v.clone() for k, v in obs.items()}))
 
     def sent(self, action: Tensor) -> None:
-        """The simulator is given ``action`` [n, ...]."""
+        """Record an ``action`` [n, ...] sent to the simulator."""
         if self.reels:
             self.reels[-1].actions.append(action.clone())
 
     def restarted(self, mask: Tensor) -> None:
-        """The simulator is to restart the environments of ``mask`` [N]."""
+        """Record a restart of the environments of ``mask`` [N] bool."""
         self.reels[-1].restarts.append((len(self.reels[-1].actions), mask.clone()))
 
     def forget(self) -> None:
-        """The simulator was put into another state."""
+        """Clear the recording, because the simulator was put into another state."""
         self.reels.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """From the oldest moment it remembers: ``actions`` [T, N, ...], ``restarts`` with ``step`` and ``mask``."""
+        """Return the recording from its oldest state: ``actions`` [T, N, ...], ``restarts`` (``step``, ``mask``)."""
         if not self.reels:
             return {}
         first, actions, restarts = self.reels[0], list[Tensor](), list[tuple[int, Tensor]]()

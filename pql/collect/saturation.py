@@ -1,7 +1,7 @@
-"""How much a policy that a tanh bounds uses the ends of its range, measured where it acts.
+"""Saturation of a tanh policy's actions, measured during collection.
 
-Saturation alone is no fault: bang-bang policies push to one end and then to the other. A policy is frozen where its
-actions stay at one end over time: a saturated tanh passes hardly any gradient, so it may never come back.
+Saturation by itself is no fault: bang-bang policies alternate between the ends. A policy is frozen if its actions stay
+at one end over time: a saturated tanh passes hardly any gradient, so the policy may never recover.
 """
 
 import copy
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pql.engine.collectives import ALONE, Group
 
-SATURATED = 0.95  # of the range; there the slope of a tanh is below a tenth
-FROZEN = 0.9  # of an action's mean over time
-WINDOW = 64  # steps that this mean remembers
+SATURATED = 0.95  # threshold, as a share of the range; there the slope of a tanh is below a tenth
+FROZEN = 0.9  # threshold for an action's mean over time
+WINDOW = 64  # time constant of this mean, in steps
 
 
 class Saturation:
@@ -25,13 +25,13 @@ class Saturation:
     """
 
     def __init__(self, num_envs: int, size: int, device: torch.device):
-        self.mean = torch.zeros(num_envs, size, device=device)  # [N, A] running, of each environment's own actions
-        # Since a drain: components beyond SATURATED, of how many.
+        self.mean = torch.zeros(num_envs, size, device=device)  # [N, A] running mean per environment
+        # Since the last drain: components beyond SATURATED, and their total.
         self.sums = torch.zeros(2, dtype=torch.int64, device=device)
         self.size = torch.tensor(num_envs * size, device=device)
 
     def __call__(self, action: Tensor, mask: Tensor | None = None) -> None:
-        """A step: ``action`` [N, A] in [-1, 1]; ``mask`` [N] bool: those that act (None: all)."""
+        """Count a step's ``action`` [N, A] in [-1, 1] in the environments of ``mask`` [N] bool (None: all)."""
         finite = action.nan_to_num(0.0, 0.0, 0.0)
         beyond = finite.abs() > SATURATED
         if mask is None:
@@ -43,26 +43,26 @@ class Saturation:
         self.sums += torch.stack((torch.logical_and(beyond, acts).sum(), mask.sum() * beyond.shape[1]))
 
     def part(self, columns: slice) -> "Saturation":
-        """For a range of the environments: the same sums."""
+        """Return the meter of a range of the environments, with shared sums."""
         part = copy.copy(self)
         part.mean = self.mean[columns]
         part.size = torch.tensor(part.mean.numel(), device=self.mean.device)
         return part
 
     def reset(self) -> None:
-        """Forget all."""
+        """Clear sums and means."""
         self.mean.zero_()
         self.sums.zero_()
 
     def take(self) -> Tensor:
-        """[4] int64: the sums, which start over; and how many components are frozen now, of how many."""
+        """Return [4] int64: the sums, which are cleared, then the number of frozen components and their total."""
         out = torch.stack((*self.sums, (self.mean.abs() > FROZEN).sum(), self.size))
         self.sums.zero_()
         return out
 
 
 def drain(meters: Sequence[Saturation], group: Group = ALONE) -> dict[str, Tensor]:
-    """Metrics of several replicas, and of all processes of ``group``.
+    """Return the metrics over several replicas and all processes of ``group``.
 
     Returns:
         ``policy/saturated``: share of action components beyond +-``SATURATED`` since the last drain.

@@ -1,8 +1,8 @@
-"""Simulators, one file or folder each. Nothing is imported until a task asks for it.
+"""Simulators, one file or folder each, imported only when a task uses them.
 
-``BUILTIN`` maps a task's environment name to ``module:factory``; ``EXTRA_OF`` names the extra that installs what
-a module needs, ``NEEDS`` what is installed by hand. A package of yours adds names through the entry-point group
-``pql.envs`` and touches nothing here.
+``BUILTIN`` maps a task's environment name to ``module:factory``. ``EXTRA_OF`` names the extra that installs a module's
+dependencies; ``NEEDS`` names packages to be installed manually. Other packages add environments through the entry-point
+group ``pql.envs``, without changes here.
 """
 
 BUILTIN = {
@@ -64,7 +64,7 @@ CHOOSES = {
     "isaaclab": ("task", "Isaac-Ant"),
     "isaacgym": ("task", "Ant"),
 }
-"""Simulators of many tasks: the keyword that chooses the task, and an example. There is no default task."""
+"""Simulators with many tasks: the keyword that selects the task, and an example. There is no default task."""
 
 EXTRA_OF = {
     "pql.envs.mujoco": "mujoco",
@@ -74,8 +74,8 @@ EXTRA_OF = {
     "pql.envs.adapters.envpool": "bench",
 }
 
-# Simulators that have, as a rule, a Python of their own (``task.process.python``), and the package that they are there;
-# of those that ``make robots`` installs for their files alone, also one of the packages they cannot run without.
+# Simulators that usually run in a separate Python (``task.process.python``), and the packages to look for there. For
+# those that ``make robots`` installs without dependencies, one of the dependencies is listed, too.
 NEEDS = {
     "isaacgym": ("isaacgymenvs",),
     "isaaclab": ("isaaclab_tasks",),

@@ -1,9 +1,9 @@
 """Atari 2600 games: ``ale_py``'s native vector environment (C++ threads; the games come with the package).
 
-Frames as in Mnih et al. 2015: an action is held for four frames of the console, the observation is the maximum of the
-last two in grey, 84 x 84, and four of these are stacked, zeros before the episode. Rewards are raw scores: learners
-clip (``task.reward_clip``). Facts about ``ale_py`` that are worked around here: it clips rewards and presses FIRE by
-default; its no-ops are drawn from 0 .. noop_max - 1; its own flag for lost lives equals that for the game's end.
+Frames as in Mnih et al. 2015: an action is held for four frames of the console, the observation is the pixelwise
+maximum of the last two in grey, 84 x 84, and four of these are stacked, zeros before the episode. Rewards are raw
+scores: learners clip (``task.reward_clip``). Workarounds for ``ale_py``: it clips rewards and presses FIRE by default;
+it draws no-ops from 0 .. noop_max - 1; its flag for a lost life is the same as for the end of the game.
 """
 
 import functools
@@ -35,9 +35,9 @@ MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_S
 class AtariVec:
     """``num_envs`` consoles with the same game.
 
-    obs [N, 4, 84, 84] uint8 (``stack=4``); action [N] int64, the game's own minimal set or all 18; reward: raw score
-    of the row. Truncated after ``max_episode_steps``. ``log["score"]`` is the raw reward, too, whose sum over a whole
-    game is then ``episode/score``, whatever ends for learning.
+    obs [N, 4, 84, 84] uint8 (``stack=4``); action [N] int64, the game's minimal set or all 18; reward: raw score of the
+    row. Truncated after ``max_episode_steps``. ``log["score"]`` is the raw reward, too; its sum over a whole game is
+    ``episode/score``, also if lives end episodes for learning.
 
     Args:
         num_envs: N.
@@ -75,12 +75,12 @@ class AtariVec:
 
     @classmethod
     def describe(cls, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec:
-        """The ``EnvSpec`` that the same arguments would build; loads the game to read its actions."""
+        """Return the ``EnvSpec`` of an environment with these arguments; loads the game to read its actions."""
         settings = AtariSettings(**keywords)
         if settings.game not in (games := cls.games()):
             # MsPacman, as gymnasium writes it
             near = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", settings.game).lower(), games)
-            raise ConfigError("game", settings.game, f"a game of ale_py's, such as pong or ms_pacman{near}")
+            raise ConfigError("game", settings.game, f"a game of ale_py, such as pong or ms_pacman{near}")
         if settings.autoreset not in MODES:
             raise ConfigError("autoreset", settings.autoreset, " or ".join(MODES))
         for setting, count in (("noop_max", settings.noop_max), ("threads", settings.threads or 0)):
@@ -110,12 +110,12 @@ class AtariVec:
 
     @staticmethod
     def games() -> list[str]:
-        """Names that ``game`` may have."""
+        """Return the valid names for ``game``."""
         return sorted(roms.get_all_rom_ids())
 
     def reset(self, seed: int | None = None) -> Obs:
         n = self.spec.num_envs
-        # Drawn for all consoles at once, so that a console's games do not depend on the groups.
+        # Drawn for all consoles at once, so that a console's seeds do not depend on the groups.
         seeds = None if seed is None else np.random.SeedSequence(seed).generate_state(n).astype(np.int64) >> 1
         each = n // len(self._groups)
         parts = [g.reset(None if seeds is None else seeds[i * each :][:each]) for i, g in enumerate(self._groups)]
@@ -133,18 +133,18 @@ class AtariVec:
         return steps[0] if len(steps) == 1 else join_steps(steps)
 
     def send(self, action: Tensor, ids: Tensor) -> None:
-        """Hand one group its actions [n] and return at once; ``ids`` [n] are as :meth:`recv` gives them."""
+        """Send actions [n] to one group and return at once; ``ids`` [n] are those of :meth:`recv`."""
         group = int(ids[0]) // len(ids)
         self._groups[group].send(action.cpu().numpy())
         self._sent.append(group)
 
     def recv(self) -> tuple[Tensor, Step]:
-        """Wait for the group that was sent first: its ids [n], and what followed there (fields of [n, ...])."""
+        """Wait for the group that was sent first: its ids [n], and its step (fields of [n, ...])."""
         group = self._sent.popleft()
         return self._ids[group], self._groups[group].recv()
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
-        """The newest frame of console ``index``, in the screen's proportions: uint8 [H, W, 3], by default 420 x 320."""
+        """Return the latest frame of console ``index`` with the screen's aspect: uint8 [H, W, 3], default 420 x 320."""
         width, height = width or 320, height or 420
         group, row = divmod(index, self.spec.num_envs // len(self._groups))
         frame = self._groups[group].shown[row, -1]
@@ -157,7 +157,7 @@ class AtariVec:
 
 
 class Group:
-    """Consoles that step together: one ``AtariVectorEnv``, and what it says as a ``Step``."""
+    """Consoles that step together: one ``AtariVectorEnv`` whose results become a ``Step``."""
 
     def __init__(self, vec: AtariVectorEnv, spec: EnvSpec, life_loss: bool):
         self.vec, self.life_loss, self._next = vec, life_loss, spec.autoreset == "next_step"
@@ -196,7 +196,7 @@ class Group:
         hand = self._hand
         hand.wait()
         seen, sent, scored = hand.send("obs", obs), hand.send("flags", flags), hand.send("reward", reward)
-        final = seen  # the successor, where nothing was replaced
+        final = seen  # the final observation, except on rows that were reset
         if not self._next and over.any():
             final = hand.send("final", np.where(over[:, None, None, None], info["final_obs"], obs))
         hand.sent()
@@ -206,8 +206,8 @@ class Group:
 
 @functools.cache
 def _actions(game: str, full: bool) -> int:
-    """How many actions a game has."""
-    ALEInterface.setLoggerMode(LoggerMode.Error)  # no greeting
+    """Return the number of a game's actions."""
+    ALEInterface.setLoggerMode(LoggerMode.Error)  # without the start-up message
     console = ALEInterface()
     console.loadROM(cast(Path, roms.get_rom_path(game)))
     return len(console.getLegalActionSet() if full else console.getMinimalActionSet())

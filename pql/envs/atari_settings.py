@@ -8,15 +8,15 @@ class AtariSimSettings:
     """Keywords of a remote actor's games.
 
     Attributes:
-        game: as ``ale_py`` calls it: ``pong``, ``ms_pacman``, ...
+        game: ``ale_py``'s name: ``pong``, ``ms_pacman``, ...
         autoreset: ``same_step`` or ``next_step`` (a filler row follows each end).
         noop_max: a game begins with 0 .. ``noop_max`` frames without an action, drawn for every game.
         sticky: probability, at every frame of the console, that the last action is repeated instead.
-        full_actions: all 18 actions instead of those that the game knows.
+        full_actions: all 18 actions instead of those that the game uses.
         life_loss: a lost life terminates (for learning; the game continues, so ``first`` is not set).
-        fire_reset: press FIRE once when a game begins, where it has such an action.
-        max_episode_steps: time limit in actions, four frames each; 27,000 are 30 minutes of play.
-        threads: that step the consoles (of each group); None or 0: as many as there are cores.
+        fire_reset: press FIRE once when a game begins, if the game has that action.
+        max_episode_steps: time limit in actions, four frames each; 27,000 correspond to 30 minutes of play.
+        threads: threads that step the consoles of each group; None or 0: one per core.
     """
 
     game: str = "pong"

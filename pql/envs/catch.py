@@ -1,5 +1,5 @@
-"""Catch: a pixel task that a small network solves in seconds, on any device. The gate for algorithms that act in
-discrete actions on frames."""
+"""Catch: a pixel task that a small network solves in seconds, on any device. Test task for algorithms with discrete
+actions and image observations."""
 
 import torch
 from torch import Tensor
@@ -13,15 +13,15 @@ from pql.envs.draw import Drawn
 class Catch(Drawn, TorchEnv):
     """A ball falls one row a step; the paddle on the bottom row must be under it when it arrives.
 
-    obs [N, 2, 8, 8] uint8: this frame and the one before (``stack=2``; zeros before the episode), ball and paddle as
-    pixels of 255. The ball drifts a column a step, mirrored at the walls, or (one episode in four) falls straight
-    down, which a single frame does not show. action [N] int64: 0 left, 1 stay, 2 right. reward: 1 for a caught ball
-    or -1, on the seventh and last row of an episode, which terminates; 0 before.
+    obs [N, 2, 8, 8] uint8: the current frame and the previous one (``stack=2``; zeros before the episode), ball and
+    paddle drawn as pixels of 255. The ball moves one column per step and bounces off the walls, or (in one episode of
+    four) falls straight down; a single frame does not show which. action [N] int64: 0 left, 1 stay, 2 right. reward:
+    1 if the ball is caught, else -1, on the seventh and last row of an episode, which terminates; 0 before.
 
-    The best return is 1, and always within reach: the paddle starts in the middle, and sees the drift from its second
-    action on. Random actions give about -0.73, running to below the ball's newest position about -0.5.
+    The best return is 1 and always reachable: the paddle starts in the middle and sees the drift from its second
+    action on. Random actions give about -0.73; moving below the ball's latest position gives about -0.5.
 
-    A simplification of Catch in Mnih et al. 2014 (Recurrent Models of Visual Attention), with a drift.
+    Simplified from Catch in Mnih et al. 2014 (Recurrent Models of Visual Attention), with a drift added.
     """
 
     name, action_size, discrete, state_size = "catch", 3, True, 5
@@ -37,7 +37,7 @@ class Catch(Drawn, TorchEnv):
         return ObsSpec((2, cls.size, cls.size), torch.uint8, stack=2)
 
     def draw(self) -> Tensor:
-        """phase (the ball's column on a circle: there and back), drift (0 or 1), row, paddle, paddle before."""
+        """Draw phase (the ball's column on a circle: there and back), drift (0 or 1), row, paddle, previous paddle."""
         turn, straight = self._rand(2).unbind(1)
         phase = (turn * 2 * (self.size - 1)).floor()
         middle = torch.full_like(phase, self.size // 2)
@@ -45,12 +45,12 @@ class Catch(Drawn, TorchEnv):
 
     def observe(self, state: Tensor) -> Tensor:
         phase, drift, row, paddle, before = state.unbind(1)
-        phases, rows = torch.stack((phase - drift, phase), 1), torch.stack((row - 1, row), 1)  # [N, 2]: then and now
+        phases, rows = torch.stack((phase - drift, phase), 1), torch.stack((row - 1, row), 1)  # [N, 2]: before, now
         ball = rows * self.size + self.column(phases)
         bottom = torch.stack((before, paddle), 1) + (self.size - 1) * self.size
         cells = torch.arange(self.size**2, device=state.device)
         lit = (cells == ball.unsqueeze(2)) | (cells == bottom.unsqueeze(2))  # [N, 2, cells]
-        lit &= (rows >= 0).unsqueeze(2)  # before the episode there was no frame
+        lit &= (rows >= 0).unsqueeze(2)  # no frame before the episode
         return lit.to(torch.uint8).mul_(255).view(-1, 2, self.size, self.size)
 
     def advance(self, state: Tensor, action: Tensor) -> Transition:
@@ -69,7 +69,7 @@ class Catch(Drawn, TorchEnv):
         return far - (phase.remainder(2 * far) - far).abs()
 
     def optimal_action(self) -> Tensor:
-        """[N] int64: towards the column where the ball will land."""
+        """Return the moves [N] int64 towards the column where the ball will land."""
         phase, drift, row, paddle, _ = self._state.unbind(1)
         landing = self.column(phase + drift * (self.size - 1 - row))
         return (landing - paddle).sign().long() + 1

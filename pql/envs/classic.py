@@ -1,8 +1,8 @@
 """Classic control as batched torch code: pendulum, cart-poles, ball balance. Any device, any number of envs.
 
-Nothing here waits for the device: shapes are static, resets are masked, and every step draws fresh start states
-for all rows, so the random stream does not depend on who ended. State lives at fixed addresses and is written in
-place, so that a run puts ``step`` into a CUDA graph (``VecEnv.capturable``). This file knows nothing of learners.
+Nothing here waits for the device: shapes are static, resets are masked, and every step draws start states for all rows,
+so the random stream does not depend on which episodes end. The state stays at fixed addresses and is written in place,
+so that ``step`` can be captured in a CUDA graph (``VecEnv.capturable``).
 """
 
 import math
@@ -29,14 +29,14 @@ class Transition(NamedTuple):
 
 
 def positive(setting: str, value: int) -> int:
-    """``value`` if it is a whole number of at least 1, else ``ConfigError`` naming ``setting``."""
+    """Return ``value`` if it is a whole number of at least 1, else raise ``ConfigError`` naming ``setting``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(setting, value, "a whole number, at least 1")
     return value
 
 
 def times(rows: Tensor, matrix: Tensor) -> Tensor:
-    """``rows`` [..., I] times ``matrix`` [..., I, O], in the whole precision of their type. Products of float32
+    """Multiply ``rows`` [..., I] by ``matrix`` [..., I, O] in the full precision of their type. Products of float32
     matrices may be rounded to TF32 on CUDA and to bfloat16 on some CPUs (``placement.matmul``): too coarse for physics.
     """
     return (rows.unsqueeze(-1) * matrix).sum(-2)
@@ -45,13 +45,13 @@ def times(rows: Tensor, matrix: Tensor) -> Tensor:
 class TorchEnv:
     """Step counter, same-step autoreset, seeding and exact resume for dynamics written in torch.
 
-    A subclass gives the class constants and three functions: ``draw`` (start states for all rows), ``observe``
-    and ``advance``. Observations returned are new tensors each step, and ``final_obs`` is true on every row.
+    A subclass defines the class constants and three functions: ``draw`` (start states for all rows), ``observe``
+    and ``advance``. Observations returned are new tensors each step, and ``final_obs`` is valid on every row.
 
     Args:
         num_envs: N.
-        device: where the state lives.
-        max_episode_steps: time limit in steps; None takes the task's own (``time_limit``).
+        device: device of the state.
+        max_episode_steps: time limit in steps; None: the task's (``time_limit``).
         stagger: start the first episodes at random points of the time limit, so that not all environments are
             truncated on the same step.
 
@@ -61,14 +61,14 @@ class TorchEnv:
 
     name: ClassVar[str]
     obs_size: ClassVar[int]
-    action_size: ClassVar[int]  # dimensions; or, where ``discrete``, the number of actions
+    action_size: ClassVar[int]  # dimensions, or the number of actions if ``discrete``
     discrete: ClassVar[bool] = False
-    action_limit: ClassVar[float] = 1.0  # what an action of 1 is in the task's own units
+    action_limit: ClassVar[float] = 1.0  # an action of 1 in the task's units
     state_size: ClassVar[int]
     time_limit: ClassVar[int]
     terms: ClassVar[tuple[str, ...]]
-    capturable: ClassVar[bool] = False  # ``advance``, ``draw`` and ``observe`` keep the rules of ``VecEnv.capturable``
-    dt: ClassVar[float] = 0.05  # seconds of a step
+    capturable: ClassVar[bool] = False  # ``advance``, ``draw``, ``observe`` follow the rules of ``VecEnv.capturable``
+    dt: ClassVar[float] = 0.05  # seconds per step
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class TorchEnv:
         max_episode_steps: int | None = None,
         stagger: bool = False,
     ) -> EnvSpec:
-        """The ``EnvSpec`` that the same arguments would build."""
+        """Return the ``EnvSpec`` of an environment with these arguments."""
         if max_episode_steps is None:
             max_episode_steps = cls.time_limit
         return EnvSpec(
@@ -116,23 +116,24 @@ class TorchEnv:
 
     @classmethod
     def obs_spec(cls) -> ObsSpec:
-        """Of what ``observe`` returns."""
+        """Return the spec of the observations of ``observe``."""
         return ObsSpec((cls.obs_size,))
 
     def draw(self) -> Tensor:
-        """Start states for all rows: [N, S], from ``self.generator``."""
+        """Draw start states for all rows, [N, S], from ``self.generator``."""
         raise NotImplementedError
 
     def observe(self, state: Tensor) -> Tensor:
-        """[N, S] -> [N, D] (or as ``obs_spec`` says), a new tensor."""
+        """Return the observation of states [N, S] as a new tensor, [N, D] or as in ``obs_spec``."""
         raise NotImplementedError
 
     def advance(self, state: Tensor, action: Tensor) -> Transition:
-        """One control step from ``state`` under ``action`` ([N, A] in [-1, 1], or [N] int64); writes to neither."""
+        """Advance ``state`` by one control step under ``action`` ([N, A] in [-1, 1], or [N] int64); write to
+        neither."""
         raise NotImplementedError
 
     def uniform(self, width: int) -> Tensor:
-        """[N, width] uniform in [-1, 1)."""
+        """Draw [N, width] uniform in [-1, 1)."""
         return self._rand(width) * 2 - 1
 
     def _rand(self, width: int) -> Tensor:
@@ -174,7 +175,7 @@ class TorchEnv:
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next step depends on, as copies."""
+        """Return copies of everything the next step depends on."""
         return {
             "state": self._state.clone(),
             "steps": self._steps.clone(),
@@ -205,7 +206,7 @@ class Pendulum(Drawn, TorchEnv):
     """Torque-limited pendulum: gymnasium's Pendulum-v1, equation for equation.
 
     obs [N, 3]: cos and sin of the angle (0 is upright, rad), angular velocity (rad/s, within 8). action [N, 1]:
-    torque / 2 N m. reward = -(angle^2 + 0.1 velocity^2 + 0.001 torque^2) of the state acted in, from -16.3 to 0.
+    torque / 2 N m. reward = -(angle^2 + 0.1 velocity^2 + 0.001 torque^2) of the state before the step, from -16.3 to 0.
     Never terminates; 200 steps of 0.05 s.
     """
 
@@ -242,8 +243,8 @@ class CartpoleSwingup(Drawn, TorchEnv):
     Equations of Florian (2007), "Correct equations for the dynamics of the cart-pole system", without friction
     (the pole is a uniform rod), integrated with RK4 at 50 Hz. obs [N, 5]: cart position (m), cos and sin of the
     pole's angle (0 is upright), cart velocity (m/s), pole velocity (rad/s). action [N, 1]: force / 10 N.
-    reward = upright * centred * calm * effort, each in [0, 1], of the state reached; 1 a step at best. Terminates
-    where the cart leaves the rail (2.4 m to either side); 500 steps, that is 10 s.
+    reward = upright * centred * calm * effort, each in [0, 1], of the state after the step; at most 1 per step.
+    Terminates where the cart leaves the rail (2.4 m to either side); 500 steps, that is 10 s.
     """
 
     name, obs_size, action_size, state_size, time_limit = "cartpole_swingup", 5, 1, 4, 500
@@ -263,7 +264,7 @@ class CartpoleSwingup(Drawn, TorchEnv):
         return torch.stack((x, angle.cos(), angle.sin(), x_dot, angle_dot), 1)
 
     def derivative(self, state: Tensor, force: Tensor) -> Tensor:
-        """d/dt of (x, x_dot, angle, angle_dot): [N, 4], under ``force`` [N] in newtons."""
+        """Return d/dt of (x, x_dot, angle, angle_dot), [N, 4], under ``force`` [N] in newtons."""
         _, x_dot, angle, angle_dot = state.unbind(1)
         sin, cos = angle.sin(), angle.cos()
         total, moment = self.mass_cart + self.mass_pole, self.mass_pole * self.half_length
@@ -323,12 +324,12 @@ class Cartpole(Drawn, TorchEnv):
 class BallBalance(Drawn, TorchEnv):
     """Catch a falling ball on a plate carried by three legs, and hold it at rest in the middle.
 
-    In the spirit of IsaacGymEnvs' BallBalance (obs 24, action 3), written as rigid-body equations: a solid sphere
-    in 3D with spring-damper contact along the plate's normal and Coulomb friction (mu = 0.8), semi-implicit Euler at
-    200 Hz, control at 50 Hz, 500 steps. What differs: actions are the legs' target heights (there: increments of joint
-    targets), legs follow with a lag of 0.1 s and do not feel the ball, there are no force sensors (12 of the 24
-    observations there), the reward's distance is scaled, and the episode ends where the ball leaves the plate's
-    circle (there: where it falls below a height).
+    After IsaacGymEnvs' BallBalance (obs 24, action 3), written as rigid-body equations: a solid sphere in 3D with
+    spring-damper contact along the plate's normal and Coulomb friction (mu = 0.8), semi-implicit Euler at 200 Hz,
+    control at 50 Hz, 500 steps. Differences from Isaac's task: actions are the legs' target heights (Isaac: increments
+    of joint targets), legs follow with a lag of 0.1 s and do not feel the ball, there are no force sensors (12 of
+    Isaac's 24 observations), the reward's distance is scaled, and the episode ends where the ball leaves the plate's
+    circle (Isaac: where it falls below a height).
 
     obs [N, 12]: leg heights / 0.05 m, ball position (m, from the middle of the level plate), ball velocity (m/s),
     spin times radius (m/s). action [N, 3]: leg targets / 0.05 m, at 90, 210 and 330 degrees. reward = centred * calm
@@ -370,7 +371,8 @@ class BallBalance(Drawn, TorchEnv):
         return torch.cat((legs / self.leg_range, position, velocity, spin * self.ball), 1)
 
     def substep(self, state: Tensor, target: Tensor, dt: float) -> Tensor:
-        """``dt`` seconds of legs and ball: state [N, 12] (legs, position, velocity, spin), target [N, 3] in metres."""
+        """Advance legs and ball by ``dt`` seconds: state [N, 12] (legs, position, velocity, spin), target [N, 3] in
+        metres."""
         legs, position, velocity, spin = state.split(3, 1)
         moved = target + (legs - target) * math.exp(-dt / self.lag)
         height, slope = times(moved, self._plane).split((1, 2), 1)
@@ -386,7 +388,7 @@ class BallBalance(Drawn, TorchEnv):
         arm = -self.ball * normal  # from the ball's centre to the contact
         slip = relative - closing * normal + torch.linalg.cross(spin, arm)
         speed = slip.norm(dim=1, keepdim=True)
-        # 2/7 of the slip per step is what brings a solid sphere to rolling: friction never overshoots it.
+        # Removing 2/7 of the slip makes a solid sphere roll, so friction is limited to that per step.
         drag = torch.minimum(self.friction * press, 2 / 7 * speed / dt)
         push = -drag * slip / (speed + 1e-9)
         velocity = velocity + dt * (press * normal + push - self.gravity * self._up)

@@ -14,11 +14,11 @@ Point = tuple[float, float]
 
 PAPER, INK, GREY, PALE = (250, 250, 248), (45, 50, 60), (150, 155, 165), (214, 219, 226)
 POLE, CART, BALL, SHADE, PLATE = (214, 84, 46), (52, 104, 164), (230, 140, 30), (170, 182, 196), (196, 208, 220)
-SMOOTH = 3  # drawn this many times too large, then shrunk
+SMOOTH = 3  # supersampling factor of the drawing
 
 
 class Canvas:
-    """Image of ``width`` x ``height`` pixels that shows at least the ``view`` ((left, bottom), (right, top)).
+    """Image of ``width`` x ``height`` pixels that covers at least the ``view`` ((left, bottom), (right, top)).
 
     Raises:
         ConfigError: pillow is not installed.
@@ -42,7 +42,7 @@ class Canvas:
         return self.width / 2 + (x - cx) * self.scale, self.height / 2 - (y - cy) * self.scale
 
     def line(self, a: Point, b: Point, thick: float, colour: Colour) -> None:
-        """A bar of ``thick`` metres with round ends."""
+        """Draw a bar of ``thick`` metres with round ends."""
         across = math.hypot(b[0] - a[0], b[1] - a[1]) or 1.0
         x, y = (b[1] - a[1]) / across * thick / 2, (a[0] - b[0]) / across * thick / 2
         self.polygon([(a[0] + x, a[1] + y), (b[0] + x, b[1] + y), (b[0] - x, b[1] - y), (a[0] - x, a[1] - y)], colour)
@@ -72,21 +72,21 @@ class Canvas:
 
 
 class Drawn:
-    """``render`` for an environment of ``classic.py`` that says what to show and how to paint it."""
+    """Mixin with ``render`` for an environment of ``classic.py`` that sets ``view`` and ``paint``."""
 
     view: tuple[Point, Point]
     paint: ClassVar[Callable[..., None]]  # (canvas, one environment's state as floats)
     _state: Tensor
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
-        """Environment ``index`` as it stands, by default 640 x 480 pixels: uint8 [H, W, 3]. Waits for the device."""
+        """Render environment ``index``, by default 640 x 480 pixels: uint8 [H, W, 3]. Waits for the device."""
         canvas = Canvas(width or 640, height or 480, self.view)
         type(self).paint(canvas, self._state[index].tolist())
         return canvas.array()
 
 
 def pendulum(canvas: Canvas, state: Sequence[float]) -> None:
-    """State: angle (0 is up, positive turns to the left), velocity."""
+    """Draw the state: angle (0 is up, positive turns to the left), velocity."""
     angle = state[0]
     tip = (-math.sin(angle), math.cos(angle))
     canvas.line((0, 0), tip, 0.16, POLE)
@@ -94,7 +94,7 @@ def pendulum(canvas: Canvas, state: Sequence[float]) -> None:
 
 
 def cartpole(canvas: Canvas, state: Sequence[float], rail: float = 2.4, length: float = 1.0) -> None:
-    """State: position, velocity, angle (0 is up, positive leans to the right), velocity."""
+    """Draw the state: position, velocity, angle (0 is up, positive leans to the right), velocity."""
     x, angle = state[0], state[2]
     canvas.box((0, 0), 2 * rail, 0.03, GREY)
     for end in (-rail, rail):
@@ -105,7 +105,7 @@ def cartpole(canvas: Canvas, state: Sequence[float], rail: float = 2.4, length: 
 
 
 def catch(canvas: Canvas, state: Sequence[float], size: int = 8) -> None:
-    """State: the ball's phase, drift, row, the paddle's column, ...; a metre is a pixel of the frames."""
+    """Draw the state: the ball's phase, drift, row, the paddle's column, ...; one metre per pixel of the frames."""
     far = size - 1
     ball = (far - abs(state[0] % (2 * far) - far), far - state[2])
     canvas.box((far / 2, far / 2), size, size, PALE)
@@ -114,7 +114,7 @@ def catch(canvas: Canvas, state: Sequence[float], size: int = 8) -> None:
 
 
 def tmaze(canvas: Canvas, state: Sequence[float]) -> None:
-    """State: the sign and the cell; a metre is a cell. The sign is in the first one, the junction at the right."""
+    """Draw the state: sign and cell; one metre per cell. The sign is in the first cell, the junction at the right."""
     end = canvas.middle[0] * 2
     canvas.box((end / 2, 0), end + 1, 1, PALE)
     canvas.box((end, 0), 1, 3, PALE)
@@ -126,7 +126,7 @@ def tmaze(canvas: Canvas, state: Sequence[float]) -> None:
 def ball_balance(
     canvas: Canvas, state: Sequence[float], plate: float = 0.5, leg: float = 0.4, ball: float = 0.05
 ) -> None:
-    """State: three leg heights, ball position, ...; seen from the front, from 30 degrees above."""
+    """Draw the state: three leg heights, ball position, ...; from the front, 30 degrees above."""
     heights, (x, y, z) = state[:3], state[3:6]
     turns = [math.radians(a) for a in (90, 210, 330)]
     middle = sum(heights) / 3

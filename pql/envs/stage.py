@@ -1,4 +1,4 @@
-"""Host arrays to device tensors, for simulators that live on the host."""
+"""Transfer of host arrays to device tensors, for simulators on the host."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from pql.types import Obs, Step
 
 
 class Stage:
-    """Host arrays to new device tensors, through one reused host buffer (pinned for CUDA)."""
+    """Copies host arrays to new device tensors through one reused host buffer (pinned for CUDA)."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self._device = device
@@ -24,10 +24,10 @@ class Stage:
 
 
 class Handover:
-    """Arrays that a simulator allocates at every step -> device tensors, by name: as they are on the CPU, through
-    pinned buffers on CUDA.
+    """Converts arrays that a simulator allocates at every step to device tensors, by name: without a copy on the CPU,
+    through pinned buffers on CUDA.
 
-    ``wait()``, then any number of ``send``, then ``sent()``: the next ``wait`` is for these copies to have happened.
+    Call ``wait()``, then any number of ``send``, then ``sent()``; the next ``wait`` waits for these copies.
     """
 
     def __init__(self, device: torch.device):
@@ -54,7 +54,7 @@ class Handover:
 
 
 class Tensors:
-    """``VecEnv`` of a NumPy simulator (``pql.contract.plain``): its arrays [N, ...] become tensors on ``device``."""
+    """``VecEnv`` of a NumPy simulator (``pql.contract.plain``), whose arrays [N, ...] become tensors on ``device``."""
 
     def __init__(self, env: Any, device: torch.device):
         self.env, self.spec = env, replace(env.spec, device=device)
@@ -70,7 +70,7 @@ class Tensors:
         self.env.close()
 
     def _sent(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Arrays, or dicts of them, as tensors."""
+        """Convert arrays, or dicts of them, to tensors."""
         self._hand.wait()
         out = {
             name: {k: self._hand.send(f"{name}.{k}", v) for k, v in value.items()}

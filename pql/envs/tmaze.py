@@ -1,4 +1,4 @@
-"""The T-maze: a task that cannot be played without a memory, on any device. The gate for recurrent agents."""
+"""T-maze: a task that cannot be solved without memory, on any device. Test task for recurrent agents."""
 
 import torch
 from torch import Tensor
@@ -10,24 +10,24 @@ from pql.envs.draw import Drawn
 
 
 class TMaze(Drawn, TorchEnv):
-    """A sign in the first cell says which way to turn at the far end of a corridor, where it cannot be seen any more.
+    """A sign in the first cell shows which way to turn at the far end of a corridor, where it is no longer visible.
 
     obs [N, 2]: the sign (1 up, -1 down; 0 beyond the first cell), and 1 at the junction. action [N] int64: 0 forward,
-    1 up, 2 down. Forward is the one way through the corridor, up and down those out of the junction; elsewhere an
-    action changes nothing. reward: 1 for the turn that the sign showed, else 0; turning terminates.
+    1 up, 2 down. Forward moves along the corridor, up and down turn at the junction; elsewhere an action has no effect.
+    reward: 1 for the turn that the sign showed, else 0; turning terminates.
 
     The best return is 1; without a memory it is .5, by guessing.
 
-    A simplification of the T-maze in Bakker 2001 (Reinforcement Learning with Long Short-Term Memory).
+    Simplified from the T-maze in Bakker 2001 (Reinforcement Learning with Long Short-Term Memory).
 
     Args:
         length: steps from the first cell to the junction.
-        max_episode_steps: None: four times the shortest way.
-        num_envs, device, stagger: as everywhere.
+        max_episode_steps: None: four times the shortest path.
+        num_envs, device, stagger: see :class:`~pql.envs.classic.TorchEnv`.
     """
 
     name, obs_size, action_size, discrete, state_size = "tmaze", 2, 3, True, 2
-    terms = ("success",)  # 1 where the turn is right
+    terms = ("success",)  # 1 where the turn is correct
     capturable = True
     dt = 0.1
     paint = staticmethod(draw.tmaze)
@@ -54,12 +54,12 @@ class TMaze(Drawn, TorchEnv):
         stagger: bool = False,
         length: int = 10,
     ) -> EnvSpec:
-        """The ``EnvSpec`` that the same arguments would build."""
+        """Return the ``EnvSpec`` of an environment with these arguments."""
         limit = default_limit(positive("length", length)) if max_episode_steps is None else max_episode_steps
         return super().describe(num_envs, device, limit, stagger)
 
     def draw(self) -> Tensor:
-        """sign (1 or -1), cell."""
+        """Draw sign (1 or -1) and cell."""
         sign = torch.where(self.uniform(1) < 0, -1.0, 1.0)
         return torch.cat((sign, torch.zeros_like(sign)), 1)
 

@@ -1,7 +1,7 @@
-"""Test environments with known results: ``Counter`` (every row has a closed form), ``LQR`` (Q* in closed form) and
+"""Test environments with known results: ``Counter`` (closed form of every row), ``LQR`` (Q* in closed form) and
 ``Recall`` (needs a memory).
 
-They are for tests of collectors, replay and learners, and as the smallest examples of the environment contract.
+They test collectors, replay and learners, and are the smallest examples of the environment contract.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from pql.errors import ConfigError
 from pql.types import Obs, Step
 
 FILLER_REWARD = -1000.0
-"""Reward of ``Counter``'s filler rows: a learner or a statistic that takes one shows it."""
+"""Reward of ``Counter``'s filler rows, so large that using one by mistake is visible."""
 
 LOST = -1.0
-"""Both entries of the final observation that ``Counter`` loses under next-step autoreset."""
+"""Both entries of the final observation that ``Counter`` does not report under next-step autoreset."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,19 @@ class CounterSettings:
 
 
 class Counter:
-    """obs = [episode id, step]: [N, 2] float32, both from 0, so a transition names itself. Actions do nothing.
+    """obs = [episode id, step]: [N, 2] float32, both from 0, so a transition identifies itself. Actions have no effect.
 
-    Everything is a function of environment i, episode e and step s, whatever the autoreset mode:
+    Everything is a function of environment i, episode e and step s, in every autoreset mode:
 
-        reward     reward_of(i, e, s) = (i mod 8) + 10 (e mod 8) + s / 8     (exact in float32), of the row acted in
+        reward     reward_of(i, e, s) = (i mod 8) + 10 (e mod 8) + s / 8     (exact in float32)
         length     episodes with (i + e) mod terminate_every == 0 terminate after 1 + (2 i + 3 e) mod episode_length
                    rows (also on the limit itself, where terminated wins); the others are truncated after
                    ``episode_length`` rows
         restart    episodes with (i + e) mod restart_every == restart_every - 1 that last longer than two rows restart
                    unannounced on their second row: ``first`` without an end, and the true successor is lost
 
-    Filler rows pay ``FILLER_REWARD``. ``log["rows"]`` is 1 on valid rows, so it sums to the episode's length.
+    Filler rows have the reward ``FILLER_REWARD``. ``log["rows"]`` is 1 on valid rows, so it sums to the episode's
+    length.
 
     Keywords: those of :class:`CounterSettings`.
 
@@ -81,11 +82,11 @@ class Counter:
         self._start = self._env % settings.episode_length if settings.stagger else torch.zeros_like(self._env)
         self._episode = torch.zeros_like(self._env)
         self._step = self._start.clone()
-        self._pending = torch.zeros(num_envs, dtype=torch.bool, device=device)  # next step: a filler row is due
+        self._pending = torch.zeros(num_envs, dtype=torch.bool, device=device)  # the next row is a filler
 
     @classmethod
     def describe(cls, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec:
-        """The ``EnvSpec`` that the same arguments would build."""
+        """Return the ``EnvSpec`` of an environment with these arguments."""
         settings = CounterSettings(**keywords)
         if settings.autoreset not in ("same_step", "next_step"):
             raise ConfigError("autoreset", settings.autoreset, "same_step or next_step")
@@ -132,7 +133,7 @@ class Counter:
         return torch.stack((self._episode, self._step), 1).float()
 
     def reset(self, seed: int | None = None) -> Obs:
-        """Back to episode 0. There is nothing to seed."""
+        """Return to episode 0; ``seed`` has no effect."""
         self._episode.zero_()
         self._step.copy_(self._start)
         self._pending.zero_()
@@ -189,10 +190,10 @@ class Counter:
 
 
 class Recall(TorchEnv):
-    """A cue of -1 or 1 in the first observation, then nothing; the last action is worth cue * action.
+    """A cue of -1 or 1 is in the first observation only; the reward of the last action is cue * action.
 
     obs [N, 2]: cue (0 after the first row), rows so far / the time limit. action [N, 1] in [-1, 1]. The best return is
-    1, and 0 without a memory. The row on the time limit terminates, a success where the action has the cue's sign.
+    1, and 0 without a memory. The row at the time limit terminates, as a success if the action has the cue's sign.
     """
 
     name, obs_size, action_size, state_size, time_limit = "recall", 2, 1, 2, 6
@@ -215,12 +216,12 @@ class Recall(TorchEnv):
 
 
 class LQR(TorchEnv):
-    """Linear-quadratic regulator: x' = A x + B u, reward = -(x' Q x + u' R u) of the row acted in, no noise.
+    """Linear-quadratic regulator: x' = A x + B u, reward = -(x' Q x + u' R u) of the state before the step, no noise.
 
     Two damped, coupled masses: x = (positions, velocities), obs = x [N, 4], action = u [N, 2] in [-1, 1]. Starts are
     uniform in [-0.5, 0.5]; episodes are cut by the time limit only, so the value of a truncated row is the value of
     an endless problem. From those starts no sequence of allowed actions reaches a state in which the optimal control
-    would leave [-1, 1] (for any discount up to 1), so Q* below is exact wherever the data can go.
+    would leave [-1, 1] (for any discount up to 1), so Q* below is exact on all reachable data.
 
     Source: discounted Riccati equation, Bertsekas, Dynamic Programming and Optimal Control, vol. 2, section 4.2.
     """
@@ -258,7 +259,8 @@ class LQR(TorchEnv):
         return Transition(times(state, A.T) + times(action, B.T), reward, torch.zeros_like(self._true), log)
 
     def optimal_gain(self, gamma: float) -> Tensor:
-        """K of the optimal policy u = -K x: [2, 4] float64, by iterating the Riccati equation to its fixed point.
+        """Return K of the optimal policy u = -K x, [2, 4] float64, by iterating the Riccati equation to its fixed
+        point.
 
         Raises:
             ConfigError: gamma outside [0, 1].
@@ -273,7 +275,7 @@ class LQR(TorchEnv):
         return K
 
     def value_matrix(self, gamma: float, gain: Tensor | None = None) -> Tensor:
-        """P with V(x) = -x' P x: [4, 4] float64; of the policy u = -gain x, or of the optimal one.
+        """Return P with V(x) = -x' P x, [4, 4] float64, for the policy u = -gain x or, by default, the optimal one.
 
         Solves P = Q + K' R K + gamma (A - B K)' P (A - B K), linear in P.
 
@@ -289,12 +291,12 @@ class LQR(TorchEnv):
         return torch.linalg.solve(system, cost.reshape(16)).reshape(4, 4)
 
     def value(self, obs: Tensor, gamma: float, gain: Tensor | None = None) -> Tensor:
-        """V(x) of the policy u = -gain x, or V* where none is given: obs [..., 4] -> [...] float64."""
+        """Return V(x) of the policy u = -gain x, or V* by default: obs [..., 4] -> [...] float64."""
         x = obs.to(self.A)
         return -((x @ self.value_matrix(gamma, gain)) * x).sum(-1)
 
     def q_value(self, obs: Tensor, action: Tensor, gamma: float, gain: Tensor | None = None) -> Tensor:
-        """Q(x, u), followed by the policy u = -gain x or, by default, by the optimal one (Q*).
+        """Return Q(x, u), followed by the policy u = -gain x or, by default, by the optimal one (Q*).
 
         Args:
             obs: [..., 4]; action: [..., 2] in [-1, 1].

@@ -90,7 +90,7 @@ class Body(Reads):
 
 
 class OwnBody(nn.Module):
-    """Features by a user's feedforward network with inputs [B, ...]: leading axes such as [T, N] are flattened."""
+    """Features from a user's feedforward network with inputs [B, ...]: leading axes such as [T, N] are flattened."""
 
     carry_size = 0
 

@@ -30,18 +30,18 @@ def project(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
 
 def _project_scatter(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
     size = atoms.shape[0]
-    step = (atoms[-1] - atoms[0]) / (size - 1)  # of neighbours alone, it would be rounded too coarsely
+    step = (atoms[-1] - atoms[0]) / (size - 1)  # the difference of two neighbours would be rounded too coarsely
     position = ((support - atoms[0]) / step).clamp_(0, size - 1)  # in units of atoms
     lower = position.floor()
     upper_share = probs * (position - lower)
     index = lower.to(torch.int64)
-    out = probs.new_zeros(probs.shape[0], size + 1)  # above the last atom there is one for shares of nothing
+    out = probs.new_zeros(probs.shape[0], size + 1)  # the extra entry takes the zero shares above the last atom
     out.scatter_add_(1, index, probs - upper_share)
     return out.scatter_add_(1, index + 1, upper_share)[:, :size]
 
 
 def _project_sums(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
-    """The same by gathers from running sums, so in a fixed order, and without a product that TF32 would round.
+    """Compute the projection by gathers from running sums: in a fixed order, without products rounded to TF32.
 
     An atom's share, sum_j p_j max(0, 1 - |x_j - k|), is the second difference at k of the ramp
     R(k) = sum_j p_j max(0, k - x_j) = k sum_{x_j <= k} p_j - sum_{x_j <= k} p_j x_j. In float64, as ramps are up to Z

@@ -150,7 +150,7 @@ class Reads(nn.Module):
 
 
 def groups_read(net: nn.Module) -> tuple[str, ...]:
-    """Return the names of the observation groups that ``net`` reads; ("policy",) if it does not say."""
+    """Return the names of the observation groups that ``net`` reads; ("policy",) if it has no such attribute."""
     return tuple(getattr(net, "groups", ("policy",)))
 
 

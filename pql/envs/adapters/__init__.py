@@ -1,1 +1,1 @@
-"""Adapters: simulators of other projects, one file each. ``adapt.py`` has what several of them need."""
+"""Adapters: simulators of other projects, one file each. ``adapt.py`` has shared helpers."""

@@ -14,14 +14,14 @@ class Actions:
     """Rescales actions [N, A] from [-1, 1] to the simulator's bounds, or to +-``bound`` for unbounded dimensions.
 
     Args:
-        space: with ``low`` and ``high``: arrays, or one number for all of ``shape`` (mjlab).
+        space: its ``low`` and ``high`` are arrays, or one number for all of ``shape`` (mjlab).
 
     Attributes:
         spec: the action specification.
         bounded: True if the simulator bounds every dimension.
 
     Raises:
-        ConfigError: no such space, or no such bound.
+        ConfigError: an unsupported space or bound.
     """
 
     def __init__(self, space: Any, bound: float):
@@ -43,13 +43,14 @@ class Actions:
 
 
 def change(config: Any, settings: Mapping[str, Any], within: str = "") -> None:
-    """Set nested attributes of a configuration, or entries if it is a mapping (in mjlab and Playground).
+    """Set nested attributes of a configuration, or entries of a mapping (mjlab, Playground).
 
     Args:
-        settings: by dotted names, or group by group: ``{"scene.num_envs": 3}`` or ``{"scene": {"num_envs": 3}}``.
-        within: the dotted name of ``config`` itself, for errors.
+        settings: by dotted names, or nested: ``{"scene.num_envs": 3}`` or ``{"scene": {"num_envs": 3}}``.
+        within: the dotted name of ``config``, for errors.
+
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: the configuration has no such name.
     """
     for name, value in settings.items():
         *path, last = name.split(".")

@@ -1,13 +1,14 @@
 """DeepMind Lab's levels: ``task=dmlab task.kwargs.level=contributed/dmlab30/explore_goal_locations_small``.
 
-The simulator has no package on an index: it is built with Bazel into a wheel for one Python (``python/pip_package`` of
-github.com/google-deepmind/lab), which may be another than the learner's: see ``task.process.python``, ``pql actor``.
+The simulator is not on a package index: it is built with Bazel into a wheel for one Python (``python/pip_package`` of
+github.com/google-deepmind/lab), which may differ from the learner's: see ``task.process.python``, ``pql actor``.
 
-What an agent sees and does is that of Espeholt et al. 2018 (IMPALA): 96 x 72 pixels in colour, an action held for four
-frames, nine actions; or the fifteen of Hessel et al. 2019 (PopArt-IMPALA). An end, by time or by the level's rules, is
-a terminal, as in those papers: the simulator does not say which it was, and shows nothing after it.
+Observations and actions are those of Espeholt et al. 2018 (IMPALA): 96 x 72 pixels in colour, an action held for four
+frames, nine actions; or the fifteen of Hessel et al. 2019 (PopArt-IMPALA). The end of an episode, by time or by the
+level's rules, is terminal, as in those papers: the simulator does not report which it was, and has no observation after
+it.
 
-This file runs on Python 3.8 with NumPy alone, and the simulator.
+This file needs only Python 3.8, NumPy and the simulator.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ def dmlab(
     cache: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """``num_envs`` copies of a level, stepped one after the other: for more cores, more actors or ``placement.groups``.
+    """Make ``num_envs`` copies of a level, stepped sequentially: for more cores, use actors or ``placement.groups``.
 
-    obs [N, 3, height, width] uint8; action [N] int64; reward: what the level pays in the frames of a step.
+    obs [N, 3, height, width] uint8; action [N] int64; reward: sum of the level's rewards over the frames of a step.
 
     Args:
-        device: where tensors go; as text (in an interpreter without torch): arrays are returned.
-        level: as the simulator calls it.
+        device: device of the tensors; a string (in a Python without torch): NumPy arrays are returned.
+        level: the simulator's name of the level.
         actions: 9 or 15, see above.
         repeat: frames for which an action is held.
         renderer: ``software``, or ``hardware`` (EGL).
         cache: folder for compiled maps, which many levels build for every episode; several runs may share it.
-        settings: of the simulator's: ``datasetPath``, ``mixerSeed``, ``allowHoldOutLevels``, ...
+        settings: the simulator's settings: ``datasetPath``, ``mixerSeed``, ``allowHoldOutLevels``, ...
 
     Raises:
         ConfigError: the simulator is not installed, or refuses the level or a setting.
@@ -110,7 +111,7 @@ def dmlab(
 
 
 class DmLab:
-    """Several ``deepmind_lab.Lab``, as arrays."""
+    """Several ``deepmind_lab.Lab`` with batched arrays."""
 
     def __init__(self, labs: list[Any], level: str, actions: Any, repeat: int, shape: tuple[int, int, int]):
         self.labs, self.actions, self.repeat = labs, np.array(actions, dtype=np.intc), repeat
@@ -137,7 +138,7 @@ class DmLab:
         self.labs[i].reset(seed=int(self.random[i].randint(2**31 - 1)))
 
     def show(self) -> Any:
-        """[N, 3, height, width], from [height, width, 3] each."""
+        """Return the frames [N, 3, height, width], from [height, width, 3] each."""
         return np.stack([np.moveaxis(lab.observations()[PIXELS], 2, 0) for lab in self.labs])
 
     def step(self, action: Any) -> Step:
@@ -169,7 +170,7 @@ class DmLab:
 
 
 class Maps:
-    """A folder of compiled maps, by the simulator's own keys: what it calls a level cache."""
+    """Folder of compiled maps under the simulator's keys: its ``level cache`` interface."""
 
     def __init__(self, folder: str):
         self.folder = os.path.abspath(os.path.expanduser(folder))
@@ -179,7 +180,7 @@ class Maps:
         return os.path.join(self.folder, hashlib.sha256(key.encode()).hexdigest())
 
     def fetch(self, key: str, pk3_path: str) -> bool:
-        """Copy the map to ``pk3_path``; False where there is none."""
+        """Copy the map to ``pk3_path``; return False if there is none."""
         try:
             shutil.copyfile(self.path(key), pk3_path)
         except FileNotFoundError:
@@ -187,14 +188,14 @@ class Maps:
         return True
 
     def write(self, key: str, pk3_path: str) -> None:
-        """Keep the map. Others may be writing the same one."""
+        """Store the map atomically: other processes may write the same one."""
         part = f"{self.path(key)}.{os.getpid()}"
         shutil.copyfile(pk3_path, part)
         os.replace(part, self.path(key))
 
 
 def pixels_type() -> Any:
-    """uint8, as this interpreter's ``ObsSpec`` has it."""
+    """Return uint8 in the type that this interpreter's ``ObsSpec`` uses."""
     try:
         import torch
     except ImportError:

@@ -1,11 +1,11 @@
-"""EnvPool's environments, C++ on threads of its own: ``task=envpool task.id=HalfCheetah-v5``.
+"""EnvPool's environments, stepped by its C++ threads: ``task=envpool task.id=HalfCheetah-v5``.
 
-Episodes end under next-step autoreset: the row that ends one shows its final observation, and a filler follows, which
-EnvPool's step count of 0 marks. A fall in the row of the time limit reads as the limit. EnvPool is seeded when it is
-made, and ignores the seed of a reset: ``reset(seed)`` rebuilds it.
+EnvPool uses next-step autoreset: the row that ends an episode has its final observation, and a filler row follows,
+which EnvPool marks by a step count of 0. A failure in the row of the time limit is reported as a truncation. EnvPool is
+seeded when it is made and ignores the seed of a reset, so ``reset(seed)`` rebuilds it.
 
-Google Research Football comes with it (``task=football``): the super mini map of one controlled player, [72, 96, 4]
-bytes, in the scenarios' own rewards (a goal scored or conceded: +-1).
+Google Research Football is included (``task=football``): the super mini map of one controlled player, [72, 96, 4]
+bytes, with the scenarios' rewards (a goal scored or conceded: +-1).
 """
 
 from collections.abc import Mapping
@@ -26,17 +26,18 @@ from pql.types import Obs, Step
 class EnvpoolVec:
     """``num_envs`` environments of one of EnvPool's tasks.
 
-    obs [N, ...] float32, or uint8 where it is so there; action [N, A] in [-1, 1], rescaled to the task's bounds, or
+    obs [N, ...] float32, or uint8 if the task's is; action [N, A] in [-1, 1], rescaled to the task's bounds, or
     [N] int64.
 
     Args:
         num_envs: N.
-        device: where the tensors go; the environments run on the host.
-        id: as EnvPool calls it.
-        threads: that step the environments; None or 0: as many as there are cores.
-        kwargs: further keywords of ``envpool.make``, ``max_episode_steps`` among them.
+        device: device of the tensors; the environments run on the host.
+        id: EnvPool's name of the task.
+        threads: threads that step the environments; None or 0: one per core.
+        kwargs: further keywords of ``envpool.make``, such as ``max_episode_steps``.
+
     Raises:
-        ConfigError: no such task, a keyword that it does not take, or spaces that have no place here.
+        ConfigError: no such task, a keyword that it does not accept, or an unsupported space.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class EnvpoolVec:
         obs, action = self._envs.observation_space, self._envs.action_space
         limit = getattr(self._envs.spec.config, "max_episode_steps", None)
         if limit and id.startswith("gfootball/"):
-            limit += 1  # its episodes last a row longer than they are said to
+            limit += 1  # its episodes are one row longer than documented
         self.spec = EnvSpec(
             id,
             num_envs,

@@ -1,7 +1,6 @@
-"""Any gymnasium environment with bounded continuous or discrete actions, N copies of it, in this process or in
-one process each.
+"""Gymnasium environments with bounded continuous or discrete actions: N copies, in this process or one process each.
 
-Host code: every step waits for the actions, steps the environments and stages what they return through host buffers
+Runs on the host: every step waits for the actions, steps the environments and copies the results through host buffers
 (pinned for a CUDA device). Episode ends and observations follow ``pql.types.Step`` in both of gymnasium's autoreset
 modes.
 """
@@ -29,8 +28,8 @@ MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_S
 
 
 class CopyObservation(gymnasium.ObservationWrapper):
-    """Copies each observation: the final one would otherwise change under ``reset`` where an environment reuses its
-    array (gymnasium issue 1132)."""
+    """Copies each observation, because an environment that reuses its array would overwrite the final observation in
+    ``reset`` (gymnasium issue 1132)."""
 
     def observation(self, observation: Any) -> Any:
         return copy.deepcopy(observation)
@@ -58,9 +57,9 @@ class GymnasiumSettings:
 class GymnasiumVec:
     """``num_envs`` copies of a registered gymnasium environment.
 
-    Float observations become float32, uint8 ones stay; a Dict space needs a ``policy`` entry and becomes groups by its
-    keys. Actions in [-1, 1] are clamped and rescaled to the environment's bounds. ``reset(seed)`` seeds copy i with
-    ``seed + i``.
+    Float observations become float32, uint8 ones stay uint8. A Dict space needs a ``policy`` entry; its keys become
+    observation groups. Actions in [-1, 1] are clamped and rescaled to the environment's bounds. ``reset(seed)`` seeds
+    copy i with ``seed + i``.
 
     Args:
         num_envs: N.
@@ -97,7 +96,7 @@ class GymnasiumVec:
 
     @classmethod
     def describe(cls, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec:
-        """The ``EnvSpec`` that the same arguments would build; makes, and closes, a single copy to read its spaces."""
+        """Return the ``EnvSpec`` of an environment with these arguments; makes one copy to read its spaces."""
         settings = GymnasiumSettings(**keywords)
         autoreset, vectorization = settings.autoreset, settings.vectorization
         if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
@@ -139,7 +138,7 @@ class GymnasiumVec:
         """Restart the environments of ``mask`` ([N] bool) and return all current observations."""
         rows = mask.cpu().numpy()
         self._wait()
-        if rows.any():  # gymnasium refuses an empty mask; the buffers hold the current observations as they are
+        if rows.any():  # gymnasium refuses an empty mask; the buffers already hold the current observations
             obs, _ = self._envs.reset(options={"reset_mask": rows})
             self._ended &= ~rows
             self._fill(self._obs, obs)
@@ -159,7 +158,7 @@ class GymnasiumVec:
         self._reward.array[:] = reward
         stages = self._fill(self._obs, obs)
         ends = np.flatnonzero(raw) if not self._next else ()
-        if len(ends):  # otherwise the successor is the observation itself
+        if len(ends):  # otherwise the final observation is the observation itself
             self._fill(self._final, obs)
             for i in ends:
                 for name, row in _groups(info["final_obs"][i]).items():
@@ -172,14 +171,14 @@ class GymnasiumVec:
         return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), self._true, flags[3], {})
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
-        """Copy ``index`` as it stands, uint8 [H, W, 3] of the size that the environment draws.
+        """Render copy ``index``, uint8 [H, W, 3], in the environment's own size.
 
         Raises:
             ConfigError: a size is asked for, or the environment was not built with ``render_mode=rgb_array``.
         """
         for setting, value in (("width", width), ("height", height)):
             if value is not None:
-                raise ConfigError(setting, value, f"none: {self.spec.name} draws at a size of its own")
+                raise ConfigError(setting, value, f"none: {self.spec.name} renders at a fixed size")
         if self._envs.render_mode != "rgb_array":
             raise ConfigError("render_mode", self._envs.render_mode, "rgb_array, given when the environment is made")
         return np.asarray(cast(Any, self._envs.render())[index], np.uint8)
@@ -188,7 +187,7 @@ class GymnasiumVec:
         self._envs.close()
 
     def _rescale(self, action: Tensor) -> np.ndarray:
-        """[N, A] in [-1, 1] -> [N, ...] within the environment's bounds, or [N] from 0; waits for the device."""
+        """[N, A] in [-1, 1] -> [N, ...] in the environment's bounds, or [N] from 0; waits for the device."""
         if isinstance(self._space, spaces.Discrete):
             return action.detach().cpu().numpy() + self._space.start
         unit = action.detach().cpu().numpy().astype(np.float64).clip(-1, 1)
@@ -216,7 +215,7 @@ def _groups(obs: Any) -> dict[str, Any]:
 
 
 def _make(id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
-    """One environment, with gymnasium's refusals as ``ConfigError``."""
+    """Make one environment, converting gymnasium's errors to ``ConfigError``."""
     try:
         return gymnasium.make(id, **kwargs)
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:

@@ -1,21 +1,21 @@
 """Isaac Gym's tasks, through IsaacGymEnvs 1.5: ``task=isaacgym task.kwargs.task=Ant task.process.python=...``.
 
-Isaac Gym needs Python 3.8 or older, must be imported before torch, and holds one simulation per process for ever: so it
-runs in a process of its own (``process.py``). This file runs there, in that Python.
+Isaac Gym needs Python 3.8 or older, must be imported before torch, and allows one simulation per process. It therefore
+runs in a separate process (``process.py``), and this file is executed there, by that Python.
 
-What a step does with episodes that have ended depends on the task (``timing``):
+How episodes that have ended are reset depends on the task (``timing``):
 
-post    they are reset in the next step, after its physics: that row is a filler, and shows the next episode's first
-        observation (Ant, Humanoid, Anymal, Cartpole, Franka ...)
-pre     the same before its physics: the filler has simulated one step under the old action (the hands, Kuka, Ball
-        Balance, Trifinger, Ingenuity, Quadcopter, Factory, IndustReal)
-same    in the same step: the final observation is lost, and the simulator's flag for the time limit never set, so the
-        limit is told by counting (AnymalTerrain)
+post    in the next step, after its physics: that row is a filler with the next episode's first observation (Ant,
+        Humanoid, Anymal, Cartpole, Franka ...)
+pre     in the next step, before its physics: the filler has simulated one step under the old action (the hands, Kuka,
+        Ball Balance, Trifinger, Ingenuity, Quadcopter, Factory, IndustReal)
+same    in the same step: the final observation is lost. The simulator never sets its time-limit flag, so the limit is
+        detected by counting (AnymalTerrain)
 manual  by ``reset_done`` before the next step (HumanoidAMP)
 
-``reset`` of the simulator resets nothing and returns zeros: a step with zero actions comes first, and is not shown.
-An episode has ``max_episode_length - 1`` rows, under ``pre`` one less. A fall in an episode's last row cannot be told
-from the time limit. Its own log holds numbers of single resets, and is left alone.
+The simulator's ``reset`` resets nothing and returns zeros, so a step with zero actions is taken first and discarded. An
+episode has ``max_episode_length - 1`` rows, one less under ``pre``. A failure in an episode's last row cannot be
+distinguished from the time limit. The simulator's log is not used: its values cover single resets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from pql.contract.plain import Box, ConfigError, EnvSpec, ObsSpec, Step
 
 TIMINGS = ("post", "pre", "same", "manual")
-LOCKSTEP = ("Factory", "IndustReal")  # all of whose environments begin and end together
+LOCKSTEP = ("Factory", "IndustReal")  # tasks whose environments all begin and end together
 PRE = ("ShadowHand", "AllegroHand", "AllegroKuka", "BallBalance", "Trifinger", "Ingenuity", "Quadcopter", *LOCKSTEP)
 
 
@@ -38,15 +38,16 @@ def isaacgym(
     timing: str | None = None,
     random_lengths: bool = False,
 ) -> IsaacGymVec:
-    """A task of IsaacGymEnvs.
+    """Make a task of IsaacGymEnvs.
 
     Args:
         num_envs: N.
-        device: of the physics and the tensors.
-        task: its name there.
-        overrides: words for that package's own configuration, ``task.env.episodeLength=500``.
-        timing: of its resets; None: as known for the task.
-        random_lengths: first episodes begin at random places, so that their limits do not come all at once.
+        device: device of the physics and the tensors.
+        task: its name in IsaacGymEnvs.
+        overrides: overrides of IsaacGymEnvs' configuration, ``task.env.episodeLength=500``.
+        timing: timing of its resets; None: the known one for the task.
+        random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
+
     Raises:
         ConfigError: no such task or timing, or random lengths where all environments must begin together.
     """
@@ -60,7 +61,7 @@ def isaacgym(
 
 
 def make_task(task: str, num_envs: int, device: str, overrides: list) -> Any:
-    """The package's ``VecTask``, from its own configuration. No window, no rendering."""
+    """Make the package's ``VecTask`` from its own configuration, headless."""
     import isaacgym  # noqa: F401  before torch, or it refuses
     import isaacgymenvs
     from hydra import compose, initialize_config_dir
@@ -79,7 +80,7 @@ def make_task(task: str, num_envs: int, device: str, overrides: list) -> Any:
         "headless=True",
         *overrides,
     ]
-    GlobalHydra.instance().clear()  # under another Hydra application ``make`` would take that one's task
+    GlobalHydra.instance().clear()  # inside another Hydra application ``make`` would use that one's task
     with initialize_config_dir(config_dir=folder):
         config = compose("config", overrides=words)
     return isaacgymenvs.make(
@@ -95,11 +96,11 @@ def make_task(task: str, num_envs: int, device: str, overrides: list) -> Any:
 
 
 class IsaacGymVec:
-    """A ``VecTask`` with the contract of ``pql.contract.env.VecEnv``.
+    """``VecTask`` as a ``pql.contract.env.VecEnv``.
 
     Args:
         task: the simulator.
-        name, timing: of it; see :func:`isaacgym`.
+        name, timing: the task's name and reset timing; see :func:`isaacgym`.
     """
 
     def __init__(self, task: Any, name: str, timing: str, random_lengths: bool = False):
@@ -123,10 +124,10 @@ class IsaacGymVec:
             deterministic=False,
             stream="default",
         )
-        self.ended: Any = None  # [N] bool: what the simulator said in the last row, filler or not
+        self.ended: Any = None  # [N] bool: the simulator's reset flags of the last row, filler or not
 
     def reset(self, seed: int | None = None) -> dict:
-        """Begin new episodes, by a step with zero actions. ``seed`` seeds torch's global generator, and others."""
+        """Begin new episodes, by a step with zero actions. ``seed`` seeds torch's global generator, among others."""
         task = self.task
         if seed is not None:
             from isaacgymenvs.utils.utils import set_seed
@@ -148,7 +149,7 @@ class IsaacGymVec:
         task = self.task
         before = task.progress_buf.clone()
         obs, reward, reset, extras = task.step(action.clamp(-1, 1))
-        raw, seen, reward = reset != 0, self.groups(obs), reward.clone()  # they are buffers that it writes to again
+        raw, seen, reward = reset != 0, self.groups(obs), reward.clone()  # copied: the simulator overwrites its buffers
         late, final, yes = before + 1 >= self.limit, dict(seen), raw | ~raw
         if self.timing in ("post", "pre"):
             filler, self.ended = self.ended, raw
@@ -160,14 +161,14 @@ class IsaacGymVec:
         return Step(seen, reward, raw & ~late, raw & late, raw, final, ~raw if self.timing == "same" else yes, yes, {})
 
     def groups(self, obs: Any) -> dict:
-        """Copies of its observations by our names. Raises ``ConfigError`` where they are not one array (Dextreme)."""
+        """Copy observations under pql's group names. Raises ``ConfigError`` if they are not one array (Dextreme)."""
         names = {"policy": "obs", "critic": "states"}
         if "obs" not in obs:
             raise ConfigError("task", self.spec.name, "a task whose observations are one array, not " + ", ".join(obs))
         return {ours: obs[names[ours]].float().clone() for ours in self.spec.obs}
 
     def close(self) -> None:
-        """It has no way to end but with the process."""
+        """Do nothing: the simulator can only end with the process."""
 
 
 def _device(task: Any) -> Any:

@@ -1,20 +1,20 @@
 """Isaac Lab's tasks, of versions 2.3 and 3.0: ``task=isaaclab task.kwargs.task=Isaac-Ant``.
 
-It has its own torch and Python, and room for one environment in a process: give it ``task.process.python``.
+Isaac Lab needs its own torch and Python, and allows one environment per process: set ``task.process.python``.
 
-The two versions start in opposite orders. 2.3 starts Isaac Sim first (``AppLauncher``), and only then may the tasks be
-imported. 3.0 resolves the task's configuration first (``resolve_presets`` picks among its physics and renderers), and
-``launch_simulation`` then starts what that configuration needs: nothing more than Newton, or Isaac Sim. 3.0 also
-dropped the ``-v0`` of its ids; either form is found here.
+The two versions start in opposite orders. 2.3 starts Isaac Sim first (``AppLauncher``); only then may the tasks be
+imported. 3.0 resolves the task's configuration first (``resolve_presets`` selects physics and renderer);
+``launch_simulation`` then starts what the configuration needs: Newton only, or Isaac Sim. 3.0 also dropped the ``-v0``
+of its ids; either form is found here.
 
-Episodes end and begin in the same step. The final observation is lost (``final_obs="never"``), but for versions whose
-configuration has ``compute_final_obs``: there ``final_obs=True`` asks for it, and is refused where an observation group
-keeps a history, which would lack its newest frame. A time limit is a truncation, or terminal where the task's
-``is_finite_horizon`` says that the problem ends there. Actions of its managers have no bounds of their own: [-1, 1]
-here is ``action_bound`` times that there (FastTD3 took 1 or 3, by the task).
+Episodes end and begin in the same step. The final observation is lost (``final_obs="never"``), except in versions whose
+configuration has ``compute_final_obs``: there ``final_obs=True`` requests it. It is refused if an observation group
+keeps a history, which would lack its latest frame. A time limit is a truncation, or terminal if the task's
+``is_finite_horizon`` is set. The managers' actions have no bounds: [-1, 1] here is ``action_bound`` times that in the
+simulator (FastTD3 uses 1 or 3, depending on the task).
 
-The numbers of its log are means over the environments reset in a step; they count once for each of these. Of the
-reasons for an end it logs how many; here each is the share of episodes that it ended.
+The simulator's log has means over the environments reset in a step; each counts once per reset environment. For the
+reasons of episode ends it has counts; here each is the share of episodes that it ended.
 """
 
 import importlib
@@ -31,7 +31,7 @@ from pql.envs.adapters.adapt import Actions, change
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step, chosen
 
-COUNTS = "Episode_Termination/"  # how many environments each reason ended
+COUNTS = "Episode_Termination/"  # number of environments ended by each reason
 
 
 def isaaclab(
@@ -45,21 +45,22 @@ def isaaclab(
     cameras: bool = False,
     presets: Sequence[str] = (),
 ) -> "IsaacLabVec":
-    """A registered task of ``isaaclab_tasks``.
+    """Make a registered task of ``isaaclab_tasks``.
 
     Args:
         num_envs: N.
-        device: of the simulator and the tensors.
+        device: device of the simulator and the tensors.
         task: its gymnasium id, with or without ``-v0``.
-        action_bound: the simulator's action for an action of 1 here, where its space has no bounds.
-        final_obs: have final observations computed, where this version can.
+        action_bound: the simulator's action for an action of 1 here, if its space has no bounds.
+        final_obs: compute final observations, if this version can.
         settings: attributes of its configuration, by dotted name: ``{"episode_length_s": 10.0}``.
-        random_lengths: first episodes begin at random places, so that their limits do not come all at once.
-        cameras: render, for observations from cameras.
-        presets: names of configuration variants such as ``newton_mjwarp`` (3.0 only); default: the task's own.
+        random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
+        cameras: enable rendering, for camera observations.
+        presets: names of configuration variants such as ``newton_mjwarp`` (3.0 only); default: the task's.
+
     Raises:
         ConfigError: an unknown task, a setting that the configuration does not have, or one that this version of Isaac
-            Lab cannot serve.
+            Lab does not support.
     """
     start = _start_3 if hasattr(importlib.import_module("isaaclab.app"), "launch_simulation") else _start_2
     with ExitStack() as running:  # a failure on the way closes what was started
@@ -125,7 +126,7 @@ def _start_3(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
 
 
 def registered(task: str) -> str:
-    """The id under which gymnasium knows ``task``, which may have or lack ``-v0``.
+    """Return the gymnasium id of ``task``, which may be given with or without ``-v0``.
 
     Raises:
         ConfigError: neither is registered.
@@ -139,7 +140,7 @@ def registered(task: str) -> str:
 
 
 def adjusted(config: Any, final_obs: bool, settings: Mapping[str, Any] | None) -> Any:
-    """``config`` with the user's settings, changed in place."""
+    """Change ``config`` in place by the user's settings, and return it."""
     change(config, settings or {})
     config.seed = 0
     if final_obs:
@@ -150,13 +151,13 @@ def adjusted(config: Any, final_obs: bool, settings: Mapping[str, Any] | None) -
 
 
 class IsaacLabVec:
-    """An unwrapped environment of Isaac Lab with the contract of ``pql.contract.env.VecEnv``.
+    """An unwrapped environment of Isaac Lab as a ``pql.contract.env.VecEnv``.
 
     Args:
         env: the simulator, manager-based or direct.
-        app: the simulator's runtime, closed after it.
+        app: the simulator's runtime, closed after the environment.
     Raises:
-        ConfigError: observations in other than flat groups, or final observations that would be wrong.
+        ConfigError: observation groups that are not flat, or final observations that would be wrong.
     """
 
     def __init__(self, env: Any, name: str, action_bound: float = 1.0, random_lengths: bool = False, app: Any = None):
@@ -166,7 +167,7 @@ class IsaacLabVec:
         if self.computes_final and (group := group_with_history(env.cfg)):
             raise ConfigError("final_obs", True, f"false: {group} keeps a history, whose newest frame it would lack")
         self.actions = Actions(env.single_action_space, action_bound)
-        obs, extras = env.reset(seed=None)  # what it logs shows here first
+        obs, extras = env.reset(seed=None)  # the first reset shows the log's terms
         self.log = Log(extras)
         self.spec = EnvSpec(
             name,
@@ -183,7 +184,7 @@ class IsaacLabVec:
         )
 
     def reset(self, seed: int | None = None) -> Obs:
-        """All environments. ``seed`` seeds torch's global generator, and others."""
+        """Reset all environments. ``seed`` seeds torch's global generator, among others."""
         obs, extras = self.env.reset(seed=None if seed is None else seed % 2**31)
         self.log.seen(extras)
         if self.random_lengths:
@@ -198,7 +199,7 @@ class IsaacLabVec:
         final, final_ok = dict(seen), ~over
         if self.computes_final:
             final_ok = torch.ones_like(over)
-            if "final_obs" in extras:  # written where anything ended, and then left there: only these rows are news
+            if "final_obs" in extras:  # updated only on rows that ended; the others are stale
                 final = chosen(over, copies(extras["final_obs"]), seen)
         yes = torch.ones_like(over)
         return Step(
@@ -211,12 +212,12 @@ class IsaacLabVec:
             self.app.close()
 
 
-# -- shared with mjlab, which has the same managers -------------------------------------------------------------------
+# -- shared with mjlab, which uses the same managers -------------------------------------------------------------------
 
 
 class Log:
-    """``extras["log"]``: means over the environments reset in a step, or (of what ended them) counts, which become
-    shares; on other steps the old one may still be there."""
+    """Reader of ``extras["log"]``: means over the environments reset in a step, or (for reasons of episode ends)
+    counts, which become shares. On steps without a reset the old dict may still be present."""
 
     def __init__(self, extras: Mapping[str, Any]):
         self.last = extras.get("log")
@@ -228,7 +229,7 @@ class Log:
         self.last = extras.get("log")
 
     def rows(self, extras: Mapping[str, Any], over: Tensor) -> dict[str, Tensor]:
-        """[N] per term: the number on the rows ``over``, if it is news; else 0."""
+        """Return [N] per term: its value on the rows ``over`` if the log is new, else 0."""
         log, none = extras.get("log"), torch.zeros(len(over), device=over.device)
         fresh, self.last = log is not self.last, log
         if not (fresh and log):
@@ -246,12 +247,12 @@ def ends(terminated: Tensor, time_outs: Tensor, finite: bool) -> tuple[Tensor, T
 
 
 def copies(obs: Mapping[str, Any]) -> Obs:
-    """Its groups by our names: rewritten, some of them, at the next step."""
+    """Copy the groups under pql's names, because the simulator overwrites some at the next step."""
     return {("policy" if name == "actor" else name): value.clone() for name, value in obs.items()}
 
 
 def group_specs(obs: Mapping[str, Any]) -> dict[str, ObsSpec]:
-    """Raises ``ConfigError`` for a group that is no tensor, or where there is none for the policy."""
+    """Return the groups' specs. Raises ``ConfigError`` for a group that is not a tensor, or without a policy group."""
     for name, value in obs.items():
         if not isinstance(value, Tensor):
             raise ConfigError("observations", name, "a group whose terms are concatenated: concatenate_terms = True")
@@ -262,7 +263,7 @@ def group_specs(obs: Mapping[str, Any]) -> dict[str, ObsSpec]:
 
 
 def group_with_history(config: Any) -> str | None:
-    """An observation group of which a term keeps earlier frames, if there is one."""
+    """Return the name of an observation group with a term that keeps earlier frames, or None."""
     for name, group in getattr(getattr(config, "observations", None), "__dict__", {}).items():
         terms = [group, *vars(group).values()] if hasattr(group, "__dict__") else []
         if any((getattr(term, "history_length", None) or 0) > 0 for term in terms):
@@ -271,5 +272,5 @@ def group_with_history(config: Any) -> str | None:
 
 
 def randomize_lengths(env: Any, spec: EnvSpec) -> None:
-    """Begin in the middle of episodes: in place, since its managers hold the buffer."""
+    """Randomise the episodes' step counters, in place because the managers hold the buffer."""
     env.episode_length_buf[:] = torch.randint_like(env.episode_length_buf, spec.max_episode_steps or 1)

@@ -1,9 +1,9 @@
 """ManiSkill 3's tasks: ``task=maniskill task.kwargs.task=PickCube-v1``.
 
-Its simulation on a GPU steps all environments at once; on the CPU it holds one. It needs a driver for rendering
-(Vulkan) even for tasks without images; without a GPU that of Mesa 24.3 or newer will do. Success and failure
-terminate, the time limit truncates; episodes begin in the step that ends one, which keeps the final observation.
-Success is logged where the task knows it. Observations are one flat state: images are not supported yet.
+The GPU simulation steps all environments at once; the CPU simulation has one environment. A Vulkan driver for rendering
+is needed even for tasks without images; without a GPU, Mesa 24.3 or newer provides one. Success and failure terminate,
+the time limit truncates. An episode begins in the step that ends the previous one, which returns the final observation.
+Success is logged if the task defines it. Observations are one flat state: images are not supported yet.
 """
 
 import os
@@ -26,21 +26,22 @@ def maniskill(
     settings: Mapping[str, Any] | None = None,
     random_lengths: bool = False,
 ) -> "ManiSkillVec":
-    """A registered task of ManiSkill.
+    """Make a registered task of ManiSkill.
 
     Args:
         num_envs: N; 1 on the CPU.
-        device: of the simulation and the tensors.
+        device: device of the simulation and the tensors.
         task: its gymnasium id.
         settings: keywords of ``gymnasium.make``: ``obs_mode``, ``control_mode``, ``reward_mode``, ``render_backend``.
-        random_lengths: first episodes begin at random places, so that their limits do not come all at once.
+        random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
+
     Raises:
-        ConfigError: more environments than the CPU's simulation holds, or nothing to render on.
+        ConfigError: more environments than the CPU simulation supports, or no Vulkan driver.
     """
     device = torch.device(device)
     if device.type != "cuda" and num_envs > 1:
-        raise ConfigError("num_envs", num_envs, "1 with ManiSkill on the CPU: its simulation there holds no more")
-    os.environ.setdefault("MS_SKIP_ASSET_DOWNLOAD_PROMPT", "1")  # it would ask on the terminal
+        raise ConfigError("num_envs", num_envs, "1 with ManiSkill on the CPU, whose simulation has one environment")
+    os.environ.setdefault("MS_SKIP_ASSET_DOWNLOAD_PROMPT", "1")  # it would prompt on the terminal
     import gymnasium
     import mani_skill.envs  # noqa: F401  registers the ids
     from mani_skill.utils import gym_utils
@@ -52,7 +53,7 @@ def maniskill(
     except RuntimeError as error:
         if "physical device" not in str(error) and "rendering device" not in str(error):
             raise
-        allowed = f"one that Vulkan can draw on ({error}); without a GPU, Mesa 24.3 or newer: mesa-vulkan-drivers"
+        allowed = f"one that Vulkan can render on ({error}); without a GPU, Mesa 24.3 or newer: mesa-vulkan-drivers"
         raise ConfigError("device", device, allowed) from error
     limit = gym_utils.find_max_episode_steps_value(env)
     vector = ManiSkillVectorEnv(env, auto_reset=True, ignore_terminations=False, record_metrics=False)
@@ -67,7 +68,7 @@ def backend(device: torch.device) -> str:
 
 
 class ManiSkillVec:
-    """A ``ManiSkillVectorEnv`` with automatic resets, with the contract of ``pql.contract.env.VecEnv``."""
+    """``ManiSkillVectorEnv`` with automatic resets as a ``pql.contract.env.VecEnv``."""
 
     def __init__(
         self, env: Any, name: str, limit: int | None, device: str | torch.device, random_lengths: bool = False
@@ -104,7 +105,7 @@ class ManiSkillVec:
         terminated, seen = terminated.clone(), self.groups(obs)
         truncated = truncated & ~terminated
         over, yes = terminated | truncated, torch.ones_like(terminated)
-        # If an episode ended, final_info holds the information on this step, and the rest is that of the reset.
+        # If an episode ended, final_info has the information on this step, and the rest is about the reset.
         final, facts = dict(seen), info
         if "final_observation" in info:
             final, facts = chosen(over, self.groups(info["final_observation"]), seen), info["final_info"]
@@ -112,7 +113,7 @@ class ManiSkillVec:
         return Step(seen, reward.float().clone().view(-1), terminated, truncated, over, final, yes, yes.clone(), log)
 
     def groups(self, obs: Any) -> Obs:
-        """A copy of its observation. Raises ``ConfigError`` for several."""
+        """Copy the observation to a group. Raises ``ConfigError`` if there are several."""
         if not isinstance(obs, Tensor):
             raise ConfigError("obs_mode", ", ".join(obs), "state: one flat array of numbers")
         return {"policy": obs.clone()}

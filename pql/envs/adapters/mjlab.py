@@ -1,11 +1,11 @@
 """mjlab's tasks (1.6): ``task=mjlab task.kwargs.task=Mjlab-Velocity-Flat-Unitree-Go1``.
 
-It wants a MuJoCo of its own, so it runs in an environment of its own: ``task.process.python``. Its managers are those
-of Isaac Lab (``isaaclab.py``), with a group ``actor`` that is called ``policy`` here.
+mjlab needs its own MuJoCo version, so it runs in a separate Python environment: ``task.process.python``. Its managers
+are those of Isaac Lab (``isaaclab.py``); its observation group ``actor`` is called ``policy`` here.
 
-It is asked not to reset by itself (``auto_reset=False``): so a step shows the final observation, and the environments
-that have ended are reset after it. That reset computes all observations again, with new noise; only those of the
-environments that were reset are taken.
+Automatic resets are switched off (``auto_reset=False``), so a step returns the final observation, and the environments
+that ended are reset after it. That reset recomputes all observations with new noise; only those of the environments
+that were reset are used.
 """
 
 from collections.abc import Mapping
@@ -29,15 +29,16 @@ def mjlab(
     settings: Mapping[str, Any] | None = None,
     random_lengths: bool = False,
 ) -> "MjlabVec":
-    """A registered task of mjlab.
+    """Make a registered task of mjlab.
 
     Args:
         num_envs: N.
-        device: of the simulator and the tensors.
+        device: device of the simulator and the tensors.
         task: its id.
-        action_bound: what an action of 1 is there; its action space has no bounds.
+        action_bound: the simulator's action for an action of 1; its action space has no bounds.
         settings: attributes of its configuration, by dotted name: ``{"episode_length_s": 10.0}``.
-        random_lengths: first episodes begin at random places, so that their limits do not come all at once.
+        random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
+
     Raises:
         ConfigError: no such task, or a setting that its configuration does not have.
     """
@@ -53,7 +54,7 @@ def mjlab(
 
 
 class MjlabVec:
-    """A ``ManagerBasedRlEnv`` that does not reset by itself, with the contract of ``pql.contract.env.VecEnv``."""
+    """``ManagerBasedRlEnv`` without automatic resets as a ``pql.contract.env.VecEnv``."""
 
     def __init__(self, env: Any, name: str, action_bound: float = 1.0, random_lengths: bool = False):
         self.env, self.random_lengths = env, random_lengths
@@ -76,7 +77,7 @@ class MjlabVec:
         )
 
     def reset(self, seed: int | None = None) -> Obs:
-        """All environments. ``seed`` seeds torch's global generator, and others."""
+        """Reset all environments. ``seed`` seeds torch's global generator, among others."""
         obs, extras = self.env.reset(seed=None if seed is None else seed % 2**31)
         self.log.seen(extras)
         if self.random_lengths:
@@ -89,7 +90,7 @@ class MjlabVec:
         terminated, truncated = ends(terminated, time_outs, self.finite)
         reward, over, final = reward.float().clone(), terminated | truncated, copies(obs)
         seen = dict(final)
-        ids = over.nonzero().flatten()  # waits for the device, as the simulator's own reset would
+        ids = over.nonzero().flatten()  # synchronises with the device, as the simulator's own reset does
         if len(ids):
             new, extras = self.env.reset(env_ids=ids)
             seen = chosen(over, copies(new), final)

@@ -1,12 +1,11 @@
 """MuJoCo Playground's environments (0.2), JAX to torch by DLPack: ``task=playground task.kwargs.env=CartpoleSwingup``.
 
-JAX and MuJoCo have versions of their own there, so it runs best in an environment of its own: ``task.process.python``.
+Playground needs its own versions of JAX and MuJoCo, so it is best run in a separate Python environment:
+``task.process.python``. A task's metrics, such as its reward terms, are logged.
 
-What a task calls its metrics, such as the terms of its reward, is logged.
-
-Its own stack of wrappers resets in the same step and overwrites the final observation. Here a wrapper between its time
-limit and its reset sees the step before that (``Before``), so the final observation is always there. Environment i
-begins in the same first state each time, unless ``full_reset`` draws new ones.
+Playground's wrappers reset in the same step and overwrite the final observation. Here a wrapper between its time limit
+and its reset keeps the state before the reset (``Before``), so the final observation is always available. Environment i
+always begins in the same state, unless ``full_reset`` draws new ones.
 """
 
 import os
@@ -29,11 +28,12 @@ class PlaygroundVec:
 
     Args:
         num_envs: N.
-        device: of the tensors; JAX computes on the same kind.
+        device: device of the tensors; JAX must run on the same kind of device.
         env: its name in Playground's registry.
-        settings: of its configuration, by dotted name; ``{"impl": "jax"}`` where there is no GPU.
-        episode_length: time limit in steps; None: the task's own.
-        full_reset: every episode begins in a new state.
+        settings: its configuration, by dotted name; ``{"impl": "jax"}`` on a machine without a GPU.
+        episode_length: time limit in steps; None: the task's.
+        full_reset: start every episode in a new state.
+
     Raises:
         ConfigError: no such environment or setting, a number out of range, or JAX is on another kind of device.
     """
@@ -47,12 +47,12 @@ class PlaygroundVec:
         episode_length: int | None = None,
         full_reset: bool = False,
     ):
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU's memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would allocate most of a GPU's memory
         import jax
 
         self.jax, self.device = jax, torch.device(device)
         if (jax.default_backend() == "cpu") != (self.device.type == "cpu"):
-            raise ConfigError("device", device, f"one of the kind that JAX has there: {jax.default_backend()}")
+            raise ConfigError("device", device, f"a device of the kind that JAX uses: {jax.default_backend()}")
         wrapped, step, limit, dt = load(env, settings or {}, episode_length, full_reset)
         self._reset, self._step = jax.jit(wrapped.reset), jax.jit(step)
         self._key: Any = jax.random.PRNGKey(0)
@@ -72,7 +72,7 @@ class PlaygroundVec:
             info={"dt": dt},
         )
 
-        for _ in range(2):  # compiles here: once for what a reset gives, once for what a step gives
+        for _ in range(2):  # compile for both inputs: the state of a reset and that of a step
             self.step(torch.zeros(num_envs, self.spec.action.size))  # type: ignore[union-attr]
 
     def reset(self, seed: int | None = None) -> Obs:
@@ -84,11 +84,11 @@ class PlaygroundVec:
 
     def step(self, action: Tensor) -> Step:
         """Step all environments with ``action`` [N, A]."""
-        # A clone: JAX may still be reading when the caller writes its next action.
+        # Cloned: JAX may still read it when the caller writes its next action.
         given = self.jax.dlpack.from_dlpack(action.clamp(-1, 1).clone().contiguous())
         self._state, final, late = self._step(self._state, given)
         over = self._tensor(self._state.done) != 0
-        truncated = (self._tensor(late) != 0) & over  # not set where the task has ended as well
+        truncated = (self._tensor(late) != 0) & over  # not truncated if the task terminated as well
         yes = torch.ones_like(over)
         return Step(
             self._groups(self._state.obs),
@@ -106,7 +106,7 @@ class PlaygroundVec:
         self._state = None
 
     def _tensor(self, array: Any) -> Tensor:
-        """A copy: a view would share memory that JAX gives to others."""
+        """Copy to a tensor: JAX may reuse the memory of a view."""
         return torch.from_dlpack(array).to(self.device, copy=True)
 
     def _log(self) -> dict[str, Tensor]:
@@ -121,11 +121,11 @@ class PlaygroundVec:
 def load(
     name: str, settings: Mapping[str, Any], episode_length: int | None, full_reset: bool
 ) -> tuple[Any, Any, int, float]:
-    """Playground's environment inside brax's wrappers.
+    """Load Playground's environment inside brax's wrappers.
 
     Returns:
-        the environment; its step, (state, action) -> (state, final observation, whether the time limit cut it off);
-        the time limit; seconds a step.
+        The environment; its step, (state, action) -> (state, final observation, truncation flag); the time limit;
+        seconds per step.
     """
     from brax.envs.wrappers import training
     from mujoco_playground import registry, wrapper
@@ -140,7 +140,7 @@ def load(
     bare = registry.load(name, config=config)
 
     class Before(wrapper.Wrapper):
-        """Shows the step before the reset outside replaces its observation and, if it is a full one, its info."""
+        """Keeps the step's state before the outer reset replaces its observation (and, if full, its info)."""
 
         shown: Any = None
 

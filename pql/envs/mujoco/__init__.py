@@ -1,4 +1,4 @@
-"""The MuJoCo tasks, on MuJoCo's C thread pool or on MuJoCo Warp: Gymnasium's suite, the PQL paper's, velocity tasks.
+"""MuJoCo tasks on MuJoCo's C thread pool or on MuJoCo Warp: Gymnasium's suite, the PQL paper's, velocity tasks.
 
 env = halfcheetah(num_envs=128, device="cpu", threads=0, max_episode_steps=1000, model="fast")
 spec = halfcheetah.describe(num_envs=128, device="cpu")
@@ -36,15 +36,15 @@ class MujocoSettings:
     Attributes:
         threads: physics threads, 0 for one per core; the results do not depend on it.
         max_episode_steps: time limit; None: the task's.
-        model: ``shipped``, ``fast``, or None for what the task does best with.
+        model: ``shipped``, ``fast``, or None for the task's default.
         randomize: keywords of ``randomize.Randomize``: masses, friction, gains, pushes, observation noise and delay.
-        curriculum: ``{"kind": NAME, ...}``: how hard episodes are, see ``curriculum.py``.
-        engine: ``batch`` (MuJoCo's C threads), ``warp`` (MuJoCo Warp), or ``auto``: Warp on CUDA where it is installed.
+        curriculum: ``{"kind": NAME, ...}``: how episodes get harder, see ``curriculum.py``.
+        engine: ``batch`` (MuJoCo's C threads), ``warp`` (MuJoCo Warp), or ``auto``: Warp on CUDA if it is installed.
         stagger: start the first episodes at random points of the time limit, so that not all end on the same step.
         contacts: the most contacts and constraint rows of one simulation, (N, N), for Warp's buffers; None: the task's.
-        contact_forces: false: only positions and velocities are observed; for tasks with a ``joints`` variant.
-        action_scale: how far an action of 1 moves a servo's target, times the original's way, in tasks that follow
-            commanded velocities; None: the task's.
+        contact_forces: false: observe only positions and velocities; for tasks with a ``joints`` variant.
+        action_scale: factor on how far an action of 1 moves a servo's target, relative to the original task; for
+            velocity tasks; None: the task's.
     """
 
     threads: int = 0
@@ -61,16 +61,16 @@ class MujocoSettings:
 
 @dataclass(frozen=True)
 class Maker:
-    """Environment factory of one task: call it for the ``VecEnv``, or ``describe`` it for the spec alone.
+    """Environment factory of one task: call it for the ``VecEnv``, or ``describe`` it for its spec.
 
     Keywords: those of :class:`MujocoSettings`.
 
     Raises:
-        ConfigError: a value out of range, or something that the task has no place for.
+        ConfigError: a value out of range, or a setting that the task does not support.
     """
 
     task: type[Task]
-    joints: type[Task] | None = None  # the same task, observing positions and velocities alone
+    joints: type[Task] | None = None  # variant that observes only positions and velocities
 
     @takes(MujocoSettings)
     def __call__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> MujocoVec:
@@ -83,7 +83,7 @@ class Maker:
         return describe(self.variant(settings), num_envs, torch.device(device), _options(num_envs, settings))
 
     def variant(self, settings: MujocoSettings) -> type[Task]:
-        """The task that observes contact forces or, as asked, does not, and whose actions reach as far as asked."""
+        """Return the task class with or without contact forces in its observation, and with ``action_scale``."""
         contact_forces, action_scale = settings.contact_forces, settings.action_scale
         if not isinstance(contact_forces, bool):
             raise ConfigError("contact_forces", contact_forces, "true or false")
@@ -91,15 +91,15 @@ class Maker:
             return scaled(self.task, action_scale)
         if self.joints is None:
             names = ", ".join(name for name, maker in TASKS.items() if maker.joints)
-            raise ConfigError("contact_forces", contact_forces, f"true: only {names} can do without")
+            raise ConfigError("contact_forces", contact_forces, f"true: only {names} can be used without")
         return scaled(self.joints, action_scale)
 
 
 def scaled(task: type[Task], action_scale: float | None) -> type[Task]:
-    """``task``, with actions that reach ``action_scale`` times as far as the original's (None: as its class says).
+    """Return ``task`` with ``action_scale`` as its class constant (None: unchanged).
 
     Raises:
-        ConfigError: not a number above 0, or a task whose actions are no servos' targets.
+        ConfigError: not a number above 0, or a task whose actions are not servo targets.
     """
     if action_scale is None:
         return task
@@ -112,7 +112,7 @@ def scaled(task: type[Task], action_scale: float | None) -> type[Task]:
 
 
 def _options(num_envs: int, settings: MujocoSettings) -> Options:
-    """The keywords, checked."""
+    """Check the keywords."""
     threads, limit, contacts = settings.threads, settings.max_episode_steps, settings.contacts
     for name, value, least in (
         ("num_envs", num_envs, 1),

@@ -1,4 +1,4 @@
-"""The arms and the pendulums of Gymnasium's MuJoCo suite, with the definitions of its ``-v5`` classes."""
+"""Arms and pendulums of Gymnasium's MuJoCo suite, with the definitions of its ``-v5`` classes."""
 
 import math
 
@@ -29,7 +29,7 @@ class Reacher(GymTask):
         self._tip, self._target = robot.body("fingertip"), robot.body("target")
 
     def start(self, count: int, draw: Draw) -> Start:
-        """The target is uniform in a disc of radius 0.2 (gymnasium draws until it is, to the same effect)."""
+        """Draw the target uniformly in a disc of radius 0.2, equivalent to gymnasium's rejection sampling."""
         robot = self.robot
         qpos = robot.qpos0 + draw.uniform(-0.1, 0.1, count, 4)
         radius, angle = 0.2 * draw.uniform(0.0, 1.0, count).sqrt_(), draw.uniform(-math.pi, math.pi, count)
@@ -64,14 +64,14 @@ class Pusher(GymTask):
     time_limit = 100
     noise = 0.005  # of the arm's velocities; its pose is the default
     outputs = ("xpos",)
-    TRIES = 24  # of which 38 % are too near the goal each: all of them, once in ten thousand million episodes
+    TRIES = 24  # 38 % are too near the goal: all 24, once in ten thousand million episodes
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
         self._tip, self._object, self._goal = (robot.body(name) for name in ("tips_arm", "object", "goal"))
 
     def start(self, count: int, draw: Draw) -> Start:
-        """The object is uniform in a rectangle, but for a disc around the goal: the first draw that is outside it."""
+        """Draw the object uniformly in a rectangle without a disc around the goal: use the first draw outside it."""
         tried = torch.stack((draw.uniform(-0.3, 0.0, count, self.TRIES), draw.uniform(-0.2, 0.2, count, self.TRIES)), 2)
         far = torch.linalg.vector_norm(tried, dim=2) > 0.17  # [K, TRIES]
         first = far.to(torch.uint8).argmax(1)

@@ -1,7 +1,7 @@
-"""Curricula: how hard an environment's next episode is, from how the last ones went.
+"""Curricula: set the difficulty of an environment's next episode from the outcome of the previous ones.
 
 A curriculum is a pure function over batched tensors, so it runs on either engine without waiting for a device. Its
-result, ``level`` [N] in 0..1, scales the randomisation and is the task's to read (``memory["level"]``).
+result, ``level`` [N] in 0..1, scales the randomisation, and the task can read it (``memory["level"]``).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from pql.errors import ConfigError, nearest
 class Progress(NamedTuple):
     """Input of a curriculum after each step, before ended episodes are replaced."""
 
-    ended: Tensor  # [N] bool; this step ended an episode: only there does the result count
+    ended: Tensor  # [N] bool; this step ended an episode; results for other rows are ignored
     steps: Tensor  # [N] int64; env steps of the episode so far
     returns: Tensor  # [N]; its sum of rewards so far
     success: Tensor  # [N] bool; the task reported ``success`` at some step of it
@@ -33,7 +33,7 @@ Curriculum = Callable[[Tensor, Progress], Tensor]
 
 
 def survive(up: float = 0.1, down: float = 0.1) -> Curriculum:
-    """Harder where an episode lasted to its time limit, easier where it ended before half of it."""
+    """Raise the level where an episode reached its time limit, lower it where it ended before half of it."""
     up, down = amount("curriculum.up", up), amount("curriculum.down", down)
 
     def next_level(level: Tensor, progress: Progress) -> Tensor:
@@ -44,7 +44,7 @@ def survive(up: float = 0.1, down: float = 0.1) -> Curriculum:
 
 
 def succeed(up: float = 0.1, down: float = 0.05) -> Curriculum:
-    """Harder where an episode was a success, easier where it was none."""
+    """Raise the level where an episode was a success, lower it elsewhere."""
     up, down = amount("curriculum.up", up), amount("curriculum.down", down)
 
     def next_level(level: Tensor, progress: Progress) -> Tensor:
@@ -54,7 +54,7 @@ def succeed(up: float = 0.1, down: float = 0.05) -> Curriculum:
 
 
 def linear(steps: float = 1e7) -> Curriculum:
-    """From 0 to 1 over ``steps`` env steps of all environments, however the episodes go."""
+    """Raise the level from 0 to 1 over ``steps`` env steps of all environments, whatever the outcomes."""
     steps = amount("curriculum.steps", steps, zero=False)
 
     def next_level(level: Tensor, progress: Progress) -> Tensor:
@@ -67,11 +67,11 @@ KINDS: dict[str, Callable[..., Curriculum]] = {"survive": survive, "succeed": su
 
 
 def make_curriculum(settings: Mapping[str, Any] | None) -> Curriculum | None:
-    """``{"kind": NAME, **keywords}`` -> the curriculum; None for nothing. NAME is one of ``KINDS`` or
+    """Build a curriculum from ``{"kind": NAME, **keywords}``; None gives None. NAME is one of ``KINDS`` or
     ``module:function``, where the function returns a :data:`Curriculum`.
 
     Raises:
-        ConfigError: no such kind, keywords that it does not take, or values that it cannot use.
+        ConfigError: no such kind, or keywords or values that it does not accept.
     """
     if not settings:
         return None
@@ -92,7 +92,7 @@ def make_curriculum(settings: Mapping[str, Any] | None) -> Curriculum | None:
 
 
 class Levels:
-    """Each environment's level, and the progress that it follows. Without a curriculum all are 1."""
+    """Each environment's level and progress. Without a curriculum all levels are 1."""
 
     def __init__(self, curriculum: Curriculum | None, num_envs: int, limit: int, device: torch.device):
         self._curriculum, self._limit = curriculum, limit
@@ -100,18 +100,18 @@ class Levels:
         self.level = torch.ones(num_envs, device=device)
         self._returns = torch.zeros(num_envs, device=device)
         self._success = torch.zeros(num_envs, dtype=torch.bool, device=device)
-        self._cut = torch.zeros(num_envs, dtype=torch.bool, device=device)  # begun late in the time limit
+        self._cut = torch.zeros(num_envs, dtype=torch.bool, device=device)  # started late in the time limit
         self._total = torch.zeros((), dtype=torch.int64, device=device)
         self.restart()
 
     def restart(self) -> None:
-        """Back to the beginning: level 0, nothing counted."""
+        """Reset levels to 0 and clear the statistics."""
         if self.active:
             self.level = torch.zeros_like(self.level)
             self._total = torch.zeros_like(self._total)
 
     def cut_short(self) -> None:
-        """All episodes at hand have less than the time limit left: how they end says nothing, and moves no level."""
+        """Mark all current episodes as shortened: their outcomes change no level."""
         if self.active:
             self._cut = torch.ones_like(self._cut)
 
@@ -124,9 +124,9 @@ class Levels:
             )
 
     def follow(self, reward: Tensor, success: Tensor | None, ended: Tensor, steps: Tensor) -> Tensor:
-        """Update ``level`` after a step where episodes ended, unless they were cut short. Call :meth:`abandon` next.
+        """Update ``level`` after a step where episodes ended that were not shortened. Call :meth:`abandon` next.
 
-        Arguments are [N]; returns the levels of the ended episodes for the log, [N], 0 elsewhere.
+        Arguments are [N]. Return the levels of the ended episodes for the log, [N], 0 elsewhere.
         """
         if self._curriculum is None:
             return torch.zeros_like(self.level)

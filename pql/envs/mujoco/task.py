@@ -1,35 +1,34 @@
 """MuJoCo task: a model, and pure torch functions over batched fields. Independent of engine and episodes.
 
-A subclass of :class:`Task` gives class constants (enough for the ``EnvSpec``, so nothing need be loaded to know it) and
-some of the functions below, all of which work on any number of rows, any device and any float type, without a loop over
-environments and without reading a value on the host. In the order in which ``MujocoVec`` calls them:
+A subclass of :class:`Task` sets class constants (from which the ``EnvSpec`` is built without loading the model) and
+overrides some of the functions below. All of them work on any number of rows, any device and any float type, without
+loops over environments and without reading values on the host. ``MujocoVec`` calls them in this order:
 
-    start     draws states for new episodes, and the memory that goes with them (goals, commands, counters)
-    control   action -> controls in the model's units: targets around a pose, a gripper that opens or shuts, torques
-    derive    fields -> more fields, which several of the functions below read: a rotation, positions within a range
-    judge     fields and memory -> reward terms, whether the task ended, and other numbers to log (``success`` is one)
-    evolve    memory -> memory: a command drawn anew after so many steps, a goal after it was reached, a counter, the
-              action just taken
-    track     fields -> the part of the memory that follows from the state: what the next ``judge`` compares with,
-              such as a position; what ``observe`` and the next ``control`` both read
-    observe   fields and memory -> observations by group (``policy``, and ``critic`` or images where there are any)
-    expired   memory -> whether a time limit of the task's own has run out, such as the time for one goal
+    start     draws states for new episodes, with their memory (goals, commands, counters)
+    control   action -> controls in the model's units: targets around a pose, an open or shut gripper, torques
+    derive    fields -> more fields that several functions below read: a rotation, scaled positions
+    judge     fields and memory -> reward terms, termination, and metrics to log (``success`` is one)
+    evolve    memory -> memory: a command redrawn after some steps, a goal after a success, a counter, the latest action
+    track     fields -> memory entries that follow from the state: a position that the next ``judge`` compares with,
+              quantities that ``observe`` and the next ``control`` read
+    observe   fields and memory -> observations by group (``policy``, and optionally ``critic`` or images)
+    expired   memory -> True where a time limit of the task, such as one per goal, has run out
 
-Where a task differs from the shipped ones:
+How to build a task that differs from the shipped ones:
 
-    a robot from any package   override ``source``: an ``MjSpec`` may be loaded from a URDF, given a floor, actuators, a
-                               free joint. A missing package is a ``ConfigError`` that says what to install.
+    a robot from any package   override ``source``: an ``MjSpec`` may be loaded from a URDF and given a floor,
+                               actuators, a free joint. A missing package is a ``ConfigError`` with the install command.
     sensors and contacts       read contacts through sensors (``touch``, ``contact``), added in ``edit``, and name
-                               ``sensordata`` in ``outputs``: engines lay contact lists out differently, sensors alike.
+                               ``sensordata`` in ``outputs``: contact lists differ between engines, sensors do not.
     several observations       override ``obs_spec``.
-    goals in pictures          ``show`` puts them there, as ``mocap`` bodies.
+    goals in rendered images   place them in ``show``, as ``mocap`` bodies.
     names and constants        read them from the model once, in ``__init__``: ``self.robot.body("torso")``,
                                ``self.robot.tensor(model.jnt_range)``.
-    difficulty                 ``memory["level"]``, [N] in 0..1, is there wherever an environment has a curriculum.
-    success                    a metric named ``success``, above 0 on the steps on which the task is solved.
+    difficulty                 read ``memory["level"]``, [N] in 0..1, present when the environment has a curriculum.
+    success                    report a metric ``success``, above 0 on the steps on which the task is solved.
 
-``isaac/ant.py`` (a patched robot, sensors) and ``isaac/ball.py`` (a robot of its own, a memory that actions move,
-pictures) are examples.
+Examples: ``isaac/ant.py`` (a patched robot, sensors) and ``isaac/ball.py`` (a robot built in code, memory that actions
+change, images).
 """
 
 import warnings
@@ -45,23 +44,23 @@ from pql.errors import ConfigError, nearest
 from pql.types import Obs
 
 Memory = dict[str, Tensor]
-"""What a task keeps of an episode beyond physics: name -> [N, ...]. Replaced as a whole, never written into."""
+"""A task's per-episode state beyond physics: name -> [N, ...]. Tensors are replaced, never written in place."""
 
 MODELS = ("shipped", "fast")
-"""``shipped``: the model as its package has it. ``fast``: Newton's solver, elliptic friction cones and a one-stage
-integrator, which both engines have and which cost a fraction of RK4 or PGS."""
+"""``shipped``: the model as in its package. ``fast``: the Newton solver, elliptic friction cones and a one-stage
+integrator, which both engines support and which cost a fraction of RK4 or PGS."""
 
 HOLD = 10.0
-"""``Task.impratio`` under which what stands or is held stays where it is. MuJoCo's friction is soft: at its default of
-1 a standing robot's feet creep by millimetres a second (mjlab's velocity tasks take 10 as well)."""
+"""Value of ``Task.impratio`` under which standing or held bodies do not creep. MuJoCo's friction is soft: at its
+default of 1 a standing robot's feet creep by millimetres per second (mjlab's velocity tasks use 10 as well)."""
 
 
 class Start(NamedTuple):
-    """States that episodes begin in."""
+    """Start states of episodes."""
 
     qpos: Tensor  # [K, nq]
     qvel: Tensor  # [K, nv]
-    memory: Memory = {}  # noqa: RUF012  # name -> [K, ...]; what ``track`` gives need not be here
+    memory: Memory = {}  # noqa: RUF012  # name -> [K, ...]; entries of ``track`` may be missing
 
 
 class Verdict(NamedTuple):
@@ -73,7 +72,7 @@ class Verdict(NamedTuple):
 
 
 class Draw:
-    """Random numbers of one generator, on its device, in an engine's float type."""
+    """Random numbers from one generator, on its device, in an engine's float type."""
 
     def __init__(self, generator: torch.Generator, dtype: torch.dtype):
         self.generator, self.dtype = generator, dtype
@@ -89,7 +88,7 @@ class Draw:
 
 
 class Robot:
-    """A compiled model's constants as tensors of an engine's device and float type."""
+    """A compiled model's constants as tensors with an engine's device and float type."""
 
     def __init__(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype):
         self.model, self.device, self.dtype = model, device, dtype
@@ -99,30 +98,30 @@ class Robot:
         self.ctrl_middle, self.ctrl_half = (low + high) / 2, (high - low) / 2
 
     def tensor(self, values: object) -> Tensor:
-        """A copy of an array of the model."""
+        """Copy an array of the model to a tensor."""
         return torch.tensor(values, device=self.device, dtype=self.dtype)
 
     def body(self, name: str) -> int:
-        """The row of body ``name`` in ``xpos`` and its like."""
+        """Return the row of body ``name`` in ``xpos``, ``xquat`` and other body fields."""
         return self.model.body(name).id
 
 
 class Task:
-    """One robot and what is asked of it; see the module's docstring.
+    """One robot and its task: rewards, observations, episode memory. See the module docstring.
 
     Attributes:
         frame_skip: physics steps per env step; ``dt`` is the env step in seconds.
-        terms: names of the reward terms, and of the numbers to log beside them (``metrics``), in the order of the log.
-        time_limit: in env steps, unless another is asked for.
+        terms: names of the reward terms, in the order of the log; ``metrics``: names of the other logged numbers.
+        time_limit: default time limit in env steps.
         outputs: derived fields that the functions read.
-        ctrl_limit: the model's controls are within +-this.
-        model: which of ``MODELS`` is used unless asked for another.
-        refused: why the shipped model cannot be used; empty: it can.
-        integrator: of the fast model.
-        impratio: of the fast model: how much stiffer friction is than what keeps bodies apart (MuJoCo's option of that
-            name, with elliptic cones); None: as the file has it.
-        contacts: the most contacts and constraint rows of one simulation that C was seen to have, on any of the models,
-            for an engine with buffers of fixed size; None: to be measured when one starts.
+        ctrl_limit: the model's controls are in +-this.
+        model: the default of ``MODELS``.
+        refused: why the shipped model cannot be used; empty if it can.
+        integrator: integrator of the fast model.
+        impratio: MuJoCo's option of that name for the fast model, with elliptic cones: stiffness of friction relative
+            to that of normal contact; None: as in the file.
+        contacts: the most contacts and constraint rows that C needed for one simulation, on any of the models, for an
+            engine with buffers of fixed size; None: measured when one starts.
     """
 
     name: ClassVar[str]
@@ -153,19 +152,19 @@ class Task:
 
     @classmethod
     def source(cls) -> mujoco.MjSpec:
-        """The model as its package ships it."""
+        """Load the model as its package ships it."""
         raise NotImplementedError
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
-        """Change the model, whichever it is, before it is compiled."""
+        """Change the model, shipped or fast, before it is compiled."""
 
     def start(self, count: int, draw: Draw) -> Start:
         """Draw ``count`` start states."""
         raise NotImplementedError
 
     def control(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
-        """[N, A] in [-1, 1] -> [N, nu]. Unless overridden: [-1, 1] is the range of each actuator."""
+        """Map actions [N, A] in [-1, 1] to controls [N, nu]. Default: [-1, 1] is the range of each actuator."""
         return action * self.robot.ctrl_half + self.robot.ctrl_middle if self._scaled else action
 
     def derive(self, fields: Fields) -> Fields:
@@ -174,7 +173,7 @@ class Task:
         return {}
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
-        """Of the step that led to ``fields`` (``ctrl`` as applied); ``memory`` is from before it."""
+        """Judge the step that led to ``fields`` (``ctrl`` as applied); ``memory`` is that before the step."""
         raise NotImplementedError
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
@@ -182,8 +181,8 @@ class Task:
         return {}
 
     def expired(self, memory: Memory) -> Tensor | None:
-        """[N] bool of the memory after a step: a time limit of the task's own has run out, beside that of the whole
-        episode, so it is truncated. None: there is no such limit."""
+        """Return [N] bool from the memory after a step: a time limit of the task, in addition to the episode's, has run
+        out, so the episode is truncated. None: there is no such limit."""
         return None
 
     def track(self, fields: Fields) -> Memory:
@@ -192,19 +191,19 @@ class Task:
         return {}
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
-        """New tensors; floats are rounded to float32 by the caller."""
+        """Return observations as new tensors; the caller rounds floats to float32."""
         raise NotImplementedError
 
     def show(self, data: mujoco.MjData, memory: Memory) -> None:
-        """Put what only the eye sees into ``data``, for a picture of one environment (``memory`` [...] is its row):
-        a goal, as a ``mocap`` body."""
+        """Write visual-only bodies, such as a goal's ``mocap`` body, into ``data`` before one environment is rendered;
+        ``memory`` [...] is its row."""
 
 
 def check_model(task: type[Task], model: str | None) -> str:
-    """The model to use where ``model`` was asked for (None: the task's own choice).
+    """Return the model to use for the setting ``model`` (None: the task's default).
 
     Raises:
-        ConfigError: no such model, or one that this task cannot use; says why.
+        ConfigError: no such model, or one that this task cannot use, with the reason.
     """
     chosen = task.model if model is None else model
     if chosen not in MODELS:
@@ -215,10 +214,10 @@ def check_model(task: type[Task], model: str | None) -> str:
 
 
 def load_spec(task: type[Task], model: str | None = None) -> mujoco.MjSpec:
-    """The task's model, edited, before compilation.
+    """Return the task's model, edited, before compilation.
 
     MuJoCo's silent restart of diverged simulations is switched off: it would put a start state in the middle of an
-    episode, with a reward for having moved there.
+    episode, with a reward for the jump to it.
     """
     chosen = check_model(task, model)
     spec = task.source()
@@ -235,6 +234,6 @@ def load_spec(task: type[Task], model: str | None = None) -> mujoco.MjSpec:
 
 def load_model(task: type[Task], model: str | None = None) -> mujoco.MjModel:
     """Compile the task's model: see :func:`load_spec`."""
-    with warnings.catch_warnings():  # HalfCheetah's settotalmass: the model is used as shipped
+    with warnings.catch_warnings():  # HalfCheetah's settotalmass warns: the model is used as shipped
         warnings.filterwarnings("ignore", message=".*settotalmass.*")
         return load_spec(task, model).compile()

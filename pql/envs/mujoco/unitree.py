@@ -1,9 +1,9 @@
-"""Unitree's Go1 and G1 follow commanded velocities on flat ground (:mod:`.velocity` has most of it).
+"""Unitree's Go1 and G1: follow commanded velocities on flat ground (based on :mod:`.velocity`).
 
-Robots, servos and rewards are those of mjlab's velocity tasks (Zakka et al., mujocolab/mjlab 1.6.0), the servos' gains
-from the motors' inertias; observations and their scales are legged_gym's (Rudin et al. 2021). Kept small, so differing
-from mjlab in what ``docs/tasks/differences.md`` lists: commands, terms of the reward, ends and starts of episodes, G1's
-soles and friction. Actions are cut off at ``action_scale`` times mjlab's unit (there, nowhere).
+Robots, servos and rewards are those of mjlab's velocity tasks (Zakka et al., mujocolab/mjlab 1.6.0), with servo gains
+computed from the motors' inertias; observations and their scales are legged_gym's (Rudin et al. 2021). Simplified
+relative to mjlab as listed in ``docs/tasks/differences.md``: commands, reward terms, ends and starts of episodes, G1's
+soles and friction. Actions are clamped at ``action_scale`` times mjlab's unit (mjlab does not clamp).
 """
 
 import math
@@ -18,27 +18,27 @@ from pql.envs.mujoco.robots import model_file
 from pql.envs.mujoco.task import Memory, Robot
 from pql.envs.mujoco.velocity import Joint, Lack, Motion, Servo, Velocity, bones
 
-SOFT = 0.9  # share of a joint's range that costs nothing
+SOFT = 0.9  # share of a joint's range without a penalty
 
 
 def servo(armature: float, effort: float) -> Servo:
-    """The gains that give ``armature`` (kg m^2) alone 10 Hz and twice the critical damping."""
+    """Return the gains that give ``armature`` (kg m^2) by itself 10 Hz and a damping ratio of 2."""
     pace = 2 * math.pi * 10.0
     stiffness = armature * pace**2
     return Servo(stiffness, 2 * 2.0 * armature * pace, effort, reach=0.25 * effort / stiffness, armature=armature)
 
 
 class Unitree(Velocity):
-    """Reward, each second: 2 exp(-4 (|error of the velocity over the ground|^2 + vertical velocity^2))
-    + 2 exp(-2 ((error of the turn)^2 + |roll and pitch rates|^2)) + exp(-5 |gravity across the base|^2)
+    """Reward per second: 2 exp(-4 (|planar velocity error|^2 + vertical velocity^2))
+    + 2 exp(-2 ((yaw rate error)^2 + |roll and pitch rates|^2)) + exp(-5 |horizontal part of gravity in the base|^2)
     + exp(-mean(((joint - pose) / ``slack``)^2)) - (radians beyond 90 % of the joints' ranges)
     - .1 |change of action|^2.
 
     Attributes:
-        robot_name: in ``robots.ROBOTS``.
-        slack: how far each joint may be from its pose for most of that reward, rad.
-        feet: geoms that have friction; all others slide.
-        feet_condim: MuJoCo's number of directions in which their contacts resist: 3 (sliding) or 6 (turning, too).
+        robot_name: key of ``robots.ROBOTS``.
+        slack: scale of each joint's distance from its pose in the pose reward, rad.
+        feet: geoms with friction; all others are frictionless.
+        feet_condim: MuJoCo's ``condim`` of their contacts: 3 (sliding friction) or 6 (torsional and rolling, too).
     """
 
     time_limit = 1000
@@ -63,7 +63,7 @@ class Unitree(Velocity):
     @classmethod
     def source(cls) -> mujoco.MjSpec:
         spec = mujoco.MjSpec.from_file(str(model_file(cls.robot_name)))
-        # shapes for the eye alone, which are slow to compile, and sensors that nobody reads
+        # visual meshes, which are slow to compile, and unused sensors
         shapes = [geom for geom in spec.geoms if geom.type == mujoco.mjtGeom.mjGEOM_MESH]
         for part in (*shapes, *spec.meshes, *spec.sensors):
             spec.delete(part)
@@ -80,8 +80,8 @@ class Unitree(Velocity):
         linear, angular, gravity = motion
         ahead, around = lack
         joints = fields["qpos"][:, self._q]
-        # the errors over the ground and in height, around and in tilt, of the upright: what each exponential takes, at
-        # once (at small N the time goes into the number of calls)
+        # planar and vertical error, yaw and tilt rate error, upright: the arguments of all exponentials at once (at
+        # small N the number of calls dominates)
         errors = torch.cat((ahead, linear[:, 2:], around[:, None], angular[:, :2], gravity[:, :2]), 1)
         bent = (joints - self.robot.ctrl_middle) / self._slack
         narrow = torch.cat((errors.square() * self._narrow, bent.square() / -bent.shape[1]), 1)
@@ -98,8 +98,7 @@ HIP, CALF = servo(0.004026312, 23.7), servo(0.009059202, 35.55)  # a rotor of 1.
 
 
 class Go1(Unitree):
-    """Go1: 48 observations, 12 actions (targets of the joints, up to ``action_scale`` times .37 rad from the pose, of
-    the calves .25).
+    """Go1: 48 observations, 12 actions (joint targets, up to ``action_scale`` times .37 rad from the pose; calves .25).
 
     An episode ends where trunk or thighs touch the ground.
     """
@@ -141,7 +140,7 @@ LEG = {  # pose, servo, slack
 WAIST = {"waist_yaw": (0.0, MIDDLE, 0.2), "waist_roll": (0.0, PAIR, 0.08), "waist_pitch": (0.0, PAIR, 0.1)}
 ARM = {
     "shoulder_pitch": (0.2, SMALL, 0.15),
-    "shoulder_roll": (0.2, SMALL, 0.15),  # of the left arm
+    "shoulder_roll": (0.2, SMALL, 0.15),  # sign of the left arm
     "shoulder_yaw": (0.0, SMALL, 0.1),
     "elbow": (0.6, SMALL, 0.15),
     "wrist_roll": (0.0, SMALL, 0.3),
@@ -158,8 +157,7 @@ PARTS = {
 
 
 class G1(Unitree):
-    """G1: 99 observations, 29 actions (targets of the joints, up to ``action_scale`` times .07 to .55 rad from the
-    pose).
+    """G1: 99 observations, 29 actions (joint targets, up to ``action_scale`` times .07 to .55 rad from the pose).
 
     An episode ends where other parts than feet and arms touch the ground.
     """

@@ -1,6 +1,6 @@
-"""Legged robots that follow commands: how fast their base is to move ahead, sideways, and to turn about the vertical.
+"""Velocity tasks: legged robots that follow commanded velocities, ahead, sideways, and about the vertical.
 
-What Isaac Gym's ANYmal (``isaac/anymal.py``) and Unitree's robots (``unitree.py``) share. Actions move the targets of
+Base of Isaac Gym's ANYmal (``isaac/anymal.py``) and of Unitree's robots (``unitree.py``). Actions move the targets of
 the joints' servos around a pose, at 50 Hz.
 """
 
@@ -16,10 +16,10 @@ from pql.envs.mujoco.isaac.measure import into, rotation
 from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict
 from pql.types import Obs
 
-NET_FORCE = [1 << mujoco.mjtConDataField.mjCONDATA_FORCE.value, 3, 1]  # the force; reduced to the net one; of all
-FEEL = 1.0  # N; a body on which the net contact force is larger has touched something
-TRACKED = 0.25  # m/s and rad/s; a command is followed where the errors are smaller
-ENOUGH = 50  # steps, a second: who follows for so long without a break succeeds
+NET_FORCE = [1 << mujoco.mjtConDataField.mjCONDATA_FORCE.value, 3, 1]  # force only; net force; of all contacts
+FEEL = 1.0  # N; a body with a larger net contact force counts as touching
+TRACKED = 0.25  # m/s and rad/s; a command counts as followed where both errors are smaller
+ENOUGH = 50  # steps (one second) of following without a break that count as success
 
 
 class Servo(NamedTuple):
@@ -28,32 +28,32 @@ class Servo(NamedTuple):
     stiffness: float  # Nm/rad
     damping: float  # Nm s/rad
     effort: float  # Nm
-    reach: float  # how far an action of 1 moves the target from the pose, rad, where ``action_scale`` is 1
+    reach: float  # rad by which an action of 1 moves the target from the pose at ``action_scale`` 1
     armature: float = 0.0  # kg m^2
 
 
 class Joint(NamedTuple):
     """A driven hinge."""
 
-    pose: float  # where an action of 0 holds it, rad
+    pose: float  # target angle for an action of 0, rad
     servo: Servo
 
 
 class Motion(NamedTuple):
-    """Of the base, in its frame."""
+    """Motion of the base, in its frame."""
 
     linear: Tensor  # [N, 3] velocity, m/s
     angular: Tensor  # [N, 3] velocity, rad/s
-    gravity: Tensor  # [N, 3] its direction
+    gravity: Tensor  # [N, 3] direction of gravity
 
 
 Lack = tuple[Tensor, Tensor]
-"""What velocities over the ground ([N, 2]) and around ([N]) lack of the command."""
+"""Differences between command and velocity: planar [N, 2] and yaw rate [N]."""
 
 
 def ground(spec: mujoco.MjSpec, over: str) -> None:
-    """A chequered floor, a sky, and a light that stays above the body ``over``. Things fall on the floor whose
-    ``contype`` has bit 1."""
+    """Add a chequered floor, a sky, and a light that stays above the body ``over``. Geoms collide with the floor if
+    their ``contype`` has bit 1."""
     size = {"width": 256, "height": 256}
     spec.add_texture(
         name="sky",
@@ -83,7 +83,7 @@ def ground(spec: mujoco.MjSpec, over: str) -> None:
 
 
 def bones(spec: mujoco.MjSpec, radius: float) -> None:
-    """Rods from each body to the parts of limbs that hang on it, for the eye: the shapes that touch have gaps."""
+    """Add visual rods between the bodies of limbs, because the collision shapes have gaps."""
     for body in spec.bodies[1:]:
         for child in body.bodies:
             limb = child.find_all(mujoco.mjtObj.mjOBJ_JOINT) or child.find_all(mujoco.mjtObj.mjOBJ_GEOM)
@@ -106,13 +106,13 @@ class Velocity(Task):
     Attributes:
         joints: by name, in the order of observations and actions.
         base: the body that carries the free joint.
-        fragile: bodies that end the episode where they touch the ground.
+        fragile: bodies that end the episode by touching the ground.
         fastest: largest command ahead and sideways (m/s) and around (rad/s), in both directions.
-        lasting: seconds after which a new command is drawn, on average (at random steps, so that the state need not
-            hold a clock); None: it holds for the episode.
-        resting: share of the commands that are to stand still.
-        height: of the base where an episode begins, metres.
-        spread: joints begin within this share of the pose.
+        lasting: mean seconds until a new command is drawn (at random steps, so that the state needs no clock); None: a
+            command holds for the episode.
+        resting: share of the commands that are zero.
+        height: height of the base at the start of an episode, metres.
+        spread: joints start within this share of the pose.
         action_scale: targets are within this many times the servo's ``reach`` of the pose.
     """
 
@@ -121,8 +121,8 @@ class Velocity(Task):
     metrics: ClassVar[tuple[str, ...]] = ("linear_error", "angular_error", "tracked", "success")
     outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
     model = "fast"
-    refused = "the robot's package has no other"
-    integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST  # of the servos' damping, which explicit steps would overdo
+    refused = "this task has no other model"
+    integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST  # explicit steps overshoot with the servos' damping
     impratio = HOLD
     joints: ClassVar[dict[str, Joint]]
     base: ClassVar[str]
@@ -143,14 +143,14 @@ class Velocity(Task):
         self._felt = torch.tensor([model.sensor(f"{body} contact").adr[0] for body in self.fragile], device=there)
         self._felt = self._felt[:, None] + torch.arange(3, device=there)
         self._fastest = robot.tensor(self.fastest)
-        self._scale = robot.tensor([2.0, 2.0, 0.25])  # of commands, as of the velocities that they are for
+        self._scale = robot.tensor([2.0, 2.0, 0.25])  # scales of the commands, as for the observed velocities
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
         spec.option.timestep = cls.dt / cls.frame_skip
         for geom in spec.geoms:
             if geom.contype:
-                geom.conaffinity = 0  # with the floor, not with one another
+                geom.conaffinity = 0  # they collide with the floor, not with each other
         ground(spec, cls.base)
         for name, (pose, servo) in cls.joints.items():
             joint = spec.joint(name)
@@ -186,7 +186,7 @@ class Velocity(Task):
         return Start(qpos, qvel, memory)
 
     def _command(self, count: int, draw: Draw) -> Tensor:
-        """[K, 3]: ahead, sideways, around."""
+        """Draw commands [K, 3]: ahead, sideways, around."""
         drawn = draw.uniform(-1.0, 1.0, count, 3) * self._fastest
         return drawn * (draw.uniform(0.0, 1.0, count) >= self.resting)[:, None]
 
@@ -200,16 +200,16 @@ class Velocity(Task):
         return changed
 
     def action(self, fields: Fields) -> Tensor:
-        """The actions that were applied: [N, A]."""
+        """Return the applied actions [N, A], from the controls."""
         return (fields["ctrl"] - self.robot.ctrl_middle) / self.robot.ctrl_half
 
     def touched(self, fields: Fields) -> Tensor:
-        """[N] bool; whether one of ``fragile`` did, when the last physics step began."""
+        """Return [N] bool: a body of ``fragile`` touched something at the start of the last physics step."""
         force = fields["sensordata"][:, self._felt]  # [N, bodies, 3]
         return (torch.linalg.vector_norm(force, dim=2) > FEEL).any(1)
 
     def derive(self, fields: Fields) -> Fields:
-        """``linear`` velocity of the base and direction of ``gravity`` in its frame, [N, 3] each."""
+        """Return ``linear`` velocity of the base and direction of ``gravity`` in its frame, [N, 3] each."""
         frame = rotation(fields["qpos"][:, 3:7])
         return {"linear": into(frame, fields["qvel"][:, :3]), "gravity": -self.upward(frame)}
 
@@ -218,16 +218,16 @@ class Velocity(Task):
 
     @staticmethod
     def upward(frame: Tensor) -> Tensor:
-        """The vertical in the frame of the base, whose axes ``frame`` [N, 3, 3] has as columns: [N, 3]."""
+        """Return the vertical [N, 3] in the base's frame, whose axes are the columns of ``frame`` [N, 3, 3]."""
         return frame[:, 2]
 
     def lack(self, motion: Motion, memory: Memory) -> Lack:
-        """How far the base is from its command."""
+        """Return command minus velocity of the base."""
         command = memory["command"]
         return command[:, :2] - motion.linear[:, :2], command[:, 2] - motion.angular[:, 2]
 
     def metered(self, lack: Lack, memory: Memory) -> dict[str, Tensor]:
-        """The numbers of ``metrics``: [N] each."""
+        """Return the ``metrics``: [N] each."""
         streak = self._streak(lack, memory)
         return {
             "linear_error": torch.linalg.vector_norm(lack[0], dim=1),
@@ -237,12 +237,12 @@ class Velocity(Task):
         }
 
     def _streak(self, lack: Lack, memory: Memory) -> Tensor:
-        """For how many steps the command has been followed without a break: [N]."""
+        """Return the steps [N] for which the command has been followed without a break."""
         ahead, around = lack
         return (memory["streak"] + 1) * ((torch.linalg.vector_norm(ahead, dim=1) < TRACKED) & (around.abs() < TRACKED))
 
     def terms_of(self, fields: Fields, memory: Memory, motion: Motion, lack: Lack) -> dict[str, Tensor]:
-        """The reward's terms: [N] each."""
+        """Return the reward terms: [N] each."""
         raise NotImplementedError
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:

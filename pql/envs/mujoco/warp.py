@@ -1,15 +1,15 @@
-"""``WarpEngine``: MuJoCo Warp behind the ``Engine`` protocol. The state lives on the GPU, as tensors that torch shares.
+"""``WarpEngine``: MuJoCo Warp behind the ``Engine`` protocol, with state on the GPU in tensors shared with torch.
 
-Nothing here waits for the device. Stepping, resetting and the forward pass are captured once, as CUDA graphs, and
-launched on PyTorch's current stream. :meth:`WarpEngine.prepare` does that before a run begins: while one thread
-captures on Warp's stream, CUDA forbids all others the legacy default stream. Resets are masked: they work on all
-simulations and change those meant.
+No call synchronises with the device. Stepping, resetting and the forward pass are captured once as CUDA graphs and
+launched on PyTorch's current stream. :meth:`WarpEngine.prepare` captures them before a run begins: while one thread
+captures on Warp's stream, CUDA forbids the legacy default stream to all others. Resets are masked: they run on all
+simulations and change only the selected ones.
 
-Warp holds contacts and constraints in buffers of fixed size (C allocates as it goes): 1.5 times the most that C was
-seen to need. Where that is too little, contacts are lost; :meth:`WarpEngine.overflowed` says in which simulations, and
-the first time, and each time that their number has doubled, a warning says what to change.
+Warp keeps contacts and constraints in buffers of fixed size (C allocates as needed): 1.5 times the most that C needed
+in a measurement. If a buffer is too small, contacts are lost. :meth:`WarpEngine.overflowed` reports the simulations
+concerned. The first overflow, and each doubling of their number, gives a warning that names the setting to change.
 
-On the CPU, Warp runs on one thread: good for tests, and for nothing else.
+On the CPU, Warp runs on one thread and is meant for tests only.
 """
 
 import copy
@@ -29,22 +29,22 @@ from pql.envs.mujoco.engine import DERIVING, MAX_STATE, Fields, Masked, Rows, ch
 from pql.envs.mujoco.weights import InverseWeights
 from pql.errors import ConfigError, PqlWarning
 
-wp.config.log_level = wp.LOG_WARNING  # before the import that starts it: a line for each of 90 kernels otherwise
+wp.config.log_level = wp.LOG_WARNING  # set before the import, which would log a line for each of 90 kernels
 import mujoco_warp as mjw  # noqa: E402
 
 STATE = ("time", "qpos", "qvel", "act", "qacc_warmstart")
-"""State that the next step depends on, apart from the controls."""
+"""Components of the state that the next step depends on, except the controls."""
 
 WEIGHTS = ("dof_invweight0", "body_invweight0")
-"""What :class:`InverseWeights` computes."""
+"""Fields that :class:`InverseWeights` computes."""
 
 LOST = int(mjw.OverflowType.ALL & ~(mjw.OverflowType.ITERATIONS | mjw.OverflowType.LS_ITERATIONS))
-"""Overflows that lose something; a solver at its iteration limit does not."""
+"""Overflow flags under which contacts or constraints are lost; a solver's iteration limit is not one."""
 
 MARGIN = 1.5
 
 LEAST = 128
-"""Contacts in the pool of all simulations, which also holds the pairs that turn out not to touch."""
+"""Least size of the contact pool of all simulations, which also holds candidate pairs that do not touch."""
 
 _AUTORESET = int(mujoco.mjtDisableBit.mjDSBL_AUTORESET.value)
 
@@ -55,11 +55,12 @@ class WarpEngine:
     Args:
         model: compiled model.
         num_envs: N.
-        device: where.
+        device: the device of the simulations.
         outputs: derived fields to offer.
-        parameters: the model's fields that get a value for each simulation. What MuJoCo derives from masses follows,
-            but for tendons' and actuators' (``tendon_invweight0``, ``actuator_acc0``), which stay the nominal ones.
-        need: the most contacts and constraint rows of one simulation that C was seen to have; see ``engines.measure``.
+        parameters: the model's fields that have one value per simulation. Constants that MuJoCo derives from masses are
+            recomputed, except those of tendons and actuators (``tendon_invweight0``, ``actuator_acc0``), which stay
+            nominal.
+        need: the most contacts and constraint rows that C needed for one simulation; see ``engines.measure``.
 
     Raises:
         ConfigError: the model has something that Warp cannot simulate.
@@ -78,8 +79,8 @@ class WarpEngine:
     ):
         wp.init()
         model = copy.copy(model)
-        model.opt.disableflags &= ~_AUTORESET  # Warp does not know it, and restarts nothing by itself
-        if device.type == "cuda" and device.index is None:  # Warp wants its number
+        model.opt.disableflags &= ~_AUTORESET  # Warp does not know the flag, and never restarts a simulation itself
+        if device.type == "cuda" and device.index is None:  # Warp needs its index
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self._count = device, num_envs
         contacts, constraints = (max(8, math.ceil(MARGIN * most)) for most in need)
@@ -91,7 +92,7 @@ class WarpEngine:
                 self._model = mjw.put_model(model, batch_sizes=dict.fromkeys(own, num_envs))
             except NotImplementedError as error:
                 raise ConfigError("engine", "warp", f"batch: Warp cannot simulate this model ({error})") from error
-            self._model.opt.warn_overflow = 0  # it would print from the device; counted here instead
+            self._model.opt.warn_overflow = 0  # Warp would print from the device; overflows are counted here
             self._model.opt.run_rne_postconstraint = "cfrc_ext" in outputs
             self._data = mjw.make_data(
                 model, num_envs, nconmax=contacts, njmax=constraints, naconmax=max(LEAST, contacts * num_envs)
@@ -100,7 +101,7 @@ class WarpEngine:
             name: wp.to_torch(getattr(self._data, name)) for name in ("qpos", "qvel", "ctrl", *outputs)
         }
         self._parameters = {name: wp.to_torch(getattr(self._model, name)) for name in own}
-        # Warp could compute them too, but by some hundred launches, which take longer than a step
+        # Warp can compute them too, but with about a hundred launches, which take longer than a step
         self._weights = InverseWeights(model, self.device) if deriving else None
         state = [wp.to_torch(getattr(self._data, name)) for name in STATE]
         self._state = [part[:, None] if part.ndim == 1 else part for part in state]
@@ -114,7 +115,7 @@ class WarpEngine:
         return Masked(mask)
 
     def prepare(self, substeps: int) -> None:
-        """Compile and capture all that is launched later."""
+        """Compile and capture all graphs that are launched later."""
         forward, constants = ["forward"] * self._derived, ["constants"] * (self._weights is not None)
         for key in (*constants, "reset", *forward, substeps):
             self._graph(key)
@@ -126,7 +127,7 @@ class WarpEngine:
         self._watch.look()
 
     def overflowed(self) -> Tensor:
-        """[N] bool; the latest step lost contacts or constraints there."""
+        """Return [N] bool: the simulation lost contacts or constraints in the latest step."""
         return self._watch.lost
 
     def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
@@ -167,7 +168,7 @@ class WarpEngine:
         return data
 
     def bytes_per_env(self) -> int:
-        """Memory of the simulations' arrays, and of the model's that have a value for each, over N."""
+        """Memory of the simulations' arrays and of per-simulation model fields, in bytes, divided by N."""
         arrays = [*_arrays(self._data), *(getattr(self._model, name) for name in self._parameters)]
         return sum(array.capacity for array in arrays) // self._count
 
@@ -189,7 +190,7 @@ class WarpEngine:
                 mjw.step(self._model, self._data)
 
     def _run(self, key: Any) -> None:
-        """Launch a graph; one that is not there yet is captured."""
+        """Launch a graph; capture it first if necessary."""
         graph = self._graph(key)
         if self.device.type == "cuda":
             wp.capture_launch(graph, stream=wp.stream_from_torch(torch.cuda.current_stream(self.device)))
@@ -204,7 +205,7 @@ class WarpEngine:
         return self._graphs[key]
 
     def _capture(self, launch: Callable[[], None]) -> Any:
-        """Compile, warm up and capture; the simulations' state is as before."""
+        """Compile, warm up and capture; the simulations' state is unchanged."""
         saved, ctrl = self.state(), self.fields["ctrl"].clone()
         device = wp.device_from_torch(self.device)
         if self.device.type == "cuda":
@@ -222,25 +223,25 @@ class WarpEngine:
 
 
 class Overflows:
-    """Watches the bits that Warp sets in ``flags`` [N], and warns without waiting for the device."""
+    """Monitors the overflow bits that Warp sets in ``flags`` [N], and warns without waiting for the device."""
 
-    EVERY = 64  # steps between two looks at the count
+    EVERY = 64  # steps between two reads of the count
 
     def __init__(self, flags: Tensor, contacts: int, constraints: int):
         self._flags, self._sizes = flags, (contacts, constraints)
         self.lost = torch.zeros(len(flags), dtype=torch.bool, device=flags.device)
         self._total = torch.zeros((), dtype=torch.int64, device=flags.device)
         self._cuda = flags.device.type == "cuda"
-        self._seen = torch.zeros((), dtype=torch.int64, pin_memory=self._cuda)  # the total, some steps ago
+        self._seen = torch.zeros((), dtype=torch.int64, pin_memory=self._cuda)  # the total, some steps old
         self._copied = torch.cuda.Event() if self._cuda else None
         self._steps, self._warned = 0, 0
 
     def forget(self) -> None:
-        """Clear the flags, which work other than the run's steps may have set."""
+        """Clear the flags, which other work than the run's steps may have set."""
         self._flags.zero_()
 
     def look(self) -> None:
-        """After a step."""
+        """Count the overflows of a step. Call it after every step."""
         self.lost = (self._flags & LOST) != 0
         self._total += self.lost.sum()
         self._flags.zero_()
@@ -259,14 +260,14 @@ class Overflows:
         count = int(self._seen)
         if count > 2 * self._warned:
             self._warned = count
-            sizes = "{} contacts and {} constraint rows a simulation".format(*self._sizes)
+            sizes = "{} contacts and {} constraint rows per simulation".format(*self._sizes)
             message = f"MuJoCo Warp's buffers of {sizes} have overflowed {count} times: contacts were lost"
             larger = "task.kwargs.contacts=[{},{}]".format(*self._sizes)
-            warnings.warn(f"{message}. Make them half as large again by {larger}.", PqlWarning, stacklevel=2)
+            warnings.warn(f"{message}. Enlarge them by half: {larger}.", PqlWarning, stacklevel=2)
 
 
 def _arrays(holder: Any) -> list[Any]:
-    """All Warp arrays of a dataclass, and of those within it."""
+    """Return all Warp arrays of a dataclass and of the dataclasses nested in it."""
     found = []
     for field in dataclasses.fields(holder):
         value = getattr(holder, field.name)

@@ -1,7 +1,7 @@
-"""Constants that MuJoCo derives from a model's masses, in batched torch for N simulations, for engines that lack it.
+"""Constants that MuJoCo derives from a model's masses, in batched torch for N simulations, for engines without them.
 
-It scales how soft constraints are (contacts, limits, friction): with other masses and the nominal values, a simulation
-is that of a model with somewhat softer or harder contacts.
+They scale the softness of constraints (contacts, limits, friction). With randomised masses and the nominal constants, a
+simulation would have slightly softer or harder contacts.
 """
 
 import mujoco
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 class InverseWeights:
-    """``dof_invweight0`` and ``body_invweight0`` as ``mj_setConst`` computes them: how easily, in the default pose, a
-    degree of freedom or a body is moved.
+    """``dof_invweight0`` and ``body_invweight0`` as ``mj_setConst`` computes them: the mobility of degrees of freedom
+    and bodies in the default pose.
 
-    In one pose the inertia matrix is linear in masses m and principal inertias I of the bodies, M = rest + sum m A +
+    In one pose the inertia matrix is linear in the bodies' masses m and principal inertias I, M = rest + sum m A +
     sum I B, and the weights, means of diagonals of J M^-1 J', are linear in its inverse. So both are one product with
-    constants, around an inverse.
+    constants, before and after an inverse.
 
     Args:
-        model: the nominal one; armature and the like stay as they are there.
-        device: of the tensors; the products are of float64, whatever the precision of those of float32.
+        model: the nominal model; armature and other constants are its own for every simulation.
+        device: device of the tensors. The products are in float64, so the float32 matmul precision does not matter.
     """
 
     def __init__(self, model: mujoco.MjModel, device: torch.device):
@@ -34,13 +34,13 @@ class InverseWeights:
         parts = np.concatenate((_gram(jacobian[:, 0]).sum(1, keepdims=True), _gram(principal)), 1)  # [nbody, 4, nv, nv]
         full = np.zeros((nv, nv))
         mujoco.mj_fullM(model, data, full)
-        alone = model.dof_simplenum > 0  # MuJoCo leaves the armature of such out, here alone
+        alone = model.dof_simplenum > 0  # MuJoCo leaves out their armature, only here
         full[alone, alone] -= model.dof_armature[alone]
         nominal = np.concatenate((model.body_mass[:, None], model.body_inertia), 1)
         rest = full - np.tensordot(nominal, parts)
         axes = np.einsum("di,ei,ej->dij", _alike(model), np.eye(nv), np.eye(nv))
         moved = _gram(jacobian).mean(2)  # [nbody, 2, nv, nv]
-        slides = model.body_simple == 2  # bodies alone on slides: MuJoCo has 1 / mass, and nothing for turning
+        slides = model.body_simple == 2  # bodies with only slides: MuJoCo uses 1 / mass, and no rotational part
         moved[slides, 0] = _gram(np.eye(nv)[model.body_dofadr[slides]])
         probes = np.concatenate((axes, moved.reshape(-1, nv, nv)))  # [nv + 2 nbody, nv, nv]
         self._either = torch.tensor(~slides[:, None], device=device)
@@ -49,7 +49,8 @@ class InverseWeights:
         self._nv = nv
 
     def __call__(self, mass: Tensor, inertia: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, nv] and [N, nbody, 2], float64, of masses [N, nbody] and principal inertias [N, nbody, 3]."""
+        """Return weights [N, nv] and [N, nbody, 2], float64, from masses [N, nbody] and principal inertias [N, nbody,
+        3]."""
         of_bodies = torch.cat((mass[..., None], inertia), 2).flatten(1).double()
         matrix = (self._rest + of_bodies @ self._parts).unflatten(1, (self._nv, self._nv))
         inverse = torch.linalg.inv_ex(matrix, check_errors=False)[0].flatten(1)
@@ -59,13 +60,13 @@ class InverseWeights:
 
 
 def _gram(rows: np.ndarray) -> np.ndarray:
-    """[..., nv] -> outer products with themselves [..., nv, nv]."""
+    """Return the rows' outer products with themselves, [..., nv] -> [..., nv, nv]."""
     return rows[..., :, None] * rows[..., None, :]
 
 
 def _alike(model: mujoco.MjModel) -> np.ndarray:
-    """[nv, nv], rows that average a degree of freedom with those it shares its weight with: of a ball joint, of a free
-    joint's translations, of its rotations."""
+    """Return [nv, nv] whose rows average the degrees of freedom that share a weight: those of a ball joint, a free
+    joint's translations, and its rotations."""
     sizes = {mujoco.mjtJoint.mjJNT_FREE: (3, 3), mujoco.mjtJoint.mjJNT_BALL: (3,)}
     mean, at = np.zeros((model.nv, model.nv)), 0
     for kind in model.jnt_type:

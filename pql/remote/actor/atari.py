@@ -35,7 +35,7 @@ class AtariSim:
         game, autoreset = settings.game, settings.autoreset
         games = roms.get_all_rom_ids()
         if game not in games:
-            raise ConfigError("game", game, f"a game of ale_py's, such as pong{nearest(game, games)}")
+            raise ConfigError("game", game, f"a game of ale_py, such as pong{nearest(game, games)}")
         if autoreset not in MODES:
             raise ConfigError("autoreset", autoreset, " or ".join(MODES))
         self.vec = AtariVectorEnv(

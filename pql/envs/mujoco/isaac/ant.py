@@ -1,7 +1,7 @@
-"""Ant, as the PQL paper had it: a robot on four legs runs towards a point far away (:mod:`.run` has most of it).
+"""Ant of the PQL paper: a four-legged robot runs towards a distant point (based on :mod:`.run`).
 
-Gymnasium's ant has the same bodies as Isaac's; joints, motors and friction are set to Isaac's. Differences from Isaac
-Gym's task: those of :mod:`.run`.
+Gymnasium's ant has the same bodies as Isaac's; joints, motors and friction are set to Isaac's. The differences from
+Isaac Gym's task are those of :mod:`.run`.
 """
 
 import mujoco
@@ -20,8 +20,8 @@ JOINTS = tuple(f"{joint}_{leg}" for leg in (1, 2, 3, 4) for joint in ("hip", "an
 class IsaacAnt(Runner):
     """Ant: 60 observations, 8 actions (torques of up to 15 Nm); runs towards a point far away on the x axis.
 
-    Observations as :class:`.run.Runner` has them: yaw and roll in [0, 2 pi), the net force and torque on each foot
-    about its ankle. An episode ends where the torso is below 0.31 m.
+    Observations as in :class:`.run.Runner`: yaw and roll in [0, 2 pi), the net force and torque on each foot about its
+    ankle. An episode ends where the torso is below 0.31 m.
     """
 
     name = "isaac_ant"
@@ -64,5 +64,5 @@ class IsaacAnt(Runner):
         return {
             "action_cost": -0.005 * action.square().sum(1),
             "energy_cost": -0.05 * (action * self.pace * fields["qvel"][:, 6:]).abs().sum(1),
-            "limit_cost": -0.1 * (fields["scaled"] > 0.99).sum(1),  # of the upper limits alone
+            "limit_cost": -0.1 * (fields["scaled"] > 0.99).sum(1),  # upper limits only
         }

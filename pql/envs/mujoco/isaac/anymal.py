@@ -1,11 +1,14 @@
-"""ANYmal-C follows commanded velocities, as the PQL paper had it (:mod:`..velocity` has most of it).
+"""ANYmal-C of the PQL paper: follows commanded velocities (based on :mod:`..velocity`).
 
-The task of Isaac Gym's environments (Makoviychuk et al. 2021). Differences from it: MuJoCo's contacts, with Newton's
-solver and elliptic cones; the URDF of the package genesis-world, of the same dimensions and masses, whose links touch
-with simpler shapes (one capsule for the base, one for each knee; of hips and thighs, none); joint speeds have no limit
-(there, 20 rad/s); four physics steps of 5 ms an env step instead of two of 10 ms; an episode restarts in the step that
-ends it, with its final observation returned (there, one step later, with a row that belongs to neither), and has 2499
-steps.
+The task of Isaac Gym's environments (Makoviychuk et al. 2021). Differences from Isaac's task:
+
+- MuJoCo's contacts, with the Newton solver and elliptic cones.
+- The URDF of the package genesis-world, with the same dimensions and masses but simpler collision shapes (one capsule
+  for the base, one for each knee, none for hips and thighs).
+- Joint speeds are not limited (Isaac: 20 rad/s).
+- Four physics steps of 5 ms per env step (Isaac: two of 10 ms).
+- An episode restarts in the step that ends it, with its final observation returned (Isaac: one step later, with a row
+  that belongs to neither episode), and has 2499 steps.
 """
 
 import math
@@ -33,10 +36,10 @@ def _leg(name: str) -> dict[str, Joint]:
 class Anymal(Velocity):
     """ANYmal-C: 48 observations, 12 actions (targets of the joints, up to .5 rad from the pose).
 
-    Observations as :class:`..velocity.Velocity` has them; gravity is that direction turned *with* the base, as there
-    (its x and y have the other sign). Reward: .02 exp(-4 |error of the velocity over the ground|^2)
-    + .01 exp(-4 (error of the turn)^2) - 5e-7 |torques|^2, not below 0. An episode ends where base or thighs touch the
-    ground; hips, shanks and feet may.
+    Observations are those of :class:`..velocity.Velocity`, except gravity: as in Isaac, its direction is rotated *with*
+    the base instead of into its frame (x and y have the other sign). Reward: .02 exp(-4 |planar velocity error|^2)
+    + .01 exp(-4 (yaw rate error)^2) - 5e-7 |torques|^2, at least 0. An episode ends where base or thighs touch the
+    ground; hips, shanks and feet may touch it.
     """
 
     name = "anymal"
@@ -57,28 +60,28 @@ class Anymal(Velocity):
     def source(cls) -> mujoco.MjSpec:
         spec = mujoco.MjSpec.from_file(str(model_file("anymal_c")))
         shapes = [geom for geom in spec.geoms if geom.type == mujoco.mjtGeom.mjGEOM_MESH]
-        for part in (*shapes, *spec.meshes):  # for the eye alone, and in a format that MuJoCo does not read
+        for part in (*shapes, *spec.meshes):  # visual only, and in a format that MuJoCo does not read
             spec.delete(part)
         spec.compiler.discardvisual = False  # the floor's colours
-        spec.compiler.balanceinertia = True  # that no body could have
-        spec.body("hatch").fullinertia = [1e-3, 1e-3, 1e-3, 0, 0, 0]  # .001 in all nine places, in the file: a rod's
+        spec.compiler.balanceinertia = True  # the file's inertias are not physical
+        spec.body("hatch").fullinertia = [1e-3, 1e-3, 1e-3, 0, 0, 0]  # the file has .001 in all nine entries
         spec.body(cls.base).add_freejoint()
-        for name in cls.joints:  # the file has no limits
+        for name in cls.joints:  # the file sets no limits
             side = 1 if name[0] == "L" else -1
             limits = sorted((-0.72 * side, 0.49 * side)) if name.endswith("HAA") else (-3 * math.pi, 3 * math.pi)
             spec.joint(name).limited, spec.joint(name).range = True, limits
         for geom in spec.geoms:
-            geom.density = 0  # masses are given
+            geom.density = 0  # the file sets the masses
             geom.rgba = [0.55, 0.12, 0.1, 1]
             if geom.type == mujoco.mjtGeom.mjGEOM_CYLINDER:
-                geom.type = mujoco.mjtGeom.mjGEOM_CAPSULE  # as there
+                geom.type = mujoco.mjtGeom.mjGEOM_CAPSULE  # as in Isaac
         bones(spec, 0.03)
         return spec
 
     @staticmethod
     def upward(frame: Tensor) -> Tensor:
         """Observed upward vector [N, 3] of base frames [N, 3, 3]."""
-        return frame[:, :, 2]  # turned the wrong way round, as there: the base's own z axis in the world
+        return frame[:, :, 2]  # rotated the wrong way, as in Isaac: the base's z axis in the world
 
     def terms_of(self, fields: Fields, memory: Memory, motion: Motion, lack: Lack) -> dict[str, Tensor]:
         ahead, around = lack

@@ -1,7 +1,7 @@
 """An arm's kinematics and inertia from its joint positions, and operational-space control: batched torch, any device.
 
-Engines have Jacobians and mass matrices of their own, but as they were at the start of the last physics step, and laid
-out differently. What follows here from ``qpos`` is that of the present state, and one code for both.
+Engines provide Jacobians and mass matrices too, but with different layouts and for the start of the last physics step.
+The results here are computed from ``qpos``, so they describe the current state, with the same code for both engines.
 """
 
 import copy
@@ -26,11 +26,12 @@ class Pose(NamedTuple):
 
 
 class Arm:
-    """A chain of J hinges, each about its link's z axis, with a hand at its end and S sliding fingers on that.
+    """A chain of J hinges, each about its link's z axis, with a hand at its end and S sliding fingers on the hand.
 
     Args:
-        robot: the compiled model; of float64, since products of float32 matrices may be rounded (``placement.matmul``).
-        hinges: the joints, from the base on.
+        robot: the compiled model, in float64, because products of float32 matrices may be rounded
+            (``placement.matmul``).
+        hinges: the joints, starting at the base.
         hand: a body fixed to the last link.
         slides: joints between the hand and its fingers.
     """
@@ -44,7 +45,8 @@ class Arm:
         data = mujoco.MjData(model)
         mujoco.mj_kinematics(model, data)
         place, quat = zip(*(_relative(data, *pair) for pair in zip([0, *links], links, strict=False)), strict=True)
-        self._place, self._quat = robot.tensor(np.array(place)), robot.tensor(np.array(quat))  # each in the one before
+        # each in the previous link's frame
+        self._place, self._quat = robot.tensor(np.array(place)), robot.tensor(np.array(quat))
         parts = [body for body in range(links[0], model.nbody) if _carrier(model, body, links) is not None]
         carriers = np.array([_carrier(model, body, links) for body in parts])
         self._carrier = torch.tensor(carriers, device=robot.device)
@@ -59,10 +61,11 @@ class Arm:
         self._slide = robot.tensor(np.array(moved).reshape(len(slides), len(parts), 3).transpose(1, 0, 2))  # [B, S, 3]
         self._mass = robot.tensor(np.sqrt(model.body_mass[parts]))[:, None, None]
         self._inertia = robot.tensor(np.sqrt(model.body_inertia[parts]))[:, None]
-        self._moves = robot.tensor(carriers[:, None] >= np.arange(self.count))[..., None]  # [B, J, 1] by which hinges
+        # [B, J, 1]: 1 where the hinge moves the part
+        self._moves = robot.tensor(carriers[:, None] >= np.arange(self.count))[..., None]
 
     def pose(self, q: Tensor) -> Pose:
-        """Of joint positions [N, J]."""
+        """Return the poses for joint positions [N, J]."""
         half, still = q / 2, torch.zeros_like(q)
         turns = product(self._quat[:-1], torch.stack((half.cos(), still, still, half.sin()), -1))
         steps = right(torch.cat((turns, self._quat[-1:].expand(len(q), 1, 4)), 1))  # [N, F, 4, 4]
@@ -76,14 +79,14 @@ class Arm:
         return Pose(place, quat, frame)
 
     def jacobian(self, pose: Pose, point: Tensor) -> Tensor:
-        """Velocity, linear and angular, of a point [N, 3] of the hand, by joint velocities: [N, 6, J]."""
+        """Return the Jacobian [N, 6, J] of a hand point [N, 3]: linear and angular velocity per joint velocity."""
         axis = pose.frame[:, :-1, :, 2]
         return torch.cat((torch.linalg.cross(axis, point[:, None] - pose.place[:, :-1]), axis), -1).mT
 
     def mass(self, pose: Pose, slides: Tensor) -> Tensor:
-        """The joints' inertia matrix [N, J, J], with fingers at ``slides`` [N, S]; motors' own inertia is not in it.
+        """Return the joints' inertia matrix [N, J, J] with fingers at ``slides`` [N, S], excluding motor armature.
 
-        M = sum over bodies of m Jv' Jv + Jw' I Jw, as R R' with a row of R for each joint.
+        M = sum over bodies of m Jv' Jv + Jw' I Jw, computed as R R' with one row of R per joint.
         """
         com = self._com + (slides[:, None, :, None] * self._slide).sum(2)  # [N, B, 3]
         frame = pose.frame[:, self._carrier]
@@ -97,8 +100,8 @@ class Arm:
 
 
 class OperationalSpace:
-    """Torques that give the hand an acceleration, whatever the arm's inertia (Khatib 1987), and meanwhile pull the
-    joints to ``home`` where that does not move the hand:
+    """Torques that give the hand an acceleration independent of the arm's inertia (Khatib 1987), with a null-space term
+    that pulls the joints to ``home``:
 
         torque = J' L a + (1 - J' L J M^-1) M b,    L = (J M^-1 J')^-1,
         a = kp delta - kd v,    b = kp0 (home - q) - kd0 dq/dt,    kd = 2 sqrt(kp).
@@ -110,8 +113,8 @@ class OperationalSpace:
         self.home = home
 
     def torque(self, mass: Tensor, jacobian: Tensor, velocity: Tensor, delta: Tensor, q: Tensor, dq: Tensor) -> Tensor:
-        """[N, J], from M [N, J, J], J [N, 6, J], the hand's velocity v [N, 6], how far it should go [N, 6], and the
-        joints' positions and velocities [N, J]."""
+        """Return torques [N, J] from M [N, J, J], J [N, 6, J], the hand's velocity v [N, 6], its commanded displacement
+        delta [N, 6], and the joints' positions q and velocities dq [N, J]."""
         wanted = self.KP * delta - 2 * self.KP**0.5 * velocity
         away = (self.home - q + torch.pi).remainder(2 * torch.pi) - torch.pi
         back = mass @ (self.KP_HOME * away - 2 * self.KP_HOME**0.5 * dq).unsqueeze(-1)
@@ -121,12 +124,12 @@ class OperationalSpace:
 
 
 def _solve(matrix: Tensor, right_side: Tensor) -> Tensor:
-    """Without the check for singular matrices, for which the host would wait."""
+    """Solve without the singularity check, which would synchronise with the host."""
     return torch.linalg.solve_ex(matrix, right_side, check_errors=False)[0]
 
 
 def _relative(data: mujoco.MjData, parent: int, body: int) -> tuple[np.ndarray, np.ndarray]:
-    """Place and orientation of a body in the frame of another."""
+    """Return position and orientation of a body in the frame of another."""
     place, quat, back = np.zeros(3), np.zeros(4), np.zeros(4)
     mujoco.mju_negQuat(back, data.xquat[parent])
     mujoco.mju_rotVecQuat(place, data.xpos[body] - data.xpos[parent], back)
@@ -135,7 +138,7 @@ def _relative(data: mujoco.MjData, parent: int, body: int) -> tuple[np.ndarray, 
 
 
 def _carrier(model: mujoco.MjModel, body: int, links: Sequence[int]) -> int | None:
-    """Which of the links carries a body: the nearest above it, or itself. None: it is no part of the arm."""
+    """Return the link that carries a body: the body itself or its nearest ancestor link. None: not part of the arm."""
     while body:
         if body in links:
             return links.index(body)
@@ -144,7 +147,7 @@ def _carrier(model: mujoco.MjModel, body: int, links: Sequence[int]) -> int | No
 
 
 def _slid(model: mujoco.MjModel, data: mujoco.MjData, joint: str) -> np.ndarray:
-    """Centres of mass of all bodies with a slide one metre further."""
+    """Return all bodies' centres of mass with a slide moved on by one metre."""
     data = copy.copy(data)
     data.qpos[model.joint(joint).qposadr[0]] += 1.0
     mujoco.mj_kinematics(model, data)

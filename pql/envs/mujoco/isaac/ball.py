@@ -1,11 +1,14 @@
-"""Ball Balance: a ball dropped on a tray with three legs must be caught and kept in its middle.
+"""Ball Balance: a ball dropped on a tray with three legs must be caught and kept in the middle of the tray.
 
 The task of Isaac Gym's environments (Makoviychuk et al. 2021) that PQL (Li et al. 2023) was measured on, from state and
-from pixels. Differences from it: MuJoCo's contacts, of the legs with the ball alone; the ball has no angular damping
-(there, .5 / s); feet pinned by ``connect`` instead of a spring of 5e7; knees of 60 N m at most (five times what the
-tray and a falling ball take) with an armature of 0.01; four physics steps of 2.5 ms an env step instead of one of 10;
-new episodes begin in the step that ended the old, so that an action is never computed from a dead state, and an episode
-has 499 steps.
+from pixels. Differences from Isaac's task:
+
+- MuJoCo's contacts; the legs touch only the ball.
+- The ball has no angular damping (Isaac: .5 / s).
+- Feet are pinned by ``connect`` (Isaac: a spring of 5e7).
+- Knees have at most 60 N m (five times what the tray and a falling ball need) and an armature of 0.01.
+- Four physics steps of 2.5 ms per env step (Isaac: one of 10).
+- An episode restarts in the step that ends it, so no action is computed from a dead state, and it has 499 steps.
 """
 
 import math
@@ -27,7 +30,7 @@ TRAY, BALL, THICK = 0.5, 0.1, 0.02  # radius of the tray and of the ball, the tr
 HEIGHT = 0.559117  # of the tray's centre at the start
 TOP, KNEE, FOOT = (0.4, 0.5291), (0.1454, 0.2746), (0.4, 0.02)  # a leg's joints: distance from the axis, height
 LEG = 0.02  # a leg's radius
-EFFORT = 60.0  # N m of a knee; targets out of the legs' reach would tear the feet from the ground
+EFFORT = 60.0  # N m of a knee; targets beyond the legs' reach would pull the feet off the ground
 SENSORS = 0.4  # distance of the force sensors from the tray's centre
 
 MODEL = """
@@ -52,7 +55,7 @@ MODEL = """
 
 
 def _leg(tray: mujoco.MjsBody, index: int, angle: float) -> None:
-    """Two capsules in the vertical plane at ``angle``; hinges turn about that plane's normal."""
+    """Add a leg: two capsules in the vertical plane at ``angle``; hinges turn about that plane's normal."""
     c, s = math.cos(angle), math.sin(angle)
 
     def place(radius: float, height: float) -> list[float]:
@@ -69,7 +72,7 @@ def _leg(tray: mujoco.MjsBody, index: int, angle: float) -> None:
 
 
 def _drive(spec: mujoco.MjSpec, index: int) -> None:
-    """The knee follows a target; the foot stays where it is."""
+    """Add the knee's position servo and pin the foot."""
     knee = spec.add_actuator(
         name=f"lower_leg{index}",
         target=f"lower_leg{index}",
@@ -93,9 +96,9 @@ def _drive(spec: mujoco.MjSpec, index: int) -> None:
 
 
 class BallBalance(Task):
-    """Observation (24): position and velocity of the three driven knees; position and velocity of the ball, in the
-    world; a twentieth of what three force sensors on the tray's rim feel (x-force of each, then x-, y- and z-torques),
-    in the tray's frame; all within +-5. Action (3): moves each knee's target by up to 0.2 rad.
+    """Observation (24): position and velocity of the three driven knees; the ball's position and velocity in the world;
+    0.05 x the readings of three force sensors on the tray's rim (x-force of each, then x-, y- and z-torques), in the
+    tray's frame; all clamped to +-5. Action (3): moves each knee's target by up to 0.2 rad.
 
     reward = 1 / (1 + |p - (0, 0, 0.7)|) / (1 + |v|) of the ball. Ends where the ball is below 0.15 m.
     """
@@ -110,7 +113,7 @@ class BallBalance(Task):
     time_limit = 499
     outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
     model = "fast"
-    refused = "there is no other: the robot is built here"
+    refused = "this robot is built in code and has no shipped model"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     STRIDE: ClassVar[float] = 0.2  # radians per step
 
@@ -137,7 +140,7 @@ class BallBalance(Task):
         return spec
 
     def start(self, count: int, draw: Draw) -> Start:
-        """The ball falls from 1 to 2 m, somewhere above the tray, at 5 m/s and towards its axis."""
+        """Drop the ball from a height of 1 to 2 m, at 5 m/s downwards and up to 5 m/s towards the tray's axis."""
         robot = self.robot
         angle, distance = draw.uniform(-math.pi, math.pi, count), draw.uniform(0.001, 0.5, count)
         out = torch.stack((angle.cos(), angle.sin()), 1)
@@ -162,7 +165,7 @@ class BallBalance(Task):
         return {"target": fields["ctrl"].clone()}
 
     def state(self, fields: Fields) -> Tensor:
-        """[N, 24]."""
+        """Return the state observation [N, 24]."""
         force, torque = self._wrench.read(fields)  # [N, 1, 3]
         torques = Wrench.about(force, torque, self._rim)  # [N, 3 sensors, 3]
         felt = torch.cat((force[:, 0, :1].expand(-1, 3), torques.mT.flatten(1)), 1) / 20
@@ -175,9 +178,9 @@ class BallBalance(Task):
 
 
 class BallBalancePixels(BallBalance):
-    """Ball Balance from pixels: ``policy`` sees the newest 4 of one frame a step, grey, 84 x 84 (:mod:`.raster`);
-    ``critic``, which is there in training alone, sees the state. The view is this library's own, not the PQL paper's;
-    the ball is in it when an episode begins."""
+    """Ball Balance from pixels: ``policy`` observes the latest 4 grey frames of 84 x 84, one per step (:mod:`.raster`);
+    ``critic``, used only in training, observes the state. The view is this library's, not the PQL paper's; it contains
+    the ball when an episode begins."""
 
     name = "ballbalance_pixels"
     outputs = ("sensordata", "xpos", "xquat")
@@ -187,7 +190,7 @@ class BallBalancePixels(BallBalance):
         super().__init__(robot)
         self._camera = raster.Camera(robot.device, BALL, TRAY, LEG)
         self._ball, self._tray = robot.body("ball"), robot.body("tray")
-        self._hips, self._knee_bodies = (  # on the device: a list would be copied there in each step
+        self._hips, self._knee_bodies = (  # on the device: a list would be copied to it in each step
             torch.tensor([robot.body(f"{part}_leg{i}") for i in range(3)], device=robot.device)
             for part in ("upper", "lower")
         )
@@ -209,7 +212,7 @@ class BallBalancePixels(BallBalance):
         return {**super().evolve(fields, memory, draw), "before": before}
 
     def track(self, fields: Fields) -> Memory:
-        """The picture; of the poses at the start of the last physics step, which are all of one moment."""
+        """Render the frame, from the poses at the start of the last physics step, which are all of the same time."""
         at = fields["xpos"]
         hips, knees = at[:, self._hips], at[:, self._knee_bodies]
         ends = (torch.cat((hips, knees), 1), torch.cat((knees, self._feet.expand(len(at), -1, -1)), 1))

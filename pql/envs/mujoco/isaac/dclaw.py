@@ -1,14 +1,18 @@
-"""D'Claw, as far as it is known: four fingers of three motors, over a table, turn a cube to a given orientation.
+"""D'Claw: four three-motor fingers above a table turn a cube to a goal orientation. An approximation.
 
-An approximation. The PQL paper's task came from dexenv (Chen et al. 2022, Visual Dexterity), whose robot and objects
-are a download of their own; its definition is followed here, on four copies of the finger of ROBEL's three-fingered
-D'Claw (Ahn et al. 2019, Apache 2.0), from the package ``robel``. Known differences: one cube of 6 cm (there, many
-shapes); a success ends the episode, and cube and fingers restart (there, the cube stays and the goal is drawn);
-nothing is randomised and nothing pushes the cube unless asked for; an episode has 119 steps and restarts in the step
-that ends it. Of links, the boxes and tips that are ROBEL's touch cube and table, and of one another the tips alone.
-Chosen here, for want of a source: where and how the four fingers stand (on a circle of ROBEL's radius, bent outwards at
-the middle joint), masses and damping (ROBEL's), the spread of start poses, fingers without weight, and the norms in
-the test for success.
+The PQL paper's task came from dexenv (Chen et al. 2022, Visual Dexterity), whose robot and objects are a separate
+download. The definition is dexenv's; the robot is four copies of the finger of ROBEL's three-fingered D'Claw (Ahn et
+al. 2019, Apache 2.0), from the package ``robel``. Known differences from dexenv:
+
+- One cube of 6 cm (dexenv: many shapes).
+- A success ends the episode, and cube and fingers restart (dexenv: the cube stays and a new goal is drawn).
+- Nothing is randomised and nothing pushes the cube unless configured.
+- An episode has 119 steps and restarts in the step that ends it.
+- ROBEL's boxes and tips touch cube and table; among each other, only the tips do.
+
+Chosen here, for lack of a source: the fingers' placement (on a circle of ROBEL's radius, bent outwards at the middle
+joint), masses and damping (ROBEL's), the spread of start poses, fingers without weight, and the norms in the success
+test.
 """
 
 import copy
@@ -28,21 +32,22 @@ from pql.envs.mujoco.robots import model_file
 from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Verdict
 
 FINGERS = 4
-RADIUS, HEIGHT = 0.06, 0.25  # of the circle on which fingers stand, and of its plate above the table: metres
-STIFFNESS, DAMPING, EFFORT = (2.77, 3.56, 3.56), (0.274, 0.382, 0.382), 2.6  # of the joints of a finger, from the plate
-POSE = (0.0, -0.8, 1.1)  # where they begin, radians; outwards at the second joint, inwards at the third
-SPREAD = 0.1  # around it
-HALF, DENSITY = 0.03, 400.0  # of the cube
-CUBE, TABLE, LINK, TIP = 1, 2, 4, 8  # what touches what, as bits
+RADIUS, HEIGHT = 0.06, 0.25  # of the circle of fingers; of the plate above the table: metres
+# of each finger's joints, from the plate outwards
+STIFFNESS, DAMPING, EFFORT = (2.77, 3.56, 3.56), (0.274, 0.382, 0.382), 2.6
+POSE = (0.0, -0.8, 1.1)  # start angles, radians; outwards at the second joint, inwards at the third
+SPREAD = 0.1  # of the start angles around ``POSE``, radians
+HALF, DENSITY = 0.03, 400.0  # of the cube: half its edge, metres; kg/m^3
+CUBE, TABLE, LINK, TIP = 1, 2, 4, 8  # collision bits
 
 
 def _included(file: Path) -> list[ET.Element]:
-    """The elements of one of ROBEL's files, whose XML declaration comes after a comment: no parser takes it there."""
+    """Return the elements of a ROBEL file, whose XML declaration follows a comment, which parsers refuse."""
     return list(ET.fromstring(file.read_text().partition("?>")[2]))
 
 
 def _finger(first: ET.Element, index: int) -> ET.Element:
-    """Copy ``index`` of ROBEL's first finger, in its place on the plate."""
+    """Return copy ``index`` of ROBEL's first finger, at its place on the plate."""
     finger, angle = copy.deepcopy(first), 2 * math.pi * index / FINGERS
     for element in finger.iter():
         if name := element.get("name"):
@@ -53,7 +58,7 @@ def _finger(first: ET.Element, index: int) -> ET.Element:
 
 
 def _claw() -> mujoco.MjSpec:
-    """ROBEL's plate with four of its fingers, hanging above the origin."""
+    """Return ROBEL's plate with four of its fingers, hanging above the origin."""
     file = model_file("dclaw")
     (plate,) = _included(file)
     fingers = [body for body in plate.findall("body") if (body.get("name") or "").endswith("base")]
@@ -63,7 +68,7 @@ def _claw() -> mujoco.MjSpec:
     plate.set("pos", f"0 0 {HEIGHT}")
     root = ET.Element("mujoco", model="dclaw")
     parts = _included(file.parent / "dependencies3xh.xml")
-    root.extend(part for part in parts if part.tag not in ("actuator", "sensor"))  # which are those of its fingers
+    root.extend(part for part in parts if part.tag not in ("actuator", "sensor"))  # they belong to the removed fingers
     ET.SubElement(root, "worldbody").append(plate)
     spec = mujoco.MjSpec.from_string(ET.tostring(root, encoding="unicode"))
     spec.meshdir = str(file.parent.parent)
@@ -75,15 +80,15 @@ def _joint(finger: int, joint: int) -> str:
 
 
 class DClaw(Reorient):
-    """Observation (109): of 12 joints the position in its range and a fifth of the velocity; the cube's position,
-    orientation, velocity and a fifth of its angular velocity; the goal's orientation, and the rotation from it to the
-    cube's; of four fingertips position, orientation, velocity and angular velocity; the action. All within +-5, in the
-    world's frame, quaternions (x, y, z, w). Action (12): .8 of it and .2 of what was done in the step before, times
-    0.29 rad, is how far each joint's target lies from where the joint is.
+    """Observation (109): for each of 12 joints the position scaled to its range and 0.2 x velocity; the cube's
+    position, orientation, velocity and 0.2 x angular velocity; the goal's orientation, and the rotation from goal to
+    cube; for each of four fingertips position, orientation, velocity and angular velocity; the action. All clamped to
+    +-5, in the world frame, quaternions (x, y, z, w). Action (12): each joint's target is its position + 0.29 rad x
+    (0.8 x action + 0.2 x the previous step's displacement).
 
     reward = -(mean distance of fingertips and cube) + 1 / (a + .1) - 20 min(sum |torque x speed|, 10) + 800 on success
-    - 100 where the cube is 0.15 m or more from its place; a is the angle to the goal. Success: a <= .4, and joints,
-    cube and targets nearly at rest. Both ends end the episode.
+    - 100 if the cube is 0.15 m or more from its place; a is the angle to the goal. Success: a <= .4, and joints, cube
+    and targets nearly at rest. Success and a lost cube end the episode.
     """
 
     name = "dclaw"
@@ -110,7 +115,7 @@ class DClaw(Reorient):
     )
     STRIDE: ClassVar[float] = 3.5 * 0.0833
     SMOOTH: ClassVar[float] = 0.2
-    RATES: ClassVar[tuple[float, float, float]] = (0.25, 0.04, 0.5)  # of joints rad/s, of the cube m/s and rad/s
+    RATES: ClassVar[tuple[float, float, float]] = (0.25, 0.04, 0.5)  # success bounds: joints rad/s, cube m/s and rad/s
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
@@ -128,7 +133,7 @@ class DClaw(Reorient):
             geom.contype, geom.conaffinity = (LINK | TIP * tip, TIP * tip) if touches else (0, 0)
             geom.condim = 3
             if not touches:
-                geom.mass = geom.density = 0  # for the eye alone; the shapes that touch have the masses
+                geom.mass = geom.density = 0  # visual only; the collision shapes have the masses
         spec.compiler.inertiagrouprange = [0, 5]
         for body in spec.bodies[1:]:
             body.gravcomp = 1
@@ -158,12 +163,12 @@ class DClaw(Reorient):
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def start(self, count: int, draw: Draw) -> Start:
-        """Fingers near their pose, the cube between them; its orientation and the goal's uniform on the sphere."""
+        """Start fingers near their pose and the cube between them, cube and goal orientations uniform on SO(3)."""
         hand = self._pose + draw.uniform(-SPREAD, SPREAD, count, self.joints)
         place = self._begin + draw.uniform(-0.01, 0.01, count, 3)
-        qpos = torch.cat((hand, place, _anyhow(count, draw)), 1)
+        qpos = torch.cat((hand, place, _random_orientations(count, draw)), 1)
         still = hand.new_zeros(count, self.action_size)
-        memory = {"goal": _anyhow(count, draw), "action": still, "done": still}
+        memory = {"goal": _random_orientations(count, draw), "action": still, "done": still}
         return Start(qpos, self.robot.qvel0.repeat(count, 1), memory)
 
     def goal(self, memory: Memory) -> Tensor:
@@ -178,12 +183,12 @@ class DClaw(Reorient):
         return (memory["angles"] + self.STRIDE * stride).clamp(self.low, self.high)
 
     def done(self, fields: Fields, memory: Memory) -> Tensor:
-        """Distance of targets from joints in the step, as a share of the largest: [N, 12] in -1..1."""
+        """Return the applied distance of targets from joints, as a share of the largest: [N, 12] in -1..1."""
         return ((fields["ctrl"] - memory["angles"]) / self.STRIDE).clamp(-1.0, 1.0)
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
         done = self.done(fields, memory)
-        # where a joint's limit cut the target off, the action that would have led there
+        # where a joint's limit clamped the target, the action that gives the clamped target
         action = ((done - self.SMOOTH * memory["done"]) / (1 - self.SMOOTH)).clamp(-1.0, 1.0)
         return {"done": done, "action": action}
 
@@ -205,7 +210,7 @@ class DClaw(Reorient):
         return Verdict(terms, fell | solved, {"success": solved})
 
     def _rests(self, fields: Fields, memory: Memory) -> Tensor:
-        """[N] bool; joints, cube and targets nearly do."""
+        """Return [N] bool: joints, cube and targets are nearly at rest."""
         j, speeds = self.joints, fields["qvel"]
         parts = (speeds[:, :j], speeds[:, j : j + 3], speeds[:, j + 3 :], self.done(fields, memory))
         rates = [torch.linalg.vector_norm(part, dim=1) for part in parts]
@@ -216,13 +221,13 @@ class DClaw(Reorient):
         return {**super().measure(fields, memory), "goal_turn": xyzw(memory["goal"]), "fingertips": tips}
 
 
-def _anyhow(count: int, draw: Draw) -> Tensor:
-    """Orientations uniform on the sphere of unit quaternions: [count, 4]."""
+def _random_orientations(count: int, draw: Draw) -> Tensor:
+    """Draw orientations uniform on SO(3): [count, 4] unit quaternions."""
     return torch.nn.functional.normalize(draw.normal(1.0, count, 4), dim=1)
 
 
 def _drive(spec: mujoco.MjSpec, finger: int, joint: int) -> None:
-    """A motor that follows a target angle, without the damping that ROBEL gives the joint in addition."""
+    """Add a position servo, and remove the passive damping that ROBEL gives the joint in addition."""
     hinge = spec.joint(_joint(finger, joint))
     hinge.damping = [0, 0, 0]
     motor = spec.add_actuator(

@@ -1,12 +1,16 @@
-"""Franka cube stacking, as the PQL paper had it: an arm puts a small cube on a larger one and lets go.
+"""Franka cube stacking of the PQL paper: an arm puts a small cube on a larger one and releases it.
 
-The task of Isaac Gym's environments (Makoviychuk et al. 2021). Differences from it: MuJoCo's contacts, with a plain pad
-on each fingertip; the robot has its real masses (there, those of its meshes at the density of water), and its fingers
-the inertia of their drive, 0.1 kg; a joint's speed is not cut off at its limit, but a drag by the cube of speed takes
-all of its torque there; torques are computed from the state that is acted on; the large cube begins on the table
-(there, 1 cm inside it), and cubes have no angular damping (there, .5 / s); of 16 places drawn for the small cube the
-first that is free is taken (there, of 100); eight physics steps of 2.1 ms an env step instead of two of 8.3; an episode
-restarts in the step that ends it, with its final observation returned, and has 299 steps.
+The task of Isaac Gym's environments (Makoviychuk et al. 2021). Differences from Isaac's task:
+
+- MuJoCo's contacts, with a plain pad on each fingertip.
+- The robot has its real masses (Isaac: the meshes at the density of water); each finger has its drive's inertia, 0.1
+  kg.
+- A joint's speed is not cut off at its limit; instead a drag cubic in speed cancels the whole torque there.
+- Torques are computed from the current state.
+- The large cube begins on the table (Isaac: 1 cm inside it), and cubes have no angular damping (Isaac: .5 / s).
+- The first free one of 16 places drawn for the small cube is used (Isaac: of 100).
+- Eight physics steps of 2.1 ms per env step (Isaac: two of 8.3).
+- An episode restarts in the step that ends it, with its final observation returned, and has 299 steps.
 """
 
 import math
@@ -31,12 +35,13 @@ HOME = (0.0, 0.1963, 0.0, -2.618, 0.0, 2.9416, 0.7854)
 TOP = 1.025  # height of the table's top, metres
 SMALL, LARGE = 0.05, 0.07  # edges of the cubes A and B
 APART = math.sqrt(2) * (SMALL + LARGE)  # least distance of their centres at the start, seen from above
-OPEN = 0.04  # each finger's way from the middle
-GRIP, WIDER = 0.1025, 0.0015  # from the hand's origin: grip site and fingertips ahead, and a tip beyond its finger
+OPEN = 0.04  # each finger's travel from the middle, metres
+# metres: from the hand's origin to the grip site and fingertips; how far a tip extends beyond its finger
+GRIP, WIDER = 0.1025, 0.0015
 
 
 def _furnish(spec: mujoco.MjSpec) -> None:
-    """Floor, table, the arm's stand, cubes."""
+    """Add floor, table, the arm's stand and the cubes."""
     world, box = spec.worldbody, mujoco.mjtGeom.mjGEOM_BOX
     world.add_light(pos=[1.0, -1.0, 3.0], dir=[-0.4, 0.4, -1.0])
     world.add_geom(name="floor", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[5, 5, 0.1], rgba=[0.75, 0.78, 0.8, 1])
@@ -49,7 +54,7 @@ def _furnish(spec: mujoco.MjSpec) -> None:
 
 
 def _drive(spec: mujoco.MjSpec) -> None:
-    """Motors for the arm, position servos for the fingers."""
+    """Add motors for the arm, position servos for the fingers."""
     for element in (*spec.actuators, *spec.equalities, *spec.tendons, *spec.keys):
         spec.delete(element)
     joint = mujoco.mjtTrn.mjTRN_JOINT
@@ -71,13 +76,13 @@ def _drive(spec: mujoco.MjSpec) -> None:
 
 
 class FrankaCubeStack(Task):
-    """Observation (19): orientation (x, y, z, w) and position of the small cube, way from it to the large one, position
-    and orientation of the grip between the fingers, both fingers' positions; all within +-5, in the world. Action (7):
-    where the hand should go, up to 0.1 m and 0.5 rad along and about each axis of the world, by operational-space
-    control, once a step; and whether the fingers open (from 0 on) or shut.
+    """Observation (19): orientation (x, y, z, w) and position of the small cube, vector from it to the large one,
+    position and orientation of the grip between the fingers, both fingers' positions; all clamped to +-5, in the world.
+    Action (7): the hand's displacement, up to 0.1 m and 0.5 rad along and about each world axis, by operational-space
+    control, once per step; and the fingers: open (>= 0) or shut.
 
-    reward = 16 where the small cube rests on the large one and the grip has left it, which ends the episode; else
-    0.1 max(near, align) + 1.5 [lifted] + 2 align. Success is that end.
+    reward = 16 where the small cube rests on the large one and the grip is away from it, which ends the episode as a
+    success; else 0.1 max(near, align) + 1.5 [lifted] + 2 align.
     """
 
     name = "franka_cube_stack"
@@ -90,16 +95,16 @@ class FrankaCubeStack(Task):
     terms = ("reach", "lift", "align", "stack")
     metrics: ClassVar[tuple[str, ...]] = ("success",)
     model = "fast"
-    refused = "the scene is built here"
+    refused = "the scene is built in code"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     DELTA: ClassVar[tuple[float, ...]] = (0.1, 0.1, 0.1, 0.5, 0.5, 0.5)
-    TRIES: ClassVar[int] = 16  # 36 % are too near, at most: all of them in one of ten million episodes, or fewer
+    TRIES: ClassVar[int] = 16  # at most 36 % are too near: all 16 in at most one of ten million episodes
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
         self._low, self._high = robot.tensor(robot.model.jnt_range[:7]).unbind(1)
         self._home, self._effort = robot.tensor(HOME), robot.tensor(EFFORT)
-        # the arm in float64 on any engine: products of float32 matrices may have a mantissa of 10 bits on a GPU
+        # the arm uses float64 on any engine: a GPU may compute float32 matrix products with a 10-bit mantissa
         exact = Robot(robot.model, robot.device, torch.float64)
         self.arm, self._law = Arm(exact, HINGES, "hand", FINGERS), OperationalSpace(exact.tensor(HOME))
         self._delta = exact.tensor(self.DELTA)
@@ -107,7 +112,7 @@ class FrankaCubeStack(Task):
         self._a, self._b, self._turn_a = slice(a, a + 3), slice(b, b + 3), slice(a + 3, a + 7)
         self._turn_b = slice(b + 3, b + 7)
         self._ahead = exact.tensor([0.0, 0.0, GRIP])  # in the hand
-        self._aside = exact.tensor([[0.0, 1.0, 0.0], [0.0, -1.0, 0.0]])
+        self._sideways = exact.tensor([[0.0, 1.0, 0.0], [0.0, -1.0, 0.0]])
         self._above = robot.tensor([0.0, 0.0, (SMALL + LARGE) / 2])
 
     @classmethod
@@ -122,10 +127,10 @@ class FrankaCubeStack(Task):
             body.gravcomp = 1.0
         _drive(spec)
         for geom in [g for g in spec.geoms if g.type == mujoco.mjtGeom.mjGEOM_BOX and max(g.size) < 0.005]:
-            spec.delete(geom)  # four pins on each fingertip, of which a cube touches every corner: its pad will do
+            spec.delete(geom)  # four pins on each fingertip, which touch a cube at every corner: the pad replaces them
         _furnish(spec)
-        for geom in spec.geoms:  # fingers press with up to 200 N: contacts that give less than a millimetre,
-            # and as much less along the pads: ``impratio`` 10 does not make a held cube drift less
+        for geom in spec.geoms:  # fingers press with up to 200 N: stiff contacts, which yield less than a
+            # millimetre, and less along the pads, too (``impratio`` 10 does not reduce the drift of a held cube)
             geom.friction = [1.0, 0.005, 0.0001]
             geom.solref, geom.solimp = [0.005, 1.0], [0.99, 0.999, 0.001, 0.5, 2.0]
         spec.stat.center, spec.stat.extent = [-0.1, 0.0, 1.35], 1.0
@@ -133,7 +138,7 @@ class FrankaCubeStack(Task):
         spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
 
     def start(self, count: int, draw: Draw) -> Start:
-        """The arm near ``HOME``; cubes anywhere within half a metre, turned by up to 45 degrees, and not too near."""
+        """Start the arm near ``HOME`` and the cubes within half a metre, turned by up to 45 degrees, not too near."""
         qpos, qvel = self.robot.qpos0.repeat(count, 1), self.robot.qvel0.repeat(count, 1)
         qpos[:, :7] = (self._home + draw.uniform(-0.25, 0.25, count, 7)).clamp(self._low, self._high)
         qpos[:, 7:9] = 0.035
@@ -155,16 +160,16 @@ class FrankaCubeStack(Task):
         return self.pose(fields)._asdict()
 
     def track(self, fields: Fields) -> Memory:
-        """The pose, which is seen now and acted in next."""
+        """Return the pose, used by ``observe`` now and by the next ``control``."""
         return self.posed(fields)._asdict()
 
     @staticmethod
     def posed(values: Mapping[str, Tensor]) -> Pose:
-        """As :meth:`derive` or :meth:`track` left it."""
+        """Rebuild the pose from the fields that :meth:`derive` or :meth:`track` stored."""
         return Pose(*(values[part] for part in Pose._fields))
 
     def grip(self, pose: Pose) -> Tensor:
-        """The point between the fingertips: [N, 3]."""
+        """Return the point between the fingertips: [N, 3]."""
         return pose.place[:, -1] + pose.frame[:, -1] @ self._ahead
 
     def control(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
@@ -173,7 +178,8 @@ class FrankaCubeStack(Task):
         return torch.cat((torque.clamp(-self._effort, self._effort), fingers), 1)
 
     def torque(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
-        """[N, 7], before the motors' limits. Velocity is the grip's, the Jacobian that of the hand, as there."""
+        """Return motor torques [N, 7] before their limits. As in Isaac, the velocity is the grip's, the Jacobian the
+        hand's."""
         qpos, dq, pose = fields["qpos"].double(), fields["qvel"][:, :7].double(), self.posed(memory)
         velocity = (self.arm.jacobian(pose, self.grip(pose)) @ dq.unsqueeze(-1)).squeeze(-1)
         hand = self.arm.jacobian(pose, pose.place[:, -1])
@@ -183,8 +189,8 @@ class FrankaCubeStack(Task):
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         qpos, pose = fields["qpos"], self.posed(fields)
         small, large, grip = qpos[:, self._a], qpos[:, self._b], self.grip(pose)
-        aside = (qpos[:, 7:9] + WIDER)[..., None] * self._aside  # [N, 2, 3] in the hand
-        tips = grip[:, None] + (pose.frame[:, None, -1] @ aside.unsqueeze(-1)).squeeze(-1)
+        offsets = (qpos[:, 7:9] + WIDER)[..., None] * self._sideways  # [N, 2, 3] in the hand
+        tips = grip[:, None] + (pose.frame[:, None, -1] @ offsets.unsqueeze(-1)).squeeze(-1)
         distance = torch.linalg.vector_norm(torch.cat((grip[:, None], tips), 1) - small[:, None], dim=2)  # [N, 3]
         near = 1 - torch.tanh(10 * distance.mean(1))
         height, gap = small[:, 2] - TOP, large - small
@@ -202,7 +208,7 @@ class FrankaCubeStack(Task):
         return Verdict(terms, stacked, {"success": stacked.to(near)})
 
     def joints(self, fields: Fields) -> Tensor:
-        """Observed positions of the finger joints, [N, 2]."""
+        """Return the observed positions of the finger joints, [N, 2]."""
         return fields["qpos"][:, 7:9]
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
@@ -214,8 +220,8 @@ class FrankaCubeStack(Task):
 
 
 class FrankaCubeStackTorque(FrankaCubeStack):
-    """The same with torques: action (8), a share of each motor's greatest torque, and the fingers; observation (26),
-    with all nine joints' positions. Isaac Gym's ``joint_tor``."""
+    """FrankaCubeStack with torque control: action (8), a share of each motor's maximum torque, and the fingers;
+    observation (26), with all nine joints' positions. Isaac Gym's ``joint_tor``."""
 
     name = "franka_cube_stack_torque"
     obs_size = 26

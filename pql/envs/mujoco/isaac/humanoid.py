@@ -1,11 +1,14 @@
-"""Humanoid, as the PQL paper had it: a robot on two legs runs towards a point far away (:mod:`.run` has most of it).
+"""Humanoid of the PQL paper: a two-legged robot runs towards a distant point (based on :mod:`.run`).
 
-Isaac's humanoid and Gymnasium's descend from the same model: torso, waist, thighs, shins and arms are the same capsules
-at the same places. Joints, motors and feet, which differ, are set to Isaac's. Differences from Isaac Gym's task, beyond
-those of :mod:`.run`: head and hands are part of torso and forearms (there, bodies of their own, welded to them); the
-joints' springs and dampers act (whether they do there, in torque mode, is not known); an observed joint force is the
-motor's torque (there, the solver's share may be in it); links have no angular damping (there, .01); four physics steps
-of 4.15 ms an env step instead of two.
+Isaac's and Gymnasium's humanoids descend from one model: torso, waist, thighs, shins and arms are the same capsules at
+the same places. Joints, motors and feet differ and are set to Isaac's. Differences from Isaac Gym's task, in addition
+to those of :mod:`.run`:
+
+- Head and hands are part of torso and forearms (Isaac: separate bodies, welded to them).
+- The joints' springs and dampers act (unknown for Isaac's torque mode).
+- An observed joint force is the motor's torque (Isaac's may include the solver's share).
+- Links have no angular damping (Isaac: .01).
+- Four physics steps of 4.15 ms per env step (Isaac: two).
 """
 
 from typing import ClassVar, NamedTuple
@@ -50,13 +53,13 @@ JOINTS = {
     "abdomen_x": Joint((-35, 35), 67.5, 10, 5, 0.01),
     **{f"{side}_{name}": joint for limb in (LEG, ARM) for side in ("right", "left") for name, joint in limb.items()},
 }
-"""In the order of the model, and of observations and actions."""
+"""In the order of the model, observations and actions."""
 
 FEET = ("right_foot", "left_foot")
 
 
 def _foot(spec: mujoco.MjSpec, side: str) -> None:
-    """Two capsules under two hinges, in place of a ball that is part of the shin."""
+    """Replace the ball at the end of the shin by two capsules under two hinges."""
     foot, inward = spec.body(f"{side}_foot"), 1 if side == "right" else -1
     spec.delete(foot.geoms[0])
     foot.pos = (0, 0, -0.39)
@@ -74,7 +77,7 @@ class IsaacHumanoid(Runner):
     """Humanoid: 108 observations, 21 actions (torques of up to 22.5 to 135 Nm); runs towards a point far away on the x
     axis.
 
-    Observations as :class:`.run.Runner` has them: angles in [-pi, pi], the motors' torques, the net force and torque on
+    Observations as in :class:`.run.Runner`: angles in [-pi, pi], the motors' torques, the net force and torque on
     each foot about its body's origin. An episode ends where the torso is below 0.8 m.
     """
 
@@ -91,7 +94,7 @@ class IsaacHumanoid(Runner):
     def __init__(self, robot: Robot):
         super().__init__(robot)
         gear = robot.tensor(robot.model.actuator_gear[:, 0])
-        self.strength = gear / gear.max()  # [21]; what a joint's costs are weighted with
+        self.strength = gear / gear.max()  # [21]; weights of the joints' costs
 
     @classmethod
     def source(cls) -> mujoco.MjSpec:
@@ -102,9 +105,9 @@ class IsaacHumanoid(Runner):
         spec.option.timestep = cls.dt / cls.frame_skip
         for side in ("right", "left"):
             _foot(spec, side)
-        for name in ("left_shoulder1", "left_shoulder2"):  # turn the other way
+        for name in ("left_shoulder1", "left_shoulder2"):  # Isaac's axes have the opposite sign
             spec.joint(name).axis = -spec.joint(name).axis
-        for tendon in list(spec.tendons):  # which nothing uses
+        for tendon in list(spec.tendons):  # unused
             spec.delete(tendon)
         for motor in list(spec.actuators):
             spec.delete(motor)

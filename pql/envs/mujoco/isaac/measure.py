@@ -12,8 +12,8 @@ from pql.envs.mujoco.task import Robot
 
 
 def rotation(quat: Tensor) -> Tensor:
-    """Unit quaternions (w, x, y, z) [..., 4] -> matrices from the body's frame to the world's [..., 3, 3]."""
-    # at small N the time goes into the number of calls: a constant and two of the products for every entry
+    """Convert unit quaternions (w, x, y, z) [..., 4] to body-to-world matrices [..., 3, 3]."""
+    # at small N the number of calls dominates: every entry is a constant and two products
     products = (quat.unsqueeze(-1) * (2 * quat[..., None, 1:])).flatten(-2)
     first, second, one, signs = _entries(quat.device, quat.dtype)
     half = torch.addcmul(one, products.index_select(-1, first), signs[0])
@@ -22,8 +22,8 @@ def rotation(quat: Tensor) -> Tensor:
 
 @lru_cache
 def _entries(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Of a rotation's nine entries: which of the products of (w, x, y, z) with (x, y, z) they add, the constant, the
-    two products' signs."""
+    """For each of a rotation's nine entries, return the two products of (w, x, y, z) with (x, y, z) it adds, its
+    constant, and the products' signs."""
     pairs = ("-yy-zz", "+xy-wz", "+xz+wy", "+xy+wz", "-xx-zz", "+yz-wx", "+xz-wy", "+yz+wx", "-xx-yy")
     where = {a + b: 3 * i + k for i, a in enumerate("wxyz") for k, b in enumerate("xyz")}
     index = [torch.tensor([where[pair[i : i + 2]] for pair in pairs], device=device) for i in (1, 4)]
@@ -32,14 +32,14 @@ def _entries(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def right(quat: Tensor) -> Tensor:
-    """Matrices [..., 4, 4] that multiply a quaternion by ``quat`` [..., 4] from the right."""
+    """Return matrices [..., 4, 4] that multiply a quaternion by ``quat`` [..., 4] from the right."""
     which, signs = _turned(quat.device, quat.dtype)
     return (quat.index_select(-1, which) * signs).unflatten(-1, (4, 4))
 
 
 @lru_cache
 def _turned(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of the sixteen entries: the component of (w, x, y, z), and its sign."""
+    """Return, for each of the sixteen entries, the component of (w, x, y, z), and its sign."""
     rows = ("+w-x-y-z", "+x+w+z-y", "+y-z+w+x", "+z+y-x+w")
     cells = "".join(rows)
     signs = torch.tensor([float(sign + "1") for sign in cells[::2]], device=device, dtype=dtype)
@@ -47,19 +47,20 @@ def _turned(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Quaternions (w, x, y, z) [..., 4]: the rotation ``b``, then ``a``."""
-    return (right(b) * a.unsqueeze(-2)).sum(-1)  # no product of matrices: on a GPU that may have a mantissa of 10 bits
+    """Return the quaternions (w, x, y, z) [..., 4] of rotation ``b``, then ``a``."""
+    # no matrix product: a GPU may compute it with a 10-bit mantissa
+    return (right(b) * a.unsqueeze(-2)).sum(-1)
 
 
 def conjugate(quat: Tensor) -> Tensor:
-    """The inverse of unit quaternions (w, x, y, z) [..., 4]."""
+    """Return the inverse of unit quaternions (w, x, y, z) [..., 4]."""
     return torch.cat((quat[..., :1], -quat[..., 1:]), -1)
 
 
 def into(matrix: Tensor, vector: Tensor) -> Tensor:
-    """World vectors [..., 3] in the frame of ``matrix`` [..., 3, 3] (body to world): its transpose times them.
+    """Rotate world vectors [..., 3] into the frame of ``matrix`` [..., 3, 3] (body to world): by its transpose.
 
-    As ``times``, but term by term: a sum over an axis of three is several times slower on a CPU.
+    Like ``times``, but term by term: a sum over an axis of three is several times slower on a CPU.
     """
     x, y, z = vector.split(1, -1)
     first, second, third = matrix.unbind(-2)
@@ -67,12 +68,12 @@ def into(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def roll_yaw(frame: Tensor) -> tuple[Tensor, Tensor]:
-    """The angles about x and z of rotations [N, 3, 3], first and last of roll, pitch, yaw: (-pi, pi], each [N]."""
+    """Return roll and yaw (about x and z, of roll, pitch, yaw) of rotations [N, 3, 3]: (-pi, pi], each [N]."""
     return torch.atan2(frame[:, 2, 1], frame[:, 2, 2]), torch.atan2(frame[:, 1, 0], frame[:, 0, 0])
 
 
 def unscale(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Positions as a share of their range, [low, high] -> [-1, 1]."""
+    """Scale positions (any shape) from their range [low, high] to [-1, 1]."""
     return (2 * q - low - high) / (high - low)
 
 
@@ -80,8 +81,8 @@ class Wrench:
     """The net wrench on a link, as Isaac Gym's force sensors report it: zero at rest, gravity included.
 
     Force = mass x acceleration of the centre of mass, torque about it = I alpha + omega x I omega (Newton and Euler),
-    so neither contacts nor joints need be known. :meth:`sense` adds the sensors whose readings (``sensordata``) the
-    instance turns into wrenches in the link's frame.
+    so contact and joint forces are not needed. :meth:`sense` adds the sensors to the model; :meth:`read` computes the
+    wrenches in the link's frame from their readings (``sensordata``).
 
     Args:
         robot: the compiled model.
@@ -96,18 +97,18 @@ class Wrench:
         ids = [model.body(name).id for name in links]
         self.mass = robot.tensor(model.body_mass[ids])  # [K]
         self.inertia = robot.tensor(model.body_inertia[ids])  # [K, 3] along the principal axes
-        self.origin = -robot.tensor(model.body_ipos[ids])  # [K, 3] of the link, from its centre of mass
-        # an accelerometer reads -gravity at rest; the other two vectors stay as they are
+        self.origin = -robot.tensor(model.body_ipos[ids])  # [K, 3] the link's origin, from its centre of mass
+        # an accelerometer reads -gravity at rest; the other two vectors need no correction
         self.gravity = robot.tensor(np.outer([1.0, 0.0, 0.0], model.opt.gravity))
         start = [model.sensor(f"{name} {self.KINDS[0]}").adr[0] for name in links]  # the other kinds follow
         self.first, self.count = start[0], len(start)
-        assert start == [self.first + 13 * i for i in range(self.count)]  # one link by the other
+        assert start == [self.first + 13 * i for i in range(self.count)]  # the links' sensors are contiguous
         axes = torch.tensor(model.body_iquat[ids], device=robot.device, dtype=robot.dtype)
         self.principal = rotation(axes).mT  # [K, 3, 3] link -> principal axes
 
     @classmethod
     def sense(cls, spec: mujoco.MjSpec, link: str) -> None:
-        """Add the sensors for ``link``; the centre of mass is where its acceleration is measured (``objtype`` body)."""
+        """Add the sensors for ``link``; acceleration is measured at the centre of mass (``objtype`` body)."""
         for kind in cls.KINDS:
             spec.add_sensor(
                 name=f"{link} {kind}",
@@ -117,7 +118,7 @@ class Wrench:
             )
 
     def read(self, fields: Fields) -> tuple[Tensor, Tensor]:
-        """Force [N, K, 3] and torque about the centre of mass [N, K, 3], both in the link's frame."""
+        """Return force [N, K, 3] and torque about the centre of mass [N, K, 3], both in the link's frame."""
         readings = fields["sensordata"][:, self.first : self.first + 13 * self.count].unflatten(1, (self.count, 13))
         vectors, quat = readings.split(self.SIZES, -1)
         axes = rotation(quat)  # of the principal axes, in the world
@@ -129,7 +130,7 @@ class Wrench:
         return force, torque
 
     def at_origins(self, fields: Fields) -> Tensor:
-        """Force, and torque about the link's origin (its joint), of one link after the other: [N, 6 K]."""
+        """Return force, and torque about the link's origin (its joint), link by link: [N, 6 K]."""
         force, torque = self.read(fields)
         return torch.cat((force, self.about(force, torque, self.origin)), 2).flatten(1)
 

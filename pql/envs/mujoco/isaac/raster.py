@@ -1,8 +1,8 @@
-"""Images of Ball Balance: 84 x 84 grey bytes, drawn from distances to a few shapes. The same code on CPU and CUDA.
+"""Rasteriser for Ball Balance: 84 x 84 grey bytes, drawn from signed distances to a few shapes, on CPU or CUDA.
 
-The view is orthographic, from 35 degrees above the horizon, so that a ball is a disc, a leg a capsule and the tray an
-ellipse, each with a distance in closed form; edges are one pixel soft. The ball casts a shadow straight down on the
-tray, without which a single image would not show depth.
+The view is orthographic, from 35 degrees above the horizon. So a ball is a disc, a leg a capsule and the tray an
+ellipse, each with a closed-form distance; edges are one pixel soft. The ball casts a shadow straight down on the tray;
+without the shadow a single image would not show depth.
 """
 
 import math
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 SIZE = 84
-WIDTH = 2.3  # metres that an image shows: from the feet to the highest start of the ball
-MIDDLE = 0.9  # what is in its middle, metres along the view's upward axis
+WIDTH = 2.3  # metres shown by an image: from the feet to the ball's highest start
+MIDDLE = 0.9  # the image's centre, metres along the view's upward axis
 ELEVATION = math.radians(35)
 NIGHT, LEG, SHADE, TRAY, BALL = 40.0, 100.0, 90.0, 160.0, 255.0  # brightness
 
@@ -21,7 +21,7 @@ class Camera:
     """Draws N scenes at once.
 
     Args:
-        device: where the shapes are.
+        device: device of shapes and images.
         ball, tray, leg: radii in metres.
     """
 
@@ -36,7 +36,7 @@ class Camera:
         self.y = (MIDDLE - centres[:, None]).expand(SIZE, SIZE)
 
     def picture(self, ball: Tensor, tray: Tensor, normal: Tensor, legs: Tensor) -> Tensor:
-        """Ball [N, 3], the tray's centre [N, 3] and unit normal [N, 3], both ends of the legs' parts [N, L, 2, 3], in
+        """Render ball [N, 3], tray centre [N, 3] and unit normal [N, 3], leg segments by both ends [N, L, 2, 3], all in
         the world -> [N, 84, 84] uint8."""
         ball, tray, normal, legs = (part.float() for part in (ball, tray, normal, legs))
         image = torch.full((len(ball), SIZE, SIZE), NIGHT, device=ball.device)
@@ -51,14 +51,15 @@ class Camera:
         return image.round_().to(torch.uint8)
 
     def _share(self, distance: Tensor) -> Tensor:
-        """Of each pixel that a shape covers, from its signed distance in metres, negative inside; overwrites it."""
+        """Return the share of each pixel inside a shape, from its signed distance in metres (negative: inside), which
+        is overwritten."""
         return distance.mul_(-SIZE / WIDTH).add_(0.5).clamp_(0.0, 1.0)
 
     def _paint(self, image: Tensor, brightness: float, share: Tensor) -> None:
         image.lerp_(image.new_full((1, 1, 1), brightness), share)
 
     def _view(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """World points [..., 3] -> their place in the view, [..., 1, 1] each."""
+        """Project world points [..., 3] to view coordinates, [..., 1, 1] each."""
         return ((points * axis).sum(-1)[..., None, None] for axis in (self.right, self.up))  # type: ignore[return-value]
 
     def _disc(self, ball: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class Camera:
         return ((self.x - x).square_() + (self.y - y).square_()).sqrt_().sub_(self.ball)
 
     def _capsules(self, ends: Tensor) -> Tensor:
-        """[N, L, 2, 3] -> the distance to the nearest of the segments between both ends, less the radius."""
+        """Return each pixel's signed distance to the nearest leg, from the segments' ends [N, L, 2, 3]."""
         x, y = self._view(ends)  # [N, L, 2, 1, 1]
         nearest: Tensor | None = None
         for part in range(ends.shape[1]):
@@ -84,7 +85,7 @@ class Camera:
         slope = torch.where(slope.abs() < 0.05, 0.05, slope)  # seen from the side, the plane is a line
         over, upward = ((normal * axis).sum(1)[:, None, None] for axis in (self.right, self.up))
         t = ((normal * tray).sum(1)[:, None, None] - self.x * over).sub_(self.y * upward).div_(slope)
-        # of the meeting point; the view's axes have zeros that need not be multiplied
+        # of the intersection; the view's axes have zeros that need not be multiplied
         x, z = t * self.depth[0] + self.y * self.up[0], t * self.depth[2] + self.y * self.up[2]
         cx, cy, cz = (part[:, None, None] for part in tray.unbind(1))
         radius = ((x - cx).square_().add_((self.x - cy).square_()).add_((z - cz).square_())).sqrt_()

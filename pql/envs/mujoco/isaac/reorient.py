@@ -1,11 +1,14 @@
-"""In-hand reorientation: what the tasks of the PQL paper's two hands share.
+"""In-hand reorientation: base of the Shadow Hand, Allegro Hand and D'Claw tasks.
 
-A cube falls into an open hand and has to be turned until it stands as the goal does; then there is another goal, and so
-on. Definitions are those of Isaac Gym's environments (Makoviychuk et al. 2021), where the tasks are ShadowHand and
-AllegroHand. Differences from them, beside what each hand's module says: MuJoCo's contacts, with Newton's solver and
-elliptic cones; joint angles drawn for a start are put within the joints' limits (there, the first physics step does
-that); new episodes begin in the step that ended the old one (there, in the next, with an action for the dead state),
-so an episode has 599 steps, and its first observation is seen; the cube's angular damping of .5 / s is left out.
+A cube falls into an open hand and has to be turned to the goal orientation; each success draws the next goal. The
+definitions are those of Isaac Gym's ShadowHand and AllegroHand (Makoviychuk et al. 2021). Differences from Isaac's
+tasks, in addition to those in each hand's module:
+
+- MuJoCo's contacts, with the Newton solver and elliptic cones.
+- Start joint angles are clamped to the joints' limits (Isaac: the first physics step does that).
+- An episode restarts in the step that ends it (Isaac: one step later, with an action for the dead state), so it has 599
+  steps and its first observation is returned.
+- The cube has no angular damping (Isaac: .5 / s).
 
 The mean number of successes in finished episodes is ``episode/success``; Isaac's ``consecutive_successes`` is a running
 mean of it.
@@ -23,22 +26,22 @@ from pql.envs.mujoco.isaac.measure import conjugate, product, rotation, unscale
 from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict
 from pql.types import Obs
 
-DISPLAYED = (-0.2, -0.06, 0.12)  # where the goal is shown, from where the cube starts: metres
+DISPLAYED = (-0.2, -0.06, 0.12)  # offset of the displayed goal from the cube's start, metres
 
 
 def xyzw(quat: Tensor) -> Tensor:
-    """Quaternions as observations have them, from MuJoCo's (w, x, y, z): [..., 4]."""
+    """Convert MuJoCo's quaternions (w, x, y, z) to the observations' order (x, y, z, w): [..., 4]."""
     return quat.roll(-1, -1)
 
 
 def orientations(count: int, draw: Draw) -> Tensor:
-    """Rotations about y, then about x, by angles from the whole circle (not uniform on the sphere): [count, 4]."""
+    """Draw rotations about y, then about x, by angles uniform on the circle (not uniform on SO(3)): [count, 4]."""
     x, y = draw.uniform(-math.pi / 2, math.pi / 2, count, 2).unbind(1)
     return torch.stack((x.cos() * y.cos(), x.sin() * y.cos(), x.cos() * y.sin(), x.sin() * y.sin()), 1)
 
 
 def angle_between(left: Tensor, right: Tensor) -> Tensor:
-    """The angle of the rotation that turns one unit quaternion into the other, [N, 4] each -> [N] in 0..pi."""
+    """Return the angle in 0..pi of the rotation between unit quaternions, [N, 4] each -> [N]."""
     apart = torch.linalg.vector_norm(product(left, conjugate(right))[:, 1:], dim=1)
     return 2 * apart.clamp(max=1.0).asin()
 
@@ -47,15 +50,15 @@ class Reorient(Task):
     """A hand whose joints come first in the model, and one cube on a free joint, the last.
 
     reward = -10 d + 1 / (a + .1) - .0002 |action|^2 + 250 on success, where d is the cube's distance from its place
-    above the palm, a the angle to the goal, and success means a <= .1, wherever the cube is. Ends where d >= .24.
+    above the palm and a the angle to the goal. Success: a <= .1, at any position of the cube. Ends where d >= .24.
 
-    A success is seen with the goal that was reached; the next one is drawn at the beginning of the next step, so that
-    step's action was chosen for the old one.
+    The observation of a successful step still shows the goal just reached; the next goal applies from the beginning of
+    the next step, whose action was therefore chosen for the old goal.
 
     Attributes:
-        place: where the cube starts, give or take 1 cm; its place while it is turned is 4 cm below.
-        parts: what the policy sees of :meth:`measure`, in this order; all within +-5.
-        tolerance: angle that counts as success.
+        place: start position of the cube, +-1 cm; the place used by the reward is 4 cm below.
+        parts: entries of :meth:`measure` that the policy observes, in this order; all clamped to +-5.
+        tolerance: angle to the goal that counts as success.
         fall: distance from its place at which the cube is lost.
     """
 
@@ -63,7 +66,7 @@ class Reorient(Task):
     terms: ClassVar[tuple[str, ...]] = ("distance", "rotation", "action_cost", "bonus")
     metrics = ("success",)
     model = "fast"
-    refused = "the task's contacts and integrator are set"
+    refused = "the task sets contacts and integrator itself"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     impratio = HOLD
     place: ClassVar[tuple[float, float, float]]
@@ -81,7 +84,7 @@ class Reorient(Task):
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
         spec.option.timestep = cls.dt / cls.frame_skip
-        # C has a function of its own for two boxes; Warp uses its copy of it with this flag only, and agrees only then
+        # C has a dedicated box-box collision function; Warp has a copy, used only with this flag, and agrees only then
         spec.option.disableflags |= mujoco.mjtDisableBit.mjDSBL_NATIVECCD.value
 
     # -- episodes and goals -------------------------------------------------------------------------------------------
@@ -95,26 +98,26 @@ class Reorient(Task):
         memory = {
             "goal": orientations(count, draw),
             "next": orientations(count, draw),  # the goal after this one
-            "reached": no,  # in the latest step
+            "reached": no,  # the latest step reached the goal
             "begun": no,  # an action has been taken
             "action": hand.new_zeros(count, self.action_size),
         }
         return Start(qpos, self.robot.qvel0.repeat(count, 1), memory)
 
     def goal(self, memory: Memory) -> Tensor:
-        """The orientation asked for in a step, from the memory before it: [N, 4]."""
+        """Return the step's goal orientation [N, 4], from the memory before the step."""
         return torch.where(memory["reached"][:, None], memory["next"], memory["goal"])
 
     def cube(self, fields: Fields) -> tuple[Tensor, Tensor]:
-        """The cube's position [N, 3] and orientation [N, 4]."""
+        """Return the cube's position [N, 3] and orientation [N, 4]."""
         return fields["qpos"][:, self.joints : self.joints + 3], fields["qpos"][:, self.joints + 3 :]
 
     def solved(self, fields: Fields, memory: Memory) -> Tensor:
-        """[N] bool; the step reached its goal."""
+        """Return [N] bool: the step reached its goal."""
         return angle_between(self.cube(fields)[1], self.goal(memory)) <= self.tolerance
 
     def taken(self, fields: Fields, memory: Memory) -> Tensor:
-        """The action of the latest step, [N, A] in -1..1, from the controls that it set."""
+        """Return the latest step's action, [N, A] in -1..1, recovered from the controls that it set."""
         return (fields["ctrl"] - self.robot.ctrl_middle) / self.robot.ctrl_half
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
@@ -140,10 +143,10 @@ class Reorient(Task):
         }
         return Verdict(terms, distance >= self.fall, {"success": solved})
 
-    # -- what is seen -------------------------------------------------------------------------------------------------
+    # -- observations -------------------------------------------------------------------------------------------------
 
     def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
-        """All that observations are made of, by name: [N, ...]. Lengths in the world's frame, metres."""
+        """Return all possible parts of the observations, by name: [N, ...]. World frame, metres."""
         qpos, qvel, joints = fields["qpos"], fields["qvel"], self.joints
         place, quat = self.cube(fields)
         spin = (rotation(quat) * qvel[:, None, joints + 3 :]).sum(2)  # from the cube's frame into the world's
@@ -162,12 +165,12 @@ class Reorient(Task):
         return {"policy": pick(self.measure(fields, memory), self.parts)}
 
     def show(self, data: mujoco.MjData, memory: Memory) -> None:
-        """Set the orientation of the goal that is shown next to the hand."""
+        """Set the orientation of the goal displayed next to the hand."""
         data.mocap_quat[0] = memory["goal"].cpu().numpy()
 
 
 def pick(measured: dict[str, Tensor], parts: tuple[str, ...]) -> Tensor:
-    """``parts`` side by side, within +-5: [N, D]."""
+    """Concatenate ``parts``, clamped to +-5: [N, D]."""
     return torch.cat([measured[name] for name in parts], 1).clamp(-5.0, 5.0)
 
 
@@ -178,7 +181,7 @@ def look(spec: mujoco.MjSpec, place: tuple[float, float, float]) -> None:
 
 
 def furnish(spec: mujoco.MjSpec, place: tuple[float, float, float], half: float, density: float) -> None:
-    """A cube of edge 2 ``half`` metres and ``density`` kg/m^3, what shows the goal; for the eye a floor and a light."""
+    """Add a cube of edge 2 ``half`` metres and ``density`` kg/m^3, the displayed goal, and a visual floor and light."""
     world = spec.worldbody
     spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
     world.add_light(pos=[0, 0, 2], dir=[0, 0, -1])
@@ -204,7 +207,7 @@ def furnish(spec: mujoco.MjSpec, place: tuple[float, float, float], half: float,
             conaffinity=touches,
             rgba=[0.9, 0.9, 0.9, 1],
         )
-        for axis in range(3):  # a mark in red, green and blue, so that no two orientations look alike
+        for axis in range(3):  # a red, a green and a blue mark, so that no two orientations look alike
             mark = [float(axis == other) for other in range(3)]
             size = [0.001 if axis == other else 0.7 * half for other in range(3)]
             body.add_site(

@@ -1,9 +1,9 @@
 """Base of Isaac Gym's Ant and Humanoid (Makoviychuk et al. 2021): a robot on a free base runs to a distant point.
 
-Differences from there that both have: MuJoCo's contacts, with Newton's solver and elliptic cones; an episode restarts
-in the step that ends it, with its final observation returned (there, one step later, with a row that belongs to
-neither), and has 999 steps; the progress of a step is computed from the difference of squared distances, exactly
-(there, as that of two float32 numbers near 60,000: in steps of .004).
+Differences of both tasks from Isaac's: MuJoCo's contacts, with the Newton solver and elliptic cones; an episode
+restarts in the step that ends it, with its final observation returned (Isaac: one step later, with a row that belongs
+to neither episode), and has 999 steps; a step's progress is computed exactly, from the difference of squared distances
+(Isaac: from the difference of two float32 numbers near 60,000, so in multiples of .004).
 """
 
 from typing import ClassVar
@@ -16,7 +16,7 @@ from pql.envs.mujoco.isaac.measure import Wrench, into, roll_yaw, rotation, unsc
 from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict
 from pql.types import Obs
 
-TARGET = 1000.0  # metres along x, where the robot is to run
+TARGET = 1000.0  # metres along x: the point to run to
 
 
 class Runner(Task):
@@ -27,9 +27,9 @@ class Runner(Task):
 
     Attributes:
         links: bodies whose net wrench is observed.
-        height: of the base where an episode begins, metres; it ends below ``lowest``, with the reward ``death``.
-        alive: reward of a step.
-        spin, pace: scales of angular and of joint velocities in observations.
+        height: of the base at the start of an episode, metres; below ``lowest`` it ends, with the reward ``death``.
+        alive: reward per step.
+        spin, pace: scales of angular and joint velocities in observations.
     """
 
     frame_skip = 2
@@ -39,7 +39,7 @@ class Runner(Task):
     metrics: ClassVar[tuple[str, ...]] = ("distance",)
     outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
     model = "fast"
-    refused = "the task has a robot of its own"
+    refused = "this robot differs from the shipped model"
     impratio = HOLD
     links: ClassVar[tuple[str, ...]]
     height: ClassVar[float]
@@ -52,7 +52,7 @@ class Runner(Task):
     def __init__(self, robot: Robot):
         super().__init__(robot)
         self.low, self.high = robot.tensor(robot.model.jnt_range[1:]).unbind(1)
-        # where 0 is out of range, the limit nearest to it
+        # 0, or the nearest limit if 0 is out of range
         self.rest = torch.zeros_like(self.low).clamp(self.low, self.high)
         self._target = robot.tensor([TARGET, 0.0])
         self._wrench = Wrench(robot, self.links)
@@ -69,33 +69,33 @@ class Runner(Task):
         return {"place": fields["qpos"][:, :2].clone()}
 
     def derive(self, fields: Fields) -> Fields:
-        """``frame``: the base's, [N, 3, 3]; ``ahead``: how well it faces the target, [N] in -1..1; ``scaled``: joint
-        positions, -1 to 1 in their ranges, [N, J]."""
+        """Return ``frame``, the base's orientation [N, 3, 3]; ``ahead``, the cosine between its heading and the target
+        [N]; ``scaled``, joint positions scaled to -1..1 in their ranges [N, J]."""
         qpos = fields["qpos"]
         frame, away = rotation(qpos[:, 3:7]), self._target - qpos[:, :2]
         ahead = (frame[:, :2, 0] * torch.nn.functional.normalize(away, dim=1)).sum(1)
         return {"frame": frame, "ahead": ahead, "scaled": unscale(qpos[:, 7:], self.low, self.high)}
 
     def wrenches(self, fields: Fields) -> Tensor:
-        """Net force and torque on each of ``links`` about its origin, in its frame: [N, 6 x links]."""
+        """Return net force and torque on each of ``links`` about its origin, in its frame: [N, 6 x links]."""
         return self._wrench.at_origins(fields)
 
     def angles(self, yaw: Tensor, roll: Tensor, bearing: Tensor) -> Tensor:
-        """Yaw, roll and the angle to the target as observed, [N, 3], from these and the target's bearing."""
+        """Return the observed yaw, roll and angle to the target, [N, 3], from yaw, roll and the target's bearing."""
         raise NotImplementedError
 
     def forces(self, fields: Fields) -> list[Tensor]:
-        """Scaled force observations, [N, ...] each."""
+        """Return scaled force observations, [N, ...] each."""
         raise NotImplementedError
 
     def costs(self, fields: Fields) -> dict[str, Tensor]:
-        """The terms ``action_cost``, ``energy_cost`` and ``limit_cost``: [N] each."""
+        """Return the terms ``action_cost``, ``energy_cost`` and ``limit_cost``: [N] each."""
         raise NotImplementedError
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         qpos, qvel, frame = fields["qpos"], fields["qvel"], fields["frame"]
         roll, yaw = roll_yaw(frame)
-        # from z where y is expected, as there
+        # as in Isaac, z is used where y is expected
         angles = self.angles(yaw, roll, torch.atan2(-qpos[:, 2], TARGET - qpos[:, 0]))
         parts = [qpos[:, 2:3], into(frame, qvel[:, :3]), self.spin * qvel[:, 3:6]]
         parts += [angles, frame[:, 2, 2:], fields["ahead"][:, None], fields["scaled"], self.pace * qvel[:, 6:]]

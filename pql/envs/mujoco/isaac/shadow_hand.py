@@ -1,11 +1,14 @@
-"""Shadow Hand, as the PQL paper had it: 20 motors turn a block in the palm.
+"""Shadow Hand of the PQL paper: 20 motors turn a block in the palm.
 
 The task of Isaac Gym's environments (Makoviychuk et al. 2021) on the hand and block of the gymnasium-robotics package,
-which have the same dimensions, masses, motors and pairs of colliding fingers. What is different from Isaac's is in
-:mod:`.reorient`, and: the limits of the tendons that couple the last two joints of a finger are MuJoCo's, which are
-hard (there, a spring of 30); a joint's damping is no part of its motor's force, which alone has a limit; four physics
-steps of 4.2 ms an env step instead of two of 8.3, and force and torque on a fingertip, and its motion, are those at the
-start of the last; the forces that an episode's first observation shows are 0, as nothing has been done yet.
+which have the same dimensions, masses, motors and colliding finger pairs. Differences from Isaac's task, in addition to
+those in :mod:`.reorient`:
+
+- The tendons that couple the last two joints of a finger have MuJoCo's hard limits (Isaac: a spring of 30).
+- Only the motor's force is limited; a joint's damping is separate from it.
+- Four physics steps of 4.2 ms per env step (Isaac: two of 8.3). A fingertip's force, torque and motion are those at the
+  start of the last one.
+- The forces in an episode's first observation are 0, because no step has been taken.
 """
 
 from typing import ClassVar
@@ -39,12 +42,12 @@ STATE: tuple[str, ...] = (
 
 
 class ShadowHand(Reorient):
-    """Observation (211): of 24 joints the position in its range, a fifth of the velocity, ten times the motor's torque;
-    the block's position, orientation, velocity and a fifth of its angular velocity; the goal's position and
-    orientation, and the rotation from it to the block's; of the five last phalanges position, orientation, velocity
-    and angular velocity; ten times the net force and torque on each, in its frame; the action. All within +-5, in the
-    world's frame unless said otherwise, quaternions (x, y, z, w). Action (20): target angle of each driven joint, in
-    its range; the last joints of the four fingers follow the ones before.
+    """Observation (211): for each of 24 joints the position scaled to its range, 0.2 x velocity, 10 x motor torque;
+    the block's position, orientation, velocity and 0.2 x angular velocity; the goal's position and orientation, and the
+    rotation from goal to block; for each of the five last phalanges position, orientation, velocity and angular
+    velocity; 10 x net force and torque on each, in its frame; the action. All are clamped to +-5 and in the world
+    frame unless said otherwise, with quaternions (x, y, z, w). Action (20): target angle of each driven joint, scaled
+    to its range; the last joints of the four fingers are coupled to the joints before them.
     """
 
     name = "shadow_hand"
@@ -109,7 +112,7 @@ class ShadowHand(Reorient):
 
 
 class ShadowHandFull(ShadowHand):
-    """The same, seen without forces (157)."""
+    """ShadowHand observed without forces (157)."""
 
     name = "shadow_hand_full"
     obs_size = 157
@@ -117,7 +120,7 @@ class ShadowHandFull(ShadowHand):
 
 
 class ShadowHandFullNoVel(ShadowHand):
-    """The same, seen without forces and velocities (77)."""
+    """ShadowHand observed without forces and velocities (77)."""
 
     name = "shadow_hand_full_no_vel"
     obs_size = 77

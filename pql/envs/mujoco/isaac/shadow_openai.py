@@ -1,11 +1,11 @@
-"""Shadow Hand for transfer to a real one, after OpenAI et al. 2018 (arXiv 1808.00177), in the form that Isaac Gym's
-environments gave it (ShadowHandOpenAI_FF): a policy that sees little, a critic that sees all, 20 actions a second,
-success within 0.4 rad, and eight seconds for each goal.
+"""Shadow Hand for sim-to-real transfer, after OpenAI et al. 2018 (arXiv 1808.00177), as in Isaac Gym's
+ShadowHandOpenAI_FF: a policy with few observations, a critic with the full state, 20 actions per second, success within
+0.4 rad, and eight seconds per goal.
 
-Differences from that form, beside those of :mod:`.shadow_hand`: a push on the block lasts for the whole step with a
-third of its force (there, for the first third of it); what is randomised is what ``task.kwargs.randomize`` offers, and
-is switched on in the preset: masses, friction, the motors' stiffness and the noise of what is seen, but not the noise
-of actions, gravity, the block's size, joint limits and damping.
+Differences from Isaac's task, in addition to those of :mod:`.shadow_hand`: a push on the block lasts the whole step
+with a third of its force (Isaac: full force for the first third). The preset enables ``task.kwargs.randomize`` for
+masses, friction, motor stiffness and observation noise; action noise, gravity, the block's size, joint limits and
+damping are not randomised.
 """
 
 import math
@@ -22,15 +22,15 @@ from pql.envs.mujoco.isaac.shadow_hand import STATE, ShadowHand
 from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Verdict
 from pql.types import Obs
 
-DECAY = 0.99 ** (0.01667 / 0.08)  # of a push, in a step
-CHANCE = (0.001, 0.1)  # of a new push in a step; an episode's own is log-uniform
+DECAY = 0.99 ** (0.01667 / 0.08)  # of a push, per step
+CHANCE = (0.001, 0.1)  # range of the chance of a new push per step, drawn log-uniformly per episode
 
 
 class ShadowHandOpenAI(ShadowHand):
-    """The policy sees 42 numbers: the fingertips' and the block's positions, the rotation from the goal to the block,
-    the action. The critic sees the 211 of ``shadow_hand``. Targets follow actions with a moving average of .3. Beside
-    the reward there: -50 where the block falls, -25 where 159 steps in a row reached no goal, which truncates the
-    episode. It ends with the 50th success.
+    """The policy observes 42 numbers: the fingertips' and the block's positions, the rotation from goal to block, and
+    the action. The critic observes the 211 of ``shadow_hand``. Targets follow actions with a moving average of .3. The
+    reward is that of ``shadow_hand``, and -50 if the block falls, -25 after 159 steps in a row without a success, which
+    truncates the episode. The 50th success ends the episode.
     """
 
     name = "shadow_hand_openai"
@@ -42,7 +42,7 @@ class ShadowHandOpenAI(ShadowHand):
     parts: ClassVar[tuple[str, ...]] = ("fingertip_places", "place", "error", "action")
     tolerance = 0.4
     AVERAGE: ClassVar[float] = 0.3
-    PATIENCE: ClassVar[int] = 159  # steps without a success
+    PATIENCE: ClassVar[int] = 159  # steps without a success before truncation
     GOALS: ClassVar[int] = 50
 
     def __init__(self, robot: Robot):
@@ -59,7 +59,7 @@ class ShadowHandOpenAI(ShadowHand):
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
         super().edit(spec)
-        for axis, name in enumerate("xyz"):  # what pushes the block, along its own axes
+        for axis, name in enumerate("xyz"):  # forces on the block along its axes
             gear = [float(axis == other) for other in range(6)]
             spec.add_actuator(name=f"push_{name}", target="object:center", trntype=mujoco.mjtTrn.mjTRN_SITE, gear=gear)
 
@@ -88,7 +88,7 @@ class ShadowHandOpenAI(ShadowHand):
         return (wanted - self._middle) / self._half
 
     def _idle(self, solved: Tensor, memory: Memory) -> Tensor:
-        """Steps since the latest success, or the start."""
+        """Return the steps since the latest success, or since the start."""
         return torch.where(solved, 0.0, memory["idle"] + 1)
 
     def evolve(self, fields: Fields, memory: Memory, draw: Draw) -> Memory:
