@@ -42,7 +42,7 @@ test: setup warp robots
 
 # MuJoCo Warp's engine against C on every robot, on the CPU: ten minutes, most of them compiling kernels.
 test-warp: setup warp robots
-	$(BIN)/pytest -m "slow or not slow" tests/test_mujoco_warp.py --timeout 1800 $(ARGS)
+	$(BIN)/pytest -m "slow or not slow" tests/envs/test_mujoco_warp.py --timeout 1800 $(ARGS)
 
 # Simulators that want other versions than ours, for real, each in an environment of its own below .adapters (2.3 GB each;
 # minutes to install, and to compile: half an hour on two slow cores): make test-adapters ADAPTERS=playground
@@ -54,7 +54,7 @@ envpool_WANTS := envpool==1.2.5
 maniskill_WANTS := mani-skill==3.0.1
 
 test-adapters: setup $(ADAPTERS:%=.adapters/%/.installed)
-	$(BIN)/pytest -m slow tests/test_adapters.py --timeout 1800 $(ARGS)
+	$(BIN)/pytest -m slow tests/envs/test_adapters.py --timeout 1800 $(ARGS)
 
 .adapters/%/.installed:
 	$(PYTHON) -m venv .adapters/$*

@@ -1,5 +1,6 @@
 """Shared pieces of the suite: one intra-op thread, small runs from the dataclasses, trees compared bit for bit."""
 
+import os
 import signal
 import tempfile
 import threading
@@ -29,6 +30,10 @@ from pql.nets.mlp import Critic, seeded
 from pql.run.build import build, make_policy
 from pql.run.components import Parts
 from pql.run.store.checkpoint import flatten
+
+# For processes that a test starts.
+HERE = Path(__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE / "support"), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(autouse=True)

@@ -158,7 +158,7 @@ def host_rows(args: Any) -> Found:
 def test_files() -> list[Path]:
     """Those with tests marked ``gpu``."""
     marks = ("mark.gpu", "HERE_TOO", "everywhere(")
-    return [f for f in sorted((ROOT / "tests").glob("test_*.py")) if any(m in f.read_text() for m in marks)]
+    return [f for f in sorted((ROOT / "tests").rglob("test_*.py")) if any(m in f.read_text() for m in marks)]
 
 
 def test_cases(args: Any) -> list[Case]:

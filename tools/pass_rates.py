@@ -44,7 +44,7 @@ def read_report(path: Path) -> dict[str, dict[str, Any]]:
             continue
         notes = {p.get("name"): p.get("value") for p in case.iter("property")}
         reached, _, goal = (notes.get("learned") or "nan of nan").partition(" of ")
-        results[f"{(case.get('classname') or '').removeprefix('tests.')}::{case.get('name')}"] = {
+        results[f"{(case.get('classname') or '').rpartition('.')[2]}::{case.get('name')}"] = {
             "passed": case.find("failure") is None and case.find("error") is None,
             "seconds": float(case.get("time") or 0),
             "reached": float(reached),

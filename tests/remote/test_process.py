@@ -35,7 +35,7 @@ from pql.run.store import checkpoint
 from pql.run.task import build_env
 from pql.types import Step
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def python(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_arrays_on_a_cuda_device_are_shared_between_processes():
 
 
 def test_the_documentations_twenty_lines_conform(tmp_path, monkeypatch, walk):
-    text = (HERE.parent / "docs" / "simulators.md").read_text()
+    text = (ROOT / "docs" / "simulators.md").read_text()
     code = next(block for block in text.split("```") if "class Reach" in block).removeprefix("python\n")
     assert len(code.splitlines()) <= 22
     (tmp_path / "my_sim.py").write_text(code)

@@ -12,7 +12,7 @@ import torch
 from pql.algos.value import make_q_network
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIELDS = {"name": str, "value": float, "unit": str, "baseline": float, "ratio": float, "runs": int, "machine": str}
 NULLABLE = ("baseline", "ratio")
 

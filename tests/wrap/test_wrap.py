@@ -243,7 +243,7 @@ def test_the_documented_examples_run(library, tmp_path, monkeypatch, capsys):
     pytest.importorskip("mujoco")
     pytest.importorskip({"sb3": "stable_baselines3"}.get(library, library))
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/wrappers.md").read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/wrappers.md").read_text(), re.S)
     (code,) = [b for b in blocks if f"pql.wrap.{library}(" in b]
     assert len(code.strip().splitlines()) <= 16
     for old, new in SMALLER[library]:

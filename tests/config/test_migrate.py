@@ -10,7 +10,7 @@ from pql.cli.completion import choices_of
 from pql.config.compose import known_settings
 from pql.config.layers import GROUPS, Presets
 
-TEXT = (Path(__file__).parents[1] / "docs/migrate.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
 KNOWN = known_settings()
 
 

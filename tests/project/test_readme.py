@@ -9,7 +9,7 @@ import pql
 from pql.cli.main import COMMANDS
 from pql.config.layers import Presets
 
-TEXT = (Path(__file__).parents[1] / "README.md").read_text()
+TEXT = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 

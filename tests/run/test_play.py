@@ -93,7 +93,7 @@ def test_ball_and_plate_are_where_the_state_says() -> None:
 
 
 def test_the_page_names_the_tasks_that_are_drawn() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "play.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "play.md").read_text()
     for task in ("pendulum", "cartpole", "cartpole_swingup", "ball_balance", "catch", "tmaze"):
         assert issubclass(find_factory(task), Drawn)
         assert f"`{task}`" in text

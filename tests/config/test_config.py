@@ -393,7 +393,7 @@ def test_an_older_config_gives_the_algorithm_its_own_settings(family):
 
 
 def test_a_published_run_of_an_older_release_loads():
-    file = Path(__file__).parents[1] / "docs" / "results" / "pong" / "config.yaml"
+    file = Path(__file__).parents[2] / "docs" / "results" / "pong" / "config.yaml"
     algo = from_dict(read_yaml(file)).algo
     assert (algo.horizon, algo.minibatches, algo.epochs, algo.clip) == (128, 8, 4, 0.1)
     assert (algo.vtrace.enabled, algo.encoder.channels, algo.anneal_steps) == (False, [16, 32], 5_000_000)

@@ -9,7 +9,7 @@ from pql.cli.main import main
 from pql.contract.conformance import check_env
 from pql.remote.process.near import ProcessVec
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 PLAYGROUND = {"env": "CartpoleSwingup", "settings": {"impl": "jax"}, "episode_length": 12}
 CASES = {

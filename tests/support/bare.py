@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 START = """
 import importlib.util, sys
 def mount(name, folder):
@@ -41,5 +41,5 @@ def command(folder: Path, *simulators: str) -> list[str]:
             if not (lib / path.name).exists():
                 (lib / path.name).symlink_to(path)
     start = folder / "start.py"
-    start.write_text(START.format(lib=str(lib), root=str(ROOT), tests=str(ROOT / "tests")))
+    start.write_text(START.format(lib=str(lib), root=str(ROOT), tests=str(ROOT / "tests" / "support")))
     return [sys.executable, "-I", "-S", str(start)]

@@ -1,6 +1,6 @@
 """The check against IsaacGymEnvs: on a small original of ours, right and wrong; on the real one where it is at hand.
 
-PQL_ISAACGYMENVS=PATH pytest tests/test_originals.py
+PQL_ISAACGYMENVS=PATH pytest tests/envs/test_originals.py
 """
 
 import os

@@ -30,7 +30,7 @@ from pql.run.policy import Policy, open_stored
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 CPU = torch.device("cpu")
-DOCS = (Path(__file__).parents[1] / "docs" / "export.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
 
 
 def train(path: Path, *more: str) -> Path:

@@ -15,7 +15,7 @@ from test_tools import tool as tool
 from pql.envs.mujoco import TASKS
 from pql.errors import ConfigError
 
-FOLDER = Path(__file__).parents[1] / "docs" / "tasks"
+FOLDER = Path(__file__).parents[2] / "docs" / "tasks"
 ROWS = {
     row[1]: [cell.strip() for cell in row[0].strip("|\n").split("|")]
     for row in re.finditer(r"^\| `(\w+)` \|.*$", (FOLDER / "README.md").read_text(), re.M)

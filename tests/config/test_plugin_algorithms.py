@@ -17,7 +17,7 @@ from pql.config.layers import Presets
 from pql.errors import ConfigError
 from pql.run.store import checkpoint
 
-PACKAGES = Path(__file__).parent / "packages"
+PACKAGES = Path(__file__).parents[1] / "packages"
 SMALL = {
     "redq": (
         "algo=redq",

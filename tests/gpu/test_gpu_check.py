@@ -18,7 +18,7 @@ from pql.config.validate import validate
 from pql.run.build import _check
 from pql.run.task import describe_env
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PARTS = ("env", "tests", "pql", "update", "envs", "learn", "peers", "bench", "warp", "long")
 REAL = gpu_check.parse([])
 
@@ -226,7 +226,7 @@ def test_an_unknown_part_is_refused(capsys):
 
 
 def test_pytest_is_asked_for_marked_tests_by_several_processes_where_it_can(monkeypatch):
-    file, xml = Path("tests/test_gpu.py"), Path("x.xml")
+    file, xml = Path("tests/gpu/test_gpu.py"), Path("x.xml")
     command = _gpu_cases.pytest_command(file, xml, 4)
     assert command[command.index("-m", 3) + 1] == "gpu and not slow"
     assert "--durations=15" in command

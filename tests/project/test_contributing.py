@@ -9,7 +9,7 @@ from pql.config import from_dict
 from pql.config.compose import compose
 from pql.config.fields import settings
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 

@@ -378,7 +378,7 @@ def test_policies_that_read_images_export(tmp_path):
 
 
 def test_the_documented_network_trains(tmp_path, monkeypatch):
-    text = (Path(__file__).parents[1] / "docs" / "networks.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "networks.md").read_text()
     (tmp_path / "documented_nets.py").write_text(text.split("```python\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
     run = pql.train(*words(tmp_path / "run", "algo.policy.net=documented_nets:MyPolicy"), quiet=True)

@@ -13,7 +13,7 @@ import structure
 import pql
 from pql.contract.moved import MOVED, SPLIT
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODULES = structure.modules(ROOT)
 HYDRA = {
     "config.compose",

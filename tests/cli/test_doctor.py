@@ -34,13 +34,13 @@ def test_a_table():
 
 
 def test_the_doctor_knows_every_extra_and_its_packages():
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     want = {k: {Requirement(r).name for r in v} for k, v in project["optional-dependencies"].items()}
     assert {k: set(packages) for k, (_, packages) in doctor.EXTRAS.items()} == want
 
 
 def test_the_robots_packages_are_those_their_models_are_read_from():
-    lines = (Path(__file__).parents[1] / "requirements" / "robots.txt").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "requirements" / "robots.txt").read_text().splitlines()
     wanted = {str(Requirement(line)) for line in lines if not line.startswith("#")}
     assert wanted == {str(Requirement(model.project)) for model in ROBOTS.values()}
 

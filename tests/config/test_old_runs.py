@@ -16,7 +16,7 @@ from pql.cli.main import main
 from pql.config import leaves
 from pql.run.store.run_dir import run_settings
 
-RUNS = Path(__file__).parent / "old_runs"
+RUNS = Path(__file__).parents[1] / "old_runs"
 ACTIONS = json.loads((RUNS / "actions.json").read_text())
 STEPS = {"pql": 80, "sac": 80, "ppo": 192, "impala": 192, "dqn": 80, "r2d2": 160, "pqn": 128}
 EVERY = pytest.mark.parametrize("name", STEPS)
