@@ -9,12 +9,13 @@ the collector collects the missing transitions.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pql.contract.optional import AsyncEnv
 from pql.engine import interrupt
 from pql.types import column
 
@@ -34,13 +35,13 @@ class Ragged:
     """
 
     def __init__(self, whole: "Collector"):
-        self.whole, self.lanes, self.env = whole, whole.lanes, whole.env
+        self.whole, self.lanes, self.env = whole, whole.lanes, cast(AsyncEnv, whole.env)
         self.due = np.zeros(whole.env.spec.num_envs, dtype=bool)
         self.transitions, self.target, self._turn = 0, 0, 0
 
     def start(self) -> Tensor:
         """Return the environments present after a reset, [N] bool, on the CPU."""
-        present = self.env.present()  # type: ignore[attr-defined]
+        present = self.env.present()
         self.due[:] = present.numpy()
         return present
 
@@ -89,14 +90,14 @@ class Ragged:
         choose(lane)
         rows = torch.from_numpy(np.flatnonzero(asked))
         action = lane.actor.action
-        self.env.send(action if asked.all() else action[rows.to(action.device)], lane.ids[rows])  # type: ignore[attr-defined]
+        self.env.send(action if asked.all() else action[rows.to(action.device)], lane.ids[rows])
         self.due[lane.columns] &= ~asked
 
     def _receive(self, lane: "EnvSlice") -> np.ndarray:
         """Record the answers that have arrived for ``lane``. Return their environments' ids."""
         assert lane.mask is not None
         group = self.lanes.index(lane)
-        ids, step = self.env.answers(group)  # type: ignore[attr-defined]
+        ids, step = self.env.answers(group)
         arrived = ids.numpy()
         if not len(arrived):
             return arrived

@@ -8,7 +8,7 @@ alternating sampler of Stooke & Abbeel 2018, section 3, with two halves). ::
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Generator, Tensor
@@ -21,6 +21,7 @@ from pql.collect.nonfinite import Quarantine, mask_and
 from pql.collect.recorder import FlightRecorder
 from pql.collect.saturation import Saturation
 from pql.contract.env import VecEnv, check_answer, make_ready
+from pql.contract.optional import PartialReset, Resumable, supports
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
 from pql.types import Memory, Obs, Step
@@ -199,12 +200,12 @@ class Collector:
     @property
     def restarts(self) -> bool:
         """Return True if the simulator can restart single environments."""
-        return hasattr(self.env, "reset_where")
+        return supports(self.env, PartialReset)
 
     def restart(self, mask: Tensor) -> Obs:
         """Restart the environments of ``mask`` ([N] bool) and return all current observations."""
         self.box.restarted(mask)
-        return self.env.reset_where(mask)  # type: ignore[attr-defined]
+        return cast(PartialReset, self.env).reset_where(mask)
 
     def _mend(self) -> None:
         """Restart the environments in quarantine, between two ticks."""
@@ -243,7 +244,7 @@ class Collector:
             "quarantine": self.quarantine.state_dict(),
             "replay": [s.state_dict() for s in self.stores],
         }
-        if hasattr(self.env, "state_dict"):
+        if supports(self.env, Resumable):
             state["env"] = self.env.state_dict()
         return state
 
@@ -260,7 +261,7 @@ class Collector:
         for store, saved in zip(self.stores, state["replay"], strict=True):
             store.load_state_dict(saved)
         if "env" in state:
-            self.env.load_state_dict(state["env"])  # type: ignore[attr-defined]
+            cast(Resumable, self.env).load_state_dict(state["env"])
             return
         self._keep(fresh)
         self.quarantine.begin_anew(out)

@@ -9,7 +9,7 @@ This file knows nothing of schedules or checkpoints.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from pql.collect.asynchronous import masked_update
 from pql.collect.nonfinite import floats, mask_and
 from pql.contract.env import Discrete, capturable, check_answer
+from pql.contract.optional import Capturable, GroupedEnv
 from pql.data.normalize import ALL
 from pql.engine import watchdog
 from pql.engine.graph import Graph
@@ -33,7 +34,7 @@ class EnvSlice:
         whole: the collector, whose policy, simulator, stores, statistics and generator are used.
         columns: the range; None: every environment, of a simulator that steps all at once.
         capture: capture acting and recording in CUDA graphs, or in one graph with the simulator's step between them if
-            it can be captured (``VecEnv.capturable``).
+            it can be captured (``Capturable``).
     """
 
     def __init__(self, whole: "Collector", columns: slice | None, capture: bool):
@@ -60,7 +61,7 @@ class EnvSlice:
         # A copy to another device joins that device's current stream, which is not allowed during capture.
         here = all(store.device == self.actor.action.device for store in self.stores)
         whole_step = capture and here and self.ids is None and not self.bridged and capturable(self.env)
-        drawn = [self.gen, *(self.env.generators if whole_step else ())]  # type: ignore[attr-defined]
+        drawn = [self.gen, *(cast(Capturable, self.env).generators if whole_step else ())]
         self._act = Graph(self._act_body, self.device, [self.gen], _ActState(self), capture and not whole_step)
         self._record = Graph(
             self._record_body, self.device, [], _RecordState(self), capture and here and not whole_step
@@ -114,14 +115,15 @@ class EnvSlice:
         if self.ids is not None:
             self.box.sent(self.actor.action)
             with self.simulator():
-                self.env.send(self.actor.action, self.ids)  # type: ignore[attr-defined]
+                cast(GroupedEnv, self.env).send(self.actor.action, self.ids)
 
     def receive(self) -> None:
         """Wait for the step, and record its row."""
         if self.ids is None:
             self.box.sent(self.actor.action)
         with self.simulator():
-            step = self.env.step(self.actor.action) if self.ids is None else self.env.recv()[1]  # type: ignore[attr-defined]
+            env = self.env
+            step = env.step(self.actor.action) if self.ids is None else cast(GroupedEnv, env).recv()[1]
         watchdog.stepped()
         self.record(step)
 

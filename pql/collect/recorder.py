@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pql.collect.nonfinite import LAG
 from pql.contract.env import Discrete, VecEnv
+from pql.contract.optional import Resumable, supports
 from pql.types import Obs
 
 STEPS = 64  # least number of steps before the end, if there were as many and their actions take at most ROOM
@@ -59,7 +60,7 @@ class FlightRecorder:
             if len(last.actions) < self.steps * self.groups or last.ticks < self.ticks:
                 last.ticks += 1
                 return
-        state = self.env.state_dict() if hasattr(self.env, "state_dict") else {}
+        state = self.env.state_dict() if supports(self.env, Resumable) else {}
         self.reels.append(Recording(state, {k: v.clone() for k, v in obs.items()}))
 
     def sent(self, action: Tensor) -> None:

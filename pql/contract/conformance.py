@@ -8,13 +8,14 @@ is reported as untested. This file synchronises with the host at every step, whi
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pql.contract.env import Box, Discrete, EnvSpec, VecEnv, capturable
 from pql.contract.grouped import join_steps
+from pql.contract.optional import Capturable, GroupedEnv, Resumable, supports
 from pql.contract.rules import (
     STEP_RULES,
     Row,
@@ -160,12 +161,12 @@ class Checker:
         stable = env.spec.deterministic and "determinism" not in self.faults
         if "determinism" in self.faults:
             self.skipped["state_dict"] = "needs determinism"
-        elif not hasattr(env, "state_dict"):
+        elif not supports(env, Resumable):
             self.skipped["state_dict"] = "not offered: resume restarts the episodes"
         elif stable:
             state = env.state_dict()
             once = self.rollout(self.actions(few))
-            env.load_state_dict(state)  # type: ignore[attr-defined]
+            env.load_state_dict(state)
             self.fault("state_dict", compare_runs(once, self.rollout(self.actions(few)), "load_state_dict"))
         self.groups(digests[:few], stable)
         self.capture(digests, stable)
@@ -181,7 +182,7 @@ class Checker:
         given, found = [action.clone() for action in self.actions(len(digests))], []
         action = given[0].clone()
         try:
-            with Tape(env.generators) as tape:  # type: ignore[attr-defined]
+            with Tape(cast(Capturable, env).generators) as tape:
                 step = env.step(action)
             found.append(digest(step))
             for one in given[1:]:
@@ -195,7 +196,7 @@ class Checker:
 
     def groups(self, digests: list[dict[str, bytes]], stable: bool) -> None:
         """Test that stepping group by group gives the bits of stepping all environments together."""
-        env, spec = self.env, self.env.spec
+        env, spec = cast(GroupedEnv, self.env), self.env.spec
         if spec.groups == 1 or not stable:
             self.skipped["groups"] = "all environments step at once" if spec.groups == 1 else "needs determinism"
             return
@@ -203,8 +204,8 @@ class Checker:
         env.reset(self.seed)
         for index, action in enumerate(self.actions(len(digests))):
             for ids in every:
-                env.send(action[ids[0] : ids[-1] + 1], ids)  # type: ignore[attr-defined]
-            answers = [env.recv() for _ in every]  # type: ignore[attr-defined]
+                env.send(action[ids[0] : ids[-1] + 1], ids)
+            answers = [env.recv() for _ in every]
             if not all(torch.equal(ids, got.cpu()) for ids, (got, _) in zip(every, answers, strict=True)):
                 self.fault("groups", "recv gave other ids than those of the oldest group sent", index)
                 return

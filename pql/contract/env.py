@@ -125,58 +125,9 @@ class VecEnv(Protocol):
     Required are ``spec``, ``reset``, ``step`` and ``close``, below. ``check_env`` tests an implementation. Tensors that
     ``reset`` and ``step`` return are not modified by later steps. Actions outside [-1, 1] are clamped.
 
-    Optional members; the library looks for each with ``hasattr``:
-
-    ``state_dict() -> dict``, ``load_state_dict(state)``
-        Save and restore the simulator's state, so that a resumed run continues with the same bits.
-    ``reset_where(mask) -> Obs``
-        Restart the environments where ``mask`` [N] bool is set, and return the current observations of all, [N, ...].
-        A filler row that was due is dropped. Used to replace environments with NaN or infinite values.
-    ``start(action)``, ``result() -> Step``
-        The two halves of ``step``, for a simulator in another process: ``start`` returns immediately, ``result``
-        waits. ``Grouped`` then needs no thread for it.
-    ``render(index=0, width=None, height=None) -> ndarray``
-        Image of environment ``index``, numpy uint8 [H, W, 3]; None: the environment's default size. For ``pql play``.
-        If the factory takes ``render_mode``, it is passed ``"rgb_array"``. ``spec.info["dt"]`` sets the video's speed.
-    ``viewer(index=0)``
-        Window on environment ``index``: an object with ``open`` (bool), ``show()`` and ``close()``.
-    ``prepare()``
-        Do one-time work early, such as compiling kernels and capturing CUDA graphs; must not change the state. Called
-        once, before the first reset, while the GPU is idle: during a capture, CUDA forbids all other threads the use
-        of the legacy default stream.
-    ``measures() -> dict[str, float]``
-        Additional metrics for every row of the training log.
-    ``beside() -> VecEnv | None``
-        Environments for evaluation, where a second simulator cannot be built.
-
-    CUDA graphs. ``capturable`` (bool, default False) declares that ``step`` can be captured in one CUDA graph with the
-    policy before it and the replay write after it. Then:
-
-    - ``step`` never synchronises with the device, and its Python control flow depends neither on tensor values nor on
-      the number of calls;
-    - state stays at fixed addresses (``copy_`` instead of a new tensor);
-    - all random draws come from ``generators``, a list of ``torch.Generator``;
-    - ``state_dict`` and ``load_state_dict``, which writes in place, exist and work before the first reset;
-    - callers read the tensors that ``step`` returned before the next one: a replay of the graph overwrites them.
-
-    Groups (``spec.groups > 1``). ``step`` still works while no answer is pending. In addition:
-
-    ``send(action, ids)``
-        Start a step of one group and return immediately. ``ids`` [n] int64 on the CPU: the group's environments,
-        ascending; ``action`` [n, A] or [n], not modified until the answer.
-    ``recv() -> (ids, Step)``
-        Wait for the group sent first. The step's fields are [n, ...] and keep their values until the same group is
-        sent again.
-
-    Asynchronous environments (``spec.spread > 1``). ``send`` accepts any subset of a group; ``step`` waits for all
-    environments that are connected and returns filler rows for the others. In addition:
-
-    ``answers(group) -> (ids, Step)``
-        Wait for a bounded time; return the environments that answered, ``ids`` [k] int64 on the CPU (k may be 0), and
-        a step of the whole group, [n, ...]. Rows of the other environments are fillers that repeat their last
-        observation. An environment that was lost returns with a filler row with ``first`` set.
-    ``present() -> Tensor``
-        [N] bool on the CPU: environments that answered the last ``reset``.
+    Optional members are protocols in ``pql.contract.optional``: ``Resumable`` (exact resume), ``PartialReset``,
+    ``SplitStep``, ``Renderable``, ``Viewable``, ``Preparable``, ``Measured``, ``WithEvaluation``, ``Capturable`` (CUDA
+    graphs), ``GroupedEnv`` and ``AsyncEnv``.
     """
 
     @property
@@ -213,12 +164,12 @@ the ``EnvSpec`` without starting the simulator, so that memory use can be checke
 
 
 def capturable(env: VecEnv) -> bool:
-    """Return True if ``env.step`` can be captured in a CUDA graph; see :class:`VecEnv`."""
+    """Return True if ``env.step`` can be captured in a CUDA graph; see ``pql.contract.optional``."""
     return bool(getattr(env, "capturable", False))
 
 
 def make_ready(env: VecEnv) -> None:
-    """Call ``env.prepare()`` if ``env`` has it; see :class:`VecEnv`."""
+    """Call ``env.prepare()`` if ``env`` has it; see ``pql.contract.optional``."""
     if hasattr(env, "prepare"):
         env.prepare()
 

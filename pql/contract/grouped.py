@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor
 
 from pql.contract.env import EnvSpec, VecEnv, make_ready
+from pql.contract.optional import PartialReset, Resumable, SplitStep, supports
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -38,13 +39,12 @@ class Grouped:
         self.ids = list(torch.arange(self.spec.num_envs).chunk(len(envs)))
         # A simulator in another process has start and result, and needs no thread here.
         self._steppers: list[Any] = [
-            env if hasattr(env, "start") and hasattr(env, "result") else Stepper(env.step, f"pql-group-{g}")
-            for g, env in enumerate(envs)
+            env if supports(env, SplitStep) else Stepper(env.step, f"pql-group-{g}") for g, env in enumerate(envs)
         ]
         self._sent: deque[int] = deque()  # groups whose answer is due, oldest first
-        if all(hasattr(env, "reset_where") for env in envs):
+        if all(supports(env, PartialReset) for env in envs):
             self.reset_where = self._reset_where
-        if all(hasattr(env, "state_dict") for env in envs):
+        if all(supports(env, Resumable) for env in envs):
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
 
     @classmethod
@@ -98,14 +98,14 @@ class Grouped:
     def _reset_where(self, mask: Tensor) -> Obs:
         """Only while no answer is pending."""
         parts = zip(self.envs, mask.chunk(len(self.envs)), strict=True)
-        return joined([env.reset_where(part) for env, part in parts])  # type: ignore[attr-defined]
+        return joined([cast(PartialReset, env).reset_where(part) for env, part in parts])
 
     def _state_dict(self) -> dict[str, Any]:
-        return {str(g): env.state_dict() for g, env in enumerate(self.envs)}  # type: ignore[attr-defined]
+        return {str(g): cast(Resumable, env).state_dict() for g, env in enumerate(self.envs)}
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         for g, env in enumerate(self.envs):
-            env.load_state_dict(state[str(g)])  # type: ignore[attr-defined]
+            cast(Resumable, env).load_state_dict(state[str(g)])
 
 
 class Stepper:

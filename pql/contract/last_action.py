@@ -6,12 +6,13 @@ the learner's process.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pql.contract.env import Discrete, EnvSpec, ObsSpec, VecEnv
+from pql.contract.optional import AsyncEnv, GroupedEnv, PartialReset, Resumable, WithEvaluation, supports
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -40,13 +41,13 @@ class Feedback:
         self._choices = torch.arange(self._size - 1, device=device)
         self._last = torch.zeros(n, self._size, device=device)
         self._sent = torch.zeros(n, dtype=torch.int64, device=device)  # actions of pending steps
-        if hasattr(env, "state_dict"):
+        if supports(env, Resumable):
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
-        if hasattr(env, "reset_where"):
+        if supports(env, PartialReset):
             self.reset_where = self._reset_where
         if hasattr(env, "send"):
             self.send, self.recv, self.answers = self._send, self._recv, self._answers
-        if hasattr(env, "beside"):
+        if supports(env, WithEvaluation):
             self.beside = self._beside
 
     def __getattr__(self, name: str) -> Any:
@@ -87,21 +88,21 @@ class Feedback:
 
     def _reset_where(self, mask: Tensor) -> Obs:
         self._last.masked_fill_(mask.unsqueeze(1), 0.0)
-        return self._seen(self.env.reset_where(mask))  # type: ignore[attr-defined]
+        return self._seen(cast(PartialReset, self.env).reset_where(mask))
 
     def _send(self, action: Tensor, ids: Tensor) -> None:
         self._sent[ids] = action
-        self.env.send(action, ids)  # type: ignore[attr-defined]
+        cast(GroupedEnv, self.env).send(action, ids)
 
     def _recv(self) -> tuple[Tensor, Step]:
-        ids, step = self.env.recv()  # type: ignore[attr-defined]
+        ids, step = cast(GroupedEnv, self.env).recv()
         step, here = self._add_last(step, self._sent[ids])
         self._last[ids] = here
         return ids, step
 
     def _answers(self, group: int) -> tuple[Tensor, Step]:
-        """As ``VecEnv.answers``: ids [k] of the environments that answered, and the step of their group, [n, ...]."""
-        ids, step = self.env.answers(group)  # type: ignore[attr-defined]
+        """As ``AsyncEnv.answers``: ids [k] of the environments that answered, and the step of their group, [n, ...]."""
+        ids, step = cast(AsyncEnv, self.env).answers(group)
         size = self.spec.num_envs // self.spec.groups
         part = slice(group * size, (group + 1) * size)
         step, here = self._add_last(step, self._sent[part])
@@ -114,14 +115,14 @@ class Feedback:
 
     def _beside(self) -> VecEnv | None:
         """Return the environments for evaluation, wrapped alike."""
-        env = self.env.beside()  # type: ignore[attr-defined]
+        env = cast(WithEvaluation, self.env).beside()
         return None if env is None else Feedback(env, self.clip)
 
     def _state_dict(self) -> dict[str, Any]:
-        return {"env": self.env.state_dict(), "last": self._last.clone()}  # type: ignore[attr-defined]
+        return {"env": cast(Resumable, self.env).state_dict(), "last": self._last.clone()}
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self.env.load_state_dict(state["env"])  # type: ignore[attr-defined]
+        cast(Resumable, self.env).load_state_dict(state["env"])
         self._last.copy_(state["last"])
 
 

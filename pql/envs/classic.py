@@ -2,7 +2,7 @@
 
 Nothing here waits for the device: shapes are static, resets are masked, and every step draws start states for all rows,
 so the random stream does not depend on which episodes end. The state stays at fixed addresses and is written in place,
-so that ``step`` can be captured in a CUDA graph (``VecEnv.capturable``).
+so that ``step`` can be captured in a CUDA graph (``Capturable``).
 """
 
 import math
@@ -67,7 +67,7 @@ class TorchEnv:
     state_size: ClassVar[int]
     time_limit: ClassVar[int]
     terms: ClassVar[tuple[str, ...]]
-    capturable: ClassVar[bool] = False  # ``advance``, ``draw``, ``observe`` follow the rules of ``VecEnv.capturable``
+    capturable: ClassVar[bool] = False  # ``advance``, ``draw``, ``observe`` follow the rules of ``Capturable``
     dt: ClassVar[float] = 0.05  # seconds per step
 
     def __init__(

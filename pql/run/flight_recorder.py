@@ -7,7 +7,7 @@ steps, bit for bit where the simulator is deterministic, so that they can be ins
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from pql.config import Config, from_dict, to_dict
 from pql.config.trust import check_task
 from pql.contract.env import VecEnv
+from pql.contract.optional import PartialReset, Resumable, supports
 from pql.errors import ConfigError, RunError
 from pql.run.store import checkpoint
 from pql.types import Step
@@ -86,18 +87,18 @@ def replay(path: str | Path, env: VecEnv | None = None, trust: bool = False) -> 
         check_task(config, path)
     own = env or build_env(config)
     try:
-        if not hasattr(own, "state_dict") or not any(k.startswith("state/") for k in found):
+        if not supports(own, Resumable) or not any(k.startswith("state/") for k in found):
             raise ConfigError("dump", path, "one of a simulator that saves its state, as this one does not")
         own.reset(0)  # some have no state before
         like = {"state": own.state_dict()}
-        own.load_state_dict(checkpoint.unflatten(found, like)["state"])  # type: ignore[attr-defined]
+        own.load_state_dict(checkpoint.unflatten(found, like)["state"])
         restarts: dict[int, list[Tensor]] = {}
         if "restarts/step" in found:
             for step, mask in zip(found["restarts/step"].tolist(), found["restarts/mask"], strict=True):
                 restarts.setdefault(step, []).append(mask.to(own.spec.device))
         for count, action in enumerate(found.get("actions", torch.empty(0)).to(own.spec.device)):
             for mask in restarts.get(count, ()):
-                own.reset_where(mask)  # type: ignore[attr-defined]
+                cast(PartialReset, own).reset_where(mask)
             yield action, own.step(action)
     finally:
         if env is None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from pql.config.validate import EPISODES, STEPS, limits, resolve_device
 from pql.contract.env import VecEnv, find_factory
+from pql.contract.optional import Renderable, Viewable, supports
 from pql.engine.placement import set_precision
 from pql.engine.watchdog import Timed, guarded
 from pql.errors import ConfigError
@@ -89,7 +90,7 @@ def watch_live(
     """
     check_numbers(episodes, steps, None, None, seed)
     with Stage(path, seed, device, trust) as stage:
-        if not hasattr(stage.env, "viewer"):
+        if not supports(stage.env, Viewable):
             raise ConfigError("--live", True, "a task with a window (MuJoCo); without --live, a video is written")
         window = stage.env.viewer()
         dt, begun = stage.env.spec.info.get("dt", 1 / FRAMES_PER_SECOND), time.perf_counter()
@@ -127,7 +128,7 @@ class Stage:
         return checkpoint.home(self.source) / "videos" / f"{self.source.resolve().name}-seed{self.seed}.mp4"
 
     def picture(self, width: int | None, height: int | None) -> np.ndarray:
-        if not hasattr(self.env, "render"):
+        if not supports(self.env, Renderable):
             raise ConfigError(
                 "task", self.env.spec.name, "an environment with a render method (pql.contract.env.VecEnv)"
             )

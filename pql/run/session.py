@@ -12,6 +12,7 @@ from pql.collect.prefill import prefill
 from pql.config import Config
 from pql.config.fields import reads
 from pql.contract.env import VecEnv
+from pql.contract.optional import Measured, Resumable, WithEvaluation, supports
 from pql.engine.interrupt import Interrupt
 from pql.engine.watchdog import Watchdog, start_limit, step_limit, watching
 from pql.errors import ConfigError, PqlWarning, RunError, first_line
@@ -200,7 +201,7 @@ class Session:
         parts.load_counters(counters)
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()))
         self.seconds = counters["seconds"]
-        if not hasattr(parts.env, "state_dict"):
+        if not supports(parts.env, Resumable):
             self.warn(
                 "this simulator cannot restore its state: episodes begin anew, so the run goes on with other bits"
             )
@@ -347,7 +348,7 @@ class Session:
             "throughput/updates_per_s": (now["updates"] - last["updates"]) / span,
             **{k: (v - last[k]) / span for k, v in now.items() if k.startswith("busy/")},
             **log.memory(parts.env.spec.device),
-            **(parts.env.measures() if hasattr(parts.env, "measures") else {}),
+            **(parts.env.measures() if supports(parts.env, Measured) else {}),
         }
         with parts.schedule.executor.exclusive():
             return log.Pending(parts.drain(self.ranks.group), row)
@@ -369,7 +370,8 @@ class Session:
 
     def _env_beside(self) -> VecEnv | None:
         """Environments for evaluations that the training's simulator has itself."""
-        return self.parts.env.beside() if hasattr(self.parts.env, "beside") else None
+        env = self.parts.env
+        return env.beside() if supports(env, WithEvaluation) else None
 
     def _check_env(self) -> None:
         budget, spec = self.config.budget, self.parts.env.spec

@@ -3,13 +3,14 @@
 Imports none of the wrapped libraries. Only ``to_host`` synchronises with the device.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pql.contract.env import Box, VecEnv
+from pql.contract.optional import PartialReset, supports
 from pql.errors import ConfigError
 from pql.types import Obs, Step, chosen
 
@@ -55,7 +56,7 @@ class SameStep:
     def __init__(self, env: VecEnv):
         spec = env.spec
         self._next = spec.autoreset == "next_step"
-        if self._next and (not hasattr(env, "reset_where") or spec.info.get("lost_life")):
+        if self._next and (not supports(env, PartialReset) or spec.info.get("lost_life")):
             wanted = "same_step, or an environment with reset_where and without lives: filler rows cannot be told apart"
             raise ConfigError("env.spec.autoreset", spec.autoreset, wanted)
         self.env = env
@@ -73,7 +74,7 @@ class SameStep:
         done = step.terminated | time_out
         obs = step.obs
         if self._next:
-            obs = self.env.reset_where(step.terminated | step.truncated)  # type: ignore[attr-defined]
+            obs = cast(PartialReset, self.env).reset_where(step.terminated | step.truncated)
         self.obs = obs
         return WrappedRow(obs, step.reward, done, time_out, final, lost, step.log)
 

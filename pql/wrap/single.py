@@ -9,6 +9,7 @@ import numpy as np
 
 from pql.config import Config
 from pql.contract.env import find_factory
+from pql.contract.optional import Renderable, supports
 from pql.errors import ConfigError
 from pql.run.task import build_env, task_kwargs
 from pql.types import Obs
@@ -76,7 +77,7 @@ class SingleEnv(gymnasium.Env):
         """Return an image [H, W, 3] uint8 of the current state; None without ``render_mode``."""
         if self.render_mode is None:
             return None
-        if not hasattr(self.env, "render"):
+        if not supports(self.env, Renderable):
             raise ConfigError("render_mode", self.render_mode, f"none: {self.env.spec.name} has no pictures")
         return self.env.render(0)
 

@@ -1,6 +1,6 @@
 """A ``VectorEnv`` for code written against gymnasium. Reached through ``pql.wrap.gymnasium``."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from pql.contract.env import Box, EnvSpec, ObsSpec, VecEnv
+from pql.contract.optional import PartialReset, supports
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 from pql.wrap.rows import clamped, ends, to_device, to_host
@@ -51,7 +52,7 @@ class GymnasiumEnv(VectorEnv):
         if mask is None:
             self._obs = self.env.reset(seed)
         else:
-            self._obs = self.env.reset_where(mask)  # type: ignore[attr-defined]
+            self._obs = cast(PartialReset, self.env).reset_where(mask)
         return _host_obs(self._obs), {}
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -90,7 +91,7 @@ class GymnasiumEnv(VectorEnv):
         mask: Any = options.get("reset_mask")
         if set(options) != {"reset_mask"} or np.shape(mask) != (self.num_envs,) or np.asarray(mask).dtype != bool:
             raise ConfigError("options", options, f"reset_mask alone, an array of {self.num_envs} bool")
-        if seed is not None or not hasattr(self.env, "reset_where"):
+        if seed is not None or not supports(self.env, PartialReset):
             wanted = "no seed, and an environment that can restart single environments (reset_where)"
             raise ConfigError("options.reset_mask", "given", wanted)
         return to_device(mask, self.env)

@@ -1,6 +1,6 @@
 """A ``VecEnv`` for rsl_rl. Reached through ``pql.wrap.rsl_rl``."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rsl_rl.env import VecEnv as RslRlVecEnv
@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pql.contract.env import Box, VecEnv
+from pql.contract.optional import PartialReset, supports
 from pql.errors import ConfigError
 from pql.run.evaluation import LONGEST
 from pql.types import Obs
@@ -55,7 +56,7 @@ class RslRlEnv(RslRlVecEnv):
 
     @episode_length_buf.setter
     def episode_length_buf(self, value: Tensor) -> None:
-        if not hasattr(self.env, "reset_where"):
+        if not supports(self.env, PartialReset):
             wanted = "left alone (init_at_random_ep_len=False): this environment cannot restart single environments"
             raise ConfigError("episode_length_buf", "assigned", wanted)
         self._age = value.to(self.device, torch.int64, copy=True)
@@ -86,7 +87,7 @@ class RslRlEnv(RslRlVecEnv):
         """End the episodes whose assigned age has reached the limit."""
         self._cut_short -= 1
         late = (self._age >= self.max_episode_length) & ~row.done
-        self._rows.obs = self.env.reset_where(late)  # type: ignore[attr-defined]
+        self._rows.obs = cast(PartialReset, self.env).reset_where(late)
         return row._replace(obs=self._rows.obs, done=row.done | late, time_out=row.time_out | late)
 
     def _tensors(self, obs: Obs) -> TensorDict:

@@ -115,7 +115,7 @@ class MujocoVec:
 
     @_one_thread()
     def prepare(self) -> None:
-        """Compile and capture what steps and resets launch, on a GPU. See ``VecEnv.prepare``."""
+        """Compile and capture what steps and resets launch, on a GPU. See ``Preparable.prepare``."""
         self.engine.prepare(self.task.frame_skip)
 
     @_one_thread()
