@@ -51,9 +51,9 @@ def final_return(words: Sequence[str], steps: int) -> float:
     ticks = max(2, steps // (parts.counts.horizon * parts.config.num_envs))
     for tick in range(ticks):
         if tick == int(ticks * (1 - LAST)):
-            parts.collector.episodes.drain()
+            parts.first.collector.episodes.drain()
         parts.schedule.tick()
-    out = parts.collector.episodes.drain()
+    out = parts.first.collector.episodes.drain()
     parts.close_envs()
     return float(out["train/return_mean"])
 

@@ -92,7 +92,7 @@ class Replica:
 
 @dataclass
 class Parts:
-    """A run's objects. Those of one replica, where it is asked for by name, are the first's.
+    """A run's objects.
 
     Attributes:
         counts: the integers of a replica's tick.
@@ -108,43 +108,6 @@ class Parts:
     def first(self) -> Replica:
         return self.replicas[0]
 
-    @property
-    def env(self) -> VecEnv:
-        return self.first.env
-
-    @property
-    def collector(self) -> Collector:
-        return self.first.collector
-
-    @property
-    def learners(self) -> dict[str, Learner]:
-        return self.first.learners
-
-    @property
-    def jobs(self) -> dict[str, LearnerJob]:
-        return self.first.jobs
-
-    @property
-    def cursors(self) -> dict[str, Cursor]:
-        return self.first.cursors
-
-    @property
-    def gauges(self) -> dict[str, Tensor]:
-        return self.first.gauges
-
-    @property
-    def slots(self) -> dict[str, WeightSlot]:
-        return self.first.slots
-
-    @property
-    def workers(self) -> dict[str, Worker]:
-        return self.first.workers
-
-    @property
-    def policy(self) -> Flat | nn.Module:
-        """The policy that is evaluated and saved."""
-        return self.first.policy
-
     # -- from the start to the end ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -155,7 +118,7 @@ class Parts:
 
     def start(self) -> None:
         """Reset the simulators, each with its own seed."""
-        with self._starting(f"the reset of {self.env.spec.name}"):
+        with self._starting(f"the reset of {self.first.env.spec.name}"):
             for one in self.replicas:
                 one.collector.start(seeds(one.config.seed)["env"])
                 touch()
@@ -192,7 +155,7 @@ class Parts:
             one.collector.quarantine.check()
 
     def close_envs(self) -> None:
-        with self._starting(f"closing {self.env.spec.name}"):
+        with self._starting(f"closing {self.first.env.spec.name}"):
             for one in self.replicas:
                 one.env.close()
 
@@ -218,7 +181,7 @@ class Parts:
 
     def busy(self) -> dict[str, float]:
         """Seconds of work so far by worker; the mean over replicas."""
-        return {k: sum(one.workers[k].busy for one in self.replicas) / len(self.replicas) for k in self.workers}
+        return {k: sum(one.workers[k].busy for one in self.replicas) / len(self.replicas) for k in self.first.workers}
 
     def totals(self) -> dict[str, float]:
         """Counters for rates, since the start of the run (``busy/...``: of this sitting), without env steps."""

@@ -81,7 +81,7 @@ def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> P
 
 def snapshot(parts: Parts) -> dict[str, Any]:
     """A run's policy as it stands, in the form of ``Policy.state_dict`` (the tensors themselves, not copies)."""
-    return {"policy": parts.policy.state_dict(), "norm": parts.collector.normalizer.state_dict()}
+    return {"policy": parts.first.policy.state_dict(), "norm": parts.first.collector.normalizer.state_dict()}
 
 
 def load_policy(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> "Policy | ExportedPolicy":
@@ -223,7 +223,7 @@ def init_from(parts: Parts, source: Path) -> None:
         tensors, manifest, _ = checkpoint.find(source, POLICIES, whole=True)
     except ConfigError as error:
         raise ConfigError("init_from", source, error.allowed) from error
-    spec, old = spec_to_dict(parts.env.spec), manifest["spec"]
+    spec, old = spec_to_dict(parts.first.env.spec), manifest["spec"]
     for what in ("obs", "action"):
         if spec[what] != old[what]:
             raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
@@ -235,21 +235,21 @@ def init_from(parts: Parts, source: Path) -> None:
         if value != theirs.get(name, value):
             raise ConfigError(name, value, f"{show(theirs[name])}, as in init_from={source}")
     policy = policy_of(tensors, manifest, "cpu", given=NETWORKS).state_dict()["policy"]  # which are this run's
-    parts.policy.load_state_dict(policy)
-    for worker, learner in parts.learners.items():
+    parts.first.policy.load_state_dict(policy)
+    for worker, learner in parts.first.learners.items():
         networks = networks_of(learner.state)
         for name, flat in networks.items():
             prefix = f"learners/{worker}/state/{name}"
             if any(k.startswith(f"{prefix}/") for k in tensors):
                 flat.load_state_dict(checkpoint.unflatten(tensors, flat.state_dict(), prefix))
-            elif name == "target" and parts.policy in networks.values():  # of the network that acts
+            elif name == "target" and parts.first.policy in networks.values():  # of the network that acts
                 flat.load_state_dict(policy)
-    norm = parts.collector.normalizer.state_dict()
+    norm = parts.first.collector.normalizer.state_dict()
     prefix = "collector/normalizer" if whole else "norm"
     # Statistics of observations alone: the reward's scale is this run's own.
     known = [k for k in norm if k.startswith(("moments.", "scale_", "shift_")) and f"{prefix}/{k}" in tensors]
     seen = {k: norm[k] for k in known}
-    parts.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
+    parts.first.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
 
 
 def deciding(config: Config, critic: bool) -> dict[str, Any]:

@@ -150,15 +150,15 @@ class Ranks:
             return
         self.wait()  # simulators take their time to start; from here on, nobody keeps the others waiting
         order, limit = Order(), timedelta(seconds=self.share.placement.watchdog_seconds)
-        for name, worker in sorted(parts.workers.items()):  # everywhere in the same order
+        for name, worker in sorted(parts.first.workers.items()):  # everywhere in the same order
             cuda = worker.device.type == "cuda"
             if cuda:
                 torch.cuda.set_device(worker.device)
             handle = dist.new_group(backend="nccl" if cuda else "gloo", timeout=limit)
             self.groups[name] = Group(handle, order if cuda else None)
-        for name, job in parts.jobs.items():
+        for name, job in parts.first.jobs.items():
             job.connect(self.groups[name])
-        parts.collector.normalizer.connect(self.groups["collector"])
+        parts.first.collector.normalizer.connect(self.groups["collector"])
 
     def group(self, worker: str) -> Group:
         """The processes of one worker's kind."""
@@ -166,7 +166,7 @@ class Ranks:
 
     def spread(self, parts: Parts) -> None:
         """Start everywhere from rank 0's networks."""
-        for name, job in parts.jobs.items() if self.size > 1 else ():
+        for name, job in parts.first.jobs.items() if self.size > 1 else ():
             for tensor in _networks(job.learner.state):
                 self.groups[name].broadcast_(tensor)
 
@@ -174,8 +174,10 @@ class Ranks:
         """Raises ``RunError`` where this rank's weights or statistics differ from rank 0's by a bit."""
         if self.size == 1:
             return
-        mine = {f"{n}/{k}": _digest(v) for n, one in parts.learners.items() for k, v in _trained(one.state).items()}
-        mine |= {f"statistics/{i}": _digest(v) for i, v in enumerate(parts.collector.normalizer.frozen())}
+        mine = {
+            f"{n}/{k}": _digest(v) for n, one in parts.first.learners.items() for k, v in _trained(one.state).items()
+        }
+        mine |= {f"statistics/{i}": _digest(v) for i, v in enumerate(parts.first.collector.normalizer.frozen())}
         for rank, theirs in enumerate(self.every(mine)):
             if wrong := [k for k, v in mine.items() if theirs[k] != v]:
                 raise RunError(f"rank {self.rank} and rank {rank} have drifted apart: {wrong[0]} differs")

@@ -123,7 +123,7 @@ class Session:
         rundir.check_shared(self.run_dir)
         self._window = self._begun = self._totals()
         updates = self.parts.updates()
-        self._guard = NonFiniteMonitor(self.warn, updates, self.parts.collector.restarts)
+        self._guard = NonFiniteMonitor(self.warn, updates, self.parts.first.collector.restarts)
         self._frozen = FrozenPolicy(self.warn, updates["p"], reads(config, "algo.policy.saturation_penalty"))
         self._say_more()
 
@@ -149,7 +149,7 @@ class Session:
             init_from(self.parts, Path(config.init_from).expanduser())
         if config.replay.prefill:
             with self.doing(f"reading {config.replay.prefill}"):
-                taken = prefill(self.parts.collector, config.replay.prefill, ranks.rank, ranks.size)
+                taken = prefill(self.parts.first.collector, config.replay.prefill, ranks.rank, ranks.size)
             self.prefilled = sum(ranks.every(taken))
         ranks.spread(self.parts)
         if ranks.first:
@@ -166,7 +166,7 @@ class Session:
             if self.ranks.size == 1:
                 return not wanted
             # All end it at the same step, for which they wait for each other: seldom.
-            return self.parts.collector.steps % AGREE_EVERY > 0 or not any(self.ranks.every(wanted))
+            return self.parts.first.collector.steps % AGREE_EVERY > 0 or not any(self.ranks.every(wanted))
 
         with dumping(self.run_dir, self.parts, self.ranks.rank):
             if ticks == 0:
@@ -201,7 +201,7 @@ class Session:
         parts.load_counters(counters)
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()))
         self.seconds = counters["seconds"]
-        if not supports(parts.env, Resumable):
+        if not supports(parts.first.env, Resumable):
             self.warn(
                 "this simulator cannot restore its state: episodes begin anew, so the run goes on with other bits"
             )
@@ -347,8 +347,8 @@ class Session:
             "throughput/env_steps_per_s": (now["env_steps"] - last["env_steps"]) / span,
             "throughput/updates_per_s": (now["updates"] - last["updates"]) / span,
             **{k: (v - last[k]) / span for k, v in now.items() if k.startswith("busy/")},
-            **log.memory(parts.env.spec.device),
-            **(parts.env.measures() if supports(parts.env, Measured) else {}),
+            **log.memory(parts.first.env.spec.device),
+            **(parts.first.env.measures() if supports(parts.first.env, Measured) else {}),
         }
         with parts.schedule.executor.exclusive():
             return log.Pending(parts.drain(self.ranks.group), row)
@@ -366,15 +366,17 @@ class Session:
 
     def _evaluates_beside(self) -> bool:
         """Return True if a second simulator is possible. If not, the final evaluation uses the training simulator."""
-        return self.given_env is None and (not self.parts.env.spec.single_instance or self._env_beside() is not None)
+        return self.given_env is None and (
+            not self.parts.first.env.spec.single_instance or self._env_beside() is not None
+        )
 
     def _env_beside(self) -> VecEnv | None:
         """Environments for evaluations that the training's simulator has itself."""
-        env = self.parts.env
+        env = self.parts.first.env
         return env.beside() if supports(env, WithEvaluation) else None
 
     def _check_env(self) -> None:
-        budget, spec = self.config.budget, self.parts.env.spec
+        budget, spec = self.config.budget, self.parts.first.env.spec
         check_acting_epsilon(self.config.eval.epsilon, spec)
         if self.given_env is not None and self.ranks.share.num_envs != spec.num_envs:
             raise ConfigError("num_envs", self.ranks.share.num_envs, f"{spec.num_envs}, as the given environment has")
@@ -392,7 +394,7 @@ class Session:
         place = self.config.placement
         with watching("building the evaluation's environments", start_limit(place)):
             env, seed = self._env_beside() or build_env(self.ranks.share, self.config.eval.num_envs), self.config.seed
-            policy = fresh_policy(self.config, self.parts.env.spec, env.spec.device)
+            policy = fresh_policy(self.config, self.parts.first.env.spec, env.spec.device)
             limits = step_limit(place), start_limit(place)
             return Evaluator(env, policy, seeds(seed)["eval"], self.config.eval.epsilon, *limits)
 
@@ -448,7 +450,7 @@ class Session:
 
     def _evaluate_here(self) -> None:
         """On the environments that were trained on."""
-        env, seed, epsilon = self.parts.env, seeds(self.config.seed)["eval"], self.config.eval.epsilon
+        env, seed, epsilon = self.parts.first.env, seeds(self.config.seed)["eval"], self.config.eval.epsilon
         policy, ended = fresh_policy(self.config, env.spec, env.spec.device), [0]
         policy.load_state_dict(snapshot(self.parts))
         with self.doing("evaluation", lambda: f"{ended[-1]} of {env.spec.num_envs} episodes"):

@@ -51,7 +51,7 @@ def test_random_delays_between_workers_change_nothing():
     config, gen = config_of(VARIANTS["lstm"]), Generator().manual_seed(0)
     reference = bits(ticks(start(config, Inline()), 20))
     parts = start(config, Threads(ORDERS[0]))
-    for worker in parts.workers.values():
+    for worker in parts.first.workers.values():
         worker.job = partial(late, worker.job, iter((torch.rand(20, generator=gen) * 0.004).tolist()))
     assert differences(reference, bits(ticks(parts, 20))) == []
     parts.schedule.executor.close()
@@ -61,7 +61,7 @@ def test_random_delays_between_workers_change_nothing():
 def test_the_learner_reads_the_rollout_of_the_tick_before(variant, monkeypatch):
     """Although the collector has by then filled the other half."""
     parts = ticks(start(config_of(VARIANTS[variant]), Inline(ORDERS[0])), 3)
-    rollout, module = parts.collector.stores[0], ppo if variant == "appo" else impala
+    rollout, module = parts.first.collector.stores[0], ppo if variant == "appo" else impala
     begin_tick, seen = module.begin_ppo_tick, []
 
     def spy(state, settings, segment):
@@ -96,17 +96,17 @@ def test_streams_order_every_cross_worker_read():
 )
 def test_ratios_and_lags_are_exact_at_every_tick(changes, lag):
     parts = start(config_of({"algo": changes}), Inline())
-    begun = parts.collector.steps
+    begun = parts.first.collector.steps
     assert begun == 4 + (0 if changes.get("schedule") else 6)  # one rollout before the first tick
     for tick in range(1, 14):
-        before = parts.collector.stores[0].segment().version.clone()
+        before = parts.first.collector.stores[0].segment().version.clone()
         parts.schedule.tick()
-        assert parts.collector.steps - begun == 6 * tick
-        assert parts.jobs["learner"].updates == tick
+        assert parts.first.collector.steps - begun == 6 * tick
+        assert parts.first.jobs["learner"].updates == tick
         assert parts.schedule.lag == min(lag, tick if lag and not changes.get("schedule") else tick - 1)
-        metrics = parts.jobs["learner"].metrics.drain()
+        metrics = parts.first.jobs["learner"].metrics.drain()
         assert metrics["lag/rows_mean"] == metrics["lag/rows_max"] == min(lag, tick - 1)
-        acted = parts.collector.stores[0].segment().version
+        acted = parts.first.collector.stores[0].segment().version
         assert (acted == max(0, tick - 1 - changes.get("policy_lag", 0))).all()
         assert lag == 0 or tick == 1 or (acted >= before).all()
 
@@ -114,8 +114,8 @@ def test_ratios_and_lags_are_exact_at_every_tick(changes, lag):
 def test_rows_of_different_lags_are_told_apart():
     """An environment that acted long ago keeps the version it acted with: the mean is over rows, the largest its."""
     parts = ticks(start(config_of({"algo": {"schedule": "lockstep"}}), Inline()), 5)
-    parts.workers["collector"].run(6)
-    rollout, learner = parts.collector.stores[0], parts.learners["learner"]
+    parts.first.workers["collector"].run(6)
+    rollout, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
     rollout.version[:3, 1] = 1
     (batch,) = learner.draw(1, learner.gen)
     out = impala.impala_update(learner.state, learner.inputs, batch, learner.gen)
@@ -129,8 +129,8 @@ def test_rows_of_different_lags_are_told_apart():
 def fresh(*changes):
     """A learner and the minibatch of its first tick, under lockstep."""
     parts = start(config_of({"algo": {"schedule": "lockstep"}}, *changes), Inline())
-    parts.workers["collector"].run(6)
-    learner = parts.learners["learner"]
+    parts.first.workers["collector"].run(6)
+    learner = parts.first.learners["learner"]
     return learner, next(iter(learner.draw(1, learner.gen)))
 
 
@@ -188,8 +188,8 @@ def test_on_policy_it_is_a2c(variant, correction):
     }
     algo = {"family": "ppo", "schedule": "lockstep", **a2c, "policy": {"grad_clip": None}}
     parts = start(config_of({"algo": algo}), Inline())
-    parts.workers["collector"].run(6)
-    other = parts.learners["learner"]
+    parts.first.workers["collector"].run(6)
+    other = parts.first.learners["learner"]
     (rows_,) = other.draw(1, other.gen)
     ppo.ppo_update(other.state, other.inputs, rows_, other.gen)
     torch.testing.assert_close(mine, other.state.optimizer.flat.data.grad, rtol=1e-3, atol=1e-6)
@@ -234,7 +234,7 @@ def test_rows_that_do_not_count_change_nothing(appo):
     config = replace(config, task=replace(config.task, name="counter", kwargs=kwargs))
     one, two = (learned_with(config, 6, reward=junk, version=version) for junk, version in ((77.0, -5), (0.0, 0)))
     assert differences(learners(bits(one)), learners(bits(two))) == []
-    assert one.jobs["learner"].metrics.drain()["lag/rows_max"] == 0
+    assert one.first.jobs["learner"].metrics.drain()["lag/rows_max"] == 0
 
 
 @pytest.mark.parametrize("lstm", [None, 8])
@@ -246,8 +246,8 @@ def test_appo_on_policy_is_ppo(lstm):
     ]
     batches = []
     for parts in runs:
-        parts.workers["collector"].run(6)
-        learner = parts.learners["learner"]
+        parts.first.workers["collector"].run(6)
+        learner = parts.first.learners["learner"]
         batches.append(list(learner.draw(4, learner.gen)))
     for mine, theirs in zip(*batches, strict=True):
         for name in ("advantage", "target", "log_prob", "params", "value", "mask"):
@@ -257,8 +257,8 @@ def test_appo_on_policy_is_ppo(lstm):
 
 def test_appo_clips_around_the_policy_that_the_tick_began_with():
     parts = ticks(start(config_of(VARIANTS["appo"]), Inline()), 4)
-    learner, view = parts.learners["learner"], parts.workers["learner"].pulls[0][1]
-    parts.slots["rollout"].pull(view, parts.schedule.ticks)
+    learner, view = parts.first.learners["learner"], parts.first.workers["learner"].pulls[0][1]
+    parts.first.slots["rollout"].pull(view, parts.schedule.ticks)
     batch = next(iter(learner.draw(4, learner.gen)))
     with torch.no_grad():
         params, _ = ppo.evaluate_minibatch(learner.state.net, batch)

@@ -56,11 +56,11 @@ def learned_value(env, normalize, seed):
     task = {"name": "pension", "kwargs": {"stagger": True}}
     change = {"task": task, "num_envs": 64, "seed": seed, "algo": {"gamma": 0.9, **WIDE, **settings}}
     parts = ticks(start(config_of(change), Inline()), 50)
-    parts.workers["collector"].run(16)
-    state, segment = parts.learners["learner"].state, parts.collector.stores[0].segment()
+    parts.first.workers["collector"].run(16)
+    state, segment = parts.first.learners["learner"].state, parts.first.collector.stores[0].segment()
     scale, shift = ppo.value_scale(state.returns)
     values = ppo.segment_values(state, segment)[:17].detach() * scale + shift
-    assert parts.gauges["rollout/bootstrap_lost"] == 0
+    assert parts.first.gauges["rollout/bootstrap_lost"] == 0
     return values.mean().item()
 
 
@@ -98,13 +98,13 @@ def explained_by_the_critic(seed):
     change = {"task": {"name": "seeing", "reward_scale": 0.1, "kwargs": {"stagger": True}}, "num_envs": 32}
     change["seed"] = seed
     parts = start(config_of(change, {"algo": {"gamma": 0.9, "horizon": 16}}), Inline())
-    net = parts.learners["learner"].state.net
+    net = parts.first.learners["learner"].state.net
     assert (net.policy.body.group, net.value_body.group) == ("policy", "critic")
     ticks(parts, 60)
-    parts.jobs["learner"].metrics.drain()
+    parts.first.jobs["learner"].metrics.drain()
     ticks(parts, 10)
-    assert fresh_policy(parts.config, parts.env.spec, "cpu")(torch.zeros(2, 1)).shape == (2, 1)
-    return float(parts.jobs["learner"].metrics.drain()["value/explained_variance"])
+    assert fresh_policy(parts.config, parts.first.env.spec, "cpu")(torch.zeros(2, 1)).shape == (2, 1)
+    return float(parts.first.jobs["learner"].metrics.drain()["value/explained_variance"])
 
 
 def test_ppo_swings_the_pendulum_up(learns):
@@ -143,9 +143,9 @@ def test_balls_are_caught_from_pixels_with_the_preset(name, count, learns):
 def catch(name, count, seed):
     words = ("device=cpu", f"algo={name}", "task=catch", "placement.matmul=exact", f"seed={seed}")
     parts = start(compose([*words, "placement.threads.collector=1", "placement.threads.v=1"]), Inline())
-    assert parts.learners["learner"].state.net.value.body is None  # one network for both
+    assert parts.first.learners["learner"].state.net.value.body is None  # one network for both
     assert score(parts, 256) < -0.2  # untrained
-    assert parts.collector.stores[0].obs["policy"].dtype == torch.uint8
+    assert parts.first.collector.stores[0].obs["policy"].dtype == torch.uint8
     return train_until(parts, 0.8, count, lambda: score(parts, 256))
 
 

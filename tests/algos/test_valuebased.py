@@ -67,7 +67,7 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
 
 def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
     delta, plain, kl = (
-        build(config_of(VARIANTS[v], {"huber": h})).learners["v"].state.priorities
+        build(config_of(VARIANTS[v], {"huber": h})).first.learners["v"].state.priorities
         for v, h in (("prioritized", 0.7), ("prioritized", None), ("rainbow", 0.7))
     )
     assert (delta.clip, plain.clip, kl.clip) == (0.7, None, None)
@@ -78,17 +78,17 @@ def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
 @pytest.mark.parametrize(("ratio", "horizon", "updates"), [(2, 1, 2), (0.5, 2, 1), (1.25, 4, 5), (0.015625, 64, 1)])
 def test_updates_per_step_are_exact(schedule, ratio, horizon, updates):
     parts = start(config_of({"schedule": schedule, "v_per_step": ratio, "target_period": 512}), Inline())
-    begun = parts.collector.steps
+    begun = parts.first.collector.steps
     for tick in range(1, 4):
         parts.schedule.tick()
-        assert parts.collector.steps - begun == tick * horizon
+        assert parts.first.collector.steps - begun == tick * horizon
         assert parts.updates() == {"v": tick * updates, "p": 0}
         assert parts.schedule.lag == (1 if schedule == "concurrent" else 0)
 
 
 def test_the_target_follows_every_so_many_env_steps_exactly():
     parts = start(config_of({"v_per_step": 2, "target_period": 40}), Inline())  # 8 envs: 5 ticks, 10 updates
-    state, copies = parts.learners["v"].state, []
+    state, copies = parts.first.learners["v"].state, []
     for tick in range(1, 21):
         before = state.target.data.clone()
         parts.schedule.tick()
@@ -130,19 +130,19 @@ def test_a_burst_has_all_its_batches_whatever_their_size(monkeypatch):
     monkeypatch.setattr("pql.algos.value.GATHERED", 1)
     parts = start(config_of({"algo": {"v_per_step": 3}}), Inline())
     parts.schedule.tick()
-    batches = list(parts.learners["v"].draw(3, torch.Generator().manual_seed(0)))
+    batches = list(parts.first.learners["v"].draw(3, torch.Generator().manual_seed(0)))
     assert [len(b.reward) for b in batches] == [parts.config.algo.batch_size] * 3
     assert not torch.equal(batches[0].index, batches[1].index)
 
 
 def test_new_rows_come_up_as_soon_as_they_are_complete():
     parts = start(config_of(VARIANTS["ape-x"], {"schedule": "lockstep"}), Inline())
-    ranked = parts.learners["v"].state.priorities
+    ranked = parts.first.learners["v"].state.priorities
     assert ranked.entered.tolist() == [16 - 3] * 8  # the warm-up's, three steps late
     for tick in range(5):
         parts.schedule.tick()
         assert ranked.entered.tolist() == [14 + tick] * 8
-    ring = parts.collector.replays[0]
+    ring = parts.first.collector.replays[0]
     assert not ring.extra["q"][16 * 8 : 20 * 8].isnan().any()
     assert ring.extra["q"][: 16 * 8].isnan().all()
 
@@ -180,7 +180,7 @@ def test_recorded_rows_are_in_the_tree_before_the_first_tick(tmp_path):
     file = tmp_path / "a" / "replay.safetensors"
     words = [*WORDS, "algo=eps_rainbow", "budget.env_steps=2400", f"replay.prefill={file}", f"run_dir={tmp_path / 'b'}"]
     session = Session(compose(words), quiet=True)
-    ring, ranked = session.parts.collector.replays[0], session.parts.learners["v"].state.priorities
+    ring, ranked = session.parts.first.collector.replays[0], session.parts.first.learners["v"].state.priorities
     assert ring.live.head.min() > 8 + 50  # the warm-up's, and what was recorded
     assert torch.equal(ranked.entered, ring.live.head - 3)
     assert (ranked.tree.levels[0] > 0).sum() > 16 * 50
@@ -244,14 +244,14 @@ def test_the_command_line_trains_and_evaluates(tmp_path, capsys):
 @EVERY_VARIANT
 def test_a_policy_acts_greedily_in_the_values_without_noise(variant):
     parts = run(config_of(variant), ticks=3)
-    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
+    policy = fresh_policy(parts.config, parts.first.env.spec, "cpu")
     policy.load_state_dict(snapshot(parts))
     obs = torch.randn(64, 4)
-    net = parts.policy.module
+    net = parts.first.policy.module
     for buffer in net.buffers():
         if buffer is not net.atoms:
             buffer.zero_()  # the learner's last draw
-    want = net.values(parts.collector.normalizer({"policy": obs}))
+    want = net.values(parts.first.collector.normalizer({"policy": obs}))
     got = policy(obs)
     best = want.gather(1, got.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(best, want.amax(1), rtol=0, atol=1e-5)  # weights lie elsewhere: near ties may turn
@@ -259,7 +259,7 @@ def test_a_policy_acts_greedily_in_the_values_without_noise(variant):
 
 def test_an_evaluation_with_epsilon_is_random_to_that_extent_and_repeats():
     parts = run(config_of(), ticks=2)
-    env = type(parts.env)(64, "cpu", max_episode_steps=50)
+    env = type(parts.first.env)(64, "cpu", max_episode_steps=50)
     seen = []
 
     def policy(obs):
@@ -317,11 +317,11 @@ def test_a_run_starts_from_another_ones_network(tmp_path):
     again = [*WORDS, "algo=c51", "budget.env_steps=1000"]
     session = Session(compose([*again, f"run_dir={tmp_path / 'b'}", f"init_from={tmp_path / 'a'}"]), quiet=True)
     old = load_policy(tmp_path / "a").state_dict()["policy"]
-    state = session.parts.learners["v"].state
+    state = session.parts.first.learners["v"].state
     assert all(torch.equal(state.q.state_dict()[k], old[k]) for k in old)
     policy = f"init_from={tmp_path / 'a' / 'checkpoints' / 'last'}"
     only = Session(compose([*again, f"run_dir={tmp_path / 'c'}", policy]), quiet=True)
-    target = only.parts.learners["v"].state.target.state_dict()
+    target = only.parts.first.learners["v"].state.target.state_dict()
     assert all(torch.equal(target[k], old[k]) for k in old)
     for one in (session, only):
         one.closing.close()
@@ -432,7 +432,7 @@ def test_the_smallest_prioritised_replay_gives_the_same_bits_in_any_order(n, war
 def test_the_optimisers_settings_arrive():
     for kind, name in (("adam", "AdamW"), ("rmsprop", "RMSProp")):
         change = {"critic": {"lr": 3e-4, "eps": 2e-3, "grad_clip": 7.0}, "optimizer": kind, "rms_decay": 0.9}
-        optimizer = build(config_of(change)).learners["v"].state.optimizer
+        optimizer = build(config_of(change)).first.learners["v"].state.optimizer
         assert type(optimizer).__name__ == name
         assert (optimizer.eps, optimizer.clip, round(float(optimizer.lr), 8)) == (2e-3, 7.0, 3e-4)
         assert getattr(optimizer, "decay", 0.9) == 0.9

@@ -149,7 +149,7 @@ def test_eps_of_the_config_reaches_the_optimisers(family):
     algo = on_policy if family in ("adam", "rmsprop") else {"family": family, "critic": {"eps": 0.25}}
     algo["policy"] = {"eps": 0.5}
     parts = build(small_config(algo=algo))
-    eps = {name: learner.state.optimizer.eps for name, learner in parts.learners.items()}
+    eps = {name: learner.state.optimizer.eps for name, learner in parts.first.learners.items()}
     assert eps == ({"learner": 0.5} if family in ("adam", "rmsprop") else {"v": 0.25, "p": 0.5})
 
 

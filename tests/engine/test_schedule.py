@@ -67,7 +67,7 @@ def test_random_delays_between_workers_change_nothing():
     for seed in range(5):
         parts = start(config, Threads(("v", "p", "collector")))
         generator = torch.Generator().manual_seed(seed)
-        for worker in parts.workers.values():
+        for worker in parts.first.workers.values():
             delays = (torch.rand(50, generator=generator) * 0.004).tolist()
             worker.job = partial(late, worker.job, iter(delays))
         for _ in range(50):
@@ -106,13 +106,13 @@ def test_ratios_that_no_horizon_meets_are_refused():
 @pytest.mark.parametrize(("v", "p", "horizon"), [(2, 0.5, 1), (0.5, 0.5, 4)])
 def test_ratios_and_lag_are_exact_at_every_tick(schedule, lag, v, p, horizon):
     parts = start(small_config(algo={"schedule": schedule, "v_per_step": v, "p_per_v": p}), Inline())
-    warm_up = parts.collector.steps
+    warm_up = parts.first.collector.steps
     for tick in range(1, 30):
         parts.schedule.tick()
-        steps = parts.collector.steps - warm_up
+        steps = parts.first.collector.steps - warm_up
         assert steps == tick * horizon
-        assert parts.jobs["v"].updates == v * steps
-        assert parts.jobs["p"].updates == p * parts.jobs["v"].updates
+        assert parts.first.jobs["v"].updates == v * steps
+        assert parts.first.jobs["p"].updates == p * parts.first.jobs["v"].updates
         assert parts.schedule.lag == lag
 
 
@@ -181,7 +181,11 @@ def test_streams_order_every_cross_worker_read(order):
     assert len(behind) == 3 * 10
     assert min(behind) > 0
     # busy time comes from the device's own clock: ten settled ticks, one (fake) second between a job's two events
-    assert {name: worker.busy for name, worker in parts.workers.items()} == {"v": 10.0, "p": 10.0, "collector": 10.0}
+    assert {name: worker.busy for name, worker in parts.first.workers.items()} == {
+        "v": 10.0,
+        "p": 10.0,
+        "collector": 10.0,
+    }
 
 
 def test_the_order_check_sees_a_missing_edge():
@@ -224,7 +228,7 @@ def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name, threads
     def fail(count):
         raise ZeroDivisionError("the cause")
 
-    parts.workers[name].job = fail
+    parts.first.workers[name].job = fail
     begun = time.monotonic()
     with pytest.raises(RunError, match=f"worker {name} failed: ZeroDivisionError: the cause") as caught:
         parts.schedule.tick()
@@ -245,7 +249,7 @@ def _frames(tb):
 def test_a_hung_worker_is_named_with_all_stacks(threads_left):
     parts = start(small_config(), Threads(("collector", "v", "p"), watchdog=0.3))
     release = threading.Event()
-    parts.workers["p"].job = lambda count: release.wait(20)
+    parts.first.workers["p"].job = lambda count: release.wait(20)
     begun = time.monotonic()
     with pytest.raises(RunError, match=r"worker p has not finished its tick in 0\.3 s") as caught:
         parts.schedule.tick()

@@ -145,7 +145,7 @@ def begun(parts, count):
 
 def test_a_reset_that_hangs(guarded):
     parts = made(watchdog_seconds=0.1, start_seconds=0.3)
-    parts.env.reset = forever
+    parts.first.env.reset = forever
     with pytest.raises(HungError) as caught:
         parts.start()
     assert cause(caught) == "the reset of pendulum has made no progress for 0.3 s (placement.start_seconds)"
@@ -160,7 +160,7 @@ def hanging(env, at):
 @pytest.mark.parametrize(("at", "who"), [(3, "the warm-up"), (20, "worker collector")])
 def test_a_step_that_hangs_under_lockstep(guarded, at, who):
     parts = made(watchdog_seconds=0.5)
-    hanging(parts.env, at)
+    hanging(parts.first.env, at)
     with pytest.raises(HungError) as caught:
         begun(parts, 20)
     said = f"{who} has made no progress for 0.5 s, in the simulator pendulum (placement.watchdog_seconds)"
@@ -170,7 +170,7 @@ def test_a_step_that_hangs_under_lockstep(guarded, at, who):
 
 def test_an_update_that_hangs_under_lockstep(guarded):
     parts = begun(made(watchdog_seconds=0.3), 2)
-    parts.workers["p"].job = forever
+    parts.first.workers["p"].job = forever
     with pytest.raises(HungError) as caught:
         ticks(parts, 1)
     assert cause(caught) == "worker p has made no progress for 0.3 s (placement.watchdog_seconds)"

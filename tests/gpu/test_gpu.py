@@ -127,8 +127,8 @@ def run(config, ticks, executor=None, env=None, delay=None):
     """``ticks`` ticks from the start, settled. ``delay(parts)`` may hold the device up before the first."""
     parts = build(config, env, executor=executor)
     parts.prepare()
-    parts.collector.start(seeds(config.seed)["env"])
-    parts.collector.warm_up(config.algo.warmup_steps)
+    parts.first.collector.start(seeds(config.seed)["env"])
+    parts.first.collector.warm_up(config.algo.warmup_steps)
     if delay is None:
         parts.begin()
         torch.cuda.synchronize()
@@ -160,9 +160,9 @@ class Ordered(Streams):
 @everywhere(ALGOS, ALGOS)
 def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
     captured, eager = (start(gpu_config(algo=algo, cuda_graphs=g)) for g in ("on", "off"))
-    assert all(job.graph.graph is not None for job in captured.jobs.values())
-    assert all(job.graph.graph is None for job in eager.jobs.values())
-    ours, theirs = (parts.collector.replays[0] for parts in (captured, eager))
+    assert all(job.graph.graph is not None for job in captured.first.jobs.values())
+    assert all(job.graph.graph is None for job in eager.first.jobs.values())
+    ours, theirs = (parts.first.collector.replays[0] for parts in (captured, eager))
     untouched = learners(settle(captured))
     for _ in range(5):
         for store in (ours.obs["policy"], ours.action, ours.reward):
@@ -170,12 +170,12 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
         theirs.load_state_dict(ours.state_dict())
         for name in ("v", "p"):
             for parts in (captured, eager):
-                parts.workers[name].run(1)
+                parts.first.workers[name].run(1)
     after = learners(settle(captured))
     assert differences(after, learners(settle(eager))) == []
     assert "learners/v/state/critic/net.0.weight" in differences(after, untouched)
     for name in ("v", "p"):
-        one, other = (parts.jobs[name].metrics.drain() for parts in (captured, eager))
+        one, other = (parts.first.jobs[name].metrics.drain() for parts in (captured, eager))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[k], other[k]) for k in one)
 
@@ -237,8 +237,8 @@ def test_warm_up_and_capture_leave_no_trace(algo):
     parts.prepare()
     assert traces(before, settle(parts)) == []
     assert torch.equal(generator, torch.cuda.get_rng_state())
-    assert parts.collector.steps == 0
-    for job in parts.jobs.values():
+    assert parts.first.collector.steps == 0
+    for job in parts.first.jobs.values():
         assert job.updates == 0
         if job.metrics.count is not None:
             assert [float(v) for v in (job.metrics.count, *job.metrics.sums)] == [0.0] * (1 + len(job.metrics.sums))
@@ -276,8 +276,8 @@ def test_the_first_minibatch_on_the_device_is_on_policy(algo):
 
     parts = start(gpu_config(algo=algo, placement={"matmul": "exact"}))
     parts.schedule.tick()
-    parts.workers["collector"].run(parts.counts.horizon)
-    learner = parts.learners["learner"]
+    parts.first.workers["collector"].run(parts.counts.horizon)
+    learner = parts.first.learners["learner"]
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
     with torch.no_grad():
         params, _ = ppo.evaluate_minibatch(learner.state.net, batch)
@@ -401,7 +401,7 @@ def test_random_delays_on_the_streams_change_nothing():
 
         def hold_up(parts, generator=generator):
             torch.cuda.synchronize()
-            for worker in parts.workers.values():
+            for worker in parts.first.workers.values():
                 cycles = iter((torch.rand(20, generator=generator) * CYCLES / 10).long().tolist())
 
                 def job(count, job=worker.job, cycles=cycles):
@@ -444,7 +444,7 @@ def test_reading_between_ticks_is_ordered_with_them():
         parts.schedule.tick()
         with parts.schedule.executor.exclusive():
             torch.cuda._sleep(CYCLES // 100)
-            counts.append(parts.collector.replays[0].live.head[0].clone())
+            counts.append(parts.first.collector.replays[0].live.head[0].clone())
     warm = parts.config.algo.warmup_steps
     assert [int(c) for c in counts] == [warm + tick for tick in range(1, 6)]
 

@@ -92,11 +92,11 @@ def error_after_training(seed):
         parts.schedule.tick()
     env = Seek(256, CPU)
     obs = env.reset(5)
-    policy = parts.policy.module
+    policy = parts.first.policy.module
     assert policy.groups == ("policy", "image")
-    return (policy(parts.collector.normalizer(obs)) - env.best).abs().mean().item()
+    return (policy(parts.first.collector.normalizer(obs)) - env.best).abs().mean().item()
     assert obs["image"].dtype == torch.uint8
-    assert parts.collector.replays[0].obs["image"].dtype == torch.uint8
+    assert parts.first.collector.replays[0].obs["image"].dtype == torch.uint8
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,11 @@ config_of = partial(configured, BASE)
 def learned_with(config: Config, steps: int, **junk: float) -> Parts:
     """``steps`` collected and learnt from, once ``junk`` is in the named columns of every row that does not count."""
     parts = start(config, Inline())
-    parts.workers["collector"].run(steps)
-    rollout = parts.collector.stores[0]
+    parts.first.workers["collector"].run(steps)
+    rollout = parts.first.collector.stores[0]
     masked = rollout.segment().mask == 0
     assert steps // 2 < masked.sum() < 40
     for name, value in junk.items():
         getattr(rollout, name)[masked] = value
-    parts.workers["learner"].run(1)
+    parts.first.workers["learner"].run(1)
     return parts
