@@ -174,10 +174,9 @@ class Ranks:
         """Raises ``RunError`` where this rank's weights or statistics differ from rank 0's by a bit."""
         if self.size == 1:
             return
-        mine = {
-            f"{n}/{k}": _digest(v) for n, one in parts.first.learners.items() for k, v in _trained(one.state).items()
-        }
-        mine |= {f"statistics/{i}": _digest(v) for i, v in enumerate(parts.first.collector.normalizer.frozen())}
+        first = parts.first
+        mine = {f"{n}/{k}": _digest(v) for n, one in first.learners.items() for k, v in _trained(one.state).items()}
+        mine |= {f"statistics/{i}": _digest(v) for i, v in enumerate(first.collector.normalizer.frozen())}
         for rank, theirs in enumerate(self.every(mine)):
             if wrong := [k for k, v in mine.items() if theirs[k] != v]:
                 raise RunError(f"rank {self.rank} and rank {rank} have drifted apart: {wrong[0]} differs")

@@ -181,7 +181,8 @@ def test_streams_order_every_cross_worker_read(order):
     assert len(behind) == 3 * 10
     assert min(behind) > 0
     # busy time comes from the device's own clock: ten settled ticks, one (fake) second between a job's two events
-    assert {name: worker.busy for name, worker in parts.first.workers.items()} == {
+    busy = {name: worker.busy for name, worker in parts.first.workers.items()}
+    assert busy == {
         "v": 10.0,
         "p": 10.0,
         "collector": 10.0,
