@@ -443,7 +443,7 @@ def test_it_may_end_in_the_warm_up(tmp_path):
 
 def test_the_black_box_goes_back_far_enough_and_no_further():
     env = Breaking(Pendulum(4), {70: [("state", [2])], 150: [("state", [1])]})
-    box_env = begun(small_config(num_envs=4), env).collector
+    box_env = begun(small_config(num_envs=4), env).first.collector
     for _ in range(200):
         box_env.run(1)
     told = box_env.box.state_dict()

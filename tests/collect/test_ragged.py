@@ -35,7 +35,7 @@ def collected(env, steps=20, **change):
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
 def test_targets_are_those_of_the_same_history_without_delay(autoreset):
     kwargs = {"autoreset": autoreset, "final_obs": "on_done", "restart_every": 4, "stagger": True}
-    on_time, late = (collected(Late(late=share, **kwargs)).collector.replays[0] for share in (0.0, 0.1))
+    on_time, late = (collected(Late(late=share, **kwargs)).first.collector.replays[0] for share in (0.0, 0.1))
     heads = late.live.head
     assert on_time.live.head.unique().numel() == 1
     assert heads.unique().numel() > 1  # they did advance apart
@@ -98,7 +98,7 @@ def test_the_action_that_was_sent_is_the_one_in_the_row():
     """However often the lane has acted since: a late environment's action, and its noise, are left alone."""
     env = Late(late=0.3)
     change = {"algo": {"explore": {"kind": "redrawn", "repeat": True}}}
-    ring = collected(env, **change).collector.replays[0]
+    ring = collected(env, **change).first.collector.replays[0]
     for i in range(N):
         head = int(ring.live.head[i])
         stored = ring.action[torch.arange(head) * N + i]
@@ -107,7 +107,7 @@ def test_the_action_that_was_sent_is_the_one_in_the_row():
 
 def test_a_replaced_actor_begins_an_episode_that_no_window_crosses_into():
     lost = {(3, 40), (6, 25)}
-    ring = collected(Late(lost=lost, terminate_every=0, episode_length=50)).collector.replays[0]
+    ring = collected(Late(lost=lost, terminate_every=0, episode_length=50)).first.collector.replays[0]
     for column, row in lost:
         around = torch.arange(row - 4, row + 4)
         where = torch.full_like(around, column)

@@ -111,8 +111,8 @@ def test_each_group_writes_its_own_columns():
     """Counter pays by environment, episode and step, whatever is done: both halves of the ring are what one group of
     as many environments gives alone."""
     task = {"task": {"name": "counter", "kwargs": {"restart_every": 4, "stagger": True}}}
-    both = run(small_config(**merge(task, grouped())), 40).collector
-    alone = run(small_config(num_envs=4, **task), 40).collector
+    both = run(small_config(**merge(task, grouped())), 40).first.collector
+    alone = run(small_config(num_envs=4, **task), 40).first.collector
     ring, one = both.replays[0], alone.replays[0]
     assert ring.live.head.tolist() == [56] * 8
     for name in ("reward", "flags", "final"):

@@ -370,7 +370,7 @@ def on_policy(setting: str) -> dict[str, dict[str, Tensor]]:
     mask = segment.mask.clone()
     mask[:3, :2] = 0
     segment = segment._replace(mask=mask)
-    other = start(config, Inline()).learners["learner"].state  # the same weights
+    other = start(config, Inline()).first.learners["learner"].state  # the same weights
     other.progress.carry = half(other.progress.carry)
     out = {}
     for name, state, part in (("whole", learner.state, segment), ("shared", other, segment_half(segment))):
