@@ -31,7 +31,6 @@ WORDS = [
     "eval.every_seconds=null",
     "checkpoint.every_seconds=null",
     "placement.executor=inline",
-    "algo.warmup_steps=8",
     "algo.critic.hidden=[16,16]",
     "logger=none",
 ]
@@ -49,6 +48,7 @@ def state_hash(algorithm: str, schedule: str) -> str:
             f"algo.schedule={schedule}",
             f"run_dir={run}",
             f"budget.env_steps={TICKS * ENVS}",
+            f"algo.warmup_steps={32 if algorithm == 'r2d2' else 8}",  # R2D2: at least the rows of a sequence
         ]
         if algorithm not in DISCRETE:
             words.append("algo.policy.hidden=[16,16]")

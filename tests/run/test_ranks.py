@@ -180,23 +180,23 @@ def settings(path: Path, case: str, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, case):
-    first, second = both(run, *settings(tmp_path / "a", case, "budget.env_steps=640"))
+    first, second = both(run, *settings(tmp_path / "a", case, "budget.env_steps=320"))
     mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
     assert differences(mine, theirs) == []
     shared = [k for k in first["norm"] if k != "running_return"]
     assert all(torch.equal(first["norm"][k], second["norm"][k]) for k in shared)
     assert not torch.equal(first["obs"], second["obs"])  # but each has environments of its own
-    assert (first["num_envs"], first["summary"].env_steps, second["summary"].env_steps) == (8, 640, 640)
+    assert (first["num_envs"], first["summary"].env_steps, second["summary"].env_steps) == (8, 320, 320)
     if "moments.policy.count" in first["norm"]:
-        assert first["norm"]["moments.policy.count"] == 16 + 640  # of both
-    again, _ = both(run, *settings(tmp_path / "b", case, "budget.env_steps=640"))
+        assert first["norm"]["moments.policy.count"] == 16 + 320  # of both
+    again, _ = both(run, *settings(tmp_path / "b", case, "budget.env_steps=320"))
     assert differences(first["weights"], again["weights"]) == []  # and the same bits every time
 
 
 @pytest.mark.parametrize("case", ["pql", "sac", "ppo", "rainbow"])
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(both: Pair, tmp_path, case):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steps = {"ppo": (16 * 28, 16 * 48)}.get(case, (16 * 25, 16 * 42))
+    steps = {"ppo": (16 * 12, 16 * 20)}.get(case, (16 * 12, 16 * 21))
     want = both(run, *settings(whole, case, f"budget.env_steps={steps[1]}"))
     both(run, *settings(parts, case, f"budget.env_steps={steps[0]}"))
     got = both(resume, str(parts), f"budget.env_steps={steps[1]}")
