@@ -69,7 +69,7 @@ class RealTrial:
         self.parts.close_envs()
 
 
-def main(words: Sequence[str], seconds: float = 2.0, rounds: int = 3) -> int:
+def measure_placements(words: Sequence[str], seconds: float = 2.0, rounds: int = 3) -> int:
     """Measure for the run that ``words`` (as for ``pql train``) describe, and print what to set. Returns 0.
 
     Args:

@@ -234,7 +234,7 @@ def run_train(args: argparse.Namespace) -> int:
     if args.multirun:
         from pql.cli import multirun
 
-        return multirun.main(args.overrides)
+        return multirun.run_many(args.overrides)
     from pql.engine.interrupt import Interrupt
 
     with Interrupt() as interrupt:  # from the start: what is slow to build is saved, too, once it stands
@@ -348,7 +348,7 @@ def run_report(args: argparse.Namespace) -> int:
 def run_sweep(args: argparse.Namespace) -> int:
     from pql.cli import sweep
 
-    return sweep.main(args.overrides)
+    return sweep.sweep_command(args.overrides)
 
 
 def run_play(args: argparse.Namespace) -> int:
@@ -388,7 +388,7 @@ def run_bench(args: argparse.Namespace) -> int:
     asked = {"seconds": 2, "rounds": 3} | parse_pairs(own, COMMANDS["bench"])
     for key, allowed in (("seconds", Range(1, 3600)), ("rounds", Range(1, 1000))):
         allowed.check(key, asked[key])
-    return placement.main([w for w in args.overrides if w not in own], **asked)
+    return placement.measure_placements([w for w in args.overrides if w not in own], **asked)
 
 
 def run_list(args: argparse.Namespace) -> int:

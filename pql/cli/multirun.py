@@ -34,7 +34,7 @@ class Job:
         return self.run_dir.name
 
 
-def main(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
+def run_many(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     """Do what is missing. Returns the exit status: 0, 1 where a run failed, 130 where Ctrl-C came.
 
     Raises:

@@ -26,7 +26,7 @@ BUCKETS = 20  # of the budget: evaluations of two trials are compared where they
 PATIENCE = 5  # no trial is ended before this bucket, nor before this many trials have finished
 
 
-def main(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
+def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     """Run trials until there are enough. Returns the exit status: 0, 1 where none finished, 130 where Ctrl-C came.
 
     Raises:

@@ -154,7 +154,7 @@ class Watchdog:
         if main and self._interrupt is not None and self._interrupt.throw(error) and self._over.wait(GRACE):
             return
         if not self._over.is_set():
-            end(str(error))
+            exit_now(str(error))
 
 
 @contextlib.contextmanager
@@ -188,7 +188,7 @@ class Timed:
         return found
 
 
-def end(text: str) -> NoReturn:
+def exit_now(text: str) -> NoReturn:
     """Print ``text`` and end this process with status 1, whatever its other threads are at."""
     for child in multiprocessing.active_children():  # no clean-up of theirs will run
         child.kill()

@@ -150,10 +150,10 @@ def small_layers(size: Size, channels: Sequence[int], features: int, layer_norm:
         norms = [ChannelNorm(outside)] if layer_norm else []
         layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), *norms, nn.ReLU(inplace=True)]
         inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
-    return nn.Sequential(*layers, *end(inside * rows * columns, features, nn.LayerNorm(features), nn.Tanh()))
+    return nn.Sequential(*layers, *feature_head(inside * rows * columns, features, nn.LayerNorm(features), nn.Tanh()))
 
 
-def end(size: int, features: int, *after: nn.Module) -> list[nn.Module]:
+def feature_head(size: int, features: int, *after: nn.Module) -> list[nn.Module]:
     """Return the final layers: flatten, then a linear layer and ``after`` if ``features`` is above 0."""
     return [nn.Flatten(), *([nn.Linear(size, features), *after] if features else [])]
 
@@ -171,7 +171,7 @@ def nature(size: Size, channels: Sequence[int], features: int, layer_norm: bool)
         layers += [nn.Conv2d(inside, outside, kernel, stride), *norms, nn.ReLU(inplace=True)]
         inside, rows, columns = outside, (rows - kernel) // stride + 1, (columns - kernel) // stride + 1
     norm = [nn.LayerNorm(features)] if layer_norm and features else []
-    return nn.Sequential(*layers, *end(inside * rows * columns, features, *norm, nn.ReLU(inplace=True)))
+    return nn.Sequential(*layers, *feature_head(inside * rows * columns, features, *norm, nn.ReLU(inplace=True)))
 
 
 class Residual(nn.Module):
@@ -198,7 +198,7 @@ def resnet(size: Size, channels: Sequence[int], features: int, layer_norm: bool 
         layers += [nn.Conv2d(inside, outside, 3, padding=1), pool, Residual(outside), Residual(outside)]
         inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
     layers.append(nn.ReLU(inplace=True))
-    return nn.Sequential(*layers, *end(inside * rows * columns, features, nn.ReLU(inplace=True)))
+    return nn.Sequential(*layers, *feature_head(inside * rows * columns, features, nn.ReLU(inplace=True)))
 
 
 class Network(NamedTuple):

@@ -377,7 +377,7 @@ def test_a_native_crash_leaves_the_stacks_of_all_threads_and_its_signal(tmp_path
     monkeypatch.setenv("CRASH", how)
     words = [w for w in SHORT if not w.startswith("num_envs")]
     words += ["task=env", "task.name=crash", "seed=1", f"multirun_dir={tmp_path}"]
-    assert multirun.main(words, (sys.executable, "-c", CRASHING)) == 1
+    assert multirun.run_many(words, (sys.executable, "-c", CRASHING)) == 1
     said, errors = capfd.readouterr()
     assert "Fatal Python error: " in errors
     assert " in step\n" in errors

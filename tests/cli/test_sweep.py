@@ -60,7 +60,7 @@ def program(threshold: float = -1e9) -> list[str]:
 
 
 def search(folder: Path, *words: str, threshold: float = -1e9) -> int:
-    return sweep.main(["device=cpu", "task=lqr", LR, f"sweep_dir={folder}", *words], program(threshold))
+    return sweep.sweep_command(["device=cpu", "task=lqr", LR, f"sweep_dir={folder}", *words], program(threshold))
 
 
 def found(folder: Path) -> list[dict[str, Any]]:

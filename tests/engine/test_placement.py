@@ -93,7 +93,7 @@ def test_what_has_threads():
 def test_real_runs_are_measured(capsys, monkeypatch, algo, parts):
     monkeypatch.setattr(placement, "available_cores", lambda: 2)
     sizes = ["num_envs=8", "algo.critic.hidden=[8]", "algo.policy.hidden=[8]", "device=cpu"]
-    assert placement.main(["task=pendulum", f"algo={algo}", *sizes], seconds=0.01, rounds=1) == 0
+    assert placement.measure_placements(["task=pendulum", f"algo={algo}", *sizes], seconds=0.01, rounds=1) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{algo} on pendulum, 2 cores; the default split: collector=")
     assert parts <= sum("of the best so far: collector=" in line for line in lines) < 2**parts
@@ -109,7 +109,7 @@ def test_luck_does_not_count(capsys, monkeypatch, anew, last):
     ratios = iter([1.1, 1.0, 1.0, anew])
     monkeypatch.setattr(placement, "faster", lambda a, b, seconds, rounds: next(ratios))
     words = ["task=pendulum", "device=cpu", *(f"placement.threads.{k}=1" for k in ("collector", "v", "p"))]
-    assert placement.main(words) == 0
+    assert placement.measure_placements(words) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
     assert machine.open == 0
 
