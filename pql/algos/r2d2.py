@@ -182,16 +182,27 @@ def sequence_role(
     every = target_updates(config, counts)
     state = ValueState(flat, old, make_optimizer(config, flat), Clock(device), every, ranked)
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
-
-    def draw(count: int, gen: Generator) -> Iterator[Sequence]:
-        ranked.open(cursor, private.reward_scale)
-        for _ in range(count):
-            batch = ranked.sample(cursor, algo.batch_size, gen)
-            yield batch._replace(obs=private(batch.obs), reward=batch.reward * private.reward_scale)
-
+    draw = SequenceDraw(algo.batch_size, cursor, private, ranked)
     learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"))
     pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
+
+
+@dataclass
+class SequenceDraw:
+    """Batches of normalised sequences for the V-learner, drawn by priority."""
+
+    batch_size: int
+    cursor: Cursor
+    norm: Normalizer
+    ranked: RankedSequences
+
+    def __call__(self, count: int, gen: Generator) -> Iterator[Sequence]:
+        """Yield ``count`` batches of B sequences."""
+        self.ranked.open(self.cursor, self.norm.reward_scale)
+        for _ in range(count):
+            batch = self.ranked.sample(self.cursor, self.batch_size, gen)
+            yield batch._replace(obs=self.norm(batch.obs), reward=batch.reward * self.norm.reward_scale)
 
 
 def make_recurrent_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:

@@ -165,28 +165,42 @@ def value_role(kind: ValueBased, setup: Setup, net: QNetwork, norm: Normalizer, 
     state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
     ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
-    batch_bytes = 2 * algo.batch_size * sum(v[0].nbytes * ring.stacks[k] for k, v in ring.obs.items())
-
-    def normalize(batch: Batch) -> Batch:
-        reward = batch.reward * private.reward_scale
-        return batch._replace(obs=private(batch.obs), next_obs=private(batch.next_obs), reward=reward)
-
-    def draw(count: int, gen: Generator) -> Iterator[Batch]:
-        if ranked is None:  # no update changes what the next one draws: one gather for as many as is cheap
-            for some in update_shares(count, batch_bytes):
-                rows = ring.sample(cursor, some * algo.batch_size, algo.n_step, algo.gamma, gen)
-                yield from split(normalize(rows), some)
-            return
-        ranked.open(cursor, private.reward_scale)
-        for _ in range(count):
-            yield normalize(ranked.sample(cursor, algo.batch_size, gen))
-
+    draw = TransitionDraw(algo, ring, cursor, private, ranked)
     begin = rest = None
     if ranked is not None:
         begin, rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, private.reward_scale)
     learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"), begin=begin, rest=rest)
     pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
+
+
+@dataclass
+class TransitionDraw:
+    """Batches of normalised n-step transitions for the V-learner, drawn uniformly or by priority."""
+
+    algo: DqnConfig
+    ring: Replay
+    cursor: Cursor
+    norm: Normalizer
+    ranked: Prioritized | None
+
+    def __call__(self, count: int, gen: Generator) -> Iterator[Batch]:
+        """Yield ``count`` batches of B transitions."""
+        algo, ring, ranked = self.algo, self.ring, self.ranked
+        if ranked is None:  # an update does not change what the next one draws: one gather for several batches
+            size = 2 * algo.batch_size * sum(v[0].nbytes * ring.stacks[k] for k, v in ring.obs.items())
+            for some in update_shares(count, size):
+                rows = ring.sample(self.cursor, some * algo.batch_size, algo.n_step, algo.gamma, gen)
+                yield from split(self.normalized(rows), some)
+            return
+        ranked.open(self.cursor, self.norm.reward_scale)
+        for _ in range(count):
+            yield self.normalized(ranked.sample(self.cursor, algo.batch_size, gen))
+
+    def normalized(self, batch: Batch) -> Batch:
+        """Return ``batch`` with normalised observations [B, ...] and scaled rewards [B]."""
+        norm, reward = self.norm, batch.reward * self.norm.reward_scale
+        return batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward)
 
 
 def update_shares(count: int, size: int) -> list[int]:
