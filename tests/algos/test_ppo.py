@@ -353,5 +353,5 @@ def test_discrete_actions_are_for_ppo():
 
 def test_a_rollout_that_does_not_fit_is_refused_with_what_does(monkeypatch):
     monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 3_000)
-    with pytest.raises(ConfigError, match=r"algo\.horizon=8: expected at most about \d with num_envs=8: this takes"):
+    with pytest.raises(ConfigError, match=r"algo\.horizon=8: expected at most about \d with num_envs=8: this needs"):
         build(config_of())
