@@ -12,9 +12,7 @@ RULES = {
     "alive": lambda f: float(not f & TERMINATED),  # the return continues beyond this row
     "cut": lambda f: bool(f & TRUNCATED and not f & TERMINATED),  # ... with the value of a final observation
     "final lost": lambda f: bool(f & TRUNCATED and not f & (TERMINATED | FINAL_OK)),
-    "announced": lambda f: (
-        f & (TERMINATED | TRUNCATED | NEXT_FIRST) != NEXT_FIRST
-    ),  # no episode began without an announced end
+    "announced": lambda f: f & (TERMINATED | TRUNCATED | NEXT_FIRST) != NEXT_FIRST,  # no unannounced restart follows
     "goes on": lambda f: not f & (TERMINATED | TRUNCATED | NEXT_FIRST),
     "same episode": lambda f: not f & NEXT_FIRST,  # the next row's observation belongs to it; a lost life ends none
 }
