@@ -207,7 +207,7 @@ class Checker:
                 env.send(action[ids[0] : ids[-1] + 1], ids)
             answers = [env.recv() for _ in every]
             if not all(torch.equal(ids, got.cpu()) for ids, (got, _) in zip(every, answers, strict=True)):
-                self.fault("groups", "recv gave other ids than those of the oldest group sent", index)
+                self.fault("groups", "recv returned ids that differ from the oldest group sent", index)
                 return
             found.append(digest(join_steps([step for _, step in answers])))
         self.fault("groups", compare_runs(digests, found, "send and recv instead of step"))
@@ -262,7 +262,7 @@ class Checker:
         ]
 
 
-PROTOCOL = "spec, reset, step and close are there, and spec is consistent"
+PROTOCOL = "spec, reset, step and close exist, and spec is consistent"
 RULES = {
     "shapes": "shape, dtype and device of every field are the specification's, at every step",
     "log": "log keys are spec.log, each [N] float32",

@@ -173,7 +173,7 @@ def test_the_same_command_does_what_is_missing(here, tmp_path, capsys):
     assert here.commands == [["train", NAMES[1]], ["resume", NAMES[2]], ["train", NAMES[3]]]
     assert "[1/4] pendulum-pql-seed1: finished before" in said
     assert states(said) == dict(zip(NAMES, ["finished before", "finished", "finished", "finished"], strict=True))
-    assert f"all 4 runs are there: {tmp_path}" in said
+    assert f"all 4 runs are finished: {tmp_path}" in said
     assert json.loads((done / "summary.json").read_text()) == before
     assert [p.name.startswith(NAMES[3]) for p in (tmp_path / ".lost").iterdir()] == [True]
     assert all(rundir.state(tmp_path / name) == "finished" for name in NAMES)
@@ -190,7 +190,7 @@ def test_a_run_made_with_other_settings_is_named_and_nothing_is_touched(here, tm
     capsys.readouterr()
     assert main(command(tmp_path, "algo.gamma=0.9")) == 2
     assert capsys.readouterr().err == (
-        f"pql: algo.gamma=0.9: expected 0.99, as in {tmp_path / NAMES[0]}; for other settings, another multirun_dir\n"
+        f"pql: algo.gamma=0.9: expected 0.99, as in {tmp_path / NAMES[0]}; other settings need another multirun_dir\n"
     )
     assert here.commands == []
 

@@ -250,8 +250,8 @@ def test_the_count_is_the_total_and_going_on_changes_nothing(tmp_path):
 def test_another_search_in_the_same_folder_is_refused(tmp_path):
     assert search(tmp_path, "trials=1", "prune=none") == 0
     for words, message in (
-        (["prune=none", "algo.gamma=0.9"], "algo.gamma=0.9: expected nothing, as this sweep began"),
-        (["prune=none", "seeds=1,2"], "seeds=1,2: expected 0, as this sweep began"),
+        (["prune=none", "algo.gamma=0.9"], "algo.gamma=0.9: expected nothing, as in this sweep"),
+        (["prune=none", "seeds=1,2"], "seeds=1,2: expected 0, as in this sweep"),
         (
             ["prune=none", "algo.critic.lr=interval(0.1,0.2)"],
             "lr=interval(0.1,0.2): expected tag(log,interval(1e-5,1e-",
@@ -281,7 +281,7 @@ def test_ctrl_c_ends_the_trial_and_the_next_command_takes_it_up_again(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "interrupted: give the same command again to go on" in said
+    assert "interrupted: give the same command again to continue" in said
     (left,) = found(tmp_path)
     assert left["state"] == "running"
     first = (tmp_path / "trial-000" / "seed1" / "summary.json").stat().st_mtime_ns

@@ -36,11 +36,11 @@ def test_ends_and_lost_observations_are_counted():
     two where the next step resets."""
     same = told(Counter(4, episode_length=6, terminate_every=0, final_obs="never"), 20)
     assert same["autoreset"].startswith("same step")
-    assert same["episode ends"] == "0 terminated, 12 truncated in 80 rows; 0 filler rows beside these"
-    assert same["final observations"] == "never; lost at 12 time limits, from which nothing is bootstrapped"
+    assert same["episode ends"] == "0 terminated, 12 truncated in 80 rows; 0 filler rows in addition"
+    assert same["final observations"] == "never; lost at 12 time limits, which are not bootstrapped from"
     after = told(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
     assert after["autoreset"].startswith("next step")
-    assert after["episode ends"] == "0 terminated, 12 truncated in 72 rows; 8 filler rows beside these"
+    assert after["episode ends"] == "0 terminated, 12 truncated in 72 rows; 8 filler rows in addition"
     assert after["final observations"].endswith("; lost at 0 time limits")
     assert (after["time limit"], after["host syncs a step"]) == ("6", "none to count: its tensors are on cpu")
 

@@ -666,7 +666,7 @@ def test_training_on_a_live_environment_with_callbacks(tmp_path):
     ("word", "message"),
     [
         ("num_envs=4", "num_envs=4: expected 8, as the given environment has"),
-        ("task=lqr", "task=lqr: expected no task beside env="),
+        ("task=lqr", "task=lqr: expected no task together with env="),
         ("budget.target_return=0", "budget.target_return=0.0: expected null: this environment cannot be evaluated"),
     ],
 )

@@ -179,7 +179,7 @@ def test_what_cannot_be_translated_is_refused(library, make, message):
 def test_resets_that_cannot_be_done_are_refused():
     env = pql.wrap.gymnasium(Counter(2))
     for options in ({"mass": 1}, {"reset_mask": np.ones(3, bool)}, {"reset_mask": np.ones(2)}):
-        with pytest.raises(ConfigError, match=r"^options=.*reset_mask alone, an array of 2 bool"):
+        with pytest.raises(ConfigError, match=r"^options=.*only reset_mask, an array of 2 bool"):
             env.reset(options=options)
     mask = {"reset_mask": np.ones(2, bool)}
     with pytest.raises(ConfigError, match=r"^options\.reset_mask"):
