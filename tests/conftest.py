@@ -1,4 +1,4 @@
-"""Shared pieces of the suite: one intra-op thread, small runs from the dataclasses, trees compared bit for bit."""
+"""Shared fixtures and helpers: one intra-op thread, small runs from dataclasses, bit-exact comparison of trees."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The updates of DDPG and SAC against the same step in float64 with layers written out, and what a mask means."""
+"""Updates of DDPG and SAC against float64 references with explicit layers; masked rows have no effect."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""DQN's update against the papers in float64, row by row: targets, losses, priorities, the target network's period."""
+"""DQN's update against the papers in float64, row by row: targets, losses, priorities, target period."""
 
 import copy
 import math

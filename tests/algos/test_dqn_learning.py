@@ -1,4 +1,4 @@
-"""The presets learn: Catch, from pixels, within its own budget of env steps; a cart-pole that must be balanced."""
+"""The DQN presets learn Catch, from pixels, within its budget of env steps, and cart-pole balance."""
 
 import pytest
 import torch

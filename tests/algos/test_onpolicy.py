@@ -1,4 +1,4 @@
-"""On-policy runs as a whole: presets, what a run writes, resuming bit for bit, and policies that remember."""
+"""On-policy runs as a whole: presets, output files, bit-exact resume, recurrent policies."""
 
 import copy
 import json

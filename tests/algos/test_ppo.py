@@ -1,4 +1,4 @@
-"""PPO and A2C: the losses and rules by hand, on-policy to the last bit, and learning where the answer is known."""
+"""PPO and A2C: losses and rules against manual computations, exact on-policy ratios, learning on known problems."""
 
 import math
 from dataclasses import replace

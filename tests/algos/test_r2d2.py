@@ -1,4 +1,4 @@
-"""R2D2's formulas against the papers', the states that it stores, runs as a whole, and a maze that needs a memory."""
+"""R2D2: formulas against the papers, stored states, whole runs, and a maze that needs memory."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Value-based runs as a whole: exact counts and periods, the same bits in any order and across a resume, policies."""
+"""Value-based runs as a whole: exact counts and periods, the same bits in any order and after a resume, policies."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The command line's verbs in Python: what ``pql`` shows of itself, and what it refuses in one line."""
+"""Python functions of the commands: the public names of ``pql``, and one-line errors."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The command line: exit statuses, one line for every mistake, signals, and runs in processes of their own."""
+"""Command line: exit statuses, one-line errors, signals, and runs in separate processes."""
 
 import json
 import os

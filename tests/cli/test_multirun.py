@@ -1,4 +1,4 @@
-"""Several runs by one command: what is planned, what is done when the command is given again, and the processes."""
+"""``pql train -m``: planned runs, repeating the command, and the processes."""
 
 import json
 import os
@@ -98,7 +98,7 @@ def test_a_run_for_every_combination_with_a_place_of_its_own():
         (["algo.gamma=interval(0.9,1)"], "expected values that can be counted; intervals are for pql sweep"),
         (["run_dir=x", "seed=1,2"], "run_dir=x: expected multirun_dir=FOLDER with -m"),
         (["algo.gamma=0.5,0.50"], "expected values that differ"),
-        (["algo=pql,sac", "algo.name=mine"], "-m=halfcheetah-mine-seed0: expected combinations that differ"),
+        (["algo=pql,sac", "algo.name=mine"], "-m=halfcheetah-mine-seed0: expected different combinations"),
     ],
 )
 def test_a_mistake_shows_before_anything_starts(words, message, capsys, tmp_path, monkeypatch):

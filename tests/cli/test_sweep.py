@@ -1,4 +1,4 @@
-"""The search for settings: the words, what is sampled, what a trial comes to, pruning, failures, going on."""
+"""``pql sweep``: parsing, sampling, the value of a trial, pruning, failures, continuing."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""What ``pql doctor --env`` tells beside the contract's rules, on an environment whose every row is known."""
+"""Statistics of ``pql doctor --env`` in addition to the contract's rules, on an environment with known rows."""
 
 import re
 

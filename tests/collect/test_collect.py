@@ -1,4 +1,4 @@
-"""The collector: episode statistics, and going on with a simulator that cannot be restored."""
+"""The collector: episode statistics, and continuing with a simulator that cannot be restored."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Epsilon-greedy exploration: the ladder's numbers, annealing by env steps, and what an actor stores."""
+"""Epsilon-greedy exploration: values of the ladder, annealing by env steps, columns stored by an actor."""
 
 import copy
 

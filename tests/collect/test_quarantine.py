@@ -1,4 +1,4 @@
-"""Observations, rewards and actions that are not finite: rows are left out and counted, and nothing else is changed."""
+"""Non-finite observations, rewards and actions: their rows are dropped and counted; other rows do not change."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""Environments that answer late: columns advance alone, and nothing that is learned shows it."""
+"""Environments that answer late: columns advance independently, and learning is not affected."""
 
 from dataclasses import replace
 

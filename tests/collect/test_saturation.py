@@ -1,4 +1,4 @@
-"""Saturated and frozen actions: the measures by a loop, over groups, masks and replicas, and that they cost no bit."""
+"""Saturated and frozen actions: metrics against a loop, over groups, masks, replicas; training bits are unchanged."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The schema's checks, and the command line's words: every wrong one is named, in one line, with what is allowed."""
+"""Checks of the schema and the command line: every error names the setting and what is allowed, in one line."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""Every name in docs/migrate.md exists: ours in the schema, theirs in the libraries that are installed."""
+"""Every name in docs/migrate.md exists: in pql's schema, or in the other libraries if installed."""
 
 import inspect
 import re

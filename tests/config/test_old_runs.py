@@ -1,6 +1,6 @@
-"""Runs of version 0.1, one of each family, made with tiny networks: they are read, resumed, evaluated and exported.
+"""Runs of version 0.1, one of each family, with tiny networks: they are read, resumed, evaluated and exported.
 
-``tests/old_runs`` holds what that version wrote, and the actions of its policies on four observations.
+``tests/old_runs`` holds that version's files, and the actions of its policies on four observations.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""``check_env`` passes what conforms and names the one broken rule of what does not."""
+"""``check_env`` passes conforming environments, and names the one rule that another environment breaks."""
 
 from contextlib import closing
 from dataclasses import replace

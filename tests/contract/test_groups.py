@@ -1,4 +1,4 @@
-"""Groups of environments that step by turns: the same bits as one after the other, and at the same time in truth."""
+"""Groups of environments that step in turn: the same bits as sequential stepping, and truly concurrent."""
 
 import threading
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Stacks of frames from the replay ring: stored once, they come back as the environment showed them. And what else an
-Atari agent stores: discrete actions, numbers beside them."""
+"""Frame stacks of the replay ring: stored once, and sampled as the environment returned them. Also other data of an
+Atari agent: discrete actions and extra columns."""
 
 import random
 from collections import Counter as Tally

@@ -1,4 +1,4 @@
-"""The sum tree against plain sums, draws against their probabilities, and who may be drawn at all."""
+"""The sum tree against plain sums, draws against their probabilities, and which rows can be drawn."""
 
 import math
 from unittest import mock

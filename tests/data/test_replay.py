@@ -1,4 +1,4 @@
-"""n-step windows from the replay ring against a brute-force oracle over made-up histories."""
+"""n-step windows of the replay ring against a brute-force oracle over synthetic histories."""
 
 from collections import Counter as Tally
 

@@ -1,4 +1,4 @@
-"""What the replay ring draws, stores, refuses and restores."""
+"""The replay ring: sampling, storage, rejected input, restoring."""
 
 import random
 import re

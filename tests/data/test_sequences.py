@@ -1,4 +1,4 @@
-"""Sequences against brute force over everything that was ever written: rows, states, targets, who may be drawn."""
+"""Sequences against brute force over the full history: rows, states, targets, which ones can be drawn."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Files of tensors that the safetensors library reads: every type, the hash, pieces, what a full disk leaves."""
+"""Tensor files that the safetensors library reads: all types, the hash, pieces, the result of a full disk."""
 
 import hashlib
 import json

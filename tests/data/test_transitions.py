@@ -1,4 +1,4 @@
-"""Replay in files: a ring comes back with the same bits, recorded data become the windows they should."""
+"""Replay files: a ring is restored bit for bit, and recorded data give the expected windows."""
 
 import random
 import re

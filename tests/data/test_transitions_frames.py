@@ -1,4 +1,4 @@
-"""Replay in files: stacks of frames, discrete actions and what is kept beside them."""
+"""Replay files: frame stacks, discrete actions and extra columns."""
 
 import itertools
 import random

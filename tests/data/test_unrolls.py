@@ -1,5 +1,5 @@
-"""Unrolls of environments that answer late: each is what its environment did, and nothing that is learned shows the
-delay."""
+"""Unrolls of environments that answer late: each contains the rows of its environment, and the delay does not affect
+learning."""
 
 import itertools
 import random

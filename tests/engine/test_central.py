@@ -1,4 +1,4 @@
-"""Central parameters in chunks: one pusher equals the plain optimiser, many lose and tear nothing, turns hold."""
+"""Central parameters in chunks: one replica equals the plain optimiser, pushes of several are complete, turns hold."""
 
 import threading
 import time

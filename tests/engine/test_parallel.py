@@ -1,4 +1,4 @@
-"""Collectives, and updates by two processes on halves of a batch against one process on all of it."""
+"""Collectives, and updates of two processes on half batches against one process on the full batch."""
 
 from contextlib import contextmanager
 from datetime import timedelta

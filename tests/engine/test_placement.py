@@ -1,4 +1,4 @@
-"""``pql bench placement``: the search on machines made up, and a real one in a hurry."""
+"""``pql bench placement``: the search on simulated machines, and a short real measurement."""
 
 import os
 import subprocess

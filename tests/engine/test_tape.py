@@ -1,4 +1,4 @@
-"""The stand-in for CUDA graphs: it repeats what was recorded, on the same memory, and refuses what no graph takes."""
+"""The stand-in for CUDA graphs: replays on the same memory, and refuses what a capture refuses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Deadlines: who is named, what ends, and that what gets on is left alone."""
+"""Deadlines: the named cause, the end of the process, and that slow progress is not a hang."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Simulators that want versions of their own, run for real in the environments that ``make test-adapters`` builds."""
+"""Simulators with their own package versions, run in the environments that ``make test-adapters`` builds."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Atari: frames as they were acted on, lives and ends, seeds, groups, raw scores, and the two protocols."""
+"""Atari: frames, lives and episode ends, seeds, groups, raw scores, and the two evaluation protocols."""
 
 from collections import deque
 

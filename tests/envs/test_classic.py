@@ -1,4 +1,4 @@
-"""The torch tasks against physics written down elsewhere, and their episodes, resume and freedom from host waits."""
+"""The torch tasks against independent physics; their episodes, resume, and the absence of host syncs."""
 
 import math
 

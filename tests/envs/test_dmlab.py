@@ -1,4 +1,4 @@
-"""The adapter for DeepMind Lab against a stand-in for its Python module; the simulator itself was not run."""
+"""The DeepMind Lab adapter against a stand-in for its Python module; not run with the simulator itself."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The tasks of the PQL paper: sizes, every reward term by hand, sensors against forces that are known, pictures."""
+"""The tasks of the PQL paper: sizes, manually computed reward terms, sensors against known forces, images."""
 
 import math
 

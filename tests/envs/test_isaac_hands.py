@@ -1,4 +1,4 @@
-"""The paper's two hands: sizes, models against Isaac's tables, each reward term by hand, goals, a hand that holds."""
+"""The paper's two hands: sizes, models against Isaac's tables, manual reward terms, goals, a scripted grasp."""
 
 import math
 

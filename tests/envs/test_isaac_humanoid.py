@@ -1,4 +1,4 @@
-"""The paper's Humanoid: the robot, each reward term by hand, what is observed, where episodes begin, a script."""
+"""The paper's Humanoid: the robot, manually computed reward terms, observations, starts, a scripted policy."""
 
 import math
 

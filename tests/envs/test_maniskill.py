@@ -1,5 +1,5 @@
-"""The adapter for ManiSkill against a stand-in for its vector environment; ``make test-adapters`` runs the real one,
-where there is a driver for rendering."""
+"""The adapter for ManiSkill against a stand-in for its vector environment; ``make test-adapters`` runs the real one if
+there is a driver for rendering."""
 
 import sys
 import types

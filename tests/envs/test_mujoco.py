@@ -1,7 +1,7 @@
-"""The MuJoCo environments against Gymnasium's own classes, and the promises of ``VecEnv``.
+"""The MuJoCo environments against Gymnasium's classes, and the contract of ``VecEnv``.
 
-Gymnasium's environments are stepped beside ours and set to our state only where an episode begins, so that any
-difference in dynamics, however small, would grow in sight.
+Gymnasium's environments are stepped in parallel and set to pql's state only at the beginning of an episode, so that any
+difference in dynamics, however small, would grow visibly.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""The Warp engine against C, on the CPU: same states, same controls, same numbers within float32 and chaos.
+"""The Warp engine against C, on the CPU: same states and controls give the same numbers within float32 and chaos.
 
-Compiling Warp's kernels takes half a minute of a core for each kind of model, the first time (they are kept in
+Compiling Warp's kernels takes one core half a minute for each kind of model, the first time (they are kept in
 ``WARP_CACHE_PATH``), so two robots are in the suite and the others are marked slow (``make test-warp``).
 """
 

@@ -1,4 +1,4 @@
-"""The adapter for MuJoCo Playground against a stand-in for its wrappers; ``make test-adapters`` runs the real one."""
+"""The MuJoCo Playground adapter against a stand-in for its wrappers; ``make test-adapters`` runs the real one."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Legged robots that follow commands: the robots, each reward term by hand, what is observed, starts, falls."""
+"""Legged robots that follow commands: robots, manually computed reward terms, observations, starts, falls."""
 
 import math
 from typing import Any

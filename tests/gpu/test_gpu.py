@@ -1,7 +1,7 @@
-"""What a CUDA device shows: captured graphs, streams side by side, and a tick that never waits.
+"""Tests on a CUDA device: captured graphs, concurrent streams, and ticks without host syncs.
 
-``python tools/gpu_check.py`` runs these tests on one. Elsewhere most run on a stand-in (``stand_in.py``), with smaller
-networks, so that their bodies are known to run; the others are skipped.
+``python tools/gpu_check.py`` runs these tests on one. Without a device most run on a stand-in (``stand_in.py``) with
+smaller networks, so that their code is exercised; the others are skipped.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""``tools/gpu_check.py``: its parts hold what comes, go on where they stopped, and build what can be built."""
+"""``tools/gpu_check.py``: its parts accept their input, continue after an interruption, and build."""
 
 import json
 import subprocess

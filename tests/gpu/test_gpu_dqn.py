@@ -1,4 +1,4 @@
-"""What only a CUDA device can show of value-based methods: captured trees and noise, two streams, no waiting."""
+"""Value-based methods on a CUDA device: captured sum trees and noise, two streams, no host syncs."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show of R2D2: captured bursts on sequences, two streams, no waiting."""
+"""R2D2 on a CUDA device: captured bursts on sequences, two streams, no host syncs."""
 
 import gc
 import itertools

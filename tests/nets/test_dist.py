@@ -1,4 +1,4 @@
-"""Distributions against numbers worked out by hand, slow oracles and their own samples."""
+"""Distributions against manually computed numbers, slow oracles and their own samples."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Networks: an ensemble as one batched product equals as many separate networks, in values and gradients."""
+"""Networks: an ensemble as one batched product equals separate networks, in values and gradients."""
 
 import pytest
 import torch

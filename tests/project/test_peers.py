@@ -1,4 +1,4 @@
-"""The benchmark against other libraries: its statistics, its book-keeping, and that every contender trains."""
+"""The benchmark against other libraries: statistics, book-keeping, and that every contender trains."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A fleet of actors: what becomes of them, decided without Ray; and a cluster of three nodes that loses one."""
+"""A fleet of actors: its decisions without Ray, and a Ray cluster of three nodes that loses one."""
 
 import re
 import signal

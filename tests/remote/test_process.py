@@ -1,4 +1,4 @@
-"""Simulators in a process and a Python of their own: the contract, runs, and everything that can go wrong."""
+"""Simulators in a separate process and Python: the contract, runs, and failures."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Remote actors: what travels, what the learner's side makes of it, and who is let in."""
+"""Remote actors: the wire format, the learner's side, and access control."""
 
 import os
 import re

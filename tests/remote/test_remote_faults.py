@@ -1,4 +1,4 @@
-"""Rows 21 to 23 of the fault matrix: actors that are killed or stopped, and a learner that goes and comes back."""
+"""Rows 21 to 23 of the fault matrix: killed or stopped actors, and a learner that restarts."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Statistics over runs, by hand and in closed form; what is read from run directories, and what is told of them."""
+"""Statistics over runs, in closed form and manually; reading and reporting of run directories."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""One writer to a run directory: names of the same second, locks, and what is left of a holder that died."""
+"""One writer per run directory: names of the same second, locks, and remains of a process that died."""
 
 import errno
 import fcntl

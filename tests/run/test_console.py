@@ -1,4 +1,4 @@
-"""What a run shows: first what it will do, then, at least every ten seconds, how far it is."""
+"""Console output of a run: first its plan, then its progress, at least every ten seconds."""
 
 import io
 import itertools

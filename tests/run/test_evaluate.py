@@ -1,4 +1,4 @@
-"""Evaluation: one episode an environment, to the reward; beside the run and never in its way; policies that travel."""
+"""Evaluation: one episode per environment, exact rewards; concurrent with the run without slowing it; policy files."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""Exports: what the files compute, what they say of themselves, and that a wrong one never stands."""
+"""Exports: the files' outputs and metadata, and that a wrong file is never left behind."""
 
 import hashlib
 import json

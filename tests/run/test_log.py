@@ -1,4 +1,4 @@
-"""Where the numbers go, and that no sink can hurt a run."""
+"""Log sinks: where metrics are written, and that a failing sink does not affect the run."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""Pictures and videos: what is drawn is where the state says, and a file holds the frames it should."""
+"""Images and videos: rendering agrees with the state, and a file has the expected frames."""
 
 import math
 import sys

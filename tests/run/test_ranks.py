@@ -1,4 +1,4 @@
-"""A run in several processes: what each takes on, what they agree on, and what becomes of all when one fails."""
+"""Runs of several processes: division of the work, agreement, and failure of one process."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Replicas: one is Lockstep, several in turns are a serial loop, and whatever they do freely adds up."""
+"""Replicas: one equals Lockstep, several in turns equal a serial loop, and asynchronous updates add up."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Runs with replicas as a whole: what they write, resuming, what is refused, and policies from their checkpoints."""
+"""Runs with replicas: output files, resuming, rejected settings, and policies from their checkpoints."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A run directory whose config.yaml or policy is damaged: what counts instead, and that it is told."""
+"""A run directory with a damaged config.yaml or policy: which file is used instead, and the warning."""
 
 import dataclasses
 import os

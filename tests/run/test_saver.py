@@ -1,4 +1,4 @@
-"""Checkpoints in the background: copies of one moment, one after the other, within memory, and killed at any time."""
+"""Background checkpoints: consistent copies, written in sequence, bounded memory, killed at any time."""
 
 import gc
 import itertools

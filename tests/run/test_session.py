@@ -1,4 +1,4 @@
-"""A run as a whole: its budgets, its files, what resuming and starting from old weights keep, and live environments."""
+"""A run as a whole: budgets, files, resuming, starting from old weights, and live environments."""
 
 import functools
 import json

@@ -1,6 +1,6 @@
-"""``pql`` where NumPy, grpcio and a simulator are all there is: no torch, no Hydra, nothing installed of this library.
+"""``pql`` on a machine with only NumPy, grpcio and a simulator: without torch, Hydra or an installed pql.
 
-A folder of links to the packages, and a Python without its own site-packages, stand for such a machine.
+Such a machine is simulated by a folder of links to the packages and a Python without its site-packages.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Environments in which something breaks, for tests of what a run does then."""
+"""Environments with faults, for tests of how a run handles them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A file in the place of a device's memory, on both sides of ``pql.remote.process.near``."""
+"""A file in place of a device's memory, on both sides of ``pql.remote.process.near``."""
 
 import os
 import tempfile

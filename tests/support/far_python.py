@@ -1,5 +1,5 @@
-"""Another Python for simulators in a process of their own: a real 3.8 with NumPy where one can be had, else a second
-virtual environment of this one with NumPy alone."""
+"""Another Python for simulators in a separate process: a real 3.8 with NumPy if available, else a second virtual
+environment of this one with only NumPy."""
 
 import os
 import shutil

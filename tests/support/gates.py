@@ -1,4 +1,4 @@
-"""Learning gates: a run trains until it plays well, so that none is made to wait for what the slowest may need."""
+"""Learning gates: a run trains until it reaches its goal, so that fast seeds need not run for the full length."""
 
 import math
 import os

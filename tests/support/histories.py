@@ -1,4 +1,4 @@
-"""Made-up environments that do what they are told, and a ring together with everything that was ever written to it."""
+"""Scripted environments, and a replay ring with the complete history of its rows."""
 
 import random
 from collections import Counter as Tally

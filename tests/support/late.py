@@ -1,4 +1,4 @@
-"""``Late``: a simulator whose environments answer when they please, for tests of what collects from them."""
+"""``Late``: a simulator whose environments answer at arbitrary times, for tests of collectors."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""Two processes that are the ranks of one run, for the tests; each calls the functions that a test names."""
+"""Two processes as the ranks of one run, for the tests; each calls the functions that a test names."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""A learner's side and actors in one process, for tests of what they say to each other."""
+"""A learner's side and actors in one process, for tests of their protocol."""
 
 import threading
 import time

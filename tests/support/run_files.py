@@ -1,4 +1,4 @@
-"""Small runs in the words of the command line, for the tests of what surrounds the tick."""
+"""Small runs by command-line overrides, for tests of sessions and files."""
 
 import json
 import random

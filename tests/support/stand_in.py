@@ -1,7 +1,7 @@
 """A stand-in for a CUDA device on the CPU, so that the bodies of the ``gpu`` tests run everywhere.
 
-Graphs are tapes (``pql.engine.tape``), streams and events a log, and nothing may read a value back to the host where a
-device would be waited for. What it cannot show: what a real device does at the same time, and how fast.
+Graphs are tapes (``pql.engine.tape``), streams and events are a log, and reading a value back to the host is an error
+wherever it would wait for a device. Real concurrency and speed are not tested.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What the tests of the wrappers share: environments made to show every slip, and a score."""
+"""Shared parts of the wrapper tests: environments in which every off-by-one error shows, and a score."""
 
 from dataclasses import replace
 

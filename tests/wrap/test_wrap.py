@@ -1,4 +1,4 @@
-"""The wrappers, against raw steps of the same environment; what they refuse; and the documentation's examples."""
+"""The wrappers against raw steps of the same environment; rejected input; and the documentation's examples."""
 
 import re
 import sys
