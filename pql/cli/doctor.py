@@ -69,10 +69,10 @@ def extras() -> list[list[str]]:
         needed = requirements(extra)
         found = {package: version(package) for package in packages}
         wrong = {p for p, v in found.items() if v is None or (p in needed and not needed[p].contains(v, True))}
-        told = ", ".join(
+        installed = ", ".join(
             f"{p} {v or 'missing'}" + (f" (needs {needed[p]})" if v and p in wrong else "") for p, v in found.items()
         )
-        rows.append([extra, use, f"pip install 'pql-rl[{extra}]'" if wrong else "ok", told])
+        rows.append([extra, use, f"pip install 'pql-rl[{extra}]'" if wrong else "ok", installed])
     return rows
 
 

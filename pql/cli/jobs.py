@@ -135,11 +135,11 @@ def how_ended(status: int) -> str:
 
 
 def _wait(child: "subprocess.Popen[bytes]", enough: Callable[[], bool] | None, every: float) -> int:
-    told = enough is None
+    signalled = enough is None
     while True:
         try:
-            return child.wait(None if told else every)
+            return child.wait(None if signalled else every)
         except subprocess.TimeoutExpired:
             if enough is not None and enough():
                 child.send_signal(signal.SIGTERM)
-                told = True
+                signalled = True

@@ -185,14 +185,14 @@ class TrialWatch:
         self.trial, self.path = trial, run_dir / "metrics.jsonl"
         self.key = {"seconds": "time/seconds", "env_steps": "steps/env"}[axis]
         self.budget = float(getattr(config.budget, axis))
-        self.told: set[int] = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
+        self.reported: set[int] = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
         self.over = False
 
     def __call__(self) -> bool:
         for row in evaluations(self.path):
             bucket = min(BUCKETS, int(BUCKETS * row[self.key] / self.budget))
-            if bucket not in self.told:
-                self.told.add(bucket)
+            if bucket not in self.reported:
+                self.reported.add(bucket)
                 self.trial.report(row["eval/return_mean"], bucket)
                 self.over = self.over or self.trial.should_prune()
         return self.over
@@ -253,8 +253,8 @@ def describe_trial(study: Any) -> str:
     row = next(r for r in reversed(rows) if r["state"] != "running")
     done = [r for r in rows if r["state"] == "complete"]
     best = max(done, key=lambda r: r["value"], default=None)
-    told = {"complete": f"{row['value'] or 0:,.1f}", "fail": f"failed: {row['why']}"}.get(row["state"], "pruned")
-    return f"trial {row['trial']}: {told}" + (f" (best {best['value']:,.1f}: trial {best['trial']})" if best else "")
+    outcome = {"complete": f"{row['value'] or 0:,.1f}", "fail": f"failed: {row['why']}"}.get(row["state"], "pruned")
+    return f"trial {row['trial']}: {outcome}" + (f" (best {best['value']:,.1f}: trial {best['trial']})" if best else "")
 
 
 def conclude(plan: Plan, study: Any) -> int:

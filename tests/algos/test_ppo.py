@@ -120,7 +120,7 @@ def test_a_final_observation_is_valued_with_the_memory_of_its_row():
     assert checked >= 16
 
 
-# -- formulas by hand -------------------------------------------------------------------------------------------------
+# -- manual formulas --------------------------------------------------------------------------------------------------
 
 
 def test_the_clipped_loss_by_hand():
@@ -236,7 +236,7 @@ def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
     parts.first.slots["policy"].publish()
     parts.first.workers["collector"].run(8)
     ppo.ppo_update(learner.state, learner.inputs, next(iter(learner.draw(12, learner.gen))), learner.gen)
-    assert not torch.equal(weights, learner.state.optimizer.flat.data)  # the next tick begins anew
+    assert not torch.equal(weights, learner.state.optimizer.flat.data)  # the next tick starts afresh
 
 
 def test_learning_rate_and_clip_fall_to_zero_with_the_env_steps():
@@ -307,7 +307,7 @@ def test_value_statistics_are_those_of_the_returns():
     assert moments.variance().item() == pytest.approx(1, abs=1e-4)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- rejected settings ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_without_m_several_values_are_refused_with_a_hint(capsys):
         assert capsys.readouterr().err.endswith("(pql train -m takes several)\n")
 
 
-# -- doing what is missing, with runs in this process ---------------------------------------------------------------
+# -- running missing runs, in this process --------------------------------------------------------------------------
 
 
 class Here(Runner):
@@ -225,7 +225,7 @@ def test_a_summary_of_an_earlier_sitting_is_not_the_end(tmp_path):
 
 # -- processes ------------------------------------------------------------------------------------------------------
 
-# In place of pql: marks that it is under way, then takes its time; a signal is written down, the second ends it.
+# In place of pql: marks that it is running, then waits; it records a signal, and ends at the second one.
 STAND_IN = """
 import os, signal, sys, time
 path, status = sys.argv[1], int(sys.argv[2])

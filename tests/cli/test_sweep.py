@@ -26,7 +26,7 @@ from pql.errors import ConfigError  # noqa: E402
 LR = "algo.critic.lr=tag(log,interval(1e-5,1e-1))"
 
 # In place of pql: a run whose return is known, -(log10(lr) + 3)^2 - seed / 10, reached in a straight line from -100.
-# A batch of 7 fails. One whose return is below the threshold then waits to be told to end, as if it took long.
+# A batch of 7 fails. A run whose return is below the threshold then waits for a request to end, like a long run.
 STAND_IN = """
 import json, math, os, signal, sys, time
 words = dict(w.split("=", 1) for w in sys.argv[3:])

@@ -49,7 +49,7 @@ def test_ranges_are_of_what_counts_and_nan_is_told():
     rows = told(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
     assert rows["obs policy"] == "0 to 6"
     low = float(rows["reward"].split()[0])
-    assert low == 0 > FILLER_REWARD  # a filler row's reward is nobody's
+    assert low == 0 > FILLER_REWARD  # a filler row's reward is ignored
     assert told(Flawed(4), 20)["reward"].endswith("; 20 NaN or infinite")
     nothing = ValueRange()
     nothing.add(torch.tensor([torch.inf]))

@@ -99,7 +99,7 @@ def test_state_restores_in_place_and_continues_bit_for_bit():
     assert_same(*batches)
 
 
-# --- discrete actions, and numbers beside them ---
+# --- discrete actions and extra columns ---
 
 
 def filled(replay, steps):

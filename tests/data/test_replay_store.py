@@ -20,7 +20,7 @@ from pql.types import Step, split
 
 STORED = ("flags", "action", "reward", "final")
 
-# --- what is drawn ---
+# --- sampling ---
 
 
 def test_sampling_is_uniform_in_every_column_and_stays_inside():

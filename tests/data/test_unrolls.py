@@ -40,8 +40,8 @@ class Played:
         self.reader = Reader(self.store)
         self.sims = [Column(i, next_step) for i in range(num_envs)]
         self.store.begin(picture([s.now for s in self.sims]))
-        self.kept = [[] for _ in self.sims]  # rows, but for those of unrolls that were dropped
-        self.begun = [[s.now] for s in self.sims]  # what each unroll of theirs began with
+        self.kept = [[] for _ in self.sims]  # rows, except those of dropped unrolls
+        self.begun = [[s.now] for s in self.sims]  # the state in which each unroll began
         self.ended = [False] * num_envs
         self.rows = self.dropped = 0
 
@@ -124,7 +124,7 @@ def test_every_unroll_is_a_rollout_of_its_environment_alone_and_is_read_once(nex
         segment = played.reader.segment()
         lost += int(segment.lost)
         for c in range(n):
-            if segment.obs["policy"][0, c, 0] == 0:  # nothing there: not as many were complete
+            if segment.obs["policy"][0, c, 0] == 0:  # empty: fewer unrolls were complete
                 assert not segment.mask[:, c].any()
                 continue
             i = int(segment.obs["policy"][0, c, 0]) // 100_000
@@ -138,7 +138,7 @@ def test_every_unroll_is_a_rollout_of_its_environment_alone_and_is_read_once(nex
             rows = torch.cat((torch.arange(horizon + 1), alone.successor[alone.mask[:, 0] > 0, 0]))
             for k in SPECS:
                 assert torch.equal(segment.obs[k][rows, c], alone.obs[k][rows, 0])
-            assert segment.carry[c, 0] == segment.obs["policy"][0, c, 0]  # what it remembered before row 0
+            assert segment.carry[c, 0] == segment.obs["policy"][0, c, 0]  # recurrent state before row 0
             assert segment.version[:, c].diff().eq(1).all()
     complete = sum(len(k) // horizon for k in played.kept)
     assert complete == int(played.store.completed)
@@ -159,7 +159,7 @@ def test_actions_of_a_warm_up_are_not_learned_from():
     segment = played.reader.segment()
     assert int(played.reader.taken) == 3
     assert segment.mask.sum(0).tolist() == [3, 3, 3, 0]
-    assert segment.obs["policy"][0, :2, 0].tolist() == [7, 8]  # what was seen when the warm-up ended
+    assert segment.obs["policy"][0, :2, 0].tolist() == [7, 8]  # the observation at the end of the warm-up
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

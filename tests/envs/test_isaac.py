@@ -228,10 +228,10 @@ def test_ball_balance_conforms(name, told):
     assert report.ok, report
 
 
-# -- its pictures -----------------------------------------------------------------------------------------------------
+# -- its images -------------------------------------------------------------------------------------------------------
 
 FLAT = torch.tensor([0.0, 0.0, 1.0])
-FAR = torch.full((1, 6, 2, 3), 9.0)  # legs that nobody sees
+FAR = torch.full((1, 6, 2, 3), 9.0)  # legs that are not visible
 
 
 def picture(ball, tray=(0.0, 0.0, 0.5), normal=FLAT, legs=FAR):

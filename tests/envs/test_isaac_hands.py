@@ -280,7 +280,7 @@ def test_a_goal_is_followed_by_another_one_step_later(name: str, goal_at: int) -
     torch.testing.assert_close(env._memory["goal"], kept)  # until it is reached
 
 
-# -- what is seen -----------------------------------------------------------------------------------------------------
+# -- observations -----------------------------------------------------------------------------------------------------
 
 
 def clipped(values: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ SLOW = (
     "inverteddoublependulum",
 )
 # pinned feet on stiff servos, seen by force sensors: float32 shows; fingertips' forces, seen tenfold; the forces on
-# a body that lies on a dozen contacts
+# a body with a dozen contacts
 STIFF = {"ballbalance": 3000.0, "shadow_hand": 10.0, "shadow_hand_openai": 10.0, "humanoidstandup": 10.0}
 PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
 # share of rows that may differ: fingers side by side touch in one point or two
@@ -90,7 +90,7 @@ def test_engines_agree_step_by_step_and_over_a_short_horizon(
     name: str, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     """Each step from C's own state, and 3 steps without putting it right again."""
-    monkeypatch.setattr("pql.envs.mujoco.unitree.Unitree.lasting", None)  # each engine draws commands of its own
+    monkeypatch.setattr("pql.envs.mujoco.unitree.Unitree.lasting", None)  # each engine draws its own commands
     n, steps, stiff, odd = 16, 12, STIFF.get(name, 1.0), ODD.get(name, 0.1)
     c, w, free = (build(name, n, engine, max_episode_steps=1000) for engine in ("batch", "warp", "warp"))
     for env in (c, w, free):

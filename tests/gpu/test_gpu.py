@@ -378,7 +378,7 @@ def test_three_graphs_replayed_together_equal_three_replayed_one_after_another()
 def test_a_tick_never_waits_for_the_device(case):
     algo, graphs = case
     parts = start(gpu_config(algo=algo, cuda_graphs=graphs))
-    parts.schedule.tick()  # what is made on first use is made here
+    parts.schedule.tick()  # objects that are created on first use are created here
     with never_waiting():
         for _ in range(4):
             parts.schedule.tick()

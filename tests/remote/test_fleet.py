@@ -97,7 +97,7 @@ def test_one_that_is_lost_is_placed_again_after_a_growing_delay(stage):
     stage.news[1] = Look("a", 2, True)
     fleet.turn(now + STEADY)
     stage.news[1] = GONE
-    fleet.turn(now + STEADY)  # it had acted for so long that what was before is forgotten
+    fleet.turn(now + STEADY)  # it had acted for so long that earlier failures no longer count
     fleet.turn(now + STEADY + 1.0)
     assert stage.said() == [("place", 1)]
 

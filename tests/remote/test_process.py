@@ -424,7 +424,7 @@ def test_a_package_of_somebody_elses_trains_here_and_in_a_process(tmp_path, monk
     [
         ("raise", r"ZeroDivisionError: the simulator fell over$", "in fail"),
         ("abort", r"was ended by SIGABRT$", "in fail"),
-        ("orphan", r"was ended by SIGABRT$", "in fail"),  # what it has forked holds the pipe open
+        ("orphan", r"was ended by SIGABRT$", "in fail"),  # a process that it forked holds the pipe open
         ("exit", r"ended with status 3; it may have said why above$", ""),
         ("hang", r"has not answered for 0.5 s \(task.process.step_seconds\)$", "in fail"),
     ],

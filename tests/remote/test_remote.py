@@ -42,7 +42,7 @@ def address(tmp_path):
     return f"unix:{tmp_path}/s"
 
 
-# -- what travels -----------------------------------------------------------------------------------------------------
+# -- wire format ------------------------------------------------------------------------------------------------------
 
 
 def frames_of(sim, steps=9):
@@ -125,7 +125,7 @@ def test_frames_that_are_wrong_are_refused_in_words():
         wire.Layout(describe_simulator(make_sim("counter", 5, {}).spec) | {"num_envs": 10**7})
 
 
-# -- what the learner's side makes of it ------------------------------------------------------------------------------
+# -- the learner's side -----------------------------------------------------------------------------------------------
 
 
 def test_remote_environments_do_what_local_ones_do(address):
@@ -256,7 +256,7 @@ def test_slots_without_an_actor_are_no_episodes(address):
         result = run_episodes(env, lambda obs: torch.zeros(6, 2), seed=3)
         assert len(result.returns) == 4
         assert min(result.lengths) > 0
-        assert next(joins) < 70  # it waits for nobody who was never there
+        assert next(joins) < 70  # it does not wait for actors that never joined
         env.close()
 
 
@@ -301,14 +301,14 @@ def test_an_actor_s_patience_begins_when_its_learner_is_gone(address):
     with acting(address, make_sim("counter", 2, {}), patience=0.5):
         env = Remote(2, listen=address)
         time.sleep(0.7)  # it was let in, and no step was asked of it yet
-        env.server._on_loop(env.server._server.stop(None))  # nobody says goodbye
+        env.server._on_loop(env.server._server.stop(None))  # no actor sends a goodbye
         env.server._stop_loop()
         again = Remote(2, listen=address, timeout=5)
         assert again.reset(0)["policy"].shape == (2, 2)
         again.close()
 
 
-# -- who is let in ----------------------------------------------------------------------------------------------------
+# -- access control ---------------------------------------------------------------------------------------------------
 
 
 def test_other_environments_are_refused_by_name(address):

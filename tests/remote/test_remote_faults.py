@@ -80,7 +80,7 @@ def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path):
     first = env.reset(0)
     run = env.hall.peers[0].run_id
     env.step(first["policy"][:, 0, 0, 0].long() * 0)
-    env.server._on_loop(env.server._server.stop(None))  # nobody says goodbye
+    env.server._on_loop(env.server._server.stop(None))  # no actor sends a goodbye
     env.server._stop_loop()
     again = Remote(2, listen=address)
     obs = again.reset(0)

@@ -191,7 +191,7 @@ def test_tasks_are_told_apart_by_what_makes_them():
     assert runs.label([fast, plain]) == ["pql", "pql"]
 
 
-# -- what is told of them -------------------------------------------------------------------------------------------
+# -- reported values ------------------------------------------------------------------------------------------------
 
 
 def told(folder: Path, x: str = "seconds", **more: Any) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def test_the_interquartile_mean_is_scipys_trimmed_mean(count):
     assert result.median == pytest.approx(stats.scoreatpercentile(x, 50), rel=1e-12)
 
 
-# -- beside the run -------------------------------------------------------------------------------------------------
+# -- concurrent -----------------------------------------------------------------------------------------------------
 
 
 class Gate(Counter):

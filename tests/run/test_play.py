@@ -130,7 +130,7 @@ def test_a_video_holds_whole_episodes_as_they_were(run: Path, capsys) -> None:
     assert len(shown) == 24
     assert shown[0].shape == (120, 160, 3)
     obs = env.reset(5)
-    for picture in shown[:12]:  # each shows the state acted in, but for what compression does
+    for picture in shown[:12]:  # each shows the state acted in, up to compression
         want = env.render(0, 160, 120)
         assert np.abs(picture.astype(int) - want).mean() < 3
         assert np.hypot(*np.subtract(centre(near(picture, POLE, 60)), centre(near(want, POLE, 60)))) < 1

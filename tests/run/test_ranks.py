@@ -185,7 +185,7 @@ def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, cas
     assert differences(mine, theirs) == []
     shared = [k for k in first["norm"] if k != "running_return"]
     assert all(torch.equal(first["norm"][k], second["norm"][k]) for k in shared)
-    assert not torch.equal(first["obs"], second["obs"])  # but each has environments of its own
+    assert not torch.equal(first["obs"], second["obs"])  # but each has its own environments
     assert (first["num_envs"], first["summary"].env_steps, second["summary"].env_steps) == (8, 640, 640)
     if "moments.policy.count" in first["norm"]:
         assert first["norm"]["moments.policy.count"] == 16 + 640  # of both
@@ -223,7 +223,7 @@ def test_rank_0_writes_the_run_directory(both: Pair, tmp_path):
     assert {(row["ratio/v_per_step"], row["ratio/p_per_v"]) for row in log} == {(2.0, 0.5)}
     # An episode of 11 steps ends in each of 16 environments, 9 times in 100 steps.
     assert sum(row.get("train/episodes", 0) for row in log) == 16 * 9
-    assert resume_config(tmp_path, []).num_envs == 16  # what was asked for, not a share
+    assert resume_config(tmp_path, []).num_envs == 16  # the requested number, undivided
 
 
 def test_another_number_of_processes_is_refused_by_name(both: Pair, tmp_path):

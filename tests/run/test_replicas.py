@@ -191,7 +191,7 @@ def test_nothing_is_lost_or_counted_twice(threads_left):
     ticks(parts, 2)
     done = [(one.collector.steps - 8) / 8 for one in parts.replicas]
     assert sum(done) == 2 * 4 * 3
-    assert done[1] < min(done[0], done[2])  # nobody waits for the slow one, but at the end
+    assert done[1] < min(done[0], done[2])  # others wait for the slow one only at the end
     assert parts.env_steps == 12 * 8 + 24 * 8 * 4
     assert parts.updates() == {"v": 24 * 8, "p": 24 * 8}
     assert [job.updates for one in parts.replicas for job in one.jobs.values()] == [8 * n for n in done]
@@ -234,7 +234,7 @@ def test_the_learning_rate_falls_with_all_replicas_steps():
     )
     ticks(parts, 1)
     rates = sorted(one.learners["learner"].state.optimizer.lr.item() for one in parts.replicas)
-    assert rates[0] == pytest.approx(1e-3 * (1 - 9 * 32 / 640))  # of the tenth tick, whoever took it
+    assert rates[0] == pytest.approx(1e-3 * (1 - 9 * 32 / 640))  # of the tenth tick, of any replica
     ticks(parts, 1)
     parts.schedule.executor.close()
     rates = sorted(one.learners["learner"].state.optimizer.lr.item() for one in parts.replicas)

@@ -570,7 +570,7 @@ def test_init_from_a_run_starts_with_its_policy(tmp_path, algo):
     assert differences(old, dict(fresh.parts.first.policy.state_dict())) != []
     assert (
         session.parts.first.collector.normalizer.moments["policy"].count == 16 * (1 + 20) + 16 * 8
-    )  # goes on counting
+    )  # continues the count
 
 
 def test_init_from_a_run_takes_its_critics_along(tmp_path):

@@ -28,7 +28,7 @@ SIMULATORS = {"gymnasium": ("gymnasium", "farama_notifications", "cloudpickle"),
 
 
 def command(folder: Path, *simulators: str) -> list[str]:
-    """What runs ``pql`` there; words follow. ``folder``: for the links."""
+    """Return the command that runs ``pql`` there, to be followed by its arguments. ``folder``: for the links."""
     lib = folder / "lib"
     lib.mkdir(exist_ok=True)
     for name in ("numpy", "grpc", "typing_extensions", *(p for s in simulators for p in SIMULATORS[s])):

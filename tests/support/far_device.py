@@ -40,7 +40,7 @@ PRETENCE = {
 
 
 class Pretending(Counter):
-    """A simulator whose process takes files for devices."""
+    """A simulator whose process uses files as devices."""
 
     def __init__(self, *args, attach=True, **kwargs):
         super().__init__(*args, **kwargs)
