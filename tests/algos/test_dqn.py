@@ -41,7 +41,7 @@ def network(seed, **kwargs):
 
 
 class Noted:
-    """Stands in for priorities; notes what it is told."""
+    """Stand-in for priorities that records its updates."""
 
     def update(self, index, priority, mask):
         self.told = (index.clone(), priority.clone(), mask.clone())

@@ -288,7 +288,7 @@ def test_presets_of_rollouts_for_atari_are_those_of_the_papers():
 @pytest.mark.parametrize("lstm", ["null", "8"])
 def test_a_lost_life_ends_returns_and_no_memory(lstm):
     """On real frames: what acted is what learns, though lives were lost in between; a row that lost one bootstraps
-    from nothing, and the game goes on with the next."""
+    from nothing, and the game continues with the next."""
     pytest.importorskip("ale_py")
     from pql.algos import ppo
 

@@ -267,7 +267,7 @@ def test_the_adaptive_rate_keeps_the_kl_near_its_target():
 
 @pytest.mark.parametrize("lstm", [None, 8])
 def test_bfloat16_acts_and_learns_alike(lstm):
-    """What acts in bfloat16 is recomputed in bfloat16: the ratio stays near 1, and weights stay float32."""
+    """A policy that acts in bfloat16 is recomputed in bfloat16: the ratio stays near 1, and weights stay float32."""
     parts = ticks(start(config_of({"algo": {"amp": True, "lstm": lstm}}), Inline()), 3)
     parts.first.workers["collector"].run(8)
     learner = parts.first.learners["learner"]

@@ -137,7 +137,7 @@ def test_no_gradient_flows_through_burn_in_or_final_observations():
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_stored_states_are_those_of_the_whole_history_with_the_same_weights(groups):
-    """The policy never changes here, so its states can be computed anew from the first row that it acted in."""
+    """The policy never changes here, so its states can be recomputed from the first row that it acted in."""
     parts = start(config_of({"placement": {"groups": groups}}), Inline())
     collector, warm = parts.first.collector, 16
     norm = copy.deepcopy(collector.normalizer)  # with the statistics that this run acts by

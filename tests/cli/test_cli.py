@@ -436,7 +436,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start ``pql train`` in a process of its own, with a slow environment, and wait until it has made some ticks."""
+    """Start ``pql train`` in a separate process, with a slow environment, and wait until it has made some ticks."""
     running: list[subprocess.Popen[str]] = []
 
     def begin(run_dir: Path, *more: str, stuck_at: int = 10**9) -> "subprocess.Popen[str]":

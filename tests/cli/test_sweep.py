@@ -213,7 +213,7 @@ def test_poor_trials_are_ended_early(tmp_path, monkeypatch):
     ],
 )
 def test_evaluations_are_told_by_their_share_of_the_budget(tmp_path, axis, budget, told):
-    """In twentieths, the first of each; of what is told once more, nothing."""
+    """The first evaluation of each twentieth; repeated ones are ignored."""
     evals = [(1, 1e5, 1.0), (12, 3e5, 2.0), (14, 3e5, 3.0), (20, 1e6, 4.0), (101, 2e6, 5.0)]
     rows = [{"time/seconds": s, "steps/env": n, "eval/return_mean": v} for s, n, v in evals]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -226,7 +226,7 @@ def unsound(parts):
 
 
 def spoil(parts, faults):
-    """What the actor makes, its memory included, is NaN or infinite where ``faults`` {step: environments} say so."""
+    """The actor's outputs and recurrent state are NaN or infinite according to ``faults`` {step: environments}."""
     (lane,) = parts.first.collector.lanes
     actor, act = lane.actor, lane.actor.act
 

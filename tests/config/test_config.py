@@ -259,7 +259,7 @@ ON_POLICY = ("a2c", "a3c", "appo", "appo_replicas", "impala", "ppo", "ppo_ant", 
 
 
 def scales(algo):
-    """Those for which an algorithm has settings."""
+    """Return the tasks for which an algorithm has settings."""
     return [s for s in Presets().names("scale") if [*Presets().tuned([s], algo, s)]]
 
 

@@ -58,7 +58,7 @@ def test_an_old_run_is_resumed_evaluated_and_exported(run, name, capsys):
 
 
 def test_old_settings_are_migrated(tmp_path):
-    """Those of a family move up into ``algo``; those of other families, which it never read, are dropped."""
+    """Settings of the family move up into ``algo``; those of other families, which it never read, are dropped."""
     from pql.config import from_dict
 
     algo = {k: v for k, v in leaves(from_dict(run_settings(RUNS / "ppo"))) if k.startswith("algo.")}

@@ -129,7 +129,7 @@ def test_each_group_writes_its_own_columns():
 
 
 class Logged:
-    """An environment of two groups that tells what was asked of it."""
+    """An environment of two groups that records its calls."""
 
     def __init__(self, env, log):
         self.env, self.log, self.spec = env, log, env.spec

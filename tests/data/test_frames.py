@@ -103,7 +103,7 @@ def test_state_restores_in_place_and_continues_bit_for_bit():
 
 
 def filled(replay, steps):
-    """Environment i's row t has action 10 t + i, and beside it the numbers t and -i."""
+    """Environment i's row t has action 10 t + i, and the extra columns t and -i."""
     n = replay.num_envs
     off, on, zero = torch.zeros(n, dtype=torch.bool), torch.ones(n, dtype=torch.bool), torch.zeros(n)
     obs = {"policy": torch.zeros(n, 2)}

@@ -16,7 +16,7 @@ GAMMA = 0.9
 
 
 class Remembering(Recorded):
-    """A ring beside which states are kept. Every row's state is a number of its own: its column and its row."""
+    """A ring with stored states. Every row's state is unique: its column and its row."""
 
     def __init__(self, num_envs, periods, horizon, limit, shape, next_step=False, depth=1):
         self.burn, self.length, self.n, self.period = shape

@@ -150,7 +150,7 @@ class Lead:
 
 
 class FakeCollector:
-    """What ``prefill`` needs of a collector."""
+    """The members of a collector that ``prefill`` needs."""
 
     def __init__(self, num_envs: int, rows: int):
         from pql.data.normalize import Normalizer

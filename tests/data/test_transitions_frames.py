@@ -26,7 +26,7 @@ LIMIT = 9
 
 
 class FakeCollector:
-    """What ``prefill`` needs of a collector."""
+    """The members of a collector that ``prefill`` needs."""
 
     def __init__(self, groups, num_envs, rows, action=None, extra=()):
         action = action or Box(1)

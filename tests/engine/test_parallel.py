@@ -456,7 +456,7 @@ def test_statistics_of_two_processes_are_those_of_one_that_sees_both_halves(both
 
 
 def restored() -> list[float]:
-    """What was seen since the last merge does not survive the loading of a state."""
+    """Values since the last merge do not survive the loading of a state."""
     from pql.contract.env import ObsSpec
 
     norm = Normalizer({"policy": ObsSpec((1,))}, 2, torch.device("cpu"))

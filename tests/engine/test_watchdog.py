@@ -208,7 +208,7 @@ def test_the_cause_stays_the_last_line():
 
 
 class Stuck(Counter):
-    """Where there are two environments, those of an evaluation, the third step takes until it is released."""
+    """With two environments, as in an evaluation, the third step blocks until it is released."""
 
     release = threading.Event()
     steps = 0

@@ -247,7 +247,7 @@ def places(mask):
 
 
 def seen(x, y, z):
-    """Where the view shows a point: sideways, and upwards."""
+    """Return the image position of a point: sideways, and upwards."""
     return y, z * math.cos(raster.ELEVATION) - x * math.sin(raster.ELEVATION)
 
 

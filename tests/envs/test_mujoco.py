@@ -155,7 +155,7 @@ def test_matches_gymnasium_without_contact_forces(name: str, unseen: tuple[str, 
 
 
 def compare(env: MujocoVec, refs: list[Any], steps: int) -> int:
-    """Step ``refs`` beside ``env``: all that both report is equal. The number of terminations."""
+    """Step ``refs`` with ``env`` and compare all their results. Returns the number of terminations."""
     n = len(refs)
     limit = env.spec.action.bounds[1][0]  # type: ignore[union-attr]
     obs = env.reset(seed=1)["policy"]

@@ -272,7 +272,7 @@ def test_a_step_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_prepared_is_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation's thread must capture nothing beside a run. Preparing changes no bit of what follows."""
+    """An evaluation's thread must capture nothing during a run. Preparing changes no bit of what follows."""
     wanted = {"mass": [0.8, 1.2]}
     ready, lazy = (build("halfcheetah", 4, max_episode_steps=3, randomize=wanted) for _ in range(2))
     ready.prepare()

@@ -29,7 +29,7 @@ GONE = Ending(LOST, "The node has died.")
 
 
 class Stage:
-    """A cluster with room for ``room`` actors, whose news are told by hand."""
+    """A cluster with room for ``room`` actors, whose events are scripted."""
 
     def __init__(self, room=99):
         self.room, self.calls, self.news = room, [], {}

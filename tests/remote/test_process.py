@@ -64,7 +64,7 @@ def walk(python):
 
 
 def gone(pid, within=5.0):
-    """Whether a process has ended (or ends ``within`` seconds)."""
+    """Return True if a process has ended (or ends ``within`` seconds)."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:
@@ -257,7 +257,7 @@ def test_a_simulator_that_is_not_there_says_which_package(walk):
 
 
 def test_the_plain_records_are_the_librarys(python):
-    """Where the library cannot be imported, records of the same names and defaults stand in."""
+    """Substitutes with the same names and defaults are used if the library cannot be imported."""
     script = (
         "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(sys.argv[2])\n"
         # These run in that Python, too.

@@ -443,7 +443,7 @@ def test_the_variable_s_token_is_checked_and_not_shown(monkeypatch):
 
 
 def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
-    """A slow simulator holds nobody up: the other half goes on."""
+    """A slow simulator delays no other: the other half continues."""
     slow = Late(make_sim("counter", 2, {}), 1.0, 0.2)
     with remote(address, [make_sim("counter", 2, {}), slow], 4, wait=0.0) as env:
         parts = build(small_config(num_envs=4, algo={"v_per_step": 0.25, "p_per_v": 1}), env=env, executor=Inline())
@@ -459,7 +459,7 @@ def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
 
 
 def test_actors_step_a_task_that_keeps_its_presets(address, capfd, monkeypatch):
-    """What is printed for people starts actors that step what the task would be in this process."""
+    """The printed command starts actors that step the same environments as the task would in this process."""
     words = [
         "device=cpu",
         "task=atari",

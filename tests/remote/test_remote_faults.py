@@ -92,7 +92,7 @@ def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path):
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_an_actor_whose_simulator_hangs_is_dropped_and_ends(actor, tmp_path, capfd, at):
-    """Row 30: it goes on answering pings. The others' steps go on, and what is counted is who is there."""
+    """Row 30: it still answers pings. The other actors' steps continue, and only present environments are counted."""
     limits = {"step_seconds": 1.0, "start_seconds": 1.5}
     with remote(f"unix:{tmp_path}/s", [film()], 4, **limits) as env:
         process = actor("film:Film", f"hangs_at={at}")

@@ -241,7 +241,7 @@ def state_of(one: Evaluator, value: float) -> dict[str, Any]:
 
 
 def test_the_environment_is_made_ready_before_its_thread_runs():
-    """What it captures then, on a GPU, it need not capture in mid-run."""
+    """Graphs that it captures then, on a GPU, need not be captured during the run."""
     asked: list[tuple[str, str]] = []
 
     class Captures(Gate):

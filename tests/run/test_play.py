@@ -161,7 +161,7 @@ def test_videos_run_at_simulated_time(dt: float | None, want: tuple[int, float])
 
 
 class Dark:
-    """A simulator without pictures, whose rows after an end are fillers."""
+    """A simulator without images, whose rows after an end are fillers."""
 
     def __init__(self, num_envs: int, device: object):
         cpu = torch.device("cpu")

@@ -415,7 +415,7 @@ def test_torchrun_trains_one_run(tmp_path):
 
 @pytest.mark.slow
 def test_two_agents_as_of_two_machines_train_one_run(tmp_path):
-    """What docs/parallel.md says for several machines, on one: each agent starts a process, and they meet over TCP."""
+    """The commands of docs/parallel.md for several machines, on one: each agent starts a process, connected by TCP."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "x"]
     command += ["-m", "pql"]

@@ -49,7 +49,7 @@ def test_one_replica_is_lockstep_bit_for_bit(variant):
 
 
 class Serial:
-    """What a learner steps with in the serial reference: torch's optimiser of shared parameters, on its gradient."""
+    """Optimiser of the serial reference: torch's optimiser of the shared parameters, on a learner's gradient."""
 
     def __init__(self, own, shared, optimizer):
         self.flat, self.lr, self.clip, self.shared, self.optimizer = own.flat, own.lr, own.clip, shared, optimizer
@@ -183,7 +183,7 @@ def test_between_ticks_all_have_the_statistics_of_all(monkeypatch):
 
 
 def test_nothing_is_lost_or_counted_twice(threads_left):
-    """Three replicas, whose ticks go to whoever is free; one is slow."""
+    """Three replicas, whose ticks go to any that is free; one is slow."""
     parts = start(replicas(3, {"task": {"name": "cartpole"}, "num_envs": 12}, order="free", each=4))
     slow = parts.replicas[1].workers["collector"]
     slow.job = partial(late, slow.job, iter([0.1] * 100))

@@ -124,7 +124,7 @@ def test_a_resume_point_of_an_older_release_goes_on_to_the_same_bits(tmp_path, m
     [("pql", "pendulum", "obs.policy"), ("eps_rainbow", "cartpole", "level0"), ("r2d2", "tmaze", "carry")],
 )
 def test_a_resume_point_is_as_large_as_what_the_replay_holds(tmp_path, algo, task, head):
-    """Of a ring of a thousand times the rows the point takes no more, but for a few nodes of a sum tree."""
+    """With a ring of a thousand times the rows the point is no larger, except for a few nodes of a sum tree."""
     only = {
         "r2d2": (
             "algo.warmup_steps=64",
