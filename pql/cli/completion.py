@@ -19,7 +19,7 @@ _pql() {
     local line="${COMP_LINE:0:COMP_POINT}" IFS=$'\\n'
     local word="${line##*[[:space:]]}"
     COMPREPLY=($("${COMP_WORDS[0]}" completion --words "$line" 2>/dev/null))
-    # Bash breaks words at '=' and ':': what stands before the last of these is there already.
+    # Bash breaks words at '=' and ':': text up to the last of these is already on the line.
     local have="${word%"${word##*[=:]}"}"
     [[ -n $have && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"$have"}")
     [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace 2>/dev/null

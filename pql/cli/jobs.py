@@ -78,7 +78,7 @@ class Runner:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise ConfigError(self.setting, self.folder, "a folder that no other command is at work in") from error
+            raise ConfigError(self.setting, self.folder, "a folder that no other command uses now") from error
         self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 

@@ -170,7 +170,7 @@ class Sequences:
         ends = flags[burn : burn + trained + self.n - 1]  # rows in which a target may end
         cut = (ring.rule("cut", ends.flatten()) & ring.rule("valid", ends.flatten())).view_as(ends)
         count = cut.cumsum(0)
-        # The k-th final observation's row is where the count first exceeds k; row 0 where it never does.
+        # The k-th final observation's row is where the count first exceeds k; row 0 if it never does.
         final_row = (count <= self._places).sum(1)  # [K, B]
         final_row = torch.where(final_row < ends.shape[0], final_row, 0)
         last = window.last.view(trained, -1) - rows[burn]  # from burn_in on

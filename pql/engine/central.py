@@ -53,7 +53,7 @@ class Central:
 
     Each chunk counts its steps (Adam's bias correction): under the chunk's lock, a push adds its gradient to the
     moments and 1 to the count. A count therefore always equals the number of gradients in the moments of its chunk,
-    even if pushes overlap and two chunks see them in different order. While no push is running all counts are equal:
+    even if pushes overlap and reach two chunks in a different order. While no push is running all counts are equal:
     the number of pushes so far minus the skipped ones.
 
     A reader may see a push in some chunks and not yet in others, but never part of one chunk's update.

@@ -196,7 +196,7 @@ class Streams:
         self.streams = {
             name: [self._stream(d) for d in (*(d for d in every if d != own), own)] for name, own in devices.items()
         }
-        self.ends: list[Any] = []  # what the next tick must wait for
+        self.ends: list[Any] = []  # events that the next tick must wait for
         self.started = False
         self.flight: deque[dict[str, tuple[Any, Any]]] = deque()  # by worker: first and last event of its job
 
