@@ -1,4 +1,4 @@
-"""Exports: what the files compute, what they say of themselves, and that a wrong one never stands."""
+"""Exports: the files' outputs and metadata, and that a wrong file is never left behind."""
 
 import hashlib
 import json
@@ -184,7 +184,7 @@ def test_unscaled_sac_export_leaves_out_the_bounds(tmp_path: Path) -> None:
     np.testing.assert_allclose(pql.load_policy(out.files["onnx"])(obs), action, atol=1e-7)
 
 
-# -- what the library has no algorithm for here: states, several groups, frames, unbounded outputs -------------------
+# -- outputs of no algorithm here: recurrent states, several groups, frames, unbounded outputs -----------------------
 
 
 class Remembering(nn.Module):
