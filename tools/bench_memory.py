@@ -56,7 +56,7 @@ def success(config: Config, episodes: int) -> float:
 
 def row(name: str, other: str, shares: dict[str, list[float]]) -> dict[str, Any]:
     mine, theirs = shares[name], shares[other]
-    spread = " beside ".join(f"{k} ({min(v):.2f} to {max(v):.2f})" for k, v in ((name, mine), (other, theirs)))
+    spread = " against ".join(f"{k} ({min(v):.2f} to {max(v):.2f})" for k, v in ((name, mine), (other, theirs)))
     some = any(mine) and any(theirs)
     return {
         "name": f"right turns: {spread}",

@@ -32,7 +32,7 @@ ROOMS = (
     "cli",
 )  # lowest first: a module imports only from its own room and those before it
 ALLOWED = {
-    ("contract.registry", "envs"): "the table of built-in simulators belongs beside them",
+    ("contract.registry", "envs"): "the table of built-in simulators is in their package",
     ("contract.conformance", "engine.tape"): "whether a simulator can be captured is shown by capturing it",
 }
 """Imports against the order of ``ROOMS`` that are allowed, with their reasons."""
