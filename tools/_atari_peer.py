@@ -1,6 +1,8 @@
-"""Stable-Baselines3's DQN on Atari games, for ``bench_atari.py``: on ale_py's vector environment, and as its users have
-it. Settings are rl-baselines3-zoo's (hyperparams/dqn.yml, atari) but for the buffer's size and a fixed epsilon, since
-the library skips the network where it acts at random."""
+"""Stable-Baselines3's DQN on Atari games, for ``bench_atari.py``: on ale_py's vector environment and usual stack.
+
+Settings are rl-baselines3-zoo's (hyperparams/dqn.yml, atari) except for the buffer size and epsilon, which is fixed
+because the library skips the network for random actions.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +12,12 @@ from stable_baselines3 import DQN
 from stable_baselines3.common.vec_env import VecEnv
 
 BUFFER = 20_000
-BLOCK = 16  # steps of all environments that are learned in one call
-NEVER = 10**9  # episodes between two lines of its own log
+BLOCK = 16  # steps of all environments per call of ``learn``
+NEVER = 10**9  # episodes between two lines of Stable-Baselines3's log
 
 
 class AleVec(VecEnv):
-    """``AtariVectorEnv`` (same-step autoreset) as one of Stable-Baselines3's; rewards clipped to their sign."""
+    """``AtariVectorEnv`` (same-step autoreset) as Stable-Baselines3's ``VecEnv``; rewards are clipped to their sign."""
 
     def __init__(self, env: Any):
         self.env = env
@@ -70,7 +72,10 @@ def usual_env(game: str) -> VecEnv:
 def learner(
     env: VecEnv, batch: int, train_freq: int, gradient_steps: int, device: str, warm_up: int, block: int
 ) -> Callable[[], Any]:
-    """``block`` steps of every environment and their updates, after ``warm_up`` env steps without updates."""
+    """Return a function that makes ``block`` steps of every environment and their updates.
+
+    ``warm_up`` env steps without updates and a first block are made here.
+    """
     steps = block * env.num_envs
     model = DQN(
         "CnnPolicy",

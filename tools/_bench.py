@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: time things in turn, and report medians as a table and as JSON."""
+"""Common code of the benchmark scripts: timing in turn, and medians as a table and as JSON."""
 
 import argparse
 import json
@@ -23,14 +23,14 @@ def machine() -> str:
 
 
 def alternate(fns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call every function once a round, in turn, so that a slow minute of the machine hits all alike.
+    """Call every function once per round, in turn, so that a slow minute of the machine affects all of them.
 
     Args:
         fns: name -> function that runs one round and returns its rate.
-        rounds: how often; one more round comes first and is thrown away.
+        rounds: number of rounds; one more comes first and is discarded.
 
     Returns:
-        name -> one rate a round.
+        name -> one rate per round.
     """
     rates: dict[str, list[float]] = {name: [] for name in fns}
     for turn in range(rounds + 1):
@@ -42,7 +42,7 @@ def alternate(fns: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
 
 
 def compare(name: str, unit: str, rates: list[float], baseline: list[float] | None = None) -> dict[str, Any]:
-    """One row for :func:`report`: medians; ``ratio`` is the median of the rounds' own ratios."""
+    """One row for :func:`report`: medians; ``ratio`` is the median over the ratios of single rounds."""
     ratio = None if baseline is None else statistics.median(a / b for a, b in zip(rates, baseline, strict=True))
     return {
         "name": name,
@@ -56,9 +56,9 @@ def compare(name: str, unit: str, rates: list[float], baseline: list[float] | No
 
 
 def measuring(parser: argparse.ArgumentParser, seconds: float) -> None:
-    """The options that the benchmarks share; ``seconds`` is one measurement's default length."""
+    """Add the common options of the benchmarks; ``seconds`` is the default length of one measurement."""
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=seconds, help="of one measurement")
+    parser.add_argument("--seconds", type=float, default=seconds, help="length of one measurement")
     parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
     parser.add_argument("--json", metavar="PATH")
 
@@ -77,7 +77,7 @@ def report(rows: list[dict[str, Any]], json_path: str | None = None) -> None:
 
 
 def save(rows: list[dict[str, Any]], json_path: str | None) -> None:
-    """``rows`` as a JSON list, where there is a path."""
+    """Write ``rows`` as a JSON list if there is a path."""
     if json_path is not None:
         Path(json_path).write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""A simulator that does nothing, for ``bench_process.py``: NumPy alone, in any Python from 3.8 on."""
+"""Simulator without dynamics, for ``bench_process.py``: needs only NumPy, in any Python from 3.8 on."""
 
 import ctypes
 
@@ -6,15 +6,14 @@ import numpy as np
 
 from pql.contract.plain import Box, EnvSpec, ObsSpec, Step
 
-OBS, ACTIONS = 60, 8  # Ant's, as Isaac Gym has it
+OBS, ACTIONS = 60, 8  # sizes of Isaac Gym's Ant
 
 
 class Echo:
     """Rows of Ant's size that never change and never end.
 
     Args:
-        hold: seconds in which each step waits with its interpreter's lock held, as one does that calls a library which
-            does not give it up.
+        hold: seconds for which each step waits with the interpreter's lock held, as a library that does not release it.
     """
 
     def __init__(self, num_envs, device="cpu", hold=0.0):

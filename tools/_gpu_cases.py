@@ -1,5 +1,7 @@
-"""The parts of ``gpu_check.py`` and the cases of each. A case is a function that yields rows (``_bench.compare``) and
-notes (text) as it finds them."""
+"""The parts of ``gpu_check.py`` and their cases.
+
+A case is a function that yields rows (``_bench.compare``) and notes (text) as they are measured.
+"""
 
 import argparse
 import hashlib
@@ -57,7 +59,7 @@ Found = Iterator[Row | str]
 
 
 class MissingError(Exception):
-    """A package that the case needs is not here."""
+    """A package that the case needs is not installed."""
 
 
 class Case(NamedTuple):
@@ -66,7 +68,7 @@ class Case(NamedTuple):
 
 
 class Part(NamedTuple):
-    """``seconds``: within which its cases must end, unless ``--limit`` says otherwise."""
+    """A group of cases that must end within ``seconds``, unless ``--limit`` is given."""
 
     seconds: float
     about: str
@@ -74,7 +76,7 @@ class Part(NamedTuple):
 
 
 def need(*packages: str) -> None:
-    """Raises ``MissingError`` where one of them is not installed."""
+    """Raise ``MissingError`` if one of the packages is not installed."""
     if absent := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise MissingError(f"not installed: {', '.join(absent)}")
 
@@ -96,7 +98,7 @@ def env_cases(args: Any) -> list[Case]:
 
 
 def describe(args: Any) -> Found:
-    """What a reader of the numbers must know of the machine."""
+    """Describe the machine."""
     yield f"python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPUs"
     for name in ("triton", "mujoco", "mujoco_warp", "ale_py", "hydra", "rsl_rl", "stable_baselines3", "xdist"):
         if importlib.util.find_spec(name) is None:
@@ -127,7 +129,7 @@ def copy_rows(args: Any) -> Found:
 
 
 def product_rows(args: Any) -> Found:
-    """What the multiplying units reach, beside which updates are read."""
+    """Measure the rate of matrix products, as a reference for updates."""
     size = 64 if args.smoke else 8192
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     pairs = {
@@ -140,7 +142,7 @@ def product_rows(args: Any) -> Found:
 
 
 def host_rows(args: Any) -> Found:
-    """What the host pays for a launch."""
+    """Measure the host's cost of a launch."""
     x = torch.zeros(1, device=args.device)
 
     def hundred() -> None:
@@ -156,7 +158,7 @@ def host_rows(args: Any) -> Found:
 
 
 def test_files() -> list[Path]:
-    """Those with tests marked ``gpu``."""
+    """Return the files with tests marked ``gpu``."""
     marks = ("mark.gpu", "HERE_TOO", "everywhere(")
     return [f for f in sorted((ROOT / "tests").rglob("test_*.py")) if any(m in f.read_text() for m in marks)]
 
@@ -166,7 +168,7 @@ def test_cases(args: Any) -> list[Case]:
 
 
 def run_tests(file: Path, args: Any) -> Found:
-    """A file's tests marked ``gpu``, by as many processes as ``args.processes`` where xdist is here."""
+    """Run a file's tests marked ``gpu``, with ``args.processes`` processes if xdist is installed."""
     need("pytest")
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "junit.xml"
@@ -179,7 +181,7 @@ def run_tests(file: Path, args: Any) -> Found:
         for what in ("failure", "error"):
             if (found := case.find(what)) is not None:
                 yield f"{what}: {case.get('name')}: {(found.get('message') or '')[:300]}"
-    if status not in (0, 5):  # 5: none is marked
+    if status not in (0, 5):  # 5: no test is marked
         raise AssertionError(f"pytest ended with status {status}: believe no number before this is understood")
 
 
@@ -209,7 +211,7 @@ def pql_cases(args: Any) -> list[Case]:
 
 
 def update_configs(args: Any) -> dict[str, Config]:
-    """Of updates beside their bare products: the paper's critic, a categorical one."""
+    """Return cases of updates compared with their bare products: the paper's critic, a categorical one."""
     n, plain = (8, DdpgConfig(name="pql", batch_size=16)) if args.smoke else (4096, PQL)
     atoms = replace(plain, name="pql_d", critic=replace(plain.critic, atoms=51, v_min=-10.0, v_max=10.0))
     ring = ReplayConfig(capacity=64 * n)
@@ -230,7 +232,7 @@ def update_cases(args: Any) -> list[Case]:
 
 
 def rows_of(bench: Callable[..., list[Row] | None], *arguments: Any) -> Found:
-    """Of a benchmark that gives all its rows at once, or prints them."""
+    """Return a case of a benchmark that returns all its rows at once, or prints them."""
     yield from bench(*arguments) or ()
 
 
@@ -240,7 +242,7 @@ def envs_cases(args: Any) -> list[Case]:
 
 
 def step_rows(task: str, counts: list[int], args: Any) -> Found:
-    """Does it keep the contract on this device, and env-steps/s: a captured step beside launching it."""
+    """Check the environment contract on this device; measure env-steps/s of a captured against a launched step."""
     report = check_env(make_env(task, 8, args.device, max_episode_steps=12), 30)
     yield compare(f"{task}: rules broken", "rules", [float(len(report.failed))])
     for rule in report.results:
@@ -270,7 +272,7 @@ def bench_cases(args: Any) -> list[Case]:
 
 
 def atari_rows(bench: Callable[[Any], list[Row]], args: Any) -> Found:
-    """Sampling or learning on a game."""
+    """Run sampling or learning on a game."""
     need("ale_py", "gymnasium")
     yield from bench(atari_arguments(args))
 
@@ -295,7 +297,7 @@ def warp_cases(args: Any) -> list[Case]:
 
 
 def warp_rows(env: str, n: int, args: Any) -> Found:
-    """MuJoCo's physics on the device. The first case of a robot compiles its kernels."""
+    """Measure MuJoCo's physics on the device. The first case of a robot compiles its kernels."""
     need(*WARP)
     wanted = argparse.Namespace(device=args.device, envs=[env], num_envs=[n], rounds=args.rounds, seconds=args.seconds)
     yield from bench_warp.measure(wanted)
@@ -322,7 +324,7 @@ def learn_cases(args: Any) -> list[Case]:
 
 
 def learn(name: str, config: Config, args: Any) -> Found:
-    """Seconds of training to a return."""
+    """Return cases that measure seconds of training to a return."""
     if config.task.name == "ant":
         need(*WARP)
     yield from learn_rows(name, config, THRESHOLDS[config.task.name], 0.1 if args.smoke else 60.0)
@@ -333,7 +335,7 @@ def peer_cases(args: Any) -> list[Case]:
 
 
 def rsl_rl_rows(args: Any) -> Found:
-    """env-steps/s of rsl_rl's PPO, acting and learning, on the same environments with our PPO's sizes."""
+    """Measure env-steps/s of rsl_rl's PPO, acting and learning, on the same environments with our PPO's sizes."""
     need("rsl_rl")
     from rsl_rl.runners import OnPolicyRunner
 
@@ -378,12 +380,12 @@ def ppo_rows(args: Any) -> Found:
 
 
 def long_cases(args: Any) -> list[Case]:
-    """Two runs of the same seed, one a case, so that each ends within the bound; their last rows must be equal."""
+    """Return two runs of the same seed, one per case, so that each ends in time; their last rows must be equal."""
     return [Case(name, partial(long_rows, args)) for name in ("first", "second")]
 
 
 def long_rows(args: Any) -> Found:
-    """A fixed number of ticks: memory as they go by, and a number made of every bit at the end."""
+    """Run a fixed number of ticks; report memory meanwhile, and a hash of all state at the end."""
     config, (blocks, ticks) = make_config(args, 8 if args.smoke else 4096), (2, 3) if args.smoke else (20, 2500)
     parts, began = ready(config, "concurrent", True, 0), time.perf_counter()
     for _ in range(blocks):
@@ -403,22 +405,22 @@ def long_rows(args: Any) -> Found:
 
 
 PARTS = {
-    "env": Part(60, "versions, clocks, memory; what copies, products and launches reach", env_cases),
+    "env": Part(60, "versions, clocks, memory; rates of copies, products and launches", env_cases),
     "tests": Part(530, "the tests marked gpu, file by file", test_cases),
     "pql": Part(530, "PQL, SAC and PPO on swing-up: schedules, graphs, host time, launches, worker orders", pql_cases),
-    "update": Part(240, "critic and policy updates beside their bare products, and profiles", update_cases),
-    "envs": Part(300, "the torch tasks: the contract, and a captured step beside an eager one", envs_cases),
+    "update": Part(240, "critic and policy updates against their bare products, and profiles", update_cases),
+    "envs": Part(300, "the torch tasks: the contract, and a captured step against an eager one", envs_cases),
     "learn": Part(530, "seconds to a return on swing-up, ball balance, Catch, and Ant on Warp", learn_cases),
     "peers": Part(240, "rsl_rl's PPO and ours on the same environments", peer_cases),
     "bench": Part(420, "DQN on Catch; Atari's sampling and learning", bench_cases),
     "warp": Part(530, "MuJoCo Warp's environments from 1,024 to 65,536", warp_cases),
     "long": Part(530, "two long runs of the same seed: memory, and the same bits", long_cases),
 }
-"""Each within nine minutes."""
+"""All parts; each ends within nine minutes."""
 
 
 def configs(args: Any) -> dict[str, Config]:
-    """Every configuration that a part builds, by part and case; a test checks them all."""
+    """Return every configuration that a part builds, by part and case; a test checks all of them."""
     made = {"pql": pql_configs, "update": update_configs, "bench": bench_configs, "learn": learn_configs}
     out = {f"{part} {name}": config for part, make in made.items() for name, config in make(args).items()}
     return {**out, "long": make_config(args, 8 if args.smoke else 4096)}

@@ -1,7 +1,7 @@
-"""What ``gpu_check.py`` builds and measures: the runs' configurations, and their rates, launches and curves.
+"""Runs of ``gpu_check.py``: their configurations, rates, launches and learning curves.
 
-Configurations are made of the dataclasses, so that a machine without Hydra has them. A test checks every one of them
-against its task's specification, at its real size.
+Configurations are built from the dataclasses, so that no Hydra is needed. A test checks each of them against its task's
+specification, at its full size.
 """
 
 import itertools
@@ -43,10 +43,10 @@ from pql.run.task import build_env
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 NAMES = {"v": "critic", "p": "policy", "learner": "learner"}
-AHEAD = 2  # ticks that may be launched before the host has to wait
+AHEAD = 2  # ticks that can be launched before the host has to wait
 EVERY = 3.0  # seconds of training between two evaluations
-ONE_THREAD = PlacementConfig(threads=ThreadsConfig(1, 1, 1, 1))  # on the CPU, where a test may not have it to itself
-BUDGET = BudgetConfig(seconds=60)  # not looked at: every case has a clock of its own
+ONE_THREAD = PlacementConfig(threads=ThreadsConfig(1, 1, 1, 1))  # for tests on a shared CPU
+BUDGET = BudgetConfig(seconds=60)  # unused: every case measures its own time
 PPO = PpoConfig(
     name="ppo", warmup_steps=16, horizon=16, policy=RolloutPolicyConfig(lr=3e-4, weight_decay=0.0, grad_clip=1.0)
 )
@@ -61,7 +61,7 @@ Row = dict[str, Any]
 
 
 def make_config(args: Any, num_envs: int, task: str = "cartpole_swingup", algo: AlgoConfig | None = None) -> Config:
-    """At the paper's scale, the schema's own; or tiny. ``algo``: PQL."""
+    """Return a config at the paper's scale (the schema's defaults), or tiny. ``algo`` defaults to PQL."""
     algo, name = algo or PQL, TaskConfig(name=task)
     config = Config(task=name, algo=algo, num_envs=num_envs, device=args.device, budget=BUDGET)
     if not args.smoke:
@@ -72,7 +72,7 @@ def make_config(args: Any, num_envs: int, task: str = "cartpole_swingup", algo: 
 
 
 def catch_config(args: Any, num_envs: int) -> Config:
-    """DQN on Catch, each row used eight times, in large batches; or tiny."""
+    """Return DQN on Catch, each row used eight times, in large batches; or tiny."""
     hidden, batch, warm_up = ([16], 32, 4) if args.smoke else ([512], 2 * num_envs, 32)
     algo = DqnConfig(
         name="dqn",
@@ -99,7 +99,7 @@ def catch_config(args: Any, num_envs: int) -> Config:
 
 
 def ready(config: Config, schedule: str, graphs: bool, warm_ticks: int = 5, executor: Executor | None = None) -> Parts:
-    """A run that has gone through its first ticks."""
+    """A run after its first ticks."""
     algo = replace(config.algo, schedule=schedule)
     parts = build(replace(config, algo=algo, cuda_graphs="auto" if graphs else "off"), executor=executor)
     parts.prepare()
@@ -119,7 +119,7 @@ def close(parts: Parts) -> None:
 
 
 def wait(parts: Parts) -> None:
-    """Until the device has done everything."""
+    """Wait until the device has finished."""
     if parts.first.env.spec.device.type == "cuda":
         torch.cuda.synchronize(parts.first.env.spec.device)
 
@@ -137,7 +137,7 @@ def ticks_per_second(parts: Parts, seconds: float) -> Callable[[], float]:
 
 
 def host_ms(parts: Parts, repeats: int) -> float:
-    """Milliseconds that the host needs to launch a tick (median)."""
+    """Return the median milliseconds that the host needs to launch a tick."""
     spent = []
     for _ in range(repeats):
         wait(parts)
@@ -150,7 +150,7 @@ def host_ms(parts: Parts, repeats: int) -> float:
 
 
 def count_work(parts: Parts, job: Callable[[], Any]) -> tuple[int, int]:
-    """(kernels run on the device, host calls that launch work) of one ``job``."""
+    """Return (kernels run on the device, host calls that launch work) of one ``job``."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if parts.first.env.spec.device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -172,7 +172,7 @@ def count_work(parts: Parts, job: Callable[[], Any]) -> tuple[int, int]:
 
 
 def launch_rows(case: str, parts: Parts) -> Iterator[Row]:
-    """Kernels and launches per update of each learner and per step of the collector."""
+    """Measure kernels and launches per update of each learner and per step of the collector."""
     horizon = parts.counts.horizon
     jobs: dict[str, tuple[Callable[[], Any], int]] = {
         f"{NAMES[worker]} update": (partial(job, 1), job.size) for worker, job in parts.first.jobs.items()
@@ -185,7 +185,7 @@ def launch_rows(case: str, parts: Parts) -> Iterator[Row]:
 
 
 def measure(case: str, config: Config, args: Any) -> Iterator[Row]:
-    """Both schedules of one algorithm (rollouts: its own alone), with graphs and without, in turn."""
+    """Measure both schedules of one algorithm (on rollouts only its own), with graphs and without, in turn."""
     own = config.algo.schedule
     schedules = (own,) if config.algo.data == "rollout" else ("concurrent", "lockstep")
     runs = {(schedule, graphs): ready(config, schedule, graphs) for schedule in schedules for graphs in (True, False)}
@@ -205,7 +205,7 @@ def measure(case: str, config: Config, args: Any) -> Iterator[Row]:
 
 
 def rate_rows(case: str, config: Config, rates: dict[tuple[str, bool], list[float]], parts: Parts) -> Iterator[Row]:
-    """Of ticks per second by (schedule, graphs)."""
+    """Yield rates of env steps and updates, compared by schedule and graphs."""
     counts, unit = parts.counts, "env-steps/s"
     rate = {key: [r * counts.horizon * config.num_envs for r in ticks] for key, ticks in rates.items()}
     first = next(iter(rates))[0]
@@ -222,7 +222,7 @@ def rate_rows(case: str, config: Config, rates: dict[tuple[str, bool], list[floa
 
 
 class Ordered(Streams):
-    """A stream for each worker, launched in a chosen order."""
+    """Executor with a stream for each worker, launched in a chosen order."""
 
     def __init__(self, config: Config, order: tuple[str, ...]):
         super().__init__(worker_devices(config, [name for name in order if name != "collector"]))
@@ -233,7 +233,7 @@ class Ordered(Streams):
 
 
 def state_after(config: Config, ticks: int, executor: Executor) -> dict[str, torch.Tensor]:
-    """Everything the next tick depends on, on the host."""
+    """Return all state that the next tick depends on, on the host."""
     parts = ready(config, "concurrent", True, 0, executor)
     for _ in range(ticks):
         parts.schedule.tick()
@@ -245,7 +245,7 @@ def state_after(config: Config, ticks: int, executor: Executor) -> dict[str, tor
 
 
 def order_rows(config: Config, args: Any) -> Iterator[Row]:
-    """Worker orders whose bits differ from those of one stream: 0."""
+    """Count worker orders whose bits differ from those of one stream; expected: 0."""
     ticks, cuda = (3, False) if args.device == "cpu" else (50, True)
     reference, wrong = state_after(config, ticks, Inline()), 0
     for order in itertools.permutations(("collector", "v", "p")):
@@ -258,9 +258,9 @@ def order_rows(config: Config, args: Any) -> Iterator[Row]:
 
 
 def learn_rows(case: str, config: Config, threshold: float, seconds: float) -> Iterator[Row | str]:
-    """Train until an evaluation reaches ``threshold`` or ``seconds`` of training are over; the clock stands meanwhile.
+    """Train until an evaluation reaches ``threshold`` or ``seconds`` of training are over; evaluations are not timed.
 
-    Every evaluation is a note; the rows say how long it took, or that it was not reached (minus one).
+    Every evaluation is a note; the rows give the time and env steps to the threshold, or -1 if it was not reached.
     """
     parts = ready(config, config.algo.schedule, True, 0)
     env = build_env(config, min(64, config.num_envs))

@@ -1,8 +1,8 @@
-"""A stand-in for Isaac Gym that has no physics: IsaacGymEnvs' own task classes run on tensors that the caller fills.
+"""Stub of Isaac Gym without physics: IsaacGymEnvs' task classes run on tensors that the caller fills.
 
-``load`` imports one module of a checkout of IsaacGymEnvs. Its ``isaacgym`` and its ``VecTask`` are those of this file:
-``acquire_*`` gives the tensors of the :class:`Scene`, ``refresh_*`` does nothing, and what is sent to the simulator is
-kept. All is in float64, so that two ways to compute the same differ by rounding alone.
+``load`` imports one module of a checkout of IsaacGymEnvs. This file replaces ``isaacgym`` and ``VecTask``:
+``acquire_*`` returns the tensors of the :class:`Scene`, ``refresh_*`` does nothing, and tensors sent to the simulator
+are recorded. Everything is in float64, so that equal formulas differ only by rounding.
 """
 
 import importlib
@@ -29,8 +29,8 @@ class Scene:
 
     Attributes:
         num_envs: N.
-        tensors: by the name that ``acquire_*_tensor`` has for it.
-        known: attributes that the task reads off its assets.
+        tensors: by their name in ``acquire_*_tensor``.
+        known: attributes that the task would read from its assets.
         begin: called with the task when its scene would have been created.
     """
 
@@ -38,11 +38,11 @@ class Scene:
     tensors: dict[str, Tensor]
     known: dict[str, Any]
     begin: Callable[[Any], None] = lambda task: None
-    sent: dict[str, Tensor] = field(default_factory=dict)  # by the name of the ``set_*`` function
+    sent: dict[str, Tensor] = field(default_factory=dict)  # recorded tensors, by the name of the ``set_*`` function
 
 
 class Gym:
-    """The functions of Isaac Gym that tasks call after their scene was made."""
+    """The functions of Isaac Gym that tasks call after their scene was created."""
 
     def __init__(self, scene: Scene):
         self._scene = scene
@@ -65,7 +65,7 @@ class Gym:
 
 
 class VecTask:
-    """The base class, without a simulation and without ``step``: its buffers, and the scene."""
+    """Base class of the tasks, without simulation and ``step``: only its buffers and the scene."""
 
     def __init__(self, config: dict[str, Any], **_: Any):
         scene, env = config["scene"], config["env"]
@@ -83,10 +83,10 @@ class VecTask:
         scene.begin(self)
 
     def apply_randomizations(self, wanted: Any) -> None:
-        """None: of the simulator's parameters there are none here."""
+        """Return None: there are no simulator parameters here."""
 
 
-# -- isaacgym.torch_utils: what the tasks import from it, written anew; quaternions are (x, y, z, w) -------------------
+# -- isaacgym.torch_utils: reimplementation of the imported functions; quaternions are (x, y, z, w) ----------------
 
 
 def to_torch(x: Any, dtype: torch.dtype = torch.float, device: str = "cpu", requires_grad: bool = False) -> Tensor:
@@ -195,7 +195,7 @@ def _module(name: str, path: Path | None = None, **content: Any) -> ModuleType:
 
 
 def install(root: Path) -> None:
-    """Put the stand-ins, and the packages of ``root`` without their ``__init__``, where imports find them."""
+    """Put the stubs, and the packages of ``root`` without their ``__init__``, in ``sys.modules``."""
     functions: dict[str, Any] = {function.__name__: function for function in UTILS}
     gymtorch = _module("isaacgym.gymtorch", wrap_tensor=lambda tensor: tensor, unwrap_tensor=lambda tensor: tensor)
     gymapi = _module("isaacgym.gymapi", LOCAL_SPACE=0)
@@ -211,19 +211,19 @@ def install(root: Path) -> None:
 @cache
 def load(root: Path, module: str, name: str) -> type[Any]:
     """Class ``name`` of ``isaacgymenvs/tasks/<module>.py`` below ``root``; ``sys.modules`` is left as it was."""
-    scripted = mock.patch("torch.jit.script", lambda function: function)  # every helper there would have to compile
+    scripted = mock.patch("torch.jit.script", lambda function: function)  # avoids compiling every helper
     with mock.patch.dict(sys.modules), scripted:
         install(root)
         return getattr(importlib.import_module(f"isaacgymenvs.tasks.{module}"), name)
 
 
 def settings(root: Path, name: str) -> dict[str, Any]:
-    """``isaacgymenvs/cfg/task/<name>.yaml``; what it interpolates stays as it is written, and no task reads it here."""
+    """``isaacgymenvs/cfg/task/<name>.yaml``; interpolations stay unresolved, since no task reads them here."""
     return yaml.safe_load((root / "isaacgymenvs" / "cfg" / "task" / f"{name}.yaml").read_text())
 
 
 def build(root: Path, module: str, name: str, config: dict[str, Any], scene: Scene) -> Any:
-    """The task, constructed by its own code."""
+    """Return the task, constructed by its own code."""
     where = {"rl_device": "cpu", "sim_device": "cpu", "graphics_device_id": -1}
     shown = {"headless": True, "virtual_screen_capture": False, "force_render": False}
     return load(root, module, name)({**config, "scene": scene}, **where, **shown)

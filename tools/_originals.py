@@ -1,8 +1,7 @@
-"""States of our tasks as IsaacGymEnvs' classes see them: a :class:`Pair` for each task of ``check_originals.py``.
+"""Conversion of our tasks' states to IsaacGymEnvs' tensors: a :class:`Pair` for each task of ``check_originals.py``.
 
-The hands' are in ``_originals_hands.py``.
-
-A pair fills the original's tensors from our fields and memory, and reads off both what they should agree on.
+A pair fills the original's tensors from our fields and memory, and reads from both the quantities to compare. The pairs
+of the hands are in ``_originals_hands.py``.
 """
 
 import math
@@ -27,31 +26,31 @@ Sides = tuple[Tensor, Tensor]  # theirs and ours, [N, D] each
 
 
 def body(fields: Fields, q: int = 0, v: int = 0) -> Tensor:
-    """A free body as Isaac Gym lays it out: position, (x, y, z, w), velocity and angular velocity, world: [N, 13]."""
+    """Free body in Isaac Gym's layout: position, (x, y, z, w), velocity and angular velocity, world frame: [N, 13]."""
     qpos, qvel = fields["qpos"][:, q : q + 7], fields["qvel"][:, v : v + 6]
     spin = (rotation(qpos[:, 3:]) @ qvel[:, 3:, None]).squeeze(-1)
     return torch.cat((qpos[:, :3], qpos[:, 3:].roll(-1, 1), qvel[:, :3], spin), 1)
 
 
 def still(n: int, place: tuple[float, float, float]) -> Tensor:
-    """[n, 13]: a body at rest, not turned."""
+    """Return a body at rest without rotation: [n, 13]."""
     return torch.tensor([[*place, 0, 0, 0, 1, *[0] * 6]], dtype=DOUBLE).repeat(n, 1)
 
 
 def quats(n: int, gen: torch.Generator, size: float) -> Tensor:
-    """Turns by about ``size`` radians about any axis, (w, x, y, z): [n, 4]."""
+    """Return rotations by about ``size`` radians about random axes, (w, x, y, z): [n, 4]."""
     axis = torch.randn(n, 3, generator=gen, dtype=DOUBLE) * size / 2
     return torch.nn.functional.normalize(torch.cat((torch.ones(n, 1, dtype=DOUBLE), axis), 1), dim=1)
 
 
 class Pair:
-    """Our task ``ours`` beside class ``theirs`` of module ``module`` with settings ``config``."""
+    """Our task ``ours`` and class ``theirs`` of module ``module`` with settings ``config``."""
 
     ours: ClassVar[str]
     module: ClassVar[str]
     theirs: ClassVar[str]
     config: ClassVar[str]
-    changed: ClassVar[dict[str, Any]] = {}  # settings of ``env``
+    changed: ClassVar[dict[str, Any]] = {}  # overrides of the section ``env``
     envs, steps = 32, 128
 
     def __init__(self, root: Path, num_envs: int):
@@ -69,43 +68,43 @@ class Pair:
         raise NotImplementedError
 
     def show(self, fields: Fields, memory: Memory) -> None:
-        """Put a state of ours into the original's tensors."""
+        """Copy one of our states to the original's tensors."""
         raise NotImplementedError
 
     def clear(self, memory: Memory) -> None:
-        """The original's counters and flags as they are before a step of ours."""
+        """Set the original's counters and flags to their values before one of our steps."""
         self.original.reset_buf.zero_()
         self.original.progress_buf.zero_()
 
     def scatter(self, gen: torch.Generator) -> None:
-        """Make the next states more various than random actions would."""
+        """Make the next states more varied than random actions would."""
 
     def act(self, obs: Tensor, gen: torch.Generator) -> Tensor:
         return torch.rand(self.n, self.task.action_size, generator=gen) * 2 - 1
 
     def controls(self, fields: Fields) -> Sides:
-        """Commands of the motors in the step that led to ``fields``."""
+        """Return the motor commands of the step that led to ``fields``."""
         raise NotImplementedError
 
     def starts(self, start: Start) -> Sides:
-        """States after the original's ``reset_idx``, and ours."""
+        """Return states after the original's ``reset_idx``, and ours."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Start every episode of the original anew."""
+        """Reset every episode of the original."""
         self.original.reset_idx(torch.arange(self.n))
 
     def ended(self, terminated: Tensor, memory: Memory) -> Tensor:
-        """[N]; of our flags, those that the original's ``reset`` has, time limits left out."""
+        """Return the flags [N] that correspond to the original's ``reset``, without time limits."""
         return terminated
 
     def joints(self, fields: Fields, columns: slice, first: int = 0) -> Tensor:
-        """Positions and velocities as Isaac Gym lays them out: [N, J, 2]; ``first`` is the gap of the free joint."""
+        """Return positions and velocities in Isaac Gym's layout [N, J, 2]; ``first``: offset of the free joint."""
         at, pace = fields["qpos"][:, columns], fields["qvel"][:, columns.start - first : columns.stop - first]
         return torch.stack((at, pace), 2)
 
     def throw(self, gen: torch.Generator, lift: float) -> None:
-        """A fifth of the robots into the air, turned, moving, joints anywhere in their range and a little beyond."""
+        """Throw a fifth of the robots into the air, rotated and moving, joints anywhere in or slightly beyond range."""
         env, n = self.env, self.n
         qpos, qvel = env.engine.fields["qpos"].clone(), env.engine.fields["qvel"].clone()
         some = torch.rand(n, generator=gen) < 0.2
@@ -122,7 +121,7 @@ class Pair:
         self.tracked()
 
     def tracked(self) -> None:
-        """The memory follows a state that was written from outside."""
+        """Update the memory to a state that was written from outside."""
         fields = dict(self.env.engine.fields)
         fields |= self.task.derive(fields)
         self.env._memory = {**self.env._memory, **self.task.track(fields)}
@@ -254,7 +253,7 @@ class BallBalance(Pair):
 
 
 class FrankaCubeStack(Pair):
-    """The arm's pose, Jacobian and inertia are MuJoCo's own, not those that the task works out."""
+    """Franka's cube stacking; the arm's pose, Jacobian and inertia are MuJoCo's, not the task's own computation."""
 
     ours, module, theirs, config = "franka_cube_stack", "franka_cube_stack", "FrankaCubeStack", "FrankaCubeStack"
     envs, steps = 23, 180  # in which a stack is finished
@@ -317,7 +316,7 @@ class FrankaCubeStack(Pair):
             given["mass_matrix"][i] = torch.tensor(mass[:9, :9])
 
     def act(self, obs: Tensor, gen: torch.Generator) -> Tensor:
-        """A third at random, a third stacks, a third hovers."""
+        """Return actions: a third random, a third of the stacking policy, a third of the hovering one."""
         chance, third = super().act(obs, gen), self.n // 3
         if self.task.action_size != 7:
             return chance

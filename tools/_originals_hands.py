@@ -1,4 +1,4 @@
-"""The paper's two hands beside IsaacGymEnvs' own, for ``check_originals.py``."""
+"""Pairs of the paper's two hands with IsaacGymEnvs' classes, for ``check_originals.py``."""
 
 from typing import Any, ClassVar
 
@@ -69,7 +69,7 @@ class Hand(Pair):
             self.original.progress_buf[:] = memory["idle"].long() + 1
 
     def scatter(self, gen: torch.Generator) -> None:
-        """A third of the goals near to what the cube shows, a tenth of the cubes out of the hand."""
+        """Move a third of the goals near the cube's orientation, and a tenth of the cubes out of the hand."""
         env, task, n = self.env, self.task, self.n
         qpos, qvel = env.engine.fields["qpos"].clone(), env.engine.fields["qvel"].clone()
         near = torch.rand(n, generator=gen) < 0.3

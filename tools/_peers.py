@@ -1,15 +1,16 @@
 """The contenders of ``bench_peers.py``: their settings, and one training run of each.
 
-Settings are plain JSON, so that a stored result says what it was made with. ``theirs`` are the libraries' own:
+Settings are plain JSON and stored with each result. ``theirs`` are the libraries' own:
 
 * Stable-Baselines3: rl-baselines3-zoo, hyperparams/ppo.yml (HalfCheetah-v4, Hopper-v4, Walker2d-v4: found for one
   environment, 512 steps a rollout and a million steps). With 64 environments x 64 steps a rollout is ``SCALE`` = 8
-  times as large, so minibatches and learning rate grow eightfold (the linear rule, Goyal et al. 2017) and a rollout is
-  still learned from in as many updates. SAC and TD3: the library's defaults with the zoo's ``learning_starts`` and
+  times as large, so minibatches and learning rate grow eightfold (the linear rule, Goyal et al. 2017) and the number of
+  updates per rollout is unchanged. SAC and TD3: the library's defaults with the zoo's ``learning_starts`` and
   action noise, on ``OFF_POLICY_ENVS`` environments with 8 updates a step.
 * rsl_rl: Isaac Lab's configuration of its Ant (manager-based, rsl_rl_ppo_cfg.py), on 256 environments with 64-64
-  networks and rsl_rl's observation normalisation. One change: rewards there are scaled so that values are of order 1,
-  here returns reach thousands, and a value loss clipped at 0.2 could not follow, so it is not clipped.
+  networks and rsl_rl's observation normalisation. One change: the value loss is not clipped, since rewards there are
+  scaled so that values are of order 1, while returns here reach thousands, which values clipped at 0.2 could not
+  follow.
 
 ``ours`` are the network, rollout and update sizes of this library's ``algo=ppo``, read from its presets.
 """
@@ -81,7 +82,7 @@ ZOO_NETWORKS = {"halfcheetah": WIDE, "hopper": WIDE, "walker2d": {}}  # {}: the 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may take: seconds of training, or env steps (where given, the clock does not count)."""
+    """Budget of a run: seconds of training, or env steps, which take precedence."""
 
     seconds: float
     env_steps: int | None = None
@@ -92,7 +93,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run came to: the deterministic policy (obs by group [N, D] -> action [N, A]), and what it took."""
+    """Result of a run: the deterministic policy (obs by group [N, D] -> action [N, A]), its time and its env steps."""
 
     policy: Callable[[Obs], Tensor]
     seconds: float
@@ -103,7 +104,7 @@ class Trained:
 
 
 def sb3_theirs(task: str) -> Settings:
-    """The zoo's settings on 64 environments; other tasks take Walker2d's."""
+    """rl-baselines3-zoo's settings on 64 environments; other tasks use Walker2d's."""
     zoo = ZOO.get(task, ZOO["walker2d"])
     wider = {"batch_size": zoo["batch_size"] * SCALE, "learning_rate": zoo["learning_rate"] * SCALE, "n_steps": 64}
     return {
@@ -180,7 +181,7 @@ def rsl_rl_ours(task: str) -> Settings:
 
 
 def sb3_ours(task: str) -> Settings:
-    """Our PPO's sizes in Stable-Baselines3's names. It has no adaptive learning rate: ours at the start is kept."""
+    """Our PPO's sizes in Stable-Baselines3's names. It has no adaptive learning rate, so our initial one is kept."""
     config = compose([f"task={task}", "algo=ppo", "device=cpu"])
     algo = ppo = own(config, PpoConfig)
     model = {
@@ -206,7 +207,7 @@ def _networks(config: Any) -> dict[str, Any]:
 
 
 def pql_settings(algo: str, task: str) -> Settings:
-    """Our own preset, untouched, and what it sets otherwise than the schema: a changed preset makes another result."""
+    """Our unchanged preset, and its differences from the schema's defaults, so that results record changes of it."""
     words = [
         f"task={task}",
         f"algo={algo}",
@@ -226,7 +227,7 @@ def pql_settings(algo: str, task: str) -> Settings:
 
 
 def train_pql(task: str, seed: int, budget: Budget, settings: Settings) -> Trained:
-    """By the command line, as a user would. Its random warm-up counts, in seconds and in steps."""
+    """Train with the command line. The random warm-up counts, in seconds and in steps."""
     limits = {"seconds": budget.seconds, "env_steps": "null"}
     if budget.env_steps is not None:
         limits = {"seconds": "null", "env_steps": budget.env_steps}
@@ -247,7 +248,7 @@ def train_rsl_rl(task: str, seed: int, budget: Budget, settings: Settings) -> Tr
     torch.manual_seed(seed)
     env = pql.wrap.rsl_rl(pql.make_env(task, num_envs=settings["num_envs"]), seed=seed)
     config = {k: v for k, v in settings.items() if k != "num_envs"}
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its networks
+    with contextlib.redirect_stdout(io.StringIO()):  # rsl_rl prints its networks
         runner = OnPolicyRunner(env, config, log_dir=None, device="cpu")
     steps, took, start = 0, 0.0, time.perf_counter()
     while not budget.spent(took, steps):
@@ -264,7 +265,7 @@ def train_sb3(task: str, seed: int, budget: Budget, settings: Settings) -> Train
     from stable_baselines3.common.vec_env import VecNormalize
 
     class Clock(BaseCallback):
-        """Ends the run; Stable-Baselines3 has no budget of time."""
+        """Callback that ends the run, since Stable-Baselines3 has no time budget."""
 
         def _on_training_start(self) -> None:
             self.start = time.perf_counter()
@@ -298,7 +299,7 @@ def train_sb3(task: str, seed: int, budget: Budget, settings: Settings) -> Train
 
 @dataclass(frozen=True)
 class Contender:
-    """``settings(task)`` and the function that trains with them."""
+    """A contender: ``settings(task)`` and the function that trains with them."""
 
     settings: Callable[[str], Settings]
     train: Callable[[str, int, Budget, Settings], Trained]
@@ -315,4 +316,6 @@ CONTENDERS = {
     "sb3:td3": Contender(lambda task: sb3_off_policy("TD3", task), train_sb3),
 }
 DEFAULT = ("pql:ppo", "pql:pql", "rsl_rl:ppo", "rsl_rl:ppo-ours", "sb3:ppo", "sb3:ppo-ours")
-os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # rsl_rl's logger imports it; it need not find git
+os.environ.setdefault(
+    "GIT_PYTHON_REFRESH", "quiet"
+)  # rsl_rl's logger imports GitPython, which fails without git otherwise

@@ -1,11 +1,11 @@
-"""Other processes for ``bench_remote.py``: actors whose simulators take no time at all, and a bare echo.
+"""Other processes for ``bench_remote.py``: simulated actors that cost no simulation time, and a bare echo.
 
-NumPy and grpcio alone, as on an actor's machine. Each is a process of its own because all of grpc.aio's loops in one
-process wake at every message of any of them.
+They need only NumPy and grpcio, as on an actor's machine. Each is a separate process because all grpc.aio loops of a
+process wake at every message of any loop.
 
-    _puppets.py trip ADDRESS ECHO     one actor; to each line on stdin (remote or echo, how often) it says p50 and p10
-    _puppets.py crowd ADDRESS COUNT   that many actors, which answer at once, until they are told that it is over
-    _puppets.py echo ADDRESS          sends back what it gets
+    _puppets.py trip ADDRESS ECHO     one actor; for each line on stdin (remote or echo, count) it prints p50 and p10
+    _puppets.py crowd ADDRESS COUNT   COUNT actors that answer at once, until the learner's BYE
+    _puppets.py echo ADDRESS          sends every message back
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def main(role: str, *words: str) -> int:
 
 
 class Row(NamedTuple):
-    """A step, as ``wire.Layout.pack_step`` wants it."""
+    """A step, in the fields that ``wire.Layout.pack_step`` reads."""
 
     obs: Any
     reward: Any
@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 
 class Lines:
-    """What such an actor says. Its steps are always the same, so they are packed once."""
+    """Messages of a simulated actor. Its steps are always the same, so they are packed once."""
 
     def __init__(self, run_id: int):
         self.run_id, layout = run_id, wire.Layout(PIXELS)
@@ -70,7 +70,7 @@ class Lines:
         self.bodies = {wire.RESET: layout.pack_obs(0, 0, obs)[wire.HEADER.size :], wire.ACT: step[wire.HEADER.size :]}
 
     def answer(self, order: bytes) -> bytes:
-        """To an order; nothing to the last one."""
+        """Return the answer to an order; nothing to the last one."""
         asked = wire.unpack(order)
         if asked.kind == wire.BYE:
             return b""
@@ -78,11 +78,11 @@ class Lines:
         return wire.pack(kind, self.run_id, asked.seq, self.bodies[asked.kind])
 
 
-# -- one, and a clock -------------------------------------------------------------------------------------------------
+# -- one actor, timed -------------------------------------------------------------------------------------------------
 
 
 class Stream:
-    """A stream of the kind that ``pql actor`` has; it waits for somebody to listen."""
+    """Bidirectional stream as ``pql actor`` opens it; it waits for a server."""
 
     def __init__(self, address: str, method: str):
         self.outbox: SimpleQueue[bytes | None] = SimpleQueue()
@@ -108,11 +108,11 @@ def trip(address: str, bare: str) -> None:
             heard = actor(frames) if which == "remote" else far(frames)
             times.append(1e3 * (time.perf_counter() - start))
             if which == "remote":
-                frames = lines.answer(heard)  # packed while no clock runs: the bytes alone are of interest
+                frames = lines.answer(heard)  # packed outside the timed part
         print(statistics.median(times), sorted(times)[len(times) // 10], flush=True)
 
 
-# -- many -------------------------------------------------------------------------------------------------------------
+# -- many actors ------------------------------------------------------------------------------------------------------
 
 
 def crowd(address: str, count: str) -> None:

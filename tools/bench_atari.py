@@ -1,26 +1,25 @@
-"""Atari: sampling, learning and both together, beside what bounds them and beside Stable-Baselines3.
+"""Atari: speed of sampling, learning and both together, compared with their bounds and with Stable-Baselines3.
 
 python tools/bench_atari.py [--cases sampling learning training memory] [--game pong] [--num-envs 64] [--threads N]
                             [--device cpu] [--rounds 7] [--seconds 2] [--smoke] [--json PATH]
 
-Set GOMP_SPINCOUNT=10000, as ``pql`` does for its own processes; here torch is loaded first.
+Set GOMP_SPINCOUNT=10000 as ``pql`` does for its processes; this script loads torch before ``pql``.
 
-The network is that of Mnih et al. 2015; frames are the console's, four to an action. In turn, in one process, on the
-same cores:
+The network is from Mnih et al. 2015; frames are the console's, four per action. Everything runs in turn, in one
+process, on the same cores:
 
 sampling  ``serial`` and ``halves`` are the collector with one and with two groups of environments: acting, stepping and
-          writing to a replay. Their bound is what is left to do without it: ``raw stepping`` (ale_py's
-          AtariVectorEnv alone, random actions, as many threads) and ``bare forward`` (the network's convolutions and
-          matrix products, as many intra-op threads) after each other; on CUDA raw stepping alone, since the device
-          computes beside it. The goal is at least .9.
-learning  One DQN update on a batch drawn before, and with its drawing from a ring (``burst``), beside the bare
-          convolutions and matrix products of the update: the target network forward, the network forward and back.
-          Microseconds; the goal is a ratio of at most 1.25 (.8 of the speed).
-training  Frames/s of DQN, acting and learning, each row used eight times: 32 environments, batches of 32, 8 updates a
-          step. Beside Stable-Baselines3's DQN with the same network, optimiser, batch and number of updates: on the
-          same AtariVectorEnv (``vector``), and on the stack that its users run (``usual``: one environment in
-          gymnasium's and the library's wrappers, an update every four steps; needs opencv). The goal is 1.3.
-memory    Bytes of a replay of a million frames (those that an agent sees). The goal is at most 7.2 GB.
+          writing to a replay. Their bound is ``raw stepping`` (only ale_py's AtariVectorEnv, random actions, as many
+          threads) followed by ``bare forward`` (the network's convolutions and matrix products, as many intra-op
+          threads); on CUDA only raw stepping, since the device computes concurrently. The goal is at least .9.
+learning  One DQN update on a batch sampled before, and one including sampling (``burst``), compared with the bare
+          convolutions and matrix products of the update: target network forward, network forward and backward. In
+          microseconds; the goal is a ratio of at most 1.25 (.8 of the speed).
+training  Frames/s of DQN, acting and learning, each row used eight times: 32 environments, batches of 32, 8 updates
+          per step. Compared with Stable-Baselines3's DQN with the same network, optimiser, batch and number of updates:
+          on the same AtariVectorEnv (``vector``), and on its usual stack (``usual``: one environment in gymnasium's and
+          the library's wrappers, an update every four steps; needs opencv). The goal is 1.3.
+memory    Bytes of a replay of a million frames (as an agent observes them). The goal is at most 7.2 GB.
 """
 
 import argparse
@@ -54,13 +53,13 @@ from pql.run.build import build
 from pql.run.components import Parts
 from pql.run.task import describe_env
 
-SKIP = 4  # frames to an action
-STEPS = 16  # of a sampling tick
+SKIP = 4  # frames per action
+STEPS = 16  # steps of a sampling tick
 MILLION = 1_000_000
 FRAMES = 7.2e9  # bytes allowed for a million frames
-INTENSITY = 8  # times that each row is used
-PEER = 32  # environments, and batch size, beside Stable-Baselines3
-LIMIT = 27_000  # actions, of a game
+INTENSITY = 8  # updates that use each row
+PEER = 32  # environments and batch size in the comparison with Stable-Baselines3
+LIMIT = 27_000  # time limit of a game, in actions
 
 GROUPS = {"serial": 1, "halves": 2}
 
@@ -68,7 +67,7 @@ Round = Callable[[], float]
 
 
 def make_config(args: Any, num_envs: int, batch: int, groups: int | None = None, capacity: int = 20_000) -> Config:
-    """DQN on a game, every row used ``INTENSITY`` times. Adam, as Stable-Baselines3 has it."""
+    """Return the config of DQN on a game, every row used ``INTENSITY`` times, with Stable-Baselines3's Adam."""
     algo = DqnConfig(
         name="dqn",
         batch_size=batch,
@@ -94,7 +93,7 @@ def make_config(args: Any, num_envs: int, batch: int, groups: int | None = None,
 
 
 def ready(config: Config) -> Parts:
-    """A run whose first tick comes next."""
+    """Return a run that is ready for its first tick."""
     parts = build(config)
     parts.prepare()
     parts.first.collector.start(seeds(config.seed)["env"])
@@ -104,7 +103,7 @@ def ready(config: Config) -> Parts:
 
 
 def per_second(fn: Callable[[], Any], amount: float, args: Any) -> Round:
-    """A round of about ``args.seconds``: times ``amount`` done a second, each ``fn`` doing so much."""
+    """Return a round of about ``args.seconds`` that measures ``amount`` times calls of ``fn`` per second."""
     device = torch.device(args.device)
     one = microseconds(fn, args.seconds, device)
 
@@ -115,13 +114,13 @@ def per_second(fn: Callable[[], Any], amount: float, args: Any) -> Round:
     return rate
 
 
-# -- what bounds it ---------------------------------------------------------------------------------------------------
+# -- bounds -----------------------------------------------------------------------------------------------------------
 
 
 class Products:
-    """The convolutions and matrix products of a network's forward and backward passes, and nothing else.
+    """Only the convolutions and matrix products of a network's forward and backward passes.
 
-    Shapes, strides and memory layouts are those seen in a forward pass of ``net`` itself; every layer reads what the
+    Shapes, strides and memory layouts are recorded in a forward pass of ``net``; every layer reads the output that the
     one before it has just written.
     """
 
@@ -149,7 +148,7 @@ class Products:
             x = self.product(i, x if x.shape == like.shape else x.flatten(1))
 
     def backward(self) -> None:
-        """The gradient of every weight, and of every layer's input but the first's."""
+        """Gradients of every weight and of every layer's input except the first's."""
         for i in reversed(range(len(self.layers))):
             layer, weight, x, grad = self.layers[i], self.weights[i], self.x[i], self.grads[i]
             if isinstance(layer, nn.Linear):
@@ -163,7 +162,7 @@ class Products:
 
 
 def raw_stepping(args: Any) -> tuple[Any, Callable[[], Any]]:
-    """ale_py's vector environment, and a step of it with random actions."""
+    """Return ale_py's vector environment and a function that steps it with random actions."""
     env, rng = raw_env(args, args.num_envs), np.random.default_rng(0)
     env.reset(seed=0)
     return env, lambda: env.step(rng.integers(env.single_action_space.n, size=args.num_envs))
@@ -188,7 +187,7 @@ def raw_env(args: Any, num_envs: int) -> Any:
 
 
 def sampling(args: Any) -> list[dict[str, Any]]:
-    """The collector beside raw stepping and the bare forward pass."""
+    """Compare the collector with raw stepping and the bare forward pass."""
     runs = {name: ready(make_config(args, args.num_envs, 32, g)) for name, g in GROUPS.items()}
     env, step = raw_stepping(args)
     collector, frames = runs["serial"].first.collector, SKIP * args.num_envs
@@ -215,13 +214,13 @@ def sampling(args: Any) -> list[dict[str, Any]]:
 
 
 def learning(args: Any) -> list[dict[str, Any]]:
-    """An update beside its bare convolutions and products."""
+    """Compare an update with its bare convolutions and products."""
     return [row for batch in args.batches for row in update_rows(args, batch)]
 
 
 def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
     parts = ready(make_config(args, 8, batch))
-    for worker in parts.first.workers.values():  # so that private copies and cursors are filled
+    for worker in parts.first.workers.values():  # fills private copies and cursors
         worker.run(1)
     one, job = parts.first.learners["v"], parts.first.jobs["v"]
     (drawn,) = one.draw(1, one.gen)
@@ -247,7 +246,7 @@ def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
 
 
 def training(args: Any) -> list[dict[str, Any]]:
-    """BasePolicy and learning, beside Stable-Baselines3."""
+    """Compare acting and learning together with Stable-Baselines3."""
     num_envs = 4 if args.smoke else PEER
     runs = {name: ready(make_config(args, num_envs, num_envs, g)) for name, g in GROUPS.items()}
     frames = SKIP * num_envs
@@ -263,7 +262,7 @@ def training(args: Any) -> list[dict[str, Any]]:
 
 
 def memory(args: Any) -> list[dict[str, Any]]:
-    """A replay of a million rows."""
+    """Measure the memory of a replay of a million rows."""
     spec = describe_env(make_config(args, PEER, PEER), torch.device("cpu"))
     assert spec is not None
     need = replay_bytes(ReplayLayout(spec.obs, None, PEER, MILLION // PEER, 1, spec.max_episode_steps, torch.float32))
@@ -271,7 +270,7 @@ def memory(args: Any) -> list[dict[str, Any]]:
 
 
 def sb3_rounds(args: Any, num_envs: int) -> dict[str, Round]:
-    """Stable-Baselines3 on both kinds of environment; without those that miss a package, each of which is named."""
+    """Return Stable-Baselines3 on both kinds of environment; print and skip those that lack a package."""
     if importlib.util.find_spec("stable_baselines3") is None:
         print("training: without Stable-Baselines3, which is not installed (pip install 'pql-rl[peers]')")
         return {}
@@ -306,7 +305,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--game", default="pong")
     parser.add_argument("--num-envs", type=int, default=64, help="when sampling")
     parser.add_argument("--batches", nargs="+", type=int, default=[32, 512], help="when learning")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="of the simulator, and intra-op")
+    parser.add_argument(
+        "--threads", type=int, default=available_cores(), help="threads of the simulator, and intra-op threads"
+    )
     parser.add_argument("--device", default="cpu")
     measuring(parser, seconds=2.0)
     args = parser.parse_args(argv)

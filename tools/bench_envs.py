@@ -1,12 +1,12 @@
-"""Env-steps per second of the MuJoCo environments, beside bare ``mujoco.batch``, Gymnasium and EnvPool.
+"""Env-steps per second of the MuJoCo environments, compared with bare ``mujoco.batch``, Gymnasium and EnvPool.
 
 python tools/bench_envs.py [--envs ant ...] [--models default] [--num-envs 64 512 4096] [--json PATH]
 
-All run random actions, in turn. Every row names the model (``shipped`` or ``fast``), which decides the speed more than
-anything else. Bare MuJoCo gets exactly the physics of our run: the same states and actions step by step, with only
-writing the controls and stepping inside its clock. The others follow random trajectories of their own: gymnasium on
-the same model, EnvPool on the shipped one only, which is its own; the paper's tasks stand beside bare MuJoCo alone.
-Tasks whose robot is not installed are left out. All of them at three sizes take half an hour.
+All run random actions, in turn. Every row names the model (``shipped`` or ``fast``), which has the largest effect on
+speed. Bare MuJoCo gets exactly the physics of our run: the same states and actions step by step; only writing the
+controls and stepping are timed. The others follow separate random trajectories: gymnasium on the same model, EnvPool
+only on the shipped model. The PQL paper's tasks are compared only with bare MuJoCo. Tasks whose robot is not installed
+are skipped. All tasks at three sizes take half an hour.
 """
 
 import argparse
@@ -42,20 +42,20 @@ GYM_IDS = {
     "invertedpendulum": "InvertedPendulum-v5",
     "inverteddoublependulum": "InvertedDoublePendulum-v5",
 }
-RECORDED = 40  # steps of the trajectory that ours and bare MuJoCo repeat
-FIRST = 40  # steps before it, which leave the start behind
+RECORDED = 40  # steps of the trajectory that our environment and bare MuJoCo repeat
+FIRST = 40  # steps before it, to move away from the start states
 UNIT = "env-steps/s"
 
 Round = Callable[[], float]
 
 
 def fewer(steps: int, num_envs: int) -> int:
-    """``steps``, or of more than 512 environments so many that the rows are as many; 8 at least."""
+    """Return ``steps``; with more than 512 environments fewer, for an equal number of rows; at least 8."""
     return max(8, min(steps, steps * 512 // num_envs))
 
 
 def ours_and_bare(env: MujocoVec, threads: int, seconds: float) -> tuple[Round, Round]:
-    """Rounds of about ``seconds`` over one recorded trajectory."""
+    """Return rounds of about ``seconds`` over one recorded trajectory: our environment's and bare MuJoCo's."""
     n, skip = env.spec.num_envs, env.task.frame_skip
     actions = torch.rand(fewer(RECORDED, n), n, env.task.action_size) * 2 - 1
     env.reset(0)
@@ -69,7 +69,7 @@ def ours_and_bare(env: MujocoVec, threads: int, seconds: float) -> tuple[Round, 
         env.step(action)
     repeats = max(1, round(seconds / (time.perf_counter() - began)))
     batch = Batch(env.model, nsim=n, nthread=threads)
-    # numpy, since a parallel copy in torch would leave threads spinning that slow the physics down
+    # numpy, since a parallel copy in torch would leave spinning threads that slow the physics down
     ctrl, rows = batch.bind("ctrl"), batch.state
 
     def ours() -> float:
@@ -97,7 +97,7 @@ def ours_and_bare(env: MujocoVec, threads: int, seconds: float) -> tuple[Round, 
 
 
 def gymnasium_round(name: str, model: str, mode: str, seconds: float, stack: ExitStack) -> Round:
-    """Gymnasium's 8 environments, in this process (``sync``) or in 8 (``async``)."""
+    """Return a round of gymnasium's environments: 8 of them, in this process (``sync``) or in 8 (``async``)."""
     import gymnasium
 
     kwargs: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def gymnasium_round(name: str, model: str, mode: str, seconds: float, stack: Exi
 
 
 def envpool_round(name: str, num_envs: int, threads: int, seconds: float, stack: ExitStack) -> Round:
-    """EnvPool's environment of the same name, stepped synchronously."""
+    """Return a round of EnvPool's environment of the same name, stepped synchronously."""
     import envpool
 
     envs = envpool.make(GYM_IDS[name], env_type="gymnasium", num_envs=num_envs, num_threads=threads, seed=0)
@@ -145,7 +145,7 @@ def envpool_round(name: str, num_envs: int, threads: int, seconds: float, stack:
 
 
 def bench(name: str, model: str, num_envs: int, args: argparse.Namespace, others: set[str]) -> list[dict[str, Any]]:
-    """The rows of one robot on one model at one number of environments."""
+    """Return the rows of one task on one model at one number of environments."""
     env = make_env(name, num_envs, "cpu", threads=args.threads, model=model)
     assert isinstance(env, MujocoVec)
     ours, bare = ours_and_bare(env, args.threads, args.seconds)
@@ -163,7 +163,7 @@ def bench(name: str, model: str, num_envs: int, args: argparse.Namespace, others
 
 
 def models_of(name: str, asked: str) -> list[str]:
-    """The models to run a task on: its default, or all it can use."""
+    """Return the models to run a task on: its default, or all that it supports."""
     task = TASKS[name].task
     if asked == "default":
         return [task.model]
@@ -171,7 +171,7 @@ def models_of(name: str, asked: str) -> list[str]:
 
 
 def installed() -> list[str]:
-    """The tasks whose models are there; says which are not."""
+    """Return the tasks whose models are installed; print the others."""
     found = []
     for name, maker in TASKS.items():
         try:
@@ -184,7 +184,7 @@ def installed() -> list[str]:
 
 
 def importable(package: str) -> bool:
-    """Whether ``package`` imports; says so where it does not."""
+    """Return whether ``package`` can be imported; print the error if not."""
     try:
         importlib.import_module(package)
     except ImportError as error:
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--num-envs", nargs="+", type=int, default=[64, 512, 4096])
     parser.add_argument("--threads", type=int, default=0, help="physics threads, 0 for one per core")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one round")
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of one round")
     parser.add_argument("--json", metavar="PATH")
     args = parser.parse_args()
     others = {package for package in ("gymnasium.envs.mujoco", "envpool") if importable(package)}
@@ -214,7 +214,7 @@ def main() -> None:
                 found = bench(name, model, num_envs, args, others)
                 print(*(f"{row['name']}: {row['ratio']:.2f}" for row in found), sep="\n", flush=True)
                 rows += found
-                save(rows, json_path)  # all of it takes half an hour: what is there is there
+                save(rows, json_path)  # after every case, since all of them take half an hour
     report(rows, json_path)
 
 

@@ -1,18 +1,18 @@
-"""What old weights cost: returns with the collector's policy ``--lag`` updates late, over those without, by correction.
+"""Effect of policy lag: returns with a collector ``--lag`` updates late over returns without lag, by correction.
 
 python tools/bench_lag.py [--lag 8] [--seeds 0 1 2 3 4] [--steps 600000] [--task NAME] [--smoke] [--json PATH] [W ...]
 
 IMPALA under ``lockstep``, one update per rollout, with three corrections (``algo.correction``): ``vtrace``;
-``one_step``, importance weights in the policy gradient alone; ``none``, which on fresh weights is A2C and takes old
-ones for fresh. ``algo.policy_lag`` is what makes weights late. The return of a run is that of the training episodes of
-the last two fifths of its env steps, so that a policy that learned and then broke down shows. ``value`` and
-``baseline`` are means over seeds, ``ratio`` theirs. On fresh weights all three are the same, and run once. The goals:
-V-trace keeps .9 or more, ``none`` loses a quarter or more. Words like ``algo.policy.lr=1e-3`` change all runs alike.
+``one_step``, importance weights only in the policy gradient; ``none``, which is A2C and treats old data as fresh.
+``algo.policy_lag`` sets the lag. A run's return is the mean over the training episodes of the last two fifths of its
+env steps, so that a collapse after learning is visible. ``value`` and ``baseline`` are means over seeds, ``ratio`` is
+their quotient. Without lag all three corrections are equal and run once. The goals: V-trace keeps .9 or more, ``none``
+loses a quarter or more. Settings such as ``algo.policy.lr=1e-3`` apply to all runs.
 
-Ball balance has what it takes to show the difference, and all runs have the same settings: Gaussian actions in three
-dimensions, whose densities change fast; and a learning rate with which fresh weights learn steadily, but eight updates
-lead so far that what the old policy did says little of the present one. Rollouts are short: V-trace carries rewards
-back over fewer rows than fresh weights do, which over long ones would cost it speed.
+Ball balance shows the difference because its three-dimensional Gaussian actions have densities that change fast. All
+runs have the same settings. The learning rate is one with which runs without lag learn steadily, while eight updates
+change the policy substantially. Rollouts are short, since truncated V-trace carries rewards back over fewer rows than
+runs without lag do and would learn more slowly on long ones.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pql.config.compose import compose
 from pql.run.build import build
 
 CORRECTIONS = ("vtrace", "one_step", "none")
-LAST = 0.4  # of a run's ticks, whose episodes count
+LAST = 0.4  # share of a run's ticks whose episodes count
 FIXED = (
     "device=cpu",
     "algo=impala",
@@ -39,7 +39,7 @@ FIXED = (
     "placement.threads.v=1",
 )
 
-OWN = ("algo.policy.lr=1.5e-3", "num_envs=256", "algo.horizon=5")  # of ball balance, for all runs alike
+OWN = ("algo.policy.lr=1.5e-3", "num_envs=256", "algo.horizon=5")  # ball balance's, for all runs
 
 
 def final_return(words: Sequence[str], steps: int) -> float:
@@ -59,7 +59,7 @@ def final_return(words: Sequence[str], steps: int) -> float:
 
 
 def measure(words: Sequence[str], correction: str, lag: int, seeds: Sequence[int], steps: int) -> list[float]:
-    """A return for every seed."""
+    """Return one return per seed."""
     own = (*words, f"algo.correction={correction}", f"algo.policy_lag={lag}")
     returns = [final_return([*own, f"seed={seed}"], steps) for seed in seeds]
     print(f"{correction}, lag {lag}:", *(f"{r:.1f}" for r in returns), flush=True)
@@ -67,7 +67,7 @@ def measure(words: Sequence[str], correction: str, lag: int, seeds: Sequence[int
 
 
 def row(correction: str, late: list[float], fresh: list[float], args: Any) -> dict[str, Any]:
-    """With the lag, over without."""
+    """Return the row of the returns with lag over those without."""
     value, baseline = statistics.mean(late), statistics.mean(fresh)
     return {
         "name": f"{args.task}: {correction}, lag {args.lag} / 0",

@@ -1,18 +1,18 @@
-"""A critic and a policy update beside the bare time of their matrix products.
+"""Time of a critic and a policy update, compared with the bare time of their matrix products.
 
 python tools/bench_learner.py [--presets cpu wide] [--profile] [--rounds 7] [--seconds 0.3] [--smoke] [--json PATH]
 
 Presets: ``cpu`` is pql/config/presets/scale/cpu.yaml; ``wide`` the same with 256-256 networks and batch 512; ``gpu`` is
-pql/config/presets/scale/gpu.yaml, on whatever ``--device`` says. Observations have 17 features and actions 6, as
-HalfCheetah has.
+pql/config/presets/scale/gpu.yaml, on the device given by ``--device``. Observations have 17 features and
+actions 6, as in HalfCheetah.
 All rows are microseconds per update, so a lower ratio is better:
 
-critic, policy               ``update`` alone, on batches drawn before
-critic burst, policy burst   what a tick runs (one captured graph on CUDA): drawing, updates and metrics, per update
+critic, policy               only ``update``, on batches sampled before
+critic burst, policy burst   a tick's work (one captured graph on CUDA): sampling, updates and metrics, per update
 
-The baseline is the products of that update (see ``Products``), chained so that each finds its input in the cache as
-in the real thing, with its shapes, thread count and precision, into preallocated memory, and nothing else: no bias, no
-activation, no loss, no optimiser. The goal is at most 1.35 on the CPU for the update alone.
+The baseline consists only of the matrix products of that update (see ``Products``), without bias, activation, loss or
+optimiser. They have the same shapes, thread count and precision, write to preallocated memory, and are chained so that
+each finds its input in the cache, as in an update. The goal is at most 1.35 on the CPU for ``update``.
 
 --profile prints the 25 most expensive operations of each update instead.
 """
@@ -38,13 +38,13 @@ from pql.run.components import Parts
 from pql.types import Obs, Step
 
 OBS, ACTION = 17, 6
-BATCHES = 8  # drawn before, and used in turn
+BATCHES = 8  # sampled before, and used in turn
 NAMES = {"v": "critic", "p": "policy"}
 PROFILED = 50  # updates
 
 
 class Blank:
-    """An environment that costs nothing: random observations and rewards, drawn once, and no end."""
+    """An environment without cost: random observations and rewards, drawn once; episodes never end."""
 
     def __init__(self, num_envs: int, device: torch.device):
         obs = {"policy": ObsSpec((OBS,))}
@@ -64,11 +64,11 @@ class Blank:
 
 
 class Products:
-    """The matrix products of an MLP's forward and backward passes, chained, and nothing else.
+    """Only the matrix products of an MLP's forward and backward passes, chained.
 
     Args:
         sizes: width of the input, of every hidden layer and of the output.
-        ensemble: E networks as batched products; None: one network, whose weights lie [out, in] as in ``nn.Linear``.
+        ensemble: E networks as batched products; None: one network, with weights [out, in] as in ``nn.Linear``.
     """
 
     def __init__(self, batch: int, sizes: Sequence[int], ensemble: int | None, device: torch.device):
@@ -82,7 +82,7 @@ class Products:
         else:
             self.weights = [torch.randn(ensemble, i, o, device=device) for i, o in layers]
         for (size, _), weight in zip(layers, self.weights, strict=True):
-            weight.mul_(size**-0.5)  # numbers keep their size through the layers
+            weight.mul_(size**-0.5)  # magnitudes stay constant through the layers
         self.slopes = [torch.empty_like(weight) for weight in self.weights]
 
     def forward(self) -> None:
@@ -90,7 +90,7 @@ class Products:
             self.product(x, weight, out=y)
 
     def backward(self, weights: bool, inputs: bool) -> None:
-        """The gradient of every layer's input but the first's, that too with ``inputs``, and of every weight."""
+        """Gradients of every weight and of every layer's input (the first layer's only with ``inputs``)."""
         for i in reversed(range(len(self.weights))):
             if weights:
                 self.product(self.values[i].mT, self.grads[i + 1], out=self.slopes[i])
@@ -99,10 +99,10 @@ class Products:
 
 
 def bare_updates(config: Config, device: torch.device) -> dict[str, Callable[[], None]]:
-    """The products of one update of each learner.
+    """Return the products of one update of each learner.
 
-    critic: the policy forward for the next action, the target forward, the critic forward and back to its weights.
-    policy: the policy and the critic forward, back through the critic to its inputs, back to the policy's weights.
+    critic: forward passes of policy (next action), target and critic; backward pass to the critic's weights.
+    policy: forward passes of policy and critic; backward pass through the critic to the policy's weights.
     """
     algo = own(config, DdpgConfig)
     sizes = [OBS + ACTION, *algo.critic.hidden, algo.critic.atoms or 1]
@@ -125,26 +125,26 @@ def bare_updates(config: Config, device: torch.device) -> dict[str, Callable[[],
 
 
 def updates(parts: Parts, worker: str) -> Callable[[], Any]:
-    """One update on a batch drawn before."""
+    """One update on a batch sampled before."""
     one = parts.first.learners[worker]
     batches = cycle([batch for _ in range(BATCHES) for batch in one.draw(1, one.gen)])
     return lambda: one.update(one.state, one.inputs, next(batches), one.gen)
 
 
 def ready(config: Config, device: torch.device) -> Parts:
-    """Learners with weights of their own and a replay of random rows."""
+    """Return learners with private weights and a replay of random rows."""
     parts = build(config, Blank(config.num_envs, device))
     parts.prepare()
     parts.first.collector.start(0)
     parts.first.collector.warm_up(max(config.algo.warmup_steps, own(config, DdpgConfig).n_step + 1))
     parts.begin()
-    for worker in parts.first.workers.values():  # so that private copies and cursors are filled
+    for worker in parts.first.workers.values():  # fills private copies and cursors
         worker.run(1)
     return parts
 
 
 def bench(preset: str, config: Config, args: Any) -> list[dict[str, Any]]:
-    """The rows of one preset."""
+    """Return the rows of one preset."""
     device = torch.device(args.device)
     parts, threads, rows = ready(config, device), thread_counts(config), []
     for worker, bare in bare_updates(config, device).items():
@@ -162,7 +162,7 @@ def bench(preset: str, config: Config, args: Any) -> list[dict[str, Any]]:
 
 
 def profile(preset: str, config: Config, args: Any) -> None:
-    """Print the operations on which each update spends its time."""
+    """Print the most expensive operations of each update."""
     parts, threads = ready(config, torch.device(args.device)), thread_counts(config)
     count = 2 if args.smoke else PROFILED
     cuda = args.device.startswith("cuda")
@@ -182,7 +182,7 @@ def profile(preset: str, config: Config, args: Any) -> None:
 
 
 def presets(args: Any) -> dict[str, Config]:
-    """Name -> config. Graphs are on where ``--device`` is CUDA."""
+    """Return name -> config, with CUDA graphs on if ``--device`` is CUDA."""
     cpu, gpu = (
         compose([f"scale={scale}", f"device={args.device}", "budget.seconds=1", "algo.warmup_steps=32"])
         for scale in ("cpu", "gpu")
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=["cpu", "wide"], choices=["cpu", "wide", "gpu"])
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--threads", type=int, help="intra-op; default: each worker's own")
+    parser.add_argument("--threads", type=int, help="intra-op threads; default: each worker's share")
     parser.add_argument("--device", default="cpu")
     measuring(parser, seconds=0.3)
     args = parser.parse_args(argv)

@@ -1,14 +1,14 @@
-"""Memory: what R2D2 makes of the T-maze, beside DQN, which has none, and beside itself without stored states.
+"""R2D2 on the T-maze, compared with DQN (which has no memory) and with R2D2 without stored states.
 
 python tools/bench_memory.py [--seeds 5] [--env-steps 60000] [--episodes 200] [--smoke] [--json PATH]
 
-Every run is trained on the same number of env steps, and judged by the share of right turns in episodes of its own. A
-row's value is the mean over the seeds; the lowest and the highest stand in its name.
+Every run trains for the same number of env steps; its figure is the share of correct turns in separate episodes. A
+row's value is the mean over seeds; its name has the lowest and the highest.
 
 R2D2 / DQN              the presets on ``task=tmaze``, DQN with R2D2's gamma. The goals: at least .9, and at most .6
                         (guessing gives .5).
-stored / zero state     sequences of 12 rows without burn-in, in which seldom both the sign and the turn are seen: from
-                        zeros an agent learns from those alone, from stored states from all.
+stored / zero state     sequences of 12 rows without burn-in, which seldom contain both the sign and the turn: with zero
+                        states an agent learns only from those that do, with stored states from all.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PAIRS = (("R2D2", "DQN"), ("stored state", "zero state"))
 
 
 def success(config: Config, episodes: int) -> float:
-    """Train for the config's budget of env steps; the share of right turns then."""
+    """Train for the config's budget of env steps and return the share of correct turns."""
     parts = build(config)
     try:
         parts.prepare()
@@ -56,7 +56,7 @@ def success(config: Config, episodes: int) -> float:
 
 def row(name: str, other: str, shares: dict[str, list[float]]) -> dict[str, Any]:
     mine, theirs = shares[name], shares[other]
-    spread = " beside ".join(f"{k} ({min(v):.2f} to {max(v):.2f})" for k, v in ((name, mine), (other, theirs)))
+    spread = " against ".join(f"{k} ({min(v):.2f} to {max(v):.2f})" for k, v in ((name, mine), (other, theirs)))
     some = any(mine) and any(theirs)
     return {
         "name": f"right turns: {spread}",

@@ -1,24 +1,26 @@
-"""Our PPO and PQL against rsl_rl's and Stable-Baselines3's algorithms, by the same clock on the same cores.
+"""Our PPO and PQL against rsl_rl's and Stable-Baselines3's algorithms, for equal time on the same cores.
 
-Every (contender, task, seed) is one process; they run one after the other, each with all cores, for the same training
-time on the same batched MuJoCo environments. Where the machine may be disturbed over the hours that this takes, that
-time is turned into env steps first (``--by-steps``): three short runs of every contender on every task, in turn, give
-its median rate, and a run then takes the env steps of its training time at that rate, however long they last. A result
-depends on the seed and the number of steps alone, so nothing but those short runs has to have the machine to itself.
-Then the deterministic policy plays 16 episodes on environments of its
-own, scored by this library's evaluation code; that takes no training time. A finished run is appended to a JSON-lines
-file and skipped next time, so the benchmark may be interrupted and resumed; one made with other settings or another
-budget is run again (one made with older code is not: begin a new file). The order (seeds, tasks, contenders) lets a
-slow hour hit all alike. ``_peers.py`` holds the settings and where they come from.
+Every (contender, task, seed) is one process; processes run one after the other, each with all cores, for the same
+training time on the same batched MuJoCo environments. With ``--by-steps``, for machines with other load, the time is
+converted to env steps first: three short runs of every contender on every task, in turn, give its median rate, and a
+run makes the env steps of its training time at that rate. Its result then depends only on the seed and the number of
+steps, so only the short runs need an idle machine. The deterministic policy is evaluated afterwards with this library's
+code: 16 episodes on separate environments, outside the training time.
 
-With the rates known, several processes may share the runs and the file: give each its own ``--tasks`` and ``--seeds``.
+A finished run is appended to a JSON-lines file and skipped next time, so the benchmark can be interrupted and resumed.
+A run with other settings or another budget is repeated (but not one of older code: begin a new file for that). The
+order (seeds, tasks, contenders) spreads a slow hour over all contenders. ``_peers.py`` has the settings and their
+sources.
+
+Once the rates are known, several processes may share the file; give each its own ``--tasks`` and ``--seeds``.
 The committed table (90 runs; extras mujoco and peers):
 
     python tools/bench_peers.py --by-steps --seconds 60 --runs docs/results/json/peers-runs.jsonl \\
         --json docs/results/json/peers.json
 
-``--contenders ... sb3:sac sb3:td3`` adds Stable-Baselines3's off-policy algorithms. ``--table`` prints what the file
-holds and runs nothing. The exit status is 1 where a run failed or a contender could not be set up; the rest still runs.
+``--contenders ... sb3:sac sb3:td3`` adds Stable-Baselines3's off-policy algorithms. ``--table`` prints the
+file's runs without running anything. The exit status is 1 if a run failed or a contender could not be set up; the
+others still run.
 """
 
 import argparse
@@ -47,7 +49,7 @@ Run = dict[str, Any]
 FACTS = ("kind", "contender", "task", "seed", "budget", "budget_steps", "settings")
 EPISODES, DRAWS = 16, 20_000
 PATIENCE = 600.0  # seconds for start-up and evaluation, before a run counts as hung
-RATE_RUNS, RATE_SECONDS, RATE_EPISODES = 3, 15.0, 1  # of the short runs
+RATE_RUNS, RATE_SECONDS, RATE_EPISODES = 3, 15.0, 1  # short runs per contender and task
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ class Job(NamedTuple):
     kind: str = "run"
 
     def facts(self) -> Run:
-        """What tells it from others in the file."""
+        """Return the fields that identify the run in the file."""
         budget = (self.budget.seconds, self.budget.env_steps)
         facts = (self.kind, self.contender, self.task, self.seed, *budget, digest(self.settings))
         return dict(zip(FACTS, facts, strict=True))
@@ -91,10 +93,10 @@ def measure(job: Job, episodes: int) -> Run:
 
 
 def measure_apart(job: Job, episodes: int) -> Run:
-    """The same in a process of its own, which is ended, with what it started, when it hangs or this one is interrupted.
+    """Run the job in a separate process; end it and its children if it hangs or this process is interrupted.
 
     Raises:
-        RuntimeError: it failed, with the last line of what it said; or it hung.
+        RuntimeError: the process failed (with its last line of output) or hung.
     """
     command = [sys.executable, __file__, "--one", job.contender, job.task, str(job.seed), "--kind", job.kind]
     command += ["--seconds", str(job.budget.seconds), "--episodes", str(episodes)]
@@ -120,7 +122,7 @@ def digest(settings: Settings) -> str:
 
 
 def plan(args: argparse.Namespace) -> tuple[list[Job], int]:
-    """The runs in their order, by the clock, and how many pairs cannot be set up (each is named)."""
+    """Return the runs in order, with time budgets, and the number of pairs that cannot be set up (each is printed)."""
     known: dict[tuple[str, str], Settings] = {}
     for name, task in itertools.product(args.contenders, args.tasks):
         try:
@@ -134,18 +136,18 @@ def plan(args: argparse.Namespace) -> tuple[list[Job], int]:
 
 
 def stored(path: Path | None) -> list[Run]:
-    """The finished runs of a file; a line cut off by an interruption is passed over."""
+    """Return the finished runs of a file; a line cut off by an interruption is skipped."""
     runs = []
     for line in path.read_text().splitlines() if path and path.exists() else ():
         try:
             runs.append(json.loads(line))
         except json.JSONDecodeError:
-            print(f"{path}: a damaged line is passed over", file=sys.stderr)
+            print(f"{path}: a damaged line is skipped", file=sys.stderr)
     return runs
 
 
 def collect(args: argparse.Namespace) -> tuple[list[Run], int]:
-    """All wanted runs, those of the file included, and how many failed or could not be set up."""
+    """Return all requested runs, including the file's, and the number that failed or could not be set up."""
     book = Book(Path(args.runs) if args.runs else None, args)
     wanted, failed = plan(args)
     jobs = in_steps(book, wanted) if args.by_steps else wanted
@@ -163,9 +165,9 @@ def collect(args: argparse.Namespace) -> tuple[list[Run], int]:
 
 
 def in_steps(book: "Book", jobs: Sequence[Job]) -> list[Job]:
-    """The jobs with their time as env steps, at the median rate of ``RATE_RUNS`` short runs made in turn.
+    """Return the jobs with their time as env steps, at the median rate of ``RATE_RUNS`` short runs made in turn.
 
-    Those of a contender whose short runs failed are left out.
+    Jobs of a contender whose short runs failed are left out.
     """
     pairs = {(j.contender, j.task): j for j in jobs}
     rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
@@ -185,7 +187,7 @@ def in_steps(book: "Book", jobs: Sequence[Job]) -> list[Job]:
 
 
 class Book:
-    """Finished runs, and the file that keeps them."""
+    """Finished runs, and the file that stores them."""
 
     def __init__(self, path: Path | None, args: argparse.Namespace):
         self.path, self.only_stored = path, args.table
@@ -194,7 +196,7 @@ class Book:
         self.runs = {tuple(run[k] for k in FACTS): run for run in stored(path)}
 
     def get(self, job: Job, episodes: int) -> tuple[Run | None, bool]:
-        """The run, made and kept where it is not there yet, and whether it was made; None where that failed."""
+        """Return the run and whether it had to be made (and stored); None if it failed."""
         if job.key() in self.runs or self.only_stored:
             return self.runs.get(job.key()), False
         try:
@@ -223,16 +225,16 @@ def say(head: str, run: Run) -> None:
 
 
 def iqm(values: Sequence[float] | np.ndarray) -> float:
-    """Mean of the middle half, quarters weighted where the count does not divide (Agarwal et al. 2021)."""
+    """Return the mean of the middle half, with fractional weights at its ends (Agarwal et al. 2021)."""
     ordered, n = np.sort(np.asarray(values, float)), len(values)
-    # Each value stands for [i/n, (i+1)/n] of the distribution; its weight is the part that lies in [1/4, 3/4].
+    # Each value stands for [i/n, (i+1)/n] of the distribution; its weight is the part inside [1/4, 3/4].
     edges = np.arange(n + 1) / n
     weight = np.clip(edges[1:], 0.25, 0.75) - np.clip(edges[:-1], 0.25, 0.75)
     return float((ordered * weight).sum() / weight.sum())
 
 
 def by_task(runs: list[Run], name: str) -> dict[str, np.ndarray]:
-    """task -> mean returns of ``name``, one a seed."""
+    """Return task -> mean returns of ``name``, one per seed."""
     found: dict[str, list[float]] = {}
     for run in runs:
         if run["contender"] == name:
@@ -241,11 +243,11 @@ def by_task(runs: list[Run], name: str) -> dict[str, np.ndarray]:
 
 
 def lead(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], seed: int = 0) -> tuple[float, float, float]:
-    """(ours - theirs) / |theirs| of the means over seeds, averaged over the tasks that both have.
+    """Return (ours - theirs) / |theirs| of the means over seeds, averaged over the tasks that both have.
 
     Returns:
-        (estimate, lower, upper): the ends of its 95 % percentile bootstrap interval. Tasks are strata; within each the
-        seeds of either side are drawn again, apart, with replacement.
+        (estimate, lower, upper), with the ends of the 95 % percentile bootstrap interval. Tasks are strata; within each
+        the seeds of the two contenders are resampled separately, with replacement.
     """
     rng = np.random.default_rng(seed)
     tasks = [t for t in ours if t in theirs]
@@ -278,7 +280,7 @@ def row(name: str, value: float, unit: str, runs: int) -> dict[str, Any]:
 
 
 def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
-    """Rows in the benchmarks' common form: per task and contender, then our leads over all tasks and each."""
+    """Return rows in the benchmarks' common form: per task and contender, then our leads over all tasks and each."""
     names = [n for n in CONTENDERS if any(r["contender"] == n for r in runs)]
     returns = {name: by_task(runs, name) for name in names}
     rows = []
@@ -302,7 +304,7 @@ def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    """The rows as two Markdown tables, for a page of results."""
+    """Return the rows as two Markdown tables, for a page of results."""
     lines = ["| task | contender | median | mean | IQM | seeds |", "|---|---|---|---|---|---|"]
     found = {r["name"]: r for r in rows}
     for name, r in found.items():
@@ -327,9 +329,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", default=["halfcheetah", "hopper", "walker2d"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=list(CONTENDERS))
-    parser.add_argument("--episodes", type=int, default=EPISODES, help="of an evaluation")
+    parser.add_argument("--episodes", type=int, default=EPISODES, help="episodes of an evaluation")
     parser.add_argument("--runs", metavar="PATH", help="JSON-lines file of finished runs: resumed from, appended to")
-    parser.add_argument("--table", action="store_true", help="of the finished runs; nothing is run")
+    parser.add_argument("--table", action="store_true", help="print the table of the finished runs; run nothing")
     parser.add_argument("--smoke", action="store_true", help="tiny and in this process, to test the script itself")
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--steps", type=int, help="env steps of a run, with --one")

@@ -1,20 +1,20 @@
-"""What a simulator in a process of its own costs, and what it gains.
+"""Cost and gain of a simulator in a separate process.
 
 python tools/bench_process.py [--python PATH] [--num-envs 64 256 1024 4096 16384] [--rounds 7] [--seconds 0.3]
                               [--smoke] [--json PATH]
 
-round trip   One step of a simulator that does nothing, with rows of Isaac Gym's Ant (60 observations, 8 actions,
-             float32): actions into shared memory, a byte through a pipe, results out of it into new tensors, a byte
-             back. Beside it the same simulator in this process, its results copied into new tensors, and the bare
-             round trip: a fork that copies the same bytes between fixed arrays, and two pipes, which is the least
-             that such a step can cost. That took 12 us with 64 environments, 57 us with 4,096 and 313 us with 16,384
-             on an idle machine; the goal is at most twice that, and stands in the row's name. On a busy machine the
-             ratio to the bare trip of the same minute is the number to look at.
-overlap      Ticks per second under ``concurrent`` with a simulator that waits 1.2 times as long as the learners need
-             for a tick, and holds its interpreter's lock meanwhile. In this process the learners wait with it; in
-             another they work: at best 2.2 / 1.2 = 1.83.
+round trip   One step of a simulator without dynamics, with rows of Isaac Gym's Ant (60 observations, 8 actions,
+             float32): actions to shared memory, a byte through a pipe, results copied from it to new tensors, a byte
+             back. The baselines are the same simulator in this process, its results copied to new tensors, and the
+             bare round trip, the lower bound: a fork that copies the same bytes between fixed arrays, and two pipes.
+             The bare trip took 12 us with 64 environments, 57 us with 4,096 and 313 us with 16,384 on an idle machine;
+             the goal is at most twice that, and is part of the row's name. On a busy machine, use the ratio to the
+             bare trip, which was measured at the same time.
+overlap      Ticks per second under ``concurrent`` with a simulator that waits 1.2 times as long as the learners work
+             in a tick, and holds its interpreter's lock meanwhile. In this process the learners wait too; with the
+             simulator in another process they work: at best 2.2 / 1.2 = 1.83.
 
-``--python`` is the far side's interpreter (default: this one).
+``--python`` is the simulator process's interpreter (default: this one).
 """
 
 import argparse
@@ -50,14 +50,14 @@ from pql.remote.process.near import ProcessVec, read_spec
 from pql.run.build import build
 from pql.types import Obs, Step
 
-GOALS = {64: 24, 4096: 114, 16384: 626}  # us: twice the prototype's
+GOALS = {64: 24, 4096: 114, 16384: 626}  # us: twice the bare round trip's
 WAIT = 1.2
 
 Round = Callable[[], float]
 
 
 class Here:
-    """A NumPy simulator in this process: what it returns, copied into new tensors."""
+    """A NumPy simulator in this process, whose results are copied to new tensors."""
 
     def __init__(self, env: Any):
         self.env, self.spec = env, read_spec(describe_simulator(env.spec), torch.device("cpu"))
@@ -77,7 +77,7 @@ class Here:
 
 
 class Bare:
-    """A fork, shared memory and two pipes: actions in, a byte there, rows in, a byte back, rows out."""
+    """A bare round trip between processes: a fork, shared memory and two pipes."""
 
     def __init__(self, num_envs: int):
         sizes = (num_envs * ACTIONS, num_envs * OBS, num_envs * 9 // 4)  # float32; a reward and five flags
@@ -109,7 +109,7 @@ class Bare:
 
 
 def microseconds(step: Callable[[], Any], seconds: float) -> float:
-    """Of a step, over about ``seconds``."""
+    """Return the mean time of a step over about ``seconds``."""
     count, began = 0, time.perf_counter()
     while (spent := time.perf_counter() - began) < seconds:
         for _ in range(10):
@@ -141,7 +141,7 @@ def round_trips(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def learning(envs: int) -> Config:
-    """A run whose learners keep one thread each busy for some milliseconds a tick."""
+    """Return the config of a run whose learners keep one thread each busy for some milliseconds per tick."""
     net: dict[str, Any] = {"hidden": [64, 64]}
     algo = DdpgConfig(
         batch_size=256,
@@ -163,7 +163,7 @@ def learning(envs: int) -> Config:
 
 
 def ticks_per_second(env: VecEnv, seconds: float, stack: ExitStack) -> Round:
-    """Rounds of a run on ``env``."""
+    """Return a round of ticks of a run on ``env``."""
     config = learning(env.spec.num_envs)
     parts = build(config, env)
     stack.callback(parts.schedule.executor.close)
@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as every run does
     tools, before = str(Path(__file__).parent), os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (tools, before)))  # the far side finds _echo there
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (tools, before)))  # where the simulator process finds _echo
     try:
         with torch.no_grad():
             report(round_trips(args) + overlap(args), args.json)

@@ -1,8 +1,9 @@
-"""Remote actors against the same environments in this process, and the wire against a bare echo of the same bytes.
+"""Remote actors against the same environments in this process, and their protocol against a bare echo of the same
+bytes.
 
     python tools/bench_remote.py --json rows.json
 
-Everything goes over a unix socket. Actors are processes of their own, without torch unless their simulator needs it.
+All traffic uses a unix socket. Actors are separate processes, without torch unless their simulator needs it.
 """
 
 import argparse
@@ -29,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=150, help="of every environment, a round")
-    parser.add_argument("--actors", type=int, default=64, help="most simulated actors at once")
-    parser.add_argument("--game", default="pong", help="a game of ale_py's")
+    parser.add_argument("--steps", type=int, default=150, help="steps of every environment per round")
+    parser.add_argument("--actors", type=int, default=64, help="largest number of simulated actors")
+    parser.add_argument("--game", default="pong", help="an Atari game")
     parser.add_argument("--smoke", action="store_true", help="seconds: does it run at all?")
     args = parser.parse_args(argv)
     args.consoles = 32  # of an actor
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stepping(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """2 actors of 32 consoles each, and the same 64 consoles here in two groups: random actions, no learner."""
+    """Compare 2 actors of 32 consoles each with the same 64 consoles here in two groups: random actions, no learner."""
     address, count = f"unix:{folder}/step", args.consoles
     words = [
         sys.executable,
@@ -84,7 +85,7 @@ def stepping(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def alternating(env: Any, receive: Callable[[int], Any]) -> Callable[[int], float]:
-    """Steps both groups by turns, one always under way. Returns transitions per second."""
+    """Step both groups by turns, one always under way. Return transitions per second."""
     ids = torch.arange(env.spec.num_envs).chunk(2)
     action = torch.zeros(len(ids[0]), dtype=torch.int64)
 
@@ -108,10 +109,10 @@ def alternating(env: Any, receive: Callable[[int], Any]) -> Callable[[int], floa
 
 
 def round_trips(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """From an actor's message of 32 frames until it has its actions, and the same bytes through a bare echo.
+    """Compare the time from an actor's message of 32 frames to its actions with the same bytes through a bare echo.
 
-    The actor, and who talks to the echo, are one other process; the echo is a third. Beside other work the median says
-    how long threads wait for a processor; the quickest tenth says what is done for a message.
+    The actor and the echo's client are one other process; the echo is a third. With other load on the machine, the
+    median includes the time for which threads wait for a core; the 10 % quantile shows the work per message.
     """
     address, bare, count = f"unix:{folder}/trip", f"unix:{folder}/echo", max(10, args.steps)
     with puppet("echo", bare), puppet("trip", address, bare) as client:
@@ -140,7 +141,7 @@ def round_trips(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 @contextmanager
 def puppet(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """One of the processes of ``_puppets.py``."""
+    """Start one of the processes of ``_puppets.py``."""
     command = [sys.executable, str(Path(__file__).parent / "_puppets.py"), *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -150,7 +151,7 @@ def puppet(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def answer(env: Remote, over: Callable[[int], bool]) -> int:
-    """The same actions to every actor, as soon as it has answered. Returns how many messages there were."""
+    """Send the same actions to every actor as soon as it has answered. Return the number of messages."""
     action, done = torch.zeros(env.spec.num_envs, dtype=torch.int64), 0
     while not over(done):
         for group in range(env.spec.groups):
@@ -161,12 +162,14 @@ def answer(env: Remote, over: Callable[[int], bool]) -> int:
     return done
 
 
-# -- the server's ceiling ---------------------------------------------------------------------------------------------
+# -- the server's limit -----------------------------------------------------------------------------------------------
 
 
 def ceiling(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A learner's side that does nothing but answer: its frames per second, and its processor time for each message,
-    by simulated actors of 32 environments. These are one other process, and share the machine's processors."""
+    """Measure a server that only answers: frames per second and processor time per message.
+
+    Simulated actors of 32 environments run in one other process and share the machine's cores.
+    """
     rows, most = [], args.actors
     base: dict[str, list[float]] = {}
     for count in sorted({1, 2, 4, 16, 64} & set(range(1, most)) | {most}):
@@ -180,8 +183,10 @@ def ceiling(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def flood(address: str, count: int, args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """``count`` actors step as fast as they are answered. Returns, for each round, transitions per second and this
-    process's milliseconds of processor time a message."""
+    """Let ``count`` actors step as fast as they are answered.
+
+    Return, for each round, transitions per second and this process's milliseconds of processor time per message.
+    """
     rates, costs, messages = [], [], max(4 * count, args.steps * 2)
     with puppet("crowd", address, str(count)):
         env = Remote(count * ENVS, listen=address, wait=0.0, groups=1 if count == 1 else 2)

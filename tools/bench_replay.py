@@ -1,17 +1,17 @@
-"""Replay: sampling, observation sampling and inserting, each beside the bare copies of the same bytes.
+"""Replay: sampling, observation sampling and inserting, each compared with bare copies of the same bytes.
 
 python tools/bench_replay.py [--rounds 7] [--seconds 0.3] [--threads N] [--device cpu] [--smoke] [--json PATH]
 
 A ring of a million transitions is filled with random data; episodes end at random, one row in 500. All rows are
-microseconds a call, so a lower ratio is better:
+microseconds per call, so a lower ratio is better:
 
 sample      ``Replay.sample`` (n = 3) over ``index_select`` of the same cells from the same stores into preallocated
             memory: observations, next observations, actions, n rewards, n + 1 flags. The goal is at most 2.
 sample_obs  the same for a policy update's batch: observations and flags.
 insert      one row of every environment over ``copy_`` of the same fields into whole rows.
 
-What lies above 1 is drawing indices, finding where windows end, and the launch of each operation. The bare copies
-rotate among index sets, so that they do not find their cells in the cache.
+The excess over 1 is drawing indices, finding the ends of windows, and launching operations. The bare copies rotate
+among index sets, so that their cells are not in the cache.
 """
 
 import argparse
@@ -34,14 +34,14 @@ from pql.engine.placement import thread_counts
 from pql.types import Step
 
 N_STEP, GAMMA, HORIZON, LIMIT = 3, 0.99, 1, 1000
-ROTATED = 2**18  # windows whose cells a bare copy goes through before it repeats them
-SIZES = ((17, 6), (60, 8))  # features D and actions A: HalfCheetah's, and a larger robot's
+ROTATED = 2**18  # windows whose cells a bare copy reads before it repeats them
+SIZES = ((17, 6), (60, 8))  # features D and actions A of HalfCheetah and of a larger robot
 
 Round = Callable[[], float]
 
 
 def microseconds(fn: Callable[[], Any], seconds: float, device: torch.device) -> Round:
-    """A round of about ``seconds``: microseconds per call of ``fn``, whatever the device still does included."""
+    """Return a round of about ``seconds`` that measures microseconds per call of ``fn``, device work included."""
 
     def one() -> float:
         count, began = 0, time.perf_counter()
@@ -57,7 +57,7 @@ def microseconds(fn: Callable[[], Any], seconds: float, device: torch.device) ->
 
 @contextmanager
 def intra_op(threads: int) -> Iterator[None]:
-    """``threads`` intra-op threads inside; as before afterwards."""
+    """Use ``threads`` intra-op threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -67,7 +67,7 @@ def intra_op(threads: int) -> Iterator[None]:
 
 
 def filled(size: int, actions: int, num_envs: int, capacity: int, device: torch.device) -> tuple[Replay, Cursor]:
-    """A ring that has gone round once, and a reader's view of it."""
+    """Return a ring that has been filled once, and a reader's view of it."""
     obs = {"policy": ObsSpec((size,))}
     replay = Replay(ReplayLayout(obs, actions, num_envs, capacity // num_envs, HORIZON, LIMIT), device)
     for store in (replay.obs["policy"], replay.action, replay.reward):
@@ -82,7 +82,7 @@ def filled(size: int, actions: int, num_envs: int, capacity: int, device: torch.
 
 
 def bare_select(pairs: Sequence[tuple[Tensor, list[Tensor]]]) -> Callable[[], None]:
-    """One ``index_select`` for each (store, index sets), into preallocated memory."""
+    """Return a function with one ``index_select`` for each (store, index sets), into preallocated memory."""
     outs = [store.new_empty(len(sets[0]), *store.shape[1:]) for store, sets in pairs]
     turns = cycle(range(len(pairs[0][1])))
 
@@ -95,7 +95,7 @@ def bare_select(pairs: Sequence[tuple[Tensor, list[Tensor]]]) -> Callable[[], No
 
 
 def cells(replay: Replay, batch: int, steps: int) -> list[Tensor]:
-    """Random sets of [batch * steps] cells, ``steps`` rows in a column each; enough sets to outgrow the caches."""
+    """Return random sets of [batch * steps] cells, ``steps`` rows of a column each; together larger than the caches."""
     out = []
     for _ in range(ROTATED // batch):
         row = torch.randint(replay.rows, (batch,), device=replay.device)
@@ -106,7 +106,7 @@ def cells(replay: Replay, batch: int, steps: int) -> list[Tensor]:
 
 
 def bench_reads(replay: Replay, cursor: Cursor, batch: int, args: Any) -> list[dict[str, Any]]:
-    """Sampling windows, and observations alone."""
+    """Measure sampling of windows, and of observations only."""
     gen, obs = Generator(replay.device).manual_seed(0), replay.obs["policy"]
     pairs = [
         (obs, [torch.cat(pair) for pair in zip(*(cells(replay, batch, 1) for _ in range(2)), strict=True)]),
@@ -127,7 +127,7 @@ def bench_reads(replay: Replay, cursor: Cursor, batch: int, args: Any) -> list[d
 
 
 def random_step(replay: Replay) -> Step:
-    """What a step of all environments returned."""
+    """Return a random step of all environments."""
     n, device, store = replay.num_envs, replay.device, replay.obs["policy"]
     no, yes = torch.zeros(n, dtype=torch.bool, device=device), torch.ones(n, dtype=torch.bool, device=device)
     obs, final = ({"policy": torch.randn(n, *store.shape[1:], device=device)} for _ in range(2))
@@ -135,7 +135,7 @@ def random_step(replay: Replay) -> Step:
 
 
 def bench_insert(replay: Replay, args: Any) -> list[dict[str, Any]]:
-    """One row of every environment."""
+    """Measure inserting one row of every environment."""
     n, step = replay.num_envs, random_step(replay)
     action = torch.rand(n, replay.action.shape[1], device=replay.device)
     flags, final = step.valid.to(torch.uint8), torch.zeros(n, dtype=torch.int32, device=replay.device)
@@ -162,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[512, 8192])
     parser.add_argument("--num-envs", type=int, default=128)
     parser.add_argument("--capacity", type=int, default=1_000_000)
-    parser.add_argument("--threads", type=int, default=thread_counts(Config())["v"], help="intra-op; the V-learner's")
+    parser.add_argument(
+        "--threads", type=int, default=thread_counts(Config())["v"], help="intra-op threads; default: the V-learner's"
+    )
     parser.add_argument("--device", default="cpu")
     measuring(parser, seconds=0.3)
     args = parser.parse_args(argv)

@@ -1,23 +1,23 @@
-"""Ticks per second of the ``concurrent`` schedule beside ``lockstep``, on the CPU, with the real workers.
+"""Ticks per second of the ``concurrent`` schedule compared with ``lockstep``, on the CPU, with the real workers.
 
 python tools/bench_schedule.py [--rounds 7] [--seconds 0.5] [--smoke] [--json PATH]
 
 Three cases, all variants in turn:
 
 waiting  The simulator sleeps 1.2 times as long as both learners work per tick (measured first, under both schedules;
-         the shorter counts), as one in another process or on another device would. ``concurrent / lockstep``
+         the shorter counts), like a simulator in another process or on another device. ``concurrent / lockstep``
          compares ticks per second: at best 2.2 / 1.2 = 1.83, the goal is at least 1.6. ``tick / slowest worker``
-         compares milliseconds: what a tick costs above the worker that bounds it, run alone on its own thread; the
-         goal is at most 1.15.
+         compares milliseconds: a tick against its slowest worker running by itself on its own thread; the goal is at
+         most 1.15.
 busy     Every core has work: physics (HalfCheetah where MuJoCo is installed, else cart-pole), 2 critic and 2 policy
-         updates a step. The batch is first chosen so that the collector and both learners together take equally
-         long, and the table tells what each takes alone. Lockstep has all cores as intra-op and physics threads,
-         concurrent what ``thread_counts`` gives it and ``--env-threads`` for the physics. Then overlap gains only what
-         more threads per operation would lose: the goal is at least 1.0.
-halves   The collector alone, with a simulator in two groups that sleeps as long for each as the policy takes to act on
-         one. ``by turns / one after the other`` compares env-steps/s with overlap to the same groups without: at best
-         2, the goal is at least 1.6. ``by turns / all at once`` compares it to one group of all environments, whose
-         step sleeps twice as long.
+         updates a step. The batch is first chosen so that the collector takes as long as both learners together,
+         and the table has each worker's own time. Lockstep has all cores as intra-op and physics threads, concurrent
+         the threads of ``thread_counts`` and ``--env-threads`` for the physics. Overlap then gains only what more
+         threads per operation would lose: the goal is at least 1.0.
+halves   Only the collector, with a simulator in two groups that sleeps as long for each group as the policy takes to
+         act on one. ``by turns / one after the other`` compares env-steps/s with overlap to the same groups without: at
+         best 2, the goal is at least 1.6. ``by turns / all at once`` compares overlap with one group of all
+         environments, whose step sleeps twice as long.
 
 Rows in ms are times (a ratio below 1 is good); rows in ticks/s are rates (above 1 is good).
 """
@@ -45,16 +45,16 @@ from pql.run.build import build
 from pql.run.components import Parts
 from pql.types import Obs, Step
 
-WAIT = 1.2  # the simulator's wait over the learners' work
+WAIT = 1.2  # the simulator's wait relative to the learners' work
 WORKERS = ("collector", "v", "p")
 BATCHES = (64, 4096)  # allowed when balancing
-STEPS = 16  # of a tick, where halves take turns
+STEPS = 16  # steps of a tick in the case ``halves``
 
 Round = Callable[[], float]
 
 
 class Sleeper:
-    """``env`` with ``seconds`` of waiting in every step, in which it keeps no core busy."""
+    """``env`` with a sleep of ``seconds`` in every step, which keeps no core busy."""
 
     def __init__(self, env: VecEnv, seconds: float = 0.0):
         self.env, self.seconds = env, seconds
@@ -75,7 +75,7 @@ class Sleeper:
 
 
 def make_config(num_envs: int, batch: int, hidden: list[int], v_per_step: float, p_per_v: float) -> Config:
-    """A run's config on the CPU; the schedule is chosen later."""
+    """Return a run's config on the CPU; the schedule is chosen later."""
     algo = DdpgConfig(
         batch_size=batch,
         v_per_step=v_per_step,
@@ -88,7 +88,7 @@ def make_config(num_envs: int, batch: int, hidden: list[int], v_per_step: float,
 
 
 def ready(config: Config, schedule: str, env: VecEnv) -> Parts:
-    """A run under ``schedule`` whose first tick comes next."""
+    """Return a run under ``schedule`` that is ready for its first tick."""
     parts = build(replace(config, algo=replace(config.algo, schedule=schedule)), env)
     parts.first.collector.start(0)
     parts.first.collector.warm_up(config.algo.warmup_steps)
@@ -97,7 +97,7 @@ def ready(config: Config, schedule: str, env: VecEnv) -> Parts:
 
 
 def rate(fn: Callable[[], object], seconds: float) -> float:
-    """Calls per second over about ``seconds``."""
+    """Return calls per second over about ``seconds``."""
     count, began = 0, time.perf_counter()
     while (spent := time.perf_counter() - began) < seconds or count == 0:
         fn()
@@ -106,12 +106,12 @@ def rate(fn: Callable[[], object], seconds: float) -> float:
 
 
 def ticks(parts: Parts, seconds: float) -> Round:
-    """Ticks per second."""
+    """Return ticks per second."""
     return lambda: rate(parts.schedule.tick, seconds)
 
 
 def alone(parts: Parts, name: str, seconds: float) -> Round:
-    """Milliseconds that one worker's share of a tick takes with the others idle."""
+    """Return the milliseconds of one worker's share of a tick, with the others idle."""
     learner_bursts = parts.counts.rounds if parts.config.algo.schedule == "lockstep" else 1
     amount = parts.counts.horizon if name == "collector" else learner_bursts
     job = partial(parts.first.workers[name].run, amount)
@@ -119,13 +119,13 @@ def alone(parts: Parts, name: str, seconds: float) -> Round:
 
 
 def alone_times(parts: Parts, seconds: float, rounds: int) -> dict[str, float]:
-    """Each worker's median milliseconds alone."""
+    """Return each worker's median milliseconds by itself."""
     times = alternate({name: alone(parts, name, seconds) for name in WORKERS}, rounds)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
 def compare_schedules(case: str, lockstep: Parts, concurrent: Parts, solo: Parts, args: Any) -> list[dict[str, Any]]:
-    """Both schedules and each worker alone, in turn; closes everything."""
+    """Measure both schedules and each worker by itself, in turn; close everything."""
     fns = {"concurrent": ticks(concurrent, args.seconds), "lockstep": ticks(lockstep, args.seconds)}
     fns |= {name: alone(solo, name, args.seconds) for name in WORKERS}
     rates = alternate(fns, args.rounds)
@@ -142,7 +142,7 @@ def compare_schedules(case: str, lockstep: Parts, concurrent: Parts, solo: Parts
 
 
 def waiting(args: Any) -> list[dict[str, Any]]:
-    """A simulator that waits: overlap hides the learners behind it."""
+    """Case ``waiting``: overlap hides the learners behind a simulator that sleeps."""
     if args.smoke:
         config = make_config(8, 32, [16, 16], 2, 0.5)
     else:
@@ -159,14 +159,14 @@ def waiting(args: Any) -> list[dict[str, Any]]:
 
 
 def physics(num_envs: int, threads: int) -> VecEnv:
-    """HalfCheetah with ``threads`` physics threads (0: one per core), or cart-pole where MuJoCo is missing."""
+    """Return HalfCheetah with ``threads`` physics threads (0: one per core), or cart-pole without MuJoCo."""
     if importlib.util.find_spec("mujoco") is None:
         return make_env("cartpole_swingup", num_envs)
     return make_env("halfcheetah", num_envs, threads=threads)
 
 
 def balanced(config: Config, args: Any) -> Config:
-    """``config`` with the batch size at which both learners together take as long as the collector."""
+    """Return ``config`` with the batch size at which both learners together take as long as the collector."""
     parts = ready(config, "concurrent", physics(config.num_envs, args.env_threads))
     time_of = alone_times(parts, args.seconds / 2, 3)
     parts.schedule.executor.close()
@@ -177,7 +177,7 @@ def balanced(config: Config, args: Any) -> Config:
 
 
 def busy(args: Any) -> list[dict[str, Any]]:
-    """Every core has work: overlap beside more threads per operation."""
+    """Case ``busy``: every core has work, so overlap competes with more threads per operation."""
     config = make_config(8, 32, [16, 16], 2, 1) if args.smoke else make_config(128, 512, [128, 128], 2, 1)
     config = balanced(config, args)
     envs = [physics(config.num_envs, threads) for threads in (0, args.env_threads, args.env_threads)]
@@ -188,7 +188,7 @@ def busy(args: Any) -> list[dict[str, Any]]:
 
 
 def sampler(config: Config, groups: int, args: Any) -> tuple[Collector, list[Sleeper]]:
-    """A collector that has begun, and its simulators, which do not sleep yet."""
+    """Return a started collector and its simulators, which do not sleep yet."""
     envs = [Sleeper(make_env("lqr", config.num_envs // groups)) for _ in range(groups)]
     collector = build(config, Grouped(envs) if groups > 1 else envs[0]).first.collector
     collector.start(0)
@@ -196,7 +196,7 @@ def sampler(config: Config, groups: int, args: Any) -> tuple[Collector, list[Sle
 
 
 def env_steps(collector: Collector, overlap: bool, seconds: float) -> Round:
-    """Env-steps per second of ticks of ``STEPS`` steps."""
+    """Return env-steps per second in ticks of ``STEPS`` steps."""
 
     def one() -> float:
         collector.overlap = overlap
@@ -207,7 +207,7 @@ def env_steps(collector: Collector, overlap: bool, seconds: float) -> Round:
 
 
 def halves(args: Any) -> list[dict[str, Any]]:
-    """One half's actions are computed while the other half's simulator waits."""
+    """Case ``halves``: one group's actions are computed while the other group's simulator sleeps."""
     config = make_config(16, 32, [16, 16], 1, 1) if args.smoke else make_config(128, 512, [512, 512], 1, 1)
     (two, pair), (one, single) = (sampler(config, groups, args) for groups in (2, 1))
     with intra_op(1), torch.no_grad():

@@ -1,12 +1,12 @@
-"""Env-steps per second of MuJoCo Warp's environments on a GPU, by their number.
+"""Env-steps per second of MuJoCo Warp's environments on a GPU, at several numbers of environments.
 
 python tools/bench_warp.py [--envs halfcheetah ant humanoid] [--num-envs 1024 8192 65536] [--rounds 3] [--json PATH]
 python tools/bench_warp.py --device cpu --smoke       tiny, to test the script itself (Warp on a CPU is slow)
 
 Random actions; whole steps of our environment (physics, reward, observation, masked restarts). The baseline is the bare
 physics of the same engine. Each row names the task and its model; ``bytes`` is the memory of one environment's
-simulation, computed from the sizes of Warp's arrays. The first run compiles kernels for minutes (``WARP_CACHE_PATH``
-says where they are kept).
+simulation, computed from the sizes of Warp's arrays. The first run compiles kernels for minutes (and stores them
+in ``WARP_CACHE_PATH``).
 """
 
 import argparse
@@ -22,12 +22,12 @@ PACKAGES = ("mujoco", "mujoco_warp", "gymnasium")
 
 
 def missing() -> list[str]:
-    """Packages that these rows need and that are not here."""
+    """Return the required packages that are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def rate(step: Callable[[], Any], num_envs: int, seconds: float, device: torch.device) -> Callable[[], float]:
-    """A round of about ``seconds``: env-steps/s, the device waited for at both ends."""
+    """Return a round of about ``seconds`` that measures env-steps/s, with the device synchronised at both ends."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -71,7 +71,7 @@ def case(name: str, num_envs: int, device: torch.device, args: argparse.Namespac
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows; none, said in a line, where something is not installed."""
+    """Return all rows; none, with a printed note, if a package is not installed."""
     if missing():
         print(f"no MuJoCo Warp rows: {' and '.join(missing())} not installed (pip install 'pql-rl[warp]')")
         return []

@@ -1,10 +1,10 @@
-"""Returns of random actions and of policies written by hand: what a learner has to beat.
+"""Returns of random actions and of scripted policies, as baselines for learners.
 
 python tools/by_hand.py [--tasks isaac_ant ...] [--episodes 16] [--json PATH]
 
-Whole episodes, one of each environment, as ``pql eval`` plays them. The policies read observations alone, as a learner
-does; but the trots count steps, stiff legs know the joints' ranges, and where the policy sees pictures they read the
-state that the critic sees. The tests hold those of the PQL paper's tasks to a margin above random actions.
+Whole episodes, one per environment, as in ``pql eval``. The policies read only observations, as a learner does, with
+three exceptions: the trots count steps, stiff legs use the joints' ranges, and on tasks from pixels they read the
+critic's observation of the state. Tests require that those of the PQL paper's tasks beat random actions by a margin.
 """
 
 import argparse
@@ -31,8 +31,8 @@ Play = Callable[[Obs], Tensor]
 
 SPOKES = torch.tensor([[math.cos(a), math.sin(a)] for a in LEGS])
 GEARS = torch.tensor([67.5] * 3 + 2 * [45, 45, 135, 90, 22.5, 22.5] + 2 * [67.5, 67.5, 45])
-DOWN = torch.tensor([0.0, 1.0, 0.0, 0.0])  # of Franka's hand, as w, x, y, z
-HOLD = {  # a cup of the fingers, found by a search for the least distance
+DOWN = torch.tensor([0.0, 1.0, 0.0, 0.0])  # orientation of Franka's hand: w, x, y, z
+HOLD = {  # fingers form a cup; from a search for the least distance
     "shadow_hand": [
         0.22,
         0.54,
@@ -77,7 +77,7 @@ HOLD = {  # a cup of the fingers, found by a search for the least distance
 
 
 def gait(obs: Tensor, t: int) -> Tensor:
-    """``isaac_ant``'s trot of 2.3 Hz, opposite legs together (numbers from a random search): [N, 8]."""
+    """``isaac_ant``'s trot of 2.3 Hz, opposite legs in phase (parameters from a random search): [N, 8]."""
     forward, outward = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([1.0, -1.0, -1.0, 1.0])
     phase = 2 * math.pi * 2.3 * 0.0166 * t + torch.tensor([0.0, math.pi, 0.0, math.pi])
     hip, ankle = 0.7 * forward * phase.sin(), outward * (-0.39 + 0.42 * (phase + 0.45).sin())
@@ -86,27 +86,29 @@ def gait(obs: Tensor, t: int) -> Tensor:
 
 
 class Trot(NamedTuple):
-    """Opposite legs together. Each joint's target is a sine around its pose, whose size, and for the thighs whose
-    middle, follows from how fast the command wants that leg's foot to move; and where the base is too fast, feet are
-    put down further ahead. The servos give so much under a load that no kinematics leads there: numbers of a random
-    search (the cross-entropy method) over the task's own reward.
+    """Parameters of a trot with opposite legs in phase.
+
+    Each joint's target is a sine around its pose. Its amplitude, and for the thighs its centre, follows from the foot
+    speed that the command requires; where the base is too fast, feet are placed further ahead. The parameters are from
+    a search with the cross-entropy method on the task's reward, since servos that yield under load rule out
+    kinematics.
     """
 
-    ahead: tuple[float, ...]  # of each leg: 1 in front, -1 behind
+    ahead: tuple[float, ...]  # each leg: 1 front, -1 hind
     aside: tuple[float, ...]  # 1 left, -1 right
     mirrored: bool  # hind knees bend the other way
-    place: tuple[float, float]  # of a foot beside the base's middle: ahead, aside, m
-    most: tuple[float, float, float, float]  # that it follows: back, ahead, aside, m/s; around, rad/s
+    place: tuple[float, float]  # a foot's offset from the base's centre: ahead, sideways, m
+    most: tuple[float, float, float, float]  # commands that it follows: back, ahead, sideways, m/s; yaw, rad/s
     frequency: float  # Hz
-    hip: tuple[float, float, float]  # rad per m/s asked for; phase; rad per m/s too fast
+    hip: tuple[float, float, float]  # rad per commanded m/s; phase; rad per m/s of excess speed
     thigh: tuple[float, float, float]  # the same
-    middle: tuple[float, float, float]  # of the thighs: rad; more in front than behind; rad per m/s asked for
-    calf: tuple[float, float, float, float]  # rad; phase; middle, rad; more in front than behind
+    middle: tuple[float, float, float]  # thighs: rad; front minus hind; rad per commanded m/s
+    calf: tuple[float, float, float, float]  # rad; phase; centre, rad; front minus hind
     level: tuple[float, float, float, float, float]  # against a tilt: hips by roll and its rate; calves by roll, pitch
     # and the rates of both
 
 
-SETTLE = 25  # steps for which it stands first: episodes begin in the air, with bent legs
+SETTLE = 25  # initial steps of standing, since episodes begin in the air with bent legs
 TROTS = {
     "go1_velocity": Trot(
         ahead=(1, 1, -1, -1),
@@ -138,8 +140,10 @@ TROTS = {
 
 
 def follow(trot: Trot, obs: Tensor, t: int) -> Tensor:
-    """``go1_velocity``, ``anymal``: how far from the pose each joint's target is in step ``t``, for observations
-    [N, 48]: [N, 12] rad. It stands where the command is to stand."""
+    """``go1_velocity``, ``anymal``: offsets of the joints' targets from the pose in step ``t``.
+
+    Observations are [N, 48], the result is [N, 12] in rad. Where the command is to stand, the joints hold a stance.
+    """
     ahead, aside = torch.tensor(trot.ahead), torch.tensor(trot.aside)
     back, front, side, around = trot.most
     low, high = torch.tensor([back, -side, -around]), torch.tensor([front, side, around])
@@ -148,7 +152,7 @@ def follow(trot: Trot, obs: Tensor, t: int) -> Tensor:
     x, y = trot.place[0] * ahead, trot.place[1] * aside
 
     def at_feet(linear: Tensor, around: Tensor) -> tuple[Tensor, Tensor]:
-        """How fast the base moves above each foot: ahead and aside, [N, 4] each."""
+        """Velocity of the base above each foot: ahead and sideways, [N, 4] each."""
         return linear[:, :1] - around * y, linear[:, 1:] + around * x
 
     wanted, moving = at_feet(command[:, :2], command[:, 2:]), at_feet(velocity, turn)
@@ -167,7 +171,7 @@ def follow(trot: Trot, obs: Tensor, t: int) -> Tensor:
 
 
 def stand(obs: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """``isaac_humanoid``: springs and dampers to a pose with bent knees, for joints' ranges [21] each: [N, 21]."""
+    """``isaac_humanoid``: springs and dampers to a pose with bent knees, within joint limits [21] each: [N, 21]."""
     bend = math.radians(20)
     pose = torch.zeros(21)
     for i, name in enumerate(JOINTS):
@@ -177,7 +181,7 @@ def stand(obs: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def tilt(obs: Tensor) -> Tensor:
-    """``ballbalance``: the tray rises on the side where the ball is, or is going: [N, 3]."""
+    """``ballbalance``: the tray rises on the side of the ball, or where it is moving to: [N, 3]."""
     wanted = (0.3 * obs[:, 6:8] + 0.15 * obs[:, 9:11]) @ SPOKES.T
     return ((wanted - obs[:, :3]) / 0.2).clamp(-1, 1)
 
@@ -187,7 +191,7 @@ def stacker(obs: Tensor, keep: bool = False) -> Tensor:
 
     Args:
         obs: [N, 19].
-        keep: never let go: the small cube hovers where it would be stacked, which is paid for in every step.
+        keep: never let go, so that the small cube hovers where it would be stacked, which is rewarded in every step.
     """
     small, large, grip = obs[:, 4:7], obs[:, 4:7] + obs[:, 7:10], obs[:, 10:13]
     fingers = obs[:, 17:].sum(1)
@@ -201,7 +205,7 @@ def stacker(obs: Tensor, keep: bool = False) -> Tensor:
 
     up = torch.tensor([0.0, 0.0, 1.0])
     fetch = torch.where((beside < 0.012)[:, None], gap, gap + 0.1 * up)
-    place = large + 0.06 * up - small  # by which way it is carried
+    place = large + 0.06 * up - small  # displacement of carrying
     carry = torch.where((over < 0.01)[:, None], place, place + 0.05 * up)
     low = (place[:, 2] > -0.02) & (over > 0.02)
     carry = torch.where(low[:, None], (place + 0.06 * up) * up, carry)  # straight up first
@@ -244,7 +248,7 @@ def hold(env: VecEnv) -> Play:
 
 
 def chance(env: VecEnv, seed: int = 0) -> Play:
-    """Actions uniform in [-1, 1], or among those there are."""
+    """Return a policy with uniformly random actions, in [-1, 1] or discrete."""
     gen, n, action = torch.Generator().manual_seed(seed), env.spec.num_envs, env.spec.action
     if isinstance(action, Discrete):
         return lambda obs: torch.randint(action.n, (n,), generator=gen)
@@ -273,13 +277,15 @@ BY_HAND: dict[str, dict[str, Callable[[VecEnv], Play]]] = {
 
 
 def preset(task: str) -> dict[str, Any]:
-    """Keywords of the task's environment that its preset sets."""
+    """Return the environment's keywords from the task's preset."""
     return compose([f"task={task}", "device=cpu"]).task.kwargs if task in Presets().names("task") else {}
 
 
 def rows(task: str, episodes: int) -> list[dict[str, Any]]:
-    """A row for random actions and for each scripted policy: returns, lengths, the mean of each logged term a step
-    and, where the task logs it, success."""
+    """Return one row for random actions and for each scripted policy.
+
+    A row has returns, lengths, the mean per step of each logged term and, where the task logs it, success.
+    """
     out: list[dict[str, Any]] = []
     kwargs = {name: value for name, value in preset(task).items() if name != "randomize"}  # the nominal robot
     for name, make in {"random actions": chance, **BY_HAND.get(task, {})}.items():
@@ -307,7 +313,7 @@ def main() -> None:
     for task in args.tasks:
         try:
             found += rows(task, args.episodes)
-        except ConfigError as error:  # a robot that is not installed, say
+        except ConfigError as error:  # for example, a robot that is not installed
             print(f"{task} left out: {error}", flush=True)
         else:
             save(found, args.json)

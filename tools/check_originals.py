@@ -1,14 +1,13 @@
-"""The PQL paper's tasks beside their originals: IsaacGymEnvs' own code on the states of ours.
+"""Comparison of the PQL paper's tasks with their originals: IsaacGymEnvs' code on the states of ours.
 
 python tools/check_originals.py --isaacgymenvs PATH [--tasks isaac_ant ...] [--states 4096]
 
 PATH is a checkout of github.com/isaac-sim/IsaacGymEnvs (BSD-3-Clause), of which ``isaacgymenvs/tasks``, ``utils`` and
-``cfg/task`` are read. Isaac Gym itself is not needed: the original's classes construct themselves on a stand-in
-(``_isaacgym.py``), with the original's settings. Both see the same state, the same sensor readings and the same actions
-in each step of ours; both compute observation, reward, end of episode and the motors' commands. Where episodes begin
-is compared as a distribution.
+``cfg/task`` are read. Isaac Gym is not needed: the original's classes run on a stub (``_isaacgym.py``) with the
+original's settings. In each of our steps both get the same state, sensor readings and actions, and compute observation,
+reward, end of episode and motor commands. Start states are compared as distributions.
 
-Physics is not compared: the state that follows is always ours.
+Physics is not compared: the next state is always ours.
 """
 
 import argparse
@@ -48,12 +47,12 @@ class Row(NamedTuple):
     quantity: str
     states: int
     difference: float
-    among: str = ""  # what the states show, by number
+    among: str = ""  # events among the states, counted
 
 
 @contextmanager
 def doubles() -> Iterator[None]:
-    """The original's own tensors in float64 too, and nothing of what it prints."""
+    """Let the original create its tensors in float64, and suppress its output."""
     single, double = torch.float32, torch.float64
     torch.set_default_dtype(double)
     try:
@@ -64,7 +63,7 @@ def doubles() -> Iterator[None]:
 
 
 class Seen:
-    """The results of a step of ours, before ended episodes begin anew."""
+    """Return the results of one of our steps, before ended episodes are reset."""
 
     def __init__(self, pair: Pair):
         self.env, self.ended, self.solved = pair.env, 0, 0
@@ -82,13 +81,13 @@ class Seen:
 
 
 def gap(theirs: Tensor, ours: Tensor) -> float:
-    """The largest difference, of a number's size where that is above 1."""
+    """Return the largest difference, relative where a number's magnitude is above 1."""
     theirs, ours = theirs.double(), ours.double()
     return float(((theirs - ours).abs() / theirs.abs().clamp(min=1.0)).max())
 
 
 def apart(theirs: Tensor, ours: Tensor) -> float:
-    """The largest Kolmogorov-Smirnov distance of columns: [N, D] each."""
+    """Return the largest Kolmogorov-Smirnov distance over columns of two samples [N, D]."""
     worst = 0.0
     for a, b in zip(theirs.double().T, ours.double().T, strict=True):
         a, b = (side.mul(1e6).round().sort().values for side in (a, b))  # equal constants are equal
@@ -99,7 +98,7 @@ def apart(theirs: Tensor, ours: Tensor) -> float:
 
 
 def step(pair: Pair, seen: Seen, action: Tensor) -> dict[str, float]:
-    """One step of ours, and the original on the states before and after it: differences by quantity."""
+    """Make one of our steps and run the original on the states before and after it; return differences by quantity."""
     env, one, unit = pair.env, pair.original, action.double()
     before = {name: field.clone() for name, field in env.engine.fields.items()}
     before |= env.task.derive(before)
@@ -125,7 +124,7 @@ def step(pair: Pair, seen: Seen, action: Tensor) -> dict[str, float]:
 
 
 def check(kind: type[Pair], root: Path, states: int) -> list[Row]:
-    """The rows of one task."""
+    """Return the rows of one task."""
     with doubles():
         pair = kind(root, min(kind.envs, states))
     seen, gen, worst = Seen(pair), torch.Generator().manual_seed(0), dict[str, float]()
@@ -165,7 +164,11 @@ def main(words: list[str] | None = None) -> list[Row]:
             continue
         try:
             rows = check(pair, args.isaacgymenvs, args.states)
-        except (ConfigError, FileNotFoundError, ModuleNotFoundError) as error:  # a robot, or a file of the checkout
+        except (
+            ConfigError,
+            FileNotFoundError,
+            ModuleNotFoundError,
+        ) as error:  # a robot or a file of the checkout is missing
             print(f"{pair.ours} left out: {error}", file=sys.stderr, flush=True)
             continue
         for row in rows:

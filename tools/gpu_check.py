@@ -1,26 +1,26 @@
-"""Is this GPU machine right, and how fast is it? In parts that each stand alone, from a plain checkout.
+"""Check a GPU machine and measure its speed, in independent parts, from a plain checkout.
 
 python tools/gpu_check.py --list                              the parts, their cases and their bounds in seconds
 python tools/gpu_check.py [--parts env tests ...] [--out gpu_check]
 python tools/gpu_check.py --device cpu --smoke --parts pql    tiny, to test the script itself
 
-Needs torch >= 2.10, numpy, safetensors and, for the tests, pytest; nothing has to be installed from here, Hydra neither
-(docs/gpu.md says how to bring what a bare machine lacks). Every case runs in a process of its own, so that neither a
-crash nor a hang reaches the next one; ``--here`` runs them in this process. Rows are printed and saved as they come, to
-``OUT/PART.json``. A part ends within its bound, under nine minutes; run it again and it goes on with the cases that are
-left, or that failed. ``--again`` does all of them anew.
+Needs torch >= 2.10, numpy, safetensors and, for the tests, pytest; neither this package nor Hydra has to be installed
+(docs/gpu.md describes how to prepare a bare machine). Every case runs in a separate process, so that a crash or hang
+does not affect the next one; ``--here`` runs them in this process. Rows are printed and saved immediately, to
+``OUT/PART.json``. A part ends within its bound, under nine minutes; a second call continues with the cases that remain
+or failed. ``--again`` repeats all cases.
 
-Rows, beside those of the benchmarks that are called (``bench_learner``, ``bench_atari``, ``bench_warp``):
+Rows, in addition to those of the called benchmarks (``bench_learner``, ``bench_atari``, ``bench_warp``):
 
-concurrent / lockstep    env-steps/s of three streams over one, with CUDA graphs on and off: what overlap is worth
-graphs on / off          env-steps/s: what capturing is worth
+concurrent / lockstep    env-steps/s of three streams over one, with CUDA graphs on and off: gain of overlap
+graphs on / off          env-steps/s: gain of capturing
 captured / eager         env-steps/s of an environment's step in a CUDA graph over the same step launched by the host
-host per tick / tick     milliseconds in which the host launches a tick (two ticks from idle, so it never waits for the
-                         device), over the time of a tick. Near 1 the host bounds the tick, far below it the device does
-kernels, launches        per update and per step of the collector: kernels that run on the device, and calls by which
-                         the host starts them (one graph launch starts a whole burst)
+host per tick / tick     milliseconds for which the host launches a tick (two ticks from idle, so it never waits for the
+                         device), over the time of a tick. Near 1 the host is the bottleneck, far below 1 the device
+kernels, launches        per update and per step of the collector: kernels on the device, and host calls that start
+                         them (one graph launch starts a whole burst)
 
-Exit status: 0 all cases are done, or lack a package; 1 one failed or is left; 2 no CUDA device.
+Exit status: 0 all cases are done or lack a package; 1 a case failed or remains; 2 no CUDA device.
 """
 
 import os
@@ -51,13 +51,13 @@ from _bench import machine, report  # noqa: E402
 from _gpu_cases import PARTS, Case, MissingError  # noqa: E402
 
 SCRIPT = __file__
-OVER = ("done", "missing")  # what is not run again
+OVER = ("done", "missing")  # statuses that are not run again
 Record = dict[str, Any]
 Say = Callable[[dict[str, Any]], None]
 
 
 def run_case(case: Case, say: Say) -> None:
-    """Run it here, and say what it finds: rows, notes, and last how it ended."""
+    """Run the case in this process; yield its rows and notes, and last its status."""
     began, ended = time.perf_counter(), {"status": "done"}
     try:
         for found in case.run():
@@ -71,7 +71,7 @@ def run_case(case: Case, say: Say) -> None:
 
 
 def run_apart(part: str, name: str, argv: Sequence[str], seconds: float, say: Say) -> None:
-    """The same in a process of its own, which gets so many seconds; what it has found by then counts."""
+    """Run the case in a separate process for at most ``seconds``; findings up to then count."""
     began, ended, told = time.perf_counter(), "", []
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "lines"
@@ -84,7 +84,7 @@ def run_apart(part: str, name: str, argv: Sequence[str], seconds: float, say: Sa
                     ended = f"the process ended with status {status}"
                 elif time.perf_counter() - began > seconds:
                     ended = f"not over after {seconds:.0f} s"
-                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+                    os.killpg(process.pid, signal.SIGKILL)  # with its children
                     process.wait()
                 else:
                     time.sleep(0.05)
@@ -96,7 +96,7 @@ def run_apart(part: str, name: str, argv: Sequence[str], seconds: float, say: Sa
 
 
 def run_part(part: str, args: argparse.Namespace, argv: Sequence[str]) -> bool:
-    """All cases that are left, within the part's bound. Returns whether none is left and none failed."""
+    """Run all remaining cases within the part's bound. Return whether none remains and none failed."""
     path, limit = Path(args.out) / f"{part}.json", args.limit or PARTS[part].seconds
     before = json.loads(path.read_text())["cases"] if path.exists() and not args.again else {}
     cases: dict[str, Record] = {k: v for k, v in before.items() if v["status"] in OVER}
@@ -137,7 +137,7 @@ def show(part: str, name: str, record: Record) -> None:
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(data, indent=1) + "\n")
@@ -145,7 +145,7 @@ def save(path: Path, data: dict[str, Any]) -> None:
 
 
 def case_here(args: argparse.Namespace) -> int:
-    """One case, whose findings are appended to ``args.lines``; its stacks are printed when its time is nearly over."""
+    """Run one case and append its findings to ``args.lines``; print its stacks when its time is nearly over."""
     faulthandler.dump_traceback_later(max(1.0, args.limit - 5), exit=False)
     (part,) = args.parts
     case = next(case for case in PARTS[part].cases(args) if case.name == args.case)
@@ -171,15 +171,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", type=lambda text: text.split(","), default=[[*PARTS]], metavar="PART")
     parser.add_argument("--out", default="gpu_check", metavar="FOLDER")
-    parser.add_argument("--again", action="store_true", help="also what is done")
+    parser.add_argument("--again", action="store_true", help="also repeat finished cases")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--num-envs", nargs="+", type=int, default=[4096, 16384, 65536], help="of the part pql")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement")
     parser.add_argument("--limit", type=float, help="seconds of each part, instead of its own bound")
-    parser.add_argument("--processes", type=int, default=4, help="of the tests, where pytest-xdist is installed")
-    parser.add_argument("--here", action="store_true", help="cases in this process")
+    parser.add_argument("--processes", type=int, default=4, help="processes of the tests, if pytest-xdist is installed")
+    parser.add_argument("--here", action="store_true", help="run cases in this process")
     parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--lines", help=argparse.SUPPRESS)

@@ -1,11 +1,11 @@
 """Pass rates of the suite's learning tests over seeds: ``python tools/pass_rates.py --seeds 20 --json rates.json``.
 
 Every test that trains to a goal uses the fixture ``learns`` (``tests/gates.py``) and passes when one of three seeds
-reaches it. This runs each of them with one seed at a time and prints, per test, how many seeds reach the goal and the
-spread of what they reach: a goal is sound where at least nine seeds of ten reach it. ``--portable`` disables the
+reaches it. This runs each of them with one seed at a time and prints, per test, the number of seeds that reach the
+goal and the spread of their results. At least nine seeds of ten should reach a goal. ``--portable`` disables the
 processor's vector instructions, which changes the order of float additions as another processor would.
 
-Results are stored as they come; run again, it goes on with the seeds that are missing.
+Results are stored after every seed; a second call continues with the seeds that are missing.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTABLE = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-ENOUGH = 0.9  # of the seeds; three then fail together once in a thousand times
+ENOUGH = 0.9  # share of the seeds; three seeds then all fail once in a thousand times
 
 
 def run_seed(seed: int, portable: bool, processes: int, words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Run the learning tests with one seed; test -> whether it passed, its seconds, what it reached and its goal."""
+    """Run the learning tests with one seed; return test -> passed or not, seconds, result and goal."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "learning", f"--junitxml={report}", "-n", str(processes)]
@@ -37,7 +37,7 @@ def run_seed(seed: int, portable: bool, processes: int, words: Sequence[str]) ->
 
 
 def read_report(path: Path) -> dict[str, dict[str, Any]]:
-    """Results of a JUnit report; a skipped test has none."""
+    """Read the results from a JUnit report; a skipped test has none."""
     results = {}
     for case in ET.parse(path).iter("testcase"):
         if case.find("skipped") is not None:
@@ -54,7 +54,7 @@ def read_report(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(runs: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """A line per test, from the results of all seeds."""
+    """Return one line per test, from the results of all seeds."""
     cases: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for results in runs.values():
         for name, result in results.items():
@@ -71,12 +71,12 @@ def table(runs: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 1 where a test passes with too few seeds."""
+    """Return 1 if a test passes with too few seeds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--portable", action="store_true", help="without the processor's vector instructions")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where results are kept between calls")
+    parser.add_argument("--json", type=Path, help="file in which results are kept between calls")
     parser.add_argument("pytest", nargs="*", help="files, or options of pytest after --")
     args = parser.parse_args(words)
     runs: dict[str, dict[str, dict[str, Any]]] = {}

@@ -1,9 +1,9 @@
-"""Pictures of the MuJoCo tasks, as they are in docs/tasks: one environment of each after a few random actions.
+"""Render the images of the MuJoCo tasks in docs/tasks: one environment of each after a few random actions.
 
 python tools/picture_tasks.py [NAME ...] [--out docs/tasks] [--steps 12]
 
-Without names, of all whose robot is installed. Of a task from pixels, what its policy sees. Needs a way to draw without
-a screen (EGL or OSMesa), and pillow (``pip install 'pql-rl[mujoco,video]'``).
+Default: all tasks whose robot is installed. For a task from pixels, the image is the policy's observation. Needs
+offscreen rendering (EGL or OSMesa) and pillow (``pip install 'pql-rl[mujoco,video]'``).
 """
 
 import argparse
@@ -19,12 +19,12 @@ from pql.envs.mujoco.env import MujocoVec
 from pql.errors import ConfigError
 
 WIDTH, HEIGHT = 480, 360
-COLORS = 128  # of the palette: shading still looks smooth, and no picture is above 60 kB
-ENLARGED = 4  # of frames of 84 x 84 pixels
+COLORS = 128  # colours of the palette: shading still looks smooth, and no image is above 60 kB
+ENLARGED = 4  # enlargement of frames of 84 x 84 pixels
 
 
 def picture(name: str, steps: int) -> np.ndarray:
-    """Of one environment after ``steps`` random actions: uint8 [H, W, 3], or [H, W] in grey."""
+    """Render one environment after ``steps`` random actions: uint8 [H, W, 3], or [H, W] in grey."""
     env = make_env(name, 1, "cpu", threads=1)
     assert isinstance(env, MujocoVec)
     try:

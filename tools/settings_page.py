@@ -1,4 +1,4 @@
-"""Writes ``docs/settings.md``, the reference of all settings, from their declarations.
+"""Write ``docs/settings.md``, the reference of all settings, from their declarations.
 
 python tools/settings_page.py
 """
@@ -21,7 +21,7 @@ reads at this machine's scale. This page is written by `tools/settings_page.py` 
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     parts = [HEAD]
     shared = [one for one in settings(Config()) if not one.name.startswith("algo.")]
     parts += ["## Every run\n", *table(shared)]
@@ -40,7 +40,7 @@ def page() -> str:
 
 
 def table(found: Sequence[Setting]) -> Iterator[str]:
-    """A row for each setting."""
+    """Return one row for each setting."""
     yield "| setting | default | allowed | |"
     yield "|---|---|---|---|"
     for one in found:

@@ -1,7 +1,7 @@
-"""Hashes of every algorithm's state after 200 ticks: to show that a change of structure changes no number.
+"""Hashes of every algorithm's state after 200 ticks, to show that a refactoring changes no number.
 
     python tools/state_hashes.py --json before.json     # on the commit before
-    python tools/state_hashes.py --against before.json  # on the commit after: exit status 1 where they differ
+    python tools/state_hashes.py --against before.json  # on the commit after: exit status 1 if they differ
 
 Every algorithm trains on a small task under each schedule that it allows; the hash is of all tensors of its resume
 point (networks, optimisers, statistics, generators, replay), whatever their names are. Hashes depend on the machine and
@@ -37,7 +37,7 @@ WORDS = [
 
 
 def state_hash(algorithm: str, schedule: str) -> str:
-    """The hash after ``TICKS`` ticks, or why there is none."""
+    """Return the hash after ``TICKS`` ticks, or the reason of a refusal."""
     task = TASKS["discrete" if algorithm in DISCRETE else "continuous"]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -48,7 +48,7 @@ def state_hash(algorithm: str, schedule: str) -> str:
             f"algo.schedule={schedule}",
             f"run_dir={run}",
             f"budget.env_steps={TICKS * ENVS}",
-            f"algo.warmup_steps={32 if algorithm == 'r2d2' else 8}",  # R2D2: at least the rows of a sequence
+            f"algo.warmup_steps={32 if algorithm == 'r2d2' else 8}",  # R2D2 needs at least the rows of a sequence
         ]
         if algorithm not in DISCRETE:
             words.append("algo.policy.hidden=[16,16]")
@@ -62,7 +62,7 @@ def state_hash(algorithm: str, schedule: str) -> str:
 
 
 def tensors_hash(file: Path) -> str:
-    """Of all tensors of a file, in the order of their bytes: names may change."""
+    """Return a hash of all tensors of a file, sorted by their own hashes, since names may change."""
     from safetensors.numpy import load_file
 
     found = load_file(file)
@@ -72,8 +72,8 @@ def tensors_hash(file: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hashes of every algorithm's state after 200 ticks.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write them there")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with those of another commit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the hashes there")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with the hashes of another commit")
     args = parser.parse_args()
     before = json.loads(args.against.read_text()) if args.against else {}
     found, different = {}, 0

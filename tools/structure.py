@@ -1,8 +1,8 @@
-"""The structure of the package in numbers: files by room, imports, sizes, names and docstrings.
+"""Structure of the package in numbers: files by subpackage ("room"), imports, sizes, names and docstrings.
 
     python tools/structure.py [--json FILE] [ROOT]
 
-``ROOT`` is a checkout of this repository, of any commit; so one call before a change and one after show what it did.
+``ROOT`` is a checkout of this repository at any commit, so calls before and after a change show its effect.
 """
 
 import argparse
@@ -30,12 +30,12 @@ ROOMS = (
     "reports",
     "wrap",
     "cli",
-)  # lowest first: a module imports from its own room and those before it
+)  # lowest first: a module imports only from its own room and those before it
 ALLOWED = {
-    ("contract.registry", "envs"): "the table of built-in simulators belongs beside them",
+    ("contract.registry", "envs"): "the table of built-in simulators is in their package",
     ("contract.conformance", "engine.tape"): "whether a simulator can be captured is shown by capturing it",
 }
-"""Imports upward that are allowed, and why."""
+"""Imports against the order of ``ROOMS`` that are allowed, with their reasons."""
 PATH = ("run/build.py", "engine/schedule.py", "algos/off_policy.py", "algos/ddpg.py", "data/replay.py")
 """The reading path of the README."""
 QUESTION = re.compile(r"(What|Who|Where|Those|Whether)\b")
@@ -44,7 +44,7 @@ SHAPE = re.compile(r"\[[^\]]*\]|scalar|shape")
 
 @dataclass
 class Module:
-    """One module: its tree, and what it imports of this package (at module level, in functions)."""
+    """A module: its syntax tree, and its imports from this package (at module level, in functions)."""
 
     name: str
     path: Path
@@ -57,7 +57,7 @@ class Module:
 
 
 def modules(root: Path) -> dict[str, Module]:
-    """The package's modules by dotted name below ``pql``."""
+    """Return the package's modules by dotted name below ``pql``."""
     found = {}
     for path in sorted((root / "pql").rglob("*.py")):
         parts = path.relative_to(root / "pql").with_suffix("").parts
@@ -86,7 +86,7 @@ def _imports(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def upward(found: dict[str, Module]) -> list[tuple[str, str]]:
-    """Imports of a room that is later in ``ROOMS``, but for those that are ``ALLOWED`` or for type checkers."""
+    """Return imports from a room later in ``ROOMS``, except ``ALLOWED`` ones and those for type checkers."""
     rank = {room: i for i, room in enumerate(ROOMS)}
     return [
         (module.name, target)
@@ -99,7 +99,7 @@ def upward(found: dict[str, Module]) -> list[tuple[str, str]]:
 
 
 def cycles(found: dict[str, Module]) -> list[list[str]]:
-    """Groups of modules that import one another, function-level imports included (Tarjan 1972)."""
+    """Return the cycles of imports, function-level imports included (Tarjan 1972)."""
     graph = {
         name: [t for t, kind in module.imports.items() if kind != "typing" and (name, t) not in ALLOWED]
         for name, module in found.items()
@@ -131,7 +131,7 @@ def cycles(found: dict[str, Module]) -> list[list[str]]:
 
 
 def depth(found: dict[str, Module]) -> int:
-    """Modules in the longest chain of imports at module level."""
+    """Return the number of modules in the longest chain of imports at module level."""
     known: dict[str, int] = {}
 
     def of(name: str) -> int:
@@ -156,7 +156,7 @@ def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def repeated_names(found: dict[str, Module]) -> dict[str, list[str]]:
-    """Public classes and functions of which several modules have one, outside of ``envs`` and ``reports``."""
+    """Return public classes and functions that several modules define, outside of ``envs`` and ``reports``."""
     homes: dict[str, list[str]] = defaultdict(list)
     for module in found.values():
         if module.room in ("envs", "reports"):
@@ -168,7 +168,7 @@ def repeated_names(found: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def questions(found: dict[str, Module]) -> list[str]:
-    """Docstrings that begin with a question word."""
+    """Return the docstrings that begin with a question word."""
     out = []
     for module in found.values():
         for node in ast.walk(module.tree):
@@ -180,7 +180,7 @@ def questions(found: dict[str, Module]) -> list[str]:
 
 
 def shapeless(found: dict[str, Module]) -> list[str]:
-    """Public functions that take tensors and whose docstring, or that of their class, names no shape."""
+    """Return public functions that take tensors and name no shape, neither in their docstring nor in their class's."""
     out = []
     for module in found.values():
         scopes: list[ast.Module | ast.ClassDef] = [n for n in module.tree.body if isinstance(n, ast.ClassDef)]
@@ -202,7 +202,7 @@ def shapeless(found: dict[str, Module]) -> list[str]:
 
 
 def measure(root: Path) -> dict[str, object]:
-    """All numbers by name."""
+    """Return all numbers by name."""
     found = modules(root)
     sources = {m.name: m.path.read_text() for m in found.values()}
     tests = [p.read_text() for folder in ("tests", "tools") for p in (root / folder).rglob("*.py")]
@@ -237,7 +237,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--list", choices=("questions", "shapeless"), help="each of them, instead of the numbers")
+    parser.add_argument(
+        "--list", choices=("questions", "shapeless"), help="list every entry of this kind, instead of the numbers"
+    )
     args = parser.parse_args()
     if args.list:
         print("\n".join({"questions": questions, "shapeless": shapeless}[args.list](modules(args.root))))
