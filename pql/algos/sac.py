@@ -20,7 +20,15 @@ from pql.algos.ddpg import (
     loss_share,
     value_state,
 )
-from pql.algos.off_policy import OffPolicy, Tensors, Trainer, make_atoms, make_deterministic_policy
+from pql.algos.off_policy import (
+    OffPolicy,
+    Tensors,
+    Trainer,
+    make_adam,
+    make_atoms,
+    make_deterministic_policy,
+    make_lr_schedule,
+)
 from pql.config import Config, SacConfig
 from pql.config.families import own
 from pql.engine.optim import AdamW
@@ -63,7 +71,7 @@ def sac_value_update(state: CriticState, inputs: SacValueInputs, batch: Batch, g
         mean, log_std = inputs.policy(batch.next_obs)
         action, log_prob = squashed_gaussian(mean, log_std, gen)
         bonus = -inputs.log_alpha.exp() * log_prob
-    return critic_step(state, batch, action, bonus)
+    return critic_step(state, batch, action, bonus, gen)
 
 
 def sac_policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
@@ -123,11 +131,13 @@ def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: 
     algo = own(config, SacConfig)
     net, flat = algo.policy, Flat(policy, trained=True)
     temperature = Flat(Temperature(algo.alpha).to(device), trained=True)
+    temperature_optimizer = AdamW(temperature, algo.alpha_lr, betas=(net.beta1, net.beta2))
+    temperature_optimizer.schedule = make_lr_schedule(algo, algo.p_per_v)
     state = SacPolicyState(
         flat,
-        AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps),
+        make_adam(config, flat, net, algo.p_per_v),
         temperature,
-        AdamW(temperature, algo.alpha_lr),
+        temperature_optimizer,
         -float(size) if algo.target_entropy is None else algo.target_entropy,
         algo.auto_alpha,
         net.reduce,

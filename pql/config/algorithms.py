@@ -125,6 +125,22 @@ class ActorCriticConfig(ReplayAlgoConfig):
         8.0, "Critic updates per step of all environments (the paper's beta_a:v is 1 : this).", above=0, high=1000
     )
     p_per_v: float = setting(0.5, "Policy updates per critic update (the paper's beta_p:v).", above=0, high=1000)
+    lr_schedule: str = setting(
+        "constant",
+        "Learning rates of all networks: constant; cosine or linear: they fall to lr_final times their value within "
+        "lr_updates.",
+        choices=("constant", "cosine", "linear"),
+    )
+    lr_updates: int = setting(
+        1_000_000,
+        "Critic updates within which they fall; policy updates: times p_per_v.",
+        low=1,
+        high=10**12,
+        when="lr_schedule=cosine|linear",
+    )
+    lr_final: float = setting(
+        0.5, "Factor of the learning rates from then on.", low=0, high=1, when="lr_schedule=cosine|linear"
+    )
     critic: CriticConfig = group(CriticConfig, "Critics.")
     policy: ClimbingPolicyConfig = group(ClimbingPolicyConfig, "Policy.")
     explore: ExploreConfig = group(ExploreConfig, "Noise on actions.")
@@ -136,6 +152,9 @@ class ActorCriticConfig(ReplayAlgoConfig):
     def check(self, config: "Config") -> None:
         super().check(config)
         check_support(self.critic)
+        if self.critic.subset is not None and self.critic.subset > self.critic.ensemble:
+            allowed = f"at most algo.critic.ensemble={self.critic.ensemble}"
+            raise ConfigError("algo.critic.subset", self.critic.subset, allowed)
         if self.explore.kind in ("mixed", "redrawn") and self.explore.low > self.explore.high:
             raise ConfigError("algo.explore.low", self.explore.low, f"at most algo.explore.high={self.explore.high:g}")
 

@@ -35,6 +35,14 @@ class TrainedNetConfig(NetConfig):
 
 
 @dataclass(frozen=True)
+class AdamConfig:
+    """Further settings of an Adam optimiser."""
+
+    beta1: float = setting(0.9, "Decay of the running mean of gradients (Adam).", low=0, high=0.9999)
+    beta2: float = setting(0.999, "Decay of the running mean of squared gradients (Adam).", low=0, high=0.999999)
+
+
+@dataclass(frozen=True)
 class RolloutPolicyConfig(TrainedNetConfig):
     """A policy whose optimiser trains the value, too."""
 
@@ -71,10 +79,33 @@ class DistributionalNetConfig(TrainedNetConfig):
 
 
 @dataclass(frozen=True)
-class CriticConfig(DistributionalNetConfig):
+class CriticConfig(DistributionalNetConfig, AdamConfig):
     """An ensemble of critics with target networks."""
 
+    loss: str = setting(
+        "c51",
+        "Target of a categorical critic: c51: the projected distribution; hl_gauss: a histogram of a Gaussian around "
+        "the target's mean (Imani & White 2018).",
+        choices=("c51", "hl_gauss"),
+        when="atoms",
+    )
+    sigma: float = setting(
+        0.75, "Standard deviation of hl_gauss, in distances between atoms.", above=0, high=100, when="loss=hl_gauss"
+    )
     ensemble: int = setting(2, "Critics, evaluated as one batched network.", low=1, high=100, weights="critic")
+    target: str = setting(
+        "min",
+        "The ensemble's target: min: the smallest value (categorical: the distribution with the lowest mean); mean: "
+        "the mean of all; own: each critic has its own.",
+        choices=("min", "mean", "own"),
+    )
+    subset: int | None = setting(
+        None,
+        "Critics drawn at random for the target of each update (REDQ; Chen et al. 2021); null: all.",
+        low=1,
+        high=100,
+        when="target=min|mean",
+    )
     tau: float = setting(0.05, "Step of the target network towards the critic when it moves.", above=0, high=1)
     target_every: int = setting(
         1, "Critic updates between moves of the target network; TD3: 1 / p_per_v.", low=1, high=10**6
@@ -82,7 +113,7 @@ class CriticConfig(DistributionalNetConfig):
 
 
 @dataclass(frozen=True)
-class ClimbingPolicyConfig(TrainedNetConfig):
+class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig):
     """A policy that is trained to maximise a critic."""
 
     reduce: str = setting("min", "The ensemble's value in the policy's loss.", choices=("min", "mean", "first"))
