@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.off_policy import OffPolicy, Tensors, Trainer, make_adam, make_atoms, make_deterministic_policy
+from pql.collect.actors import Noise
 from pql.config import Config, DdpgConfig
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
@@ -219,7 +220,7 @@ def probe_deterministic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs
     return [(call, output, list(action.shape)) for call, output in outputs.items()]
 
 
-def deterministic_action(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
+def deterministic_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
     """Return the policy's action [N, A]."""
     return policy(obs)
 

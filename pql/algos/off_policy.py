@@ -62,7 +62,7 @@ class OffPolicy:
     Attributes:
         settings: class of ``config.algo``.
         policy: (config, spec) -> policy network on the CPU.
-        act: (policy, obs, gen) -> action [N, A], before exploration noise.
+        act: (policy, obs, noise) -> action [N, A], before exploration noise.
         value: (config, critic, policy copy, device) -> trainer of the critics.
         improve: (config, policy, critic copy, action size, device) -> trainer of the policy.
     """
@@ -207,7 +207,7 @@ def make_atoms(config: Config, device: torch.device) -> Tensor | None:
     return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)
 
 
-def make_deterministic_policy(config: Config, spec: EnvSpec, kind: type[nn.Module], probe: Probe) -> nn.Module:
+def make_deterministic_policy(config: Config, spec: EnvSpec, kind: Callable[..., nn.Module], probe: Probe) -> nn.Module:
     """Create a ``kind`` network, or the custom ``algo.policy.net``, whose outputs are checked by ``probe``."""
     net = own(config, ActorCriticConfig).policy
     if net.net is not None:

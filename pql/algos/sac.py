@@ -29,8 +29,10 @@ from pql.algos.off_policy import (
     make_deterministic_policy,
     make_lr_schedule,
 )
+from pql.collect.actors import Noise
 from pql.config import Config, SacConfig
 from pql.config.families import own
+from pql.contract.env import EnvSpec
 from pql.engine.optim import AdamW
 from pql.engine.worker import State
 from pql.nets.distributions import squashed_gaussian
@@ -112,10 +114,17 @@ def probe_stochastic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     return [(call, output, list(action.shape)) for call, output in outputs.items()]
 
 
-def sampled_action(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
+def sampled_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
     """A draw from the policy, [N, A]."""
     mean, log_std = policy(obs)
-    return squashed_gaussian(mean, log_std, gen)[0]
+    return torch.tanh(mean + log_std.exp() * noise(mean))
+
+
+def gaussian_policy(config: Config, spec: EnvSpec) -> nn.Module:
+    """Create a Gaussian policy."""
+    net = own(config, SacConfig).policy
+    kind = partial(GaussianPolicy, log_std=(net.log_std_min, net.log_std_max))
+    return make_deterministic_policy(config, spec, kind, probe_stochastic)
 
 
 def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
@@ -138,7 +147,7 @@ def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: 
         make_adam(config, flat, net, algo.p_per_v),
         temperature,
         temperature_optimizer,
-        -float(size) if algo.target_entropy is None else algo.target_entropy,
+        algo.entropy_goal(size),
         algo.auto_alpha,
         net.reduce,
     )
@@ -147,5 +156,4 @@ def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: 
     return Trainer(state, sac_policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
 
 
-gaussian_policy = partial(make_deterministic_policy, kind=GaussianPolicy, probe=probe_stochastic)
 FAMILY = OffPolicy(SacConfig, gaussian_policy, sampled_action, sac_value_trainer, sac_policy_trainer).family()

@@ -4,6 +4,7 @@ A record also declares what validation, reports and the command line need to kno
 line checks settings before it loads any.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +18,7 @@ from pql.config.groups import (
     EncoderConfig,
     EpsilonConfig,
     ExploreConfig,
+    GaussianPolicyConfig,
     NetConfig,
     OptionalVtraceConfig,
     PriorityConfig,
@@ -178,8 +180,35 @@ class SacConfig(ActorCriticConfig):
     auto_alpha: bool = setting(True, "Learn the temperature.")
     alpha_lr: float = setting(0.005, "Learning rate of the temperature.", above=0, high=1, when="auto_alpha")
     target_entropy: float | None = setting(
-        None, "Entropy that the temperature is steered to; null: -A.", when="auto_alpha"
+        None, "Entropy that the temperature is steered to; null: entropy_per_action times A.", when="auto_alpha"
     )
+    entropy_per_action: float = setting(
+        -1.0, "Target entropy per dimension of the action.", low=-10, high=1.5, when="target_entropy=null"
+    )
+    target_sigma: float | None = setting(
+        None,
+        "Target entropy per dimension as that of a Gaussian with this standard deviation (FlashSAC), instead of "
+        "entropy_per_action.",
+        above=0,
+        high=10,
+        when="target_entropy=null",
+    )
+    policy: GaussianPolicyConfig = group(GaussianPolicyConfig, "Policy.")
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        net = self.policy
+        if net.log_std_min >= net.log_std_max:
+            below = f"below algo.policy.log_std_max={net.log_std_max:g}"
+            raise ConfigError("algo.policy.log_std_min", net.log_std_min, below)
+
+    def entropy_goal(self, size: int) -> float:
+        """Return the target entropy for ``size`` dimensions of the action."""
+        if self.target_entropy is not None:
+            return self.target_entropy
+        if self.target_sigma is not None:
+            return 0.5 * size * math.log(2 * math.pi * math.e * self.target_sigma**2)
+        return self.entropy_per_action * size
 
 
 # -- values of discrete actions ---------------------------------------------------------------------------------------

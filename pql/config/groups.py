@@ -43,6 +43,24 @@ class AdamConfig:
 
 
 @dataclass(frozen=True)
+class InitConfig:
+    """Initial weights."""
+
+    init: str = setting(
+        "default",
+        "Initial weights: torch's default, or orthogonal with gain 1 and biases of 0.",
+        choices=("default", "orthogonal"),
+        when="net=null",
+    )
+    head: str = setting(
+        "default",
+        "Initial weights of the output layer: default (as init), zero, or small: N(0, 0.01).",
+        choices=("default", "zero", "small"),
+        when="net=null",
+    )
+
+
+@dataclass(frozen=True)
 class RolloutPolicyConfig(TrainedNetConfig):
     """A policy whose optimiser trains the value, too."""
 
@@ -79,7 +97,7 @@ class DistributionalNetConfig(TrainedNetConfig):
 
 
 @dataclass(frozen=True)
-class CriticConfig(DistributionalNetConfig, AdamConfig):
+class CriticConfig(DistributionalNetConfig, AdamConfig, InitConfig):
     """An ensemble of critics with target networks."""
 
     loss: str = setting(
@@ -113,7 +131,7 @@ class CriticConfig(DistributionalNetConfig, AdamConfig):
 
 
 @dataclass(frozen=True)
-class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig):
+class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, InitConfig):
     """A policy that is trained to maximise a critic."""
 
     reduce: str = setting("min", "The ensemble's value in the policy's loss.", choices=("min", "mean", "first"))
@@ -127,6 +145,18 @@ class DeterministicPolicyConfig(ClimbingPolicyConfig):
     tau: float = setting(0.05, "Step of the target policy towards the policy.", above=0, high=1, when="target")
     saturation_penalty: float = setting(
         0.0, "Weight of the mean square of the tanh's input in the policy's loss.", low=0, high=1e3
+    )
+
+
+@dataclass(frozen=True)
+class GaussianPolicyConfig(ClimbingPolicyConfig):
+    """A Gaussian policy with a tanh."""
+
+    log_std_min: float = setting(
+        -5.0, "Smallest log standard deviation.", low=-20, high=2, when="net=null", weights="policy"
+    )
+    log_std_max: float = setting(
+        2.0, "Largest log standard deviation.", low=-20, high=2, when="net=null", weights="policy"
     )
 
 
@@ -169,7 +199,11 @@ class ExploreConfig:
     )
     low: float = setting(0.05, "Smallest sigma.", low=0, high=10)
     high: float = setting(0.8, "Largest sigma.", low=0, high=10)
-    repeat: bool = setting(False, "Hold each noise vector for k steps, P(k) proportional to k^-2, k <= 16 (FlashSAC).")
+    repeat: bool = setting(
+        False,
+        "Hold each noise vector for k steps, P(k) proportional to k^-2, k <= 16 (FlashSAC); with kind=none that of a "
+        "stochastic policy.",
+    )
 
 
 @dataclass(frozen=True)

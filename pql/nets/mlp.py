@@ -89,12 +89,16 @@ class Layers:
         activation: a name in ``ACTIVATIONS``.
         layer_norm: LayerNorm before each activation.
         noisy: sigma_0 of :class:`NoisyLinear` layers; None: ordinary linear layers.
+        init: weights: ``default`` (torch's), or ``orthogonal`` with gain 1 and biases of 0.
+        head: of the output layer: ``default`` (as ``init``), ``zero``, or ``small``: weights N(0, 0.01), biases of 0.
     """
 
     hidden: Sequence[int]
     activation: str = "elu"
     layer_norm: bool = False
     noisy: float | None = None
+    init: str = "default"
+    head: str = "default"
 
 
 def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None) -> nn.Sequential:
@@ -114,7 +118,23 @@ def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None
         between = [norm(size)] if layers.layer_norm else []
         modules += [linear(size_in, size), *between, ACTIVATIONS[layers.activation]()]
         size_in = size
-    return nn.Sequential(*modules, linear(size_in, size_out))
+    net = nn.Sequential(*modules, linear(size_in, size_out))
+    initialize(net, layers)
+    return net
+
+
+@torch.no_grad()
+def initialize(net: nn.Sequential, layers: Layers) -> None:
+    """Initialise an MLP's linear layers as ``layers`` says; draws from torch's generator unless it is the default."""
+    linear = [m for m in net if isinstance(m, nn.Linear | EnsembleLinear)]
+    if layers.init == "orthogonal":
+        for layer in linear:
+            for weight in layer.weight if isinstance(layer, EnsembleLinear) else (layer.weight.T,):
+                weight.copy_(nn.init.orthogonal_(torch.empty(weight.shape)))
+            nn.init.zeros_(layer.bias)
+    if layers.head != "default":
+        nn.init.normal_(linear[-1].weight, std=0.01 if layers.head == "small" else 0.0)
+        nn.init.zeros_(linear[-1].bias)
 
 
 @dataclass(frozen=True)
@@ -174,16 +194,28 @@ class DeterministicPolicy(Reads):
 
 
 class GaussianPolicy(Reads):
-    """Policy of SAC: obs [B, D] -> mean and log standard deviation of a Gaussian before its tanh, [B, A] each."""
+    """Policy of SAC: obs [B, D] -> mean and log standard deviation of a Gaussian before its tanh, [B, A] each.
 
-    def __init__(self, source: NetInput, action_size: int, layers: Layers):
+    Args:
+        log_std: range of the log standard deviation.
+    """
+
+    def __init__(
+        self,
+        source: NetInput,
+        action_size: int,
+        layers: Layers,
+        log_std: tuple[float, float] = (LOG_STD_MIN, LOG_STD_MAX),
+    ):
         super().__init__(source)
         self.net = mlp(source.size, layers, 2 * action_size)
+        self.log_std = log_std
 
     def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
         mean, spread = self.net(self.features(obs)).chunk(2, -1)
+        low, high = self.log_std
         # A smooth map into the range keeps a gradient at both ends; a clamp has none.
-        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(spread) + 1)
+        return mean, low + 0.5 * (high - low) * (torch.tanh(spread) + 1)
 
     def mean_action(self, obs: Obs) -> Tensor:
         """Return tanh(mean), [B, A] in [-1, 1]."""
