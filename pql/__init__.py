@@ -15,8 +15,8 @@ from pql.contract.moved import install
 
 # Before the first CUDA call: cuBLAS picks its workspaces when it starts, and only these give the same bits each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# Before torch is loaded: GNU's OpenMP lets idle threads spin for milliseconds after every operation, on cores that a
-# simulator's threads then wait for. A tenth of a millisecond bridges one operation to the next as well.
+# Before torch is loaded: GNU's OpenMP lets idle threads spin for milliseconds after every operation, and occupy cores
+# that a simulator's threads need. A tenth of a millisecond is enough to bridge the gap between operations.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
-def __dir__() -> Any:  # a list of names; this file also runs on Python 3.8, beside a simulator that needs it
+def __dir__() -> Any:  # a list of names; this file also runs on Python 3.8, in the process of a simulator that needs it
     return sorted(__all__)
 
 

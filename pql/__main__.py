@@ -1,10 +1,10 @@
-"""``pql`` and ``python -m pql``: the command line. From here on Ctrl-C gives one line, while modules load, too."""
+"""Entry point of ``pql`` and ``python -m pql``. Ctrl-C prints one line, even while modules are loading."""
 
 import sys
 
 
 def main() -> int:
-    """As ``pql.cli.main.main``, on this program's arguments."""
+    """Run ``pql.cli.main.main`` on this program's arguments."""
     try:
         from pql.cli.main import main as command
 

@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     """Transitions for a value update.
 
     The target is ``reward + discount * value(next_obs)``, with ``discount = gamma**m * (1 - terminated)`` for an
-    n-step window of ``m <= n`` steps; losses read episode ends from ``discount`` alone. Rows with ``mask == 0`` are
+    n-step window of ``m <= n`` steps; losses read episode ends only from ``discount``. Rows with ``mask == 0`` are
     padding that keeps the shape static: every loss is ``sum(mask * weight * l) / sum(mask)``.
     """
 

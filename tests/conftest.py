@@ -1,4 +1,4 @@
-"""Shared pieces of the suite: one intra-op thread, small runs from the dataclasses, trees compared bit for bit."""
+"""Shared fixtures and helpers: one intra-op thread, small runs from dataclasses, bit-exact comparison of trees."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ from pql.run.build import build, make_policy
 from pql.run.components import Parts
 from pql.run.store.checkpoint import flatten
 
-# For processes that a test starts.
+# Also inherited by processes that a test starts.
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE / "support"), os.environ.get("PYTHONPATH", "")])
 
@@ -43,8 +43,8 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_core() -> Iterator[None]:
-    """What a run takes its default threads from: with networks this small a second one only gets in the way, and where
-    other programs share the cores it costs ten times what it brings."""
+    """Default threads of runs: with such small networks a second thread does not help, and it costs ten times its gain
+    where other programs share the cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pql.engine.placement.available_cores", lambda: 1)
         yield
@@ -52,7 +52,7 @@ def _one_core() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What others leave in the system's folder (torchrun, Stable-Baselines3) goes into pytest's, which it clears."""
+    """Redirect other software's temporary files (torchrun, Stable-Baselines3) to pytest's folder, which is cleared."""
     folder = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -62,7 +62,7 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Raises KeyboardInterrupt, as in a terminal; what a shell starts in the background may ignore it."""
+    """Raise KeyboardInterrupt at Ctrl-C, as in a terminal; background processes of a shell may ignore the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -72,11 +72,11 @@ CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 )
 HERE_TOO = pytest.mark.parametrize("machine", [CUDA, "stand-in"], indirect=True)
-"""On a CUDA device where there is one, and on a stand-in of it (``stand_in.py``)."""
+"""On a CUDA device if there is one, and on a stand-in (``stand_in.py``)."""
 
 
 def everywhere(cases: dict[str, Any], here: Iterable[str] = (), name: str = "algo") -> pytest.MarkDecorator:
-    """Every case on a CUDA device, and those named in ``here`` on a stand-in, too."""
+    """Parametrise over every case on a CUDA device, and those named in ``here`` also on a stand-in."""
     there = [pytest.param("cuda", v, id=f"{k}-cuda", marks=CUDA.marks) for k, v in cases.items()]
     pretended = [pytest.param("stand-in", cases[k], id=f"{k}-stand-in") for k in here]
     return pytest.mark.parametrize(("machine", name), [*there, *pretended], indirect=["machine"])
@@ -84,7 +84,7 @@ def everywhere(cases: dict[str, Any], here: Iterable[str] = (), name: str = "alg
 
 @pytest.fixture(params=[CUDA])
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where a test marked ``gpu`` runs: "cuda", or "stand-in"."""
+    """Return where a test marked ``gpu`` runs: "cuda" or "stand-in"."""
     if request.param == "stand-in":
         from stand_in import pretend
 
@@ -94,12 +94,12 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory of the test's own: MuJoCo writes its warnings to a file there."""
+    """Change to a separate working directory: MuJoCo writes its warnings to a file there."""
     monkeypatch.chdir(tmp_path)
 
 
 class Told:
-    """Rows of tables that are printed when all tests are over; they travel with the reports of parallel workers."""
+    """Rows of tables printed after all tests; the reports of parallel workers carry them."""
 
     HEADS = {  # noqa: RUF012
         "agreement": "MuJoCo Warp on the CPU against C, from the same states: the largest gap of nine rows in ten",
@@ -134,7 +134,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_watchdog_left() -> Iterator[None]:
-    """One that a test leaves behind would end the process of a later test that hangs on purpose."""
+    """Fail if a test leaves a watchdog, which would end the process of a later test that hangs on purpose."""
     yield
     left, watchdog._dogs[:] = watchdog._dogs[:], []
     assert not left
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def threads_left() -> Callable[[], list[str]]:
-    """Names of the library's threads that this test began and that are still alive."""
+    """Return the names of the library's threads that this test began and that are still alive."""
     before = set(threading.enumerate())
     return lambda: [t.name for t in threading.enumerate() if t.name.startswith("pql-") and t not in before]
 
@@ -179,7 +179,7 @@ SMALL: dict[str, Any] = {
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """Inside, whatever makes the host wait for a CUDA device is an error."""
+    """Make every operation in the block that makes the host wait for a CUDA device an error."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -190,7 +190,7 @@ def never_waiting() -> Iterator[None]:
 
 
 class NoNarrowProducts(TorchDispatchMode):
-    """Refuses products of float32 matrices, and what is made of them."""
+    """Refuses products of float32 matrices, and operations made of them."""
 
     NAMES = (
         "mm",
@@ -225,7 +225,7 @@ def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """``merge``; where ``change`` names a family, without those of the algorithm's settings that it does not have."""
+    """As ``merge``; if ``change`` names a family, settings that it lacks are removed from the algorithm."""
     algo = change.get("algo", {})
     if "family" in algo:
         base = {**base, "algo": known(record_of(algo), base.get("algo", {}))}
@@ -233,19 +233,19 @@ def fit(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def small_config(**changes: Any) -> Config:
-    """A run of seconds: ``small_config(algo={"n_step": 1})``."""
+    """Create the config of a run of seconds: ``small_config(algo={"n_step": 1})``."""
     return from_dict(fit(SMALL, changes))
 
 
 def configured(base: dict[str, Any], *changes: dict[str, Any]) -> Config:
-    """A small run of ``base`` and then ``changes``, each of ``algo`` alone or of everything where it names a group."""
+    """Create a small run of ``base`` and then ``changes``; each applies to ``algo``, or to the groups that it names."""
     for change in changes:
         base = fit(base, change if {*change} & GROUPS else {"algo": change})
     return validate(small_config(**base))
 
 
 def make_networks(config: Config, spec: EnvSpec, seed: int) -> tuple[nn.Module, Critic]:
-    """The policy and the critics of a run on a replay, with the weights that it starts from."""
+    """Create the policy and the critics of an off-policy run, with their initial weights."""
     return seeded(lambda: (make_policy(config, spec), make_critic(config, spec)), seed)
 
 
@@ -256,7 +256,7 @@ def ticks(parts: Parts, count: int) -> Parts:
 
 
 def go_on(parts: Parts, count: int) -> Parts:
-    """The last ``count`` ticks of a run: then its threads end."""
+    """Run the last ``count`` ticks of a run and end its threads."""
     try:
         return ticks(parts, count)
     finally:
@@ -264,7 +264,7 @@ def go_on(parts: Parts, count: int) -> Parts:
 
 
 def start(config: Config, executor: Executor | None = None, trace: Trace | None = None) -> Parts:
-    """Build, reset, warm up: the next thing is tick 0."""
+    """Build, reset, warm up; tick 0 is next."""
     parts = build(config, executor=executor, trace=trace)
     parts.prepare()
     parts.start()
@@ -274,22 +274,22 @@ def start(config: Config, executor: Executor | None = None, trace: Trace | None 
 
 
 def bits(parts: Parts) -> dict[str, torch.Tensor]:
-    """A copy of everything the next tick depends on."""
+    """Copy everything that the next tick depends on."""
     return {k: v.clone() for k, v in flatten(parts.state_dict()).items()}
 
 
 def traces(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
-    """``differences`` but for cells of a store: its positions are among them, and beyond these it holds nothing."""
+    """As ``differences``, without cells of a store, whose content beyond its positions is unused."""
     positions = ("head", "finals", "row", "count")
     return [k for k in differences(before, after) if "/replay/" not in k or k.rsplit("/", 1)[-1] in positions]
 
 
 def learners(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of ``bits``, what the learners hold."""
+    """Return the learners' part of ``bits``."""
     return {k: v for k, v in state.items() if k.startswith("learners/")}
 
 
 def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are not bit-identical (NaN equal to NaN)."""
+    """Return names of tensors that are not bit-identical (NaN equals NaN)."""
     assert a.keys() == b.keys()
     return [k for k in a if not torch.equal(torch.nan_to_num(a[k].double()), torch.nan_to_num(b[k].double()))]

@@ -1,4 +1,5 @@
-"""Algorithms: one file for each, with its updates and its declaration; the wiring of each data source beside them.
+"""Algorithms: one file each, with its update functions and its registry entry, plus the wiring of each data source.
 
-Knows no run directory, log or command line. Start reading at ``registry.py``, then ``off_policy.py`` and ``ddpg.py``.
+Does not depend on run directories, logs or the command line. Start with ``registry.py``, then ``off_policy.py`` and
+``ddpg.py``.
 """

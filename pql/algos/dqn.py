@@ -17,7 +17,7 @@ from pql.types import Batch, Metrics
 
 
 def dqn_update(state: ValueState, inputs: DqnConfig, batch: Batch, gen: Generator) -> Metrics:
-    """One step of Q(s, a) towards r + discount * Q'(s', a*), and of the priorities. Mutates ``state`` only."""
+    """Take one step of Q(s, a) towards r + discount * Q'(s', a*) and update priorities. Mutates ``state`` only."""
     net, target_net = state.nets
     redraw_noise(net, gen)
     redraw_noise(target_net, gen)
@@ -43,7 +43,7 @@ def dqn_update(state: ValueState, inputs: DqnConfig, batch: Batch, gen: Generato
 def value_scalar_loss(
     net: QNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Half the squared TD error, or Huber's loss. Returns (loss, TD error, value), [B] each."""
+    """Half the squared TD error, or the Huber loss. Returns (loss, TD error, value), [B] each."""
     with torch.no_grad():
         ahead = target_net(batch.next_obs)  # [B, n]
         best = choose(net, ahead, settings, batch)
@@ -56,7 +56,7 @@ def value_scalar_loss(
 def value_categorical_loss(
     net: QNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy against the projected target distribution. Returns (loss, KL(target || prediction), value)."""
+    """Cross-entropy against the projected target distribution. Returns (loss, KL(target || prediction), value), [B]."""
     atoms = net.atoms
     assert atoms is not None
     with torch.no_grad():
@@ -71,21 +71,22 @@ def value_categorical_loss(
 
 
 def choose(net: QNetwork, ahead: Tensor, settings: DqnConfig, batch: Batch) -> Tensor:
-    """The action at s' that the target values, [B]: greedy in the target network's values [B, n]; double: in ``net``'s.
+    """Return the action at s' whose value is the target, [B].
 
-    (van Hasselt et al. 2016.)
+    It is greedy in the target network's values ``ahead`` [B, n]; with double Q-learning, in the values of ``net`` (van
+    Hasselt et al. 2016).
     """
     return (net.values(batch.next_obs) if settings.double else ahead).argmax(-1)
 
 
 def at(values: Tensor, action: Tensor) -> Tensor:
-    """Of [B, n, ...], each row's entry at its action [B]: [B, ...]."""
+    """Select each row's entry at its action [B]: [B, n, ...] -> [B, ...]."""
     index = action.view(-1, *[1] * (values.dim() - 1)).expand(-1, 1, *values.shape[2:])
     return values.gather(1, index).squeeze(1)
 
 
 def huber(error: Tensor, delta: float | None) -> Tensor:
-    """e^2 / 2 up to |e| = delta, linear beyond: delta (|e| - delta / 2); None: e^2 / 2. Any shape."""
+    """Huber loss: e^2 / 2 up to |e| = delta, then delta (|e| - delta / 2); e^2 / 2 if delta is None. Any shape."""
     if delta is None:
         return 0.5 * error.square()
     size = error.abs()

@@ -1,9 +1,9 @@
-"""IMPALA: an actor-critic that learns from what a slightly older policy did, corrected by V-trace.
+"""IMPALA: an actor-critic on rollouts of a slightly older policy, corrected by V-trace.
 
-Source: Espeholt et al. 2018; losses averaged instead of summed, and a penalty on the KL, as in Espeholt et al. 2020
-(SEED RL). Unlike in PPO every row is used once, and targets are those of the network that the update is about to
-change: one pass gives values, targets and gradients. The policy may change within a rollout, as each row has the
-distribution that acted.
+Source: Espeholt et al. 2018. Losses are averaged instead of summed, and a KL penalty may be added, both as in Espeholt
+et al. 2020 (SEED RL). Unlike in PPO, every row is used once, and the targets come from the network being updated: one
+pass gives values, targets and gradients. The policy may change within a rollout, because each row stores the
+distribution that its action was drawn from.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from pql.types import Metrics, Obs
 
 
 class Unroll(NamedTuple):
-    """All rows of B environments: as :class:`~pql.data.rollout.Segment`, with B of its columns."""
+    """All rows of B environments; fields as in :class:`~pql.data.rollout.Segment`, with B of its columns."""
 
     obs: Obs  # [T + 1 + K + 1, B, ...]
     action: Tensor
@@ -39,7 +39,7 @@ class Unroll(NamedTuple):
 
 
 def draw_impala(state: PpoState, settings: ImpalaConfig, segment: Segment, gen: Generator) -> Iterator[Unroll]:
-    """A tick's minibatches: every environment's rows, in order, in one of them."""
+    """Yield a tick's minibatches; each contains all rows, in order, of some of the environments."""
     begin_ppo_tick(state, settings, segment)
     named = segment._asdict()
     columns = {k: named[k] for k in Unroll._fields if k not in ("obs", "carry")}
@@ -51,7 +51,7 @@ def draw_impala(state: PpoState, settings: ImpalaConfig, segment: Segment, gen: 
 
 
 def impala_update(state: PpoState, inputs: ImpalaConfig, batch: Unroll, gen: Generator) -> Metrics:
-    """One step on policy, value, entropy and KL. Mutates ``state`` only.
+    """Take one step on policy, value, entropy and KL. Mutates ``state`` only.
 
     With E the sum or the mean over rows, the loss is -E[weight A log pi] + value_coef E[(v - V)^2] / 2
     - entropy_coef E[H] + kl_coef E[KL(mu || pi)].
@@ -61,7 +61,7 @@ def impala_update(state: PpoState, inputs: ImpalaConfig, batch: Unroll, gen: Gen
     log_prob, value = dist.log_prob(params, batch.action), values[: mask.shape[0]]
     log_ratio = (log_prob - dist.log_prob(batch.params, batch.action)).detach()
     target, advantage, weight = correct(inputs, batch, log_ratio, values.detach())
-    rows = state.group.sum_(mask.sum()).clamp(min=1)  # of all processes
+    rows = state.group.sum_(mask.sum()).clamp(min=1)  # over all processes
     share = mask / mask.sum().clamp(min=1)
     policy_loss = -(share * weight * advantage * log_prob).sum()
     critic_loss = 0.5 * (share * (target - value).square()).sum()
@@ -88,12 +88,13 @@ def impala_update(state: PpoState, inputs: ImpalaConfig, batch: Unroll, gen: Gen
 
 
 def correct(settings: ImpalaConfig, batch: Unroll, log_ratio: Tensor, values: Tensor) -> Corrected:
-    """Targets, advantages and weights by V-trace, or by what it is compared with (section 5.2.2 of the paper).
+    """Compute targets, advantages and weights by V-trace, or by one of its baselines (section 5.2.2 of the paper).
 
-    ``one_step`` weighs the policy gradient alone, ``none`` takes the policy that acted for the present one (A2C's).
+    ``one_step`` weights only the policy gradient; ``none`` treats the behaviour policy as the current one (A2C).
 
     Args:
-        log_ratio: [T, B]. values: [T + 1 + K + 1, B].
+        log_ratio: log of current over behaviour probability, [T, B].
+        values: [T + 1 + K + 1, B].
     """
     plain = torch.zeros_like(log_ratio)
     traced = log_ratio if settings.correction == "vtrace" else plain

@@ -1,6 +1,6 @@
-"""Wiring of actor-critics on rollouts: a collector that fills a rollout, and one learner of policy and value.
+"""Wiring of on-policy actor-critics: a collector that fills a rollout, and one learner of policy and value.
 
-PPO and IMPALA fill in :class:`OnPolicy`.
+PPO and IMPALA are instances of :class:`OnPolicy`.
 """
 
 import copy
@@ -39,11 +39,11 @@ class RolloutProgress(Protocol):
     """Counters of a run's progress, 0-dim tensors."""
 
     ticks: Tensor
-    lost: Tensor  # bootstrap values that a simulator did not give
+    lost: Tensor  # bootstraps lost because the simulator returned no final observation
 
 
 class RolloutState(Protocol):
-    """The state of a learner on rollouts."""
+    """State of a learner on rollouts."""
 
     @property
     def progress(self) -> RolloutProgress: ...
@@ -53,12 +53,12 @@ class RolloutState(Protocol):
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """The functions in which actor-critics on rollouts differ.
+    """The functions that define an on-policy actor-critic algorithm.
 
     Attributes:
-        settings: the record of ``config.algo``.
+        settings: class of ``config.algo``.
         state: (config, parameters, optimiser, environments) -> the learner's state, a :class:`RolloutState`.
-        draw: (state, settings, segment, gen) -> a tick's minibatches.
+        draw: (state, settings, segment, gen) -> minibatches of a tick.
         update: (state, settings, minibatch, gen) -> metrics.
     """
 
@@ -75,7 +75,7 @@ class OnPolicy:
 
 
 def on_policy_counts(config: Config) -> Counts:
-    """A tick is one rollout and every update on it; beside a collector at work, on the rollout before."""
+    """Return counts for one rollout per tick and all its updates; when concurrent, they use the previous rollout."""
     algo = own(config, RolloutAlgoConfig)
     updates = algo.passes * algo.minibatches
     return Counts(algo.horizon, {"learner": updates}, 1, algo.horizon if algo.schedule == "concurrent" else 0)
@@ -85,15 +85,15 @@ def check_on_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
-        ConfigError: an observation that no network here takes, settings for another kind of action or of observation,
-            a rollout that does not fit into memory.
+        ConfigError: an unsupported observation, settings for another kind of action or observation, or a rollout that
+            does not fit into memory.
     """
     check_obs(config, spec)
     p = own(config, StochasticConfig)
     if isinstance(spec.action, Discrete) and p.squash:
         raise ConfigError("algo.squash", True, f"false: the actions of {spec.name} are discrete")
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
-        raise ConfigError("algo.shared", True, f"false: in {spec.name} the critic has observations of its own")
+        raise ConfigError("algo.shared", True, f"false: in {spec.name} policy and critic observe different groups")
     size = make_dist(config, spec).params_size
     parts = 1 + FULL if apart(config, spec) else 2 if counts.ahead else 1
     check_room("algo.horizon", p.horizon, spec, size, device, parts)
@@ -103,20 +103,20 @@ def check_on_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch
 def check_room(
     setting: str, horizon: int, spec: EnvSpec, params_size: int, device: torch.device, parts: int = 1
 ) -> None:
-    """Raises ``ConfigError`` for ``setting`` where a rollout of ``horizon`` rows does not fit into memory."""
-    # The segment (or several), its normalised copy, and as much again for a minibatch and its activations.
+    """Raises ``ConfigError`` for ``setting`` if a rollout of ``horizon`` rows does not fit into memory."""
+    # One segment or several, the normalised copy, and the same amount again for a minibatch and its activations.
     need, free = (2 + parts) * rollout_bytes(spec, horizon, params_size), available_bytes(device)
     if need > free:
         raise ConfigError(
             setting,
             horizon,
-            f"at most about {max(1, horizon * free // need)} with num_envs={spec.num_envs}: this takes "
+            f"at most about {max(1, horizon * free // need)} with num_envs={spec.num_envs}: this needs "
             f"{need / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free",
         )
 
 
 def wire_on_policy(kind: OnPolicy, setup: Setup) -> Wiring:
-    """The rollout, its collector and its learner."""
+    """Create the rollout, its collector and its learner."""
     config, spec = setup.config, setup.spec
     net = seeded(partial(make_network, config, spec), setup.init_seed)
     actor = StochasticActor(copy.deepcopy(net.policy).to(spec.device), spec)
@@ -140,9 +140,9 @@ class Source:
     """Storage of rows, and a learner's access to it.
 
     Attributes:
-        read: what a tick is learned from.
-        full, seen: what the collector publishes of the store, and the learner's copies.
-        reader: how far the learner has read, where that is not a matter of ticks.
+        read: returns the segment that a tick's updates use.
+        full, seen: tensors of the storage that the collector publishes, and the learner's copies of them.
+        reader: the learner's read position, for unrolls that are not aligned with ticks; else None.
     """
 
     store: Rollout | Unrolls
@@ -153,7 +153,7 @@ class Source:
 
 
 def make_source(setup: Setup, norm: Normalizer, net: ActorCritic) -> Source:
-    """A rollout (in two halves if the collector runs ahead), or unrolls per environment where they may answer late."""
+    """Create a rollout (two halves if the collector runs ahead), or unrolls per environment if they may answer late."""
     spec, device, halves = setup.spec, setup.devices["learner"], 2 if setup.counts.ahead else 1
     sizes = (setup.rows, net.policy.dist.params_size, device, net.policy.body.carry_size)
     if apart(setup.config, spec):
@@ -169,15 +169,15 @@ def make_source(setup: Setup, norm: Normalizer, net: ActorCritic) -> Source:
 def apart(config: Config, spec: EnvSpec) -> bool:
     """Return True if each environment fills unrolls independently.
 
-    Several policies act in such an unroll, which V-trace corrects; and a learner reads those of one environment in
-    order, but not one in each tick, so that no memory of the value's own could run through them.
+    Such an unroll contains actions of several policies, which V-trace corrects. A separate recurrent state of the value
+    is not supported: the learner reads an environment's unrolls in order, but not one in every tick.
     """
     algo = own(config, StochasticConfig)
     return spec.spread > 1 and algo.on_policy_corrected and (algo.lstm is None or algo.shared)
 
 
 def make_learner(kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, source: Source, gen: Generator) -> Learner:
-    """One learner of policy and value."""
+    """Create the learner of policy and value."""
     state, settings = kind.state(config, flat, make_rollout_optimizer(config, flat), spec.num_envs), config.algo
     now = cast(RolloutState, state)
     now.reader = source.reader
@@ -189,14 +189,14 @@ def make_learner(kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, sour
 
 
 def make_dist(config: Config, spec: EnvSpec) -> ActionDist:
-    """Gaussian for continuous actions, categorical for discrete ones."""
+    """Create a Gaussian for continuous actions, a categorical distribution for discrete ones."""
     if isinstance(spec.action, Discrete):
         return Categorical(spec.action.n)
     return DiagGaussian(spec.action.size, own(config, StochasticConfig).squash)
 
 
 def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
-    """Hidden layers of the "policy", or of the "critic" on the observations that it may see; or a network by name."""
+    """Create the hidden layers of "policy" or "critic" on the observations it may use, or the custom network."""
     algo = own(config, StochasticConfig)
     net = algo.policy if which == "policy" else algo.critic
     if net.net is not None:
@@ -205,20 +205,20 @@ def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
 
 
 def make_stochastic_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
-    """The policy network alone, freshly initialised. What is evaluated, loaded or exported computes in float32."""
+    """Create a freshly initialised policy network. Evaluation, loading and export compute in float32."""
     body, dist = make_body(config, spec, "policy"), make_dist(config, spec)
     return StochasticPolicy(body, dist, own(config, StochasticConfig).init_std, amp)
 
 
 def make_network(config: Config, spec: EnvSpec) -> ActorCritic:
-    """Policy and value, freshly initialised."""
+    """Create freshly initialised policy and value networks."""
     policy = make_stochastic_policy(config, spec, own(config, StochasticConfig).amp)
     body = None if own(config, StochasticConfig).shared else make_body(config, spec, "critic")
     return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 
 
 def make_rollout_optimizer(config: Config, flat: Flat) -> Optimizer:
-    """One for both networks; the policy's settings."""
+    """Create one optimiser for both networks, with the policy's settings."""
     algo = own(config, StochasticConfig)
     net, name = algo.policy, algo.optimizer
     if name != "adam":

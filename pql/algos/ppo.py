@@ -1,11 +1,11 @@
-"""PPO; A2C is the same with one pass over one batch. One learner trains policy and value on fresh rollouts.
+"""PPO; A2C is PPO with one pass over one batch. One learner trains policy and value on fresh rollouts.
 
-Sources: Schulman et al. 2017 (PPO), 2016 (GAE); Mnih et al. 2016 (A2C); the value's normalisation by running statistics
-of the returns, without PopArt's correction of the last layer, follows rl_games; the learning rate that keeps the KL
-near a target follows rsl_rl. Advantages are normalised once, over the whole segment.
+Sources: Schulman et al. 2017 (PPO), 2016 (GAE); Mnih et al. 2016 (A2C). Value normalisation by running statistics of
+the returns follows rl_games and omits PopArt's correction of the last layer. The adaptive learning rate, which keeps
+the KL near a target, follows rsl_rl. Advantages are normalised once, over the whole segment.
 
-With V-trace (APPO), rollouts may be an older policy's. The clip is then around the policy with which the tick begins,
-and the weights that lead from the policy that acted to that one are V-trace's: the decoupled objective of Hilton et al.
+With V-trace (APPO), an older policy may have collected the rollout. The clip is then around the policy at the start of
+the tick, and V-trace weights correct from the behaviour policy to that one: the decoupled objective of Hilton et al.
 2022.
 """
 
@@ -40,9 +40,9 @@ class PpoProgress(Progress):
 
     def __init__(self, device: torch.device, num_envs: int, carry_size: int, steps_per_tick: int):
         super().__init__(device, steps_per_tick)
-        self.fraction = torch.ones((), device=device)  # of the learning rate (and clip) that annealing leaves
-        self.go = torch.ones((), device=device)  # 0 once this tick's policy has gone further than ``kl_stop``
-        self.carry = torch.zeros(num_envs, carry_size, device=device)  # [N, C] the value's memory, where it has its own
+        self.fraction = torch.ones((), device=device)  # current factor of the learning rate (and clip) under annealing
+        self.go = torch.ones((), device=device)  # 0 once the KL of this tick exceeds ``kl_stop``
+        self.carry = torch.zeros(num_envs, carry_size, device=device)  # [N, C] recurrent state of the value, if its own
 
 
 @dataclass
@@ -54,8 +54,8 @@ class PpoState(State):
     optimizer: Optimizer
     returns: Moments | None  # statistics of the returns; None: values are not normalised
     progress: PpoProgress
-    group: Group = ALONE  # of processes that train the same weights, each on a rollout of its own
-    reader: Reader | None = None  # how far it has read the unrolls of environments that answer late
+    group: Group = ALONE  # processes that train the same weights on different rollouts
+    reader: Reader | None = None  # read position in unrolls of environments that answer late
 
     def connect(self, group: Group) -> None:
         super().connect(group)
@@ -69,7 +69,7 @@ class PpoState(State):
 def make_state(
     config: Config, flat: Flat, optimizer: Optimizer, num_envs: int, normalize_value: bool = False
 ) -> PpoState:
-    """The learner's state around the parameters of an :class:`ActorCritic`."""
+    """Create the learner's state from the parameters of an :class:`ActorCritic`."""
     net, device = cast(ActorCritic, flat.module), flat.data.device
     moments = Moments((), device) if normalize_value else None
     carry_size = net.value.body.carry_size if net.value.body else 0
@@ -78,7 +78,7 @@ def make_state(
 
 
 class Lag(NamedTuple):
-    """Ticks by which the weights that acted trail the learner's, over the rows that count; 0-dim."""
+    """Lag of the acting weights behind the learner's, in ticks, over the valid rows; 0-dim."""
 
     mean: Tensor
     largest: Tensor
@@ -95,24 +95,24 @@ class Minibatch(NamedTuple):
 
     obs: Obs  # [B, ...] normalised
     action: Tensor  # [B, A] raw, or [B]
-    params: Tensor  # [B, P] of the distribution before the tick's first update: that acted, without V-trace
+    params: Tensor  # [B, P] distribution before the tick's first update (without V-trace, the one that acted)
     log_prob: Tensor  # [B] under it
     advantage: Tensor  # [B]
     target: Tensor  # [B] lambda-return
     value: Tensor  # [B] before the tick's first update
     mask: Tensor  # [B] 0 or 1
-    explained: Tensor  # 0-dim; share of the returns' variance that the values explained, over the segment
-    fresh: bool  # the tick's first: nothing has moved yet
-    lag: Lag | None = None  # of the segment, with V-trace
+    explained: Tensor  # 0-dim; explained variance of the values, over the segment
+    fresh: bool  # first minibatch of the tick: no update has been made
+    lag: Lag | None = None  # over the segment, with V-trace
     first: Tensor | None = None  # [T, B] bool; the next row begins an episode (with memory)
-    carry: Tensor | None = None  # [1, B, C] the policy's memory before row 0
-    value_carry: Tensor | None = None  # [1, B, C] the value's
+    carry: Tensor | None = None  # [1, B, C] the policy's recurrent state before row 0
+    value_carry: Tensor | None = None  # [1, B, C] the value's recurrent state before row 0
 
 
 def draw_ppo(state: PpoState, settings: PpoConfig, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
-    """A tick's minibatches: values, advantages and targets once, then ``epochs`` times all rows in random order.
+    """Yield a tick's minibatches: compute values, advantages and targets once, then shuffle all rows in each epoch.
 
-    With memory the order is one of environments, whose rows stay together.
+    With recurrent networks, environments are shuffled and each keeps its rows in order.
     """
     begin_ppo_tick(state, settings, segment)
     lag = None if not settings.vtrace.enabled else rows_lag(state, segment.version, segment.mask)
@@ -127,7 +127,7 @@ def draw_ppo(state: PpoState, settings: PpoConfig, segment: Segment, gen: Genera
 
 
 def grouped(part: dict[str, Tensor]) -> tuple[Obs, dict[str, Any]]:
-    """Named columns -> observation groups, which are the columns ``obs/<group>``, and the others."""
+    """Split named columns into observation groups (the columns ``obs/<group>``) and the others."""
     obs = {k.removeprefix("obs/"): v for k, v in part.items() if k.startswith("obs/")}
     return obs, {k: v for k, v in part.items() if not k.startswith("obs/")}
 
@@ -145,17 +145,17 @@ def begin_ppo_tick(state: PpoState, settings: StochasticConfig, segment: Segment
 
 
 def rows_lag(state: PpoState, version: Tensor, mask: Tensor) -> Lag:
-    """How old the weights were that acted in rows [...] of the tick that has begun."""
+    """Return the age of the weights that acted in rows [...] of the current tick."""
     lag = (state.progress.ticks - 1 - version) * mask
     return Lag(lag.sum() / mask.sum().clamp(min=1), lag.max())
 
 
 @torch.no_grad()
 def prepare(state: PpoState, settings: PpoConfig, segment: Segment) -> tuple[dict[str, Tensor], Tensor]:
-    """Columns [T, N, ...] of the segment's rows for :class:`Minibatch`, and the explained variance.
+    """Return columns [T, N, ...] of the segment for :class:`Minibatch`, and the explained variance.
 
-    Values are predicted in normalised units and mapped back with the statistics of the ticks before; targets are mapped
-    with those that include this tick's returns.
+    Values are predicted in normalised units and mapped back with the statistics of earlier ticks; targets are
+    normalised with statistics that include this tick's returns.
     """
     mask, rows = segment.mask, segment.mask.shape[0]
     values = segment_values(state, segment, settings.minibatches)  # [T + 1 + K + 1, N]
@@ -190,16 +190,16 @@ def prepare(state: PpoState, settings: PpoConfig, segment: Segment) -> tuple[dic
 
 
 def value_carry(state: PpoState, segment: Segment) -> Tensor:
-    """The value's memory before row 0, [N, C]: its own, forgotten where an episode begins there, or the policy's."""
+    """Return the value's recurrent state before row 0, [N, C]: its own, reset at episode starts, or the policy's."""
     if state.net.value.body is None:
         return segment.carry
     return state.progress.carry * ~segment.fresh.unsqueeze(1)
 
 
 def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
-    """Values as the network puts them out, [T + 1 + K + 1, N]; moves the value's memory on to the next segment.
+    """Return the network's raw values, [T + 1 + K + 1, N], and advance the value's recurrent state by one segment.
 
-    Without memory, the rows are taken in ``parts``: together they might not fit.
+    Without recurrence, the rows are computed in ``parts`` to bound memory.
     """
     net = state.net
     if not net.value_body.carry_size:
@@ -216,8 +216,8 @@ def advantages_and_targets(
     """Compute the targets of the tick's updates over all rows.
 
     Returns:
-        the distribution's parameters before the first update [T, N, P]; [T, N]: the log-probability under it; returns;
-        advantages; and weights of these, None where all are 1.
+        the distribution's parameters before the first update, [T, N, P]; log-probabilities under it, returns and
+        advantages, [T, N] each; weights of the advantages [T, N], or None if all are 1.
     """
     dist, value, lam = state.net.policy.dist, rows.value, settings.gae_lambda
     acted = dist.log_prob(segment.params, segment.action)
@@ -230,7 +230,7 @@ def advantages_and_targets(
 
 
 def present(state: PpoState, segment: Segment, parts: int) -> Tensor:
-    """Parameters of the present policy for the segment's rows, [T, N, P]; without memory, in ``parts``."""
+    """Return the current policy's parameters for the segment's rows, [T, N, P]; without recurrence, in ``parts``."""
     policy, rows = state.net.policy, cut(segment.obs, segment.mask.shape[0])[0]
     if not policy.body.carry_size:
         return by_parts(policy, rows, parts)
@@ -238,14 +238,14 @@ def present(state: PpoState, segment: Segment, parts: int) -> Tensor:
 
 
 def evaluate_minibatch(net: ActorCritic, batch: Minibatch) -> tuple[Tensor, Tensor]:
-    """Parameters and values of a minibatch's rows, with gradients."""
+    """Return distribution parameters and values of a minibatch's rows, with gradients."""
     if batch.first is None or batch.carry is None or batch.value_carry is None:
         return net(batch.obs)
     return net.unroll(batch.obs, batch.carry[0], batch.value_carry[0], batch.first)
 
 
 def value_scale(returns: Moments | None) -> tuple[Tensor | float, Tensor | float]:
-    """Standard deviation and mean of the returns so far: value = output * scale + shift."""
+    """Return standard deviation and mean of the returns so far: value = output * scale + shift."""
     if returns is None:
         return 1.0, 0.0
     mean, variance = returns.statistics()
@@ -254,7 +254,7 @@ def value_scale(returns: Moments | None) -> tuple[Tensor | float, Tensor | float
 
 def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tensor, Tensor]:
     """Return mean and population variance of ``x`` [B] where ``mask`` [B] is 1, over the processes of ``group``; 0
-    where no entry counts."""
+    if the mask is 0 everywhere."""
     count = mask.sum()
     mean = (x * mask).sum() / count.clamp(min=1)
     squares = ((x - mean).square() * mask).sum()
@@ -264,7 +264,7 @@ def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tenso
 
 
 def ppo_update(state: PpoState, inputs: PpoConfig, batch: Minibatch, gen: Generator) -> Metrics:
-    """One step on policy, value and entropy. Mutates ``state`` only.
+    """Take one step on policy, value and entropy. Mutates ``state`` only.
 
     The loss is -E[min(rho A, clip(rho) A)] + value_coef E[(V - target)^2] - entropy_coef E[H].
     """
@@ -301,7 +301,7 @@ def ppo_update(state: PpoState, inputs: PpoConfig, batch: Minibatch, gen: Genera
 
 
 def surrogate_loss(ratio: Tensor, advantage: Tensor, clip: float | Tensor | None) -> Tensor:
-    """-min(rho A, clip(rho, 1 - c, 1 + c) A) (Schulman et al. 2017, Eq. 7); without ``clip``, -rho A. [B]."""
+    """Return -min(rho A, clip(rho, 1 - c, 1 + c) A) (Schulman et al. 2017, Eq. 7); without ``clip``, -rho A. [B]."""
     if clip is None:
         return -ratio * advantage
     held = torch.clamp(ratio, 1 - clip, 1 + clip)  # type: ignore[arg-type]  # both are floats, or both tensors
@@ -309,7 +309,7 @@ def surrogate_loss(ratio: Tensor, advantage: Tensor, clip: float | Tensor | None
 
 
 def value_loss(value: Tensor, target: Tensor, old: Tensor, clip: float | None) -> Tensor:
-    """(V - target)^2; with ``clip``, the larger of it and the same for V held within ``clip`` of the old value. [B]."""
+    """Return (V - target)^2; with ``clip``, the maximum of it and the same for V clipped around the old value. [B]."""
     loss = (value - target).square()
     if clip is None:
         return loss
@@ -317,12 +317,12 @@ def value_loss(value: Tensor, target: Tensor, old: Tensor, clip: float | None) -
 
 
 def steer(state: PpoState, settings: PpoConfig, kl: Tensor, fresh: bool) -> Tensor | None:
-    """Set learning rate and gate from ``kl`` (a scalar) between the policy that acted and the present one.
+    """Set learning rate and gate from ``kl`` (a scalar) between the behaviour policy and the current one.
 
     Returns:
-        1 where this step and the tick's remaining ones are to be skipped, else 0; None without ``kl_stop``.
+        1 if this step and the tick's remaining ones are skipped, else 0; None without ``kl_stop``.
     """
-    if settings.lr_schedule == "adaptive" and not fresh:  # before the first step the KL says nothing
+    if settings.lr_schedule == "adaptive" and not fresh:  # before the first step the KL is zero or is due to lag
         adapt_lr(state.optimizer.lr, kl, settings.kl_target)
     if settings.kl_stop is None:
         return None
@@ -331,7 +331,7 @@ def steer(state: PpoState, settings: PpoConfig, kl: Tensor, fresh: bool) -> Tens
 
 
 def adapt_lr(lr: Tensor, kl: Tensor, target: float) -> None:
-    """Divide the scalar ``lr`` by 1.5 where the scalar ``kl`` is above twice the target; multiply it below half."""
+    """Divide the scalar ``lr`` by 1.5 if the scalar ``kl`` is above twice the target; multiply it if below half."""
     factor = 1 + (LR_FACTOR - 1) * (kl < target / 2) + (1 / LR_FACTOR - 1) * (kl > target * 2)
     lr.mul_(factor).clamp_(LR_MIN, LR_MAX)
 
@@ -340,7 +340,7 @@ def adapt_lr(lr: Tensor, kl: Tensor, target: float) -> None:
 
 
 def own_state(config: Config, flat: Flat, optimizer: Optimizer, num_envs: int) -> PpoState:
-    """The learner's state."""
+    """Create the learner's state."""
     return make_state(config, flat, optimizer, num_envs, own(config, PpoConfig).normalize_value)
 
 

@@ -1,7 +1,7 @@
 """PQN: Q-learning on fresh rollouts of many environments, without replay and without a target network.
 
 Source: Gallici et al. 2024, "Simplifying Deep Temporal Difference Learning". Layer normalisation keeps values stable,
-Q(lambda) returns carry rewards back, and every rollout is used for a few epochs and then forgotten.
+Q(lambda) returns propagate rewards, and every rollout is used for a few epochs and then discarded.
 """
 
 import copy
@@ -48,13 +48,13 @@ class PqnState(State):
 
 
 def rollout_values(net: QNetwork, obs: Obs, amp: bool) -> Tensor:
-    """Q(s, a), [..., n] float32; with ``amp`` computed in bfloat16, wherever the network is used."""
+    """Return Q(s, a), [..., n] float32; with ``amp`` it is computed in bfloat16, both for acting and for targets."""
     with bfloat16(amp, next(iter(obs.values()))):
         return net.values(obs).float()
 
 
 class GreedyActor:
-    """Epsilon-greedy in a network's values, all of which it keeps: returns are made of them.
+    """Epsilon-greedy actor that stores the network's values of all actions, from which returns are computed.
 
     Args:
         amp: see :func:`rollout_values`.
@@ -83,7 +83,7 @@ class GreedyActor:
         """Ignore ``first`` ([N] bool): epsilon does not depend on episodes."""
 
     def restart(self) -> None:
-        """Nothing is remembered from step to step."""
+        """Do nothing: the actor has no state between steps."""
 
     def part(self, columns: slice) -> "GreedyActor":
         part = copy.copy(self)
@@ -100,11 +100,11 @@ class GreedyActor:
 
 @dataclass(frozen=True)
 class ValueRollout:
-    """The functions in which algorithms of action values on rollouts differ.
+    """The functions that define a value-based algorithm on rollouts.
 
     Attributes:
-        settings: the record of ``config.algo``.
-        draw: (state, settings, segment, gen) -> a tick's minibatches.
+        settings: class of ``config.algo``.
+        draw: (state, settings, segment, gen) -> minibatches of a tick.
         update: (state, settings, minibatch, gen) -> metrics.
     """
 
@@ -118,7 +118,7 @@ class ValueRollout:
 
 
 def pqn_counts(config: Config) -> Counts:
-    """A tick is one rollout and every update on it."""
+    """Return counts for one rollout per tick and all its updates."""
     p = own(config, PqnConfig)
     return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
 
@@ -127,8 +127,7 @@ def check_pqn(config: Config, spec: EnvSpec, counts: Counts, device: torch.devic
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
-        ConfigError: continuous actions, an observation that no network here takes, a rollout that does not fit into
-            memory.
+        ConfigError: continuous actions, an unsupported observation, or a rollout that does not fit into memory.
     """
     check_acting(config, spec)
     horizon = own(config, PqnConfig).horizon
@@ -137,7 +136,7 @@ def check_pqn(config: Config, spec: EnvSpec, counts: Counts, device: torch.devic
 
 
 def wire_pqn(kind: ValueRollout, setup: Setup) -> Wiring:
-    """The rollout, its collector and its learner."""
+    """Create the rollout, its collector and its learner."""
     config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], own(setup.config, PqnConfig)
     net = seeded(partial(make_q_network, config, spec), setup.init_seed)
     epsilon = Epsilon(p.epsilon, spec.num_envs, spec.device)
@@ -162,7 +161,7 @@ def wire_pqn(kind: ValueRollout, setup: Setup) -> Wiring:
 
 
 def make_pqn_optimizer(config: Config, flat: Flat) -> Optimizer:
-    """The network's."""
+    """Create the network's optimiser."""
     algo = own(config, PqnConfig)
     kind, net = RAdam if algo.optimizer == "radam" else AdamW, algo.critic
     return kind(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
@@ -178,7 +177,7 @@ class ValueMinibatch(NamedTuple):
 
 
 def draw_pqn(state: PqnState, settings: PqnConfig, segment: Segment, gen: Generator) -> Iterator[ValueMinibatch]:
-    """A tick's minibatches: targets once, then ``epochs`` times all rows in random order."""
+    """Yield a tick's minibatches: compute targets once, then shuffle all rows in each epoch."""
     begin_pqn_tick(state, settings, segment)
     rows = {"action": segment.action, "target": returns(state, settings, segment), "mask": segment.mask}
     count = segment.mask.shape[0]
@@ -202,11 +201,11 @@ def begin_pqn_tick(state: PqnState, settings: PqnConfig, segment: Segment) -> No
 
 @torch.no_grad()
 def returns(state: PqnState, settings: PqnConfig, segment: Segment) -> Tensor:
-    """R_t = r_t + discount_t ((1 - lambda) max_a Q(s'_t, a) + lambda R_{t+1}), [T, N]; at the end of a trajectory
-    R_{t+1} is max_a Q(s'_t, a) (Gallici et al. 2024, section 4: Peng's Q(lambda)).
+    """Return R_t = r_t + discount_t ((1 - lambda) max_a Q(s'_t, a) + lambda R_{t+1}), [T, N].
 
-    The values of the rows are those that acted (``segment.params``), and the network is still the one that acted: it
-    is asked only for the observations that follow the last row and for final ones.
+    At the end of a trajectory R_{t+1} is max_a Q(s'_t, a) (Gallici et al. 2024, section 4: Peng's Q(lambda)). Values of
+    the rows are those stored when acting (``segment.params``). The network has not changed since, so it is evaluated
+    only on the observations after the last row and on final ones.
     """
     rows = segment.mask.shape[0]
     rest = {k: v[rows:] for k, v in segment.obs.items()}
@@ -216,7 +215,7 @@ def returns(state: PqnState, settings: PqnConfig, segment: Segment) -> Tensor:
 
 
 def pqn_update(state: PqnState, inputs: PqnConfig, batch: ValueMinibatch, gen: Generator) -> Metrics:
-    """One step on 0.5 E[(Q(s, a) - R)^2]. Mutates ``state`` only."""
+    """Take one step on 0.5 E[(Q(s, a) - R)^2]. Mutates ``state`` only."""
     q = rollout_values(state.net, batch.obs, inputs.amp).gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
     share = batch.mask / batch.mask.sum().clamp(min=1)
     loss = 0.5 * (share * (q - batch.target).square()).sum()

@@ -1,7 +1,7 @@
-"""R2D2: double Q-learning on sequences, by a recurrent network whose stored state is brought up to date first.
+"""R2D2: double Q-learning on sequences with a recurrent network, whose stored state is refreshed by a burn-in.
 
-Source: Kapturowski et al. 2019 (Recurrent Experience Replay in Distributed Reinforcement Learning); the rescaling of
-values is that of Pohlen et al. 2018 (Observe and Look Further), Proposition A.2.
+Sources: Kapturowski et al. 2019 (Recurrent Experience Replay in Distributed Reinforcement Learning); value rescaling
+from Pohlen et al. 2018 (Observe and Look Further), Proposition A.2.
 """
 
 import copy
@@ -51,17 +51,17 @@ from pql.nets.q import RecurrentQNetwork
 from pql.types import Metrics
 
 LONGEST_HORIZON = 1024
-"""Steps of a tick at the most: an update is on thousands of rows, so few come with many steps."""
+"""Maximum steps per tick: an update uses thousands of rows, so updates are rare relative to steps."""
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """The functions in which algorithms of recurrent action values differ.
+    """The functions that define a recurrent value-based algorithm.
 
     Attributes:
-        settings: the record of ``config.algo``.
+        settings: class of ``config.algo``.
         update: (state, settings, batch, gen) -> metrics.
-        targets: (reward, discount, value, epsilon) -> targets; for the priorities that the collector computes.
+        targets: (reward, discount, value, epsilon) -> targets, for the priorities that the collector computes.
     """
 
     settings: type[R2d2Config]
@@ -74,13 +74,13 @@ class Recurrent:
 
 
 def r2d2_counts(config: Config) -> Counts:
-    """The smallest tick in which the replay ratio is exact.
+    """Return the smallest tick in which the replay ratio is exact.
 
     Raises:
-        ConfigError: none up to ``LONGEST_HORIZON`` steps has.
+        ConfigError: there is none up to ``LONGEST_HORIZON`` steps.
     """
     algo = own(config, R2d2Config)
-    rows = algo.batch_size * algo.length  # trained on by an update
+    rows = algo.batch_size * algo.length  # trained per update
     ratio = Fraction(str(algo.replay_ratio))
     updates = ratio * config.num_envs / rows  # per step of all environments
     if updates.denominator > LONGEST_HORIZON:
@@ -101,13 +101,13 @@ def check_r2d2(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     """Check a config against an environment spec. Returns the replay's rows T, a whole number of periods.
 
     Raises:
-        ConfigError: an action or observation space that no network here takes, a target period that is no whole number
-            of updates, a replay that is too small for a sequence or too large for memory.
+        ConfigError: an unsupported action or observation space, a target period that is not a whole number of updates,
+            or a replay that is too small for a sequence or too large for memory.
     """
     algo, config = own(config, R2d2Config), showing(config)
     check_acting(config, spec)
     target_updates(config, counts)
-    states = ("state",) * -(-2 * algo.lstm // algo.period)  # numbers a row that its share of a stored state takes
+    states = ("state",) * -(-2 * algo.lstm // algo.period)  # stored states, as numbers per row
     rows = ring_rows(config, spec, counts, device, (*stored_columns(config), *states)) // algo.period * algo.period
     guard = counts.horizon * spec.spread + deepest(spec.obs.values())
     least = max(sequence_rows(config) + algo.period - 1, algo.warmup_steps) + guard
@@ -123,13 +123,13 @@ def check_r2d2(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
 
 
 def sequence_rows(config: Config) -> int:
-    """S: rows that must be there before a sequence may be drawn."""
+    """Return S, the rows that must exist before a sequence may be sampled."""
     algo = own(config, R2d2Config)
     return algo.burn_in + algo.length + algo.n_step
 
 
 def showing(config: Config) -> Config:
-    """The same with observations that the network acts on named: what was done last among them, where it is shown."""
+    """Return the config with the network's observations named explicitly, including the last action if it is used."""
     config = acting(config)
     critic, algo = critic_of(config), own(config, R2d2Config)
     groups = [*(critic.obs or ()), *([GROUP] if algo.feedback and GROUP not in (critic.obs or ()) else [])]
@@ -137,7 +137,7 @@ def showing(config: Config) -> Config:
 
 
 def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
-    """The ring and the states beside it, their collector and the V-learner."""
+    """Create the replay with its stored states, the collector and the V-learner."""
     config, spec, algo = setup.config, setup.spec, own(setup.config, R2d2Config)
     net = seeded(partial(make_recurrent_q_network, config, spec), setup.init_seed)
     norm = make_normalizer(setup)
@@ -145,7 +145,7 @@ def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
     states = States(ring, net.carry_size, algo.period)
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
-    # States before the ring: see States.
+    # States are allocated before the ring: see States.
     collector = Collector(setup.env, actor, norm, [states, ring], setup.generator("collector"), setup.capture)
     sequences = make_sequences(config, spec, states)
     value = sequence_role(kind, setup, net, norm, sequences)
@@ -164,7 +164,7 @@ def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
 
 def make_sequences(config: Config, spec: EnvSpec, states: States) -> Sequences:
     algo = own(config, R2d2Config)
-    states.ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
+    states.ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     span = Span(algo.burn_in, algo.length, algo.n_step)
     return Sequences(states, span, algo.gamma, spec.max_episode_steps, algo.stored_state)
 
@@ -172,7 +172,7 @@ def make_sequences(config: Config, spec: EnvSpec, states: States) -> Sequences:
 def sequence_role(
     kind: Recurrent, setup: Setup, net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences
 ) -> Role:
-    """The V-learner: network and target, priorities, a private normaliser and cursor."""
+    """Create the V-learner: network and target, priorities, and private copies of normaliser and cursor."""
     config, counts, ring = setup.config, setup.counts, sequences.ring
     algo = own(config, R2d2Config)
     device, wanted = ring.device, algo.priority
@@ -206,7 +206,7 @@ class SequenceDraw:
 
 
 def make_recurrent_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
-    """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
+    """Create a freshly initialised network. A custom ``algo.critic.net`` computes its features."""
     config = showing(config)
     algo = own(config, R2d2Config)
     source, layers = make_value_input(config, spec), make_layers(algo.critic)
@@ -215,7 +215,7 @@ def make_recurrent_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork
 
 
 def r2d2_update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:
-    """One step of Q(s, a) on every trained row of the sequences, and of their priorities. Mutates ``state`` only."""
+    """Take one step of Q(s, a) on every trained row of the sequences; update priorities. Mutates ``state`` only."""
     net, target_net = (cast(RecurrentQNetwork, n) for n in state.nets)
     ours = sequence_values(net, batch, inputs.burn_in)  # [S - burn_in + K, B, n]
     with torch.no_grad():
@@ -245,10 +245,10 @@ def r2d2_update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Gen
 
 
 def sequence_values(net: RecurrentQNetwork, batch: Sequence, burn_in: int) -> Tensor:
-    """Q of all actions in the rows from ``burn_in`` on, then in the final observations: [S - burn_in + K, B, n].
+    """Return Q of all actions in the rows from ``burn_in`` on, then in the final observations: [S - burn_in + K, B, n].
 
-    The rows before only bring the state up to date, without gradients; final observations are seen with the state that
-    their row left, before it was zeroed.
+    Burn-in rows only refresh the recurrent state, without gradients. A final observation is evaluated with the state
+    after its row, before the reset to zero.
     """
     rows = batch.first.shape[0]
     obs = {k: (v[:burn_in], v[burn_in:rows], v[rows:]) for k, v in batch.obs.items()}
@@ -279,7 +279,7 @@ def restore(x: Tensor, epsilon: float) -> Tensor:
     """Inverse of :func:`rescale_value`, of any shape: sign(x) (((sqrt(1 + 4 epsilon (|x| + 1 + epsilon)) - 1) /
     (2 epsilon))^2 - 1).
 
-    Formed in float64: the difference of nearly equal numbers, squared, would lose half of float32's digits.
+    Computed in float64: the cancellation, squared, would lose half of float32's digits.
     """
     wide = x.double()
     root = (1 + 4 * epsilon * (wide.abs() + 1 + epsilon)).sqrt()

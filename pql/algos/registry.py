@@ -1,6 +1,7 @@
-"""Families of algorithms by name: built in, of installed packages, and registered in this process.
+"""Registry of algorithm families: built in, from installed packages, or registered in this process.
 
-A family is what ``build`` needs of an algorithm. ``algo.family`` names it; a preset (``algo=NAME``) is settings of it.
+A family is everything that ``build`` needs from an algorithm. ``algo.family`` names it; a preset (``algo=NAME``) is a
+set of values for its settings.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,12 +38,12 @@ class Family:
     """Algorithms with the same updates, settings and data.
 
     Attributes:
-        settings: their record, whose ``family`` is the name.
+        settings: their settings class, whose ``family`` is the name.
         counts: config -> the integers of a tick.
-        check: (config, spec, counts, device) -> rows per environment that the data take; raises ``ConfigError`` for an
-            environment that cannot be learned from.
+        check: (config, spec, counts, device) -> rows per environment in the storage; raises ``ConfigError`` for an
+            unsupported environment.
         wire: setup -> wiring.
-        policy: (config, spec) -> a policy network on the CPU, freshly initialised.
+        policy: (config, spec) -> a freshly initialised policy network on the CPU.
     """
 
     settings: type[AlgoConfig]
@@ -62,7 +63,7 @@ def register_algorithm(family: Family, preset: Mapping[str, Any] | None = None) 
     Packages use the entry-point group ``pql.algos``.
 
     Args:
-        preset: as ``pql/config/presets/algo/NAME.yaml`` has it; ``scales`` has the settings at each scale. None: the
+        preset: as in ``pql/config/presets/algo/NAME.yaml``; ``scales`` has the settings at each scale. None: the
             family's defaults, at every scale.
     """
     name = family.name
@@ -72,7 +73,7 @@ def register_algorithm(family: Family, preset: Mapping[str, Any] | None = None) 
 
 
 def family_of(config: Config) -> Family:
-    """The family of a config's algorithm."""
+    """Return the family of a config's algorithm."""
     name = config.algo.family
     if name in _registered:
         return _registered[name]

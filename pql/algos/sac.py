@@ -68,7 +68,7 @@ class SacPolicyState(State):
 
 
 def sac_value_update(state: CriticState, inputs: SacValueInputs, batch: Batch, gen: Generator) -> Metrics:
-    """One critic step towards r + discount * (Q'(s', a') - alpha log pi(a'|s')), a' ~ pi. Mutates ``state`` only."""
+    """Step the critics towards r + discount * (Q'(s', a') - alpha log pi(a'|s')), a' ~ pi. Mutates only ``state``."""
     with torch.no_grad():
         mean, log_std = inputs.policy(batch.next_obs)
         action, log_prob = squashed_gaussian(mean, log_std, gen)
@@ -77,7 +77,7 @@ def sac_value_update(state: CriticState, inputs: SacValueInputs, batch: Batch, g
 
 
 def sac_policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
-    """One step on alpha log pi - Q, then one on the temperature. Mutates ``state`` only."""
+    """Take one step on alpha log pi - Q, then one on the temperature. Mutates ``state`` only."""
     share = loss_share(batch.mask, batch.weight)
     mean, log_std = state.policy.module(batch.obs)
     action, log_prob = squashed_gaussian(mean, log_std, gen)
@@ -104,7 +104,7 @@ def sac_policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBat
 
 
 def probe_stochastic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
-    """A Gaussian policy's outputs, [2, A] each."""
+    """Return a Gaussian policy's outputs for two rows, [2, A] each."""
     mean, log_std = network(obs)
     outputs = {
         "forward(obs)'s mean": mean,
@@ -115,7 +115,7 @@ def probe_stochastic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
 
 
 def sampled_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
-    """A draw from the policy, [N, A]."""
+    """Sample an action from the policy, [N, A]."""
     mean, log_std = policy(obs)
     return torch.tanh(mean + log_std.exp() * noise(mean))
 
@@ -128,7 +128,7 @@ def gaussian_policy(config: Config, spec: EnvSpec) -> nn.Module:
 
 
 def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
-    """The V-learner's side."""
+    """Create the V-learner's state and update."""
     state, log_alpha = value_state(config, critic, device), torch.zeros(1, device=device)
     pulls: Tensors = {"policy": [Flat(policy).data], "temperature": [log_alpha]}
     owns: Tensors = {"critic": [state.critic.data]}
@@ -136,7 +136,7 @@ def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device:
 
 
 def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
-    """The P-learner's side."""
+    """Create the P-learner's state and update."""
     algo = own(config, SacConfig)
     net, flat = algo.policy, Flat(policy, trained=True)
     temperature = Flat(Temperature(algo.alpha).to(device), trained=True)

@@ -1,7 +1,7 @@
-"""Wiring of action values on a replay: a collector that acts epsilon-greedily, and a V-learner.
+"""Wiring of value-based algorithms on a replay: an epsilon-greedy collector and a V-learner.
 
-The V-learner's network is the policy. DQN fills in :class:`ValueBased`; with an epsilon ladder and priorities from the
-collector under ``Concurrent`` it is Ape-X (Horgan et al. 2018).
+The V-learner's network is the policy. DQN is an instance of :class:`ValueBased`; with an epsilon ladder and initial
+priorities from the collector under ``Concurrent`` it is Ape-X (Horgan et al. 2018).
 """
 
 import copy
@@ -38,7 +38,7 @@ from pql.nets.mlp import Flat, NetInput, seeded
 from pql.nets.q import QNetwork
 from pql.types import Batch, Metrics, split
 
-GATHERED = 16 << 20  # bytes of observations that are gathered at once, where several batches may be
+GATHERED = 16 << 20  # largest gather of observations for several batches, in bytes
 
 
 @dataclass
@@ -54,16 +54,16 @@ class ValueState(State):
 
     @property
     def nets(self) -> tuple[QNetwork, QNetwork]:
-        """The network that is trained, and the target network."""
+        """Return the trained network and the target network."""
         return cast(QNetwork, self.q.module), cast(QNetwork, self.target.module)
 
 
 @dataclass(frozen=True)
 class ValueBased:
-    """The functions in which algorithms of action values on a replay differ.
+    """The functions that define a value-based algorithm on a replay.
 
     Attributes:
-        settings: the record of ``config.algo``.
+        settings: class of ``config.algo``.
         network: (config, spec) -> the network on the CPU.
         update: (state, settings, batch, gen) -> metrics.
     """
@@ -78,10 +78,10 @@ class ValueBased:
 
 
 def value_counts(config: Config) -> Counts:
-    """The smallest tick with whole numbers of steps and updates.
+    """Return the smallest tick with whole numbers of steps and updates.
 
     Raises:
-        ConfigError: none up to 64 steps has.
+        ConfigError: there is none up to 64 steps.
     """
     algo = own(config, DqnConfig)
     ratio = Fraction(str(algo.v_per_step))
@@ -95,10 +95,10 @@ def value_counts(config: Config) -> Counts:
 
 
 def target_updates(config: Config, counts: Counts) -> int:
-    """``algo.target_period`` in updates.
+    """Return ``algo.target_period`` in updates.
 
     Raises:
-        ConfigError: it is no whole number of them; names the nearest that is.
+        ConfigError: it is not a whole number of updates; the message names the nearest period that is.
     """
     period = own(config, DuelingConfig).target_period
     steps, updates = counts.horizon * config.num_envs, counts.updates["v"]
@@ -117,18 +117,18 @@ def check_value_based(config: Config, spec: EnvSpec, counts: Counts, device: tor
     """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
-        ConfigError: an action or observation space that no network here takes, a target period that is no whole number
-            of updates, a replay that is too small or too large.
+        ConfigError: an unsupported action or observation space, a target period that is not a whole number of updates,
+            or a replay that is too small or too large.
     """
     check_acting(config, spec)
     target_updates(config, counts)
     prioritized = own(config, DuelingConfig).priority.alpha > 0
-    leaf = ("priority",) * 2 if prioritized else ()  # it takes as much as two numbers of a row
+    leaf = ("priority",) * 2 if prioritized else ()  # the sum tree takes two numbers per row
     return ring_rows(config, spec, counts, device, (*stored_columns(config), *leaf), prioritized)
 
 
 def check_acting(config: Config, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` for continuous actions, or observations that no network here takes."""
+    """Raises ``ConfigError`` for continuous actions or an unsupported observation."""
     if not isinstance(spec.action, Discrete):
         raise ConfigError("task", config.task.name, f"a task with discrete actions; this one has {spec.action}")
     if critic_of(config).net is None:
@@ -136,7 +136,7 @@ def check_acting(config: Config, spec: EnvSpec) -> None:
 
 
 def wire_value_based(kind: ValueBased, setup: Setup) -> Wiring:
-    """The replay, its collector and the V-learner."""
+    """Create the replay, its collector and the V-learner."""
     config, spec, algo = setup.config, setup.spec, own(setup.config, DqnConfig)
     net = seeded(partial(kind.network, config, spec), setup.init_seed)
     norm = make_normalizer(setup)
@@ -156,14 +156,14 @@ def wire_value_based(kind: ValueBased, setup: Setup) -> Wiring:
 
 
 def value_role(kind: ValueBased, setup: Setup, net: QNetwork, norm: Normalizer, ring: Replay) -> Role:
-    """The V-learner: network and target, priorities where they are on, a private normaliser and cursor."""
+    """Create the V-learner: network and target, optional priorities, and private copies of normaliser and cursor."""
     config, counts, device = setup.config, setup.counts, ring.device
     algo = own(config, DqnConfig)
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = make_priorities(config, ring, counts)
     every = target_updates(config, counts)
     state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
-    ring.constants(algo.n_step, algo.gamma)  # now: their copy to the device would make the first tick wait
+    ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
     draw = TransitionDraw(algo, ring, cursor, private, ranked)
     begin = rest = None
@@ -187,7 +187,7 @@ class TransitionDraw:
     def __call__(self, count: int, gen: Generator) -> Iterator[Batch]:
         """Yield ``count`` batches of B transitions."""
         algo, ring, ranked = self.algo, self.ring, self.ranked
-        if ranked is None:  # an update does not change what the next one draws: one gather for several batches
+        if ranked is None:  # uniform draws do not depend on updates: one gather for several batches
             size = 2 * algo.batch_size * sum(v[0].nbytes * ring.stacks[k] for k, v in ring.obs.items())
             for some in update_shares(count, size):
                 rows = ring.sample(self.cursor, some * algo.batch_size, algo.n_step, algo.gamma, gen)
@@ -204,33 +204,33 @@ class TransitionDraw:
 
 
 def update_shares(count: int, size: int) -> list[int]:
-    """Of ``count`` batches of ``size`` bytes: how many each gather is for.
+    """Split ``count`` batches of ``size`` bytes into gathers; returns the number of batches in each.
 
-    One gather for all saves calls; but a CPU's allocator gives larger memory back to the kernel each time, and mapping
-    it anew takes several times as long as the gather.
+    Fewer gathers mean fewer calls; but a CPU's allocator returns large blocks to the kernel every time, and mapping
+    them again costs several times as much as the gather.
     """
     most = max(1, GATHERED // size)
     return [min(most, count - done) for done in range(0, count, most)]
 
 
 def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized | None:
-    """Priorities over the ring, or None where rows are drawn uniformly."""
+    """Create priorities over the ring, or return None if rows are drawn uniformly."""
     algo = own(config, DqnConfig)
     wanted = algo.priority
     if wanted.alpha == 0:
         return None
-    clip = None if algo.critic.atoms is not None else algo.huber  # of TD errors; a KL counts in full
+    clip = None if algo.critic.atoms is not None else algo.huber  # clips TD errors; a KL is not clipped
     rule = make_rule(wanted, ring, counts, clip)
     return Prioritized(ring, algo.n_step, algo.gamma, rule, wanted.initial == "actor")
 
 
 def make_rule(wanted: PriorityConfig, ring: Replay, counts: Counts, clip: float | None) -> PriorityRule:
-    """Return how rows or sequences of ``ring`` are drawn."""
+    """Create the sampling rule for rows or sequences of ``ring``."""
     return PriorityRule(wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, clip)
 
 
 def stored_columns(config: Config) -> tuple[str, ...]:
-    """Columns that the actor has stored beside its actions."""
+    """Return the columns that the actor stores in addition to its actions."""
     wanted = own(config, DuelingConfig).priority
     return STORED if wanted.alpha > 0 and wanted.initial == "actor" else ()
 
@@ -244,25 +244,25 @@ def make_optimizer(config: Config, flat: Flat) -> Optimizer:
 
 
 def acting(config: Config) -> Config:
-    """The same with observations that the network may act on: what the policy sees, unless they are named."""
+    """Return the config with the network's observations named; the default is the policy's observations."""
     critic = critic_of(config)
     return with_critic(config, replace(critic, obs=critic.obs or ["policy"]))
 
 
 def critic_of(config: Config) -> TrainedNetConfig:
-    """The settings of the one network."""
+    """Return the settings of the value network."""
     critic: TrainedNetConfig = config.algo.critic  # type: ignore[attr-defined]
     return critic
 
 
 def with_critic(config: Config, critic: TrainedNetConfig) -> Config:
-    """The same with other settings of the one network."""
+    """Return the config with other settings of the value network."""
     algo: Any = config.algo
     return replace(config, algo=replace(algo, critic=critic))
 
 
 def make_value_input(config: Config, spec: EnvSpec) -> NetInput:
-    """Create the input of a value network: that of its settings, or the features of ``algo.critic.net``."""
+    """Create the input layers of a value network from its settings, or from a custom ``algo.critic.net``."""
     if critic_of(config).net is not None:
         body = OwnBody(custom_network(config, spec, "critic"), spec.obs)
         return NetInput(groups_of(config, spec, "critic")[0], body.size, body)
@@ -270,7 +270,7 @@ def make_value_input(config: Config, spec: EnvSpec) -> NetInput:
 
 
 def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
-    """The network alone, freshly initialised. One from elsewhere (``algo.critic.net``) gives the features."""
+    """Create a freshly initialised network. A custom ``algo.critic.net`` computes its features."""
     config = acting(config)
     algo, net = config.algo, critic_of(config)
     source = make_value_input(config, spec)

@@ -24,7 +24,7 @@ from pql.nets.encoders import groups_of
 from pql.nets.mlp import Flat
 
 Devices = dict[str, torch.device]
-"""Where each worker sits, by name."""
+"""Device of each worker, by name."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Setup:
     Attributes:
         env: a live environment.
         rows: storage rows per environment, as the family's ``check`` returned them.
-        devices: by worker.
+        devices: devices by worker.
         capture: whether CUDA graphs may be captured.
     """
 
@@ -61,7 +61,7 @@ class Setup:
 
 @dataclass
 class Role:
-    """One worker's algorithmic side: private tensors by the slot that fills them, and what it owns."""
+    """One worker's part of an algorithm: private tensors by the slot that fills them, and the tensors it publishes."""
 
     pulls: dict[str, list[Tensor]]
     owns: dict[str, list[Tensor]]
@@ -74,8 +74,8 @@ class Wiring:
     """Components that a family creates from a config and an environment; ``build`` adds workers, slots and a schedule.
 
     Attributes:
-        roles: by worker: learners, in the order in which a tick without concurrency runs them, then the collector.
-        policy: what is evaluated and saved.
+        roles: by worker: learners, in the order in which the lockstep schedule runs them, then the collector.
+        policy: network that is evaluated and saved.
         gauges: 0-dim tensors for the log.
     """
 
@@ -86,21 +86,21 @@ class Wiring:
 
 
 def seeds(seed: int) -> dict[str, int]:
-    """One seed -> a seed for every generator and for the simulator. A single learner's is that of "v"."""
+    """Derive a seed for every generator and for the simulator. A single learner uses "v"."""
     root = torch.Generator().manual_seed(seed)
     names = ("init", "env", "collector", "v", "p", "eval")
     return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
 
 
 def own_seed(seed: int, number: int) -> int:
-    """A seed for what must differ between processes, or replicas, that share a run. The first one's is the run's."""
+    """Derive the seed of process or replica ``number`` of a run. Number 0 has the run's seed."""
     if number == 0:
         return seed
     return int(torch.randint(2**62, (number,), generator=torch.Generator().manual_seed(seed))[-1])
 
 
 def make_normalizer(setup: Setup) -> Normalizer:
-    """The collector's statistics."""
+    """Create the collector's normaliser."""
     config, spec, algo = setup.config, setup.spec, setup.config.algo
     return Normalizer(
         spec.obs,
@@ -114,7 +114,7 @@ def make_normalizer(setup: Setup) -> Normalizer:
 
 
 def check_obs(config: Config, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` for an observation that no network here takes; networks from elsewhere are not asked."""
+    """Raises ``ConfigError`` for an unsupported observation. Custom networks are not checked."""
     for which in ("policy", "critic"):
         if getattr(config.algo, which).net is None:
             groups_of(config, spec, which)
@@ -128,11 +128,11 @@ def ring_rows(
     extra: Sequence[str] = (),
     prioritized: bool = False,
 ) -> int:
-    """Rows per environment of a replay of ``replay.capacity`` transitions.
+    """Return the rows per environment of a replay of ``replay.capacity`` transitions.
 
     Args:
-        extra: names of the columns that it keeps beside the actions.
-        prioritized: single rows are drawn by priority.
+        extra: names of columns stored in addition to the actions.
+        prioritized: rows are drawn by priority.
     Raises:
         ConfigError: it is too small for the warm-up or a tick, or does not fit into memory.
     """
@@ -152,7 +152,7 @@ def ring_rows(
 
 
 def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence[str] = ()) -> Replay:
-    """An empty replay on ``worker``'s device."""
+    """Create an empty replay on ``worker``'s device."""
     config, spec = setup.config, setup.spec
     layout = ring_layout(config, spec, setup.rows, setup.counts, extra)
     clip, ragged = config.task.reward_clip, spec.spread > 1

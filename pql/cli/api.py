@@ -1,6 +1,6 @@
-"""The command line's verbs for Python: a train here and a ``pql train`` there make the same run.
+"""Python functions for the commands: ``pql.train`` and ``pql train`` with the same settings make the same run.
 
-Nothing here imports torch before it is needed.
+torch is imported only when needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,21 @@ def train(
     callbacks: "Callbacks" = (),
     quiet: bool = False,
 ) -> "Summary":
-    """Train with the command line's overrides: ``pql.train("task=halfcheetah", "budget.seconds=60")``.
+    """Train with the overrides of the command line: ``pql.train("task=halfcheetah", "budget.seconds=60")``.
 
     Ctrl-C ends the run after its tick and saves it, as on the command line.
 
     Args:
         overrides: ``"key=value"``, or dicts, nested or dotted: ``{"task": "halfcheetah", "budget": {"seconds": 60}}``.
-        env: a live ``VecEnv`` to train on instead of a task; ``num_envs`` and ``device`` are then its own. It is
-            evaluated once, after training, and stays open.
+        env: a live ``VecEnv`` to train on instead of a task; it determines ``num_envs`` and ``device``. It is evaluated
+            once, after training, and stays open.
         callbacks: one or several, called as ``callback(session, row)`` with every row of metrics;
             ``session.stop = True`` ends the run.
-        quiet: nothing on the console.
+        quiet: print nothing.
     Returns:
         the run's ``Summary`` (``return_mean``, ``run_dir``, ``checkpoint``, ...).
     Raises:
-        ConfigError: an override, or the environment, cannot work.
+        ConfigError: an invalid override, or an unsupported environment.
         RunError: the run failed after it started.
     """
     from pql.config.compose import words_of
@@ -55,11 +55,11 @@ def resume(
     quiet: bool = False,
     trust: bool = False,
 ) -> "Summary":
-    """Go on with a run, as ``pql resume``: ``pql.resume("runs/x", "budget.seconds=600")``.
+    """Continue a run, as ``pql resume`` does: ``pql.resume("runs/x", "budget.seconds=600")``.
 
     Args:
-        overrides: of ``budget``, ``eval``, ``logger``, ``checkpoint`` and ``replay.save``; the rest stays as it was.
-        env: the live environment, where the run was made on one.
+        overrides: of ``budget``, ``eval``, ``logger``, ``checkpoint`` and ``replay.save``; other settings stay.
+        env: the live environment, if the run was made on one.
         trust: run the code, programs and paths that the run's settings name (docs/security.md).
     Raises:
         ConfigError: no run there, nothing to resume from, or an override that would make it another run.
@@ -83,14 +83,14 @@ def evaluate(
     epsilon: float | None = None,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Play whole episodes with the policy of a run, checkpoint or export, as ``pql eval``. Writes nothing.
+    """Evaluate the policy of a run, checkpoint or export on whole episodes, as ``pql eval`` does. Writes nothing.
 
     Args:
-        epsilon: share of random actions, where they are discrete; None: as in the run's own evaluations.
-        trust: also where it names code, a program or a path of its maker's (docs/security.md).
+        epsilon: share of random actions, if they are discrete; None: as in the run's evaluations.
+        trust: accept a file that names code, a program or a path (docs/security.md).
     Returns:
-        ``return_mean``, ``return_median``, ``return_iqm``, ``return_std``, ``length_mean``, ``success`` (where the task
-        defines it), ``returns`` and ``lengths`` of the single episodes, and what was asked for.
+        ``return_mean``, ``return_median``, ``return_iqm``, ``return_std``, ``length_mean``, ``success`` (if the task
+        defines it), ``returns`` and ``lengths`` of the single episodes, and the arguments.
     Raises:
         ConfigError: no policy there, a damaged one, or a number out of range.
     """
@@ -113,16 +113,16 @@ def evaluate(
 def report(
     run: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """Write a page about one run, as ``pql report``. Needs the extra ``report``.
+    """Write a page about one run, as ``pql report`` does. Needs the extra ``report``.
 
     Args:
-        out: the page's folder; None: ``report`` in the run.
-        x: the axis: ``seconds``, ``env_steps`` or ``updates``.
-        thresholds: returns, for the times at which they were reached.
+        out: the page's folder; None: ``report`` in the run directory.
+        x: the x axis: ``seconds``, ``env_steps`` or ``updates``.
+        thresholds: returns; the page lists when each was reached.
     Returns:
-        the page's numbers, with ``page``, the path of its HTML.
+        the numbers on the page, and ``page``, the path of its HTML file.
     Raises:
-        ConfigError: no run there, one without metrics, an unknown axis, or a folder that cannot be written.
+        ConfigError: not a run, a run without metrics, an unknown axis, or a folder that cannot be written.
     """
     return _page([run], out, x, thresholds, single=True)
 
@@ -130,12 +130,12 @@ def report(
 def compare(
     *runs: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """Write a page that compares runs, as ``pql compare``: ``pql.compare("runs", x="env_steps")``.
+    """Write a page that compares runs, as ``pql compare`` does: ``pql.compare("runs", x="env_steps")``.
 
     Args:
         runs: run directories, or folders of runs.
-        out: the page's folder; None: ``comparison`` here.
-        x, thresholds: as for :func:`report`, which says what is returned and raised.
+        out: the page's folder; None: ``comparison`` in the working directory.
+        x, thresholds: as for :func:`report`; so are results and errors.
     """
     return _page(runs, out, x, thresholds, single=False)
 
@@ -155,12 +155,12 @@ def _page(
 def launch(
     words: list[str], run_dir: Path | None = None, quiet: bool = False, trust: bool = False, **options: Any
 ) -> "Summary":
-    """Say what the run will do, then load what it takes (torch, for seconds on a busy machine), and run.
+    """Print what the run will do, then import torch (seconds on a busy machine), and run.
 
     Args:
-        words: of the command line.
+        words: overrides of the command line.
         run_dir: of the run to resume; None: a new one.
-        trust: run what the settings of the run to resume name, as ``--trust``.
+        trust: run code that the settings of a resumed run name, as ``--trust`` does.
         options: of ``Session``.
     """
     from pql.config.compose import compose
@@ -174,12 +174,12 @@ def launch(
     resume, alone = run_dir is not None, world().size == 1
     speaks = not quiet and not world().rank
     if run_dir is not None and speaks and rundir.holds_run(run_dir):
-        print(f"resumes {run_dir}", flush=True)  # its settings are in a checkpoint, which takes torch to read
+        print(f"resumes {run_dir}", flush=True)  # its settings are in a checkpoint, which needs torch
     config = compose(words, likely_device) if run_dir is None else resume_config(run_dir, words, trust)
     if not (config.task.live or config.task.process.python or config.task.remote):
         check_name(config.task.name)
     with ExitStack() as opened:
-        # Several processes agree on a directory first, which takes torch.
+        # Several processes agree on a directory first, which needs torch.
         claim = opened.enter_context(rundir.claim_directory(config, resume)) if alone else None
         where = None if claim is None or resume else claim.path
         console = announced(config, where) if speaks else None
@@ -188,7 +188,7 @@ def launch(
         with console.doing("loading") if console else nullcontext():
             from pql.run.session import Session
 
-            if not resume and (sure := compose(words)) != config:  # a driver, but no GPU that torch can use
+            if not resume and (sure := compose(words)) != config:  # there is a driver, but no GPU that torch can use
                 config = sure
                 if console:
                     console.say(opening(config, where))
@@ -197,16 +197,16 @@ def launch(
 
 
 def words_for(env: "VecEnv", words: list[str]) -> list[str]:
-    """The overrides of a run on a live environment.
+    """Return the overrides of a run on a live environment.
 
     Raises:
-        ConfigError: a task beside it, or an object of another interface.
+        ConfigError: a task is given as well, or the object has another interface.
     """
     from pql.contract.env import check_protocol
     from pql.engine.world import world
 
     if clash := [w for w in words if w.partition("=")[0] in NAMES_A_TASK]:
-        raise ConfigError("task", clash[0].partition("=")[2], "no task beside env=, which is trained on instead")
+        raise ConfigError("task", clash[0].partition("=")[2], "no task together with env=, which is trained on instead")
     check_protocol(env)
     spec = env.spec
     own = ["task=env", f"task.name={spec.name}", "task.live=true", f"num_envs={spec.num_envs * world().size}"]

@@ -1,7 +1,7 @@
-"""``pql bench placement``: which split of a CPU's threads makes a run's ticks fastest on this machine.
+"""``pql bench placement``: find the split of CPU threads that makes a run's ticks fastest on this machine.
 
-A run reads its split from its settings alone: another one sums in another order, so gives other bits. This measures,
-and says what to set.
+A run reads its split only from its settings, because another split changes the order of summation, hence bits. This
+command measures splits and prints the settings to use.
 """
 
 import inspect
@@ -21,8 +21,8 @@ from pql.run.build import build
 Split = dict[str, int]
 """Threads by the names of ``placement.threads``."""
 
-WORTH = 1.03  # times as fast, for another split to be taken: less is noise
-WARM_UP, ROWS = 32, 100_000  # of a measurement: what a tick costs does not depend on what a replay holds
+WORTH = 1.03  # least speed-up at which another split is accepted: less is noise
+WARM_UP, ROWS = 32, 100_000  # of a measurement: a tick's cost does not depend on the replay's content
 
 
 class Trial(Protocol):
@@ -31,11 +31,11 @@ class Trial(Protocol):
     split: Split
 
     def rate(self, seconds: float) -> float:
-        """Ticks per second, over about ``seconds``."""
+        """Measure ticks per second, for about ``seconds``."""
         ...
 
     def busy(self) -> dict[str, float]:
-        """Seconds that each part which has threads was at work so far."""
+        """Return the seconds that each multi-threaded part was busy so far."""
         ...
 
     def close(self) -> None: ...
@@ -70,12 +70,12 @@ class RealTrial:
 
 
 def measure_placements(words: Sequence[str], seconds: float = 2.0, rounds: int = 3) -> int:
-    """Measure for the run that ``words`` (as for ``pql train``) describe, and print what to set. Returns 0.
+    """Measure splits for the run that ``words`` (as for ``pql train``) describe; print the settings to use. Returns 0.
 
     Args:
-        seconds: of each measurement; every split tried is measured ``rounds`` times, in turn with the best so far.
+        seconds: of each measurement; every split is measured ``rounds`` times, alternating with the best so far.
     Raises:
-        ConfigError: a wrong setting, or nothing of this run has threads on the CPU.
+        ConfigError: a wrong setting, or no part of this run has threads on the CPU.
     """
     config = small_run(compose(words))
     start, cores = splits(config), available_cores()
@@ -90,15 +90,16 @@ def measure_placements(words: Sequence[str], seconds: float = 2.0, rounds: int =
 
     best = search(lambda split: RealTrial(config, split), start, cores, seconds, rounds, tell)
     if best == start:
-        print(f"the default is the best of the {tried} tried: nothing to set")
+        print(f"the default is the best of the {tried} tried: no setting to change")
         return 0
-    new, old = RealTrial(config, best), RealTrial(config, start)  # anew: the luckiest of many measurements flatters
+    # Measured again, as the best of many measurements is biased upwards.
+    new, old = RealTrial(config, best), RealTrial(config, start)
     ratio = faster(new, old, seconds, rounds)
     new.close()
     old.close()
     changed = " ".join(f"placement.threads.{k}={v}" for k, v in best.items() if v != start[k])
-    print(f"measured anew, {ratio:.2f} of the default's ticks per second with {changed}")
-    print(changed if ratio >= WORTH else "which is noise: nothing to set (longer measurements: seconds=10 rounds=5)")
+    print(f"measured again, {ratio:.2f} of the default's ticks per second with {changed}")
+    print(changed if ratio >= WORTH else "within noise: no setting to change (measure longer: seconds=10 rounds=5)")
     return 0
 
 
@@ -110,10 +111,10 @@ def search(
     rounds: int,
     tell: Callable[[Split, float], None],
 ) -> Split:
-    """Change one number after another, the busiest part's first, keep what is clearly faster, until nothing is.
+    """Change one number at a time, the busiest part's first; keep changes that are clearly faster, until none is.
 
     Args:
-        tell: called with every split that was tried, and its rate relative to the best before it.
+        tell: called with every split tried, and its rate relative to the best before it.
     """
     best, tried = make(start), [start]
     try:
@@ -134,7 +135,7 @@ def search(
 
 
 def neighbours(split: Split, order: Sequence[str], cores: int) -> Iterator[Split]:
-    """Splits that differ in one number: a power of two below the number of cores, or that number."""
+    """Yield splits that differ in one number: a power of two below the number of cores, or that number."""
     for name in order:
         for count in (*(1 << i for i in range(cores.bit_length()) if 1 << i < cores), cores):
             if count != split[name]:
@@ -142,7 +143,7 @@ def neighbours(split: Split, order: Sequence[str], cores: int) -> Iterator[Split
 
 
 def faster(a: Trial, b: Trial, seconds: float, rounds: int) -> float:
-    """``a``'s rate over ``b``'s: the median over rounds in which both are measured, either first in turn."""
+    """Return ``a``'s rate over ``b``'s: the median over rounds that measure both, in alternating order."""
     ratios = []
     for i in range(rounds):
         if i % 2:
@@ -154,10 +155,10 @@ def faster(a: Trial, b: Trial, seconds: float, rounds: int) -> float:
 
 
 def splits(config: Config) -> Split:
-    """The default split, of all that has threads on the CPU.
+    """Return the default split over all parts with threads on the CPU.
 
     Raises:
-        ConfigError: nothing has.
+        ConfigError: there are none.
     """
     known, out = thread_counts(config), dict[str, int]()
     for worker, device in worker_devices(config, config.algo.learners).items():
@@ -173,7 +174,7 @@ def splits(config: Config) -> Split:
 
 
 def setting_of(worker: str) -> str:
-    """The name of a worker in ``placement.threads``."""
+    """Return the name of a worker in ``placement.threads``."""
     return "v" if worker == "learner" else worker
 
 
@@ -182,7 +183,7 @@ def with_split(config: Config, split: Split) -> Config:
 
 
 def small_run(config: Config) -> Config:
-    """``config`` with a short warm-up and a replay that two of can be had."""
+    """Return ``config`` with a short warm-up and a replay so small that two runs fit into memory."""
     capacity = min(config.replay.capacity, max(ROWS, 4 * WARM_UP * config.num_envs))
     algo = replace(config.algo, warmup_steps=min(config.algo.warmup_steps, WARM_UP))
     return replace(config, algo=algo, replay=replace(config.replay, capacity=capacity))

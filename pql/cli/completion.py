@@ -1,7 +1,7 @@
-"""Shell completion: ``eval "$(pql completion bash)"``. The shell's script asks ``pql completion --words`` at every Tab.
+"""Shell completion: ``eval "$(pql completion bash)"``. The shell script calls ``pql completion --words`` at every Tab.
 
-So what is offered is what this installation has: commands, presets, settings and their values. It takes a tenth of a
-second: nothing here may import torch or Hydra.
+Completions are therefore those of this installation: commands, presets, settings and their values. A call takes a tenth
+of a second, so nothing here may import torch or Hydra.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ _pql() {
     local line="${COMP_LINE:0:COMP_POINT}" IFS=$'\\n'
     local word="${line##*[[:space:]]}"
     COMPREPLY=($("${COMP_WORDS[0]}" completion --words "$line" 2>/dev/null))
-    # Bash breaks words at '=' and ':': what stands before the last of these is there already.
+    # Bash breaks words at '=' and ':': text up to the last of these is already on the line.
     local have="${word%"${word##*[=:]}"}"
     [[ -n $have && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"$have"}")
     [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace 2>/dev/null
@@ -63,12 +63,12 @@ RUN_FIRST = ("resume", "eval", "play", "export", "compare", "report")  # the fir
 def candidates(
     line: str, commands: Mapping[str, Iterable[str]], flags: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
-    """Whole words that the last word of ``line`` may become. Empty: a file's name, perhaps.
+    """Return words that may replace the last word of ``line``. Empty if it may be a file name.
 
     Names are completed a part at a time: ``algo.cr`` -> ``algo.critic.``, then ``algo.critic.lr=``.
 
     Args:
-        commands: with the settings that are each one's own.
+        commands: command -> its own settings.
         flags: by command.
     """
     words = line.split()
@@ -90,7 +90,7 @@ def candidates(
     elif "=" in word:
         found = setting_values(command, word)
     elif command in ("compare", "report") and not word:
-        found = ()  # another run, rather
+        found = ()  # probably another run
     else:
         chosen = next((w.removeprefix("algo=") for w in before if w.startswith("algo=")), "pql")
         algo = chosen if chosen in Presets().names("algo") else None
@@ -99,10 +99,10 @@ def candidates(
 
 
 def setting_names(command: str, algo: str | None = None) -> list[str]:
-    """Names of settings, a run's and a tool's, that may precede ``=`` after ``pql command``.
+    """Return names of settings, of runs and of the tool, that may precede ``=`` after ``pql command``.
 
     Args:
-        algo: the preset that is named on the line already; None: settings of every algorithm are offered.
+        algo: the preset already named on the line; None: settings of every algorithm.
     """
     known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
     if command == "train":
@@ -118,12 +118,12 @@ def setting_names(command: str, algo: str | None = None) -> list[str]:
 
 def is_of(name: str, algo: str) -> bool:
     """Return True if the algorithm of the preset ``algo`` reads the setting ``name``."""
-    record = RECORDS.get(Presets().family(algo))  # others would import their packages, and these torch
+    record = RECORDS.get(Presets().family(algo))  # other families would import their packages, and those torch
     return record is None or not name.startswith("algo.") or reads(Config(algo=record()), name)
 
 
 def next_parts(word: str, found: Sequence[str]) -> list[str]:
-    """Of dotted names that begin with ``word``: up to the next dot, or ``=`` at their end."""
+    """Return the next part of dotted names that begin with ``word``: up to the next dot, or ``=`` at their end."""
     parts = []
     for name in found:
         if name.startswith(word):
@@ -133,7 +133,7 @@ def next_parts(word: str, found: Sequence[str]) -> list[str]:
 
 
 def setting_values(command: str, word: str) -> list[str]:
-    """``algo=p`` -> ``algo=pql``, ...; after a comma, as ``pql train -m`` takes it, the next one."""
+    """Complete values: ``algo=p`` -> ``algo=pql``, ...; after a comma (``pql train -m``), the next value."""
     key, _, text = word.partition("=")
     head = f"{key}={text[: text.rfind(',') + 1]}"
     allowed: Sequence[str] = ()
@@ -149,6 +149,6 @@ def setting_values(command: str, word: str) -> list[str]:
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """The values that a setting may have in any algorithm, where they can be counted."""
+    """Return the values that a setting accepts in any algorithm, if they are enumerable."""
     found = (one for record in RECORDS.values() for one in settings(Config(algo=record())) if one.name == name)
     return tuple(dict.fromkeys(choice for one in found for choice in one.declaration.choices))

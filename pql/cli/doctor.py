@@ -1,4 +1,4 @@
-"""``pql doctor``: what this machine and this installation have, what is missing, and the command that installs it."""
+"""``pql doctor``: report this machine and installation, missing packages and the commands that install them."""
 
 import contextlib
 import importlib.metadata
@@ -32,7 +32,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def doctor_report() -> str:
-    """All of it, as text."""
+    """Return the whole report as text."""
     return "\n\n".join(["\n".join(machine_lines()), table(extras()), table(simulators()), table(robots())])
 
 
@@ -55,7 +55,7 @@ def machine_lines() -> list[str]:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where it is not."""
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -63,21 +63,21 @@ def version(package: str) -> str | None:
 
 
 def extras() -> list[list[str]]:
-    """A row per extra: its name, its use, ok or the command that installs it, and its packages' versions."""
+    """Return a row per extra: its name, its use, ok or the command that installs it, and its packages' versions."""
     rows = [["extra", "for", "state", "packages"]]
     for extra, (use, packages) in EXTRAS.items():
         needed = requirements(extra)
         found = {package: version(package) for package in packages}
         wrong = {p for p, v in found.items() if v is None or (p in needed and not needed[p].contains(v, True))}
-        told = ", ".join(
+        installed = ", ".join(
             f"{p} {v or 'missing'}" + (f" (needs {needed[p]})" if v and p in wrong else "") for p, v in found.items()
         )
-        rows.append([extra, use, f"pip install 'pql-rl[{extra}]'" if wrong else "ok", told])
+        rows.append([extra, use, f"pip install 'pql-rl[{extra}]'" if wrong else "ok", installed])
     return rows
 
 
 def requirements(extra: str) -> dict[str, Any]:
-    """package -> the versions of it that this installation of pql asks for with ``extra``; others ask for others."""
+    """Return package -> versions that this installation of pql requires for ``extra``."""
     from packaging.requirements import Requirement
 
     try:
@@ -89,7 +89,7 @@ def requirements(extra: str) -> dict[str, Any]:
 
 
 def simulators() -> list[list[str]]:
-    """A row per state: the tasks that can be had here, robots included, and those that cannot, with the reason."""
+    """Return a row per state: tasks and robots that are available here, and those that are not, with the reason."""
     from pql.config.layers import Presets
     from pql.contract.registry import env_names
 
@@ -103,7 +103,7 @@ def simulators() -> list[list[str]]:
 
 
 def state_of(name: str) -> str:
-    """ok, or what installs what this environment needs."""
+    """Return "ok", or the command that installs the missing packages of an environment."""
     from pql.contract.registry import find_factory
     from pql.errors import ConfigError, first_line
 
@@ -117,12 +117,12 @@ def state_of(name: str) -> str:
         return "ok"
     except ConfigError as error:
         return error.allowed.rpartition(": ")[2]  # the command that installs it
-    except Exception as error:  # installed, but broken: somebody else's package, as a rule
+    except Exception as error:  # installed, but broken; usually a third-party package
         return first_line(error)
 
 
 def robots() -> list[list[str]]:
-    """A row per robot whose model is a file of somebody's package: ok, or the command that installs it."""
+    """Return a row per robot with a model file from another package: ok, or the command that installs it."""
     from packaging.requirements import Requirement
 
     from pql.errors import ConfigError

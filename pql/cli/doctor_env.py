@@ -1,4 +1,4 @@
-"""``pql doctor --env``: the contract's rules on one environment, how its episodes end, its speed, its numbers."""
+"""``pql doctor --env``: check one environment against the contract; report episode ends, speed and value ranges."""
 
 import time
 import warnings
@@ -21,28 +21,28 @@ from pql.errors import ConfigError
 from pql.run.task import build_env, describe_env
 from pql.types import Step
 
-SPEED_SECONDS = 1.0  # at least so long is stepped to measure the rate
+SPEED_SECONDS = 1.0  # least duration of the rate measurement
 DEADLINES = ("placement.watchdog_seconds", "placement.start_seconds")
 NAMED = ("id", "game", "model")  # keywords that have a setting of their own
 SECTIONS = {name for name, value in to_dict(Config()).items() if isinstance(value, dict)} - {"task"}
 MEANING = {
-    "same_step": "same step: the row that ends an episode shows the next one's first observation",
+    "same_step": "same step: the row that ends an episode returns the next one's first observation",
     "next_step": "next step: a filler row follows the end of an episode, and is not learned from",
 }
 
 
 def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> int:
-    """``pql doctor --env``: print what the contract's rules and a visit find. Returns the exit status.
+    """Run ``pql doctor --env``: check the contract's rules, step with random actions, print. Returns the exit status.
 
     The environment is the one that ``pql train`` would build.
 
     Args:
         name: of a task (``task=``, with all that its preset sets), a registered environment, or ``module:attribute``.
         steps: of the main run; None: a little over the time limit.
-        words: ``key=value``; ``device``, settings ``task.*`` and the two deadlines of ``placement`` as in training,
-            others are the environment's keywords.
+        words: ``key=value``; ``device``, ``task.*`` and the two deadlines of ``placement`` as in training; all others
+            are keywords of the environment.
     Raises:
-        HungError: a call of the environment has not returned within its deadline.
+        HungError: a call of the environment missed its deadline.
     """
     limits("num_envs").check("--num-envs", num_envs)
     STEPS.check("--steps", steps)
@@ -59,7 +59,7 @@ def _check(config: Config, steps: int | None) -> Report:
         foreseen.append(spec)
     with watching(f"building {config.task.title}", start_limit(place)):
         env = build_env(config, approve=foreseen.append)
-    if not protocol_fault(env):  # else its calls are not made
+    if not protocol_fault(env):  # else it is not stepped
         env = Timed(env, place)
     try:
         steps = steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
@@ -73,10 +73,10 @@ def _check(config: Config, steps: int | None) -> Report:
 
 
 def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
-    """The command line's words as a run's settings.
+    """Convert words of the command line to a run's settings.
 
     Raises:
-        ConfigError: a word for something else than the environment.
+        ConfigError: a word that does not concern the environment.
     """
     known = name in Presets().names("task") and name != "env"
     out = [f"task={name}"] if known else ["task=env", f"task.name={name}"]
@@ -93,7 +93,7 @@ def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
 
 
 class ValueRange:
-    """Smallest and largest finite number, and how many were not finite."""
+    """Smallest and largest finite number, and the number of non-finite ones."""
 
     def __init__(self) -> None:
         self.low, self.high, self.bad = float("inf"), float("-inf"), 0
@@ -112,7 +112,7 @@ class ValueRange:
 
 @torch.no_grad()
 def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
-    """Step ``env`` with random actions -> rows of (what, what was found). Reads values back at every step."""
+    """Step ``env`` with random actions; return rows of (property, finding). Synchronises at every step."""
     checker, spec = Checker(env, seed), env.spec
     ranges = {f"obs {k}": ValueRange() for k in spec.obs} | {"reward": ValueRange()}
     counts = dict.fromkeys(("rows", "terminated", "truncated", "lost", "fillers", "late"), 0)
@@ -130,23 +130,23 @@ def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
         [
             "episode ends",
             f"{counts['terminated']:,} terminated, {counts['truncated']:,} truncated in "
-            f"{counts['rows']:,} rows; {counts['fillers']:,} filler rows beside these",
+            f"{counts['rows']:,} rows; {counts['fillers']:,} filler rows in addition",
         ],
         [
             "final observations",
             f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
-            + (", from which nothing is bootstrapped" if counts["lost"] else ""),
+            + (", which are not bootstrapped from" if counts["lost"] else ""),
         ],
         [
             "time limit",
             f"{limit or 'none'}"
             + (
-                f"; {counts['late']:,} terminations in its row: those of its doing must truncate"
+                f"; {counts['late']:,} terminations in its row: if caused by the limit, they must be truncations"
                 if counts["late"]
                 else ""
             ),
         ],
-        *([["crosses through", env.crossing]] if hasattr(env, "crossing") else []),  # in a process of its own
+        *([["crosses through", env.crossing]] if hasattr(env, "crossing") else []),  # in a separate process
         ["host syncs a step", syncs(env, checker)],
         ["env-steps/s", f"{speed(env, checker):,.0f} with {spec.num_envs} environments on {spec.device}"],
         *([name, str(found)] for name, found in ranges.items()),
@@ -154,7 +154,7 @@ def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
 
 
 def tally(step: Step, ranges: dict[str, ValueRange], counts: dict[str, int]) -> None:
-    """Add one step's numbers."""
+    """Add one step's numbers to ``ranges`` and ``counts``."""
     for name, value in step.obs.items():
         ranges[f"obs {name}"].add(value)
     ranges["reward"].add(step.reward[step.valid])
@@ -169,7 +169,7 @@ def tally(step: Step, ranges: dict[str, ValueRange], counts: dict[str, int]) -> 
 
 
 def syncs(env: VecEnv, checker: Checker) -> str:
-    """How often a step makes the host wait for a GPU; as torch counts it, which does not see the simulator's own."""
+    """Count host syncs per step with a GPU, as torch reports them; the simulator's own are not visible."""
     if env.spec.device.type != "cuda":
         return f"none to count: its tensors are on {env.spec.device}"
     (action,) = checker.actions(1)
@@ -185,7 +185,7 @@ def syncs(env: VecEnv, checker: Checker) -> str:
 
 
 def speed(env: VecEnv, checker: Checker) -> float:
-    """Env-steps per second."""
+    """Measure env steps per second."""
     actions, count, began = list(checker.actions(8)), 0, time.perf_counter()
     while (spent := time.perf_counter() - began) < SPEED_SECONDS:
         for action in actions:

@@ -37,7 +37,7 @@ def print_config(overrides: Sequence[str]) -> int:
 
 
 def emit(text: str) -> None:
-    """Print; a reader that has seen enough (``| head``) is no error."""
+    """Print ``text``; a closed pipe (``| head``) is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -45,7 +45,7 @@ def emit(text: str) -> None:
 
 
 def sources_of(config: Config, layers: Sequence[Layer]) -> dict[str, str]:
-    """The last layer that sets each setting, by name."""
+    """Return the last layer that sets each setting, by name."""
     found = {name: SCHEMA for name, _ in leaves(config)}
     for layer in layers:
         for name in _set_by(layer.tree):
@@ -66,12 +66,12 @@ def _set_by(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def unread(config: Config, one: Setting) -> str:
-    """A note on a setting that another one switches off; "" for one that is read."""
+    """Return a note if another setting disables this one, else ""."""
     return "" if is_read(config, one) else f"; not read without {condition_text(one)}"
 
 
 def print_settings(overrides: Sequence[str]) -> int:
-    """Print what the chosen algorithm reads, with values here, allowed values and comments, and return 0.
+    """Print the settings of the chosen algorithm, with values here, allowed values and comments, and return 0.
 
     Raises:
         ConfigError: a wrong setting.
@@ -89,7 +89,7 @@ def print_settings(overrides: Sequence[str]) -> int:
 
 
 def allowed(one: Setting) -> str:
-    """The choices or the range of a setting, or its type."""
+    """Return the choices or the range of a setting, or its type."""
     declaration = one.declaration
     if declaration.choices:
         return "|".join(declaration.choices)
@@ -103,7 +103,7 @@ def condition(one: Setting) -> str:
 
 
 def shown(value: Any) -> str:
-    """``value`` as the command line takes it."""
+    """Format ``value`` as on the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(shown, value))}]"
     if isinstance(value, dict):
@@ -112,12 +112,12 @@ def shown(value: Any) -> str:
 
 
 def dry_run(overrides: Sequence[str]) -> int:
-    """Build the run, warm up, do two ticks, and print sizes, ratios, memory and the estimate of time. Returns 0.
+    """Build the run, warm up, run two ticks; print sizes, ratios, memory and estimated time. Returns 0.
 
     Nothing is written.
 
     Raises:
-        ConfigError: a wrong setting, or something that does not fit.
+        ConfigError: a wrong setting, or a run that does not fit into memory.
     """
     from pql.config.compose import compose
     from pql.engine.watchdog import guarded
@@ -137,7 +137,7 @@ def dry_run(overrides: Sequence[str]) -> int:
             parts.warm_up(config.algo.warmup_steps)
             parts.begin()
             parts.schedule.tick()
-            with parts.schedule.executor.exclusive():  # after all that the first tick queued
+            with parts.schedule.executor.exclusive():  # after all work queued by the first tick
                 steps = parts.env_steps
             times.append(time.perf_counter())
             parts.schedule.tick()
@@ -165,7 +165,7 @@ def dry_run(overrides: Sequence[str]) -> int:
 
 
 def parameters(parts: "Parts") -> dict[str, int]:
-    """The size of each learner's trained networks, by the learner's name."""
+    """Return the number of trained parameters of each learner, by name."""
     from pql.nets.mlp import Flat
     from pql.run.policy import networks_of
 
@@ -178,7 +178,7 @@ def parameters(parts: "Parts") -> dict[str, int]:
 
 
 def tensor_bytes(holder: Any) -> int:
-    """Bytes of the tensors that an object, a mapping or a sequence holds."""
+    """Return the bytes of the tensors in an object, a mapping or a sequence."""
     import torch
 
     if isinstance(holder, torch.Tensor):
@@ -191,7 +191,7 @@ def tensor_bytes(holder: Any) -> int:
 
 
 def estimate(budget: BudgetConfig, rate: float) -> str:
-    """How long the budget takes at ``rate`` env steps a second: a rough figure, from one tick."""
+    """Return the estimated duration of the budget at ``rate`` env steps a second, from one tick."""
     if budget.env_steps is not None and (budget.seconds is None or budget.env_steps / rate <= budget.seconds):
         return f"{budget.env_steps:,} env steps take about {budget.env_steps / rate:,.0f} s at this rate"
     if budget.seconds is not None:

@@ -1,6 +1,6 @@
-"""Runs in processes of their own, one after the other: no state is carried over, and none outlives its parent.
+"""Runs in separate processes, one after the other, which share no state and end with their parent.
 
-Used by ``pql train -m`` and ``pql sweep``; knows nothing of what they compare.
+Used by ``pql train -m`` and ``pql sweep``; does not depend on what they compare.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ INTERRUPTED = 130
 def next_command(run_dir: Path, words: Sequence[str]) -> list[str] | None:
     """Arguments of the next ``pql`` call that finishes the run in ``run_dir``; None if it is finished.
 
-    What an earlier sitting left that ended before its first resume point is moved to ``.lost`` beside the run; a run
-    that a process is still at work on is not: ``resume`` refuses it, and says which process that is.
+    Files of an earlier sitting that ended before its first resume point are moved to ``.lost`` next to the run. A run
+    that another process is working on is left unchanged: ``resume`` rejects it and names that process.
     """
     state = rundir.state(run_dir)
     if state == "finished":
@@ -40,24 +40,24 @@ def next_command(run_dir: Path, words: Sequence[str]) -> list[str] | None:
         lost = run_dir.parent / ".lost" / f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         lost.parent.mkdir(exist_ok=True)
         run_dir.rename(lost)
-        with contextlib.suppress(OSError):  # no run any more, for those that look for runs below a folder
+        with contextlib.suppress(OSError):  # no longer found as a run when folders are searched
             (lost / "metrics.jsonl").rename(lost / "metrics.jsonl.lost")
     return ["train", *words, f"run_dir={run_dir}"]
 
 
 class Runner:
-    """Gives commands to ``pql``, each in a fresh process, while it is entered.
+    """Runs ``pql`` commands, each in a new process, while it is entered.
 
-    Ctrl-C and SIGTERM are passed on to the process at work, which saves and ends; a second time, it leaves at once.
-    The process has its own process group, so that a terminal's Ctrl-C reaches it through here only, and once.
+    Ctrl-C and SIGTERM are forwarded to the running process, which saves and ends; the second one ends it at once. The
+    process has its own process group, so that a terminal's Ctrl-C reaches it only through this class, and only once.
 
     Args:
-        folder: of all runs; made where it is not there. Only one runner works in it.
-        setting: how the user names ``folder``.
+        folder: of all runs; created if it does not exist. Only one runner works in it.
+        setting: the user's name of ``folder``.
         program: what to run instead of ``pql``.
 
     Attributes:
-        asked: Ctrl-C or SIGTERM came, or a process said that they came to it: nothing more is started.
+        asked: Ctrl-C or SIGTERM was received, here or by a process: no more commands are started.
     """
 
     def __init__(self, folder: Path, setting: str, program: Sequence[str] = PROGRAM):
@@ -78,7 +78,7 @@ class Runner:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise ConfigError(self.setting, self.folder, "a folder that no other command is at work in") from error
+            raise ConfigError(self.setting, self.folder, "a folder that no other command uses now") from error
         self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -95,11 +95,11 @@ class Runner:
         enough: Callable[[], bool] | None = None,
         every: float = 0.5,
     ) -> int:
-        """Run one command to its end. Returns its exit status (below 0: the signal that ended it).
+        """Run one command to its end. Returns its exit status (negative: the signal that ended it).
 
         Args:
-            log: where its output goes; the console by default.
-            enough: asked every ``every`` seconds; once it is true, the process is asked to save and end.
+            log: file for its output; None: the console.
+            enough: called every ``every`` seconds; once it returns True, the process is asked to save and end.
         """
         if self.asked:
             return INTERRUPTED
@@ -112,10 +112,10 @@ class Runner:
                 stdout=out,
                 stderr=out,
                 process_group=0,
-                pass_fds=[self._lock.fileno()],  # held until the process, too, has ended
+                pass_fds=[self._lock.fileno()],  # the lock is held until the process has ended as well
                 preexec_fn=end_with_parent,
             )
-            if self.asked:  # it came while the process was being started
+            if self.asked:  # the signal came while the process was being started
                 child.send_signal(signal.SIGTERM)
             status = _wait(child, enough, every)
         self._child = None
@@ -130,16 +130,16 @@ class Runner:
 
 
 def how_ended(status: int) -> str:
-    """An exit status in words: ``status 1``, ``ended by SIGABRT``."""
+    """Describe an exit status: ``status 1``, ``ended by SIGABRT``."""
     return f"status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
 
 
 def _wait(child: "subprocess.Popen[bytes]", enough: Callable[[], bool] | None, every: float) -> int:
-    told = enough is None
+    signalled = enough is None
     while True:
         try:
-            return child.wait(None if told else every)
+            return child.wait(None if signalled else every)
         except subprocess.TimeoutExpired:
             if enough is not None and enough():
                 child.send_signal(signal.SIGTERM)
-                told = True
+                signalled = True

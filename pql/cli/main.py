@@ -1,4 +1,4 @@
-"""The command line: one function a command. Errors a user can mend are one line and exit status 2."""
+"""Command line, one function per command. Errors that a user can correct are one line and exit status 2."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ from pql.errors import ConfigError, HungError, PqlError, PqlWarning, nearest, wi
 from pql.remote.actor import command as actor_command
 from pql.remote.fleet import command as fleet_command
 
-# Every command, with the settings of its own and their types: key=value words that are none of a run's.
+# Every command, with the names and types of the key=value settings that are not settings of a run.
 COMMANDS: dict[str, dict[str, type]] = {
     "train": {},
     "resume": {},
@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print(with_cause(f"{speaker()}: ", str(error)), file=sys.stderr)
-        if isinstance(error, HungError) and argv is None:  # this is a program: what hangs must not keep it
+        if isinstance(error, HungError) and argv is None:  # a hung thread must not keep the process alive
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
         return 1
-    except KeyboardInterrupt as error:  # before, or after, there was something to save
+    except KeyboardInterrupt as error:  # before or after the part of a run that can be saved
         print(f"pql: interrupted: {error}" if error.args else "pql: interrupted", file=sys.stderr)
         return 130
     finally:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def presets_as_setting(words: Sequence[str]) -> list[str]:
-    """``--presets DIR`` as the word ``presets=DIR``, which may stand anywhere among the settings."""
+    """Rewrite ``--presets DIR``, which may be anywhere among the settings, as the setting ``presets=DIR``."""
     out: list[str] = []
     for word in words:
         if out and out[-1] == "--presets":
@@ -90,38 +90,38 @@ def presets_as_setting(words: Sequence[str]) -> list[str]:
 
 
 def show_crashes() -> None:
-    """Have the stacks of all threads printed where native code ends this process, unless that is on already."""
+    """Enable stack dumps of all threads for crashes in native code, unless they are enabled already."""
     if not faulthandler.is_enabled():
-        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # standard error is no file
+        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # standard error is not a file
             faulthandler.enable()
 
 
 def speaker() -> str:
     """Prefix of an error message: ``pql``, with the rank if there are several processes."""
     rank = 0
-    with contextlib.suppress(ConfigError):  # it may be the very error to print
+    with contextlib.suppress(ConfigError):  # it may be the error that is being printed
         rank = world().rank
     return f"pql, rank {rank}" if rank else "pql"
 
 
 def check_alone(command: str, multirun: bool) -> None:
-    """Raises ``ConfigError`` where several processes were started for what one does."""
+    """Raises ``ConfigError`` if several processes were started for a command that needs one."""
     if (multirun or command not in ("train", "resume")) and world().size > 1:
         command += " -m" * multirun
         raise ConfigError("command", command, "train or resume: under torchrun, all processes make one run")
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
-    """One line for a warning of this package; Python's own form for all others."""
+    """Format a warning of this package as one line, all others as Python does."""
     if issubclass(category, PqlWarning):
         return f"pql: warning: {message}\n"
     return f"{where[0]}:{where[1]}: {category.__name__}: {message}\n"
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for wrong usage, as for every other error, instead of argparse's own report.
+    """Reports wrong usage in one line, like every other error, instead of in argparse's format.
 
-    ``flags`` may stand anywhere: argparse would end a list of settings at the first.
+    ``flags`` may be anywhere: argparse would end a list of settings at the first one.
     """
 
     flags: tuple[str, ...] = ()
@@ -237,7 +237,7 @@ def run_train(args: argparse.Namespace) -> int:
         return multirun.run_many(args.overrides)
     from pql.engine.interrupt import Interrupt
 
-    with Interrupt() as interrupt:  # from the start: what is slow to build is saved, too, once it stands
+    with Interrupt() as interrupt:  # entered first: an interrupted slow build is saved as well, once it is finished
         summary = launch(args.overrides, interrupt=interrupt)
     return 130 if summary.interrupted else 0
 
@@ -267,7 +267,7 @@ def run_eval(args: argparse.Namespace) -> int:
     device = resolve_device(asked["device"])
     out = Path(asked["out"]).expanduser() if "out" in asked else None
     if out:
-        check_writable(out)  # before the episodes, not after
+        check_writable(out)  # before the episodes are run
     ended: list[int] = []
 
     def far() -> str:
@@ -288,13 +288,13 @@ def run_eval(args: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(row, indent=1) + "\n")
         print(f"written: {path}")
-    except OSError as error:  # someone else's run, say
+    except OSError as error:  # for example, another user's run
         warnings.warn(f"not written: {error}", PqlWarning, stacklevel=1)
     return 0
 
 
 def check_writable(path: Path) -> None:
-    """Raises ``ConfigError`` where the file ``out=path`` cannot be written."""
+    """Raises ``ConfigError`` if the file ``out=path`` cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -303,7 +303,7 @@ def check_writable(path: Path) -> None:
 
 
 def print_evaluation(row: dict[str, Any]) -> None:
-    """The table of ``pql eval``."""
+    """Print the table of ``pql eval``."""
     from rich.console import Console
     from rich.table import Table
 
@@ -437,7 +437,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:
-    """``key=value`` words whose keys and types are those of ``kinds``."""
+    """Parse ``key=value`` words with the keys and types of ``kinds``."""
     from pql.config.compose import parse_word
 
     words_of = {

@@ -1,6 +1,6 @@
-"""``pql train -m``: one run for every combination of the swept settings. The same command again does what is missing.
+"""``pql train -m``: one run for every combination of the swept settings. Repeating the command runs only missing runs.
 
-The directory of a run follows from its settings alone: ``DIR/<task>-<algo>[-<swept setting>=<value>...]-seed<k>``.
+The directory of a run depends only on its settings: ``DIR/<task>-<algo>[-<swept setting>=<value>...]-seed<k>``.
 """
 
 import itertools
@@ -18,12 +18,12 @@ from pql.errors import ConfigError, show
 from pql.run.store import run_dir as rundir
 
 DIR = "runs/multirun"
-NAMED = ("task", "task.name", "algo", "seed")  # are in every run's name
+NAMED = ("task", "task.name", "algo", "seed")  # included in every run's name
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run to be made: its words without ``run_dir``, and the config that they give."""
+    """One run: its command-line words without ``run_dir``, and the config that they define."""
 
     run_dir: Path
     words: tuple[str, ...]
@@ -35,10 +35,10 @@ class Job:
 
 
 def run_many(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
-    """Do what is missing. Returns the exit status: 0, 1 where a run failed, 130 where Ctrl-C came.
+    """Run the missing runs. Returns the exit status: 0, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
-        ConfigError: before anything starts: a wrong setting, or a run that is there was made with other settings.
+        ConfigError: before the first run: a wrong setting, or an existing run was made with other settings.
     """
     folder, jobs = plan(words)
     for job in jobs:
@@ -48,26 +48,26 @@ def run_many(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
         print(f"\n{results(jobs, outcomes)}\n", flush=True)
     failed = sum(o.startswith("failed") for o in outcomes)
     if runner.asked:
-        print("interrupted: give the same command again to go on")
+        print("interrupted: give the same command again to continue")
         return INTERRUPTED
     if failed:
         print(f"{failed} of {len(jobs)} runs failed: give the same command again to try them once more")
     else:
-        print(f"all {len(jobs)} runs are there: {folder}")
+        print(f"all {len(jobs)} runs are finished: {folder}")
     return 1 if failed else 0
 
 
 def plan(words: Sequence[str]) -> tuple[Path, list[Job]]:
-    """The folder, and all runs in the order of the command line, the last swept setting changing fastest.
+    """Return the folder and all runs in the order of the command line; the last swept setting changes fastest.
 
     Raises:
-        ConfigError: a wrong setting; an interval, which is for ``pql sweep``; two combinations of one name.
+        ConfigError: a wrong setting; an interval, which is for ``pql sweep``; two combinations with the same name.
     """
     folder, settings = DIR, dict[str, str | Space]()
     for word in words:
         key, value = parse_space(word) if not word.startswith("multirun_dir=") else split_word(word)
         if key == "run_dir":
-            raise ConfigError(key, value, "multirun_dir=FOLDER with -m: each run gets a folder of its own in it")
+            raise ConfigError(key, value, "multirun_dir=FOLDER with -m: each run gets a subfolder")
         if isinstance(value, Space) and not value.values:
             raise ConfigError(key, value.text, "values that can be counted; intervals are for pql sweep")
         if key == "multirun_dir":
@@ -81,7 +81,7 @@ def plan(words: Sequence[str]) -> tuple[Path, list[Job]]:
         chosen = dict(zip(settings, combination, strict=True))
         job = make_job(root, chosen, swept)
         if job.name in jobs:
-            raise ConfigError("-m", job.name, "combinations that differ; two would be the run of this name")
+            raise ConfigError("-m", job.name, "different combinations; two would have this name")
         jobs[job.name] = job
     return root, list(jobs.values())
 
@@ -95,23 +95,23 @@ def make_job(root: Path, chosen: dict[str, str], swept: Sequence[str]) -> Job:
 
 
 def plain(value: str) -> str:
-    """A value's text as a part of a folder's name: ``[64,64]`` -> ``64_64``."""
+    """Convert a value's text to a part of a folder's name: ``[64,64]`` -> ``64_64``."""
     return re.sub(r"[^\w.+-]+", "_", value).strip("_")
 
 
 def check_same(job: Job) -> None:
-    """Raises ``ConfigError`` where the run in the job's folder was made with other settings."""
+    """Raises ``ConfigError`` if the run in the job's folder was made with other settings."""
     if rundir.state(job.run_dir) == "missing":
         return
     saved = dict(leaves(from_dict(rundir.run_settings(job.run_dir))))
     for name, value in leaves(job.config):
         if name != "run_dir" and saved[name] != value:
-            like = f"{show(saved[name])}, as in {job.run_dir}; for other settings, another multirun_dir"
+            like = f"{show(saved[name])}, as in {job.run_dir}; other settings need another multirun_dir"
             raise ConfigError(name, value, like)
 
 
 def run_jobs(job: Job, runner: Runner, title: str) -> str:
-    """Make, resume or skip one run. Returns what became of it, in words for the table."""
+    """Make, resume or skip one run. Returns its outcome as text for the table."""
     if runner.asked:
         return rundir.state(job.run_dir)
     command = next_command(job.run_dir, job.words)
@@ -126,13 +126,13 @@ def run_jobs(job: Job, runner: Runner, title: str) -> str:
         return "interrupted"
     if status < 0:
         print(
-            f"{title}: {how_ended(status)}; where its threads were stands above, if it could still be said", flush=True
+            f"{title}: {how_ended(status)}; the stacks of its threads are above, if they could be written", flush=True
         )
     return f"failed ({how_ended(status)})"
 
 
 def results(jobs: Sequence[Job], outcomes: Sequence[str]) -> str:
-    """The table at the end: what became of each run, and the final evaluation of those that have one."""
+    """Return the final table: the outcome of each run, and its final evaluation if there is one."""
     rows = [["run", "state", "return", "IQM", "seconds", "env steps"]]
     for job, outcome in zip(jobs, outcomes, strict=True):
         summary = rundir.read_summary(job.run_dir) if outcome.startswith("finished") else None

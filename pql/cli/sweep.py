@@ -1,7 +1,7 @@
-"""``pql sweep``: searches settings with Optuna. The same command again goes on; ``trials`` counts all of them.
+"""``pql sweep``: search for settings with Optuna. Repeating the command continues it; ``trials`` is the total number.
 
-A trial is one run per seed, each in a separate process; its value is the mean of their final evaluations. Of the
-first seed's run, the evaluations on the way are compared with those of earlier trials, and a poor one is ended early.
+A trial is one run per seed, each in a separate process; its value is the mean of their final evaluations. Intermediate
+evaluations of the first seed's run are compared with those of earlier trials, and a poor trial is ended early.
 """
 
 import csv
@@ -22,15 +22,15 @@ from pql.config.compose import compose
 from pql.errors import ConfigError
 from pql.run.store import run_dir as rundir
 
-BUCKETS = 20  # of the budget: evaluations of two trials are compared where they fall into the same one
+BUCKETS = 20  # parts of the budget; evaluations of two trials are compared within the same bucket
 PATIENCE = 5  # no trial is ended before this bucket, nor before this many trials have finished
 
 
 def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
-    """Run trials until there are enough. Returns the exit status: 0, 1 where none finished, 130 where Ctrl-C came.
+    """Run trials until there are enough. Returns the exit status: 0, 1 if none finished, 130 after Ctrl-C.
 
     Raises:
-        ConfigError: before anything starts: a wrong setting, or a sweep that was begun with others.
+        ConfigError: before the first trial: a wrong setting, or an existing sweep with other settings.
     """
     try:
         import optuna
@@ -45,7 +45,7 @@ def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int
             run_trial(plan, study, trial, runner)
             write_trials(plan, study)
             if runner.asked:
-                print("interrupted: give the same command again to go on")
+                print("interrupted: give the same command again to continue")
                 return INTERRUPTED
             print(describe_trial(study), flush=True)
         return conclude(plan, study)
@@ -55,10 +55,10 @@ def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int
 
 
 def open_study(plan: Plan) -> Any:
-    """The study in the sweep's folder, new or as it was left.
+    """Open the study in the sweep's folder, new or existing.
 
     Raises:
-        ConfigError: it was begun with other settings.
+        ConfigError: it was created with other settings.
     """
     import optuna
 
@@ -75,13 +75,15 @@ def open_study(plan: Plan) -> Any:
         study.set_user_attr("asked", asked)
     elif asked != before:
         key = next(k for k in [*asked, *before] if asked.get(k) != before.get(k))
-        what = f"{before.get(key, 'nothing')}, as this sweep began; for another, another sweep_dir than {plan.folder}"
+        what = (
+            f"{before.get(key, 'nothing')}, as in this sweep; other settings need a sweep_dir other than {plan.folder}"
+        )
         raise ConfigError(key, asked.get(key, "nothing"), what)
     return study
 
 
 def next_trial(study: Any, plan: Plan) -> Any:
-    """A trial that was interrupted, else a new one; None where there are enough."""
+    """Return an interrupted trial, else a new one; None if there are enough."""
     import optuna
 
     trials = study.get_trials(deepcopy=False)
@@ -89,7 +91,7 @@ def next_trial(study: Any, plan: Plan) -> Any:
     if left is None and len(trials) >= plan.settings.trials:
         return None
     number = len(trials) if left is None else left.number
-    # Seeded by the trial: a sweep that was interrupted draws what it would have drawn without.
+    # Seeded by the trial, so that an interrupted sweep makes the same draws as an uninterrupted one.
     seed = plan.settings.sweep_seed * 1_000_003 + number
     samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
     study.sampler = samplers[plan.settings.sampler](seed=seed)
@@ -97,7 +99,7 @@ def next_trial(study: Any, plan: Plan) -> Any:
 
 
 def suggest(trial: Any, key: str, space: Space) -> Any:
-    """The trial's value of a setting; of a trial that goes on, the one it had."""
+    """Return the trial's value of a setting; a resumed trial keeps its value."""
     if space.low is None:
         return trial.suggest_categorical(key, space.values)
     step = {} if space.step is None else {"step": int(space.step) if space.whole else space.step}
@@ -109,7 +111,7 @@ def suggest(trial: Any, key: str, space: Space) -> Any:
 
 
 def run_trial(plan: Plan, study: Any, trial: Any, runner: Runner) -> None:
-    """Run it to its end, and report to the study. After Ctrl-C it stays unfinished."""
+    """Run a trial to its end and report it to the study. After Ctrl-C it remains unfinished."""
     from optuna.trial import TrialState
 
     params = {key: suggest(trial, key, space) for key, space in plan.spaces.items()}
@@ -139,13 +141,13 @@ def run_trial(plan: Plan, study: Any, trial: Any, runner: Runner) -> None:
 
 
 class TrialFailedError(Exception):
-    """Says in a line why."""
+    """A trial failed; the message is one line."""
 
 
 def run_seed(
     runner: Runner, run_dir: Path, words: list[str], watch: Callable[[], bool] | None
 ) -> dict[str, Any] | None:
-    """The summary of one run of a trial; None where it was ended early.
+    """Run one seed of a trial. Returns its summary, or None if it was pruned.
 
     Raises:
         TrialFailedError: the run failed, or has no finite return.
@@ -163,7 +165,7 @@ def run_seed(
         return summary
     if runner.asked or (isinstance(watch, TrialWatch) and watch.over and status == INTERRUPTED):
         return None
-    why = last_line(log) if status >= 0 else f"the stacks of its threads, if there are any, are in {log}"
+    why = last_line(log) if status >= 0 else f"stacks of its threads, if written, are in {log}"
     raise TrialFailedError(f"{how_ended(status)}: {why}")
 
 
@@ -173,42 +175,42 @@ def last_line(log: Path) -> str:
 
 
 class TrialWatch:
-    """Tells the trial of its run's evaluations as they come, and whether to go on.
+    """Reports a run's evaluations to its trial as they appear, and checks whether to prune it.
 
     Attributes:
-        over: the pruner has had enough of it.
+        over: True once the pruner ended the trial.
     """
 
     def __init__(self, trial: Any, run_dir: Path, axis: str, config: Config):
         self.trial, self.path = trial, run_dir / "metrics.jsonl"
         self.key = {"seconds": "time/seconds", "env_steps": "steps/env"}[axis]
         self.budget = float(getattr(config.budget, axis))
-        self.told: set[int] = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
+        self.reported: set[int] = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
         self.over = False
 
     def __call__(self) -> bool:
         for row in evaluations(self.path):
             bucket = min(BUCKETS, int(BUCKETS * row[self.key] / self.budget))
-            if bucket not in self.told:
-                self.told.add(bucket)
+            if bucket not in self.reported:
+                self.reported.add(bucket)
                 self.trial.report(row["eval/return_mean"], bucket)
                 self.over = self.over or self.trial.should_prune()
         return self.over
 
 
 def evaluations(path: Path) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl that hold an evaluation; one being written at this moment is left for the next time."""
+    """Return the rows of metrics.jsonl with an evaluation, except a row that is still being written."""
     if not path.exists():
         return []
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     return [json.loads(line) for line in lines if '"eval/return_mean"' in line and line.endswith("}\n")]
 
 
-# -- what came of it ------------------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------------------------
 
 
 def trial_rows(study: Any) -> list[dict[str, Any]]:
-    """Number, state, value, what each seed returned, seconds, why it failed, and the settings, of every trial."""
+    """Return number, state, value, return of each seed, seconds, reason of failure and settings of every trial."""
     return [
         {
             "trial": t.number,
@@ -224,7 +226,7 @@ def trial_rows(study: Any) -> list[dict[str, Any]]:
 
 
 def write_trials(plan: Plan, study: Any) -> None:
-    """trials.json and trials.csv, with a column for every searched setting."""
+    """Write trials.json and trials.csv, with a column for every searched setting."""
     rows = trial_rows(study)
     _replace(plan.folder / "trials.json", lambda file: json.dump(rows, file, indent=1))
 
@@ -246,21 +248,21 @@ def _replace(path: Path, write: Callable[[Any], None]) -> None:
 
 
 def describe_trial(study: Any) -> str:
-    """A line on the last trial."""
+    """Describe the last trial in one line."""
     rows = trial_rows(study)
     row = next(r for r in reversed(rows) if r["state"] != "running")
     done = [r for r in rows if r["state"] == "complete"]
     best = max(done, key=lambda r: r["value"], default=None)
-    told = {"complete": f"{row['value'] or 0:,.1f}", "fail": f"failed: {row['why']}"}.get(row["state"], "pruned")
-    return f"trial {row['trial']}: {told}" + (f" (best {best['value']:,.1f}: trial {best['trial']})" if best else "")
+    outcome = {"complete": f"{row['value'] or 0:,.1f}", "fail": f"failed: {row['why']}"}.get(row["state"], "pruned")
+    return f"trial {row['trial']}: {outcome}" + (f" (best {best['value']:,.1f}: trial {best['trial']})" if best else "")
 
 
 def conclude(plan: Plan, study: Any) -> int:
-    """Print the best trial as a command."""
+    """Print the best trial as a command. Returns the exit status."""
     rows = trial_rows(study)
     counts = Counter(row["state"] for row in rows)
     print(f"{len(rows)} trials: {counts['complete']} finished, {counts['pruned']} pruned, {counts['fail']} failed")
-    print(f"all of them: {plan.folder / 'trials.csv'}")
+    print(f"all trials: {plan.folder / 'trials.csv'}")
     done = [row for row in rows if row["state"] == "complete"]
     if not done:
         print("none finished: the reasons are in trials.csv, each run's output in trial-*/seed*.log")

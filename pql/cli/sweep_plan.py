@@ -1,4 +1,4 @@
-"""The words of ``pql sweep`` -> a checked :class:`Plan`. Knows nothing of Optuna."""
+"""Convert the words of ``pql sweep`` to a checked :class:`Plan`. Does not depend on Optuna."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from pql.errors import ConfigError, nearest
 SAMPLERS = ("tpe", "random")
 OBJECTIVES = ("return_mean", "return_iqm")
 AXES = ("seconds", "env_steps", "none")
-INSTEAD = {"seed": "seeds=1,2", "run_dir": "sweep_dir=FOLDER: each run gets a folder of its own in it"}
+INSTEAD = {"seed": "seeds=1,2", "run_dir": "sweep_dir=FOLDER: each run gets a subfolder"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of ``pql sweep`` besides a run's."""
+    """Settings of ``pql sweep`` in addition to a run's."""
 
     trials: int = 20  # in all, earlier sittings included
-    seeds: tuple[int, ...] = (0,)  # a run of each, one after the other
+    seeds: tuple[int, ...] = (0,)  # one run per seed, in sequence
     sampler: str = "tpe"  # tpe | random
     objective: str = "return_mean"  # return_mean | return_iqm of the final evaluation
-    prune: str = ""  # seconds | env_steps | none: what evaluations on the way are compared by; empty: the budget's
+    prune: str = ""  # seconds | env_steps | none: axis for comparing intermediate evaluations; empty: the budget's
     sweep_seed: int = 0  # of the sampler
     sweep_dir: str = ""  # empty: runs/sweep-<task>-<algo>
 
@@ -36,7 +36,7 @@ NAMES = tuple(f.name for f in dataclasses.fields(Settings))
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked sweep: its settings, and a run's words, the searched ones as spaces."""
+    """A checked sweep: its settings, and a run's words with spaces for the searched ones."""
 
     settings: Settings
     words: dict[str, str | Space]
@@ -47,7 +47,7 @@ class Plan:
         return spaces(self.words)
 
     def asked(self) -> dict[str, str]:
-        """All that has to be the same when the sweep goes on."""
+        """Return everything that must be unchanged when the sweep continues."""
         own = {k: str(v) for k, v in dataclasses.asdict(self.settings).items() if k not in ("trials", "sweep_dir")}
         own["seeds"] = ",".join(map(str, self.settings.seeds))
         return own | {k: v.text if isinstance(v, Space) else v for k, v in self.words.items()}
@@ -58,12 +58,16 @@ def spaces(words: dict[str, str | Space]) -> dict[str, Space]:
 
 
 def chosen_values(words: dict[str, str | Space], params: dict[str, Any]) -> list[str]:
-    """A run's words, with ``params`` for the searched ones."""
+    """Return a run's words, with ``params`` for the searched settings."""
     return [f"{k}={show_param(params[k]) if isinstance(v, Space) else v}" for k, v in words.items()]
 
 
 def make_plan(words: Sequence[str]) -> Plan:
-    """Raises ``ConfigError`` for what is wrong with the command, or with a run at either end of the spaces."""
+    """Check the command and the runs at both ends of the spaces.
+
+    Raises:
+        ConfigError: a wrong setting.
+    """
     own: dict[str, Any] = {}
     run: dict[str, str | Space] = {}
     for word in words:
@@ -89,14 +93,14 @@ def make_plan(words: Sequence[str]) -> Plan:
 
 
 def check_known_setting(key: str, word: str) -> None:
-    """Raises ``ConfigError`` for a name that neither a run nor a sweep has."""
+    """Raises ``ConfigError`` for a name that is a setting of neither a run nor a sweep."""
     names = [*NAMES, *GROUPS, BATCH, *known_settings()]
     if key not in names and not key.startswith(FREE):
         raise ConfigError(key, word.partition("=")[2], f"a known setting{nearest(key, names)}")
 
 
 def own_setting(key: str, value: str | Space) -> Any:
-    """One of the sweep's own settings, checked."""
+    """Parse and check one of the sweep's own settings."""
     if key == "seeds":
         texts = value.values if isinstance(value, Space) else (value,)
         if not texts or not all(t.isdecimal() for t in texts):
@@ -116,7 +120,7 @@ def own_setting(key: str, value: str | Space) -> Any:
 
 
 def fit(key: str, space: Space) -> Space:
-    """A space of numbers in the type of its setting: whole ones where the setting is a whole number."""
+    """Convert a space of numbers to the type of its setting: integers for an integer setting."""
     if space.low is None or space.high is None or key not in whole_numbers():
         return space
     if not (float(space.low).is_integer() and float(space.high).is_integer() and (space.step or 1) % 1 == 0):
@@ -125,16 +129,16 @@ def fit(key: str, space: Space) -> Space:
 
 
 def end_of_name(space: Space, which: int) -> Any:
-    """The first (0) or last (-1) value of a space."""
+    """Return the first (0) or last (-1) value of a space."""
     return space.values[which] if space.values else (space.low, space.high)[which]
 
 
 def axis(settings: Settings, config: Config) -> str:
-    """Axis by which evaluations are compared: as given, or the budget's unit."""
+    """Return the axis on which evaluations are compared: the given one, or the budget's unit."""
     budget = dataclasses.asdict(config.budget)
     counted = [k for k in AXES[:2] if budget[k] is not None]
     if not counted:
-        raise ConfigError("budget", None, "budget.seconds or budget.env_steps: trials of one length can be compared")
+        raise ConfigError("budget", None, "budget.seconds or budget.env_steps: trials of equal length can be compared")
     if settings.prune not in (*counted, "none", ""):
         raise ConfigError("prune", settings.prune, f"one of {', '.join([*counted, 'none'])}, as the budget is counted")
     if config.eval.every_seconds is None:

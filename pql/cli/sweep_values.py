@@ -1,5 +1,5 @@
-"""Words of the command line that stand for several values: ``seed=1,2,3``, ``algo.n_step=range(1,6)``,
-``algo.critic.lr=interval(1e-4,1e-2)``, in Hydra's grammar. This file knows neither runs nor tuners."""
+"""Words of the command line with several values: ``seed=1,2,3``, ``algo.n_step=range(1,6)``,
+``algo.critic.lr=interval(1e-4,1e-2)``, in Hydra's grammar. Does not depend on runs or tuners."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,12 @@ class Space:
     """The values that a setting may take.
 
     Attributes:
-        text: as it was written.
-        values: each as it is written on the command line; empty for an interval.
-        low, high: of an interval or a range, both included.
+        text: as written on the command line.
+        values: each value as written on the command line; empty for an interval.
+        low, high: ends of an interval or a range, both included.
         step: of a range.
-        log: drawn evenly by order of magnitude: ``tag(log, interval(...))``.
-        whole: an interval of whole numbers: ``int(interval(1,9))``.
+        log: sampled log-uniformly: ``tag(log, interval(...))``.
+        whole: an interval of integers: ``int(interval(1,9))``.
     """
 
     text: str
@@ -32,10 +32,10 @@ class Space:
 
 
 def parse_space(word: str) -> tuple[str, str | Space]:
-    """``key=value`` -> the key with the value's text where it is a single one, else with its ``Space``.
+    """Parse ``key=value``: return the key with the text of a single value, or with a ``Space``.
 
     Raises:
-        ConfigError: no such form, a value that cannot be read, or a space without values or with one value twice.
+        ConfigError: an invalid form, a value that cannot be read, an empty space, or a repeated value.
     """
     from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
@@ -57,7 +57,7 @@ def parse_space(word: str) -> tuple[str, str | Space]:
     if isinstance(sweep, IntervalSweep):
         return key, _interval(key, text, sweep)
     values = _values(key, text, override, is_text)
-    if isinstance(sweep, RangeSweep):  # its sums of steps: 0.95, not 0.9500000000000001
+    if isinstance(sweep, RangeSweep):  # multiples of the step, rounded: 0.95 instead of 0.9500000000000001
         values = tuple(f"{float(v):.12g}" for v in values)
     if not values or len(set(values)) < len(values):
         raise ConfigError(key, text, "values that differ" if values else "at least one value")

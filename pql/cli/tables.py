@@ -1,10 +1,10 @@
-"""Tables of plain text: for a terminal, a pipe and a log alike."""
+"""Plain-text tables, for terminals, pipes and logs."""
 
 from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns as wide as their widest cell, two spaces apart; those numbered in ``right`` are aligned to the right."""
+    """Format columns as wide as their widest cell, two spaces apart; columns in ``right`` are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
         "  ".join(

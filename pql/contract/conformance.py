@@ -207,7 +207,7 @@ class Checker:
                 env.send(action[ids[0] : ids[-1] + 1], ids)
             answers = [env.recv() for _ in every]
             if not all(torch.equal(ids, got.cpu()) for ids, (got, _) in zip(every, answers, strict=True)):
-                self.fault("groups", "recv gave other ids than those of the oldest group sent", index)
+                self.fault("groups", "recv returned ids that differ from the oldest group sent", index)
                 return
             found.append(digest(join_steps([step for _, step in answers])))
         self.fault("groups", compare_runs(digests, found, "send and recv instead of step"))
@@ -262,7 +262,7 @@ class Checker:
         ]
 
 
-PROTOCOL = "spec, reset, step and close are there, and spec is consistent"
+PROTOCOL = "spec, reset, step and close exist, and spec is consistent"
 RULES = {
     "shapes": "shape, dtype and device of every field are the specification's, at every step",
     "log": "log keys are spec.log, each [N] float32",
@@ -274,14 +274,14 @@ RULES = {
     "first": "first marks exactly the observations that begin an episode",
     "filler": "filler rows follow ends, and only under next-step autoreset",
     "filler_flags": "filler rows carry no flags",
-    "time_limit": "no episode goes on after max_episode_steps rows",
+    "time_limit": "no episode continues after max_episode_steps rows",
     "stack": "a stack's older frames are those of the observation before, zeros from before the episode",
     "buffers": "what a step returned is not rewritten by the next one",
     "action_kept": "step does not write to its action",
     "action_range": "actions outside [-1, 1] act as if clamped",
     "determinism": "reset(seed) and the same actions give the same bits",
     "groups": "send and recv, group by group, do what step does",
-    "capturable": "a step that is recorded once, as in a CUDA graph, goes on with the same bits",
+    "capturable": "a step that is recorded once, as in a CUDA graph, continues with the same bits",
     "state_dict": "load_state_dict continues with the same bits",
     "describe": "describe gives the specification without building",
 }

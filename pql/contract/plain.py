@@ -6,7 +6,7 @@ If the library can be imported, these are its classes (``pql.contract.env``, ``p
 substitutes with the same names, fields and meaning, which hold NumPy arrays instead of tensors and dtype names
 ("float32") instead of ``torch.dtype``.
 
-This file runs on Python 3.8 with the standard library alone.
+This file runs on Python 3.8 with only the standard library.
 """
 
 from __future__ import annotations

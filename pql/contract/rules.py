@@ -188,7 +188,7 @@ def first(row: Row) -> str:
     if (bad & begins).any():
         return f"first is missing on {rows}{where(bad & begins)}"
     return (
-        f"first is set on other than {rows}{where(bad)}; declare spec.info['restarts'] if the simulator restarts alone"
+        f"first is set on other than {rows}{where(bad)}; declare spec.info['restarts'] if the simulator restarts itself"
     )
 
 
@@ -215,7 +215,7 @@ def time_limit(row: Row) -> str:
     if limit is None:
         return ""
     late = (row.length >= limit) & row.step.valid & ~ended(row.step) & ~row.step.first
-    return f"an episode goes on after max_episode_steps={limit} rows{where(late)}" if late.any() else ""
+    return f"an episode continues after max_episode_steps={limit} rows{where(late)}" if late.any() else ""
 
 
 def stack(row: Row) -> str:

@@ -1,7 +1,7 @@
 """Running statistics: observations to zero mean and unit variance, rewards to unit-variance returns.
 
-The collector owns both. It feeds each frame once, when it is fresh; what everybody uses (the collector included)
-are the values frozen at the last tick's boundary, which travel with the weights.
+The collector owns both and updates them once with each new observation and reward. All workers, including the
+collector, use the values frozen at the last tick boundary, which are published with the weights.
 """
 
 import copy
@@ -25,12 +25,12 @@ Sums = tuple[Tensor, Tensor, Tensor]
 
 
 def combine(one: Sums, count: float | Tensor, mean: Tensor, squares: Tensor) -> Sums:
-    """Combine the moments of ``one`` with those of ``count`` more values, given by mean and sum of squared deviations.
+    """Merge the moments ``one`` with those of ``count`` more values, given by mean and sum of squared deviations.
 
-    All [D], ``count`` a scalar. Source: Chan et al. 1979. Exactly ``one`` where ``count`` is 0.
+    All [D], ``count`` a scalar. Source: Chan et al. 1979. Returns exactly ``one`` if ``count`` is 0.
     """
     total, delta = one[0] + count, mean - one[1]
-    share = count / total.clamp(min=1)
+    share = total.clamp(min=1).reciprocal() * count  # as torch divides a number by a tensor: equal bits for both
     return total, one[1].addcmul(delta, share), (one[2] + squares).addcmul_(delta * delta, one[0] * share)
 
 
@@ -38,7 +38,7 @@ class Moments(nn.Module):
     """Count, mean and sum of squared deviations in float64, merged batch by batch.
 
     Attributes:
-        base: what counts beside what was fed here, where several sets go on from common ground (:func:`meet`).
+        base: shared moments of earlier values, if several sets continue from a common state (:func:`merge_moments`).
     """
 
     count: Tensor
@@ -53,12 +53,12 @@ class Moments(nn.Module):
         self.register_buffer("m2", torch.zeros(shape, dtype=torch.float64, device=device))
 
     def update(self, x: Tensor, keep: Tensor | None = None, group: Group = ALONE) -> None:
-        """Merge ``x`` [N, ...], or those of its rows where ``keep`` [N] is True; of all processes of ``group``."""
+        """Merge ``x`` [N, ...], or its rows where ``keep`` [N] is True; over all processes of ``group``."""
         x = x.to(torch.float64)
         count: float | Tensor = x.shape[0]
         if keep is not None:
             row, count = column(keep, x), keep.sum()
-            # The others stand where the mean is, and add nothing. Where all are kept this changes no bit.
+            # Rows not kept are set to the mean and add nothing. If all are kept, no bit changes.
             x = torch.where(row, x, torch.where(row, x, 0).sum(0) / count.clamp(min=1))
         var, mean = torch.var_mean(x, 0, correction=0)
         squares = var * x.shape[0]
@@ -73,26 +73,26 @@ class Moments(nn.Module):
             old.copy_(new)
 
     def sums(self) -> Sums:
-        """Of what was fed here alone."""
+        """Return the moments of the values fed to this set, without ``base``."""
         return self.count, self.mean, self.m2
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and population variance; 0 and 1 while nothing was fed, so that a freeze then rescales nothing."""
+        """Return mean and population variance; 0 and 1 before the first value, so that freezing rescales nothing."""
         count, mean, m2 = self.sums() if self.base is None else combine(self.base, *self.sums())
         return mean, torch.where(count > 0, m2 / count.clamp(min=1), 1.0)
 
     def variance(self) -> Tensor:
-        """The second of :meth:`statistics`."""
+        """Return the variance of :meth:`statistics`."""
         return self.statistics()[1]
 
     def zero(self) -> None:
-        """Forget everything."""
+        """Reset all moments."""
         for tensor in self.sums():
             tensor.zero_()
 
 
 def merge_moments(sets: Sequence[Moments]) -> None:
-    """Move all that ``sets`` were fed since they last met into the first; from there all go on."""
+    """Merge the values fed to ``sets`` since the last merge into the first; all sets continue from the result."""
     first, *others = sets
     for one in others:
         first.merge(*(t.to(first.count.device) for t in one.sums()))
@@ -103,12 +103,12 @@ def merge_moments(sets: Sequence[Moments]) -> None:
 
 
 def pack_moments(count: Tensor, mean: Tensor, squares: Tensor) -> Tensor:
-    """Moments of S numbers each as one tensor [1 + 2 S]."""
+    """Pack the moments of S numbers into one tensor [1 + 2 S]."""
     return torch.cat((count.view(1), mean.flatten(), squares.flatten()))
 
 
 def pooled(parts: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of K packed samples [K, 1 + 2 S] as of one: count, mean and sum of squared deviations."""
+    """Merge the moments of K packed samples [K, 1 + 2 S]: count, mean and sum of squared deviations."""
     size = (parts.shape[1] - 1) // 2
     counts, means, squares = parts.split((1, size, size), 1)
     count = counts.sum()
@@ -117,12 +117,12 @@ def pooled(parts: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]
 
 
 def clip(reward: Tensor, limit: float | None) -> Tensor:
-    """Return rewards, [N] or [B], clamped to +- ``limit``; unchanged where that is None."""
+    """Return rewards, [N] or [B], clamped to +- ``limit``; unchanged if it is None."""
     return reward if limit is None else reward.clamp(-limit, limit)
 
 
 class Normalizer(nn.Module):
-    """Observation normalisation by group, and a reward scale, as one thing to publish.
+    """Observation normalisation per group, and a reward scale, published together.
 
     ``forward`` maps observations with the frozen statistics, clamped to +-5; before the first :meth:`freeze` it is
     the identity (clamped). uint8 groups pass through.
@@ -131,7 +131,7 @@ class Normalizer(nn.Module):
         normalize_obs: False: the identity, unclamped.
         reward_scale: constant factor on rewards.
         reward_gamma: discount of the return whose running standard deviation divides the reward; None: off.
-        reward_clip: rewards are clipped to +- this before anything else; None: they are not.
+        reward_clip: rewards are first clipped to +- this; None: no clipping.
     """
 
     reward_scale: Tensor
@@ -162,7 +162,7 @@ class Normalizer(nn.Module):
         self.fresh = self._all()
 
     def connect(self, group: Group) -> None:
-        """Statistics of all processes of ``group``: each takes down what it sees, and :meth:`freeze` merges it."""
+        """Share statistics with all processes of ``group``: each records its own, and :meth:`freeze` merges them."""
         self.group = group
         if group.size > 1:
             self.fresh = [Moments(tuple(m.mean.shape), m.mean.device) for m in self._all()]
@@ -178,16 +178,16 @@ class Normalizer(nn.Module):
         return ((k, cast(Moments, m)) for k, m in self.moments.items())
 
     def _all(self) -> list[Moments]:
-        """The moments of every group of observations, and of returns."""
+        """Return the moments of every observation group and of returns."""
         return [*(m for _, m in self._groups()), *([] if self.reward_gamma is None else [self.returns])]
 
     def observe(self, obs: Obs, keep: Tensor | None = None) -> None:
-        """Feed fresh observations [N, ...], or those of the rows where ``keep`` [N] is True."""
+        """Update with new observations [N, ...], or those of the rows where ``keep`` [N] is True."""
         for k, moments in zip(self.moments, self.fresh, strict=False):
             moments.update(obs[k], keep)
 
     def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor, columns: slice = ALL) -> None:
-        """Feed rewards [n] of ``columns``, where an episode is over or another begins, and which rows are no filler."""
+        """Update with rewards [n] of ``columns``; ``over``: an episode ended or began; ``valid``: not a filler row."""
         if self.reward_gamma is not None:
             running = self.running_return[columns]
             grown = running * self.reward_gamma + clip(reward, self.reward_clip)
@@ -196,7 +196,7 @@ class Normalizer(nn.Module):
             running.mul_(~over)
 
     def freeze(self) -> None:
-        """Make the statistics so far the ones in use (a tick's boundary)."""
+        """Freeze the current statistics for use until the next tick boundary."""
         if self.group.size > 1 and self.fresh:
             with self.group.turn():
                 self._merge()
@@ -209,7 +209,7 @@ class Normalizer(nn.Module):
             self.reward_scale.copy_(self.base_scale * (self.returns.variance() + EPSILON).rsqrt())
 
     def _merge(self) -> None:
-        """Add what every process has seen since the last time, in the order of ranks."""
+        """Merge the values of every process since the last merge, in the order of ranks."""
         parts = self.group.gather(torch.cat([pack_moments(m.count, m.mean, m.m2) for m in self.fresh]))
         sizes = [1 + 2 * m.mean.numel() for m in self.fresh]
         for whole, mine, part in zip(self._all(), self.fresh, parts.split(sizes, 1), strict=True):
@@ -217,17 +217,17 @@ class Normalizer(nn.Module):
             mine.zero()
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args: Any, **more: Any) -> Any:
-        """As of any module. States are saved at ticks' boundaries, where nothing is left to merge."""
+        """As in ``nn.Module``. States are saved at tick boundaries, when nothing is left to merge."""
         if self.group.size > 1:
             for moments in self.fresh:
                 moments.zero()
         return super().load_state_dict(state_dict, *args, **more)
 
     def copy_to(self, device: torch.device) -> "Normalizer":
-        """A private copy for a reader on ``device``: only the frozen tensors are ever filled."""
+        """Return a private copy for a reader on ``device``: only its frozen tensors are ever filled."""
         return copy.deepcopy(self).to(device)
 
     def frozen(self) -> list[Tensor]:
-        """The tensors that readers need, in a fixed order."""
+        """Return the tensors that readers need, in a fixed order."""
         used = [getattr(self, f"{what}_{k}") for k in self.moments for what in ("scale", "shift")]
         return [*used, self.reward_scale]

@@ -1,8 +1,8 @@
-"""Prioritised replay, on the device: a sum tree over a ring's cells, and who enters it, leaves it and is drawn.
+"""Prioritised replay on the device: a sum tree over a ring's cells, with insertion, removal and sampling of rows.
 
-The tree is wide: 128 children a node, so three levels hold two million leaves, and a level is one gather, one sum over
-children. A parent is always summed anew from its children, never changed by a difference: it holds no rounding error
-of the past, and duplicate indices are harmless. ::
+The tree has 128 children per node, so three levels hold two million leaves, and a level costs one gather and one sum
+over children. A parent is always recomputed from its children instead of updated by a difference: rounding errors do
+not accumulate, and duplicate indices are harmless. ::
 
     level 2            [  3.0                                       |  .  ]      one block of children
     level 1            [ 1.5            | 1.5       | 0.0 ...       ]
@@ -21,15 +21,15 @@ from pql.data.replay import Cursor, Replay, Window
 from pql.types import Batch, Rows, fill
 
 FANOUT = 128
-FLOOR = 1e-6  # added to |priority|, so that every row may come up again (Schaul et al. 2016, section 3.3)
-CHUNK = 1 << 16  # rows that enter at once before the first tick
+FLOOR = 1e-6  # added to |priority|, so that every row can be drawn again (Schaul et al. 2016, section 3.3)
+CHUNK = 1 << 16  # rows inserted at a time before the first tick
 
 
 class SumTree:
-    """Nonnegative numbers under indices 0 .. size - 1, drawn in proportion.
+    """Nonnegative numbers at indices 0 .. size - 1, sampled in proportion to their value.
 
     Attributes:
-        levels: from the leaves up; each level's length is a multiple of the fan-out. The last is one node's children.
+        levels: from the leaves up; each level's length is a multiple of the fan-out. The last level is one node.
     """
 
     def __init__(self, size: int, device: torch.device, fanout: int = FANOUT):
@@ -44,14 +44,15 @@ class SumTree:
 
     @property
     def total(self) -> Tensor:
-        """The sum of all, 0-dim."""
+        """Return the sum of all leaves, 0-dim."""
         return self.levels[-1].sum()
 
     def set(self, index: Tensor, value: Tensor) -> None:
-        """Overwrite leaves; where an index comes up more than once, the largest of its values counts.
+        """Overwrite leaves; for a duplicate index the largest value is kept.
 
         Args:
-            index: [M] int64. value: [M] float64, nonnegative.
+            index: [M] int64.
+            value: [M] float64, nonnegative.
         """
         self.levels[0].index_fill_(0, index, 0.0)
         self.levels[0].scatter_reduce_(0, index, value, "amax")
@@ -63,9 +64,9 @@ class SumTree:
                 parents[: blocks.shape[0]] = blocks.sum(1)
 
     def find(self, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """For each of ``mass`` [B] in [0, total): the leaf i with sum(leaves < i) <= mass < sum(leaves <= i).
+        """Find for each of ``mass`` [B] in [0, total) the leaf i with sum(leaves < i) <= mass < sum(leaves <= i).
 
-        Rounding never leads to a leaf of zero, unless all are.
+        Despite rounding, a leaf of zero is never returned unless all are zero.
 
         Returns:
             index [B] int64, value of that leaf [B].
@@ -83,7 +84,7 @@ class SumTree:
         return node, value
 
     def state_dict(self, used: int) -> Rows:
-        """The first ``used`` leaves and what stands above them (views); all others must be 0."""
+        """Return the first ``used`` leaves and their ancestors (views); all other leaves must be 0."""
         out = Rows()
         for i, level in enumerate(self.levels):
             out[f"level{i}"] = level[:used]
@@ -97,10 +98,10 @@ class SumTree:
 
 
 def valued_when_acted(replay: Replay, window: Window) -> tuple[Tensor, Tensor]:
-    """Q(s, a) and max_a Q(s', a) of windows, [B] each, as the actor stored them; NaN where that is not known, and 0 for
-    a successor that does not count."""
+    """Return Q(s, a) and max_a Q(s', a) of windows, [B] each, as the actor stored them; NaN if unknown, and 0 for a
+    successor whose value is not used."""
     q, value = (replay.extra[k] for k in ("q", "value"))
-    # After a cut the next row acted on another episode's observation: nobody valued the final one.
+    # After a truncation the next row is of another episode: the actor never evaluated the final observation.
     after = value.index_select(0, torch.where(window.cut, window.cell, window.successor))
     ahead = torch.where(window.cut, torch.nan, after)
     return q.index_select(0, window.cell), torch.where(window.discount > 0, ahead, 0.0)
@@ -108,12 +109,12 @@ def valued_when_acted(replay: Replay, window: Window) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """How items are drawn and weighed (Schaul et al. 2016).
+    """Settings of prioritised sampling (Schaul et al. 2016).
 
     Attributes:
-        alpha, beta: exponents; beta rises linearly to 1 within ``beta_steps`` env steps (None: it stays).
-        steps_per_tick: env steps, all environments together.
-        clip: largest priority that counts; None: any.
+        alpha, beta: exponents; beta rises linearly to 1 within ``beta_steps`` env steps (None: it is constant).
+        steps_per_tick: env steps per tick, all environments together.
+        clip: priorities are clipped to this; None: no clipping.
     """
 
     alpha: float
@@ -124,10 +125,10 @@ class PriorityRule:
 
 
 class Ranked:
-    """Items drawn in proportion to priority ** alpha (Schaul et al. 2016, the proportional variant), by number.
+    """Items, by number, sampled in proportion to priority ** alpha (Schaul et al. 2016, proportional variant).
 
     Args:
-        size: how many there are.
+        size: number of items.
     """
 
     def __init__(self, size: int, device: torch.device, rule: PriorityRule):
@@ -137,7 +138,7 @@ class Ranked:
         self.tree = SumTree(size, device)
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
         self.beta = torch.tensor(beta, dtype=torch.float64, device=device)
-        self.largest = self.power(torch.ones((), device=device))  # leaf of one of which nothing is known
+        self.largest = self.power(torch.ones((), device=device))  # leaf of an item whose priority is unknown
 
     def power(self, priority: Tensor) -> Tensor:
         """Return (|priority|, clipped) ** alpha, float64, for priorities [B]."""
@@ -145,15 +146,15 @@ class Ranked:
         return ((size if self.clip is None else size.clamp(max=self.clip)) + FLOOR) ** self.alpha
 
     def count_tick(self) -> None:
-        """Move beta on."""
+        """Advance the schedule of beta by a tick."""
         self.beta.copy_((self.first_beta + self.beta_per_tick * self.ticks.double()).clamp(max=1))
         self.ticks += 1
 
     def draw(self, batch: int, gen: Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """One from each of ``batch`` equal parts of the whole mass: index [B], leaf [B], weight [B].
+        """Draw one item from each of ``batch`` equal parts of the total: index [B], leaf [B], weight [B].
 
-        The weight is (probability / the batch's smallest) ** -beta: at most 1; and 0, as the leaf is, where nothing
-        is there to be drawn.
+        The weight is (probability / smallest in the batch) ** -beta, at most 1. Weight and leaf are 0 if the tree is
+        empty.
         """
         device = self.beta.device
         place = torch.arange(batch, device=device)
@@ -163,17 +164,17 @@ class Ranked:
         return index, leaf, weight
 
     def update(self, index: Tensor, priority: Tensor, mask: Tensor) -> None:
-        """Set the priorities [B] of what was drawn; where ``mask`` is 0 it never comes up again."""
+        """Set the priorities [B] of drawn items; an item whose ``mask`` is 0 is never drawn again."""
         leaf = torch.where(mask > 0, self.power(priority), 0.0)
         self.largest.copy_(torch.maximum(self.largest, leaf.amax()))
         self.tree.set(index, leaf)
 
     def used(self) -> int:
-        """As many of the first leaves as may be other than 0. Waits for the device."""
+        """Return a number of leading leaves that includes all nonzero ones. Synchronises with the device."""
         return self.size
 
     def state_dict(self) -> dict[str, Any]:
-        """Waits for the device."""
+        """Return leaves and schedule. Synchronises with the device."""
         tree = self.tree.state_dict(self.used())
         return {"ticks": self.ticks, "beta": self.beta, "largest": self.largest, "tree": tree}
 
@@ -184,24 +185,24 @@ class Ranked:
 
 
 def least_rows(horizon: int, n: int, guard: int) -> int:
-    """The smallest ring of which single rows may be drawn by priority.
+    """Return the fewest ring rows with which single rows can be drawn by priority.
 
-    At a tick's start rows ``head - n - horizon`` to ``head - n - 1`` enter the tree, and those that the tick may
+    At a tick's start rows ``head - n - horizon`` to ``head - n - 1`` enter the tree, and rows that the tick may
     overwrite, up to ``head - (rows - guard) - 1``, leave it. In a smaller ring a row would do both at once.
     """
     return guard + horizon + n
 
 
 class Prioritized(Ranked):
-    """A ring's rows as what is drawn.
+    """Prioritised sampling of a ring's rows.
 
-    A row enters ``n`` steps after it was written, when its window is complete, at a tick's start; it leaves when the
-    collector may overwrite it before the next one. Filler rows and windows that must not be used never enter.
+    A row enters at the start of a tick once its n-step window is complete, ``n`` steps after it was written; it leaves
+    before the collector may overwrite it. Filler rows and invalid windows never enter.
 
     Args:
-        n, gamma: of the windows.
-        from_actor: a new row's priority is its TD error by the values that its actor stored beside it (Horgan et al.
-            2018), where it has them; else, and without, the largest so far.
+        n, gamma: steps and discount of the windows.
+        from_actor: a new row's priority is its TD error under the values stored by its actor (Horgan et al. 2018), if
+            there are any. Otherwise, and if False, it is the largest priority so far.
     Raises:
         ValueError: the ring has fewer rows than :func:`least_rows`.
     """
@@ -212,19 +213,19 @@ class Prioritized(Ranked):
             raise ValueError(f"a ring of {replay.rows} rows is too small for priorities: expected at least {least}")
         super().__init__(replay.rows * replay.num_envs, device, rule)
         self.replay, self.n, self.gamma, self.from_actor = replay, n, gamma, from_actor
-        self.entered = torch.zeros(replay.num_envs, dtype=torch.int64, device=device)  # [N] rows that are through
+        self.entered = torch.zeros(replay.num_envs, dtype=torch.int64, device=device)  # [N] rows processed for entry
         self.reach = replay.rows - replay.guard  # rows below the head that may be drawn
         self._steps = torch.arange(replay.horizon, device=device).unsqueeze(1)  # [horizon, 1]
 
-    # -- who is in the tree -------------------------------------------------------------------------------------------
+    # -- membership of the tree ----------------------------------------------------------------------------------------
 
     def begin(self, cursor: Cursor) -> None:
-        """Before the first tick: enter the rows that are there already, as rows of which nothing is known.
+        """Before the first tick: insert the existing rows, with unknown priorities.
 
-        Outside of any capture: it reads the ring's length on the host.
+        Not to be captured: it reads the ring's length on the host.
 
         Args:
-            cursor: the V-learner's; it is moved to the ring's present head.
+            cursor: the V-learner's; it is moved to the ring's current head.
         """
         replay = self.replay
         for mine, live in zip(cursor.tensors(), replay.live.tensors(), strict=True):
@@ -238,10 +239,10 @@ class Prioritized(Ranked):
         self.entered.copy_(torch.maximum(self.entered, done))
 
     def open(self, cursor: Cursor, reward_scale: Tensor) -> None:
-        """A tick begins: rows that the collector may overwrite from now on leave, complete ones enter.
+        """Begin a tick: remove rows that the collector may overwrite from now on, insert completed ones.
 
         Args:
-            reward_scale: scalar; what learners multiply rewards by.
+            reward_scale: scalar by which learners multiply rewards.
         """
         leaving = self._cell(cursor.head - self.reach - 1 - self._steps).flatten()
         cell, leaf = self._entries(cursor, self._steps, reward_scale)
@@ -250,17 +251,17 @@ class Prioritized(Ranked):
         self.count_tick()
 
     def _cell(self, row: Tensor) -> Tensor:
-        """Logical rows [K, N] -> cells."""
+        """Convert logical rows [K, N] to cells."""
         return row % self.replay.rows * self.replay.num_envs + self.replay.columns
 
     def _entries(self, cursor: Cursor, steps: Tensor, reward_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Cells and leaves, [K N] each, of the rows ``steps`` [K, 1] after those that have entered.
+        """Return cells and leaves, [K N] each, of the rows ``steps`` [K, 1] after those that have entered.
 
-        A leaf is zero where a window must not be used; what is not complete yet becomes the row at the head, which has
-        not been written: its leaf is zero and stays so.
+        The leaf of an invalid window is zero. An incomplete row is replaced by the row at the head, which is not yet
+        written: its leaf is and remains zero.
 
         Args:
-            reward_scale: None: nothing is known of any row, whatever its actor stored.
+            reward_scale: None: all priorities are unknown, whatever the actor stored.
         """
         replay, head = self.replay, cursor.head
         row = self.entered + steps
@@ -276,19 +277,19 @@ class Prioritized(Ranked):
         return row % replay.rows * replay.num_envs + column, torch.where(window.mask & complete, leaf, 0.0)
 
     def _error_when_acted(self, window: Window, reward_scale: Tensor) -> Tensor:
-        """n-step TD errors by the values that the actor stored; NaN where one of them is not known."""
+        """Return n-step TD errors under the values stored by the actor; NaN if one of them is unknown."""
         q, ahead = valued_when_acted(self.replay, window)
         return window.reward * reward_scale + window.discount * ahead - q
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
     def sample(self, cursor: Cursor, batch: int, gen: Generator) -> Batch:
-        """Draw ``batch`` windows; all of them are used. An empty tree gives rows of no weight."""
+        """Draw ``batch`` windows, all valid. An empty tree gives rows of weight 0."""
         replay = self.replay
         cell, leaf, weight = self.draw(batch, gen)
         column = cell % replay.num_envs
         head = cursor.head.index_select(0, column)
-        row = head - 1 - (head - 1 - cell // replay.num_envs) % replay.rows  # the newest row in this place
+        row = head - 1 - (head - 1 - cell // replay.num_envs) % replay.rows  # the newest row in this cell
         out = replay.windows(cursor, row, column, head, self.n, self.gamma)
         return out._replace(mask=out.mask * (leaf > 0), weight=weight)
 

@@ -1,20 +1,20 @@
-"""A rollout: ``horizon`` rows of every environment, as one policy with one set of statistics saw and made them.
+"""Rollout storage: ``horizon`` rows of every environment, collected with one policy and one set of statistics.
 
-Time runs down the rows, as in the replay, and each observation is stored once; but nothing wraps: every tick fills the
-segment anew. ::
+Time runs down the rows, as in the replay, and each observation is stored once; but nothing wraps: every tick overwrites
+the segment. ::
 
       row 0     |  o a p r f     o  observation acted on        p  parameters of the distribution that acted
       row 1     |  o a p r f     a  action, before clamping     r  reward, raw      f  flags (+ number of the final
       ...       |                                                                      observation, if cut off)
-      row T     |  o             the observation acted on next
-      finals    |  o o           K true final observations of truncated rows, in order, and one row to waste
+      row T     |  o             the next observation to act on
+      finals    |  o o           K true final observations of truncated rows, in order, and one scratch row
 
-All observations live in one tensor, so the values of rows, of row T and of finals are one pass. The collector writes
-it during its part of a tick; a learner reads it after. Where a schedule lets both work at once there are two halves:
-the collector fills one while the learner reads the other, and they swap between ticks. Which one is full, and the
-statistics that it was made with, the learner pulls as it would weights (:class:`View`).
+All observations are in one tensor, so the values of rows, of row T and of finals take one forward pass. The collector
+writes during its part of a tick; a learner reads afterwards. If both run at once there are two halves: the collector
+fills one while the learner reads the other, and they swap between ticks. The learner pulls the index of the full half
+and its statistics like weights (:class:`View`).
 
-This file knows nothing of networks or losses.
+Does not depend on networks or losses.
 """
 
 import math
@@ -30,7 +30,7 @@ from pql.data.normalize import Normalizer, clip
 from pql.types import Memory, Obs, Step
 
 STEPS = ("action", "params", "reward", "flags", "final", "version")
-"""The stores of a rollout, [T, N, ...] each; all others have one axis of rows and columns together."""
+"""Stored fields with shape [T, N, ...]; all others have one joint axis of rows and columns."""
 
 
 class Progress:
@@ -54,66 +54,66 @@ class Progress:
 
 
 class PolicyOutput(NamedTuple):
-    """Policy output stored per step: raw action, distribution parameters, weight version."""
+    """Policy output of one step: raw action, distribution parameters, weight version."""
 
     raw: Tensor  # [N, A] before clamping or squashing, or [N] int64
-    params: Tensor  # [N, P] of its distribution
-    version: Tensor  # [N] int64 of the weights that it acted with, counted in the learner's ticks; -1: it did not act
-    carry: Tensor | None = None  # [N, C] what it remembered before; kept where environments may answer late
+    params: Tensor  # [N, P] of the action's distribution
+    version: Tensor  # [N] int64 of the weights that acted, in the learner's ticks; -1: another source chose the action
+    carry: Tensor | None = None  # [N, C] recurrent state before; stored if environments may answer late
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "PolicyOutput":
-        """The same with every tensor changed."""
+        """Apply ``change`` to every tensor."""
         return PolicyOutput._make(None if t is None else change(t) for t in self)
 
 
 class Segment(NamedTuple):
-    """A full rollout, read with the statistics it was made with. T rows, then row T, then K + 1 finals.
+    """A full rollout, normalised with the statistics in use when it was collected. T rows, row T, then K + 1 finals.
 
-    ``mask`` is 0 for filler rows and where the true successor is unknown (an unannounced restart, a time limit whose
-    final observation was lost): such rows are not learned from, and rows before them end with their value.
+    ``mask`` is 0 for filler rows and rows with an unknown true successor (an unannounced restart, a time limit whose
+    final observation was lost): such rows are excluded from losses, and trajectories end before them.
     """
 
     obs: Obs  # [T + 1 + K + 1, N, ...] normalised
     action: Tensor  # [T, N, A] raw, or [T, N] int64
     params: Tensor  # [T, N, P]
     reward: Tensor  # [T, N] clipped and scaled
-    alive: Tensor  # [T, N] float32; 0 where terminated: no value lies beyond
-    goes_on: Tensor  # [T, N] float32; 1 where the next row is the successor
-    successor: Tensor  # [T, N] int64; row of ``obs`` whose value lies beyond
+    alive: Tensor  # [T, N] float32; 0 if terminated: no bootstrap
+    goes_on: Tensor  # [T, N] float32; 1 if the next row is the successor
+    successor: Tensor  # [T, N] int64; row of ``obs`` to bootstrap from
     first: Tensor  # [T, N] bool; the next row begins an episode
     mask: Tensor  # [T, N] float32
     lost: Tensor  # 0-dim int64; time limits whose final observation was lost
-    carry: Tensor  # [N, C] the policy's memory before row 0
-    fresh: Tensor  # [N] bool; row 0 begins an episode (with memory)
+    carry: Tensor  # [N, C] the policy's recurrent state before row 0
+    fresh: Tensor  # [N] bool; row 0 begins an episode (with a recurrent policy)
     final_row: Tensor  # [K + 1, N] int64; the row that each final observation followed
     version: Tensor  # [T, N] int64; of the weights that acted
 
 
 class View:
-    """Which half of a rollout was filled last, and the statistics that it was made with."""
+    """Index of the half of a rollout that was filled last, and its statistics."""
 
     def __init__(self, norm: Normalizer, device: torch.device):
         self.half = torch.zeros((), dtype=torch.int64, device=device)
         self.norm = norm.copy_to(device)
 
     def tensors(self) -> list[Tensor]:
-        """In a fixed order: what the collector publishes, and a reader pulls."""
+        """Return the tensors that the collector publishes and a reader pulls, in a fixed order."""
         return [self.half, *self.norm.frozen()]
 
 
 class Rollout:
-    """Storage for one segment, or two, and the collector's way to write it (a store, as the replay is).
+    """Storage for one or two segments, written by the collector through the same interface as the replay.
 
     Args:
         spec: of the environment.
         norm: the collector's normaliser; its frozen statistics are copied when a segment begins.
         horizon: T.
         params_size: P.
-        carry_size: C, of the policy's memory; 0 without.
-        halves: 2 where one is read while the other is filled.
+        carry_size: C, size of the policy's recurrent state; 0 without.
+        halves: 2 if one is read while the other is filled.
 
     Attributes:
-        sealed: of the half filled last (between ticks) or being filled.
+        sealed: view of the half filled last (between ticks) or being filled.
     """
 
     def __init__(
@@ -138,32 +138,32 @@ class Rollout:
         self.params = torch.zeros(steps, n, params_size, device=device)
         self.reward = torch.zeros(steps, n, device=device)
         self.flags = torch.zeros(steps, n, 5, dtype=torch.bool, device=device)
-        self.final = torch.zeros(steps, n, dtype=torch.int64, device=device)  # finals in the column so far
+        self.final = torch.zeros(steps, n, dtype=torch.int64, device=device)  # final observations in the column so far
         self.version = torch.zeros(steps, n, dtype=torch.int64, device=device)
         self.final_row = torch.zeros(halves * (self.finals + 1) * n, dtype=torch.int64, device=device)
         self.carry = torch.zeros(halves * n, carry_size, device=device)
         self.fresh = torch.ones(halves * n, dtype=torch.bool, device=device)
         self.sealed = View(norm, device)
         self._source = norm.frozen()
-        self.row = torch.zeros(n, dtype=torch.int64, device=device)  # columns advance alone, as in the replay
+        self.row = torch.zeros(n, dtype=torch.int64, device=device)  # columns advance independently, as in the replay
         self.count = torch.zeros(n, dtype=torch.int64, device=device)
         self.columns = torch.arange(n, device=device)
         self._here = torch.arange(horizon, device=device).unsqueeze(1)
 
-    # -- the collector's side -------------------------------------------------------------------------------------
+    # -- writing ------------------------------------------------------------------------------------------------------
 
     def begin(self, obs: Obs) -> None:
-        """Nothing to keep: the tick's ``open`` brings the observation."""
+        """Do nothing: the tick's ``open`` gets the observation."""
 
     def restart(self, obs: Obs) -> None:
-        """Nothing to cut: a segment ends with its tick."""
+        """Do nothing: a segment ends with its tick."""
 
     def take_statistics(self) -> None:
-        """Use the current statistics for what is read from now on."""
+        """Use the current statistics for all later reads."""
         torch._foreach_copy_(self.norm.frozen(), self._source)
 
     def open(self, obs: Obs, memory: Memory | None) -> None:
-        """A tick begins: from ``obs`` [N, ...] and the policy's memory, with the statistics in use now."""
+        """Begin a tick at ``obs`` [N, ...] and the policy's recurrent state, with the statistics now in use."""
         half = self.sealed.half
         half.add_(1).remainder_(self.halves)
         for k, store in self.obs.items():
@@ -191,8 +191,8 @@ class Rollout:
         ]
         for store, new in rows:
             store.flatten(0, 1).index_copy_(0, here, new)
-        # Written whether or not this row was cut off: the place counts only once the counter has passed it. Where
-        # more rows were cut off than there are places, the last one takes what is wasted.
+        # Written for every row: an entry is valid only once the counter has passed it. If more rows are truncated than
+        # there are entries, further ones go to the scratch row.
         place = count.clamp(max=self.finals)
         self.final_row.index_copy_(0, (place + half * (self.finals + 1)) * n + columns, row)
         for k, store in self.obs.items():
@@ -202,17 +202,17 @@ class Rollout:
         self.row.index_copy_(0, columns, (row + 1).remainder(self.horizon))
 
     def positions(self) -> list[Tensor]:
-        """Return the write positions, which a warm-up of the recording restores."""
+        """Return the write positions, which are restored after a warm-up of the captured graph."""
         return [self.row, self.count]
 
-    # -- the learner's side ---------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------------
 
     def segment(self, view: View | None = None, columns: Tensor | None = None) -> Segment:
-        """The rows of the tick that has just ended: normalised, rewards clipped and scaled, episode ends settled.
+        """Return the rows of the tick that has just ended: normalised, rewards clipped and scaled, ends resolved.
 
         Args:
-            view: a reader's own; None: the collector's, between ticks.
-            columns: [n] int64, those to read; None: all.
+            view: the reader's view; None: the collector's, between ticks.
+            columns: [n] int64, the columns to read; None: all.
         """
         view = self.sealed if view is None else view
         norm, parts = view.norm, {k: self._read(k, t, view, columns) for k, t in self.storage().items()}
@@ -243,16 +243,16 @@ class Rollout:
 
     @property
     def norm(self) -> Normalizer:
-        """The statistics of the segment filled last."""
+        """Return the statistics of the segment filled last."""
         return self.sealed.norm
 
     def storage(self) -> dict[str, Tensor]:
-        """All that is written, the halves one after the other along the first axis."""
+        """Return all stored fields, with the halves concatenated along the first axis."""
         names = (*STEPS, "final_row", "carry", "fresh")
         return {**{f"obs/{k}": v for k, v in self.obs.items()}, **{k: getattr(self, k) for k in names}}
 
     def _read(self, name: str, store: Tensor, view: View, columns: Tensor | None) -> Tensor:
-        """Return ``view`` of the store ``name``, of ``columns`` alone where they are given."""
+        """Return the field ``name`` at ``view``, only for ``columns`` if given."""
         store = self._half(store, view)
         if columns is None:
             return store
@@ -261,7 +261,7 @@ class Rollout:
         return store.unflatten(0, (-1, self.num_envs)).index_select(1, columns).flatten(0, 1)
 
     def _half(self, store: Tensor, view: View) -> Tensor:
-        """The half of ``store`` that ``view`` is of; a copy where there are two, at an address that does not move."""
+        """Return the half of ``store`` at ``view``; with two halves, a copy at a fixed address."""
         if self.halves == 1:
             return store
         return store.unflatten(0, (2, -1)).index_select(0, view.half.view(1)).squeeze(0)
@@ -269,8 +269,8 @@ class Rollout:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """With two halves, the segment that is still to be read. With one, nothing: between ticks, what the next
-        segment depends on is all with the collector."""
+        """Return the unread segment if there are two halves. With one it is empty: between ticks, everything that the
+        next segment depends on belongs to the collector."""
         if self.halves == 1:
             return {}
         return {**self.storage(), **{f"sealed/{i}": t for i, t in enumerate(self.sealed.tensors())}}
@@ -281,12 +281,12 @@ class Rollout:
 
 
 def rollout_final_rows(horizon: int, max_episode_steps: int | None) -> int:
-    """K: as many final observations per column as time limits can fall in ``horizon`` rows, plus one for other cuts."""
+    """Return K, final observations per column: the time limits possible in ``horizon`` rows, plus one truncation."""
     return min(horizon, math.ceil(horizon / max_episode_steps) + 1) if max_episode_steps else horizon
 
 
 def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
-    """Bytes that a segment takes."""
+    """Return the bytes of a segment."""
     obs = sum(math.prod(s.shape) * s.dtype.itemsize for s in spec.obs.values())
     action = 8 if isinstance(spec.action, Discrete) else 4 * spec.action.size
     finals = rollout_final_rows(horizon, spec.max_episode_steps) + 1
@@ -294,25 +294,25 @@ def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
 
 
 def by_parts(function: Callable[[Obs], Tensor], obs: Obs, count: int) -> Tensor:
-    """``function`` of observations [T, ...], in at most ``count`` calls on consecutive rows: images take four and more
-    times the room of their bytes inside a network."""
+    """Apply ``function`` to observations [T, ...] in at most ``count`` calls on consecutive rows, to bound memory:
+    activations of an image network take at least four times the images' bytes."""
     rows = next(iter(obs.values())).shape[0]
     size = math.ceil(rows / count)
     return torch.cat([function({k: v[i : i + size] for k, v in obs.items()}) for i in range(0, rows, size)])
 
 
 def permutations(count: int, size: int, gen: Generator, device: torch.device) -> Tensor:
-    """``count`` random orders of ``range(size)``, [count, size] int64, without a host sync."""
+    """Return ``count`` random orders of ``range(size)``, [count, size] int64, without a host sync."""
     return torch.randint(1 << 62, (count, size), generator=gen, device=device).argsort(1)
 
 
 def minibatches(rows: Mapping[str, Tensor], epochs: int, count: int, dim: int, gen: Generator) -> Iterator[Any]:
-    """Every epoch cuts all rows, in an order of its own, into ``count`` equal minibatches.
+    """Shuffle all rows in every epoch and split them into ``count`` equal minibatches.
 
     Args:
-        rows: by name; the same size along ``dim`` (0: transitions; 1: environments, whole sequences of them).
+        rows: by name; the same size along ``dim`` (0: transitions; 1: environments, with their whole sequences).
     Yields:
-        ``epochs * count`` dicts, each copied when it is asked for: of images, no more than a minibatch lies twice.
+        ``epochs * count`` dicts, each copied on request, so that no more than one minibatch is held twice.
     """
     like = next(iter(rows.values()))
     for order in permutations(epochs, like.shape[dim], gen, like.device):

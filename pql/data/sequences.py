@@ -1,17 +1,17 @@
-"""Sequences of rows from a replay ring, with the recurrent state that acted in their first row (R2D2).
+"""Sequences of rows from a replay ring, with the recurrent state before their first row (R2D2).
 
-A sequence begins at every row whose number is a multiple of ``period``, and there alone the ring's side store keeps
-what the policy remembered before it acted. It runs over episode ends. ::
+A sequence begins at every row whose number is a multiple of ``period``; the recurrent state before the action is stored
+only for these rows. Sequences cross episode ends. ::
 
     row         80        120                             200        n = 5
                 |---------|-------------------------------|-----|
-                 burn-in   trained on: losses and targets  ahead  the last rows' targets reach this far
+                 burn-in   trained on: losses and targets  ahead: steps of the last rows' n-step targets
     state       s         .    .    .    first  .    .            zeroed where an episode begins
 
-One number per sequence, its priority, lies in an array [ring rows / period, environments], the leaves of a sum tree.
+The priorities, one per sequence, are an array [ring rows / period, environments] and the leaves of a sum tree.
 
-Source: Kapturowski et al. 2019 (Recurrent Experience Replay in Distributed Reinforcement Learning). This file knows
-nothing of networks or losses.
+Source: Kapturowski et al. 2019 (Recurrent Experience Replay in Distributed Reinforcement Learning). Does not depend on
+networks or losses.
 """
 
 import math
@@ -29,29 +29,29 @@ Target = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Sequence(NamedTuple):
-    """B sequences of S rows, of which L are trained on; and K true final observations, which some rows lead to.
+    """B sequences of S rows, L of which are trained on, with K final observations that follow some of the rows.
 
-    Rows are counted from the sequence's first; ``action`` to ``successor`` begin at row ``burn_in``.
+    Row numbers are relative to the sequence's first row; ``action`` to ``successor`` begin at row ``burn_in``.
     """
 
     obs: Obs  # [S + K, B, ...]
     first: Tensor  # [S, B] bool; the next row begins an episode
-    carry: Tensor  # [B, C] what the policy remembered before row 0
+    carry: Tensor  # [B, C] the policy's recurrent state before row 0
     final_row: Tensor  # [K, B] int64; the row, from ``burn_in`` on, that a final observation followed
     action: Tensor  # [L, B] int64
     reward: Tensor  # [L, B] n-step sum
     discount: Tensor  # [L, B]
-    successor: Tensor  # [L, B] int64; whose value lies beyond, among ``obs`` from row ``burn_in`` on
-    mask: Tensor  # [L, B] float32; 0: a filler row, or one whose target is not known
+    successor: Tensor  # [L, B] int64; row to bootstrap from, in ``obs`` from row ``burn_in`` on
+    mask: Tensor  # [L, B] float32; 0: a filler row, or one without a valid target
     weight: Tensor  # [B] importance weight
     index: Tensor  # type: ignore[assignment]  # [B] int64, for the priorities
 
 
 class States:
-    """The recurrent state before the action of a ring's aligned rows, stored next to the ring.
+    """Recurrent states before the actions of a ring's aligned rows, stored next to the ring.
 
     Args:
-        ring: with a whole number of periods. It takes each row after this store does.
+        ring: its rows are a whole number of periods. Each row must be inserted here before it is inserted there.
         size: C.
     """
 
@@ -59,23 +59,23 @@ class States:
         assert ring.rows % period == 0, (ring.rows, period)
         self.ring, self.period, self.device = ring, period, ring.device
         self.slots, self.ragged = ring.rows // period, ring.ragged  # P
-        # One slot more, which takes what is not kept: every row writes, so that nothing branches.
+        # One scratch slot for states that are not kept: every row writes, so that nothing branches.
         self.carry = torch.zeros((self.slots + 1) * ring.num_envs, size, device=self.device)
 
     def begin(self, obs: Obs) -> None:
-        """Nothing: observations are the ring's."""
+        """Do nothing: observations are stored in the ring."""
 
     def open(self, obs: Obs, memory: Memory | None) -> None:
-        """Nothing: sequences run across ticks."""
+        """Do nothing: sequences cross ticks."""
 
     def restart(self, obs: Obs) -> None:
-        """Nothing: the policy begins with an empty memory, which the next aligned row stores."""
+        """Do nothing: the policy restarts with a zero state, which the next aligned row stores."""
 
     def insert(self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None) -> None:
-        """Keep ``acted.extra["carry"]`` [n, C] where the row is aligned and there is one.
+        """Store ``acted.extra["carry"]`` [n, C] if the row is aligned and exists.
 
         Args:
-            arrived: [n] bool; False: no answer has come yet, so there is no row. None: all have.
+            arrived: [n] bool; False: the env has not answered, so there is no row. None: all have.
         """
         ring = self.ring
         columns = ring.columns if columns is None else columns
@@ -89,15 +89,15 @@ class States:
         return []
 
     def at(self, row: Tensor, column: Tensor) -> Tensor:
-        """Before aligned logical ``row`` of ``column`` (both [B]): [B, C]."""
+        """Return the state before aligned logical ``row`` of ``column`` (both [B]): [B, C]."""
         return self.carry.index_select(0, row // self.period % self.slots * self.ring.num_envs + column)
 
     def used(self) -> int:
-        """Places from the first on that hold something, N to a period of rows. Waits for the device."""
+        """Return the number of leading slots in use, N per period of rows. Synchronises with the device."""
         return -(-self.ring.used() // self.period) * self.ring.num_envs
 
     def state_dict(self) -> Rows:
-        """The rows in use (views). Waits for the device."""
+        """Return the rows in use (views). Synchronises with the device."""
         return Rows(carry=self.carry[: self.used()])
 
     def load_state_dict(self, state: Any) -> None:
@@ -105,7 +105,7 @@ class States:
 
 
 class Span(NamedTuple):
-    """Rows of a sequence: before those trained on, trained on (L), and steps of their targets."""
+    """Rows of a sequence: burn-in, trained on (L), and steps of the n-step targets."""
 
     burn_in: int
     length: int
@@ -113,10 +113,10 @@ class Span(NamedTuple):
 
 
 class Sequences:
-    """Which sequences of a ring may be read, and reading them.
+    """Selection and reading of a ring's sequences.
 
     Args:
-        limit: steps of an episode at the most; sizes the room for final observations (None: for one).
+        limit: most steps of an episode; sizes the room for final observations (None: room for one).
         stored: begin with the stored state; False: with zeros.
 
     Attributes:
@@ -142,12 +142,13 @@ class Sequences:
         self._first_places = torch.arange(states.slots, device=device).unsqueeze(1) * states.period  # [P, 1]
 
     def starts(self, cursor: Cursor) -> tuple[Tensor, Tensor]:
-        """The newest sequence in each place: its first logical row, and whether it may be read; [P * N] both.
+        """Return the first logical row of the newest sequence in each slot, and whether it may be read; [P * N] both.
 
-        All its rows are sealed, and none is in the guard band that the collector may be overwriting.
+        A sequence may be read if all its rows are sealed and none is in the guard band, which the collector may be
+        overwriting.
         """
         ring, head = self.ring, cursor.head
-        row = head - 1 - (head - 1 - self._first_places) % ring.rows  # [P, N] the newest in this place below the head
+        row = head - 1 - (head - 1 - self._first_places) % ring.rows  # [P, N] the newest in this slot below the head
         usable = (row >= 0) & (row >= head - (ring.rows - ring.guard)) & (row + self.size <= head)
         return row.flatten(), usable.flatten()
 
@@ -156,20 +157,20 @@ class Sequences:
         return index % self.ring.num_envs
 
     def read(self, cursor: Cursor, start: Tensor, column: Tensor) -> Sequence:
-        """The sequences that begin at logical rows ``start`` of ``column`` (both [B]); raw observations and rewards."""
+        """Return the sequences at logical rows ``start`` of ``column`` (both [B]); raw observations and rewards."""
         ring, burn, trained = self.ring, self.burn_in, self.length
         heads = cursor.head.index_select(0, column).expand(self.size, -1)
-        rows = torch.minimum(start + self._steps, heads - 1)  # [S, B]; where nothing may be read yet, some written row
+        rows = torch.minimum(start + self._steps, heads - 1)  # [S, B]; if none may be read yet, some written row
         columns = column.expand_as(rows)
         cells = rows % ring.rows * ring.num_envs + columns
         flags = ring.flags.index_select(0, cells.flatten()).int().view_as(rows)
         part = slice(burn, burn + trained)
         row, col, head = (v[part].flatten() for v in (rows, columns, heads))
         window = ring.targets(cursor, row, col, head, self.n, self.gamma)
-        ends = flags[burn : burn + trained + self.n - 1]  # a target's last row is one of these
+        ends = flags[burn : burn + trained + self.n - 1]  # rows in which a target may end
         cut = (ring.rule("cut", ends.flatten()) & ring.rule("valid", ends.flatten())).view_as(ends)
         count = cut.cumsum(0)
-        # The k-th final observation's row is where the count first exceeds k; row 0 where it never does.
+        # The k-th final observation's row is where the count first exceeds k; row 0 if it never does.
         final_row = (count <= self._places).sum(1)  # [K, B]
         final_row = torch.where(final_row < ends.shape[0], final_row, 0)
         last = window.last.view(trained, -1) - rows[burn]  # from burn_in on
@@ -195,7 +196,7 @@ class Sequences:
         )
 
     def _observations(self, rows: Tensor, columns: Tensor, final_row: Tensor) -> Obs:
-        """Observations of all rows [S, B], then the final ones that follow rows [K, B] from burn_in on."""
+        """Return the observations of rows [S, B], then the final ones after rows [K, B] from burn_in on."""
         ring = self.ring
         plain = ring.observations(rows.flatten(), columns.flatten())
         before, column = rows[self.burn_in :].gather(0, final_row).flatten(), columns[: self.finals].flatten()
@@ -205,18 +206,19 @@ class Sequences:
 
 
 class RankedSequences(Ranked):
-    """Sequences drawn in proportion to priority ** alpha, from an array [P, N].
+    """Prioritised sampling of sequences, in proportion to priority ** alpha, from an array [P, N].
 
-    Each enters when its last row is sealed and leaves when the collector may overwrite its first row; both at a tick's
-    start.
+    At the start of a tick, sequences enter whose last row is sealed, and those leave whose first row the collector may
+    overwrite.
 
     Args:
         eta: see :func:`mixed`.
-        target: (rewards, discounts, values beyond) -> targets, in the units of the values: a new sequence's priority is
-            that of its TD errors by the values that its actor stored, where it has any. None, and else: the largest.
+        target: (rewards, discounts, successor values) -> targets, in units of the values. A new sequence's priority is
+            computed from TD errors under the values stored by its actor, if any; otherwise, and if None, it is the
+            largest priority so far.
 
     Attributes:
-        entered: [P * N] int64; the first row of the sequence whose priority each leaf is, -1 where there is none.
+        entered: [P * N] int64; first row of the sequence of each leaf; -1 if there is none.
     """
 
     def __init__(
@@ -234,10 +236,10 @@ class RankedSequences(Ranked):
         self._newest = torch.arange(-(-sequences.ring.horizon // states.period), device=device).unsqueeze(1)  # [M, 1]
 
     def open(self, cursor: Cursor, reward_scale: Tensor) -> None:
-        """A tick begins.
+        """Begin a tick: insert completed sequences and remove those that may be overwritten.
 
         Args:
-            reward_scale: 0-dim; what learners multiply rewards by.
+            reward_scale: 0-dim factor by which learners multiply rewards.
         """
         start, usable = self.sequences.starts(cursor)
         old, new = self.tree.levels[0][: self.sequences.count], self.largest.repeat(self.sequences.count)
@@ -249,7 +251,7 @@ class RankedSequences(Ranked):
         self.count_tick()
 
     def _when_acted(self, cursor: Cursor, reward_scale: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-        """Places and leaves [M N] of as many sequences as a tick may complete in each column: the newest."""
+        """Return slots and leaves [M N] of the newest sequences in each column, as many as a tick may complete."""
         seq, ring, states = self.sequences, self.sequences.ring, self.sequences.states
         number = (cursor.head - seq.size) // states.period - self._newest  # [M, N]; negative: there is none
         rows = (number * states.period + seq.burn_in).clamp(min=0) + seq.trained.unsqueeze(2)  # [L, M, N]
@@ -263,7 +265,7 @@ class RankedSequences(Ranked):
         return place.flatten(), torch.where(known.any(0), leaf, self.largest)
 
     def sample(self, cursor: Cursor, batch: int, gen: Generator) -> Sequence:
-        """Draw ``batch`` sequences; those of an empty array have neither weight nor rows that count."""
+        """Draw ``batch`` sequences; if there are none, weights and masks are 0."""
         index, leaf, weight = self.draw(batch, gen)
         start = self.entered.index_select(0, index).clamp(min=0)
         out = self.sequences.read(cursor, start, self.sequences.column(index))
@@ -282,17 +284,17 @@ class RankedSequences(Ranked):
 
 
 def finals_within(rows: int, limit: int | None) -> int:
-    """Room for final observations: as many as time limits can fall in ``rows`` rows, and one for another cut."""
+    """Return the room for final observations: the time limits possible in ``rows`` rows, plus one truncation."""
     return min(rows, math.ceil(rows / limit) + 1) if limit else 1
 
 
 def mixed(error: Tensor, mask: Tensor, eta: float) -> Tensor:
-    """A sequence's priority: eta max |e| + (1 - eta) mean |e| over the rows that count.
+    """Return a sequence's priority: eta max |e| + (1 - eta) mean |e| over the valid rows.
 
     Args:
         error, mask: [L, B].
     Returns:
-        [B]; 0 where no row counts.
+        [B]; 0 if no row is valid.
     """
     size = error.abs() * mask
     return eta * size.amax(0) + (1 - eta) * size.sum(0) / mask.sum(0).clamp(min=1)

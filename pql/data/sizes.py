@@ -59,7 +59,7 @@ class ReplayLayout:
 
 
 def replay_bytes(layout: ReplayLayout) -> int:
-    """Return the bytes that a ring takes."""
+    """Return the bytes of a ring."""
     obs, rows, action = layout.obs, layout.rows, layout.action_size
     sizes = {k: math.prod(kept_shape(s)) * storage_dtype(s, layout.dtype).itemsize for k, s in obs.items()}
     blank = sum(sizes[k] for k, s in obs.items() if s.stack > 1)
@@ -71,7 +71,7 @@ def preflight(layout: ReplayLayout, capacity: int, available: int) -> int:
     """Return the rows T of a ring of ``capacity`` transitions; ``layout.rows`` is not read.
 
     Raises:
-        ConfigError: it takes more than ``available`` bytes; names the largest capacity that fits.
+        ConfigError: it needs more than ``available`` bytes; the message names the largest capacity that fits.
     """
 
     def size(rows: int) -> int:

@@ -1,11 +1,11 @@
-"""A safetensors file written in one pass: hashed while it is written, and from any device piece by piece.
+"""Writer of safetensors files that hashes while it writes and copies tensors from any device piece by piece.
 
-The layout is the safetensors library's, which reads it: eight bytes with the length of a header, the header (JSON:
-every tensor's type, shape and place), then all tensors' bytes, the widest types first so that each is aligned.
-Source: the format's description, https://github.com/huggingface/safetensors.
+The layout is that of the safetensors library, which can read the file: eight bytes with the length of a header, the
+header (JSON: type, shape and position of every tensor), then the bytes of all tensors, widest types first for
+alignment. Source: format description, https://github.com/huggingface/safetensors.
 
-The library's own writer takes all tensors from the host's memory, makes files that only their owner may read, and
-leaves the hash to a second pass over the file.
+The library's own writer needs all tensors in host memory, creates files that only their owner may read, and would need
+a second pass for the hash.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ TYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-PIECE = 8 << 20  # bytes that are copied to the host, hashed and written at a time
+PIECE = 8 << 20  # bytes copied to the host, hashed and written at a time
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
-    """Write a file and sync it. Its mode is that of any new file (the umask's).
+    """Write a file and sync it. Its mode follows the umask.
 
     Args:
-        about: text by name, for the header.
+        about: metadata for the header, text by name.
     Returns:
         the file's SHA-256, in hexadecimal.
     Raises:

@@ -1,10 +1,10 @@
-"""Transitions in files: what is in one, and a replay ring saved and loaded bit for bit.
+"""Files of transitions, and exact saving and loading of a replay ring.
 
-One safetensors file, one tensor per column, in either of two layouts (``docs/replay.md`` is the reference):
+A file is one safetensors file with one tensor per column, in one of two layouts (reference: ``docs/replay.md``):
 
-* rows: ``[T, N, ...]``, N environments side by side, each observation once, of a stack of frames the newest: a ring's
-  content, as ``save_replay`` writes it;
-* transitions: ``[M, ...]`` with ``next_obs.<group>``; what most other software records. Stacks are whole there.
+* rows: ``[T, N, ...]`` for N environments, with each observation once and only the newest frame of a stack: the content
+  of a ring, as ``save_replay`` writes it;
+* transitions: ``[M, ...]`` with ``next_obs.<group>`` and whole stacks, as most other software records them.
 """
 
 import os
@@ -25,17 +25,17 @@ from pql.data.replay import Replay
 from pql.errors import ConfigError, nearest
 
 Columns = dict[str, Tensor]
-META = {"format": "pql-replay-1"}  # one entry: safetensors writes several in random order
+META = {"format": "pql-replay-1"}  # one entry: safetensors writes several in random order, so files would differ
 
 
-# -- a ring as it is --------------------------------------------------------------------------------------------------
+# -- content of a ring ------------------------------------------------------------------------------------------------
 
 
 def save_replay(replay: Replay, path: str | Path) -> None:
-    """Write a ring's content in rows, oldest first. Between two ticks: nobody may be writing to it.
+    """Write a ring's content in rows, oldest first. Call it between ticks, while nothing writes to the ring.
 
     Raises:
-        OSError: it cannot be written; a file that was there before stays.
+        OSError: it cannot be written; an existing file is kept.
     """
     path = Path(path).expanduser()
     aside = path.with_name(f".writing-{path.name}")
@@ -48,9 +48,9 @@ def save_replay(replay: Replay, path: str | Path) -> None:
 
 
 def rows_of(replay: Replay) -> Columns:
-    """A ring's intact rows: columns [T, N, ...], each environment's own ``length`` of them from the top."""
+    """Return a ring's intact rows: columns [T, N, ...], where each environment's ``length`` rows come first."""
     head, n = replay.live.head, replay.num_envs
-    length = head.clamp(max=replay.rows - 1)  # the observation to act on next lies in the oldest row's place
+    length = head.clamp(max=replay.rows - 1)  # the next observation to act on occupies the oldest row
     t = torch.arange(int(length.max()) + 1, device=replay.device)[:, None]  # [T + 1, 1]
     logical = head - length + torch.minimum(t, length)
     cell = logical % replay.rows * n + replay.columns  # [T + 1, N]
@@ -60,10 +60,10 @@ def rows_of(replay: Replay) -> Columns:
     held = t[:-1] < length
     bits = {"terminated": TERMINATED, "truncated": TRUNCATED, "first": NEXT_FIRST, "valid": VALID}
     marks = {k: (flags & bit > 0) & held for k, bit in bits.items()}
-    # Where older rows are gone, frames of the first ones' stacks are, too: these rows serve others' stacks alone.
+    # Stacks of the first rows lack overwritten frames: these rows only supply frames to later stacks.
     marks["valid"] &= (t[:-1] >= max(replay.stacks.values()) - 1) | (head == length)
     count = replay.final[cell]
-    kept = count >= replay.live.finals - (replay.finals - replay.horizon)  # as a reader sees it
+    kept = count >= replay.live.finals - (replay.finals - replay.horizon)  # as for a reader
     known = marks["truncated"] & marks["valid"] & (flags & FINAL_OK > 0) & kept
     row, column = known.nonzero().unbind(1)
     slot = (replay.rows + count[row, column] % replay.finals) * n + column
@@ -74,7 +74,7 @@ def rows_of(replay: Replay) -> Columns:
 
 
 def load_replay(replay: Replay, path: str | Path) -> None:
-    """Fill a ring from a file of :func:`save_replay`, to the same samples; of a longer file, the newest rows.
+    """Fill a ring from a file of :func:`save_replay`, to the same samples; keeps the newest rows that fit.
 
     Raises:
         ConfigError: no such file, or columns that do not fit this ring; names the column.
@@ -83,7 +83,7 @@ def load_replay(replay: Replay, path: str | Path) -> None:
     groups = {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in replay.obs.items()}
     data = read_transitions("replay", path, groups, None if replay.obs_only else replay.action, replay.extra)
     if data["reward"].dim() != 2 or data["reward"].shape[1] != n:
-        have = f"not rewards of shape {list(data['reward'].shape)} (replay.prefill takes those, too)"
+        have = f"not rewards of shape {list(data['reward'].shape)} (replay.prefill accepts those)"
         raise ConfigError("replay", path, f"rows of {n} environments, {have}")
     length = data["length"].clamp(max=replay.rows - 1)
     skipped = data["length"] - length  # [N] rows too old for this ring
@@ -115,7 +115,7 @@ def load_replay(replay: Replay, path: str | Path) -> None:
 
 
 def flags_of(data: Columns) -> Tensor:
-    """A ring's packed flags, uint8 [T, N]."""
+    """Compute a ring's packed flags, uint8 [T, N]."""
     bits = {"terminated": TERMINATED, "truncated": TRUNCATED, "first": NEXT_FIRST, "valid": VALID}
     flags = sum((data[k] * bit for k, bit in bits.items()), torch.zeros_like(data["reward"], dtype=torch.int64))
     found = torch.zeros_like(data["truncated"])
@@ -124,7 +124,7 @@ def flags_of(data: Columns) -> Tensor:
 
 
 def write_transitions(store: Tensor, values: Tensor) -> None:
-    """``values`` [T, N, ...] into the first cells of a ring's tensor, in its own type."""
+    """Copy ``values`` [T, N, ...] into the first cells of a ring's tensor, converted to its type."""
     store[: values.shape[0] * values.shape[1]] = values.flatten(0, 1).to(store)
 
 
@@ -134,12 +134,12 @@ def write_transitions(store: Tensor, values: Tensor) -> None:
 def read_transitions(
     setting: str, path: str | Path, obs: Mapping[str, ObsSpec], action: Tensor | None, extra: Iterable[str] = ()
 ) -> Columns:
-    """A file's columns, checked against an environment, with defaults for those that may be left out.
+    """Return a file's columns, checked against an environment, with defaults for optional ones.
 
     Args:
-        setting: what to call the file in an error.
-        action: a ring's store of them, for its shape and type; None: all but observations is not needed.
-        extra: names of the numbers that the ring keeps beside them.
+        setting: name of the setting, for errors.
+        action: the ring's action store, for shape and type; None: only observations are required.
+        extra: names of additional numbers that the ring stores.
     """
     try:
         check_header(Path(path).expanduser())

@@ -1,19 +1,18 @@
-"""Unrolls: rollouts of environments that answer when they can. Each fills one at its own pace, across ticks.
+"""Unrolls: rollouts of environments that answer at different times. Each fills at its own pace, across ticks.
 
-An unroll is ``horizon`` consecutive rows of one environment, whatever the others did meanwhile; so what is learned of
-an environment that is late is what would have been learned had it been on time. It lies in a *place*, a column of a
-:class:`~pql.data.rollout.Rollout`. An environment writes into one until that is full and then takes another. Full ones
-have numbers, and the learner reads the oldest, N in a tick::
+An unroll is ``horizon`` consecutive rows of one environment, independent of the others, so late answers do not change
+what is learned. It is stored in a *place*, a column of a :class:`~pql.data.rollout.Rollout`. An environment fills one
+place and then takes another. Full unrolls are numbered, and the learner reads the oldest N in a tick::
 
     environment   0   1   2   ...           number        ...   7   8   9   10  11  12 < completed
     its place     3   0   6                 its place           5   1   4   2   9   7
     next row      2  17   9                               read  >^^^^^^^^^ taken
 
-A place is free again once FULL * N more unrolls have been completed, and by then it has been read: a tick makes
-``horizon * N`` rows (what it makes beyond, fewer than N, the next one lacks), and a learner reads N unrolls or all that
-there are. So when a tick begins at most 2 N unrolls of rows are unread, parts included, and when it ends at most 3 N.
+A place is reused once FULL * N more unrolls have been completed, and by then it has been read: a tick makes
+``horizon * N`` rows (an excess, fewer than N, is subtracted from the next tick), and a learner reads N unrolls, or all
+if there are fewer. At most 2 N unrolls, partial ones included, are unread at the start of a tick and 3 N at its end.
 
-Source: Espeholt et al. 2020 (SEED RL), section 3. This file knows nothing of networks, losses or wires.
+Source: Espeholt et al. 2020 (SEED RL), section 3. Does not depend on networks, losses or transports.
 """
 
 from collections.abc import Mapping
@@ -34,14 +33,14 @@ FULL = 3
 
 
 class Unrolls:
-    """Storage for environments that may answer late, each at its own pace (a store, as the replay is).
+    """Storage for environments that may answer late, with the same interface as the replay.
 
     Arguments are those of ``Rollout``.
 
     Attributes:
-        place: [N] int64; where each environment writes.
-        completed: 0-dim int64; full unrolls so far.
-        order: [FULL N + N] int64; the place of number i at ``i % (FULL N)``. What lies beyond nobody reads.
+        place: [N] int64; the place that each environment writes to.
+        completed: 0-dim int64; number of full unrolls so far.
+        order: [FULL N + N] int64; the place of unroll i is at ``i % (FULL N)``. Later entries are scratch.
     """
 
     ragged = True
@@ -57,11 +56,13 @@ class Unrolls:
     ):
         n = spec.num_envs
         self.num_envs, self.horizon, self.device, self.size = n, horizon, device, FULL * n
-        self.blank = n + self.size  # a place that nobody writes, whose rows do not count
+        self.blank = n + self.size  # a place that is never written; its rows are masked
         self.rollout = Rollout(replace(spec, num_envs=self.blank + 1), norm, horizon, params_size, device, carry_size)
         self.columns = torch.arange(n, device=device)
         self.place = self.columns.clone()
-        self.ended = torch.zeros(n, dtype=torch.bool, device=device)  # each one's newest row ended an episode
+        self.ended = torch.zeros(
+            n, dtype=torch.bool, device=device
+        )  # True if an environment's newest row ended an episode
         self.completed = torch.zeros((), dtype=torch.int64, device=device)
         self.order = torch.arange(n, self.blank + n, device=device).clamp_(max=self.blank)
 
@@ -70,11 +71,11 @@ class Unrolls:
             put(store, self.place, obs[k])
 
     def open(self, obs: Obs, memory: Memory | None) -> None:
-        """A tick begins. Unrolls go on; what is read after it is read with the statistics in use now."""
+        """Begin a tick. Unrolls continue; reads after the tick use the current statistics."""
         self.rollout.take_statistics()
 
     def restart(self, obs: Obs) -> None:
-        """New episodes that nothing announced: what is not full is dropped."""
+        """Begin unannounced new episodes; partial unrolls are dropped."""
         for tensor, value in ((self.rollout.row, 0), (self.rollout.count, 0), (self.rollout.fresh, True)):
             tensor.index_fill_(0, self.place, value)
         self.ended.zero_()
@@ -85,8 +86,8 @@ class Unrolls:
     ) -> None:
         """Append one row for each environment of ``columns`` ([n]; default: all) that has ``arrived`` ([n] bool).
 
-        No row is kept of an action that the policy did not choose (a warm-up's). A filler that begins an episode though
-        nothing had ended is that of another actor: what the one before it had not filled is dropped.
+        Rows whose action the policy did not choose (in a warm-up) are dropped. A filler row that begins an episode
+        without a preceding end comes from a new actor: the partial unroll of the previous actor is dropped.
         """
         columns = self.columns if columns is None else columns
         rollout, place = self.rollout, self.place[columns]
@@ -95,8 +96,8 @@ class Unrolls:
         replaced = step.first & ~step.valid & ~self.ended[columns]
         kept = came & ~replaced & (acted.version >= 0)
         full = kept & (row == self.horizon - 1)
-        begins = full | (came & ~kept)  # an unroll, with what is seen now
-        rollout.insert(acted, step, place)  # where nothing is kept, in vain: it is written again
+        begins = full | (came & ~kept)  # a new unroll begins, with the current observation
+        rollout.insert(acted, step, place)  # rows not kept are overwritten later
         assert acted.carry is not None
         before = torch.where((row == 0).unsqueeze(1), acted.carry, rollout.carry[place])
         rollout.carry.index_copy_(0, place, before)
@@ -115,9 +116,9 @@ class Unrolls:
         self.ended.index_copy_(0, columns, torch.where(came, over, self.ended[columns]))
 
     def _shelve(self, place: Tensor, full: Tensor, columns: Tensor) -> Tensor:
-        """Number the unrolls of those that are ``full``. Returns where ``columns`` write from now on, [n]."""
+        """Number the unrolls that are ``full``. Returns the places that ``columns`` write to from now on, [n]."""
         number = self.completed + full.cumsum(0) - 1
-        # One that is not full writes, too, where nobody reads: nothing here may branch.
+        # Unrolls that are not full write to scratch entries: nothing here may branch.
         slot = torch.where(full, number % self.size, self.size + columns)
         now = torch.where(full, self.order[slot], place)
         self.order.index_copy_(0, slot, place)
@@ -144,10 +145,10 @@ class Unrolls:
 
 
 class Reader:
-    """How far a learner has read, and what it may: it reads every unroll once, the oldest first.
+    """A learner's read position in the unrolls; each unroll is read once, oldest first.
 
     Attributes:
-        taken: 0-dim int64; unrolls read so far.
+        taken: 0-dim int64; number of unrolls read so far.
     """
 
     def __init__(self, unrolls: Unrolls):
@@ -156,12 +157,12 @@ class Reader:
         self.taken = torch.zeros_like(unrolls.completed)
 
     def tensors(self) -> list[Tensor]:
-        """Private copies of ``Unrolls.tensors``."""
+        """Return the private copies of ``Unrolls.tensors``."""
         return [self.completed, self.order, *self.view.norm.frozen()]
 
     @torch.no_grad()
     def segment(self) -> Segment:
-        """N unrolls as columns. Where there are not as many, the remaining ones do not count (``mask`` is 0)."""
+        """Return N unrolls as columns. If fewer are available, the remaining columns have ``mask`` 0."""
         unrolls = self.unrolls
         number = self.taken + unrolls.columns
         there = number < self.completed

@@ -1,4 +1,4 @@
-"""The tick: schedules, executors, workers, weight slots, CUDA graphs, optimisers, devices and processes.
+"""Execution of ticks: schedules, executors, workers, weight slots, CUDA graphs, optimisers, devices and processes.
 
-Knows neither environments nor algorithms: a worker is a function over state. Start reading at ``schedule.py``.
+Does not depend on environments or algorithms: a worker is a function over state. Start with ``schedule.py``.
 """

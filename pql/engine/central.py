@@ -1,11 +1,10 @@
-"""Parameters and moments that replicas share: pulled, and pushed to, in chunks that each have a lock of their own.
+"""Parameters and optimiser moments shared by replicas, pulled and pushed in chunks with one lock each.
 
-A replica computes a gradient on its private copy of the parameters, which by then may be old. A push takes it to the
-central ones: for each chunk of them, under that chunk's lock, the update rule changes the central moments and
-parameters, and the new parameters become the replica's own. Sources: Stooke & Abbeel 2018 (chunks, central update
-rule); Mnih et al. 2016 (A3C, shared moments).
+A replica computes a gradient on its private copy of the parameters, which may be old by then. For each chunk, under its
+lock, a push applies the update rule to the central moments and parameters, and copies the new parameters back to the
+replica. Sources: Stooke & Abbeel 2018 (chunks, central update rule); Mnih et al. 2016 (A3C, shared moments).
 
-This file knows nothing of algorithms, environments or threads other than those that happen to call it.
+Does not depend on algorithms, environments or on which threads call it.
 """
 
 import threading
@@ -19,14 +18,14 @@ from torch import Tensor
 from pql.engine.optim import Optimizer
 
 FREE: AbstractContextManager[None] = nullcontext()
-LINE = 64  # parameters: a chunk is a whole number of these, so that no kernel treats its ends otherwise than its middle
+LINE = 64  # chunk sizes are multiples of this, so that kernels treat a chunk's ends like its middle
 
 
 class Chunk:
-    """Some of the central parameters, with their moments and counts, under one lock.
+    """Part of the central parameters, with their moments and counts, under one lock.
 
     On CUDA the lock orders the threads that queue work, and an event orders the work: each user's stream waits for
-    the last one's.
+    the previous user's.
     """
 
     def __init__(self, part: slice, data: Tensor, state: dict[str, Tensor]):
@@ -36,13 +35,13 @@ class Chunk:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, nobody else reads or writes it."""
+        """Hold the lock: no other thread reads or writes the chunk."""
         with self.lock:
             if self.done is None:
                 yield
                 return
             stream = torch.cuda.current_stream(self.data.device)
-            stream.wait_event(self.done)  # one that was never recorded is nothing to wait for
+            stream.wait_event(self.done)  # an event that was never recorded does not block
             try:
                 yield
             finally:
@@ -50,22 +49,21 @@ class Chunk:
 
 
 class Central:
-    """Parameters and moments that replicas share, one flat tensor each, on the device of the optimiser given.
+    """Parameters and moments that replicas share, one flat tensor each, on the optimiser's device.
 
-    Each chunk counts its own steps (Adam's bias correction): a push adds 1 to a chunk's count under the chunk's lock,
-    together with the gradient that it adds to the moments. So a count is at any moment the number of gradients that
-    the moments beside it hold, whatever other pushes come in between; of two pushes that overlap, one may be the
-    earlier in one chunk and the later in another. Where no push is under way all counts are equal: the number of
-    pushes so far, less the skipped ones.
+    Each chunk counts its steps (Adam's bias correction): under the chunk's lock, a push adds its gradient to the
+    moments and 1 to the count. A count therefore always equals the number of gradients in the moments of its chunk,
+    even if pushes overlap and reach two chunks in a different order. While no push is running all counts are equal:
+    the number of pushes so far minus the skipped ones.
 
-    A reader may find a push in some chunks and not yet in others, never half a chunk.
+    A reader may see a push in some chunks and not yet in others, but never part of one chunk's update.
 
     Args:
         optimizer: its parameters are copied; its rule and its moments become the central ones.
         chunk: parameters under one lock, rounded up to a multiple of 64.
     Attributes:
         data: [P] the parameters.
-        pushes: begun so far, skipped ones included.
+        pushes: number of pushes begun, including skipped ones.
     """
 
     def __init__(self, optimizer: Optimizer, chunk: int):
@@ -79,7 +77,7 @@ class Central:
         self.chunks = [Chunk(part, self.data[part], self._rows(part)) for part in parts]
 
     def _rows(self, part: slice) -> dict[str, Tensor]:
-        """Views of the moments; counts are the chunk's own, but for the first, whose are those of ``state_dict``."""
+        """Views of the moments; counts belong to the chunk, and the first chunk's are those of ``state_dict``."""
         own = part.start > 0
         return {k: v[part] if v.dim() else v.clone() if own else v for k, v in self._state.items()}
 
@@ -92,10 +90,10 @@ class Central:
 
     @torch.no_grad()
     def push(self, own: Tensor, grad: Tensor, lr: Tensor, skip: Tensor | None) -> None:
-        """One step along ``grad`` [P], whose result ``own`` [P] gets.
+        """Take one step along ``grad`` [P] and copy the result into ``own`` [P].
 
         Args:
-            skip: 0-dim float; where it is 1, nothing changes, and ``own`` is pulled.
+            skip: 0-dim float; where it is 1, no step is taken, and ``own`` is only pulled.
         """
         home = self.data.device
         lr, skip = lr.to(home), None if skip is None else skip.to(home)
@@ -111,7 +109,7 @@ class Central:
             return self.pushes - 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Moments and count, where no push is under way. The parameters are, at such a time, every replica's own."""
+        """Return moments and count; call it while no push is running, when every replica has the same parameters."""
         return self._state
 
     @torch.no_grad()
@@ -124,14 +122,14 @@ class Central:
 
 
 class ReplicaStopped(BaseException):
-    """The run has ended while a replica waited for its turn. No ``Exception``: nobody on the way up may report it."""
+    """The run ended while a replica waited for its turn. Not an ``Exception``, so that no caller reports it."""
 
 
 class Turns:
-    """Lets ``count`` threads by in a fixed order, over and over: 0, 1, ..., ``count`` - 1, 0, ...
+    """Admits ``count`` threads in a fixed cyclic order: 0, 1, ..., ``count`` - 1, 0, ...
 
     Args:
-        waiting: entered with a thread's number while it waits.
+        waiting: context manager entered with a thread's number while it waits.
     """
 
     def __init__(self, count: int, waiting: Callable[[int], AbstractContextManager[None]] = lambda number: FREE):
@@ -141,7 +139,7 @@ class Turns:
 
     @contextmanager
     def of(self, number: int) -> Iterator[None]:
-        """Wait for the turn of ``number``; it lasts until the block's end.
+        """Wait for the turn of ``number``; it lasts until the end of the block.
 
         Raises:
             ReplicaStopped: :meth:`halt` was called.
@@ -151,34 +149,34 @@ class Turns:
                 self.changed.wait_for(lambda: self.ended or self.next == number)
             if self.ended:
                 raise ReplicaStopped
-        yield  # what fails in here keeps its turn: nobody may go on from a push that was cut off
+        yield  # after a failure the turn is kept, so that no replica continues from a partial push
         with self.changed:
             self.next = (number + 1) % self.count
             self.changed.notify_all()
 
     def halt(self) -> None:
-        """Wake everybody who waits, for good."""
+        """Stop all waiting threads, now and later, with :class:`ReplicaStopped`."""
         with self.changed:
             self.ended = True
             self.changed.notify_all()
 
 
 class CentralOptimizer(Optimizer):
-    """A replica's optimiser: it clips the replica's gradient by itself, and steps on the central parameters.
+    """Optimiser of a replica: it clips the replica's gradient and steps on the central parameters.
 
-    The learning rate is the replica's own: one that follows the KL follows what this replica sees.
+    The learning rate is per replica, so that an adaptive one follows this replica's KL.
 
     Args:
-        own: what the replica would step with alone: its parameters, learning rate and clipping are kept.
-        turns: pulls and pushes come in the order of the replicas; None: as they come.
-        number: the replica's. The first one's checkpoint holds the central moments.
+        own: the replica's standalone optimiser: its parameters, learning rate and clipping are kept.
+        turns: order of pulls and pushes by replica; None: any order.
+        number: the replica's. Replica 0's checkpoint contains the central moments.
     """
 
     def __init__(self, own: Optimizer, central: Central, turns: Turns | None = None, number: int = 0):
         super().__init__(own.flat, float(own.lr), own.clip)
         self.central, self.turns, self.number = central, turns, number
-        self.seen = 0  # pushes that had begun when the parameters in hand were last read
-        self.lags: Counter[int] = Counter()  # of the pushes since the last ``drain_lags``
+        self.seen = 0  # pushes begun when the parameters were last pulled
+        self.lags: Counter[int] = Counter()  # lags of the pushes since the last ``drain_lags``
 
     def _turn(self) -> AbstractContextManager[None]:
         return FREE if self.turns is None else self.turns.of(self.number)
@@ -186,7 +184,7 @@ class CentralOptimizer(Optimizer):
     def pull(self) -> None:
         """Bring the private parameters up to date."""
         with self._turn():
-            self.seen = self.central.pushes  # before they are read: a push that comes meanwhile counts as lag
+            self.seen = self.central.pushes  # before the read: a push during it counts as lag
             self.central.pull(self.flat.data)
 
     def apply(self, grad: Tensor, skip: Tensor | None) -> None:
@@ -197,8 +195,10 @@ class CentralOptimizer(Optimizer):
             self.central.push(self.flat.data, grad, self.lr, skip)
 
     def drain_lags(self) -> Counter[int]:
-        """How many pushes there were since the last call, by lag: the other replicas' pushes that had begun since the
-        parameters which the gradient is of were read."""
+        """Return a histogram of the lags of this replica's pushes since the last call.
+
+        The lag of a push is the number of other replicas' pushes that began after its parameters were pulled.
+        """
         lags, self.lags = self.lags, Counter()
         return lags
 

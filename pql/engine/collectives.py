@@ -1,13 +1,13 @@
-"""Processes that share one run's work, as ``torchrun`` starts them, and their collectives by role.
+"""Processes of one run, started by ``torchrun``, and their collectives.
 
-Every process (a rank) has environments, data and learners of its own. What makes them one run are sums over all of
-them: of gradients before clipping, of statistics, of the few numbers that decide something. All ranks then hold the
-same weights and statistics, bit for bit, without ever sending those.
+Every process (a rank) has its own environments, data and learners. Gradients (before clipping), statistics and a few
+decisions are summed over all ranks, so all ranks hold the same weights and statistics, bit for bit, without sending
+them.
 
-A role (the V-learner, the collector ...) has a process group of its own, because roles run on threads, or streams, of
-their own, and collectives on one group must be issued in the same order everywhere.
+Each role (V-learner, collector ...) has its own process group: roles run on separate threads or streams, and the
+collectives of one group must be issued in the same order on every rank.
 
-This file knows nothing of configs, learners or runs; ``ranks.py`` puts it to work.
+Does not depend on configs, learners or runs; ``ranks.py`` uses it.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from pql.errors import RunError
 
 
 class PeerError(RunError):
-    """A collective failed: as a rule, because another process has ended or hangs."""
+    """A collective failed, usually because another process has ended or hangs."""
 
 
 class Order:
-    """Lets bursts of collectives on a CUDA device follow one another, in the order in which the host queues them.
+    """Serialises bursts of collectives on a CUDA device, in the order in which the host queues them.
 
-    Collectives of several communicators that run side by side can deadlock: one rank's device waits inside the first,
+    Collectives of several communicators that run concurrently can deadlock: one rank's device waits inside the first,
     another's inside the second. One host thread queues all bursts, in the same order on every rank.
     """
 
@@ -45,19 +45,19 @@ class Order:
 
 
 class Group:
-    """The ranks' processes for one role. Of one process alone, every method hands back what it was given.
+    """The ranks' processes for one role. With one process, every method returns its input.
 
     Every method is a collective: all ranks call it, in the same order. On CUDA none waits for the device.
 
     Args:
-        handle: a process group on this device's back end; None: one process.
+        handle: a process group of this device's back end; None: one process.
         order: shared by the groups of a CUDA device.
     """
 
     def __init__(self, handle: Any = None, order: Order | None = None):
         self.handle, self.order = handle, order
         self.size: int = 1 if handle is None else handle.size()
-        self.waiting = False  # for the others, at this moment
+        self.waiting = False  # True while waiting for other ranks
 
     def sum_(self, x: Tensor) -> Tensor:
         """Sum ``x``, of any shape, over all ranks, in place."""
@@ -67,11 +67,11 @@ class Group:
         return x
 
     def mean_(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Average ``x[:-1]`` over all ranks, in place; the last entry is room for what the ranks weigh.
+        """Average ``x[:-1]`` over all ranks, in place; the last entry is scratch space for the ranks' row counts.
 
         Args:
-            x: [P + 1]; a mean over the rows that count.
-            mask: 1 for each of those rows, so that the result is the mean over all ranks' rows; None: equally many.
+            x: [P + 1]; a mean over valid rows.
+            mask: 1 for each valid row, so that the result is the mean over all ranks' rows; None: equal weights.
         """
         if self.size == 1:
             return
@@ -84,7 +84,7 @@ class Group:
         x[:-1].div_(x[-1].clamp(min=1))
 
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Average one number (shape: 0-dim) over all ranks, as :meth:`mean_`."""
+        """Average a 0-dim tensor over all ranks, as :meth:`mean_` does."""
         if self.size == 1:
             return x
         pair = torch.stack((x, x))
@@ -92,7 +92,7 @@ class Group:
         return pair[0]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's ``x`` [...], by rank: [K, ...]."""
+        """Return every rank's ``x`` [...], in the order of ranks: [K, ...]."""
         if self.size == 1:
             return x.unsqueeze(0)
         out = x.new_empty(self.size, *x.shape)
@@ -107,10 +107,10 @@ class Group:
                 dist.broadcast(x, 0, group=self.handle)
 
     def close(self) -> None:
-        """Leave: whoever still waits for this process then fails, and need not wait for a time limit."""
+        """Leave the group; processes that still wait for this one then fail at once instead of at the time limit."""
         if self.handle is not None:
             dist.destroy_process_group(self.handle)
-        self.handle, self.size = None, 1  # nothing else may keep the connections open
+        self.handle, self.size = None, 1  # drop the last reference, which keeps the connections open
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class Group:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Around a burst of work with collectives in it, captured or not."""
+        """Enclose a burst of work that contains collectives, captured or not."""
         if self.order is None:
             yield
         else:
@@ -134,7 +134,7 @@ ALONE = Group()
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """A collective's failure as a ``PeerError`` of one line."""
+    """Convert a collective's failure into a one-line ``PeerError``."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Executors: how the jobs of a tick are run. On threads (CPU), on CUDA streams, or inline, one after the other."""
+"""Executors run the jobs of a tick: on threads (CPU), on CUDA streams, or inline, one after the other."""
 
 import math
 import queue
@@ -19,25 +19,25 @@ Job = Callable[[], None]
 
 
 class Executor(Protocol):
-    """Runs one tick's jobs by worker name. On return each has run, or is queued with its order fixed."""
+    """Runs one tick's jobs by worker name. On return each has run, or is queued in a fixed order."""
 
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
-        """Returns the seconds each job was at work: these jobs', or an earlier tick's that have just become known."""
+        """Return the busy seconds of each job: of these jobs, or of an earlier tick whose times are now known."""
         ...
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Inside, the calling thread's device work is ordered after all ticks so far and before all later ones."""
+        """Order the calling thread's device work in the block after all ticks so far and before all later ones."""
         ...
 
     def close(self) -> None: ...
 
 
 class Inline:
-    """One after the other on the calling thread.
+    """Runs jobs one after the other on the calling thread.
 
     Args:
-        order: default: as given.
-        step, start: without progress, after which a worker hangs, and of its first job; None: nobody looks.
+        order: names of the workers in order; default: as given.
+        step, start: time limits without progress, for a worker and for its first job; None: no watchdog.
     """
 
     def __init__(self, order: Sequence[str] | None = None, step: Limit | None = None, start: Limit | None = None):
@@ -48,7 +48,7 @@ class Inline:
         return {name: self._do(name, jobs[name]) for name in self.order or jobs if name in jobs}
 
     def _do(self, name: str, job: Job) -> float:
-        """The seconds it took."""
+        """Run ``job``; return the seconds it took."""
         limit = self.step if name in self.begun else self.start or self.step
         if limit is None:
             return timed(partial(named, name, job))
@@ -58,7 +58,7 @@ class Inline:
         return seconds
 
     def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
-        """As that of ``Threads``: a job of each worker's in turn, until nothing is left."""
+        """As ``Threads.share``: run one job of each worker in turn, until none is left."""
         seconds, live = dict.fromkeys(queues, 0.0), list(queues)
         while live:
             for name in tuple(live):
@@ -69,7 +69,7 @@ class Inline:
         return seconds
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
-        """As that of ``Threads``; nothing waits here."""
+        """As ``Threads.waiting``; nothing waits here."""
         return nullcontext()
 
     def exclusive(self) -> AbstractContextManager[None]:
@@ -84,7 +84,7 @@ class Threads:
 
     Args:
         watchdog: seconds after which a worker that has not finished its tick counts as hung.
-        start: the same for its first one; None: the same seconds.
+        start: the limit for a worker's first job; None: ``watchdog``.
     """
 
     def __init__(self, names: Sequence[str], watchdog: float = 30.0, start: float | None = None):
@@ -92,10 +92,10 @@ class Threads:
         self.begun: set[str] = set()  # workers that have done a job
         self.done: queue.SimpleQueue[tuple[str, float | BaseException]] = queue.SimpleQueue()
         self.inbox: dict[str, queue.SimpleQueue[Iterator[Job] | None]] = {n: queue.SimpleQueue() for n in names}
-        self.handing = threading.Lock()  # held to take a job: workers may draw from one supply
+        self.handing = threading.Lock()  # held to take a job: workers may share an iterator
         self.failed = False
-        self.due: dict[str, float] = {}  # by worker: when its job in hand counts as hung
-        # Daemons: a hung worker cannot be stopped, but it must not keep the process alive.
+        self.due: dict[str, float] = {}  # by worker: time at which its current job counts as hung
+        # Daemon threads: a hung worker cannot be stopped and must not keep the process alive.
         self.threads = {n: threading.Thread(target=self._loop, args=(n,), name=f"pql-{n}", daemon=True) for n in names}
         for thread in self.threads.values():
             thread.start()
@@ -129,10 +129,10 @@ class Threads:
         return self.share({name: iter((job,)) for name, job in jobs.items()})
 
     def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
-        """Each worker's jobs one after the other; returns the seconds it was at work.
+        """Run each worker's jobs in sequence; returns each worker's busy seconds.
 
-        Workers may draw from one iterator. Once one has failed nothing more is handed out. The watchdog is for each
-        single job, and for what is left of it after a wait for others (:meth:`waiting`).
+        Workers may share an iterator. After a failure no job starts. The watchdog's limit is per job; a wait for
+        other workers (:meth:`waiting`) restarts it.
         """
         self.failed, self.due = False, {name: self._deadline(name) for name in queues}
         for name, jobs in queues.items():
@@ -141,7 +141,7 @@ class Threads:
         while waiting:
             left = min(self.watchdog, *(self.due[name] - time.monotonic() for name in waiting))
             try:
-                # Once a worker has failed the others get a moment to finish, so that its error comes first.
+                # Once a worker has failed the others get time to finish, so that its error comes first.
                 name, outcome = self.done.get(timeout=max(0.01, left if failed is None else min(5.0, left)))
             except queue.Empty:
                 if failed is not None:
@@ -159,7 +159,7 @@ class Threads:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Inside, a worker waits for others: whoever hangs, it is another."""
+        """Suspend a worker's deadline while it waits for other workers."""
         self.due[name] = math.inf
         yield
         self.due[name] = self._deadline(name)
@@ -180,8 +180,8 @@ class Threads:
 class Streams:
     """One CUDA stream per worker, one host thread. The host runs ahead of the device by at most two ticks.
 
-    All order is in events: a tick's jobs each wait for all jobs of the tick before. ``torch.cuda.synchronize`` is
-    never called.
+    Events define all ordering: each job of a tick waits for all jobs of the previous tick. ``torch.cuda.synchronize``
+    is never called.
 
     Args:
         watchdog: seconds after which a tick that the device has not finished counts as hung.
@@ -191,16 +191,16 @@ class Streams:
 
     def __init__(self, devices: Mapping[str, torch.device], watchdog: float = 30.0):
         self.watchdog = watchdog
-        # A stream for every device that a worker may touch (it pulls from, and inserts on, others'), its own last.
+        # A stream per device that a worker may use (it pulls from and inserts on other devices); its own comes last.
         every = list(dict.fromkeys(devices.values()))
         self.streams = {
             name: [self._stream(d) for d in (*(d for d in every if d != own), own)] for name, own in devices.items()
         }
-        self.ends: list[Any] = []  # what the next tick must wait for
+        self.ends: list[Any] = []  # events that the next tick must wait for
         self.started = False
-        self.flight: deque[dict[str, tuple[Any, Any]]] = deque()  # by worker: its job's first and last event
+        self.flight: deque[dict[str, tuple[Any, Any]]] = deque()  # by worker: first and last event of its job
 
-    # The four calls below are all that touches CUDA: the recording back end of the tests replaces them.
+    # Only the four methods below call CUDA; a recording back end replaces them in tests.
     def _stream(self, device: torch.device) -> Any:
         return torch.cuda.Stream(device)
 
@@ -219,7 +219,7 @@ class Streams:
         return [torch.cuda.current_stream(d) for d in {s.device for own in self.streams.values() for s in own}]
 
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
-        if not self.started:  # PyTorch's streams do not wait for the one on which everything was set up
+        if not self.started:  # PyTorch's streams do not wait for the stream of the set-up
             self.ends += [self._record(stream) for stream in self._current()]
             self.started = True
         before, self.ends = self.ends, []
@@ -238,7 +238,7 @@ class Streams:
         return self._settle(self.flight.popleft()) if len(self.flight) > self.AHEAD else {}
 
     def _settle(self, tick: dict[str, tuple[Any, Any]]) -> dict[str, float]:
-        """Wait until the device has passed ``tick``; by asking, since a blocking wait could not be given up."""
+        """Wait until the device has finished ``tick``, by polling: a blocking wait could not be interrupted."""
         deadline = time.monotonic() + self.watchdog
         for name, (_, end) in tick.items():
             while not end.query():
@@ -269,22 +269,22 @@ def failure(name: str, error: BaseException) -> RunError:
 
 
 def hung(name: str, limit: Limit) -> HungError:
-    """The stacks of all threads; the last line names the worker whose tick is not over."""
+    """Create an error with the stacks of all threads; its last line names the worker that did not finish its tick."""
     return HungError(f"{stacks()}worker {name} has not finished its tick in {limit.seconds:g} s ({limit.setting})")
 
 
 def named(name: str, job: Job) -> None:
-    """Run ``job``; what it raises becomes a ``RunError`` that names its worker."""
+    """Run ``job``; convert an exception into a ``RunError`` that names its worker."""
     try:
         job()
-    except HungError:  # of the watchdog, which has named the worker
+    except HungError:  # from the watchdog, already names the worker
         raise
     except Exception as error:
         raise failure(name, error) from error
 
 
 def timed(job: Job) -> float:
-    """Run ``job``; the seconds it took."""
+    """Run ``job``; return the seconds it took."""
     start = time.perf_counter()
     job()
     return time.perf_counter() - start

@@ -1,7 +1,7 @@
-"""CUDA graphs, in one place, with the eager twin: ``graph()`` runs its body, captured or not.
+"""CUDA graphs with an eager twin: ``graph()`` runs its body, captured or not.
 
-A capture is taken after a warm-up that leaves no trace, on a capture stream and memory pool of its own: cuBLAS
-keeps one workspace per stream, so graphs captured on one stream must not be replayed side by side.
+A capture is made after a warm-up that leaves no trace, on a separate capture stream and memory pool: cuBLAS keeps one
+workspace per stream, so graphs captured on the same stream must not be replayed concurrently.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Captured(Protocol):
 
 
 def clone_state(state: Any) -> Any:
-    """A deep copy of nested dicts of tensors."""
+    """Return a deep copy of nested dicts of tensors."""
     if isinstance(state, Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
@@ -36,10 +36,10 @@ class Graph:
     """A body of device work that reads and writes fixed addresses.
 
     Args:
-        body: no host sync, no allocation that must outlive it, no branch on a tensor.
-        generators: every generator it draws from.
+        body: without host syncs, allocations that outlive it, or branches on tensors.
+        generators: all generators that it draws from.
         owner: its state is saved before the warm-up and restored in place after it.
-        capture: False runs ``body`` eagerly for ever (the CPU, or ``cuda_graphs=off``).
+        capture: False: ``body`` always runs eagerly (the CPU, or ``cuda_graphs=off``).
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class Graph:
         self.capture = capture and self.possible(device)
         self.graph: Captured | None = None
 
-    # The four below are all that touches CUDA: a stand-in on the CPU (``tape.py``) replaces them.
+    # Only the four methods below call CUDA; a CPU stand-in (``tape.py``) replaces them.
     @staticmethod
     def possible(device: torch.device) -> bool:
-        """Return True if work on ``device`` can be captured. The host runs ahead there and must not read values."""
+        """Return True if work on ``device`` can be captured; host code there runs ahead and must not read values."""
         return device.type == "cuda"
 
     def place(self) -> AbstractContextManager[Any]:
-        """The device made current: a generator's seed is stored there."""
+        """Make the device current: a generator's seed is stored there."""
         return torch.cuda.device(self.device)
 
     def take(self) -> Captured:
-        """Warm up and capture, on a stream of its own."""
+        """Warm up and capture, on a separate stream."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(WARMUP):
                 self.body()
         stream.synchronize()
-        # The workspace is then made anew during the capture, in this graph's own pool. Kept by stream outside of it,
-        # it would be shared with, and freed with, any other graph captured on this stream (there are 32 in all).
+        # The workspace is then allocated again during the capture, in this graph's pool. Otherwise the stream's
+        # workspace would be shared with, and freed with, any other graph captured on this stream (there are 32 in all).
         torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
@@ -84,11 +84,11 @@ class Graph:
         return graph
 
     def finish(self) -> None:
-        """Wait for the device. Before the loop: nothing runs beside us yet."""
+        """Wait for the device. Called before the loop, when no other worker runs."""
         torch.cuda.synchronize(self.device)
 
     def prepare(self) -> None:
-        """Warm up and capture; the owner's state is as before. Called before the loop, with the device idle."""
+        """Warm up and capture, then restore the owner's state. Called before the loop, with the device idle."""
         if not self.capture or self.graph is not None:
             return
         with self.place():

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a flag that the loop reads between ticks, so that a run can save before it ends."""
+"""Ctrl-C and SIGTERM as a flag that the loop checks between ticks, so that a run can save before it ends."""
 
 import os
 import signal
@@ -15,18 +15,18 @@ _entered: "list[Interrupt]" = []
 
 
 def asked() -> bool:
-    """Return True if an entered :class:`Interrupt` received Ctrl-C or SIGTERM; for waits without an end."""
+    """Return True if an entered :class:`Interrupt` received Ctrl-C or SIGTERM; for loops that wait indefinitely."""
     return any(one.asked for one in _entered)
 
 
 class Interrupt:
-    """While it is entered, the first Ctrl-C or SIGTERM sets ``asked``; a second Ctrl-C leaves the process with 130.
+    """While entered, the first Ctrl-C or SIGTERM sets ``asked``; a second Ctrl-C exits the process with status 130.
 
-    Entering it again inside itself, or on any thread but the main one, does nothing. After :meth:`release` signals do
-    what they did before.
+    Entering it again while entered, or on a thread other than the main one, does nothing. After :meth:`release` signals
+    have their previous effect.
 
     Args:
-        message: written when the first comes.
+        message: printed at the first signal.
     """
 
     def __init__(self, message: bytes = MESSAGE) -> None:
@@ -53,19 +53,19 @@ class Interrupt:
             self._before = {}
 
     def release(self) -> None:
-        """From here on nobody looks at ``asked``: signals do what they did before this was entered. SIGTERM then ends
-        the process, as a rule, also where native code hangs. :meth:`throw` still works."""
+        """Restore the previous SIGTERM handler, once ``asked`` is no longer checked. SIGTERM then usually ends the
+        process even if native code hangs. :meth:`throw` still works."""
         self._released = True
         if self._before:
             before = self._before[signal.SIGTERM]
             signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
     def throw(self, error: Exception) -> bool:
-        """Raise ``error`` on the main thread, as soon as that is in Python. False: no handler of this is in place."""
+        """Raise ``error`` on the main thread once it runs Python code. Returns False if no handler is installed."""
         if not self._before:
             return False
         self._thrown = error
-        signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)  # ends a sleep, or a wait
+        signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)  # interrupts a sleep or a wait
         return True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -79,7 +79,7 @@ class Interrupt:
             elif before is not signal.SIG_IGN:
                 raise KeyboardInterrupt
             return
-        # Bare writes: print's buffer, or the live panel's lock, may be in use by the very code that was interrupted.
+        # os.write: the interrupted code may hold print's buffer or the live panel's lock.
         if self.asked and number == signal.SIGINT:
             if sys.stdout.isatty():
                 os.write(1, SHOW_CURSOR)

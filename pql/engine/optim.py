@@ -12,15 +12,15 @@ from pql.nets.mlp import Flat
 
 
 class Optimizer:
-    """Gradient-norm clipping and a learning rate that is a device scalar, on a :class:`Flat`.
+    """Base of optimisers on a :class:`Flat`: gradient-norm clipping, and the learning rate as a device scalar.
 
-    A gradient that is not finite changes nothing: the step is left out.
+    A step with a non-finite gradient is skipped.
 
     Args:
         clip: largest gradient norm; None: no clipping.
 
     Attributes:
-        broken: 0-dim float; 1 where the last gradient was not finite.
+        broken: 0-dim float; 1 if the last gradient was not finite.
     """
 
     def __init__(self, flat: Flat, lr: float, clip: float | None = None):
@@ -43,7 +43,7 @@ class Optimizer:
 
         Args:
             skip: 0-dim float; where it is 1, nothing changes.
-            mask: 1 for each row that the gradient is a mean over, so that processes weigh by rows; None: all the same.
+            mask: 1 for each row that contributes to the gradient, to weight processes by rows; None: equal weights.
         """
         grad = self.flat.data.grad
         assert grad is not None
@@ -52,21 +52,21 @@ class Optimizer:
         skip = self._guard(norm, skip)
         if self.clip is not None:
             scale = (self.clip / (norm + 1e-6)).clamp_(max=1.0)
-            if Graph.possible(scale.device) or not scale >= 1:  # a host may look: it saves a pass over all gradients
+            if Graph.possible(scale.device) or not scale >= 1:  # eager: reading it saves a pass over all gradients
                 grad.mul_(scale)
         self.apply(grad, skip)
         return norm
 
     def _guard(self, norm: Tensor, skip: Tensor | None) -> Tensor | None:
-        """``skip``, and 1 where ``norm`` is not finite."""
-        if not Graph.possible(norm.device) and math.isfinite(norm):  # a host may look
+        """Return ``skip``, or 1 if ``norm`` is not finite."""
+        if not Graph.possible(norm.device) and math.isfinite(norm):  # eager: the value may be read
             self.broken = self._whole
             return skip
         self.broken = (norm - norm != 0).to(norm)
         return self.broken if skip is None else torch.maximum(skip, self.broken)
 
     def apply(self, grad: Tensor, skip: Tensor | None) -> None:
-        """Step along ``grad`` [P], which is clipped already."""
+        """Step along the clipped gradient ``grad`` [P]."""
         self.rule(self.flat.data, grad, self.state_dict(), skip)
 
     def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
@@ -74,13 +74,13 @@ class Optimizer:
 
         Args:
             data, grad: [C]; ``data`` is changed in place.
-            state: as ``state_dict`` has it, with the rows of these parameters where it holds a row for each; changed in
-                place, but for ``lr``.
+            state: entries of ``state_dict``; those with a value per parameter are sliced to these parameters. Changed
+                in place, except ``lr``.
         """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``lr``, what the rule remembers of past gradients ([P] each), and counts (0-dim)."""
+        """Return ``lr``, moments of past gradients ([P] each) and counts (0-dim)."""
         return {"lr": self.lr}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -106,14 +106,14 @@ class LrSchedule:
 
 
 class AdamW(Optimizer):
-    """AdamW.
+    """AdamW in one fused kernel.
 
-    One fused kernel for the step, called without ``torch.optim``'s own wrapper, which costs more than the step itself
-    on small networks (the update rule and its defaults are the same; a test holds the two equal).
+    It bypasses the Python wrapper of ``torch.optim``, which costs more than the step itself on small networks. Update
+    rule and defaults are the same; a test checks that they agree.
 
     Args:
         weight_decay: decoupled (Loshchilov & Hutter 2019).
-        eps: beside the root of the second moment; None: 1e-8.
+        eps: added to the root of the second moment; None: 1e-8.
         betas: decay of the running means of gradients and squared gradients.
 
     Attributes:
@@ -143,7 +143,7 @@ class AdamW(Optimizer):
         self._fused(data, grad, state, skip, lr)
 
     def _fused(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None, lr: Tensor) -> None:
-        # ``found_inf`` is meant for loss scaling: where it is 1, the kernel leaves everything as it is.
+        # ``found_inf`` is meant for loss scaling: if it is 1, the kernel changes nothing.
         torch._fused_adamw_(
             [data],
             [grad],
@@ -167,10 +167,10 @@ class AdamW(Optimizer):
 
 class RAdam(AdamW):
     """RAdam (Liu et al. 2020, Algorithm 2): Adam's step times a factor that rises to 1 as the estimate of the second
-    moment gains in certainty; momentum alone in the first few steps, where there is none.
+    moment becomes reliable; only momentum in the first few steps, before there is an estimate.
 
-    ``eps`` stands where Adam has it (as in optax; ``torch.optim.RAdam`` has it before the bias correction), and the
-    decay of weights, too, is times that factor.
+    ``eps`` is placed as in Adam (and optax; ``torch.optim.RAdam`` adds it before the bias correction), and weight decay
+    is multiplied by the same factor.
     """
 
     CERTAIN = 5.0  # length of the approximated moving average above which the second moment is used
@@ -193,8 +193,8 @@ class RMSProp(Optimizer):
     """RMSProp (Tieleman & Hinton 2012), uncentred: data -= lr grad / (sqrt(square) + eps).
 
     Args:
-        decay: of the running mean of squared gradients.
-        eps: beside its root; None: 1e-5.
+        decay: decay of the running mean of squared gradients.
+        eps: added to its root; None: 1e-5.
     """
 
     def __init__(self, flat: Flat, lr: float, clip: float | None = None, decay: float = 0.99, eps: float | None = None):
@@ -205,10 +205,10 @@ class RMSProp(Optimizer):
     def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
         go: float | Tensor = 1.0 if skip is None else 1 - skip
         if skip is not None:
-            grad = torch.where(skip > 0, 0.0, grad)  # times 0, what is not finite stays so
+            grad = torch.where(skip > 0, 0.0, grad)  # 0 times a non-finite value would stay non-finite
         square = state["square"]
         square.lerp_(grad.square(), (1 - self.decay) * go)
-        data.addcdiv_(grad, self.root(square).div_(-state["lr"] * go))  # in few passes: it counts
+        data.addcdiv_(grad, self.root(square).div_(-state["lr"] * go))  # few passes over memory: this is a hot spot
 
     def root(self, square: Tensor) -> Tensor:
         """Return the divisor of the gradient, [C]."""
@@ -219,9 +219,9 @@ class RMSProp(Optimizer):
 
 
 class RMSPropTF(RMSProp):
-    """As TensorFlow has it, and the papers that used it: data -= lr grad / sqrt(square + eps), ``square`` 1 at first.
+    """RMSProp as in TensorFlow: data -= lr grad / sqrt(square + eps), ``square`` 1 at first.
 
-    Where gradients are small, an ``eps`` under the root holds steps down much more than the same beside it.
+    With small gradients, an ``eps`` under the root reduces steps much more than the same value added to the root.
     """
 
     def __init__(self, flat: Flat, lr: float, clip: float | None = None, decay: float = 0.99, eps: float | None = None):
@@ -244,7 +244,7 @@ def polyak(target: Flat, source: Flat, tau: float | Tensor) -> None:
 
 
 class Clock:
-    """Updates so far, on the device: it says when a target network is due."""
+    """Number of updates so far, on the device; decides when a target network is updated."""
 
     def __init__(self, device: torch.device):
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
@@ -258,8 +258,8 @@ class Clock:
 
 @torch.no_grad()
 def follow(target: Flat, source: Flat, clock: Clock, period: int, tau: float = 1.0) -> None:
-    """Count an update, and move the target with every ``period``-th by :func:`polyak`, without a branch."""
+    """Count an update, and apply :func:`polyak` to the target at every ``period``-th, without a branch."""
     clock.updates += 1
     due = (clock.updates % period == 0).to(source.data.dtype)
-    # A share of 1 copies bit for bit, one of 0 changes nothing.
+    # polyak with tau 1 copies bit for bit, with 0 it changes nothing.
     polyak(target, source, due if tau == 1 else due * tau)

@@ -1,4 +1,4 @@
-"""Hardware placement of a run: devices, threads, precision of products, memory."""
+"""Placement of a run on hardware: devices, threads, precision of matrix products, memory."""
 
 import contextlib
 import ctypes
@@ -26,13 +26,13 @@ def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict
     wanted = {"collector": place.collector, "v": place.v_learner, "p": place.p_learner, "learner": place.v_learner}
     for worker in ("collector", *learners):
         device = torch.device(resolve_device(wanted[worker] or config.device))
-        # One spelling per device, or tensors on cuda and on cuda:0 would count as apart.
+        # One spelling per device, or cuda and cuda:0 would count as different devices.
         out[worker] = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
     return out
 
 
 def replica_devices(config: Config) -> list[str]:
-    """A device for each replica: as placed, else the run's: for ``cuda`` without a number, all GPUs in turn."""
+    """Return each replica's device: its placement, else the run's; for ``cuda`` without a number, all GPUs in turn."""
     count = config.replicas
     if config.placement.replicas is not None:
         return config.placement.replicas
@@ -42,14 +42,14 @@ def replica_devices(config: Config) -> list[str]:
 
 
 def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
-    """Threads on the CPU: each worker's intra-op threads, and those of a simulator that has its own.
+    """Return CPU thread counts: each worker's intra-op threads, and the threads of a multi-threaded simulator.
 
-    ``cores`` is how many there are to share out; None: all that this process may use.
+    ``cores`` is the number of cores to divide; None: all that this process may use.
 
-    Under ``lockstep`` each has all cores in turn, as does a simulator whose learners sit elsewhere; under ``replicas``
-    the same with a replica's share of the cores. Under ``concurrent`` the V-learner and the simulator, which bound most
-    ticks, get half the cores each. Another count is another order of summation, so other bits: never chosen at run
-    time.
+    Under ``lockstep`` each worker has all cores in turn, as does a simulator whose learners are on another device;
+    ``replicas`` is the same with a replica's share of the cores. Under ``concurrent`` the V-learner and the simulator,
+    which bound most ticks, get half the cores each. Another count changes the order of summation, hence bits, so counts
+    are never chosen at run time.
     """
     cores, place = max(1, (cores or available_cores()) // config.replicas), config.placement.threads
     alone = config.algo.schedule != "concurrent"
@@ -60,16 +60,16 @@ def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
         "simulator": cores if alone or resolve_device(config.device) != "cpu" else max(1, cores // 2),
     }
     counts = {w: getattr(place, w) or n for w, n in default.items()}
-    return {**counts, "learner": counts["v"]}  # a single learner has the threads that "v" would
+    return {**counts, "learner": counts["v"]}  # a single learner gets the threads of "v"
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The CPU's name."""
+    """Return the name of the CPU."""
     with contextlib.suppress(OSError, StopIteration):  # Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
@@ -77,7 +77,7 @@ def processor() -> str:
 
 
 def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> Executor:
-    """How the workers of a concurrent tick are run."""
+    """Create the executor that runs the workers of a concurrent tick."""
     on_cuda = all(d.type == "cuda" for d in devices.values())
     kind = place.executor if place.executor != "auto" else ("streams" if on_cuda else "threads")
     if kind == "streams":
@@ -90,15 +90,15 @@ def make_executor(place: PlacementConfig, devices: dict[str, torch.device]) -> E
 
 
 def make_inline(place: PlacementConfig) -> Inline:
-    """The workers one after the other, under the placement's deadlines."""
+    """Create an executor that runs the workers one after the other, under the placement's deadlines."""
     return Inline(step=step_limit(place), start=start_limit(place))
 
 
 def set_precision(place: PlacementConfig) -> None:
-    """float32 products and convolutions: TF32 on CUDA, and on the CPU oneDNN's reduced-precision mode.
+    """Set the precision of float32 products and convolutions: TF32 on CUDA, oneDNN's reduced-precision mode on the CPU.
 
-    That mode hands float32 products to oneDNN, which rounds inputs to bfloat16 only on CPUs with matrix units for
-    it (AMX); elsewhere they stay float32 and merely run faster than MKL's on some processors.
+    The oneDNN mode rounds inputs to bfloat16 only on CPUs with matrix units (AMX); on other CPUs products stay float32
+    and are faster than MKL's on some processors.
     """
     fast = place.matmul == "fast"
     torch.backends.cuda.matmul.fp32_precision = "tf32" if fast else "ieee"
@@ -109,8 +109,8 @@ def set_precision(place: PlacementConfig) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc's allocator to keep what is freed: an update's temporaries (about 0.5 MiB each) otherwise go back to
-    the kernel every time, and fault in again page by page. Where there is no glibc, nothing happens."""
+    """Configure glibc's allocator to keep freed memory: otherwise an update's temporaries (about 0.5 MiB each) return
+    to the kernel every time, and fault in again page by page. Without glibc this does nothing."""
     m_mmap_threshold, m_trim_threshold, m_top_pad = -3, -1, -2
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -120,9 +120,9 @@ def keep_freed_memory() -> None:
 
 
 def host_memory() -> int:
-    """Bytes that this process can still have: what the kernel can free up, within the container's limit."""
+    """Return the bytes that this process can still allocate: reclaimable memory, within the container's limit."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, StopIteration):  # Linux: the page cache can be had too
+    with contextlib.suppress(OSError, StopIteration):  # Linux: the page cache is reclaimable
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
     with contextlib.suppress(OSError, ValueError):  # cgroup v2; "max" where there is no limit
@@ -133,7 +133,7 @@ def host_memory() -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that a replay may take: what is free, less a tenth."""
+    """Return the memory available for a replay, in bytes: free memory less a tenth."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:

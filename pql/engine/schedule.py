@@ -98,7 +98,7 @@ class _Ticks:
         behind_target: Callable[[], bool] = lambda: False,
     ):
         self.workers, self.counts, self.executor = workers, counts, executor
-        self.behind_target = behind_target  # learners pause while the collector is short of steps
+        self.behind_target = behind_target  # learners pause while the collector is behind its step target
         self.ticks = 0
         self.lag = 0  # ticks between the policy of the newest rows and the newest policy
 

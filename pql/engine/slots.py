@@ -1,8 +1,8 @@
 """Data exchange between workers: versioned copies of weights, statistics and replay cursors.
 
-A worker never touches another's tensors. The owner publishes a copy at the end of its tick; readers pull a copy
-at the start of theirs. Two buffers alternate, so that publishing version v + 1 never touches version v, which is
-still being pulled: with one join of all workers between ticks nothing else needs an order.
+A worker never touches another's tensors. The owner publishes a copy at the end of its tick; readers pull a copy at the
+start of theirs. Two buffers alternate, so that publishing version v + 1 never touches version v, which may still be
+read: the join of all workers between ticks is the only synchronisation needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,34 +12,34 @@ from torch import Tensor
 
 
 class WeightSlot:
-    """A fixed list of tensors with one owner.
+    """Published copies of a fixed list of tensors with one owner.
 
     Args:
-        name: as traces and errors call it.
+        name: used in traces and errors.
         source: the owner's tensors, copied by every ``publish``.
-        lag: readers get what was published so many versions before the one they ask for (the first, until there is one
-            as old): for experiments with old weights.
+        lag: readers get the version this many before the one they ask for (the first, until one is that old); for
+            experiments with old weights.
     """
 
     def __init__(self, name: str, source: Sequence[Tensor], lag: int = 0):
         self.name, self.lag = name, lag
         self.source = [t.detach() for t in source]
         self.buffers = [[t.clone() for t in self.source] for _ in range(2 + lag)]
-        self.version = 0  # how often published
+        self.version = 0  # number of publications
 
     @torch.no_grad()
     def publish(self) -> int:
-        """Copy the owner's tensors into the buffer that nobody reads. Returns the new version."""
+        """Copy the owner's tensors into the buffer that is not being read. Returns the new version."""
         torch._foreach_copy_(self.buffers[(self.version + 1) % len(self.buffers)], self.source)
         self.version += 1
         return self.version
 
     @torch.no_grad()
     def pull(self, target: Sequence[Tensor], version: int) -> int:
-        """Copy ``version``, or what is ``lag`` older, into ``target``, in place and across devices. Returns which.
+        """Copy ``version`` minus ``lag`` into ``target``, in place and across devices. Returns the version copied.
 
         Raises:
-            AssertionError: that version is not here (yet, or any more): the schedule broke its promise.
+            AssertionError: that version is not available: the schedule violated its order.
         """
         assert version in (self.version, self.version - 1), f"slot {self.name}: {version} of {self.version}"
         version = max(version - self.lag, 0)
@@ -48,12 +48,12 @@ class WeightSlot:
         return version
 
     def reload(self, version: int) -> None:
-        """After a checkpoint changed the owner's tensors: make them ``version``."""
+        """Publish the owner's tensors as ``version``, after a checkpoint changed them."""
         self.version = version - 1
         self.publish()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Old versions that are still to be read. None without a lag: then the owner's tensors are all there is."""
+        """Return old versions that are still to be read; empty without a lag, when the owner's tensors suffice."""
         pairs = ((f"{i}.{j}", t) for i, buffer in enumerate(self.buffers) for j, t in enumerate(buffer))
         return dict(pairs) if self.lag else {}
 

@@ -1,12 +1,11 @@
-"""``Tape``: a CUDA graph's stand-in on the CPU. It records the operations of a body, and runs them again on the same
-memory.
+"""``Tape``: a CPU stand-in for a CUDA graph, which records a body's operations and replays them on the same memory.
 
-For checks on machines without a GPU. What a capture refuses is an error here: a value read back to the host, a shape
-that depends on values, a generator that was not registered. What a capture freezes shows as other numbers: a branch or
-a count in Python, a tensor that is made anew where one at a fixed address should be written. Gradients are recorded
-too, as the operations that they are made of.
+For checks on machines without a GPU. Operations that a capture refuses raise errors here: a value read back to the
+host, a shape that depends on values, an unregistered generator. Values that a capture would freeze (a Python branch or
+counter, a new tensor where one at a fixed address should be written) show as different numbers on replay. Gradients are
+recorded too, as their operations.
 
-This file knows nothing of environments, networks or workers.
+Does not depend on environments, networks or workers.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from pql.engine.graph import WARMUP, Graph
 from pql.errors import RunError
 
 INDEXING = ("index", "index_put", "index_put_")
-"""Operations whose shape depends on values only where an index is a mask."""
+"""Operations whose shape depends on values only if an index is a mask."""
 
 
 def waits(func: Any, args: Sequence[Any]) -> bool:
@@ -33,10 +32,10 @@ def waits(func: Any, args: Sequence[Any]) -> bool:
 
 
 class NoWaiting(TorchDispatchMode):
-    """Inside, an operation that would make the host wait for a device is an error.
+    """Raises an error for an operation that would make the host wait for a device.
 
     Raises:
-        RunError: there was one; names it.
+        RunError: names the operation.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +45,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 class Count(TorchDispatchMode):
-    """Counts operations that compute or copy, by name: about what a device runs kernels for. Views are free."""
+    """Counts operations that compute or copy, by name: approximately the kernels that a device runs. Views are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,21 +76,21 @@ FREE = (
     "_reshape_alias",
     "_local_scalar_dense",
 )
-"""Operations that run nothing on a device: they make room, or another view of it."""
+"""Operations that launch no kernel: they allocate memory or create a view."""
 
 
 class Tape(TorchDispatchMode):
-    """Records what runs inside; :meth:`replay` runs it again.
+    """Records the operations inside it; :meth:`replay` runs them again.
 
     Args:
-        generators: those that may be drawn from.
+        generators: generators that may be drawn from.
     Raises:
-        RunError: an operation that no capture takes.
+        RunError: an operation that cannot be captured.
     """
 
     def __init__(self, generators: Sequence[Generator] = ()):
         super().__init__()
-        self.generators = {_identity(g): g for g in generators}  # kept: a number may be used again
+        self.generators = {_identity(g): g for g in generators}  # keeps the objects alive: an id may be reused
         self.calls: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,7 +105,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
-        """Everything again, from what the memory now holds."""
+        """Run all operations again on the current contents of memory."""
         with torch.no_grad():
             for func, args, kwargs, made in self.calls:
                 new = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
@@ -137,5 +136,5 @@ class TapedGraph(Graph):
 
 
 def _identity(generator: Any) -> int:
-    """The same for all of Python's objects that stand for one generator."""
+    """Return a number that is the same for all Python objects that represent one generator."""
     return generator._cdata

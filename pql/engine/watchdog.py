@@ -1,12 +1,12 @@
-"""Deadlines for what cannot be given up from inside: a step of a simulator in this process, its reset, an update.
+"""Deadlines for operations that cannot be interrupted from inside: an in-process simulator step, a reset, an update.
 
-A thread says what it is at (:func:`watching`), and each sign of progress (:func:`touch`) begins its deadline anew.
-While a :class:`Watchdog` is entered, a thread of its own looks after them all. A touch is a look into a dictionary and
-at the clock: nothing here waits for a device. Waits that have a deadline of their own (remote actors, a simulator's
-process) touch as they wait. Code that keeps the interpreter's lock for ever stops this thread, too: only a process of
-its own (``task.process.python``) helps there.
+A thread declares its activity (:func:`watching`), and each sign of progress (:func:`touch`) restarts its deadline.
+While a :class:`Watchdog` is entered, a separate thread checks all deadlines. A touch is a dictionary look-up and a read
+of the clock, and never waits for a device. Waits with their own deadline (remote actors, a simulator's process) touch
+while they wait. Code that holds the GIL for ever stops this thread too; then only a separate process
+(``task.process.python``) helps.
 
-This file imports nothing but the standard library.
+Imports only the standard library.
 """
 
 import contextlib
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from pql.config import PlacementConfig
     from pql.engine.interrupt import Interrupt
 
-LOOK = 0.25  # seconds between looks at the deadlines
-GRACE = 5.0  # seconds for a run whose wait could be broken off to close what it has open
+LOOK = 0.25  # seconds between checks of the deadlines
+GRACE = 5.0  # seconds in which an interrupted run may close its resources
 
 
 class Limit(NamedTuple):
-    """Seconds without progress after which something hangs, and the setting that says so."""
+    """Seconds without progress that count as hung, and the setting that defines them."""
 
     seconds: float
     setting: str
 
 
 def step_limit(place: "PlacementConfig") -> Limit:
-    """Of a step, or an update."""
+    """Return the limit of a step or an update."""
     return Limit(place.watchdog_seconds, "placement.watchdog_seconds")
 
 
 def start_limit(place: "PlacementConfig") -> Limit:
-    """Of what may load or compile first."""
+    """Return the limit of calls that may load or compile first."""
     return max(Limit(place.start_seconds, "placement.start_seconds"), step_limit(place))
 
 
@@ -51,11 +51,11 @@ class Watch:
     """Current activity of a thread.
 
     Attributes:
-        limit: in force.
-        later: takes its place after the first step.
-        due: when it hangs (``time.monotonic``).
-        doing: what it called last that has not returned.
-        polled: another thread looks after it, not the watchdog's.
+        limit: the current limit.
+        later: replaces it after the first step.
+        due: time at which the thread counts as hung (``time.monotonic``).
+        doing: the last call that has not returned.
+        polled: another thread checks it instead of the watchdog's.
     """
 
     __slots__ = ("doing", "due", "later", "limit", "polled", "thread", "what")
@@ -69,7 +69,7 @@ class Watch:
         return self.due <= time.monotonic()
 
     def error(self) -> HungError:
-        """The stacks of all threads; in the last line what hangs, for how long, and what setting says how long."""
+        """Create an error with the stacks of all threads; its last line names activity, time and setting."""
         where = f", in {self.doing}" if self.doing else ""
         cause = f"{self.what} has made no progress for {self.limit.seconds:g} s{where} ({self.limit.setting})"
         return HungError(f"{stacks()}{cause}")
@@ -81,12 +81,12 @@ _dogs: "list[Watchdog]" = []
 
 @contextlib.contextmanager
 def watching(what: str, limit: Limit, later: Limit | None = None, polled: bool = False) -> Iterator[Watch | None]:
-    """Inside, this thread is at ``what``. Nothing happens where nobody looks.
+    """Watch this thread's activity ``what`` inside the block. Does nothing without an entered watchdog.
 
     Args:
-        limit: without progress.
-        later: that of what follows the first step, if it is another.
-        polled: it is for the caller to look at what this yields.
+        limit: time without progress.
+        later: the limit after the first step, if different.
+        polled: the caller checks the yielded watch.
     """
     if not (_dogs or polled):
         yield None
@@ -105,27 +105,27 @@ def watching(what: str, limit: Limit, later: Limit | None = None, polled: bool =
 
 
 def touch(doing: str = "") -> None:
-    """This thread gets on. ``doing``: what it calls next; it touches again when that has returned."""
+    """Report progress of this thread. ``doing``: the call that begins now; touch again when it has returned."""
     if (watch := _watches.get(threading.get_ident())) is not None:
         watch.doing, watch.due = doing, time.monotonic() + watch.limit.seconds
 
 
 def stepped() -> None:
-    """As :func:`touch`, after a step of a simulator: whatever it compiles at first is compiled."""
+    """As :func:`touch`, after a simulator's step; from now on ``later`` is the limit, as compilation is over."""
     if (watch := _watches.get(threading.get_ident())) is not None:
         watch.limit, watch.doing = watch.later or watch.limit, ""
         watch.due = time.monotonic() + watch.limit.seconds
 
 
 class Watchdog:
-    """While it is entered, what hangs ends the run.
+    """While entered, a hung activity ends the run.
 
-    A wait on the main thread that Python can break off becomes a ``HungError`` there, so that the run closes what it
-    has open. Where it cannot, or the closing hangs as well, stacks and cause are printed and the process ends with
-    status 1.
+    A wait on the main thread that Python can interrupt becomes a ``HungError`` there, so that the run can close its
+    resources. If it cannot be interrupted, or closing hangs as well, stacks and cause are printed and the process exits
+    with status 1.
 
     Args:
-        interrupt: breaks off the main thread's wait, where it is entered there; None: nothing can.
+        interrupt: interrupts the main thread's wait if it is entered there; None: no interruption.
     """
 
     def __init__(self, interrupt: "Interrupt | None" = None):
@@ -145,7 +145,7 @@ class Watchdog:
     def _look(self) -> None:
         while not self._over.wait(LOOK):
             late = [watch for watch in list(_watches.values()) if watch.late and not watch.polled]
-            if late and _dogs[-1:] == [self]:  # of several, the one entered last: each would end the process
+            if late and _dogs[-1:] == [self]:  # only the one entered last acts: each would end the process
                 self._end(late[0])
 
     def _end(self, watch: Watch) -> None:
@@ -159,7 +159,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """For a command that is no run: what hangs inside ends it as it ends a run. Signals do what they always do."""
+    """Apply the watchdog to a command that is not a run: a hang ends it as it ends a run. Signals are not handled."""
     from pql.engine.interrupt import Interrupt
 
     with Interrupt() as interrupt, Watchdog(interrupt):
@@ -168,9 +168,9 @@ def guarded() -> Iterator[None]:
 
 
 class Timed:
-    """An environment each of whose calls has a deadline: ``placement``'s of a step, of other calls that of a start.
+    """Environment wrapper with a deadline for each call: ``placement``'s limit for steps, the start limit for others.
 
-    All else of ``env`` is had through it.
+    All other attributes are forwarded to ``env``.
     """
 
     def __init__(self, env: Any, place: "PlacementConfig"):
@@ -189,10 +189,10 @@ class Timed:
 
 
 def exit_now(text: str) -> NoReturn:
-    """Print ``text`` and end this process with status 1, whatever its other threads are at."""
-    for child in multiprocessing.active_children():  # no clean-up of theirs will run
+    """Print ``text`` and end this process with status 1, regardless of its other threads."""
+    for child in multiprocessing.active_children():  # their clean-up will not run
         child.kill()
-    flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # what hangs may hold its lock
+    flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # the hung thread may hold its lock
     flush.start()
     flush.join(1.0)
     if sys.stdout.isatty():
@@ -203,7 +203,7 @@ def exit_now(text: str) -> NoReturn:
 
 
 def stacks() -> str:
-    """The Python stack of every thread, a line break at the end."""
+    """Return the Python stacks of all threads, ending with a line break."""
     names = {t.ident: t.name for t in threading.enumerate()}
     return "\n".join(
         f"--- {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame))

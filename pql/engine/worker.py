@@ -1,7 +1,8 @@
-"""Workers and learners: who runs what, on which device and thread share, with which private copies.
+"""Workers and learners.
 
-A :class:`Learner` is pure algorithm: named state, a way to draw a batch, an update. A :class:`Worker` gives it (or
-the collector) a place: it pulls private copies, works, publishes. Nobody reads another worker's tensors.
+A :class:`Learner` is the algorithm: named state, a function that draws batches, an update. A :class:`Worker` runs a
+learner or the collector on a device and a thread share: it pulls private copies, works, publishes. No worker reads
+another worker's tensors.
 """
 
 import functools
@@ -21,7 +22,7 @@ from pql.types import Metrics
 
 
 class State:
-    """Base of the learners' state dataclasses: one nested state_dict over the members that have one."""
+    """Base of the learners' state dataclasses: its state_dict nests those of all members that have one."""
 
     def _members(self) -> dict[str, Any]:
         named = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
@@ -52,12 +53,12 @@ class Learner:
     state: State
     update: Callable[[Any, Any, Any, Generator], Metrics]  # (state, inputs, batch, gen)
     draw: Callable[[int, Generator], Iterable[Any]]  # (k, gen) -> k batches: the rows are sealed for the whole tick
-    inputs: Any  # private copies of what other workers publish
+    inputs: Any  # private copies of tensors published by other workers
     gen: Generator
-    trains: tuple[str, ...] = ()  # which counts an update adds to: "v" (value), "p" (policy); default: its name
+    trains: tuple[str, ...] = ()  # update counters that it increments: "v" (value), "p" (policy); default: its name
     begin: Callable[[], None] | None = None  # called once before a new run's first tick; it may wait for the device
     rest: Callable[[], None] | None = None  # called in place of updates, in a tick that has none
-    clock: Tensor | None = None  # 0-dim, in ``state``: ticks so far, where schedules of its own run by them
+    clock: Tensor | None = None  # 0-dim, in ``state``: ticks so far, if the state has schedules that depend on them
 
 
 class MetricSum:
@@ -81,7 +82,7 @@ class MetricSum:
             torch._foreach_zero_([self.count, *self.sums])
 
     def absorb(self, other: "MetricSum") -> None:
-        """Take what ``other``, which has the same metrics, was given; it starts over. Both were given something."""
+        """Add the sums of ``other``, which has the same metrics, and reset it. Both must be non-empty."""
         assert self.count is not None
         assert other.count is not None
         theirs = [t.to(self.count.device) for t in (other.count, *other.sums)]
@@ -89,7 +90,7 @@ class MetricSum:
         other.zero()
 
     def drain(self, group: Group = ALONE) -> dict[str, Tensor]:
-        """Means since the last drain, of all processes of ``group``, as device tensors; and start over."""
+        """Return means since the last drain, over all processes of ``group``, as device tensors; then reset."""
         if self.count is None:
             return {}
         count, *sums = group.sum_(torch.stack([self.count, *self.sums]))
@@ -124,11 +125,11 @@ class LearnerJob:
         self.updates += bursts * self.size
 
     def connect(self, group: Group) -> None:
-        """Train as one with all processes of ``group``. Before the graph is captured."""
+        """Train jointly with all processes of ``group``. Call it before the graph is captured."""
         self.group = group
         self.learner.state.connect(group)
 
-    # what the graph's warm-up must leave as it was
+    # the graph's warm-up must leave this state unchanged
     def state_dict(self) -> dict[str, Any]:
         return {"state": self.learner.state.state_dict(), "gen": self.learner.gen.get_state()}
 
@@ -168,8 +169,8 @@ class Worker:
         self.busy = 0.0  # seconds of work so far, as the executor measured them
 
     def run(self, count: int, version: int | None = None) -> None:
-        """Pull (``version``, or the newest where None), work, publish."""
-        # Asked first: the first question makes the calling thread take the process-wide count, whenever it comes.
+        """Pull (``version``, or the newest if None), work, publish."""
+        # get_num_threads first: its first call sets the calling thread to the process-wide count.
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:

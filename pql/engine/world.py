@@ -1,6 +1,6 @@
-"""A process's place among those of its run, as ``torchrun`` says it in the environment.
+"""Rank and number of processes of this run, as ``torchrun`` sets them in the environment.
 
-Imports the standard library alone.
+Imports only the standard library.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from pql.errors import ConfigError
 
 
 class World(NamedTuple):
-    """Rank and number of processes: of all, and of those on this machine."""
+    """Rank and number of processes: in total, and on this machine."""
 
     rank: int = 0
     size: int = 1
@@ -22,10 +22,10 @@ class World(NamedTuple):
 
 
 def world() -> World:
-    """This process's place; alone where nobody said anything else.
+    """Return this process's place; a single process if the variables are not set.
 
     Raises:
-        ConfigError: a variable is no whole number.
+        ConfigError: a variable is not a whole number.
     """
     if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return World()
@@ -44,7 +44,7 @@ _libc = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """On Linux: SIGTERM, so save and end, when the parent dies, even of SIGKILL."""
+    """On Linux: request SIGTERM (save and end) when the parent dies, even of SIGKILL."""
     pr_set_pdeathsig = 1
     with contextlib.suppress(AttributeError):
         _libc.prctl(pr_set_pdeathsig, signal.SIGTERM)

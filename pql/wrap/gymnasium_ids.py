@@ -17,7 +17,7 @@ import gymnasium
 
 from pql.wrap.single import SingleEnv
 
-# Tasks that need nothing but this library and its extras, by their gymnasium names.
+# Tasks that need only this library and its extras, by their gymnasium names.
 TASKS = {
     "HalfCheetah": "halfcheetah",
     "Hopper": "hopper",
@@ -60,7 +60,7 @@ TASKS = {
 
 
 def make(task: str, render_mode: str | None = None, **kwargs: Any) -> SingleEnv:
-    """One environment of ``task``, as its preset builds it.
+    """Create one environment of ``task``, as its preset defines it.
 
     Args:
         task: as in ``pql train task=``.
@@ -76,7 +76,7 @@ def make(task: str, render_mode: str | None = None, **kwargs: Any) -> SingleEnv:
 
 
 def env_id(name: str) -> str:
-    """The id of one of ``TASKS``: ``pql/HalfCheetah-v0``."""
+    """Return the gymnasium id of one of ``TASKS``: ``pql/HalfCheetah-v0``."""
     return f"pql/{name}-v0"
 
 

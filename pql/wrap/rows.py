@@ -57,7 +57,7 @@ class SameStep:
         spec = env.spec
         self._next = spec.autoreset == "next_step"
         if self._next and (not supports(env, PartialReset) or spec.info.get("lost_life")):
-            wanted = "same_step, or an environment with reset_where and without lives: filler rows cannot be told apart"
+            wanted = "same_step, or reset_where and an environment without lives: filler rows cannot be distinguished"
             raise ConfigError("env.spec.autoreset", spec.autoreset, wanted)
         self.env = env
         self.obs: Obs = {}

@@ -50,7 +50,7 @@ class SingleEnv(gymnasium.Env):
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / spec.info.get("dt", 1 / 30))}
         self.observation_space = box(spec.obs["policy"])
         self.action_space = action_space(spec)
-        self._begun = False  # the next episode, by the row that ended the last one
+        self._begun = False  # True if the last step's row already began the next episode
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode: (observation, info). ``seed`` seeds every draw that follows."""
@@ -78,7 +78,7 @@ class SingleEnv(gymnasium.Env):
         if self.render_mode is None:
             return None
         if not supports(self.env, Renderable):
-            raise ConfigError("render_mode", self.render_mode, f"none: {self.env.spec.name} has no pictures")
+            raise ConfigError("render_mode", self.render_mode, f"none: {self.env.spec.name} renders no images")
         return self.env.render(0)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class GymnasiumEnv(VectorEnv):
         self.env, self._next = env, spec.autoreset == "next_step"
         for odd in ("restarts", "lost_life"):
             if self._next and spec.info.get(odd):
-                wanted = "none under next-step autoreset: gymnasium takes the row after an episode's end for a filler"
+                wanted = "none under next-step autoreset: gymnasium treats the row after an episode's end as a filler"
                 raise ConfigError(f"env.spec.info[{odd}]", True, wanted)
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP if self._next else AutoresetMode.SAME_STEP}
         self.num_envs = spec.num_envs
@@ -90,7 +90,7 @@ class GymnasiumEnv(VectorEnv):
             return None
         mask: Any = options.get("reset_mask")
         if set(options) != {"reset_mask"} or np.shape(mask) != (self.num_envs,) or np.asarray(mask).dtype != bool:
-            raise ConfigError("options", options, f"reset_mask alone, an array of {self.num_envs} bool")
+            raise ConfigError("options", options, f"only reset_mask, an array of {self.num_envs} bool")
         if seed is not None or not supports(self.env, PartialReset):
             wanted = "no seed, and an environment that can restart single environments (reset_where)"
             raise ConfigError("options.reset_mask", "given", wanted)
@@ -98,7 +98,7 @@ class GymnasiumEnv(VectorEnv):
 
 
 def box(part: ObsSpec) -> spaces.Box:
-    """The space of one observation group."""
+    """Return the space of one observation group."""
     if part.dtype == torch.uint8:
         return spaces.Box(0, 255, part.shape, np.uint8)
     return spaces.Box(-np.inf, np.inf, part.shape, np.float32)
@@ -111,7 +111,7 @@ def observation_space(spec: EnvSpec) -> Space:
 
 
 def action_space(spec: EnvSpec) -> Space:
-    """[-1, 1] for every dimension of a Box, or Discrete."""
+    """Return [-1, 1] in every dimension for a Box, or Discrete."""
     if isinstance(spec.action, Box):
         return spaces.Box(-1.0, 1.0, (spec.action.size,), np.float32)
     return spaces.Discrete(spec.action.n)

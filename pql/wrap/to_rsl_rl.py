@@ -31,7 +31,7 @@ class RslRlEnv(RslRlVecEnv):
     def __init__(self, env: VecEnv, seed: int | None = None):
         spec = env.spec
         if not isinstance(spec.action, Box):
-            raise ConfigError("env.spec.action", spec.action, "continuous actions (Box): rsl_rl has no others")
+            raise ConfigError("env.spec.action", spec.action, "continuous actions (Box): rsl_rl supports no others")
         self.env, self._rows = env, SameStep(env)
         self.num_envs, self.num_actions, self.device = spec.num_envs, spec.action.size, spec.device
         self.max_episode_length = spec.max_episode_steps or LONGEST
@@ -46,18 +46,18 @@ class RslRlEnv(RslRlVecEnv):
         return self.get_observations(), {}
 
     def get_observations(self) -> TensorDict:
-        """Current observations by group: [N, ...] each."""
+        """Return the current observations by group: [N, ...] each."""
         return self._tensors(self._obs)
 
     @property
     def episode_length_buf(self) -> Tensor:
-        """[N] int64; steps of the running episodes."""
+        """Steps of the running episodes, [N] int64."""
         return self._age
 
     @episode_length_buf.setter
     def episode_length_buf(self, value: Tensor) -> None:
         if not supports(self.env, PartialReset):
-            wanted = "left alone (init_at_random_ep_len=False): this environment cannot restart single environments"
+            wanted = "unchanged (init_at_random_ep_len=False): this environment cannot restart single environments"
             raise ConfigError("episode_length_buf", "assigned", wanted)
         self._age = value.to(self.device, torch.int64, copy=True)
         self._cut_short = self.max_episode_length

@@ -25,7 +25,7 @@ class SB3Env(SB3VecEnv):
         super().__init__(spec.num_envs, box(spec.obs["policy"]), action_space(spec))
 
     def reset(self) -> np.ndarray:
-        """Restart all environments: [N, ...]. The seed is that of ``seed(n)``, if it was called."""
+        """Restart all environments: [N, ...]. A seed passed to ``seed(n)`` is used."""
         if any(self._options):
             raise ConfigError("options", self._options[0], "none: the environment takes no options at a reset")
         obs = self._rows.reset(self._seeds[0])  # one generator serves all environments
@@ -54,7 +54,7 @@ class SB3Env(SB3VecEnv):
     def close(self) -> None:
         self.env.close()
 
-    # One object steps all environments, so what concerns single ones is answered for all alike.
+    # One object steps all environments, so per-environment calls return the same answer for all.
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         value = None if attr_name == "render_mode" else getattr(self.env, attr_name)

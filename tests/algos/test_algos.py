@@ -1,4 +1,4 @@
-"""The updates of DDPG and SAC against the same step in float64 with layers written out, and what a mask means."""
+"""Updates of DDPG and SAC against float64 references with explicit layers; masked rows have no effect."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,7 @@ OPTIMIZER = {"lr": 1e-3, "clip": 0.5, "weight_decay": 0.1, "eps": 1e-4}  # eps: 
 TAU, ALPHA = 0.05, 0.2
 
 
-# --- what is updated ---
+# --- updated parameters ---
 
 
 def critic(seed, atoms=None):
@@ -399,7 +399,7 @@ def test_temperature_falls_where_the_entropy_is_above_its_target_and_rises_below
     assert fixed.temperature.data.item() == before
 
 
-# --- masks, and what an update may touch ---
+# --- masks, and state that an update may change ---
 
 CASES = {
     "ddpg value": (ddpg.ddpg_value_update, lambda: value_state(smoothing=0.5, smoothing_clip=0.2), "value"),

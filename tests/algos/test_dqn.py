@@ -1,4 +1,4 @@
-"""DQN's update against the papers in float64, row by row: targets, losses, priorities, the target network's period."""
+"""DQN's update against the papers in float64, row by row: targets, losses, priorities, target period."""
 
 import copy
 import math
@@ -41,7 +41,7 @@ def network(seed, **kwargs):
 
 
 class Noted:
-    """Stands in for priorities; notes what it is told."""
+    """Stand-in for priorities that records its updates."""
 
     def update(self, index, priority, mask):
         self.told = (index.clone(), priority.clone(), mask.clone())

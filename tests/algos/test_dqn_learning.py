@@ -1,4 +1,4 @@
-"""The presets learn: Catch, from pixels, within its own budget of env steps; a cart-pole that must be balanced."""
+"""The DQN presets learn Catch, from pixels, within its budget of env steps, and cart-pole balance."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def catch(algo, seed):
 
 
 class Annuity(TorchEnv):
-    """Pays 1 a step, whatever one does, for the number of steps that it shows; a time limit of 4 is shown to nobody."""
+    """Rewards 1 per step, for any action, for the observed number of steps; a time limit of 4 is not observed."""
 
     name, obs_size, action_size, discrete, state_size, time_limit = "annuity", 2, 3, True, 1, 4
     terms, most = (), 6

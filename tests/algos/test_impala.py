@@ -1,4 +1,4 @@
-"""IMPALA and APPO: updates by hand, rollouts read while the next is made, bit for bit; lags; whole runs."""
+"""IMPALA and APPO: updates against manual computations, concurrent rollouts bit for bit, lags, whole runs."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""What IMPALA and APPO learn beside their collector, and what V-trace is for."""
+"""Learning of IMPALA and APPO while collecting concurrently, and the effect of V-trace."""
 
 import pytest
 from conftest import start

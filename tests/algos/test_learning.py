@@ -1,4 +1,4 @@
-"""Every algorithm learns: Q* of a linear-quadratic regulator in closed form, and a pendulum that must swing up."""
+"""Every algorithm learns: the closed-form Q* of a linear-quadratic regulator, and a pendulum swing-up."""
 
 import pytest
 import torch

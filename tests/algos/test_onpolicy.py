@@ -1,4 +1,4 @@
-"""On-policy runs as a whole: presets, what a run writes, resuming bit for bit, and policies that remember."""
+"""On-policy runs as a whole: presets, output files, bit-exact resume, recurrent policies."""
 
 import copy
 import json
@@ -288,7 +288,7 @@ def test_presets_of_rollouts_for_atari_are_those_of_the_papers():
 @pytest.mark.parametrize("lstm", ["null", "8"])
 def test_a_lost_life_ends_returns_and_no_memory(lstm):
     """On real frames: what acted is what learns, though lives were lost in between; a row that lost one bootstraps
-    from nothing, and the game goes on with the next."""
+    from nothing, and the game continues with the next."""
     pytest.importorskip("ale_py")
     from pql.algos import ppo
 
@@ -318,7 +318,7 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     assert bool(((segment.mask == 1) | ~lost).all())  # such rows are learned from
     assert bool((segment.goes_on[lost] == 0).all())
     columns, _ = ppo.prepare(state, settings, segment)
-    reward = segment.reward[lost]  # the target of such a row is its reward alone
+    reward = segment.reward[lost]  # the target of such a row is only its reward
     torch.testing.assert_close(columns["target"][lost], reward, atol=1e-5, rtol=0)
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
     with torch.no_grad():

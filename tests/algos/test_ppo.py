@@ -1,4 +1,4 @@
-"""PPO and A2C: the losses and rules by hand, on-policy to the last bit, and learning where the answer is known."""
+"""PPO and A2C: losses and rules against manual computations, exact on-policy ratios, learning on known problems."""
 
 import math
 from dataclasses import replace
@@ -120,7 +120,7 @@ def test_a_final_observation_is_valued_with_the_memory_of_its_row():
     assert checked >= 16
 
 
-# -- formulas by hand -------------------------------------------------------------------------------------------------
+# -- manual formulas --------------------------------------------------------------------------------------------------
 
 
 def test_the_clipped_loss_by_hand():
@@ -236,7 +236,7 @@ def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
     parts.first.slots["policy"].publish()
     parts.first.workers["collector"].run(8)
     ppo.ppo_update(learner.state, learner.inputs, next(iter(learner.draw(12, learner.gen))), learner.gen)
-    assert not torch.equal(weights, learner.state.optimizer.flat.data)  # the next tick begins anew
+    assert not torch.equal(weights, learner.state.optimizer.flat.data)  # the next tick starts afresh
 
 
 def test_learning_rate_and_clip_fall_to_zero_with_the_env_steps():
@@ -267,7 +267,7 @@ def test_the_adaptive_rate_keeps_the_kl_near_its_target():
 
 @pytest.mark.parametrize("lstm", [None, 8])
 def test_bfloat16_acts_and_learns_alike(lstm):
-    """What acts in bfloat16 is recomputed in bfloat16: the ratio stays near 1, and weights stay float32."""
+    """A policy that acts in bfloat16 is recomputed in bfloat16: the ratio stays near 1, and weights stay float32."""
     parts = ticks(start(config_of({"algo": {"amp": True, "lstm": lstm}}), Inline()), 3)
     parts.first.workers["collector"].run(8)
     learner = parts.first.learners["learner"]
@@ -307,7 +307,7 @@ def test_value_statistics_are_those_of_the_returns():
     assert moments.variance().item() == pytest.approx(1, abs=1e-4)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- rejected settings ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -353,5 +353,5 @@ def test_discrete_actions_are_for_ppo():
 
 def test_a_rollout_that_does_not_fit_is_refused_with_what_does(monkeypatch):
     monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 3_000)
-    with pytest.raises(ConfigError, match=r"algo\.horizon=8: expected at most about \d with num_envs=8: this takes"):
+    with pytest.raises(ConfigError, match=r"algo\.horizon=8: expected at most about \d with num_envs=8: this needs"):
         build(config_of())

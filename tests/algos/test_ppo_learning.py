@@ -1,4 +1,4 @@
-"""What PPO and A2C learn where the answer is known: values, a swing-up, a balance, balls to catch, a cue to recall."""
+"""PPO and A2C learn problems with known answers: values, a swing-up, a balance, Catch, a cue to recall."""
 
 from dataclasses import replace
 

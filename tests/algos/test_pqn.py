@@ -1,4 +1,4 @@
-"""PQN: Q(lambda) returns against the paper's sum, updates by hand, whole runs bit for bit, and what it learns."""
+"""PQN: Q(lambda) returns against the paper's sum, manual updates, bit-exact runs, learning."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""R2D2's formulas against the papers', the states that it stores, runs as a whole, and a maze that needs a memory."""
+"""R2D2: formulas against the papers, stored states, whole runs, and a maze that needs memory."""
 
 import copy
 import itertools
@@ -137,7 +137,7 @@ def test_no_gradient_flows_through_burn_in_or_final_observations():
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_stored_states_are_those_of_the_whole_history_with_the_same_weights(groups):
-    """The policy never changes here, so its states can be computed anew from the first row that it acted in."""
+    """The policy never changes here, so its states can be recomputed from the first row that it acted in."""
     parts = start(config_of({"placement": {"groups": groups}}), Inline())
     collector, warm = parts.first.collector, 16
     norm = copy.deepcopy(collector.normalizer)  # with the statistics that this run acts by
@@ -154,7 +154,7 @@ def test_stored_states_are_those_of_the_whole_history_with_the_same_weights(grou
         with torch.no_grad():
             carry = net.step(obs, carry)[1] * ring.rule("same episode", ring.flags[place].int()).unsqueeze(1)
     assert compared > 40  # and not all of them are an episode's first
-    assert not states.at(torch.zeros(n, dtype=torch.int64), torch.arange(n)).any()  # nobody remembers a warm-up
+    assert not states.at(torch.zeros(n, dtype=torch.int64), torch.arange(n)).any()  # a warm-up leaves no state
 
 
 def test_the_learner_sees_the_values_that_the_actor_saw():
@@ -385,7 +385,7 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale_and_make_whole_ticks(t
     assert [k for (k, a), (_, b) in zip(leaves(small), leaves(large), strict=True) if a != b] == []
     target_updates(small, r2d2_counts(small))  # whole
     shared = share_of(small, World(0, 2, 0, 2))
-    assert r2d2_counts(shared) == r2d2_counts(small)  # of two processes, each takes half of everything
+    assert r2d2_counts(shared) == r2d2_counts(small)  # each of two processes has half of everything
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Value-based runs as a whole: exact counts and periods, the same bits in any order and across a resume, policies."""
+"""Value-based runs as a whole: exact counts and periods, the same bits in any order and after a resume, policies."""
 
 import itertools
 import json
@@ -181,7 +181,7 @@ def test_recorded_rows_are_in_the_tree_before_the_first_tick(tmp_path):
     words = [*WORDS, "algo=eps_rainbow", "budget.env_steps=2400", f"replay.prefill={file}", f"run_dir={tmp_path / 'b'}"]
     session = Session(compose(words), quiet=True)
     ring, ranked = session.parts.first.collector.replays[0], session.parts.first.learners["v"].state.priorities
-    assert ring.live.head.min() > 8 + 50  # the warm-up's, and what was recorded
+    assert ring.live.head.min() > 8 + 50  # rows of the warm-up, and recorded ones
     assert torch.equal(ranked.entered, ring.live.head - 3)
     assert (ranked.tree.levels[0] > 0).sum() > 16 * 50
     session.train()

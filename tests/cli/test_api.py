@@ -1,4 +1,4 @@
-"""The command line's verbs in Python: what ``pql`` shows of itself, and what it refuses in one line."""
+"""Python functions of the commands: the public names of ``pql``, and one-line errors."""
 
 import json
 import subprocess
@@ -165,7 +165,7 @@ def test_an_environment_of_gymnasium_is_refused_with_what_to_do():
 
 @pytest.mark.parametrize("word", [f"{name}=x" for name in NAMES_A_TASK])
 def test_a_task_beside_a_live_environment_is_refused(word):
-    with pytest.raises(ConfigError, match="task=x: expected no task beside env="):
+    with pytest.raises(ConfigError, match="task=x: expected no task together with env="):
         pql.train(word, env=Counter(2))
 
 

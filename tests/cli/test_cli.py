@@ -1,4 +1,4 @@
-"""The command line: exit statuses, one line for every mistake, signals, and runs in processes of their own."""
+"""Command line: exit statuses, one-line errors, signals, and runs in separate processes."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     capsys.readouterr()
     assert main([str(word) for word in argv]) == 2
     said = capsys.readouterr()
-    shown = said.out.splitlines()  # what a run was to do, where reading or building it shows the mistake
+    shown = said.out.splitlines()  # settings of runs whose error shows when they are read or built
     assert len(shown) in (0, 1, 3)
     assert all(re.match(r"resumes |run: |budget: |\w+ on .* environments on ", line) for line in shown)
     assert said.err.startswith("pql: ")
@@ -173,7 +173,7 @@ def test_a_run_whose_only_resume_point_is_damaged(capsys, finished):
     assert f"run={finished}: expected a run with a resume point: none is intact" in text
 
 
-# -- what works -----------------------------------------------------------------------------------------------------
+# -- valid use ------------------------------------------------------------------------------------------------------
 
 
 def test_training_says_how_it_went_and_what_to_type_next(capsys, tmp_path):
@@ -436,7 +436,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start ``pql train`` in a process of its own, with a slow environment, and wait until it has made some ticks."""
+    """Start ``pql train`` in a separate process, with a slow environment, and wait until it has made some ticks."""
     running: list[subprocess.Popen[str]] = []
 
     def begin(run_dir: Path, *more: str, stuck_at: int = 10**9) -> "subprocess.Popen[str]":

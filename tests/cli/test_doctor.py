@@ -1,4 +1,4 @@
-"""What ``pql doctor`` finds, and what the shell is offered at Tab."""
+"""``pql doctor`` and shell completion."""
 
 import importlib.util
 import subprocess

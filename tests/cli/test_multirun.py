@@ -1,4 +1,4 @@
-"""Several runs by one command: what is planned, what is done when the command is given again, and the processes."""
+"""``pql train -m``: planned runs, repeating the command, and the processes."""
 
 import json
 import os
@@ -98,7 +98,7 @@ def test_a_run_for_every_combination_with_a_place_of_its_own():
         (["algo.gamma=interval(0.9,1)"], "expected values that can be counted; intervals are for pql sweep"),
         (["run_dir=x", "seed=1,2"], "run_dir=x: expected multirun_dir=FOLDER with -m"),
         (["algo.gamma=0.5,0.50"], "expected values that differ"),
-        (["algo=pql,sac", "algo.name=mine"], "-m=halfcheetah-mine-seed0: expected combinations that differ"),
+        (["algo=pql,sac", "algo.name=mine"], "-m=halfcheetah-mine-seed0: expected different combinations"),
     ],
 )
 def test_a_mistake_shows_before_anything_starts(words, message, capsys, tmp_path, monkeypatch):
@@ -115,7 +115,7 @@ def test_without_m_several_values_are_refused_with_a_hint(capsys):
         assert capsys.readouterr().err.endswith("(pql train -m takes several)\n")
 
 
-# -- doing what is missing, with runs in this process ---------------------------------------------------------------
+# -- running missing runs, in this process --------------------------------------------------------------------------
 
 
 class Here(Runner):
@@ -173,7 +173,7 @@ def test_the_same_command_does_what_is_missing(here, tmp_path, capsys):
     assert here.commands == [["train", NAMES[1]], ["resume", NAMES[2]], ["train", NAMES[3]]]
     assert "[1/4] pendulum-pql-seed1: finished before" in said
     assert states(said) == dict(zip(NAMES, ["finished before", "finished", "finished", "finished"], strict=True))
-    assert f"all 4 runs are there: {tmp_path}" in said
+    assert f"all 4 runs are finished: {tmp_path}" in said
     assert json.loads((done / "summary.json").read_text()) == before
     assert [p.name.startswith(NAMES[3]) for p in (tmp_path / ".lost").iterdir()] == [True]
     assert all(rundir.state(tmp_path / name) == "finished" for name in NAMES)
@@ -190,7 +190,7 @@ def test_a_run_made_with_other_settings_is_named_and_nothing_is_touched(here, tm
     capsys.readouterr()
     assert main(command(tmp_path, "algo.gamma=0.9")) == 2
     assert capsys.readouterr().err == (
-        f"pql: algo.gamma=0.9: expected 0.99, as in {tmp_path / NAMES[0]}; for other settings, another multirun_dir\n"
+        f"pql: algo.gamma=0.9: expected 0.99, as in {tmp_path / NAMES[0]}; other settings need another multirun_dir\n"
     )
     assert here.commands == []
 
@@ -225,7 +225,7 @@ def test_a_summary_of_an_earlier_sitting_is_not_the_end(tmp_path):
 
 # -- processes ------------------------------------------------------------------------------------------------------
 
-# In place of pql: marks that it is under way, then takes its time; a signal is written down, the second ends it.
+# In place of pql: marks that it is running, then waits; it records a signal, and ends at the second one.
 STAND_IN = """
 import os, signal, sys, time
 path, status = sys.argv[1], int(sys.argv[2])

@@ -1,4 +1,4 @@
-"""The search for settings: the words, what is sampled, what a trial comes to, pruning, failures, going on."""
+"""``pql sweep``: parsing, sampling, the value of a trial, pruning, failures, continuing."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ from pql.errors import ConfigError  # noqa: E402
 LR = "algo.critic.lr=tag(log,interval(1e-5,1e-1))"
 
 # In place of pql: a run whose return is known, -(log10(lr) + 3)^2 - seed / 10, reached in a straight line from -100.
-# A batch of 7 fails. One whose return is below the threshold then waits to be told to end, as if it took long.
+# A batch of 7 fails. A run whose return is below the threshold then waits for a request to end, like a long run.
 STAND_IN = """
 import json, math, os, signal, sys, time
 words = dict(w.split("=", 1) for w in sys.argv[3:])
@@ -213,7 +213,7 @@ def test_poor_trials_are_ended_early(tmp_path, monkeypatch):
     ],
 )
 def test_evaluations_are_told_by_their_share_of_the_budget(tmp_path, axis, budget, told):
-    """In twentieths, the first of each; of what is told once more, nothing."""
+    """The first evaluation of each twentieth; repeated ones are ignored."""
     evals = [(1, 1e5, 1.0), (12, 3e5, 2.0), (14, 3e5, 3.0), (20, 1e6, 4.0), (101, 2e6, 5.0)]
     rows = [{"time/seconds": s, "steps/env": n, "eval/return_mean": v} for s, n, v in evals]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -250,8 +250,8 @@ def test_the_count_is_the_total_and_going_on_changes_nothing(tmp_path):
 def test_another_search_in_the_same_folder_is_refused(tmp_path):
     assert search(tmp_path, "trials=1", "prune=none") == 0
     for words, message in (
-        (["prune=none", "algo.gamma=0.9"], "algo.gamma=0.9: expected nothing, as this sweep began"),
-        (["prune=none", "seeds=1,2"], "seeds=1,2: expected 0, as this sweep began"),
+        (["prune=none", "algo.gamma=0.9"], "algo.gamma=0.9: expected nothing, as in this sweep"),
+        (["prune=none", "seeds=1,2"], "seeds=1,2: expected 0, as in this sweep"),
         (
             ["prune=none", "algo.critic.lr=interval(0.1,0.2)"],
             "lr=interval(0.1,0.2): expected tag(log,interval(1e-5,1e-",
@@ -281,7 +281,7 @@ def test_ctrl_c_ends_the_trial_and_the_next_command_takes_it_up_again(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "interrupted: give the same command again to go on" in said
+    assert "interrupted: give the same command again to continue" in said
     (left,) = found(tmp_path)
     assert left["state"] == "running"
     first = (tmp_path / "trial-000" / "seed1" / "summary.json").stat().st_mtime_ns

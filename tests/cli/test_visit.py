@@ -1,4 +1,4 @@
-"""What ``pql doctor --env`` tells beside the contract's rules, on an environment whose every row is known."""
+"""Statistics of ``pql doctor --env`` in addition to the contract's rules, on an environment with known rows."""
 
 import re
 
@@ -36,11 +36,11 @@ def test_ends_and_lost_observations_are_counted():
     two where the next step resets."""
     same = told(Counter(4, episode_length=6, terminate_every=0, final_obs="never"), 20)
     assert same["autoreset"].startswith("same step")
-    assert same["episode ends"] == "0 terminated, 12 truncated in 80 rows; 0 filler rows beside these"
-    assert same["final observations"] == "never; lost at 12 time limits, from which nothing is bootstrapped"
+    assert same["episode ends"] == "0 terminated, 12 truncated in 80 rows; 0 filler rows in addition"
+    assert same["final observations"] == "never; lost at 12 time limits, which are not bootstrapped from"
     after = told(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
     assert after["autoreset"].startswith("next step")
-    assert after["episode ends"] == "0 terminated, 12 truncated in 72 rows; 8 filler rows beside these"
+    assert after["episode ends"] == "0 terminated, 12 truncated in 72 rows; 8 filler rows in addition"
     assert after["final observations"].endswith("; lost at 0 time limits")
     assert (after["time limit"], after["host syncs a step"]) == ("6", "none to count: its tensors are on cpu")
 
@@ -49,7 +49,7 @@ def test_ranges_are_of_what_counts_and_nan_is_told():
     rows = told(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
     assert rows["obs policy"] == "0 to 6"
     low = float(rows["reward"].split()[0])
-    assert low == 0 > FILLER_REWARD  # a filler row's reward is nobody's
+    assert low == 0 > FILLER_REWARD  # a filler row's reward is ignored
     assert told(Flawed(4), 20)["reward"].endswith("; 20 NaN or infinite")
     nothing = ValueRange()
     nothing.add(torch.tensor([torch.inf]))

@@ -1,4 +1,4 @@
-"""The collector: episode statistics, and going on with a simulator that cannot be restored."""
+"""The collector: episode statistics, and continuing with a simulator that cannot be restored."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_episode_statistics_are_means_over_finished_episodes():
 
 
 def test_an_episode_counts_once_another_begins():
-    """A lost life ends none; under next-step autoreset the filler row, whose reward is nobody's, shows the end."""
+    """A lost life ends no episode; under next-step autoreset the filler row, whose reward is ignored, shows the end."""
     no, on = torch.zeros(1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)
 
     def drained(rows):

@@ -1,4 +1,4 @@
-"""Epsilon-greedy exploration: the ladder's numbers, annealing by env steps, and what an actor stores."""
+"""Epsilon-greedy exploration: values of the ladder, annealing by env steps, columns stored by an actor."""
 
 import copy
 
@@ -112,7 +112,7 @@ def test_each_environment_has_its_own_epsilon():
 
 def test_an_actor_stores_the_value_of_what_it_did_and_of_the_best():
     some, gen = actor(tells=True, end=0.5), Generator().manual_seed(0)
-    assert all(torch.isnan(v).all() for v in some.record(CPU).extra.values())  # the warm-up: nobody has valued anything
+    assert all(torch.isnan(v).all() for v in some.record(CPU).extra.values())  # the warm-up: no values were computed
     some.act(obs(), gen)
     acted, values = some.record(CPU), network().values(obs())
     assert torch.equal(acted.action, some.action)

@@ -1,4 +1,4 @@
-"""Exploration noise: its scales, its run lengths, and that it restores."""
+"""Exploration noise: scales, run lengths, restoring."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Observations, rewards and actions that are not finite: rows are left out and counted, and nothing else is changed."""
+"""Non-finite observations, rewards and actions: their rows are dropped and counted; other rows do not change."""
 
 import functools
 import random
@@ -186,7 +186,7 @@ def test_groups_are_mended_between_ticks():
     assert broken.asked == [[1], [0, 3]]
     found = content(parts.first.collector)
     lost = (found["flags"][:36] & VALID == 0).nonzero().tolist()
-    assert lost == [[20, 1], [21, 1], [25, 0], [25, 3], [26, 0], [26, 3]]  # and the row that nobody saw begin
+    assert lost == [[20, 1], [21, 1], [25, 0], [25, 3], [26, 0], [26, 3]]  # and the row with an unobserved beginning
     assert unsound(parts) == []
     parts.first.env.close()
 
@@ -226,7 +226,7 @@ def unsound(parts):
 
 
 def spoil(parts, faults):
-    """What the actor makes, its memory included, is NaN or infinite where ``faults`` {step: environments} say so."""
+    """The actor's outputs and recurrent state are NaN or infinite according to ``faults`` {step: environments}."""
     (lane,) = parts.first.collector.lanes
     actor, act = lane.actor, lane.actor.act
 
@@ -377,7 +377,7 @@ def test_a_gpu_is_asked_late_and_its_environments_are_restarted_between_ticks(mo
     ticks(parts, 2)
     assert env.asked[0] == [4]
     assert not watch.out.any()
-    assert int(watch.dropped) == LAG + 2  # until it is told of, and the row that nobody saw begin
+    assert int(watch.dropped) == LAG + 2  # until it is reported, and the row with an unobserved beginning
     assert unsound(parts) == []
     after = bits(parts)
     parts.load_state_dict(saved, 4 + LAG)

@@ -1,4 +1,4 @@
-"""Environments that answer late: columns advance alone, and nothing that is learned shows it."""
+"""Environments that answer late: columns advance independently, and learning is not affected."""
 
 from dataclasses import replace
 
@@ -146,7 +146,7 @@ def test_ratios_count_transitions(schedule, gone, short):
 
 
 def test_a_run_that_is_to_end_does_not_wait_for_its_warm_up():
-    """Nobody answers, and nobody will: what is missing of the warm-up is owed."""
+    """No environment ever answers: the missing steps of the warm-up stay due."""
     parts = build(small_config(), env=Late(gone=range(8)), executor=Inline())
     parts.start()
     with Interrupt() as interrupt:

@@ -1,4 +1,4 @@
-"""``task.reward_clip``: each reward is clipped before it is summed, scaled or counted; what is reported stays raw."""
+"""``task.reward_clip``: rewards are clipped before they are summed, scaled or counted; reports show raw ones."""
 
 import random
 

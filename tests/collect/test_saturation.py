@@ -1,4 +1,4 @@
-"""Saturated and frozen actions: the measures by a loop, over groups, masks and replicas, and that they cost no bit."""
+"""Saturated and frozen actions: metrics against a loop, over groups, masks, replicas; training bits are unchanged."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_the_measures_are_those_of_a_loop():
     assert frozen == 3 / 8  # the bang-bang one counts for nothing
     assert 0.5 < saturated < 0.6
     meter(torch.zeros(4, 2))
-    assert told(meter) == {"policy/saturated": 0.0, "policy/frozen": 3 / 8}  # the share starts over, the mean goes on
+    assert told(meter) == {"policy/saturated": 0.0, "policy/frozen": 3 / 8}  # the share starts over, the mean continues
     meter.reset()
     assert told(meter) == {"policy/saturated": 0.0, "policy/frozen": 0.0}
 

@@ -1,4 +1,4 @@
-"""The schema's checks, and the command line's words: every wrong one is named, in one line, with what is allowed."""
+"""Checks of the schema and the command line: every error names the setting and what is allowed, in one line."""
 
 import dataclasses
 import random
@@ -81,7 +81,7 @@ def test_robots_that_follow_commands_have_presets_of_their_own():
         (c.num_envs, c.algo.batch_size)
         for c in (compose(["device=cpu", "task=anymal", f"scale={s}"]) for s in ("cpu", "gpu"))
     ]
-    assert sizes == [(128, 512), (4096, 8192)]  # of the task's file, at one scale alone
+    assert sizes == [(128, 512), (4096, 8192)]  # of the task's file, at only one scale
     assert compose(["device=cpu", "task=g1_velocity", "task.kwargs.action_scale=1"]).task.kwargs == {"action_scale": 1}
 
 
@@ -114,7 +114,7 @@ def test_the_categorical_support_holds_good_returns_of_the_mujoco_tasks():
     assert 10 * scale / (1 - config.algo.gamma) <= config.algo.critic.v_max + 1e-6
 
 
-# -- what is refused, and in which words ----------------------------------------------------------------------------
+# -- rejected settings and their messages ---------------------------------------------------------------------------
 
 MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in quotes"
 
@@ -163,7 +163,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("device=cuda:7", "device=cuda:7: expected a device of this machine: auto, cpu"),
         ("device=gpu", "device=gpu: expected a device of this machine: auto, cpu"),
         ("placement.v_learner=cuda:7", "placement.v_learner=cuda:7: expected a device of this machine: auto, cpu"),
-        # what must fit together
+        # settings that must be consistent
         ("replay.capacity=100", ": expected at most replay.capacity=100"),
         ("algo.critic.v_min=20", "algo.critic.v_min=20.0: expected below algo.critic.v_max=10"),
         ("algo.explore.low=0.9", "algo.explore.low=0.9: expected at most algo.explore.high=0.8"),
@@ -203,7 +203,7 @@ def test_nearest_prefers_the_setting_that_ends_in_the_name():
     assert nearest("zzz", ["tax"]) == ""
 
 
-# -- what is accepted -----------------------------------------------------------------------------------------------
+# -- accepted settings ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ ON_POLICY = ("a2c", "a3c", "appo", "appo_replicas", "impala", "ppo", "ppo_ant", 
 
 
 def scales(algo):
-    """Those for which an algorithm has settings."""
+    """Return the tasks for which an algorithm has settings."""
     return [s for s in Presets().names("scale") if [*Presets().tuned([s], algo, s)]]
 
 

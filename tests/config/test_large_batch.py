@@ -1,4 +1,4 @@
-"""The rules for large batches: their numbers, and that presets and command line agree with them."""
+"""The rules for large batches: values, and agreement of presets and command line."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every name in docs/migrate.md exists: ours in the schema, theirs in the libraries that are installed."""
+"""Every name in docs/migrate.md exists: in pql's schema, or in the other libraries if installed."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ KNOWN = known_settings()
 
 
 def tables():
-    """library -> rows of [theirs, here, notes], markup included."""
+    """Return library -> rows of [its name, pql's name, notes], markup included."""
     parts = re.split(r"^## (.*)$", TEXT, flags=re.M)
     found = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):

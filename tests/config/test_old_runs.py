@@ -1,6 +1,6 @@
-"""Runs of version 0.1, one of each family, made with tiny networks: they are read, resumed, evaluated and exported.
+"""Runs of version 0.1, one of each family, with tiny networks: they are read, resumed, evaluated and exported.
 
-``tests/old_runs`` holds what that version wrote, and the actions of its policies on four observations.
+``tests/old_runs`` holds that version's files, and the actions of its policies on four observations.
 """
 
 import json
@@ -58,7 +58,7 @@ def test_an_old_run_is_resumed_evaluated_and_exported(run, name, capsys):
 
 
 def test_old_settings_are_migrated(tmp_path):
-    """Those of a family move up into ``algo``; those of other families, which it never read, are dropped."""
+    """Settings of the family move up into ``algo``; those of other families, which it never read, are dropped."""
     from pql.config import from_dict
 
     algo = {k: v for k, v in leaves(from_dict(run_settings(RUNS / "ppo"))) if k.startswith("algo.")}

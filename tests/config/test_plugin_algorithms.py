@@ -1,4 +1,4 @@
-"""Algorithms of an installed package: one module and one YAML file each (tests/packages), and no change here."""
+"""Algorithms of an installed package (tests/packages): one module and one YAML file each, no change in pql."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``check_env`` passes what conforms and names the one broken rule of what does not."""
+"""``check_env`` passes conforming environments, and names the one rule that another environment breaks."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -336,7 +336,7 @@ def test_rules_without_an_occasion_do_not_count_as_passed():
 
 
 def lose_life(env, action, step):
-    """Terminates on step 3 of an episode, which goes on."""
+    """Terminates on step 3 of an episode, but continues it."""
     return step._replace(terminated=step.terminated | ((step.obs["policy"][:, 1] == 3) & ~ended(step)))
 
 

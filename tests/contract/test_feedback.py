@@ -1,4 +1,4 @@
-"""What was done last, as an observation: what it says in every row, for whatever kind of environment."""
+"""The last action and reward as an observation group, in every row and for every kind of environment."""
 
 from dataclasses import replace
 

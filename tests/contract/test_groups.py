@@ -1,4 +1,4 @@
-"""Groups of environments that step by turns: the same bits as one after the other, and at the same time in truth."""
+"""Groups of environments that step in turn: the same bits as sequential stepping, and truly concurrent."""
 
 import threading
 from dataclasses import replace
@@ -129,7 +129,7 @@ def test_each_group_writes_its_own_columns():
 
 
 class Logged:
-    """An environment of two groups that tells what was asked of it."""
+    """An environment of two groups that records its calls."""
 
     def __init__(self, env, log):
         self.env, self.log, self.spec = env, log, env.spec

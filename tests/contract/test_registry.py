@@ -1,4 +1,4 @@
-"""Simulators and networks by ``module:attribute``: one rule, which knows the working directory."""
+"""Simulators and networks by ``module:attribute``, including modules in the working directory."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""Stacks of frames from the replay ring: stored once, they come back as the environment showed them. And what else an
-Atari agent stores: discrete actions, numbers beside them."""
+"""Frame stacks of the replay ring: stored once, and sampled as the environment returned them. Also other data of an
+Atari agent: discrete actions and extra columns."""
 
 import random
 from collections import Counter as Tally
@@ -99,11 +99,11 @@ def test_state_restores_in_place_and_continues_bit_for_bit():
     assert_same(*batches)
 
 
-# --- discrete actions, and numbers beside them ---
+# --- discrete actions and extra columns ---
 
 
 def filled(replay, steps):
-    """Environment i's row t has action 10 t + i, and beside it the numbers t and -i."""
+    """Environment i's row t has action 10 t + i, and the extra columns t and -i."""
     n = replay.num_envs
     off, on, zero = torch.zeros(n, dtype=torch.bool), torch.ones(n, dtype=torch.bool), torch.zeros(n)
     obs = {"policy": torch.zeros(n, 2)}

@@ -1,4 +1,4 @@
-"""Running statistics against Welford's and against float64 statistics of all that was fed."""
+"""Running statistics against Welford's algorithm and float64 statistics of all inputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The sum tree against plain sums, draws against their probabilities, and who may be drawn at all."""
+"""The sum tree against plain sums, draws against their probabilities, and which rows can be drawn."""
 
 import math
 from unittest import mock
@@ -116,7 +116,7 @@ class History:
             reward, over = (u[0] * 8).round() / 8, u[1] < 0.15
             cut = ~over & (u[1] < 0.25)
             filler = u[2] < 0.05
-            ends = (over & (u[2] < 0.7)) | cut  # or else a life is lost, and the episode goes on
+            ends = (over & (u[2] < 0.7)) | cut  # else a life is lost, and the episode continues
             step = Step(
                 self.obs(1),
                 reward,
@@ -188,7 +188,7 @@ def test_exactly_the_complete_rows_that_nobody_may_overwrite_are_in_the_tree(hor
         history.open()
         assert history.leaves().keys() == history.expected().keys()
     assert len(history.leaves()) > 30
-    assert len({round(v, 9) for v in history.leaves().values()}) == 1  # nobody has learned: the largest so far, for all
+    assert len({round(v, 9) for v in history.leaves().values()}) == 1  # no update yet: the largest so far, for all
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)

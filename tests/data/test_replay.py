@@ -1,4 +1,4 @@
-"""n-step windows from the replay ring against a brute-force oracle over made-up histories."""
+"""n-step windows of the replay ring against a brute-force oracle over synthetic histories."""
 
 from collections import Counter as Tally
 
@@ -56,7 +56,7 @@ def test_more_truncations_than_the_side_ring_holds():
 
 
 def test_rows_in_flight_are_never_read():
-    """What the writer is about to write may be anything; it must not even be multiplied by zero."""
+    """Rows that the writer is about to write may have any content; they must not even be multiplied by zero."""
     ring = Recorded(3, 12, 2, None)
     for _ in range(7):
         ring.insert(["step"] * 3)
@@ -73,7 +73,7 @@ def test_rows_in_flight_are_never_read():
 
 @pytest.mark.parametrize("kind", ["step", "terminate", "truncate"])
 def test_a_restart_from_outside_ends_every_window(kind):
-    """No window crosses into the new episode; one that had an end or a final observation of its own keeps it."""
+    """No window crosses into the new episode; one that had an end or a final observation keeps it."""
     ring = Recorded(2, 12, 1, 4)
     ring.restart()  # also before the first row
     for what in ("step", "step", kind):

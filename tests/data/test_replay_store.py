@@ -1,4 +1,4 @@
-"""What the replay ring draws, stores, refuses and restores."""
+"""The replay ring: sampling, storage, rejected input, restoring."""
 
 import random
 import re
@@ -20,7 +20,7 @@ from pql.types import Step, split
 
 STORED = ("flags", "action", "reward", "final")
 
-# --- what is drawn ---
+# --- sampling ---
 
 
 def test_sampling_is_uniform_in_every_column_and_stays_inside():
@@ -217,7 +217,7 @@ def test_state_is_the_rows_in_use_and_no_more():
 
 
 def copied(ring: Replay) -> Replay:
-    """What a checkpoint makes of a ring: a new one, filled from a flat copy of its state."""
+    """Restore a ring as a checkpoint does: a new one, filled from a flat copy of its state."""
     flat = {k: v.clone() for k, v in flatten({"ring": ring.state_dict()}).items()}
     fresh = Recorded(ring.num_envs, ring.rows, ring.horizon, 4, depth=max(ring.stacks.values())).replay
     fresh.load_state_dict(unflatten(flat, {"ring": fresh.state_dict()})["ring"])

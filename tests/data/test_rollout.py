@@ -1,4 +1,4 @@
-"""Rollouts and returns: every row of made-up histories against slow oracles; minibatches that cover all rows once."""
+"""Rollouts and returns: every row of synthetic histories against slow oracles; minibatches cover all rows once."""
 
 import random
 

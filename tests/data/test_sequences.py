@@ -1,4 +1,4 @@
-"""Sequences against brute force over everything that was ever written: rows, states, targets, who may be drawn."""
+"""Sequences against brute force over the full history: rows, states, targets, which ones can be drawn."""
 
 import math
 import random
@@ -16,7 +16,7 @@ GAMMA = 0.9
 
 
 class Remembering(Recorded):
-    """A ring beside which states are kept. Every row's state is a number of its own: its column and its row."""
+    """A ring with stored states. Every row's state is unique: its column and its row."""
 
     def __init__(self, num_envs, periods, horizon, limit, shape, next_step=False, depth=1):
         self.burn, self.length, self.n, self.period = shape
@@ -31,7 +31,7 @@ class Remembering(Recorded):
         new = [self.sims[i].event(k, len(self.events[i]) % 64 / 8) for i, k in zip(columns, kinds, strict=True)]
         carry = torch.tensor([[i, len(self.events[i])] for i in columns]).float()
         q = torch.tensor([(37 * len(self.events[i]) + 11 * i) % 23 / 8 for i in columns])
-        if len(self.events[0]) < 6:  # as in a warm-up: nobody valued anything
+        if len(self.events[0]) < 6:  # as in a warm-up: no values were computed
             q.fill_(torch.nan)
         self.told |= {(len(self.events[i]), i): (v, 3 - v) for i, v in zip(columns, q.tolist(), strict=True)}
         for i, event in zip(columns, new, strict=True):
@@ -90,7 +90,7 @@ class Remembering(Recorded):
         self.shows({k: v[self.burn + after] for k, v in seq.obs.items()}, b, want.next_obs)
         place = after - (self.length + self.n)
         tally["final" if place >= 0 else "plain"] += 1
-        if place >= 0:  # it is seen with what its own row left in memory
+        if place >= 0:  # evaluated with the recurrent state after its row
             last = row - t + int(seq.final_row[place, b])
             assert events[last].final == want.next_obs
             assert events[last].truncated
@@ -219,7 +219,7 @@ def error_when_acted(ring, i, row, scale):
     if want.next_obs is not None:
         m = round(math.log(want.discount, GAMMA))
         if events[row + m - 1].truncated:
-            return None  # nobody valued the final observation
+            return None  # the actor did not evaluate the final observation
         ahead = ring.told[row + m, i][1]
     error = math.tanh(scale * want.reward + want.discount * ahead) - q
     return None if math.isnan(error) else abs(error)

@@ -1,4 +1,4 @@
-"""Files of tensors that the safetensors library reads: every type, the hash, pieces, what a full disk leaves."""
+"""Tensor files that the safetensors library reads: all types, the hash, pieces, the result of a full disk."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ def test_the_library_reads_what_is_written(tmp_path, monkeypatch, piece):
 
 
 def test_the_bytes_are_the_librarys(tmp_path):
-    """Where it has no choice of its own: of types of one width it takes another order."""
+    """Except for types of the same width, which the library orders differently."""
     some = {k: TENSORS[k].contiguous() for k in ("a/wide", "view", "none", "flags", "half")}
     tensorfile.write(tmp_path / "x", some)
     assert (tmp_path / "x").read_bytes() == save(some)

@@ -1,4 +1,4 @@
-"""Replay in files: a ring comes back with the same bits, recorded data become the windows they should."""
+"""Replay files: a ring is restored bit for bit, and recorded data give the expected windows."""
 
 import random
 import re
@@ -150,7 +150,7 @@ class Lead:
 
 
 class FakeCollector:
-    """What ``prefill`` needs of a collector."""
+    """The members of a collector that ``prefill`` needs."""
 
     def __init__(self, num_envs: int, rows: int):
         from pql.data.normalize import Normalizer

@@ -1,4 +1,4 @@
-"""Replay in files: stacks of frames, discrete actions and what is kept beside them."""
+"""Replay files: frame stacks, discrete actions and extra columns."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ LIMIT = 9
 
 
 class FakeCollector:
-    """What ``prefill`` needs of a collector."""
+    """The members of a collector that ``prefill`` needs."""
 
     def __init__(self, groups, num_envs, rows, action=None, extra=()):
         action = action or Box(1)

@@ -1,5 +1,5 @@
-"""Unrolls of environments that answer late: each is what its environment did, and nothing that is learned shows the
-delay."""
+"""Unrolls of environments that answer late: each contains the rows of its environment, and the delay does not affect
+learning."""
 
 import itertools
 import random
@@ -40,8 +40,8 @@ class Played:
         self.reader = Reader(self.store)
         self.sims = [Column(i, next_step) for i in range(num_envs)]
         self.store.begin(picture([s.now for s in self.sims]))
-        self.kept = [[] for _ in self.sims]  # rows, but for those of unrolls that were dropped
-        self.begun = [[s.now] for s in self.sims]  # what each unroll of theirs began with
+        self.kept = [[] for _ in self.sims]  # rows, except those of dropped unrolls
+        self.begun = [[s.now] for s in self.sims]  # the state in which each unroll began
         self.ended = [False] * num_envs
         self.rows = self.dropped = 0
 
@@ -87,7 +87,7 @@ class Played:
             mine.copy_(theirs)
 
     def alone(self, i, number):
-        """Unroll ``number`` of environment ``i`` as a rollout of nobody else, and the versions that acted in it."""
+        """Unroll ``number`` of environment ``i`` as a rollout of it alone, and the versions that acted."""
         rollout = Rollout(replace(self.spec, num_envs=1), self.norm, self.horizon, 2, CPU, C)
         rollout.open(picture([self.begun[i][number]]), None)
         start = number * self.horizon
@@ -100,7 +100,7 @@ class Played:
 
 
 def crowd(kind, n, rng):
-    """Who answers together."""
+    """Return the environments that answer together."""
     if kind == "late":
         return [i for i in range(n) if rng.random() < 0.9]
     if kind == "one":
@@ -111,7 +111,7 @@ def crowd(kind, n, rng):
 @pytest.mark.parametrize(("next_step", "limit", "horizon"), [(False, None, 5), (True, 4, 5), (False, 4, 1)])
 @pytest.mark.parametrize("kind", ["late", "unequal", "one"])
 def test_every_unroll_is_a_rollout_of_its_environment_alone_and_is_read_once(next_step, limit, horizon, kind):
-    """Although, as always with a learner beside the collector, it is read after the next tick's rows were written."""
+    """It is read after the next tick's rows were written, as always with concurrent learners."""
     n, rng = 6, random.Random(f"{kind}{horizon}")
     played = Played(n, horizon, limit, next_step, f"{kind}{next_step}")
     seen, lost = [0] * n, 0
@@ -124,7 +124,7 @@ def test_every_unroll_is_a_rollout_of_its_environment_alone_and_is_read_once(nex
         segment = played.reader.segment()
         lost += int(segment.lost)
         for c in range(n):
-            if segment.obs["policy"][0, c, 0] == 0:  # nothing there: not as many were complete
+            if segment.obs["policy"][0, c, 0] == 0:  # empty: fewer unrolls were complete
                 assert not segment.mask[:, c].any()
                 continue
             i = int(segment.obs["policy"][0, c, 0]) // 100_000
@@ -138,7 +138,7 @@ def test_every_unroll_is_a_rollout_of_its_environment_alone_and_is_read_once(nex
             rows = torch.cat((torch.arange(horizon + 1), alone.successor[alone.mask[:, 0] > 0, 0]))
             for k in SPECS:
                 assert torch.equal(segment.obs[k][rows, c], alone.obs[k][rows, 0])
-            assert segment.carry[c, 0] == segment.obs["policy"][0, c, 0]  # what it remembered before row 0
+            assert segment.carry[c, 0] == segment.obs["policy"][0, c, 0]  # recurrent state before row 0
             assert segment.version[:, c].diff().eq(1).all()
     complete = sum(len(k) // horizon for k in played.kept)
     assert complete == int(played.store.completed)
@@ -159,7 +159,7 @@ def test_actions_of_a_warm_up_are_not_learned_from():
     segment = played.reader.segment()
     assert int(played.reader.taken) == 3
     assert segment.mask.sum(0).tolist() == [3, 3, 3, 0]
-    assert segment.obs["policy"][0, :2, 0].tolist() == [7, 8]  # what was seen when the warm-up ended
+    assert segment.obs["policy"][0, :2, 0].tolist() == [7, 8]  # the observation at the end of the warm-up
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_targets_are_those_of_the_same_history_without_delay(decided, autoreset)
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
 @pytest.mark.parametrize("gone", [(), (0, 5), (0, 1, 2, 3, 4, 5, 7)])
 def test_ratios_count_transitions(schedule, gone):
-    """An update for every T * N transitions, whoever made them; every complete unroll is learned from once."""
+    """An update for every T * N transitions of any environments; every complete unroll is used once."""
     env = Late(gone=gone, late=0.1, **HISTORY)
     parts = begin(env, {"algo": {"schedule": schedule}})
     store, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
@@ -256,7 +256,7 @@ def test_ratios_count_transitions(schedule, gone):
 
 
 def test_rows_know_how_old_the_policy_was_that_made_them():
-    """One tick under ``concurrent``, one more for an unroll that goes on across ticks, and more for who is late."""
+    """One tick under ``concurrent``, one more for an unroll that spans ticks, and more for a late environment."""
     lags = []
     for late in (0.0, 0.2):
         parts = ticks(begin(Late(late=late, **HISTORY)), 20)
@@ -268,7 +268,7 @@ def test_rows_know_how_old_the_policy_was_that_made_them():
 
 @pytest.mark.parametrize("algo", [{}, APPO], ids=["impala", "appo"])
 def test_worker_orders_and_threads_give_the_same_bits(algo):
-    """With the same arrivals: nobody reads what another may be writing."""
+    """With the same arrivals: no worker reads rows that another may be writing."""
 
     def run(executor):
         algorithm = {"algo": {**algo, "schedule": "concurrent"}}
@@ -303,7 +303,7 @@ def test_a_resumed_run_drops_what_was_not_full():
 
 
 def test_who_waits_for_everybody():
-    """What learns from the newest policy's rows alone, or runs a value's own memory through them, cannot do this."""
+    """Algorithms that need rows of the newest policy only, or a separate recurrent state of the value, are rejected."""
     own = {"lstm": 8, "shared": False, "lr_schedule": "fixed"}
     plain = {"schedule": "lockstep", "vtrace": {"enabled": False}}
     for algo, apart in (({}, True), (APPO, True), (merge(APPO, own), False), (merge(APPO, plain), False)):

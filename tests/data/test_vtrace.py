@@ -1,4 +1,4 @@
-"""V-trace: published numbers, the paper's sum over made-up histories, and what it is when nothing is off-policy."""
+"""V-trace: published numbers, the paper's sum over synthetic histories, and the on-policy case."""
 
 import random
 

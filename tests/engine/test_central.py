@@ -1,4 +1,4 @@
-"""Central parameters in chunks: one pusher equals the plain optimiser, many lose and tear nothing, turns hold."""
+"""Central parameters in chunks: one replica equals the plain optimiser, pushes of several are complete, turns hold."""
 
 import threading
 import time
@@ -209,7 +209,7 @@ def test_halted_turns_wake_who_waits_and_stop_who_comes():
     thread.join(5)
     wait()
     assert len(caught) == 2
-    assert not isinstance(caught[0], Exception)  # what reports errors on the way up must let it pass
+    assert not isinstance(caught[0], Exception)  # code that reports errors must let it pass
 
 
 def test_the_parameters_stay_where_modules_see_them():

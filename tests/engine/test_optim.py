@@ -1,4 +1,4 @@
-"""AdamW and RMSProp on a flat parameter tensor, and Flat itself, against the algorithm and torch's optimisers."""
+"""Optimisers on a flat parameter tensor, and ``Flat``, against the papers and torch's optimisers."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Collectives, and updates by two processes on halves of a batch against one process on all of it."""
+"""Collectives, and updates of two processes on half batches against one process on the full batch."""
 
 from contextlib import contextmanager
 from datetime import timedelta
@@ -53,7 +53,7 @@ def half(x: Tensor, dim: int = 0) -> Tensor:
     return x.chunk(2, dim)[rank()]
 
 
-# -- who is who -----------------------------------------------------------------------------------------------------
+# -- ranks ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_place_is_what_torchrun_says(monkeypatch):
@@ -61,7 +61,7 @@ def test_the_place_is_what_torchrun_says(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert world() == World(0, 1, 0, 1)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert world().size == 1  # nobody to meet
+    assert world().size == 1  # no other process
     for name, value in {"RANK": "5", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert world() == World(5, 8, 5, 8)
@@ -300,7 +300,7 @@ def value_based(variant: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("variant", ["dqn", "c51", "prioritized"])
 def test_two_halves_of_a_batch_are_the_batch_for_values_too(both: Pair, variant):
     (whole, first), (_, second) = both(value_based, variant)
-    own = [k for k in first if k.startswith("priorities")]  # each has rows of its own
+    own = [k for k in first if k.startswith("priorities")]  # each has different rows
     assert set(differences(first, second)) <= set(own)
     fresh = flatten(value_learner(variant).state.state_dict())
     assert not torch.equal(fresh["target/advantage.0.weight"], whole["target/advantage.0.weight"])
@@ -449,14 +449,14 @@ def test_statistics_of_two_processes_are_those_of_one_that_sees_both_halves(both
     first, second = both(statistics, True)
     assert differences(first, second) == []
     want = statistics(False)
-    assert first.keys() == want.keys()  # so that a checkpoint is one, whoever wrote it
+    assert first.keys() == want.keys()  # so that a checkpoint does not depend on the rank that wrote it
     assert want["moments.policy.count"] > 30
     for k, v in want.items():
         torch.testing.assert_close(first[k], v, rtol=1e-5 if v.dtype == torch.float32 else 1e-11, atol=1e-12)
 
 
 def restored() -> list[float]:
-    """What was seen since the last merge does not survive the loading of a state."""
+    """Values since the last merge do not survive the loading of a state."""
     from pql.contract.env import ObsSpec
 
     norm = Normalizer({"policy": ObsSpec((1,))}, 2, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""``pql bench placement``: the search on machines made up, and a real one in a hurry."""
+"""``pql bench placement``: the search on simulated machines, and a short real measurement."""
 
 import os
 import subprocess
@@ -97,10 +97,12 @@ def test_real_runs_are_measured(capsys, monkeypatch, algo, parts):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{algo} on pendulum, 2 cores; the default split: collector=")
     assert parts <= sum("of the best so far: collector=" in line for line in lines) < 2**parts
-    assert "nothing to set" in lines[-1] or lines[-1].startswith("placement.threads.")
+    assert "no setting to change" in lines[-1] or lines[-1].startswith("placement.threads.")
 
 
-@pytest.mark.parametrize(("anew", "last"), [(1.2, "placement.threads.v=2"), (0.9, "which is noise: nothing to set")])
+@pytest.mark.parametrize(
+    ("anew", "last"), [(1.2, "placement.threads.v=2"), (0.9, "within noise: no setting to change")]
+)
 def test_luck_does_not_count(capsys, monkeypatch, anew, last):
     """The winner of many measurements is measured once more against the default."""
     machine = Made(lambda split: {"v": 1.0, "collector": 0.5, "p": 0.5})

@@ -1,4 +1,4 @@
-"""The tick: exact ratios, exact staleness, and concurrency that cannot change a bit."""
+"""Schedules: exact ratios, exact staleness, and the same bits with and without concurrency."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Weight slots: versions, and that publishing never touches what is still being pulled."""
+"""Weight slots: versions, and that publishing never modifies a version that is being pulled."""
 
 import pytest
 import torch

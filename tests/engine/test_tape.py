@@ -1,4 +1,4 @@
-"""The stand-in for CUDA graphs: it repeats what was recorded, on the same memory, and refuses what no graph takes."""
+"""The stand-in for CUDA graphs: replays on the same memory, and refuses what a capture refuses."""
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ def test_other_steps_stay_outside(machine, why):
 
 @pytest.mark.parametrize("machine", ["stand-in"], indirect=True)
 def test_a_captured_step_goes_on_from_a_restored_state(machine):
-    """Restoring writes in place, so a graph goes on from there."""
+    """Restoring writes in place, so a graph continues from there."""
     config = small_config(**SMALL)
     one, two = start(config), start(config)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Deadlines: who is named, what ends, and that what gets on is left alone."""
+"""Deadlines: the named cause, the end of the process, and that slow progress is not a hang."""
 
 import signal
 import subprocess
@@ -208,7 +208,7 @@ def test_the_cause_stays_the_last_line():
 
 
 class Stuck(Counter):
-    """Where there are two environments, those of an evaluation, the third step takes until it is released."""
+    """With two environments, as in an evaluation, the third step blocks until it is released."""
 
     release = threading.Event()
     steps = 0

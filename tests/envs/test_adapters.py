@@ -1,4 +1,4 @@
-"""Simulators that want versions of their own, run for real in the environments that ``make test-adapters`` builds."""
+"""Simulators with their own package versions, run in the environments that ``make test-adapters`` builds."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_it_conforms_in_a_process_of_its_own(case, capsys):
 
 
 def check_successors(env, steps):
-    """What was acted in and its true successor are one step apart, at the end of an episode as in its middle."""
+    """An observation and its true successor are one step apart, at the end of an episode as in its middle."""
     obs, gen = env.reset(0)["policy"], torch.Generator().manual_seed(0)
     middle, end = [], []
     for _ in range(steps):

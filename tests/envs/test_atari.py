@@ -1,4 +1,4 @@
-"""Atari: frames as they were acted on, lives and ends, seeds, groups, raw scores, and the two protocols."""
+"""Atari: frames, lives and episode ends, seeds, groups, raw scores, and the two evaluation protocols."""
 
 from collections import deque
 
@@ -149,7 +149,7 @@ def test_the_seed_decides(atari):
     first = history(env, 60, 1)
     assert same(first, history(other, 60, 1))
     assert same(first, history(env, 60, 1))
-    for seed in (2, None):  # None goes on drawing
+    for seed in (2, None):  # None continues the random stream
         env.reset(1)
         assert not same(first, history(env, 60, seed))
     assert not torch.equal(first[-4][0], first[-4][1])

@@ -1,4 +1,4 @@
-"""Catch, the pixel task of the learning tests: its returns are known, and one frame is not enough to play it."""
+"""Catch, the pixel task of the learning tests: known returns, and one frame is not enough to play it."""
 
 import pytest
 import torch

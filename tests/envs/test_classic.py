@@ -1,4 +1,4 @@
-"""The torch tasks against physics written down elsewhere, and their episodes, resume and freedom from host waits."""
+"""The torch tasks against independent physics; their episodes, resume, and the absence of host syncs."""
 
 import math
 
@@ -111,7 +111,7 @@ def test_cartpole_linearised_at_upright():
 
 
 def test_cartpole_can_be_swung_up_with_the_force_it_has():
-    """Energy pumping, then a linear law: a return of 423 of 500 and nobody off the rail."""
+    """Energy pumping, then a linear law: a return of 423 of 500, and no cart leaves the rail."""
     env = CartpoleSwingup(16)
     obs, total, fell = env.reset(0)["policy"], torch.zeros(16), 0
     for _ in range(500):
@@ -237,7 +237,7 @@ def test_ball_comes_to_rest_where_the_weight_is_carried():
 
 
 def test_ball_can_be_balanced():
-    """Tilt against position and speed: nobody falls, and the ball ends in the middle."""
+    """Tilt against position and speed: no ball falls, and all end in the middle."""
     env = BallBalance(64)
     obs, total, fell = env.reset(1)["policy"], torch.zeros(64), 0
     for _ in range(300):

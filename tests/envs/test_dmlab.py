@@ -1,4 +1,4 @@
-"""The adapter for DeepMind Lab against a stand-in for its Python module; the simulator itself was not run."""
+"""The DeepMind Lab adapter against a stand-in for its Python module; not run with the simulator itself."""
 
 import sys
 from types import SimpleNamespace
@@ -129,7 +129,7 @@ def test_action_sets(count, look):
     assert {*table[:, 0]} == look
     assert len({tuple(row) for row in table}) == count
     assert table[-1].tolist() == [0, 0, 0, 0, 1, 0, 0]
-    assert not table[:, 5:].any()  # nobody jumps or crouches
+    assert not table[:, 5:].any()  # no jumps or crouches
     assert make_lab(1, actions=count).spec.action.n == count
 
 

@@ -1,4 +1,4 @@
-"""The adapter for EnvPool, on EnvPool itself where it is installed (``pip install 'pql-rl[bench]'``)."""
+"""The EnvPool adapter, with EnvPool itself if it is installed (``pip install 'pql-rl[bench]'``)."""
 
 import numpy as np
 import pytest

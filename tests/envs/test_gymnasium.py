@@ -1,4 +1,4 @@
-"""The gymnasium adapter on a deterministic environment made to show every slip."""
+"""The gymnasium adapter on a deterministic environment in which every off-by-one error shows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The tasks of the PQL paper: sizes, every reward term by hand, sensors against forces that are known, pictures."""
+"""The tasks of the PQL paper: sizes, manually computed reward terms, sensors against known forces, images."""
 
 import math
 
@@ -228,10 +228,10 @@ def test_ball_balance_conforms(name, told):
     assert report.ok, report
 
 
-# -- its pictures -----------------------------------------------------------------------------------------------------
+# -- its images -------------------------------------------------------------------------------------------------------
 
 FLAT = torch.tensor([0.0, 0.0, 1.0])
-FAR = torch.full((1, 6, 2, 3), 9.0)  # legs that nobody sees
+FAR = torch.full((1, 6, 2, 3), 9.0)  # legs that are not visible
 
 
 def picture(ball, tray=(0.0, 0.0, 0.5), normal=FLAT, legs=FAR):
@@ -247,7 +247,7 @@ def places(mask):
 
 
 def seen(x, y, z):
-    """Where the view shows a point: sideways, and upwards."""
+    """Return the image position of a point: sideways, and upwards."""
     return y, z * math.cos(raster.ELEVATION) - x * math.sin(raster.ELEVATION)
 
 

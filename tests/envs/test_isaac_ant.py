@@ -1,4 +1,4 @@
-"""The paper's Ant: sizes, each reward term by hand, forces on the feet against momentum, a scripted policy."""
+"""The paper's Ant: sizes, manually computed reward terms, foot forces against momentum, a scripted policy."""
 
 import math
 

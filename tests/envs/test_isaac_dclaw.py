@@ -1,4 +1,4 @@
-"""D'Claw on ROBEL's finger: the model, starts, each reward term by hand, both ends, what is seen, holding still."""
+"""D'Claw on ROBEL's finger: the model, starts, manual reward terms, both ends, observations, holding still."""
 
 import math
 

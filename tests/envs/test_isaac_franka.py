@@ -1,5 +1,5 @@
-"""The paper's Franka cube stacking: kinematics and inertia against MuJoCo's, its control law, each reward term by hand,
-a scripted policy that stacks."""
+"""The paper's Franka cube stacking: kinematics and inertia against MuJoCo, the control law, manually computed reward
+terms, a scripted policy that stacks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The paper's two hands: sizes, models against Isaac's tables, each reward term by hand, goals, a hand that holds."""
+"""The paper's two hands: sizes, models against Isaac's tables, manual reward terms, goals, a scripted grasp."""
 
 import math
 
@@ -280,7 +280,7 @@ def test_a_goal_is_followed_by_another_one_step_later(name: str, goal_at: int) -
     torch.testing.assert_close(env._memory["goal"], kept)  # until it is reached
 
 
-# -- what is seen -----------------------------------------------------------------------------------------------------
+# -- observations -----------------------------------------------------------------------------------------------------
 
 
 def clipped(values: Tensor) -> Tensor:

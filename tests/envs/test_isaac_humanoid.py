@@ -1,4 +1,4 @@
-"""The paper's Humanoid: the robot, each reward term by hand, what is observed, where episodes begin, a script."""
+"""The paper's Humanoid: the robot, manually computed reward terms, observations, starts, a scripted policy."""
 
 import math
 
@@ -196,7 +196,7 @@ def test_angles_are_within_half_a_turn() -> None:
 
 
 def test_at_rest_nothing_pulls_on_the_feet() -> None:
-    """The wrench is net: whoever lies still feels none, on however many contacts."""
+    """The wrench is a net wrench: a body lying still has none, with any number of contacts."""
     env = build("isaac_humanoid", 1, max_episode_steps=2000)
     env.reset(seed=0)
     model, data = env.model, mujoco.MjData(env.model)

@@ -1,4 +1,4 @@
-"""The Shadow Hand in OpenAI's form: slow targets, pushes, ends of episodes, what policy and critic see."""
+"""The Shadow Hand in OpenAI's form: slow targets, pushes, episode ends, observations of policy and critic."""
 
 import pytest
 import torch

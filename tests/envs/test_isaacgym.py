@@ -1,4 +1,4 @@
-"""The adapter for Isaac Gym against a stand-in for its ``VecTask``; the simulator itself was not run."""
+"""The Isaac Gym adapter against a stand-in for ``VecTask``; not run with the simulator itself."""
 
 import sys
 import types

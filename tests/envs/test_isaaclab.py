@@ -1,5 +1,5 @@
 """The adapters for Isaac Lab and mjlab against stand-ins for their environments. Isaac Lab itself was not run;
-mjlab is, in an environment of its own, by ``make test-adapters``."""
+``make test-adapters`` runs mjlab in a separate environment."""
 
 import contextlib
 import sys

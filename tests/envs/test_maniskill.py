@@ -1,5 +1,5 @@
-"""The adapter for ManiSkill against a stand-in for its vector environment; ``make test-adapters`` runs the real one,
-where there is a driver for rendering."""
+"""The adapter for ManiSkill against a stand-in for its vector environment; ``make test-adapters`` runs the real one if
+there is a driver for rendering."""
 
 import sys
 import types
@@ -95,7 +95,7 @@ def test_rows_are_what_really_happened():
 
 def test_a_task_that_knows_no_success_logs_none():
     env = ManiSkillVec(FakeVector(judged=False), "Fake", 5, "cpu")
-    assert env.spec.log == ()  # a success of 0 would be told of every evaluation
+    assert env.spec.log == ()  # every evaluation would report a success of 0
     assert check_env(env, 30).ok
 
 

@@ -1,7 +1,7 @@
-"""The MuJoCo environments against Gymnasium's own classes, and the promises of ``VecEnv``.
+"""The MuJoCo environments against Gymnasium's classes, and the contract of ``VecEnv``.
 
-Gymnasium's environments are stepped beside ours and set to our state only where an episode begins, so that any
-difference in dynamics, however small, would grow in sight.
+Gymnasium's environments are stepped in parallel and set to pql's state only at the beginning of an episode, so that any
+difference in dynamics, however small, would grow visibly.
 """
 
 import importlib
@@ -155,7 +155,7 @@ def test_matches_gymnasium_without_contact_forces(name: str, unseen: tuple[str, 
 
 
 def compare(env: MujocoVec, refs: list[Any], steps: int) -> int:
-    """Step ``refs`` beside ``env``: all that both report is equal. The number of terminations."""
+    """Step ``refs`` with ``env`` and compare all their results. Returns the number of terminations."""
     n = len(refs)
     limit = env.spec.action.bounds[1][0]  # type: ignore[union-attr]
     obs = env.reset(seed=1)["policy"]

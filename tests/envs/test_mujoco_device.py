@@ -1,5 +1,5 @@
-"""What the MuJoCo tasks owe a GPU, tested without one: which engine steps, that no step sends anything there, and that
-no step multiplies float32 matrices, which may have a mantissa of 10 bits there."""
+"""Requirements of the MuJoCo tasks on a GPU, tested without one: the engine that steps, no transfer to the device in a
+step, and no float32 matrix product, which may have a mantissa of 10 bits there."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

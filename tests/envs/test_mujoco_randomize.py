@@ -1,4 +1,4 @@
-"""Domain randomisation, curricula and staggered starts of the MuJoCo tasks, in numbers."""
+"""Domain randomisation, curricula and staggered starts of the MuJoCo tasks: their values."""
 
 import copy
 from typing import Any

@@ -1,6 +1,6 @@
-"""The Warp engine against C, on the CPU: same states, same controls, same numbers within float32 and chaos.
+"""The Warp engine against C, on the CPU: same states and controls give the same numbers within float32 and chaos.
 
-Compiling Warp's kernels takes half a minute of a core for each kind of model, the first time (they are kept in
+Compiling Warp's kernels takes one core half a minute for each kind of model, the first time (they are kept in
 ``WARP_CACHE_PATH``), so two robots are in the suite and the others are marked slow (``make test-warp``).
 """
 
@@ -42,7 +42,7 @@ SLOW = (
     "inverteddoublependulum",
 )
 # pinned feet on stiff servos, seen by force sensors: float32 shows; fingertips' forces, seen tenfold; the forces on
-# a body that lies on a dozen contacts
+# a body with a dozen contacts
 STIFF = {"ballbalance": 3000.0, "shadow_hand": 10.0, "shadow_hand_openai": 10.0, "humanoidstandup": 10.0}
 PAPER = ("isaac_ant", "isaac_humanoid", "ballbalance")
 # share of rows that may differ: fingers side by side touch in one point or two
@@ -90,7 +90,7 @@ def test_engines_agree_step_by_step_and_over_a_short_horizon(
     name: str, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     """Each step from C's own state, and 3 steps without putting it right again."""
-    monkeypatch.setattr("pql.envs.mujoco.unitree.Unitree.lasting", None)  # each engine draws commands of its own
+    monkeypatch.setattr("pql.envs.mujoco.unitree.Unitree.lasting", None)  # each engine draws its own commands
     n, steps, stiff, odd = 16, 12, STIFF.get(name, 1.0), ODD.get(name, 0.1)
     c, w, free = (build(name, n, engine, max_episode_steps=1000) for engine in ("batch", "warp", "warp"))
     for env in (c, w, free):
@@ -272,7 +272,7 @@ def test_a_step_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_prepared_is_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation's thread must capture nothing beside a run. Preparing changes no bit of what follows."""
+    """An evaluation's thread must capture nothing during a run. Preparing changes no bit of what follows."""
     wanted = {"mass": [0.8, 1.2]}
     ready, lazy = (build("halfcheetah", 4, max_episode_steps=3, randomize=wanted) for _ in range(2))
     ready.prepare()

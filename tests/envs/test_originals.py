@@ -1,4 +1,4 @@
-"""The check against IsaacGymEnvs: on a small original of ours, right and wrong; on the real one where it is at hand.
+"""The check against IsaacGymEnvs: on a small imitation, correct and wrong; on the real one if available.
 
 PQL_ISAACGYMENVS=PATH pytest tests/envs/test_originals.py
 """

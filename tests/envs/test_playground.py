@@ -1,4 +1,4 @@
-"""The adapter for MuJoCo Playground against a stand-in for its wrappers; ``make test-adapters`` runs the real one."""
+"""The MuJoCo Playground adapter against a stand-in for its wrappers; ``make test-adapters`` runs the real one."""
 
 import sys
 import types
@@ -56,7 +56,7 @@ def test_rows_are_what_really_happened(full_reset):
         for name in ("policy", "critic"):
             assert torch.equal(step.final_obs[name][:, :2], obs[name][:, :2] + torch.tensor([0.0, 1.0]))
         assert torch.equal(step.reward, step.final_obs["policy"][:, 1])
-        assert torch.equal(step.log["reward/steps"], step.reward)  # of the step, not of what the reset left
+        assert torch.equal(step.log["reward/steps"], step.reward)  # of the step, before the reset
         last = step.final_obs["policy"][:, 1]
         assert torch.equal(step.terminated, (last == 3) & (torch.arange(4) == 1))
         assert torch.equal(step.truncated, last == 5)

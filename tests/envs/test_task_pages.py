@@ -1,4 +1,4 @@
-"""The page of pictures has every MuJoCo task, with its sizes and a picture that is there; and the script that draws."""
+"""The page of task images has every MuJoCo task, its sizes and an existing image; and the script that draws them."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The T-maze: its returns are known, with a memory and without."""
+"""The T-maze: its known returns with and without memory."""
 
 import pytest
 import torch

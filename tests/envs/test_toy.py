@@ -1,4 +1,4 @@
-"""The toys against answers from elsewhere: a table written by hand, rollouts, and Q fitted to the toy's own data."""
+"""The toy tasks against independent answers: a manual table, rollouts, and Q fitted to the toy's data."""
 
 import pytest
 import torch

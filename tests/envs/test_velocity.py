@@ -1,4 +1,4 @@
-"""Legged robots that follow commands: the robots, each reward term by hand, what is observed, starts, falls."""
+"""Legged robots that follow commands: robots, manually computed reward terms, observations, starts, falls."""
 
 import math
 from typing import Any
@@ -334,7 +334,7 @@ def test_where_episodes_begin(name: str, joint: str) -> None:
         assert -most <= drawn.min() < -0.99 * most
         assert drawn.std() == pytest.approx(most / math.sqrt(3), rel=0.08)
     assert not env.engine.fields["sensordata"].any()
-    for state in (qpos[at.argmax()], qpos[at.argmin()]):  # nobody is pushed out of the ground
+    for state in (qpos[at.argmax()], qpos[at.argmin()]):  # no robot is pushed out of the ground
         data = mujoco.MjData(env.model)
         data.qpos[:] = state
         mujoco.mj_forward(env.model, data)
@@ -407,7 +407,7 @@ def test_who_stands_stays_for_a_whole_episode(name: str, slip: float, height: fl
     data.qpos, data.qvel = env.engine.fields["qpos"][0].numpy(), env.engine.fields["qvel"][0].numpy()
     data.ctrl[:] = task.robot.ctrl_middle.numpy()
     begun, start, steps = np.zeros((4, 3)), 2.0, SIZES[name][2]
-    for i in range(0, steps, 10):  # MuJoCo alone, which is quicker
+    for i in range(0, steps, 10):  # only MuJoCo, which is faster
         mujoco.mj_step(model, data, 10 * task.frame_skip)
         assert not task.touched({"sensordata": torch.tensor(data.sensordata)[None]}), f"down after {i} steps"
         if data.time <= start:  # it comes to rest
@@ -463,7 +463,7 @@ def test_a_scripted_trot_follows_and_earns_more_than_standing(name: str, pace: f
 
 def test_a_missing_package_is_named_with_the_command_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pql.envs.mujoco.robots.importlib.util.find_spec", lambda name: None)
-    assert TASK_MAKERS["anymal"].describe(4).obs["policy"].shape == (48,)  # what needs no model is there
+    assert TASK_MAKERS["anymal"].describe(4).obs["policy"].shape == (48,)  # parts that need no model exist
     with pytest.raises(ConfigError, match=r"genesis with .*anymal_c[.]urdf installed: make robots"):
         build("anymal", 1)
 

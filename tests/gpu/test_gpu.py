@@ -1,7 +1,7 @@
-"""What a CUDA device shows: captured graphs, streams side by side, and a tick that never waits.
+"""Tests on a CUDA device: captured graphs, concurrent streams, and ticks without host syncs.
 
-``python tools/gpu_check.py`` runs these tests on one. Elsewhere most run on a stand-in (``stand_in.py``), with smaller
-networks, so that their bodies are known to run; the others are skipped.
+``python tools/gpu_check.py`` runs these tests on one. Without a device most run on a stand-in (``stand_in.py``) with
+smaller networks, so that their code is exercised; the others are skipped.
 """
 
 import gc
@@ -378,7 +378,7 @@ def test_three_graphs_replayed_together_equal_three_replayed_one_after_another()
 def test_a_tick_never_waits_for_the_device(case):
     algo, graphs = case
     parts = start(gpu_config(algo=algo, cuda_graphs=graphs))
-    parts.schedule.tick()  # what is made on first use is made here
+    parts.schedule.tick()  # objects that are created on first use are created here
     with never_waiting():
         for _ in range(4):
             parts.schedule.tick()

@@ -1,4 +1,4 @@
-"""Frames on a CUDA device: the ring stacks them as on the CPU without waiting, consoles hand theirs over unchanged."""
+"""Frames on a CUDA device: stacked as on the CPU without host syncs; emulators transfer them unchanged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``tools/gpu_check.py``: its parts hold what comes, go on where they stopped, and build what can be built."""
+"""``tools/gpu_check.py``: its parts accept their input, continue after an interruption, and build."""
 
 import json
 import subprocess
@@ -106,7 +106,7 @@ def test_a_case_that_fails_is_recorded_and_the_next_runs(part, tmp_path, capsys)
     assert cases["lacking"]["error"] == "not installed: a_package_that_nobody_has"
     part["bad"] = lambda: iter([row("b")])
     status, cases = run(tmp_path, "--here")
-    assert (status, calls) == (0, ["bad", "good"])  # what was done is not done again
+    assert (status, calls) == (0, ["bad", "good"])  # finished parts are not repeated
     assert cases["bad"]["status"] == "done"
     run(tmp_path, "--here", "--again")
     assert calls == ["bad", "good", "good"]

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show of value-based methods: captured trees and noise, two streams, no waiting."""
+"""Value-based methods on a CUDA device: captured sum trees and noise, two streams, no host syncs."""
 
 import gc
 import itertools
@@ -66,7 +66,7 @@ def test_a_tick_never_waits_for_the_device(case, graphs):
     parts.first.collector.start(seeds(parts.config.seed)["env"])
     parts.first.collector.warm_up(parts.config.algo.warmup_steps)
     parts.begin()
-    parts.schedule.tick()  # what is made on first use is made here
+    parts.schedule.tick()  # objects that are created on first use are created here
     with never_waiting():
         for _ in range(4):
             parts.schedule.tick()

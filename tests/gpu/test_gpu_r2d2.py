@@ -1,4 +1,4 @@
-"""What only a CUDA device can show of R2D2: captured bursts on sequences, two streams, no waiting."""
+"""R2D2 on a CUDA device: captured bursts on sequences, two streams, no host syncs."""
 
 import gc
 import itertools
@@ -60,7 +60,7 @@ def test_a_tick_never_waits_for_the_device(graphs):
     parts.first.collector.start(seeds(parts.config.seed)["env"])
     parts.first.collector.warm_up(parts.config.algo.warmup_steps)
     parts.begin()
-    parts.schedule.tick()  # what is made on first use is made here
+    parts.schedule.tick()  # objects that are created on first use are created here
     with never_waiting():
         for _ in range(4):
             parts.schedule.tick()

@@ -1,8 +1,8 @@
-"""How many operations a GPU would be given: by a step of the collector, an update, a tick beside its graphs.
+"""Upper bounds on the operations that a GPU executes: per collector step, per update, and per tick outside graphs.
 
-Counted on the CPU, on the way that is taken on a GPU, where nobody looks at a value. An operation is about a kernel,
-those of the backward pass too; views do not count. These are upper bounds: a change that adds launches is seen here,
-and one that saves some lowers them.
+Counted on the CPU, on the code path of a GPU, which never reads a value back. An operation is about one kernel,
+including those of the backward pass; views do not count. A change that adds launches fails; one that saves some should
+lower the bounds.
 """
 
 import pytest

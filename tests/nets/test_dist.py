@@ -1,4 +1,4 @@
-"""Distributions against numbers worked out by hand, slow oracles and their own samples."""
+"""Distributions against manually computed numbers, slow oracles and their own samples."""
 
 import math
 
@@ -155,7 +155,7 @@ def test_log_prob_by_change_of_variables(dtype):
         tanh_gaussian_log_prob(*rows) for rows in zip(*(x.tolist() for x in (raw, mean, log_std.exp())), strict=True)
     ]
     assert log_prob.tolist() == pytest.approx(want, abs=tolerance, rel=1e-5)
-    # From the action alone, where float64 still can tell it from 1.
+    # From the action alone, if float64 still distinguishes it from 1.
     if dtype == torch.float64:
         back = torch.atanh(action)
         one = torch.distributions.Normal(mean, log_std.exp()).log_prob(back) - torch.log1p(-action.square())
@@ -204,7 +204,7 @@ def test_samples_are_reparameterised():
     assert torch.autograd.gradcheck(both, (mean.requires_grad_(), log_std.requires_grad_()))
 
 
-# --- what policies with stored parameters act with ---
+# --- parameters that stored policies act with ---
 
 
 def test_the_diagonal_gaussian_is_torchs():

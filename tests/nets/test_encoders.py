@@ -1,4 +1,4 @@
-"""Images and vectors together, and networks from elsewhere: shapes, what is learned from them, and what is refused."""
+"""Encoders of images and vectors, and custom networks: shapes, learning, rejected input."""
 
 import importlib.metadata
 import sys

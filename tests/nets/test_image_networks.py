@@ -1,4 +1,4 @@
-"""The networks for images against their papers' layers, computed place by place; their sizes, starts and refusals."""
+"""Image networks against their papers' layers, computed position by position; sizes, initialisation, errors."""
 
 import math
 

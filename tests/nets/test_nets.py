@@ -1,4 +1,4 @@
-"""Networks: an ensemble as one batched product equals as many separate networks, in values and gradients."""
+"""Networks: an ensemble as one batched product equals separate networks, in values and gradients."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def member(layer, e):
 def test_ensemble_equals_separate_networks(activation, layer_norm):
     torch.manual_seed(0)
     net = mlp(5, Layers((8, 6), activation, layer_norm), 3, ensemble=3)
-    with torch.no_grad():  # gains and biases start at 1 and 0, where members could not be told apart
+    with torch.no_grad():  # gains and biases start at 1 and 0, at which members are indistinguishable
         for p in net.parameters():
             p.add_(0.1 * torch.randn_like(p))
     x, seen = torch.randn(7, 5, requires_grad=True), torch.randn(3, 7, 3)

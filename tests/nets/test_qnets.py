@@ -1,4 +1,4 @@
-"""Networks of action values: dueling, categorical, noisy, and what they share with every other policy."""
+"""Q networks: dueling, categorical, noisy, and the interface shared with all other policies."""
 
 import copy
 import math

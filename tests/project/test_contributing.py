@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md do what it says."""
+"""The worked examples of CONTRIBUTING.md work as described."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the package is called on the index, and where its modules lie."""
+"""The package's name on the index, and the location of its modules."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmark against other libraries: its statistics, its book-keeping, and that every contender trains."""
+"""The benchmark against other libraries: statistics, book-keeping, and that every contender trains."""
 
 import json
 
@@ -131,7 +131,7 @@ def test_by_steps_a_run_takes_the_steps_of_its_time_at_the_median_rate(bench, tm
     command = ["--by-steps", "--contenders", "pql:ppo", "sb3:ppo", "--tasks", "pendulum", "--seconds", "90"]
     assert bench.main([*command, "--seeds", "1", "2", "--runs", str(path)]) == 0
     stored = [json.loads(line) for line in path.read_text().splitlines()]
-    # Three short runs of each come first, in turn; nobody's run is longer for a slow one among them.
+    # Three short runs of each come first, in turn; a slow one among them makes no run longer.
     assert [(r["kind"], r["contender"]) for r in stored[:6]] == [("rate", "pql:ppo"), ("rate", "sb3:ppo")] * 3
     assert [(r["contender"], r["seed"], r["env_steps"]) for r in stored[6:]] == [
         ("pql:ppo", 1, 18_000),

@@ -1,4 +1,4 @@
-"""The package's rooms: what may import what, and the names that modules had before."""
+"""Structure of the package: allowed imports between subpackages, and aliases of old module names."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""The benchmark scripts run, and report rows of the agreed form. What they measure here means nothing."""
+"""The benchmark scripts run and report rows of the agreed form; the measured numbers are meaningless here."""
 
 import importlib
 import json

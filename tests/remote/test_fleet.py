@@ -1,4 +1,4 @@
-"""A fleet of actors: what becomes of them, decided without Ray; and a cluster of three nodes that loses one."""
+"""A fleet of actors: its decisions without Ray, and a Ray cluster of three nodes that loses one."""
 
 import re
 import signal
@@ -29,7 +29,7 @@ GONE = Ending(LOST, "The node has died.")
 
 
 class Stage:
-    """A cluster with room for ``room`` actors, whose news are told by hand."""
+    """A cluster with room for ``room`` actors, whose events are scripted."""
 
     def __init__(self, room=99):
         self.room, self.calls, self.news = room, [], {}
@@ -97,7 +97,7 @@ def test_one_that_is_lost_is_placed_again_after_a_growing_delay(stage):
     stage.news[1] = Look("a", 2, True)
     fleet.turn(now + STEADY)
     stage.news[1] = GONE
-    fleet.turn(now + STEADY)  # it had acted for so long that what was before is forgotten
+    fleet.turn(now + STEADY)  # it had acted for so long that earlier failures no longer count
     fleet.turn(now + STEADY + 1.0)
     assert stage.said() == [("place", 1)]
 

@@ -1,4 +1,4 @@
-"""Simulators in a process and a Python of their own: the contract, runs, and everything that can go wrong."""
+"""Simulators in a separate process and Python: the contract, runs, and failures."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def walk(python):
 
 
 def gone(pid, within=5.0):
-    """Whether a process has ended (or ends ``within`` seconds)."""
+    """Return True if a process has ended (or ends ``within`` seconds)."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:
@@ -257,7 +257,7 @@ def test_a_simulator_that_is_not_there_says_which_package(walk):
 
 
 def test_the_plain_records_are_the_librarys(python):
-    """Where the library cannot be imported, records of the same names and defaults stand in."""
+    """Substitutes with the same names and defaults are used if the library cannot be imported."""
     script = (
         "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(sys.argv[2])\n"
         # These run in that Python, too.
@@ -424,7 +424,7 @@ def test_a_package_of_somebody_elses_trains_here_and_in_a_process(tmp_path, monk
     [
         ("raise", r"ZeroDivisionError: the simulator fell over$", "in fail"),
         ("abort", r"was ended by SIGABRT$", "in fail"),
-        ("orphan", r"was ended by SIGABRT$", "in fail"),  # what it has forked holds the pipe open
+        ("orphan", r"was ended by SIGABRT$", "in fail"),  # a process that it forked holds the pipe open
         ("exit", r"ended with status 3; it may have said why above$", ""),
         ("hang", r"has not answered for 0.5 s \(task.process.step_seconds\)$", "in fail"),
     ],

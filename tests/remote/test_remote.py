@@ -1,4 +1,4 @@
-"""Remote actors: what travels, what the learner's side makes of it, and who is let in."""
+"""Remote actors: the wire format, the learner's side, and access control."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def address(tmp_path):
     return f"unix:{tmp_path}/s"
 
 
-# -- what travels -----------------------------------------------------------------------------------------------------
+# -- wire format ------------------------------------------------------------------------------------------------------
 
 
 def frames_of(sim, steps=9):
@@ -125,7 +125,7 @@ def test_frames_that_are_wrong_are_refused_in_words():
         wire.Layout(describe_simulator(make_sim("counter", 5, {}).spec) | {"num_envs": 10**7})
 
 
-# -- what the learner's side makes of it ------------------------------------------------------------------------------
+# -- the learner's side -----------------------------------------------------------------------------------------------
 
 
 def test_remote_environments_do_what_local_ones_do(address):
@@ -256,7 +256,7 @@ def test_slots_without_an_actor_are_no_episodes(address):
         result = run_episodes(env, lambda obs: torch.zeros(6, 2), seed=3)
         assert len(result.returns) == 4
         assert min(result.lengths) > 0
-        assert next(joins) < 70  # it waits for nobody who was never there
+        assert next(joins) < 70  # it does not wait for actors that never joined
         env.close()
 
 
@@ -301,14 +301,14 @@ def test_an_actor_s_patience_begins_when_its_learner_is_gone(address):
     with acting(address, make_sim("counter", 2, {}), patience=0.5):
         env = Remote(2, listen=address)
         time.sleep(0.7)  # it was let in, and no step was asked of it yet
-        env.server._on_loop(env.server._server.stop(None))  # nobody says goodbye
+        env.server._on_loop(env.server._server.stop(None))  # no actor sends a goodbye
         env.server._stop_loop()
         again = Remote(2, listen=address, timeout=5)
         assert again.reset(0)["policy"].shape == (2, 2)
         again.close()
 
 
-# -- who is let in ----------------------------------------------------------------------------------------------------
+# -- access control ---------------------------------------------------------------------------------------------------
 
 
 def test_other_environments_are_refused_by_name(address):
@@ -443,7 +443,7 @@ def test_the_variable_s_token_is_checked_and_not_shown(monkeypatch):
 
 
 def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
-    """A slow simulator holds nobody up: the other half goes on."""
+    """A slow simulator delays no other: the other half continues."""
     slow = Late(make_sim("counter", 2, {}), 1.0, 0.2)
     with remote(address, [make_sim("counter", 2, {}), slow], 4, wait=0.0) as env:
         parts = build(small_config(num_envs=4, algo={"v_per_step": 0.25, "p_per_v": 1}), env=env, executor=Inline())
@@ -459,7 +459,7 @@ def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
 
 
 def test_actors_step_a_task_that_keeps_its_presets(address, capfd, monkeypatch):
-    """What is printed for people starts actors that step what the task would be in this process."""
+    """The printed command starts actors that step the same environments as the task would in this process."""
     words = [
         "device=cpu",
         "task=atari",

@@ -1,4 +1,4 @@
-"""Rows 21 to 23 of the fault matrix: actors that are killed or stopped, and a learner that goes and comes back."""
+"""Rows 21 to 23 of the fault matrix: killed or stopped actors, and a learner that restarts."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path):
     first = env.reset(0)
     run = env.hall.peers[0].run_id
     env.step(first["policy"][:, 0, 0, 0].long() * 0)
-    env.server._on_loop(env.server._server.stop(None))  # nobody says goodbye
+    env.server._on_loop(env.server._server.stop(None))  # no actor sends a goodbye
     env.server._stop_loop()
     again = Remote(2, listen=address)
     obs = again.reset(0)
@@ -92,7 +92,7 @@ def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path):
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_an_actor_whose_simulator_hangs_is_dropped_and_ends(actor, tmp_path, capfd, at):
-    """Row 30: it goes on answering pings. The others' steps go on, and what is counted is who is there."""
+    """Row 30: it still answers pings. The other actors' steps continue, and only present environments are counted."""
     limits = {"step_seconds": 1.0, "start_seconds": 1.5}
     with remote(f"unix:{tmp_path}/s", [film()], 4, **limits) as env:
         process = actor("film:Film", f"hangs_at={at}")

@@ -1,4 +1,4 @@
-"""Statistics over runs, by hand and in closed form; what is read from run directories, and what is told of them."""
+"""Statistics over runs, in closed form and manually; reading and reporting of run directories."""
 
 import json
 import math
@@ -191,7 +191,7 @@ def test_tasks_are_told_apart_by_what_makes_them():
     assert runs.label([fast, plain]) == ["pql", "pql"]
 
 
-# -- what is told of them -------------------------------------------------------------------------------------------
+# -- reported values ------------------------------------------------------------------------------------------------
 
 
 def told(folder: Path, x: str = "seconds", **more: Any) -> dict[str, Any]:
@@ -333,7 +333,7 @@ def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("family", ["ppo", "pqn"])
 def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(tmp_path, family, older):
-    """5 epochs of 4 minibatches every 32 steps; older: the off-policy settings beside them are not read."""
+    """5 epochs of 4 minibatches every 32 steps; older runs: their off-policy settings are not read."""
     rows = [
         {
             "time/seconds": 1.0 + 9 * i,

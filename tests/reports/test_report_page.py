@@ -1,4 +1,4 @@
-"""The page: it stands alone, says what the numbers say, and the commands that make it."""
+"""The report page: self-contained, consistent with the numbers; and the commands that write it."""
 
 import base64
 import itertools

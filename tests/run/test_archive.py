@@ -1,4 +1,4 @@
-"""What a run leaves where its directory is deleted, or something cannot be written: a word, and exit status 1."""
+"""A run whose directory is deleted or not writable: it reports the cause and ends with exit status 1."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there: crashes at every stage, damage, full disks, hostile files, concurrent readers."""
+"""Checkpoints are complete or absent: crashes at every stage, damage, full disks, hostile files, concurrent readers."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""One writer to a run directory: names of the same second, locks, and what is left of a holder that died."""
+"""One writer per run directory: names of the same second, locks, and remains of a process that died."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ HERE = f"process {os.getpid()} on "
 
 
 def racing(start, count=4):
-    """What ``count`` threads that call ``start`` at once get: claims, and the errors of the others."""
+    """Call ``start`` in ``count`` threads at once; return the claims, and the errors of the others."""
     barrier, claims, errors = threading.Barrier(count), [], []
 
     def enter():

@@ -1,4 +1,4 @@
-"""What a run shows: first what it will do, then, at least every ten seconds, how far it is."""
+"""Console output of a run: first its plan, then its progress, at least every ten seconds."""
 
 import io
 import itertools
@@ -126,11 +126,11 @@ def test_they_are_there_before_torch_is(tmp_path, device):
 def test_a_table_where_nobody_looks():
     clock = Clock()
     face, progress, text = lines({"env_steps": 80_000.0}, clock)
-    console = Console("", {})  # for what write() makes of rows
+    console = Console("", {})  # for the text that write() makes from rows
     console.face, console.progress = face, progress
     console.write(ROW)
     clock.now = 3.0
-    console.write({**ROW, "time/seconds": 55.0})  # soon after the last: not told
+    console.write({**ROW, "time/seconds": 55.0})  # soon after the last: not reported
     console.write(EVAL)
     clock.now = 3.0 + EVERY
     console.write({**ROW, "time/seconds": 65.0})

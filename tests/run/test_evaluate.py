@@ -1,4 +1,4 @@
-"""Evaluation: one episode an environment, to the reward; beside the run and never in its way; policies that travel."""
+"""Evaluation: one episode per environment, exact rewards; concurrent with the run without slowing it; policy files."""
 
 import dataclasses
 import threading
@@ -209,7 +209,7 @@ def test_the_interquartile_mean_is_scipys_trimmed_mean(count):
     assert result.median == pytest.approx(stats.scoreatpercentile(x, 50), rel=1e-12)
 
 
-# -- beside the run -------------------------------------------------------------------------------------------------
+# -- concurrent -----------------------------------------------------------------------------------------------------
 
 
 class Gate(Counter):
@@ -241,7 +241,7 @@ def state_of(one: Evaluator, value: float) -> dict[str, Any]:
 
 
 def test_the_environment_is_made_ready_before_its_thread_runs():
-    """What it captures then, on a GPU, it need not capture in mid-run."""
+    """Graphs that it captures then, on a GPU, need not be captured during the run."""
     asked: list[tuple[str, str]] = []
 
     class Captures(Gate):

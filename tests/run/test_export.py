@@ -1,4 +1,4 @@
-"""Exports: what the files compute, what they say of themselves, and that a wrong one never stands."""
+"""Exports: the files' outputs and metadata, and that a wrong file is never left behind."""
 
 import hashlib
 import json
@@ -184,7 +184,7 @@ def test_unscaled_sac_export_leaves_out_the_bounds(tmp_path: Path) -> None:
     np.testing.assert_allclose(pql.load_policy(out.files["onnx"])(obs), action, atol=1e-7)
 
 
-# -- what the library has no algorithm for here: states, several groups, frames, unbounded outputs -------------------
+# -- outputs of no algorithm here: recurrent states, several groups, frames, unbounded outputs -----------------------
 
 
 class Remembering(nn.Module):
@@ -306,7 +306,7 @@ def test_an_export_that_differs_is_refused_and_the_one_before_it_stays(rememberi
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
     assert sorted(before) == ["policy.json", "policy.pt2"]
     remembering.net.off = 3e-5
-    with pytest.raises(RunError, match=r"the exported pt2 differs .* by 3\.\d+e-05 on 1,000 random .*1e-05 allowed"):
+    with pytest.raises(RunError, match=r"the exported pt2 differs .* by 3(\.\d+)?e-05 on 1,000 random .*1e-05 allowed"):
         write_export(remembering, metadata_of(remembering), tmp_path, ("pt2",))
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
 

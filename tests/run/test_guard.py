@@ -1,4 +1,4 @@
-"""Gradients that are not finite: the step is left out, counted, and a run of nothing else ends."""
+"""Non-finite gradients: the step is skipped and counted, and a run with no other steps ends."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Files that somebody else has made: each is refused in one line, in bounded time, and nothing in it is executed."""
+"""Files from untrusted sources: rejected in one line and bounded time, and nothing in them is executed."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Exports that somebody else has made: nothing in them is executed, and what is no export is refused in one line."""
+"""Exports from untrusted sources: nothing in them is executed, and invalid ones are rejected in one line."""
 
 import copy
 import io

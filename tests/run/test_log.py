@@ -1,4 +1,4 @@
-"""Where the numbers go, and that no sink can hurt a run."""
+"""Log sinks: where metrics are written, and that a failing sink does not affect the run."""
 
 import dataclasses
 import io
@@ -202,7 +202,7 @@ def test_a_sink_that_fails_is_warned_of_once_and_tried_again():
 # -- wandb ----------------------------------------------------------------------------------------------------------
 
 
-# In place of the package: writes down what it is asked. WANDB_FAKE: where to, and at which stage to fail or hang.
+# In place of the package: records all calls. WANDB_FAKE: the file, and the stage at which to fail or hang.
 FAKE = """
 import json, os, time
 path, _, stage = os.environ["WANDB_FAKE"].partition(":")
@@ -283,7 +283,7 @@ def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, s
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sink.close()  # told once
+        sink.close()  # reported once
     assert len(fake("log")) == {"init": 0, "log": 1, "finish": 3}[stage]
 
 
@@ -402,7 +402,7 @@ def test_the_real_wandb_without_a_server_loses_nothing(tmp_path, monkeypatch):
 def test_pending_values_fill_the_row():
     values = {"a": torch.tensor(1.5), "b": torch.tensor(7, dtype=torch.int64), "c": torch.tensor(True)}
     pending = log.Pending(values, {"x": 1.0})
-    values["a"].add_(1)  # the owner goes on; the row is of the moment it was drained
+    values["a"].add_(1)  # the owner continues; the row is of the moment of the drain
     assert pending.ready()
     assert pending.collect() == {"x": 1.0, "a": 1.5, "b": 7.0, "c": 1.0}
 

@@ -1,4 +1,4 @@
-"""Pictures and videos: what is drawn is where the state says, and a file holds the frames it should."""
+"""Images and videos: rendering agrees with the state, and a file has the expected frames."""
 
 import math
 import sys
@@ -130,7 +130,7 @@ def test_a_video_holds_whole_episodes_as_they_were(run: Path, capsys) -> None:
     assert len(shown) == 24
     assert shown[0].shape == (120, 160, 3)
     obs = env.reset(5)
-    for picture in shown[:12]:  # each shows the state acted in, but for what compression does
+    for picture in shown[:12]:  # each shows the state acted in, up to compression
         want = env.render(0, 160, 120)
         assert np.abs(picture.astype(int) - want).mean() < 3
         assert np.hypot(*np.subtract(centre(near(picture, POLE, 60)), centre(near(want, POLE, 60)))) < 1
@@ -161,7 +161,7 @@ def test_videos_run_at_simulated_time(dt: float | None, want: tuple[int, float])
 
 
 class Dark:
-    """A simulator without pictures, whose rows after an end are fillers."""
+    """A simulator without images, whose rows after an end are fillers."""
 
     def __init__(self, num_envs: int, device: object):
         cpu = torch.device("cpu")

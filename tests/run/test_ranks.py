@@ -1,4 +1,4 @@
-"""A run in several processes: what each takes on, what they agree on, and what becomes of all when one fails."""
+"""Runs of several processes: division of the work, agreement, and failure of one process."""
 
 import json
 import os
@@ -223,7 +223,7 @@ def test_rank_0_writes_the_run_directory(both: Pair, tmp_path):
     assert {(row["ratio/v_per_step"], row["ratio/p_per_v"]) for row in log} == {(2.0, 0.5)}
     # An episode of 11 steps ends in each of 16 environments, 9 times in 100 steps.
     assert sum(row.get("train/episodes", 0) for row in log) == 16 * 9
-    assert resume_config(tmp_path, []).num_envs == 16  # what was asked for, not a share
+    assert resume_config(tmp_path, []).num_envs == 16  # the requested number, undivided
 
 
 def test_another_number_of_processes_is_refused_by_name(both: Pair, tmp_path):
@@ -415,7 +415,7 @@ def test_torchrun_trains_one_run(tmp_path):
 
 @pytest.mark.slow
 def test_two_agents_as_of_two_machines_train_one_run(tmp_path):
-    """What docs/parallel.md says for several machines, on one: each agent starts a process, and they meet over TCP."""
+    """The commands of docs/parallel.md for several machines, on one: each agent starts a process, connected by TCP."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "x"]
     command += ["-m", "pql"]

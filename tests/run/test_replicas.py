@@ -1,4 +1,4 @@
-"""Replicas: one is Lockstep, several in turns are a serial loop, and whatever they do freely adds up."""
+"""Replicas: one equals Lockstep, several in turns equal a serial loop, and asynchronous updates add up."""
 
 import threading
 import time
@@ -49,7 +49,7 @@ def test_one_replica_is_lockstep_bit_for_bit(variant):
 
 
 class Serial:
-    """What a learner steps with in the serial reference: torch's optimiser of shared parameters, on its gradient."""
+    """Optimiser of the serial reference: torch's optimiser of the shared parameters, on a learner's gradient."""
 
     def __init__(self, own, shared, optimizer):
         self.flat, self.lr, self.clip, self.shared, self.optimizer = own.flat, own.lr, own.clip, shared, optimizer
@@ -183,7 +183,7 @@ def test_between_ticks_all_have_the_statistics_of_all(monkeypatch):
 
 
 def test_nothing_is_lost_or_counted_twice(threads_left):
-    """Three replicas, whose ticks go to whoever is free; one is slow."""
+    """Three replicas, whose ticks go to any that is free; one is slow."""
     parts = start(replicas(3, {"task": {"name": "cartpole"}, "num_envs": 12}, order="free", each=4))
     slow = parts.replicas[1].workers["collector"]
     slow.job = partial(late, slow.job, iter([0.1] * 100))
@@ -191,7 +191,7 @@ def test_nothing_is_lost_or_counted_twice(threads_left):
     ticks(parts, 2)
     done = [(one.collector.steps - 8) / 8 for one in parts.replicas]
     assert sum(done) == 2 * 4 * 3
-    assert done[1] < min(done[0], done[2])  # nobody waits for the slow one, but at the end
+    assert done[1] < min(done[0], done[2])  # others wait for the slow one only at the end
     assert parts.env_steps == 12 * 8 + 24 * 8 * 4
     assert parts.updates() == {"v": 24 * 8, "p": 24 * 8}
     assert [job.updates for one in parts.replicas for job in one.jobs.values()] == [8 * n for n in done]
@@ -234,7 +234,7 @@ def test_the_learning_rate_falls_with_all_replicas_steps():
     )
     ticks(parts, 1)
     rates = sorted(one.learners["learner"].state.optimizer.lr.item() for one in parts.replicas)
-    assert rates[0] == pytest.approx(1e-3 * (1 - 9 * 32 / 640))  # of the tenth tick, whoever took it
+    assert rates[0] == pytest.approx(1e-3 * (1 - 9 * 32 / 640))  # of the tenth tick, of any replica
     ticks(parts, 1)
     parts.schedule.executor.close()
     rates = sorted(one.learners["learner"].state.optimizer.lr.item() for one in parts.replicas)

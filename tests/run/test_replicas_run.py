@@ -1,4 +1,4 @@
-"""Runs with replicas as a whole: what they write, resuming, what is refused, and policies from their checkpoints."""
+"""Runs with replicas: output files, resuming, rejected settings, and policies from their checkpoints."""
 
 import dataclasses
 
@@ -75,7 +75,7 @@ def test_a_free_run_resumes_with_all_of_its_counters(tmp_path):
     second = resume(tmp_path, f"budget.env_steps={steps(5)}")
     assert (second.env_steps, second.updates_v) == (steps(5), 8 * 20)
     tensors = checkpoint.load(points(tmp_path)[-1])[0]
-    assert tensors["learners/learner/state/optimizer/count"] == 8 * 20  # Adam's count goes on, too
+    assert tensors["learners/learner/state/optimizer/count"] == 8 * 20  # Adam's count continues as well
     assert "replicas/0/learners/learner/state/optimizer/count" not in tensors  # there once
 
 
@@ -139,7 +139,7 @@ def test_a_new_run_starts_from_a_replicas_run_and_the_other_way_round(tmp_path):
         session.closing.close()
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- rejected settings ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run directory whose config.yaml or policy is damaged: what counts instead, and that it is told."""
+"""A run directory with a damaged config.yaml or policy: which file is used instead, and the warning."""
 
 import dataclasses
 import os
@@ -57,7 +57,7 @@ def test_no_flipped_bit_in_config_yaml_makes_it_another_run_or_ends_it(folder):
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         (folder / "config.yaml").write_bytes(data)
         try:
-            # Where the run lies is known from where it was found.
+            # The run's location is known from where it was found.
             other = rundir.read_config(folder) | {"run_dir": meant["run_dir"]} != meant
         except ConfigError:
             other = True
@@ -114,7 +114,7 @@ def test_a_new_budget_outlives_a_sitting_that_was_killed_before_it_saved(folder)
         warnings.simplefilter("error")
         assert resume_config(folder, []).budget.env_steps == 640
     for path in points(folder):
-        tensors, manifest = checkpoint.load(path)  # intact, and the same but for the config
+        tensors, manifest = checkpoint.load(path)  # intact, and equal except for the config
         assert all(torch.equal(v, before[path.name][0][k]) for k, v in tensors.items())
         known = before[path.name][1]
         assert {k for k in known if manifest[k] != known[k]} == {"config", "manifest_sha256"}

@@ -1,4 +1,4 @@
-"""Checkpoints in the background: copies of one moment, one after the other, within memory, and killed at any time."""
+"""Background checkpoints: consistent copies, written in sequence, bounded memory, killed at any time."""
 
 import gc
 import itertools
@@ -117,7 +117,7 @@ def test_closing_waits_no_longer_than_it_says(tmp_path, monkeypatch):
 
 def keep_saving(folder) -> None:
     """The life of a run that saves all the time: a policy, a resume point, fewer old ones."""
-    gc.disable()  # what the forked process inherited from other tests has threads that do not exist here
+    gc.disable()  # objects inherited from other tests refer to threads that do not exist in the forked process
     one = Saver()
     for i in range(1, 10**6):
         one.later(folder / "last", tree(float(i)), {})

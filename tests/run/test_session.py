@@ -1,4 +1,4 @@
-"""A run as a whole: its budgets, its files, what resuming and starting from old weights keep, and live environments."""
+"""A run as a whole: budgets, files, resuming, starting from old weights, and live environments."""
 
 import functools
 import json
@@ -124,7 +124,7 @@ def test_a_resume_point_of_an_older_release_goes_on_to_the_same_bits(tmp_path, m
     [("pql", "pendulum", "obs.policy"), ("eps_rainbow", "cartpole", "level0"), ("r2d2", "tmaze", "carry")],
 )
 def test_a_resume_point_is_as_large_as_what_the_replay_holds(tmp_path, algo, task, head):
-    """Of a ring of a thousand times the rows the point takes no more, but for a few nodes of a sum tree."""
+    """With a ring of a thousand times the rows the point is no larger, except for a few nodes of a sum tree."""
     only = {
         "r2d2": (
             "algo.warmup_steps=64",
@@ -570,7 +570,7 @@ def test_init_from_a_run_starts_with_its_policy(tmp_path, algo):
     assert differences(old, dict(fresh.parts.first.policy.state_dict())) != []
     assert (
         session.parts.first.collector.normalizer.moments["policy"].count == 16 * (1 + 20) + 16 * 8
-    )  # goes on counting
+    )  # continues the count
 
 
 def test_init_from_a_run_takes_its_critics_along(tmp_path):
@@ -666,7 +666,7 @@ def test_training_on_a_live_environment_with_callbacks(tmp_path):
     ("word", "message"),
     [
         ("num_envs=4", "num_envs=4: expected 8, as the given environment has"),
-        ("task=lqr", "task=lqr: expected no task beside env="),
+        ("task=lqr", "task=lqr: expected no task together with env="),
         ("budget.target_return=0", "budget.target_return=0.0: expected null: this environment cannot be evaluated"),
     ],
 )

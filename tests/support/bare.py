@@ -1,6 +1,6 @@
-"""``pql`` where NumPy, grpcio and a simulator are all there is: no torch, no Hydra, nothing installed of this library.
+"""``pql`` on a machine with only NumPy, grpcio and a simulator: without torch, Hydra or an installed pql.
 
-A folder of links to the packages, and a Python without its own site-packages, stand for such a machine.
+Such a machine is simulated by a folder of links to the packages and a Python without its site-packages.
 """
 
 import importlib.metadata
@@ -28,7 +28,7 @@ SIMULATORS = {"gymnasium": ("gymnasium", "farama_notifications", "cloudpickle"),
 
 
 def command(folder: Path, *simulators: str) -> list[str]:
-    """What runs ``pql`` there; words follow. ``folder``: for the links."""
+    """Return the command that runs ``pql`` there, to be followed by its arguments. ``folder``: for the links."""
     lib = folder / "lib"
     lib.mkdir(exist_ok=True)
     for name in ("numpy", "grpc", "typing_extensions", *(p for s in simulators for p in SIMULATORS[s])):

@@ -1,4 +1,4 @@
-"""Environments in which something breaks, for tests of what a run does then."""
+"""Environments with faults, for tests of how a run handles them."""
 
 from typing import Any
 
@@ -14,20 +14,20 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Breaking:
-    """``env``, whose states and rewards break.
+    """``env`` with faults in states and rewards.
 
-    A state stays NaN until its environment is restarted, or begins an episode by itself; a reward is infinite once.
+    A state stays NaN until its environment is restarted or begins a new episode; a reward is infinite in one step.
 
     Args:
         faults: by number of the step: ("state" or "reward", which environments).
-        restarts: it can restart single environments.
-        born: environments whose state is NaN from a reset on.
+        restarts: single environments can be restarted.
+        born: environments whose state is NaN after every reset.
     """
 
     def __init__(self, env: Any, faults: dict[int, list[tuple[str, Any]]], restarts: bool = True, born: Any = ()):
         self.env, self.spec, self.faults, self.born, self.time = env, env.spec, faults, list(born), 0
         self.sick = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.spec.device)
-        self.asked: list[list[int]] = []  # environments that it was told to restart
+        self.asked: list[list[int]] = []  # environments that were to be restarted
         if restarts:
             self.reset_where = self._reset_where
 
@@ -72,7 +72,7 @@ class Breaking:
 
 
 def breaking(num_envs: int, device: Any, at: int, name: str = "pendulum") -> Breaking:
-    """All environments break in step ``at``."""
+    """Create environments that all break in step ``at``."""
     return Breaking(make_env(name, num_envs, device), {at: [("state", range(num_envs))]})
 
 

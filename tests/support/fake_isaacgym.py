@@ -1,5 +1,5 @@
-"""A stand-in for a task of IsaacGymEnvs 1.5.1, after its ``VecTask``: signatures, dtypes, which buffers are live, and
-the order of reset, reward and flags. Observations are [episode, step], so that a row says what it is."""
+"""A stand-in for a task of IsaacGymEnvs 1.5.1, modelled on its ``VecTask``: signatures, dtypes, live buffers, and the
+order of reset, reward and flags. Observations are [episode, step], so that every row is identifiable."""
 
 import torch
 

@@ -20,13 +20,13 @@ class Group:
 
 @dataclass
 class Config:
-    """What ``parse_env_cfg`` and ``load_env_cfg`` give, as far as an adapter looks at it."""
+    """Fields of the results of ``parse_env_cfg`` and ``load_env_cfg`` that an adapter reads."""
 
     num_envs: int = 4
     length: int = 5
     falls: tuple = (1,)
     fall_at: int = 3
-    both: bool = False  # those that fall do so on the limit: both flags are set
+    both: bool = False  # environments fall at the time limit, so that both flags are set
     seed: int | None = None
     is_finite_horizon: bool = False
     compute_final_obs: bool = False
@@ -34,11 +34,11 @@ class Config:
     episode_length_s: float = 5.0
     observations: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(policy=Group(), critic=Group()))
     scene: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(num_envs=4))
-    rewards: dict = field(default_factory=lambda: {"walk": SimpleNamespace(weight=1.0)})  # a dict in mjlab alone
+    rewards: dict = field(default_factory=lambda: {"walk": SimpleNamespace(weight=1.0)})  # a dict only in mjlab
 
 
 class FakeLabEnv:
-    """Isaac Lab: same-step resets; ``extras["log"]`` stays until the next reset, ``final_obs`` for ever."""
+    """Isaac Lab: same-step resets; ``extras["log"]`` stays until the next reset, ``final_obs`` indefinitely."""
 
     names = ("policy", "critic")
     needs_launcher = True
@@ -109,7 +109,7 @@ class FakeLabEnv:
 
 @dataclass
 class Space:
-    """mjlab's own ``Box``: one number for all bounds, and no array of them."""
+    """mjlab's ``Box``, which has one number for all bounds instead of an array."""
 
     shape: tuple = (3,)
     low: float = -math.inf

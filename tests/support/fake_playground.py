@@ -108,7 +108,7 @@ class BraxAutoResetWrapper(Wrapper):
 
 
 def where(rows, new, old):
-    """Of arrays, or dicts of them."""
+    """Select between arrays, or dicts of arrays, by row."""
     if isinstance(old, dict):
         return {k: where(rows, new[k], v) for k, v in old.items()}
     return torch.where(rows.view(-1, *(1,) * (old.dim() - 1)), new, old)
@@ -123,7 +123,7 @@ def split_each(keys):
 
 
 def modules(backend="cpu"):
-    """What is to be found below the names of the packages."""
+    """Return the modules that replace the packages, by name."""
     config = {"episode_length": 5, "impl": "warp", "noise": {"level": 1.0}}
     jax = {
         "default_backend": lambda: backend,
@@ -148,6 +148,6 @@ def modules(backend="cpu"):
 
 
 class Config(dict):
-    """A configuration of ml_collections: keys are attributes, too."""
+    """A configuration of ml_collections: keys are also attributes."""
 
     __getattr__ = dict.__getitem__

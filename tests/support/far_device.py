@@ -1,4 +1,4 @@
-"""A file in the place of a device's memory, on both sides of ``pql.remote.process.near``."""
+"""A file in place of a device's memory, on both sides of ``pql.remote.process.near``."""
 
 import os
 import tempfile
@@ -40,7 +40,7 @@ PRETENCE = {
 
 
 class Pretending(Counter):
-    """A simulator whose process takes files for devices."""
+    """A simulator whose process uses files as devices."""
 
     def __init__(self, *args, attach=True, **kwargs):
         super().__init__(*args, **kwargs)

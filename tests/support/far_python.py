@@ -1,5 +1,5 @@
-"""Another Python for simulators in a process of their own: a real 3.8 with NumPy where one can be had, else a second
-virtual environment of this one with NumPy alone."""
+"""Another Python for simulators in a separate process: a real 3.8 with NumPy if available, else a second virtual
+environment of this one with only NumPy."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ NUMPY = "numpy==1.24.4"  # the last for Python 3.8
 
 
 def old_python() -> str | None:
-    """A Python 3.8 on this machine."""
+    """Find a Python 3.8 on this machine."""
     root = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     places = [*sorted(root.glob("versions/3.8*/bin/python")), shutil.which("python3.8")]
     for place in places:
@@ -23,7 +23,7 @@ def old_python() -> str | None:
 
 
 def with_old_python(folder: Path, python: str) -> Path | None:
-    """A virtual environment of Python 3.8 with NumPy; None where that cannot be downloaded."""
+    """Create a virtual environment of Python 3.8 with NumPy; None if it cannot be downloaded."""
     done = folder / "bin" / "python"
     if (folder / "complete").exists():
         return done
@@ -55,7 +55,7 @@ def with_old_python(folder: Path, python: str) -> Path | None:
 
 
 def second_environment(folder: Path) -> Path:
-    """This Python in another virtual environment, with NumPy alone."""
+    """Create another virtual environment of this Python, with only NumPy."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
     (target,) = folder.glob("lib/python3*/site-packages")
     package = Path(numpy.__file__).parent
@@ -66,7 +66,7 @@ def second_environment(folder: Path) -> Path:
 
 
 def far_python(folder: Path) -> Path:
-    """The interpreter; what had to be downloaded is kept beside this environment's packages."""
+    """Return the interpreter; downloads are kept in this environment's folder."""
     old = old_python()
     found = with_old_python(Path(sys.prefix) / "far-python3.8", old) if old else None
     return found or second_environment(folder)

@@ -1,4 +1,4 @@
-"""Simulators for tests of ``pql.remote.process.near``: NumPy alone, in any Python from 3.8 on."""
+"""Simulators for tests of ``pql.remote.process.near``: they need only NumPy, and run on any Python from 3.8 on."""
 
 import os
 import sys
@@ -10,10 +10,10 @@ from pql.contract.plain import Box, Discrete, EnvSpec, ObsSpec, Step
 
 
 class Walk:
-    """A point that is pushed about in the plane; noise, two observation groups, an end and a time limit.
+    """A point pushed in the plane, with noise, two observation groups, an end and a time limit.
 
     Args:
-        fault: what the step numbered ``at`` does instead: raise, abort, orphan (abort; a child lives), hang, or exit.
+        fault: of step number ``at``: raise, abort, orphan (abort, while a child process lives), hang, or exit.
     """
 
     def __init__(self, num_envs, device="cpu", limit=7, discrete=False, fault=None, at=3, threads=0):
@@ -124,7 +124,7 @@ def broken(num_envs, device):
 
 
 class Foreseen(Walk):
-    """Tells its specification before it is built, which fails."""
+    """A simulator whose specification is available before construction, which fails."""
 
     @staticmethod
     def describe(num_envs, device="cpu", limit=7):
@@ -145,7 +145,7 @@ class Misshapen(Walk):
 
 
 class Numbers(Walk):
-    """Its specification's numbers are NumPy's, and some of its flags are numbers."""
+    """A simulator whose specification has NumPy numbers, and some of whose flags are numbers."""
 
     def __init__(self, num_envs, device="cpu"):
         super().__init__(num_envs, device)

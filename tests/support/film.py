@@ -1,4 +1,4 @@
-"""A simulator of stacked frames for tests of remote actors: NumPy alone."""
+"""A simulator of frame stacks for tests of remote actors, with only NumPy."""
 
 import time
 
@@ -8,7 +8,7 @@ from pql.contract.plain import Discrete, EnvSpec, ObsSpec, Step
 
 
 class Film:
-    """Stacks of three 2 x 2 frames whose pixels count the rows of an episode; it ends after ``length`` rows.
+    """Stacks of three 2 x 2 frames whose pixels count the rows of an episode, which ends after ``length`` rows.
 
     Args:
         hangs_at: number of the step that never ends.
@@ -21,7 +21,7 @@ class Film:
         self.length, self.shown = length, np.zeros((num_envs, 3, 2, 2), np.uint8)
 
     def reset(self, seed=None):
-        self.at = np.arange(len(self.shown)) % self.length  # so that they end apart
+        self.at = np.arange(len(self.shown)) % self.length  # so that episodes end at different times
         self.shown[:] = 0
         self.shown[:, -1] = 10 + self.at[:, None, None]
         return {"policy": self.shown.copy()}

@@ -1,4 +1,4 @@
-"""Learning gates: a run trains until it plays well, so that none is made to wait for what the slowest may need."""
+"""Learning gates: a run trains until it reaches its goal, so that fast seeds need not run for the full length."""
 
 import math
 import os
@@ -8,15 +8,15 @@ from pql.run.components import Parts
 from pql.run.evaluation import run_episodes
 from pql.run.policy import fresh_policy, snapshot
 
-SEED = "PQL_LEARNING_SEED"  # train with this seed alone: tools/pass_rates.py sets it
+SEED = "PQL_LEARNING_SEED"  # the only seed to train with; tools/pass_rates.py sets it
 
 
 class LearningGate:
     """Asserts that training reaches a goal with one of a few seeds.
 
-    Equal seeds give equal bits on one processor and other bits on the next one, whose matrix kernels add in another
-    order. A test that trains with a single seed therefore passes or fails by chance on a new machine; with a pass rate
-    of .9 a seed, three seeds fail together once in a thousand times. ``tools/pass_rates.py`` measures the rates.
+    Equal seeds give equal bits on one processor, but other bits on another processor, whose matrix kernels sum in
+    another order. A test with a single seed therefore passes or fails by chance on a new machine; with a pass rate of
+    .9 per seed, all of three seeds fail once in a thousand runs. ``tools/pass_rates.py`` measures the rates.
 
     Args:
         record: stores the results with the test's report.
@@ -43,7 +43,7 @@ class LearningGate:
 
 
 def score(parts: Parts, episodes: int = 32) -> float:
-    """The mean return of what has been learned, on environments of their own."""
+    """Return the mean return of the learned policy, on separate environments."""
     env = type(parts.first.env)(episodes, "cpu")
     policy = fresh_policy(parts.config, env.spec, env.spec.device)
     policy.load_state_dict(snapshot(parts))
@@ -53,14 +53,14 @@ def score(parts: Parts, episodes: int = 32) -> float:
 def train_until(
     parts: Parts, goal: float, ticks: int, measure: Callable[[], float] | None = None, every: int | None = None
 ) -> float:
-    """Train until two measurements in a row are above ``goal``, for twice ``ticks`` at most.
+    """Train until two consecutive measurements are above ``goal``, for at most twice ``ticks``.
 
     Args:
-        ticks: enough for most seeds; the slow ones get as many again.
-        measure: the default: :func:`score`.
-        every: ticks between measurements; the default: a tenth of ``ticks``.
+        ticks: enough for most seeds; slow ones get the same number again.
+        measure: default: :func:`score`.
+        every: ticks between measurements; default: a tenth of ``ticks``.
     Returns:
-        The worse of the last two measurements.
+        The lower of the last two measurements.
     """
     measure, every = measure or (lambda: score(parts)), every or -(-ticks // 10)
     before = last = -math.inf

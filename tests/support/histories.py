@@ -1,4 +1,4 @@
-"""Made-up environments that do what they are told, and a ring together with everything that was ever written to it."""
+"""Scripted environments, and a replay ring with the complete history of its rows."""
 
 import random
 from collections import Counter as Tally
@@ -17,15 +17,15 @@ SPECS = {"policy": ObsSpec((2,)), "frame": ObsSpec((1, 3), torch.uint8)}
 
 
 def specs(depth=1):
-    """Observation groups; above 1 with stacks of ``depth`` bytes and of two floats."""
+    """Return observation groups; with ``depth`` above 1, stacks of ``depth`` bytes and of two floats."""
     stacked = {"stack": ObsSpec((depth, 1, 3), torch.uint8, depth), "pair": ObsSpec((2, 2), torch.float32, 2)}
     return SPECS if depth == 1 else {**SPECS, **stacked}
 
 
 class Column:
-    """One environment that does what it is told; every observation it makes has a number of its own.
+    """One scripted environment; each of its observations has a unique number.
 
-    ``shown``: by number, the numbers of the ``depth`` frames that it shows, oldest first; 0 before the episode.
+    ``shown``: observation number -> numbers of the ``depth`` frames in it, oldest first; 0 before the episode.
     """
 
     def __init__(self, index: int, next_step: bool, depth: int = 1, shown: dict[int, tuple[int, ...]] | None = None):
@@ -41,7 +41,7 @@ class Column:
         return self.made
 
     def event(self, kind: str, reward: float) -> Event:
-        """The next row. "life" and "cut" end nothing but the window; after "stall" a filler row comes unprovoked."""
+        """Return the next row. "life" and "cut" end only the window; "stall" inserts an unprovoked filler row."""
         obs, action, filler = self.now, reward / 2 - 1, self.filler_due
         ends = kind in ("terminate", "truncate", "lose", "forget") and not filler
         waits = kind == "stall" and not filler
@@ -49,7 +49,7 @@ class Column:
         final = self.new(filler or (first and kind in ("lose", "forget", "restart")))
         after = self.new(True) if ends and not self.next_step and kind not in ("lose", "forget") else final
         self.now, self.filler_due = after, waits or (ends and self.next_step)
-        if filler:  # some simulators repeat the flag there, and pay anything
+        if filler:  # some simulators repeat the flag there, with an arbitrary reward
             return Event(obs, action, -999.0, False, kind == "truncate", True, True, False, after, after)
         return Event(
             obs,
@@ -66,7 +66,7 @@ class Column:
 
 
 def picture(numbers, shown=None):
-    """Observation numbers as observation groups; stacks, too, where it is known what they show."""
+    """Convert observation numbers to observation groups, including stacks if their frames are known."""
     x = torch.tensor(numbers)
     out = {
         "policy": torch.stack((x, -x), -1).float(),
@@ -79,7 +79,7 @@ def picture(numbers, shown=None):
 
 
 def stack(events, shown=None):
-    """Events of different environments as (action, Step)."""
+    """Convert events of different environments to (action, Step)."""
     fields = [torch.tensor(column) for column in zip(*events, strict=True)]
     action, reward, terminated, truncated, first, final_ok, valid = fields[1:8]
     after, final = picture([e.after for e in events], shown), picture([e.final for e in events], shown)
@@ -87,7 +87,7 @@ def stack(events, shown=None):
 
 
 class Recorded:
-    """A ring, a sealed cursor, and the whole history of every column."""
+    """A ring, a sealed cursor, and the complete history of every column."""
 
     def __init__(self, num_envs, rows, horizon, limit, next_step=False, obs_only=False, depth=1):
         self.replay = Replay(ReplayLayout(specs(depth), 1, num_envs, rows, horizon, limit), CPU, obs_only=obs_only)
@@ -99,7 +99,7 @@ class Recorded:
         self.cursor = Cursor(num_envs, CPU)
 
     def shown(self):
-        """What every observation so far shows; None where nothing is stacked."""
+        """Return the frames of every observation so far; None without stacks."""
         return self.seen if self.depth > 1 else None
 
     def picture(self, numbers):
@@ -114,7 +114,7 @@ class Recorded:
         self.replay.insert(*stack(new, self.shown()), torch.tensor(columns))
 
     def restart(self):
-        """What a resumed run does where the simulator could not be restored."""
+        """Restart as a resumed run does whose simulator could not be restored."""
         for sim, events in zip(self.sims, self.events, strict=True):
             sim.now, sim.filler_due = sim.new(True), False
             if events:
@@ -126,18 +126,18 @@ class Recorded:
             t.copy_(s)
 
     def oldest(self, head):
-        """The oldest row that the writer cannot reach before the next seal, nor any frame in its stack."""
+        """Return the oldest row that the writer cannot overwrite before the next seal, including its stack's frames."""
         return max(0, head - (self.replay.rows - self.replay.horizon - self.depth))
 
     def everything(self, n, gamma):
-        """All windows that a reader may draw."""
+        """Return all windows that a reader may draw."""
         heads = self.cursor.head.tolist()
         pairs = [(row, i) for i, head in enumerate(heads) for row in range(self.oldest(head), head)]
         row, column = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
         return self.replay.windows(self.cursor, row, column, self.cursor.head[column], n, gamma)
 
     def check(self, batch: Batch, lost: int, n: int, gamma: float) -> Tally:
-        """Hold every window of ``batch`` against the oracle. Returns how many there were of each kind."""
+        """Compare every window of ``batch`` with the oracle. Returns the number of windows of each kind."""
         kinds, starts, nexts = Tally(), Shown(self), Shown(self)
         mask, reward, discount = (x.tolist() for x in (batch.mask, batch.reward, batch.discount))
         action, kept = batch.action[:, 0].tolist(), self.replay.finals - self.replay.horizon
@@ -148,7 +148,7 @@ class Recorded:
             if head == 0:
                 assert mask[k] == 0
                 continue
-            row = head - 1 - (head - 1 - row) % self.replay.rows  # the newest row in this place below the head
+            row = head - 1 - (head - 1 - row) % self.replay.rows  # the newest row in this cell below the head
             assert row >= self.oldest(head)
             events = self.events[i][:head]
             want, start = n_step(events, row, n, gamma, kept), events[row]
@@ -168,7 +168,7 @@ class Recorded:
 
 
 def kind(want, events) -> str:
-    """Of a window that begins with the first of ``events``, of which the oracle says what is ``want``-ed."""
+    """Classify a window that begins with the first of ``events`` and whose target by the oracle is ``want``."""
     if not want.mask:
         return "lost" if want.lost else "dropped" if events[0].valid else "filler"
     if want.next_obs is None:
@@ -177,7 +177,7 @@ def kind(want, events) -> str:
 
 
 class Shown:
-    """Observations by their place in a batch and their number, to be held against it all at once."""
+    """Observations by position in a batch and by number, collected to be compared with the batch at once."""
 
     def __init__(self, ring: Recorded):
         self.ring, self.places, self.numbers = ring, list[int](), list[int]()
@@ -198,7 +198,7 @@ def assert_shows(obs, k, number, shown=None):
 
 
 def assert_same(one: Batch, two: Batch):
-    """Bit for bit; only where masked may the next observation be a row that the writer has taken since."""
+    """Compare bit for bit; only masked rows may differ in the next observation, which may have been overwritten."""
     for name in ("action", "reward", "discount", "mask", "weight", "index"):
         assert torch.equal(getattr(one, name), getattr(two, name)), name
     kept = one.mask > 0
@@ -209,7 +209,7 @@ def assert_same(one: Batch, two: Batch):
 
 # --- histories drawn at random ---
 
-SCENARIOS = {  # rates of what may happen in a row; kinds of windows that must then turn up
+SCENARIOS = {  # rates of events per row; kinds of windows that must then occur
     "endless": ({}, {"plain"}),
     "terminations": ({"terminate": 0.15}, {"plain", "terminated"}),
     "truncations": ({"terminate": 0.05, "limit": 5}, {"plain", "terminated", "final"}),
@@ -237,7 +237,7 @@ ENDS = ("terminate", "truncate", "lose", "forget", "restart")
 
 
 class Fate:
-    """Draws what happens in each column, the time limit included."""
+    """Draws the events of each column, the time limit included."""
 
     def __init__(self, rng, rates, num_envs):
         self.rng, self.rates, self.age = rng, {k: v for k, v in rates.items() if k != "limit"}, [0] * num_envs
@@ -259,7 +259,7 @@ class Fate:
 
 
 def run_history(rates, seed, next_step, unequal, depth=1) -> Tally:
-    """Write three rings' worth of rows; at every seal, sample before and after the writer ran ahead."""
+    """Write three times the ring's rows; at every seal, sample before and after the writer runs ahead."""
     rng = random.Random(seed)
     num_envs, horizon, n = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 5)
     rows, gamma = rng.randint(8, 40) + depth - 1, rng.choice((0.9, 0.99, 1.0))

@@ -1,4 +1,4 @@
-"""``Late``: a simulator whose environments answer when they please, for tests of what collects from them."""
+"""``Late``: a simulator whose environments answer at arbitrary times, for tests of collectors."""
 
 import functools
 import random
@@ -14,7 +14,7 @@ LENGTH = 320  # rows of a history
 
 @functools.cache
 def history(num_envs, kwargs):
-    """What ``Counter`` does, all environments together: its first observation, and steps of [LENGTH, N, ...]."""
+    """Return the history of ``Counter``, all environments together: first observation, and steps [LENGTH, N, ...]."""
     env = Counter(num_envs, **dict(kwargs))
     first = env.reset()["policy"].clone()
     steps = [env.step(torch.zeros(num_envs, 2)) for _ in range(LENGTH)]
@@ -28,12 +28,12 @@ def history(num_envs, kwargs):
 
 
 class Late:
-    """``Counter``'s environments, each at a step of its own.
+    """``Counter``'s environments, each with its own step count.
 
     Args:
-        late: share of answers that come ``by`` asks later.
+        late: share of answers that come ``by`` requests later.
         gone: environments that never answer.
-        lost: (environment, number of its step): there its actor is replaced; that step is never made.
+        lost: (environment, number of its step): there its actor is replaced, and that step is never made.
     """
 
     def __init__(self, num_envs=8, groups=2, spread=4, late=0.0, by=3, gone=(), lost=(), seed=0, **kwargs):
@@ -41,8 +41,8 @@ class Late:
         self.spec = replace(spec, groups=groups, spread=spread, deterministic=False, info={"restarts": True})
         self.random, self.late, self.by, self.gone, self.lost = random.Random(seed), late, by, set(gone), set(lost)
         self.parts = torch.arange(num_envs).chunk(groups)
-        self.time = torch.zeros(num_envs, dtype=torch.int64)  # of its history, by environment
-        self.delay: dict[int, int] = {}  # asks until its answer comes
+        self.time = torch.zeros(num_envs, dtype=torch.int64)  # position in its history, by environment
+        self.delay: dict[int, int] = {}  # requests until its answer comes
         self.sent: dict[int, list] = {i: [] for i in range(num_envs)}  # actions, by environment
         self.shown = self.first.clone()
         self.rows = 0
@@ -95,7 +95,7 @@ class Late:
 
 
 def cells(ring, rows):
-    """Every (row, column) below ``rows``, as windows ask for them: row [M], column [M], head [M]."""
+    """Return every (row, column) below ``rows``, as windows need them: row [M], column [M], head [M]."""
     row, column = (
         v.reshape(-1) for v in torch.meshgrid(torch.arange(rows), torch.arange(ring.num_envs), indexing="ij")
     )

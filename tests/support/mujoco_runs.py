@@ -27,7 +27,7 @@ ROBOT_OF = {
     "franka_cube_stack": "panda",
     "franka_cube_stack_torque": "panda",
 }
-"""Tasks whose robot is a file of somebody's package."""
+"""Tasks whose robot is a file of another package."""
 
 
 def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
@@ -37,18 +37,18 @@ def build(name: str, num_envs: int, **kwargs: Any) -> MujocoVec:
 
 
 def derived(task: Task, fields: Fields) -> Fields:
-    """``fields`` as the task's functions get them."""
+    """Return ``fields`` as the task's functions receive them."""
     return {**fields, **task.derive(fields)}
 
 
 def random_actions(env: MujocoVec, steps: int, seed: int = 0) -> Tensor:
-    """[steps, N, A] in [-1, 1]."""
+    """Draw actions [steps, N, A] in [-1, 1]."""
     gen = torch.Generator().manual_seed(seed)
     return torch.rand(steps, env.spec.num_envs, env.task.action_size, generator=gen) * 2 - 1
 
 
 def needs(*robots: str) -> pytest.MarkDecorator:
-    """Skips a test where a robot's model is not installed, with the command that installs it as the reason."""
+    """Skip a test if a robot's model is not installed; the reason is the command that installs it."""
     missing = ""
     for robot in robots:
         try:
@@ -59,17 +59,18 @@ def needs(*robots: str) -> pytest.MarkDecorator:
 
 
 def task(name: str, *marks: pytest.MarkDecorator) -> Any:
-    """A parameter of tests: a task, skipped where its robot is not installed."""
+    """Return a test parameter: a task, skipped if its robot is not installed."""
     found = [needs(ROBOT_OF[name])] if name in ROBOT_OF else []
     return pytest.param(name, marks=[*marks, *found])
 
 
 class Base:
-    """What a robot's free body does, from its row of ``qpos`` and ``qvel`` and MuJoCo's own matrix."""
+    """Motion of a robot's free body, computed from its ``qpos`` and ``qvel`` and MuJoCo's matrix."""
 
     def __init__(self, qpos: Tensor, qvel: Tensor):
         matrix = np.zeros(9)
         mujoco.mju_quat2Mat(matrix, qpos[3:7].double().numpy())
         self.frame = frame = matrix.reshape(3, 3)  # body -> world
-        self.linear, self.angular = frame.T @ qvel[:3].double().numpy(), qvel[3:6].double().numpy()  # both in its frame
+        # Both in the body's frame.
+        self.linear, self.angular = frame.T @ qvel[:3].double().numpy(), qvel[3:6].double().numpy()
         self.roll, self.yaw = math.atan2(frame[2, 1], frame[2, 2]), math.atan2(frame[1, 0], frame[0, 0])

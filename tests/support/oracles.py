@@ -1,6 +1,6 @@
 """Slow oracles, in plain Python loops: each formula as its source states it, sharing no code with the library.
 
-They take and return numbers and lists; a tensor that comes in is read entry by entry, in float64.
+They take and return numbers and lists; an input tensor is read entry by entry, in float64.
 """
 
 import math
@@ -19,12 +19,12 @@ class Event(NamedTuple):
     first: bool
     final_ok: bool
     valid: bool
-    after: int  # Step.obs: acted on next
+    after: int  # Step.obs: the next one to act on
     final: int  # Step.final_obs
 
 
 class Window(NamedTuple):
-    """An n-step target: ``reward + discount * value(next_obs)``; ``next_obs`` is None where it does not matter."""
+    """An n-step target: ``reward + discount * value(next_obs)``; ``next_obs`` is None if its value is not used."""
 
     mask: bool
     lost: bool  # dropped because the true final observation is gone
@@ -34,13 +34,13 @@ class Window(NamedTuple):
 
 
 def n_step(events: Sequence[Event], start: int, n: int, gamma: float, kept: int) -> Window:
-    """The window that starts at ``events[start]``; the list ends at the reader's head.
+    """Return the window that starts at ``events[start]``; the list ends at the reader's head.
 
     It ends at the first of n steps, a terminated or truncated row, the row before a filler row, a row after which
     an episode begins unannounced, or the newest row.
 
     Args:
-        kept: of the final observations of this environment's truncated rows, only so many newest are still there.
+        kept: number of the newest final observations of this environment that are still stored.
     """
     if not events[start].valid:
         return Window(False, False)
@@ -78,7 +78,7 @@ def c51_projection(support: Sequence[float], probs: Sequence[float], atoms: Sequ
 
 
 def tanh_gaussian_log_prob(raw: Sequence[float], mean: Sequence[float], std: Sequence[float]) -> float:
-    """log-density of tanh(raw), raw ~ N(mean, std), by the change of variables: d tanh / du = 1 / cosh(u)^2."""
+    """Return the log-density of tanh(raw), raw ~ N(mean, std), by change of variables: d tanh / du = 1 / cosh(u)^2."""
     total = 0.0
     for u, mu, sigma in zip(raw, mean, std, strict=True):
         normal = -0.5 * ((u - mu) / sigma) ** 2 - math.log(sigma) - 0.5 * math.log(2 * math.pi)
@@ -94,7 +94,7 @@ class AdamW:
         self.count, self.mean, self.square = 0, None, None
 
     def step(self, parameters: Sequence[float], grads: Sequence[float]) -> list[float]:
-        """The new parameters."""
+        """Return the new parameters."""
         norm = math.sqrt(sum(g * g for g in grads))
         if self.clip is not None and norm > self.clip:
             grads = [g * self.clip / norm for g in grads]
@@ -132,14 +132,14 @@ def zeta_pmf(exponent: float, largest: int) -> list[float]:
 
 
 def chi_square_fits(counts: Sequence[float], expected: Sequence[float]) -> bool:
-    """Whether Pearson's statistic is within five standard deviations of what the expectation itself would give."""
+    """Return True if Pearson's statistic is within five standard deviations of its value under the expectation."""
     statistic = sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True))
     freedom = len(counts) - 1
     return statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
 def known_end(events: Sequence[Event], row: int, kept: int) -> bool:
-    """Whether a rollout that keeps the first ``kept`` final observations of a column knows what followed a row."""
+    """Return True if a rollout with the first ``kept`` final observations of a column knows a row's successor."""
     e = events[row]
     if not e.valid or (e.first and not e.terminated and not e.truncated):
         return False
@@ -150,10 +150,10 @@ def known_end(events: Sequence[Event], row: int, kept: int) -> bool:
 def lambda_return(
     events: Sequence[Event], start: int, value: Callable[[int], float], gamma: float, lam: float, kept: int
 ) -> float | None:
-    """The mixture of n-step returns (Sutton & Barto 2018, Eq. 12.2), or None where the row cannot be learned from.
+    """Return the mixture of n-step returns (Sutton & Barto 2018, Eq. 12.2), or None if the row is masked.
 
     G = (1 - lam) sum_{n<M} lam^{n-1} G_n + lam^{M-1} G_M, where the trajectory ends with its M-th row from ``start``:
-    the first that ends an episode, the last of ``events``, or the one before a row of which nothing is known.
+    the first that ends an episode, the last of ``events``, or the one before a row without a known successor.
     """
     if not known_end(events, start, kept):
         return None
@@ -177,7 +177,7 @@ def lambda_return(
 def gae(
     events: Sequence[Event], start: int, value: Callable[[int], float], gamma: float, lam: float, kept: int
 ) -> float | None:
-    """Schulman et al. 2016, Eq. 16: the sum of (gamma lam)^k delta_{t+k} to the trajectory's end. Else as above."""
+    """Schulman et al. 2016, Eq. 16: sum of (gamma lam)^k delta_{t+k} to the trajectory's end; None as above."""
     if not known_end(events, start, kept):
         return None
     total = 0.0
@@ -192,7 +192,7 @@ def gae(
 
 
 def importance_weights(probabilities: Sequence[float], size: int, beta: float) -> list[float]:
-    """Schaul et al. 2016, section 3.4: (1 / (N P(i)))^beta, over the largest of them."""
+    """Schaul et al. 2016, section 3.4: (1 / (N P(i)))^beta, divided by the largest of them."""
     raw = [(1 / (size * p)) ** beta for p in probabilities]
     return [w / max(raw) for w in raw]
 
@@ -263,7 +263,7 @@ def vtrace(
     rho_bar: float,
     c_bar: float,
 ) -> tuple[float, float] | None:
-    """Espeholt et al. 2018, Eq. 1, as the sum it is, and r_s + gamma v_{s+1} - V(x_s); else as :func:`lambda_return`.
+    """Espeholt et al. 2018, Eq. 1, as written, and r_s + gamma v_{s+1} - V(x_s); None as in :func:`lambda_return`.
 
     v_s = V(x_s) + sum_t gamma^(t-s) (prod_{s<=i<t} c_i) rho_t delta_t, to the trajectory's end.
     """

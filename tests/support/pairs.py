@@ -1,4 +1,4 @@
-"""Two processes that are the ranks of one run, for the tests; each calls the functions that a test names."""
+"""Two processes as the ranks of one run, for the tests; each calls the functions that a test names."""
 
 import multiprocessing
 import os
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE = 250.0  # seconds; on a busy machine importing torch alone takes a while
+PATIENCE = 250.0  # seconds; on a busy machine importing torch alone is slow
 
 
 class Pair:
-    """``pair(f, x)`` calls ``f(x)`` in both and returns both results, by rank; what one raises is raised here."""
+    """``pair(f, x)`` calls ``f(x)`` in both and returns both results, by rank; it raises an error of either."""
 
     def __init__(self, size: int = 2):
-        context = multiprocessing.get_context("forkserver")  # imports what takes seconds once, for all pairs
+        context = multiprocessing.get_context("forkserver")  # does slow imports once, for all pairs
         context.set_forkserver_preload(["torch", "pql.run.session", "pql.algos.ppo"])
         port, self.pipes, self.processes = free_port(), [], []
         for rank in range(size):
@@ -33,7 +33,7 @@ class Pair:
         return [result for _, result in results]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[str | None, Any]]:
-        """By rank: (None, result), or (the error's type, its traceback and message)."""
+        """Return by rank: (None, result), or (the error's type, its traceback and message)."""
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
         return [self._answer(rank) for rank in range(len(self.pipes))]
@@ -49,7 +49,7 @@ class Pair:
 
     def close(self) -> None:
         for pipe in self.pipes:
-            pipe.close()  # their end of the line: they leave
+            pipe.close()  # the processes see the end and exit
         for process in self.processes:
             process.join(10)
             process.kill()
@@ -71,7 +71,7 @@ def free_port() -> int:
 
 
 def place(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a process."""
+    """Return the environment variables that torchrun sets for a process."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     return {**{k: str(v) for k, v in names.items()}, "MASTER_ADDR": "127.0.0.1"}
 

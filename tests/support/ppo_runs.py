@@ -57,7 +57,7 @@ config_of = partial(configured, BASE)
 
 
 def learned_with(config: Config, steps: int, **junk: float) -> Parts:
-    """``steps`` collected and learnt from, once ``junk`` is in the named columns of every row that does not count."""
+    """Run ``steps``: collect and learn, with ``junk`` in the named columns of every masked row."""
     parts = start(config, Inline())
     parts.first.workers["collector"].run(steps)
     rollout = parts.first.collector.stores[0]

@@ -1,4 +1,4 @@
-"""A learner's side and actors in one process, for tests of what they say to each other."""
+"""A learner's side and actors in one process, for tests of their protocol."""
 
 import threading
 import time
@@ -14,11 +14,11 @@ from pql.remote.process.far_build import describe_simulator
 
 
 def quiet(line):
-    """Nobody has to hear of it."""
+    """Ignore a log line."""
 
 
 def wait_until(true, seconds=20.0):
-    """Until ``true()``; how long it took."""
+    """Wait until ``true()``; return the time it took."""
     start = time.monotonic()
     while not true():
         assert time.monotonic() - start < seconds, "it did not come to pass"
@@ -27,7 +27,7 @@ def wait_until(true, seconds=20.0):
 
 
 class Late:
-    """A simulator of which each step takes ``delay`` with probability ``share``."""
+    """A simulator each of whose steps takes ``delay`` with probability ``share``."""
 
     def __init__(self, sim, share, delay, seed=0):
         self.sim, self.spec, self.share, self.delay = sim, sim.spec, share, delay
@@ -47,7 +47,7 @@ class Late:
 
 @contextmanager
 def acting(address, *sims, **more):
-    """A thread for each simulator's actor. Yields what each of them raised, by number, once it has ended."""
+    """Run an actor thread for each simulator. Yields the error of each, by number, once it has ended."""
     ended = {}
 
     def act(i, sim):
@@ -68,7 +68,7 @@ def acting(address, *sims, **more):
 
 @contextmanager
 def remote(address, sims, num_envs, join=True, **kwargs):
-    """A ``Remote`` with actors of ``sims``; all of them have joined."""
+    """Create a ``Remote`` with actors of ``sims``, all of which have joined."""
     with acting(address, *sims) as ended:
         env = Remote(num_envs, listen=address, **kwargs)
         env.ended = ended
@@ -80,7 +80,7 @@ def remote(address, sims, num_envs, join=True, **kwargs):
 
 
 class Raw:
-    """An actor that says what it is told to: one stream's frames by hand."""
+    """A scripted actor: sends the given frames on one stream."""
 
     def __init__(self, address, credentials=None, token=None):
         from queue import SimpleQueue
@@ -100,7 +100,7 @@ class Raw:
         self.say(wire.pack_json(wire.HELLO, run_id, 0, {"spec": describe_simulator(sim.spec), "role": "train"} | more))
 
     def refusal(self):
-        """(status, why) that the stream ends with."""
+        """Return the (status, reason) with which the stream ends."""
         try:
             for _ in self.stream:
                 pass

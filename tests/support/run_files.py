@@ -1,4 +1,4 @@
-"""Small runs in the words of the command line, for the tests of what surrounds the tick."""
+"""Small runs by command-line overrides, for tests of sessions and files."""
 
 import json
 import random
@@ -34,27 +34,27 @@ WORDS = (
 
 
 def words(run_dir: Path, *more: str) -> list[str]:
-    """A run of a fraction of a second in ``run_dir``; ``more`` wins over the defaults."""
+    """Return settings of a very short run in ``run_dir``; ``more`` overrides the defaults."""
     return [*WORDS, f"run_dir={run_dir}", *more]
 
 
 def run(*overrides: str, **options: Any) -> Summary:
-    """A whole run."""
+    """Run a complete run."""
     return Session(compose(overrides), quiet=True, overrides=overrides, **options).train()
 
 
 def resume(run_dir: Path, *overrides: str) -> Summary:
-    """The run in ``run_dir``, from its newest resume point on."""
+    """Resume the run in ``run_dir`` from its newest resume point."""
     return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl, read back."""
+    """Read metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def points(run_dir: Path) -> list[Path]:
-    """Resume points, oldest first."""
+    """Return resume points, oldest first."""
     return sorted((run_dir / "checkpoints").glob("tick-*"))
 
 
@@ -72,7 +72,7 @@ def write_run(
     rows: list[dict[str, float]] | None = None,
     **settings: Any,
 ) -> Path:
-    """A run directory as training leaves it. ``evals``: (seconds, env steps, return); ``settings``: of ``algo``."""
+    """Write a run directory like training's. ``evals``: (seconds, env steps, return); ``settings``: of ``algo``."""
     path.mkdir(parents=True)
     told = [{"time/seconds": s, "steps/env": n, "eval/return_mean": r} for s, n, r in evals]
     told += [{"time/seconds": s, "steps/env": n, "updates/v": n // 10, "updates/p": n // 20} for s, n, _ in evals]
@@ -89,7 +89,7 @@ ODD = [None, -1, 0, 2**40, 1.5, "x", "", [], {}, True, "1e999", [[]], {"as_int":
 
 
 def mutate(tree: Any, rng: random.Random) -> None:
-    """Replace or drop one value somewhere in a JSON tree."""
+    """Replace or drop one value at a random position in a JSON tree."""
     places: list[tuple[Any, Any]] = []
     left = [tree]
     while left:

@@ -1,7 +1,7 @@
 """A stand-in for a CUDA device on the CPU, so that the bodies of the ``gpu`` tests run everywhere.
 
-Graphs are tapes (``pql.engine.tape``), streams and events a log, and nothing may read a value back to the host where a
-device would be waited for. What it cannot show: what a real device does at the same time, and how fast.
+Graphs are tapes (``pql.engine.tape``), streams and events are a log, and reading a value back to the host is an error
+wherever it would wait for a device. Real concurrency and speed are not tested.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from pql.engine.graph import Graph
 from pql.engine.tape import TapedGraph
 
 HELD = 30
-"""Looks at an event that was recorded while the device was held up, until it has happened."""
+"""Number of queries until an event recorded on a delayed device has happened."""
 
 
 class RecordingStreams(Streams):
-    """The CUDA executor with its calls to CUDA replaced by a log of the edges they would make.
+    """The CUDA executor, with its CUDA calls replaced by a log of synchronisation edges.
 
     Attributes:
-        device: what every one of them works on; tests hold it up.
+        device: the device that all of them work on; tests delay it.
     """
 
     def __init__(self, names: Any, log: Callable[..., None]):
@@ -51,7 +51,7 @@ class RecordingStreams(Streams):
 
 
 class Device:
-    """How long it is still held up, in looks of the host."""
+    """Remaining delay of a device, in queries by the host."""
 
     def __init__(self) -> None:
         self.left = 0
@@ -65,7 +65,7 @@ class Device:
 
 
 class FakeEvent(str):
-    """An event by its name; it has happened when its device is no longer held up."""
+    """A named event; it has happened when its device is no longer delayed."""
 
     log: Callable[..., None]
     device: Device
@@ -84,7 +84,7 @@ class FakeEvent(str):
 
 
 def pretend(patch: pytest.MonkeyPatch) -> Device:
-    """Until ``patch`` is undone: graphs, streams and waits as on a CUDA device, on the CPU."""
+    """Use graphs, streams and waits as on a CUDA device, on the CPU, until ``patch`` is undone."""
     device = Device()
     for name in ("possible", "place", "take", "finish"):
         patch.setattr(Graph, name, TapedGraph.__dict__[name])

@@ -1,4 +1,4 @@
-"""What the tests of the wrappers share: environments made to show every slip, and a score."""
+"""Shared parts of the wrapper tests: environments in which every off-by-one error shows, and a score."""
 
 from dataclasses import replace
 
@@ -64,6 +64,6 @@ class Groups(Counter):
 
 
 def score(task, act):
-    """Mean return of ``act(obs [N, D])`` over 100 steps, on evaluation environments."""
+    """Return the mean return of ``act(obs [N, D])`` over 100 steps, on evaluation environments."""
     env = pql.make_env(task, num_envs=64, max_episode_steps=100)
     return run_episodes(env, lambda obs: act(obs["policy"]), seed=9).mean

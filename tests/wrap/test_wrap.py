@@ -1,4 +1,4 @@
-"""The wrappers, against raw steps of the same environment; what they refuse; and the documentation's examples."""
+"""The wrappers against raw steps of the same environment; rejected input; and the documentation's examples."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ from pql.envs.classic import BallBalance
 from pql.envs.toy import LQR, Counter
 from pql.errors import ConfigError
 
-# -- one form for what the three wrappers say ----------------------------------------------------------------------
+# -- common form of the three wrappers' output ---------------------------------------------------------------------
 
 
 def as_rsl_rl(env, actions, seed=3):
@@ -179,7 +179,7 @@ def test_what_cannot_be_translated_is_refused(library, make, message):
 def test_resets_that_cannot_be_done_are_refused():
     env = pql.wrap.gymnasium(Counter(2))
     for options in ({"mass": 1}, {"reset_mask": np.ones(3, bool)}, {"reset_mask": np.ones(2)}):
-        with pytest.raises(ConfigError, match=r"^options=.*reset_mask alone, an array of 2 bool"):
+        with pytest.raises(ConfigError, match=r"^options=.*only reset_mask, an array of 2 bool"):
             env.reset(options=options)
     mask = {"reset_mask": np.ones(2, bool)}
     with pytest.raises(ConfigError, match=r"^options\.reset_mask"):
@@ -231,7 +231,7 @@ def test_reset_where_restarts_only_the_masked(make):
 
 # -- the documentation ---------------------------------------------------------------------------------------------
 
-SMALLER = {  # the examples as printed, but for their size
+SMALLER = {  # the examples as printed, except for their size
     "rsl_rl": [("num_envs=256", "num_envs=8"), ("learn(100,", "learn(2,")],
     "sb3": [("num_envs=64", "num_envs=8"), ("500_000", "1024"), ("verbose=1", "verbose=0")],
     "gymnasium": [("range(20)", "range(2)"), ("num_envs=64)", "num_envs=64, max_episode_steps=20)")],
@@ -252,6 +252,6 @@ def test_the_documented_examples_run(library, tmp_path, monkeypatch, capsys):
     names: dict[str, Any] = {}
     exec(code, names)
     if library == "rsl_rl":
-        names["runner"].logger.writer.close()  # its thread would go on writing, from wherever the next test is
+        names["runner"].logger.writer.close()  # its thread would continue writing during the next test
     left = {"rsl_rl": "runs/rsl_rl/model_1.pt", "sb3": "halfcheetah_statistics.pkl", "gymnasium": "."}[library]
     assert (tmp_path / left).exists()

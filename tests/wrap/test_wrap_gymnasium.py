@@ -1,4 +1,4 @@
-"""``pql.wrap.gymnasium`` against gymnasium's own vector environments, checks and wrappers; code that trains on it."""
+"""``pql.wrap.gymnasium`` against gymnasium's vector environments, checks, wrappers; training code that uses it."""
 
 import numpy as np
 import pytest

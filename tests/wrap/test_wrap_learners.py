@@ -1,4 +1,4 @@
-"""What Stable-Baselines3 and rsl_rl see through their wrappers, down to their learning targets; and that they learn."""
+"""Stable-Baselines3 and rsl_rl through their wrappers: data, learning targets, and that they learn."""
 
 import numpy as np
 import pytest
