@@ -1,6 +1,6 @@
-"""The configuration: settings with types, ranges and comments, presets in YAML, and how both are composed.
+"""The configuration: settings with types, ranges and descriptions, presets in YAML, and their composition.
 
-Knows no torch and no algorithm's code. Start reading at ``schema.py``, then ``layers.py`` and ``compose.py``.
+It imports neither torch nor algorithms. Start reading at ``schema.py``, then ``layers.py`` and ``compose.py``.
 """
 
 from pql.config.algorithms import (

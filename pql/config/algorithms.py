@@ -1,7 +1,7 @@
-"""Settings of the built-in algorithms: a record for each family of update functions.
+"""Settings of the built-in algorithms: one record per family of update functions.
 
-A record also declares what validation, reports and the command line need to know of its family. No torch: the command
-line checks settings before it loads any.
+A record also declares the properties of its family that validation, reports and the command line use. This module does
+not import torch: the command line checks settings before it loads torch.
 """
 
 import math
@@ -36,19 +36,23 @@ OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf")
 
 def schedule_setting(default: str) -> Any:
     """The setting ``algo.schedule``."""
-    doc = "concurrent: collector and learners run at once; lockstep: one after the other; replicas: whole learners on "
-    return setting(default, doc + "shared parameters.", choices=("concurrent", "lockstep", "replicas"))
+    doc = "concurrent: collector and learners run at the same time; lockstep: one after the other; "
+    return setting(
+        default,
+        doc + "replicas: several learners on shared parameters.",
+        choices=("concurrent", "lockstep", "replicas"),
+    )
 
 
 @dataclass(frozen=True)
 class AlgoConfig:
-    """Settings of every algorithm. A family's record inherits from this, and adds its own.
+    """Settings common to all algorithms; the record of a family inherits from this class.
 
     Attributes:
-        data: where batches come from: "replay", "sequences" (of a replay) or "rollout".
-        schedules: those that it may run under.
-        learners: workers beside the collector.
-        discrete: the actions that it learns: True: discrete, False: continuous, None: both.
+        data: source of batches: "replay", "sequences" (of a replay) or "rollout".
+        schedules: supported schedules.
+        learners: workers other than the collector.
+        discrete: supported actions: True: discrete, False: continuous, None: both.
     """
 
     data: ClassVar[str]
@@ -57,16 +61,19 @@ class AlgoConfig:
     discrete: ClassVar[bool | None] = None
 
     name: str = setting("", "Name of the preset.")
-    family: str = setting("", "Update functions.", weights="policy")
+    family: str = setting("", "Family of update functions.", weights="policy")
     schedule: str = schedule_setting("concurrent")
     gamma: float = setting(0.99, "Discount factor.", low=0, high=1)
     warmup_steps: int = setting(32, "Random steps of every environment before learning.", low=0, high=10**9)
-    normalize_obs: bool = setting(True, "Normalise observations by running mean and variance.", weights="policy")
+    normalize_obs: bool = setting(
+        True, "Normalise observations with their running mean and variance.", weights="policy"
+    )
     reward_scale: float = setting(
-        1.0, "Constant factor on rewards, on top of the task's: for an algorithm that needs returns of a certain size."
+        1.0,
+        "Constant factor on rewards, in addition to task.reward_scale, for algorithms that assume a range of returns.",
     )
     normalize_reward: bool = setting(False, "Divide rewards by the running standard deviation of returns.")
-    encoder: EncoderConfig = group(EncoderConfig, "Network of each image observation.")
+    encoder: EncoderConfig = group(EncoderConfig, "Convolutional encoder of each image observation.")
 
     @property
     def on_policy_corrected(self) -> bool:
@@ -80,11 +87,11 @@ class AlgoConfig:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The ratios of updates that the settings ask for, by the name under which they are counted."""
+        """Requested update ratios, by the name of their counter."""
         return {}
 
     def check_schedule(self) -> None:
-        """Raises ``ConfigError`` for a schedule that the algorithm cannot run under."""
+        """Raise ``ConfigError`` for a schedule that the algorithm cannot run under."""
         if self.schedule not in self.schedules:
             allowed = " or ".join(self.schedules)
             others = ", ".join(name for name, record in RECORDS.items() if self.schedule in record.schedules)
@@ -92,7 +99,7 @@ class AlgoConfig:
             raise ConfigError("algo.schedule", self.schedule, allowed)
 
     def check(self, config: "Config") -> None:
-        """Raises ``ConfigError`` where settings do not go together."""
+        """Raise ``ConfigError`` if settings are incompatible."""
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------
@@ -100,12 +107,12 @@ class AlgoConfig:
 
 @dataclass(frozen=True)
 class ReplayAlgoConfig(AlgoConfig):
-    """Learns from a replay."""
+    """An algorithm that learns from a replay."""
 
     data: ClassVar[str] = "replay"
 
-    batch_size: int = setting(8192, "Transitions of an update.", low=1, high=2**24, ranks="divide")
-    n_step: int = setting(3, "Rewards of an n-step return.", low=1, high=100)
+    batch_size: int = setting(8192, "Transitions per update.", low=1, high=2**24, ranks="divide")
+    n_step: int = setting(3, "Number of rewards in an n-step return.", low=1, high=100)
 
     def check(self, config: "Config") -> None:
         super().check(config)
@@ -118,15 +125,18 @@ class ReplayAlgoConfig(AlgoConfig):
 
 @dataclass(frozen=True)
 class ActorCriticConfig(ReplayAlgoConfig):
-    """A V-learner and a P-learner on a replay, for continuous actions."""
+    """An off-policy actor-critic with a V-learner and a P-learner, for continuous actions."""
 
     learners: ClassVar[tuple[str, ...]] = ("v", "p")
     discrete: ClassVar[bool | None] = False
 
     v_per_step: float = setting(
-        8.0, "Critic updates per step of all environments (the paper's beta_a:v is 1 : this).", above=0, high=1000
+        8.0,
+        "Critic updates per step of all environments (beta_a:v of the PQL paper is 1 : v_per_step).",
+        above=0,
+        high=1000,
     )
-    p_per_v: float = setting(0.5, "Policy updates per critic update (the paper's beta_p:v).", above=0, high=1000)
+    p_per_v: float = setting(0.5, "Policy updates per critic update (beta_p:v of the PQL paper).", above=0, high=1000)
     lr_schedule: str = setting(
         "constant",
         "Learning rates of all networks: constant; cosine or linear: they fall to lr_final times their value within "
@@ -145,7 +155,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
     )
     critic: CriticConfig = group(CriticConfig, "Critics.")
     policy: ClimbingPolicyConfig = group(ClimbingPolicyConfig, "Policy.")
-    explore: ExploreConfig = group(ExploreConfig, "Noise on actions.")
+    explore: ExploreConfig = group(ExploreConfig, "Exploration noise.")
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -165,22 +175,24 @@ class ActorCriticConfig(ReplayAlgoConfig):
 class DdpgConfig(ActorCriticConfig):
     """DDPG(n), TD3 and PQL."""
 
-    family: str = setting("ddpg", "Update functions.", weights="policy")
+    family: str = setting("ddpg", "Family of update functions.", weights="policy")
     policy: DeterministicPolicyConfig = group(DeterministicPolicyConfig, "Policy.")
     smoothing: float = setting(0.8, "Standard deviation of the noise on target actions (TD3).", low=0, high=10)
-    smoothing_clip: float = setting(0.2, "Largest such noise.", low=0, high=2)
+    smoothing_clip: float = setting(0.2, "Bound at which that noise is clipped (TD3).", low=0, high=2)
 
 
 @dataclass(frozen=True)
 class SacConfig(ActorCriticConfig):
     """SAC(n)."""
 
-    family: str = setting("sac", "Update functions.", weights="policy")
-    alpha: float = setting(1.0, "Temperature at first.", above=0, high=100)
+    family: str = setting("sac", "Family of update functions.", weights="policy")
+    alpha: float = setting(1.0, "Initial temperature.", above=0, high=100)
     auto_alpha: bool = setting(True, "Learn the temperature.")
     alpha_lr: float = setting(0.005, "Learning rate of the temperature.", above=0, high=1, when="auto_alpha")
     target_entropy: float | None = setting(
-        None, "Entropy that the temperature is steered to; null: entropy_per_action times A.", when="auto_alpha"
+        None,
+        "Target entropy of the temperature's loss; null: entropy_per_action times A, the action dimension.",
+        when="auto_alpha",
     )
     entropy_per_action: float = setting(
         -1.0, "Target entropy per dimension of the action.", low=-10, high=1.5, when="target_entropy=null"
@@ -216,28 +228,30 @@ class SacConfig(ActorCriticConfig):
 
 @dataclass(frozen=True)
 class DuelingConfig(ReplayAlgoConfig):
-    """Values of discrete actions, learned from a replay."""
+    """Q-learning of discrete actions from a replay."""
 
     learners: ClassVar[tuple[str, ...]] = ("v",)
     discrete: ClassVar[bool | None] = True
 
     schedule: str = schedule_setting("lockstep")
-    double: bool = setting(False, "The newest network chooses the action that the target network values.")
+    double: bool = setting(
+        False, "Double DQN: the online network selects the action that the target network evaluates."
+    )
     dueling: bool = setting(
-        False, "Streams for value and advantages, which share all layers but the last hidden one.", weights="policy"
+        False,
+        "Separate streams for value and advantages, which share all layers except the last hidden one.",
+        weights="policy",
     )
-    shared_grad: float = setting(
-        1.0, "Factor on the gradient that both streams send into shared layers.", above=0, high=1
-    )
+    shared_grad: float = setting(1.0, "Factor on the gradient of both streams into the shared layers.", above=0, high=1)
     huber: float | None = setting(
         1.0,
-        "TD error from which on the loss is linear, and to which priorities are clipped; null: none.",
+        "TD error above which the Huber loss is linear; priorities are clipped to it; null: squared loss, no clipping.",
         above=0,
         high=1e6,
     )
     target_period: int = setting(
         10_000,
-        "Env steps between copies to the target network.",
+        "Env steps between copies of the weights to the target network.",
         low=1,
         high=10**12,
         ranks="divide",
@@ -247,8 +261,8 @@ class DuelingConfig(ReplayAlgoConfig):
     rms_decay: float = setting(
         0.95, "Decay of the running mean of squared gradients.", low=0, high=1, when="optimizer=rmsprop"
     )
-    critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.", replaces=("policy",))
-    epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.", replaces=("explore",))
+    critic: TrainedNetConfig = group(TrainedNetConfig, "Q-network.", replaces=("policy",))
+    epsilon: EpsilonConfig = group(EpsilonConfig, "Epsilon-greedy exploration.", replaces=("explore",))
     priority: PriorityConfig = group(PriorityConfig, "Prioritised replay.")
 
     def check(self, config: "Config") -> None:
@@ -263,19 +277,19 @@ class DuelingConfig(ReplayAlgoConfig):
 class DqnConfig(DuelingConfig):
     """DQN, C51, Rainbow and Ape-X."""
 
-    family: str = setting("dqn", "Update functions.", weights="policy")
+    family: str = setting("dqn", "Family of update functions.", weights="policy")
     v_per_step: float = setting(8.0, "Updates per step of all environments.", above=0, high=1000)
     noisy: float | None = setting(
         None, "Initial noise (sigma_0) of noisy layers; null: ordinary layers.", above=0, high=10, weights="policy"
     )
     huber: float | None = setting(
         1.0,
-        "TD error from which on the loss is linear, and to which priorities are clipped; null: none.",
+        "TD error above which the Huber loss is linear; priorities are clipped to it; null: squared loss, no clipping.",
         above=0,
         high=1e6,
         when="critic.atoms=null",
     )
-    critic: DistributionalNetConfig = group(DistributionalNetConfig, "The one network.", replaces=("policy",))
+    critic: DistributionalNetConfig = group(DistributionalNetConfig, "Q-network.", replaces=("policy",))
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -298,7 +312,7 @@ class R2d2Config(DuelingConfig):
 
     data: ClassVar[str] = "sequences"
 
-    family: str = setting("r2d2", "Update functions.", weights="policy")
+    family: str = setting("r2d2", "Family of update functions.", weights="policy")
     lstm: int = setting(
         512,
         "Units of the LSTM between the observation and the layers of critic.hidden.",
@@ -306,26 +320,31 @@ class R2d2Config(DuelingConfig):
         high=100_000,
         weights="policy",
     )
-    length: int = setting(80, "Rows of a sequence that are trained on.", low=1, high=100_000)
-    burn_in: int = setting(40, "Rows before those, which only bring the LSTM's state up to date.", low=0, high=100_000)
+    length: int = setting(80, "Rows of a sequence that enter the loss.", low=1, high=100_000)
+    burn_in: int = setting(40, "Rows before those, which only warm up the LSTM state.", low=0, high=100_000)
     period: int = setting(
-        40, "A sequence begins at every so many rows: their states alone are stored.", low=1, high=100_000
+        40, "Rows between the starts of sequences; LSTM states are stored only at these.", low=1, high=100_000
     )
     replay_ratio: float = setting(
         1.0,
-        "Rows trained on per row collected, burn-in not counted; exact.",
+        "Rows trained on per row collected, burn-in excluded; kept exactly.",
         above=0,
         high=1e6,
         replaces=("v_per_step",),
     )
     eta: float = setting(
-        0.9, "A sequence's priority: this times its largest TD error, plus the rest of 1 times the mean.", low=0, high=1
+        0.9, "Priority of a sequence: eta * (largest TD error) + (1 - eta) * (mean TD error).", low=0, high=1
     )
     rescale: float | None = setting(
-        1e-3, "Epsilon of h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x; null: values as they are.", above=0, high=1
+        1e-3,
+        "Epsilon of the value rescaling h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x; null: no rescaling.",
+        above=0,
+        high=1,
     )
-    stored_state: bool = setting(True, "Sequences begin with the state that acted; false: with zeros.")
-    feedback: bool = setting(True, "The network also reads the last action and reward.", weights="policy")
+    stored_state: bool = setting(
+        True, "Start sequences from the stored LSTM state of the collector; false: from zeros."
+    )
+    feedback: bool = setting(True, "Give the network the last action and reward as inputs, too.", weights="policy")
 
     @property
     def needs_last_action(self) -> bool:
@@ -345,26 +364,30 @@ class R2d2Config(DuelingConfig):
 
 @dataclass(frozen=True)
 class RolloutAlgoConfig(AlgoConfig):
-    """Learns from rollouts, each of which is one tick."""
+    """An algorithm that learns from rollouts of one tick."""
 
     data: ClassVar[str] = "rollout"
 
-    horizon: int = setting(16, "Steps of every environment per tick: the rollout's rows.", low=1, high=100_000)
+    horizon: int = setting(16, "Steps of every environment per tick, the length of a rollout.", low=1, high=100_000)
     minibatches: int = setting(
-        2, "Equal parts of a rollout, one update each.", low=1, high=100_000, replaces=("batch_size",)
+        2,
+        "Number of equal minibatches of a rollout; each is one update.",
+        low=1,
+        high=100_000,
+        replaces=("batch_size",),
     )
     anneal_steps: int | None = setting(
         None,
-        "Env steps over which the learning rate falls to 0, warm-up not counted; null: it stays.",
+        "Env steps over which the learning rate falls linearly to 0, warm-up excluded; null: constant.",
         low=1,
         high=10**15,
         ranks="floor",
     )
-    amp: bool = setting(False, "Networks in bfloat16 (autocast), acting included; evaluations are in float32.")
+    amp: bool = setting(False, "Run networks in bfloat16 (autocast), in collection, too; evaluations use float32.")
 
     @property
     def passes(self) -> int:
-        """Updates that each row takes part in."""
+        """Number of updates that use each row."""
         return 1
 
     @property
@@ -403,32 +426,34 @@ class RolloutAlgoConfig(AlgoConfig):
 
     @property
     def fresh_schedules(self) -> str:
-        """The schedules under which a rollout is of the policy that learns from it, as an error message names them."""
+        """Text of an error message: the schedules under which rollouts are on-policy."""
         return f"lockstep: {self.name} learns from what its policy did"
 
 
 @dataclass(frozen=True)
 class StochasticConfig(RolloutAlgoConfig):
-    """A stochastic policy and a value on rollouts, trained by one optimiser."""
+    """A stochastic policy and a value network, trained on rollouts by one optimiser."""
 
-    entropy_coef: float = setting(0.0, "Weight of the policy's entropy.", low=0, high=1e6)
-    value_coef: float = setting(1.0, "Weight of the value's loss.", low=0, high=1e6)
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", low=0, high=1e6)
+    value_coef: float = setting(1.0, "Weight of the value loss.", low=0, high=1e6)
     squash: bool = setting(
-        False, "tanh of a Gaussian; false: the Gaussian clamped to [-1, 1]. Continuous actions only.", weights="policy"
+        False,
+        "Continuous actions only: true: tanh of a Gaussian; false: a Gaussian clamped to [-1, 1].",
+        weights="policy",
     )
     init_std: float = setting(
-        1.0, "Standard deviation of that Gaussian, at first.", above=0, high=100, replaces=("explore",)
+        1.0, "Initial standard deviation of the Gaussian policy.", above=0, high=100, replaces=("explore",)
     )
-    shared: bool = setting(False, "The value takes the policy's last hidden layer.", weights="policy")
+    shared: bool = setting(False, "The value head reads the policy's last hidden layer.", weights="policy")
     lstm: int | None = setting(
-        None, "Units of an LSTM before the hidden layers; null: no memory.", low=1, high=100_000, weights="policy"
+        None, "Units of an LSTM before the hidden layers; null: no LSTM.", low=1, high=100_000, weights="policy"
     )
-    optimizer: str = setting("adam", "rmsprop_tf has eps under the root, as TensorFlow has it.", choices=OPTIMIZERS)
-    policy_lag: int = setting(
-        0, "Ticks by which the policy that acts is older than the schedule has it: for experiments.", low=0, high=1000
+    optimizer: str = setting(
+        "adam", "Optimiser; rmsprop_tf adds eps under the root, as TensorFlow does.", choices=OPTIMIZERS
     )
-    policy: RolloutPolicyConfig = group(RolloutPolicyConfig, "Policy, and the one optimiser's settings.")
-    critic: NetConfig = group(NetConfig, "Value.")
+    policy_lag: int = setting(0, "Additional age of the acting policy in ticks, for experiments.", low=0, high=1000)
+    policy: RolloutPolicyConfig = group(RolloutPolicyConfig, "Policy, and the settings of the shared optimiser.")
+    critic: NetConfig = group(NetConfig, "Value network.")
 
     def check(self, config: "Config") -> None:
         super().check(config)
@@ -438,41 +463,53 @@ class StochasticConfig(RolloutAlgoConfig):
 
 @dataclass(frozen=True)
 class PpoConfig(StochasticConfig):
-    """PPO and A2C; by replicas: asynchronous PPO and A3C."""
+    """PPO and A2C; with replicas, asynchronous PPO and A3C."""
 
     schedules: ClassVar[tuple[str, ...]] = ("concurrent", "lockstep", "replicas")
 
-    family: str = setting("ppo", "Update functions.", weights="policy")
+    family: str = setting("ppo", "Family of update functions.", weights="policy")
     schedule: str = schedule_setting("lockstep")
     epochs: int = setting(4, "Passes over a rollout.", low=1, high=1000, replaces=("v_per_step",))
     gae_lambda: float = setting(0.95, "Lambda of GAE.", low=0, high=1, replaces=("n_step",))
     clip: float | None = setting(
-        0.2, "Largest change of the probability ratio; null: the plain policy gradient.", above=0, high=10
+        0.2, "Clip range of the probability ratio; null: the plain policy gradient.", above=0, high=10
     )
     value_clip: float | None = setting(
-        None, "Largest change of a value within a tick, in units of normalised values.", above=0, high=1e6
+        None,
+        "Clip range of the value's change within a tick, in units of normalised values; null: no clipping.",
+        above=0,
+        high=1e6,
     )
-    normalize_advantage: bool = setting(True, "Over the whole rollout.")
+    normalize_advantage: bool = setting(True, "Normalise advantages over the whole rollout.")
     normalize_value: bool = setting(
-        True, "The critic predicts returns less their running mean, over their running deviation.", weights="critic"
+        True,
+        "Normalise the critic's targets with the running mean and standard deviation of returns.",
+        weights="critic",
     )
     lr_schedule: str = setting(
         "adaptive",
-        "adaptive: by the KL; fixed; linear: to 0 over anneal_steps.",
+        "adaptive: from the KL divergence (kl_target); fixed; linear: falls to 0 over anneal_steps.",
         choices=("adaptive", "fixed", "linear"),
     )
     kl_target: float = setting(
-        0.01, "Mean KL that the learning rate is steered to.", above=0, high=100, when="lr_schedule=adaptive"
+        0.01,
+        "Target of the mean KL divergence for the adaptive learning rate.",
+        above=0,
+        high=100,
+        when="lr_schedule=adaptive",
     )
     kl_stop: float | None = setting(
-        None, "A tick's remaining updates change nothing once the KL is above this.", above=0, high=100
+        None,
+        "KL divergence above which the remaining updates of the tick are skipped; null: none are.",
+        above=0,
+        high=100,
     )
-    anneal_clip: bool = setting(False, "With lr_schedule=linear the clip range falls with the learning rate.")
-    vtrace: OptionalVtraceConfig = group(OptionalVtraceConfig, "Correction of rollouts of an older policy.")
+    anneal_clip: bool = setting(False, "With lr_schedule=linear: anneal the clip range with the learning rate.")
+    vtrace: OptionalVtraceConfig = group(OptionalVtraceConfig, "V-trace correction of rollouts from an older policy.")
     replicas: int = setting(
-        1, "Whole learners on shared parameters, with an equal part of the environments each.", low=1, high=1024
+        1, "Number of learners on shared parameters, each with an equal part of the environments.", low=1, high=1024
     )
-    central: CentralConfig = group(CentralConfig, "How replicas share parameters.")
+    central: CentralConfig = group(CentralConfig, "Synchronisation of replicas.")
 
     @property
     def passes(self) -> int:
@@ -509,32 +546,38 @@ class PpoConfig(StochasticConfig):
 class ImpalaConfig(StochasticConfig):
     """IMPALA."""
 
-    family: str = setting("impala", "Update functions.", weights="policy")
-    horizon: int = setting(20, "Steps of every environment per tick: the rollout's rows.", low=1, high=100_000)
+    family: str = setting("impala", "Family of update functions.", weights="policy")
+    horizon: int = setting(20, "Steps of every environment per tick, the length of a rollout.", low=1, high=100_000)
     minibatches: int = setting(
-        1, "Equal parts of the environments, one update each.", low=1, high=100_000, replaces=("batch_size",)
+        1,
+        "Number of minibatches, each of an equal part of the environments; each is one update.",
+        low=1,
+        high=100_000,
+        replaces=("batch_size",),
     )
     trace_lambda: float = setting(
         1.0,
-        "Lambda of V-trace: 1: rewards up to the rollout's end; 0: one-step targets.",
+        "Lambda of V-trace: 1: returns up to the end of the rollout; 0: one-step targets.",
         low=0,
         high=1,
         replaces=("n_step",),
     )
     correction: str = setting(
         "vtrace",
-        "vtrace; one_step: of the policy gradient alone; none: as if on-policy.",
+        "Off-policy correction: vtrace; one_step: importance weights in the policy gradient only; none.",
         choices=("vtrace", "one_step", "none"),
     )
     reduce: str = setting(
-        "sum", "Losses over a minibatch's rows. Learning rates do not carry over.", choices=("sum", "mean")
+        "sum",
+        "Reduction of losses over the rows of a minibatch. The two need different learning rates.",
+        choices=("sum", "mean"),
     )
-    value_coef: float = setting(0.5, "Weight of half the value's squared error.", low=0, high=1e6)
-    entropy_coef: float = setting(0.01, "Weight of the policy's entropy.", low=0, high=1e6, replaces=("explore",))
+    value_coef: float = setting(0.5, "Weight of the value loss, which is half the squared error.", low=0, high=1e6)
+    entropy_coef: float = setting(0.01, "Weight of the entropy bonus.", low=0, high=1e6, replaces=("explore",))
     kl_coef: float = setting(0.0, "Weight of KL(policy that acted || policy).", low=0, high=1e6)
-    shared: bool = setting(True, "The value takes the policy's last hidden layer.", weights="policy")
+    shared: bool = setting(True, "The value head reads the policy's last hidden layer.", weights="policy")
     optimizer: str = setting(
-        "rmsprop_tf", "rmsprop_tf has eps under the root, as TensorFlow has it.", choices=OPTIMIZERS
+        "rmsprop_tf", "Optimiser; rmsprop_tf adds eps under the root, as TensorFlow does.", choices=OPTIMIZERS
     )
     vtrace: VtraceConfig = group(VtraceConfig, "Truncated importance weights.")
 
@@ -562,23 +605,27 @@ class PqnConfig(RolloutAlgoConfig):
     schedules: ClassVar[tuple[str, ...]] = ("lockstep",)
     discrete: ClassVar[bool | None] = True
 
-    family: str = setting("pqn", "Update functions.", weights="policy")
+    family: str = setting("pqn", "Family of update functions.", weights="policy")
     schedule: str = schedule_setting("lockstep")
-    horizon: int = setting(32, "Steps of every environment per tick: the rollout's rows.", low=1, high=100_000)
+    horizon: int = setting(32, "Steps of every environment per tick, the length of a rollout.", low=1, high=100_000)
     epochs: int = setting(2, "Passes over a rollout.", low=1, high=1000, replaces=("v_per_step",))
     minibatches: int = setting(
-        32, "Equal parts of a rollout, one update each.", low=1, high=100_000, replaces=("batch_size",)
+        32,
+        "Number of equal minibatches of a rollout; each is one update.",
+        low=1,
+        high=100_000,
+        replaces=("batch_size",),
     )
     q_lambda: float = setting(
         0.65,
-        "Lambda of the Q(lambda) return: 0: one-step targets; 1: rewards up to the rollout's end.",
+        "Lambda of the Q(lambda) return: 0: one-step targets; 1: returns up to the end of the rollout.",
         low=0,
         high=1,
         replaces=("n_step",),
     )
     optimizer: str = setting("radam", "Optimiser.", choices=("radam", "adam"))
-    critic: TrainedNetConfig = group(TrainedNetConfig, "The one network.", replaces=("policy",))
-    epsilon: EpsilonConfig = group(EpsilonConfig, "Share of random actions.", replaces=("explore",))
+    critic: TrainedNetConfig = group(TrainedNetConfig, "Q-network.", replaces=("policy",))
+    epsilon: EpsilonConfig = group(EpsilonConfig, "Epsilon-greedy exploration.", replaces=("explore",))
 
     @property
     def passes(self) -> int:
@@ -593,32 +640,32 @@ RECORDS: dict[str, type[AlgoConfig]] = {
     record.family: record
     for record in (DdpgConfig, SacConfig, DqnConfig, R2d2Config, PpoConfig, ImpalaConfig, PqnConfig)
 }
-"""The built-in families' records, by name."""
+"""Records of the built-in families, by name."""
 
 
 # -- checks that several share ----------------------------------------------------------------------------------------
 
 
 def check_support(critic: DistributionalNetConfig) -> None:
-    """Raises ``ConfigError`` for an empty support of a categorical critic."""
+    """Raise ``ConfigError`` for an empty support of a categorical critic."""
     if critic.v_min >= critic.v_max:
         raise ConfigError("algo.critic.v_min", critic.v_min, f"below algo.critic.v_max={critic.v_max:g}")
 
 
 def check_epsilon(epsilon: EpsilonConfig) -> None:
-    """Raises ``ConfigError`` for an epsilon that would rise."""
+    """Raise ``ConfigError`` for an epsilon that would rise."""
     if epsilon.kind == "annealed" and epsilon.start < epsilon.end:
         raise ConfigError("algo.epsilon.start", epsilon.start, f"at least algo.epsilon.end={epsilon.end:g}")
 
 
 def check_cutoffs(vtrace: VtraceConfig) -> None:
-    """Raises ``ConfigError`` for a trace that is cut later than its temporal differences."""
+    """Raise ``ConfigError`` for a trace that is cut later than its temporal differences."""
     if vtrace.c_bar > vtrace.rho_bar:
         raise ConfigError("algo.vtrace.c_bar", vtrace.c_bar, f"at most algo.vtrace.rho_bar={vtrace.rho_bar:g}")
 
 
 def refuse_p_learner(config: "Config", why: str) -> None:
-    """Raises ``ConfigError`` where the P-learner of an algorithm without one has been placed."""
+    """Raise ``ConfigError`` if a P-learner is placed for an algorithm without one."""
     place: Any = config.placement.p_learner
     if place is not None:
         raise ConfigError("placement.p_learner", place, f"null: {why}")

@@ -1,4 +1,4 @@
-"""The command line's words -> a checked ``Config``: presets (:mod:`pql.config.layers`), over which the words are laid.
+"""Composition of a checked ``Config`` from presets (:mod:`pql.config.layers`) and command-line overrides.
 
 Hydra's grammar is used here and in ``space.py`` alone, and imported only when called.
 """
@@ -19,17 +19,17 @@ from pql.config.schema import nested
 from pql.config.validate import resolve_device, validate
 from pql.errors import ConfigError, nearest, show
 
-BATCH = "batch"  # batch=512: sizes and rates by the rules of pql.config.large_batch
-ATARI = "atari"  # the task that comes in protocols, which are a group of presets of this name
+BATCH = "batch"  # batch=512: sizes and rates from the rules of pql.config.large_batch
+ATARI = "atari"  # the task with protocols, which are presets in a group of this name
 DEFAULT = {"algo": "pql", "task": "halfcheetah", "placement": "auto", "logger": "none"}
 PRESETS = "presets"  # presets=DIR: a folder of the user's presets
 SPECIAL = (BATCH, PRESETS)
-FREE = ("task.kwargs.", "task.remote.")  # below these any name is a simulator's to know
+FREE = ("task.kwargs.", "task.remote.")  # names below these belong to the simulator
 SEVERAL = " (pql train -m takes several)"
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """``key=value`` -> (key, value's text).
+    """Split ``key=value`` into key and text of the value.
 
     Raises:
         ConfigError: no such form, or no value.
@@ -44,7 +44,7 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def parse_override(key: str, text: str) -> Any:
-    """Hydra's ``Override`` of a value's text.
+    """Parse the text of a value into Hydra's ``Override``.
 
     Raises:
         ConfigError: it cannot be read.
@@ -59,7 +59,7 @@ def parse_override(key: str, text: str) -> Any:
 
 
 def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
-    """``key=value`` with the value in Hydra's grammar; those of ``text_keys`` need no quotes, whatever they hold.
+    """Parse ``key=value`` with Hydra's grammar; values of ``text_keys`` need no quotes.
 
     Raises:
         ConfigError: no such form, no value, or one that cannot be read.
@@ -74,9 +74,9 @@ def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
 
 
 def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The command line's words -> (preset by group, value by setting); of two for the same thing the later wins.
+    """Parse overrides into (preset by group, value by setting); the last one for a name wins.
 
-    Names below ``algo.`` are not checked: which there are depends on the algorithm.
+    Names below ``algo.`` are not checked, because they depend on the algorithm.
 
     Args:
         known: names of settings.
@@ -98,7 +98,7 @@ def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, s
 
 
 def words_of(settings: Iterable[str | Mapping[str, Any]]) -> list[str]:
-    """``key=value`` words as they are, and dicts of settings, nested or with dotted names, as such words.
+    """Return overrides as ``key=value`` texts; dicts may be nested or have dotted names.
 
     Raises:
         ConfigError: something else.
@@ -123,7 +123,7 @@ def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def in_words(key: str, value: Any) -> str:
-    """A Python value in the command line's grammar.
+    """Return a Python value in the command line's grammar.
 
     Raises:
         ConfigError: it has no such form.
@@ -140,7 +140,7 @@ def in_words(key: str, value: Any) -> str:
 
 
 def type_of(config: Config, name: str) -> Any:
-    """The declared type of a dotted setting of ``config``."""
+    """Return the declared type of a dotted setting of ``config``."""
     record: Any = config
     *groups, last = name.split(".")
     for part in groups:
@@ -149,7 +149,7 @@ def type_of(config: Config, name: str) -> Any:
 
 
 def known_settings() -> Mapping[str, Any]:
-    """Settings of all built-in and registered algorithms, with their types."""
+    """Return the settings of all built-in and registered algorithms, with their types."""
     found: dict[str, Any] = {}
     for record in (*RECORDS.values(), *registered.values()):
         config = Config(algo=record())
@@ -158,17 +158,17 @@ def known_settings() -> Mapping[str, Any]:
 
 
 def plain_text_keys() -> tuple[str, ...]:
-    """Settings whose values are text, which needs no quotes."""
+    """Return the settings with text values, which need no quotes."""
     return (*GROUPS, PRESETS, *(name for name, kind in known_settings().items() if kind in (str, str | None)))
 
 
 def whole_numbers() -> list[str]:
-    """Settings whose values are whole numbers."""
+    """Return the settings with integer values."""
     return [name for name, kind in known_settings().items() if kind in (int, int | None)]
 
 
 def compose(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> Config:
-    """Presets plus ``key=value`` overrides -> a checked :class:`Config`.
+    """Compose presets and ``key=value`` overrides into a checked :class:`Config`.
 
     Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU. Atari
     games come in the protocol ``atari=paper`` unless another is chosen.
@@ -182,7 +182,7 @@ def compose(overrides: Sequence[str], resolve: Callable[[str], str] | None = Non
 
 
 def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> tuple[Config, list[Layer]]:
-    """As :func:`compose`; also the layers that the settings come from, weakest first."""
+    """Compose, and also return the layers of settings, weakest first."""
     chosen, values = parse_words(overrides, known_settings())
     presets = Presets([values.pop(PRESETS)] if PRESETS in values else [])
     for group, name in chosen.items():
@@ -192,7 +192,7 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
         values = {**large_batch(chosen.get("algo", DEFAULT["algo"]), batch), **values}
     given = dict(values)
     if any(k.startswith("budget.") for k in values):
-        values = {"budget.seconds": None, **values}  # the scale's own budget is for who names none
+        values = {"budget.seconds": None, **values}  # an explicit budget replaces the scale's
     chosen = {**DEFAULT, "scale": "cpu" if device == "cpu" else "gpu", **chosen}
     if ATARI in presets.line("task", chosen["task"]):
         chosen.setdefault(ATARI, "paper")
@@ -204,11 +204,11 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
     return config, layers
 
 
-OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are refused whatever names them
+OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are always refused
 
 
 def check_read(config: Config, names: Iterable[str]) -> None:
-    """Refuse settings that are not read, of those that somebody asked for by name.
+    """Refuse explicitly given settings that the run does not read.
 
     Raises:
         ConfigError: names the first, and the condition under which it is read.
@@ -222,7 +222,7 @@ def check_read(config: Config, names: Iterable[str]) -> None:
 
 
 def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) -> None:
-    """Raises ``ConfigError`` for a setting that the algorithm does not have, and says which one serves instead."""
+    """Raise ``ConfigError`` for a setting that the algorithm does not have, naming its replacement."""
     mine = [*settings(record(), "algo.")]
     if name in (one.name for one in mine):
         return
@@ -236,11 +236,11 @@ def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) ->
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
 RESUMABLE_TOO = ("replay.save",)
-"""Groups and settings that a resumed run may be given anew."""
+"""Groups and settings that may be overridden when a run is resumed."""
 
 
 def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
-    """The layers' settings, interpolated and checked.
+    """Return the merged settings of the layers, interpolated and checked.
 
     Args:
         given: settings of the last layer, the command line, by name.

@@ -1,4 +1,4 @@
-"""The settings record of an algorithm's family, by name: built in, registered here, or of an installed package."""
+"""Lookup of settings records by family: built in, registered in this process, or from an installed package."""
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -19,7 +19,7 @@ registered: dict[str, type[AlgoConfig]] = {}
 
 
 def record_of(algo: Any) -> type[AlgoConfig]:
-    """The record that the settings ``algo`` (a mapping) are for: that of ``family``, DDPG's where none is named.
+    """Return the record class of ``algo.family`` (``algo`` is a mapping), DDPG's if none is named.
 
     Raises:
         ConfigError: no such family.

@@ -1,4 +1,4 @@
-"""Declarations of settings: default, range or choices, comment and condition, once, where the setting is defined.
+"""Declarations of settings: default, range or choices, description and condition, next to the definition.
 
 Validation, ``--help``, completion, the reference page and the bounds of a sweep all read these declarations.
 """
@@ -23,7 +23,7 @@ class Range(NamedTuple):
     inclusive: bool = True
 
     def check(self, name: str, value: float | None) -> None:
-        """Raises ``ConfigError`` for a number outside. None is always inside: the type decides about it."""
+        """Raise ``ConfigError`` for a number out of range. None passes: the type check decides."""
         if value is None:
             return
         if not ((self.low <= value if self.inclusive else self.low < value) and value <= self.high):
@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """Metadata of a setting besides its name, type and default.
+    """Metadata of a setting in addition to its name, type and default.
 
     Attributes:
         doc: one sentence.
@@ -56,7 +56,7 @@ class Declaration:
     weights: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ``ConfigError`` for a value that is not allowed."""
+        """Raise ``ConfigError`` for a value that is not allowed."""
         if self.choices and value not in self.choices:
             raise ConfigError(name, value, f"one of {', '.join(self.choices)}{nearest(str(value), self.choices)}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -78,7 +78,7 @@ def setting(
     ranks: str = "",
     weights: str = "",
 ) -> Any:
-    """A dataclass field that is a setting.
+    """Return a dataclass field for a setting.
 
     Args:
         low, above, high: of a number: smallest allowed, largest that is too small, largest allowed.
@@ -95,7 +95,7 @@ def setting(
 
 
 def group(record: type, doc: str = "", replaces: tuple[str, ...] = (), **defaults: Any) -> Any:
-    """A dataclass field that is a group of settings; ``defaults`` differ from those of ``record``."""
+    """Return a dataclass field for a group of settings; ``defaults`` override those of ``record``."""
     metadata = {KEY: Declaration(doc, replaces=replaces)}
     return dataclasses.field(default_factory=lambda: record(**defaults), metadata=metadata)
 
@@ -110,7 +110,7 @@ class Setting(NamedTuple):
 
 
 def settings(record: Any, prefix: str = "") -> Iterator[Setting]:
-    """Every setting in a record and the groups below it."""
+    """Yield every setting of a record and its groups."""
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if dataclasses.is_dataclass(value):
@@ -120,7 +120,7 @@ def settings(record: Any, prefix: str = "") -> Iterator[Setting]:
 
 
 def instead_of(record: Any, name: str, prefix: str = "") -> str | None:
-    """The setting, or group of settings, of ``record`` that declares itself in the place of ``name``."""
+    """Return the setting or group of ``record`` declared as the replacement of ``name``, if any."""
     for field in dataclasses.fields(record):
         replaces = field.metadata.get(KEY, Declaration()).replaces
         if any(name == other or name.startswith(f"{other}.") for other in replaces):
@@ -158,7 +158,7 @@ def is_read(config: Any, found: Setting) -> bool:
 
 
 def condition_text(found: Setting) -> str:
-    """A setting's condition for people, with full names: ``algo.priority.alpha above 0``."""
+    """Return a setting's condition as readable text with full names: ``algo.priority.alpha above 0``."""
     when = found.declaration.when
     match = CONDITION.fullmatch(when.removeprefix("."))
     assert match is not None, when
@@ -172,7 +172,7 @@ def condition_text(found: Setting) -> str:
 
 
 def _condition(config: Any, found: Setting) -> Any:
-    """The value that a setting's condition looks at."""
+    """Return the value that a setting's condition tests."""
     when = found.declaration.when
     value = config if when.startswith(".") else found.record
     match = CONDITION.fullmatch(when.removeprefix("."))

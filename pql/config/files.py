@@ -1,6 +1,6 @@
-"""Reading what somebody else may have written: JSON, YAML and safetensors headers, within bounds of size and depth.
+"""Safe reading of untrusted JSON, YAML and safetensors headers, with limits on size and depth.
 
-Everything here ends in a value or in one ``ValueError`` with a short text, in bounded time and memory.
+Every function returns a value or raises a short ``ValueError``, in bounded time and memory.
 """
 
 import json
@@ -17,7 +17,7 @@ VALUES = 1_000_000
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file's content.
+    """Return the content of a file.
 
     Raises:
         OSError: it cannot be read.
@@ -32,25 +32,25 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def create_file(path: Path, text: str) -> None:
-    """A new file in place of what has that name; a link is replaced, not followed. Raises ``OSError``."""
+    """Write a new file, replacing any of that name; links are replaced, not followed. Raises ``OSError``."""
     path.unlink(missing_ok=True)
-    with path.open("x") as file:  # which follows no link either
+    with path.open("x") as file:  # "x" does not follow links either
         file.write(text)
 
 
 def check_ordinary(path: Path) -> None:
-    """Raises ``ValueError`` for what is there and is no ordinary file: reading a pipe would never end."""
+    """Raise ``ValueError`` if the path exists and is not a regular file: reading a pipe might never end."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path.name} is no ordinary file")
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's value. Raises as :func:`read_bytes` and :func:`parse_json`."""
+    """Return the value of a JSON file. Raises as :func:`read_bytes` and :func:`parse_json`."""
     return parse_json(read_bytes(path, JSON_BYTES))
 
 
 def parse_json(text: bytes | str) -> Any:
-    """JSON's value. Raises ``ValueError`` for what is none, or is too large or nested too deep."""
+    """Parse JSON. Raises ``ValueError`` if it is invalid, too large or nested too deep."""
     if len(text) > JSON_BYTES:
         raise ValueError(f"more than {JSON_BYTES:,} bytes of JSON")
     try:
@@ -95,7 +95,7 @@ def check_tree(data: Any, depth: int = DEPTH, values: int = VALUES) -> None:
 
 
 def walk(data: Any) -> Iterator[tuple[int, Any]]:
-    """Every value of nested lists and mappings with its depth, from 0 on; without recursion."""
+    """Yield every value of nested lists and mappings with its depth, from 0; without recursion."""
     left = [(0, data)]
     while left:
         level, value = left.pop()

@@ -15,20 +15,27 @@ class NetConfig:
     activation: str = setting("elu", "Activation function.", choices=ACTIVATIONS, weights="policy")
     layer_norm: bool = setting(False, "LayerNorm before each activation.", weights="policy")
     obs: list[str] | None = setting(
-        None, "Observation groups that it reads; null: its own (policy, critic), else policy.", weights="policy"
+        None,
+        "Observation groups to read; null: the group of the network's name (policy, critic), else policy.",
+        weights="policy",
     )
     net: str | None = setting(
-        None, "module:Class, or a name of the entry-point group pql.nets, instead of an MLP.", weights="policy"
+        None,
+        "Network class that replaces the MLP: module:Class, or a name in the entry-point group pql.nets.",
+        weights="policy",
     )
 
 
 @dataclass(frozen=True)
 class TrainedNetConfig(NetConfig):
-    """A network with an optimiser of its own."""
+    """A network with its own optimiser."""
 
     lr: float = setting(5e-4, "Learning rate.", above=0, high=1)
     eps: float | None = setting(
-        None, "Added to the root of the mean squared gradient; null: the optimiser's default.", above=0, high=1
+        None,
+        "The optimiser's epsilon, added to the root of the mean squared gradient; null: the optimiser's default.",
+        above=0,
+        high=1,
     )
     weight_decay: float = setting(0.01, "Decoupled weight decay (AdamW).", low=0, high=1)
     grad_clip: float | None = setting(0.5, "Largest gradient norm; null: no clipping.", above=0, high=1e9)
@@ -62,12 +69,12 @@ class InitConfig:
 
 @dataclass(frozen=True)
 class RolloutPolicyConfig(TrainedNetConfig):
-    """A policy whose optimiser trains the value, too."""
+    """A policy whose optimiser also trains the value network."""
 
-    lr: float = setting(5e-4, "Learning rate of policy and value.", above=0, high=1, replaces=("critic.lr",))
+    lr: float = setting(5e-4, "Learning rate of policy and value network.", above=0, high=1, replaces=("critic.lr",))
     eps: float | None = setting(
         None,
-        "Added to the root of the mean squared gradient; null: the optimiser's default.",
+        "The optimiser's epsilon, added to the root of the mean squared gradient; null: the optimiser's default.",
         above=0,
         high=1,
         replaces=("critic.eps",),
@@ -87,7 +94,7 @@ class RolloutPolicyConfig(TrainedNetConfig):
 
 @dataclass(frozen=True)
 class DistributionalNetConfig(TrainedNetConfig):
-    """A network of values that may be categorical (C51; Bellemare et al. 2017)."""
+    """A value network that may be categorical (C51; Bellemare et al. 2017)."""
 
     atoms: int | None = setting(
         None, "Atoms of a categorical critic (C51); null: scalar values.", low=2, high=1001, weights="critic"
@@ -124,9 +131,11 @@ class CriticConfig(DistributionalNetConfig, AdamConfig, InitConfig):
         high=100,
         when="target=min|mean",
     )
-    tau: float = setting(0.05, "Step of the target network towards the critic when it moves.", above=0, high=1)
+    tau: float = setting(
+        0.05, "Weight of the critic in an update of the target network (Polyak averaging).", above=0, high=1
+    )
     target_every: int = setting(
-        1, "Critic updates between moves of the target network; TD3: 1 / p_per_v.", low=1, high=10**6
+        1, "Critic updates per update of the target network; TD3: 1 / p_per_v.", low=1, high=10**6
     )
 
 
@@ -134,7 +143,7 @@ class CriticConfig(DistributionalNetConfig, AdamConfig, InitConfig):
 class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, InitConfig):
     """A policy that is trained to maximise a critic."""
 
-    reduce: str = setting("min", "The ensemble's value in the policy's loss.", choices=("min", "mean", "first"))
+    reduce: str = setting("min", "Reduction over the ensemble in the policy's loss.", choices=("min", "mean", "first"))
 
 
 @dataclass(frozen=True)
@@ -142,9 +151,15 @@ class DeterministicPolicyConfig(ClimbingPolicyConfig):
     """A tanh policy, with or without a target network."""
 
     target: bool = setting(False, "Target policy for the critic's targets (TD3); false: the policy itself (PQL).")
-    tau: float = setting(0.05, "Step of the target policy towards the policy.", above=0, high=1, when="target")
+    tau: float = setting(
+        0.05,
+        "Weight of the policy in an update of the target policy (Polyak averaging).",
+        above=0,
+        high=1,
+        when="target",
+    )
     saturation_penalty: float = setting(
-        0.0, "Weight of the mean square of the tanh's input in the policy's loss.", low=0, high=1e3
+        0.0, "Weight in the policy's loss of the mean squared pre-tanh output.", low=0, high=1e3
     )
 
 
@@ -162,7 +177,7 @@ class GaussianPolicyConfig(ClimbingPolicyConfig):
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Network of each image observation."""
+    """Convolutional encoder of each image observation."""
 
     kind: str = setting(
         "small",
@@ -171,18 +186,19 @@ class EncoderConfig:
         weights="policy",
     )
     channels: list[int] | None = setting(
-        None, "Channels of the convolutions (of resnet's sections); null: the kind's own.", weights="policy"
+        None, "Channels of each convolution (resnet: of each section); null: the default of the kind.", weights="policy"
     )
     features: int | None = setting(
         None,
-        "Features of each image; null: the kind's own (128, 512, 256); 0: all of the last convolution.",
+        "Output features per image; null: the default of the kind (small 128, nature 512, resnet 256); "
+        "0: the flattened last convolution.",
         low=0,
         high=65536,
         weights="policy",
     )
     layer_norm: bool = setting(
         False,
-        "LayerNorm over channels after each convolution, and over features; not with kind=resnet.",
+        "LayerNorm over the channels after each convolution and over the output features; not with kind=resnet.",
         weights="policy",
     )
 
@@ -193,8 +209,8 @@ class ExploreConfig:
 
     kind: str = setting(
         "mixed",
-        "mixed: a sigma for each environment, evenly from low to high (PQL); fixed: low everywhere; "
-        "redrawn: uniform between low and high for each episode (FastTD3); none.",
+        "mixed: one sigma per environment, evenly spaced from low to high (PQL); fixed: sigma low everywhere; "
+        "redrawn: a new sigma per episode, uniform between low and high (FastTD3); none: no noise.",
         choices=("mixed", "fixed", "redrawn", "none"),
     )
     low: float = setting(0.05, "Smallest sigma.", low=0, high=10)
@@ -208,39 +224,47 @@ class ExploreConfig:
 
 @dataclass(frozen=True)
 class EpsilonConfig:
-    """Share of random actions (epsilon-greedy)."""
+    """Epsilon-greedy exploration."""
 
     kind: str = setting(
         "annealed",
-        "annealed: linearly from start to end; ladder: another epsilon for each environment (Ape-X); "
-        "fixed: end; none: 0.",
+        "annealed: falls linearly from start to end; ladder: a different constant per environment (Ape-X); "
+        "fixed: constant at end; none: 0.",
         choices=("annealed", "ladder", "fixed", "none"),
     )
-    start: float = setting(1.0, "Epsilon at first.", low=0, high=1, when="kind=annealed")
-    end: float = setting(0.1, "Epsilon in the end.", low=0, high=1, when="kind=annealed|fixed")
+    start: float = setting(1.0, "Initial epsilon.", low=0, high=1, when="kind=annealed")
+    end: float = setting(0.1, "Final epsilon.", low=0, high=1, when="kind=annealed|fixed")
     steps: int = setting(
         1_000_000,
-        "Env steps from start to end, warm-up not counted.",
+        "Env steps over which epsilon falls from start to end, warm-up excluded.",
         low=1,
         high=10**15,
         when="kind=annealed",
         ranks="floor",
     )
     base: float = setting(
-        0.4, "Environment i of N has base ** (1 + exponent * i / (N - 1)).", above=0, high=1, when="kind=ladder"
+        0.4,
+        "Environment i of N uses epsilon = base ** (1 + exponent * i / (N - 1)).",
+        above=0,
+        high=1,
+        when="kind=ladder",
     )
-    exponent: float = setting(7.0, "See base.", low=0, high=100, when="kind=ladder")
+    exponent: float = setting(7.0, "Exponent in the formula of base.", low=0, high=100, when="kind=ladder")
 
 
 @dataclass(frozen=True)
 class PriorityConfig:
     """Prioritised replay (Schaul et al. 2016)."""
 
-    alpha: float = setting(0.0, "Rows are drawn in proportion to priority ** alpha; 0: uniformly.", low=0, high=10)
-    beta: float = setting(0.4, "Importance weights are probability ** -beta, at first.", low=0, high=1, when="alpha>0")
+    alpha: float = setting(
+        0.0, "Rows are sampled in proportion to priority ** alpha; 0: uniform sampling.", low=0, high=10
+    )
+    beta: float = setting(
+        0.4, "Initial exponent of the importance weights, probability ** -beta.", low=0, high=1, when="alpha>0"
+    )
     beta_steps: int | None = setting(
         None,
-        "Env steps over which beta rises to 1, warm-up not counted; null: it stays.",
+        "Env steps over which beta rises to 1, warm-up excluded; null: constant.",
         low=1,
         high=10**15,
         when="alpha>0",
@@ -248,7 +272,7 @@ class PriorityConfig:
     )
     initial: str = setting(
         "max",
-        "Priority of a new row: max: the largest so far; actor: its TD error when it was acted.",
+        "Priority of a new row: max: the largest priority so far; actor: its TD error under the acting network.",
         choices=("max", "actor"),
         when="alpha>0",
     )
@@ -258,36 +282,42 @@ class PriorityConfig:
 class VtraceConfig:
     """Truncated importance weights of V-trace (Espeholt et al. 2018)."""
 
-    rho_bar: float = setting(1.0, "Largest weight of a temporal difference.", above=0, high=1e6)
-    c_bar: float = setting(1.0, "Largest factor of a trace.", low=0, high=1e6)
-    pg_rho_bar: float = setting(1.0, "Largest weight in the policy gradient.", above=0, high=1e6)
+    rho_bar: float = setting(1.0, "Upper bound of the importance weight of a temporal difference.", above=0, high=1e6)
+    c_bar: float = setting(1.0, "Upper bound of the trace coefficients.", low=0, high=1e6)
+    pg_rho_bar: float = setting(1.0, "Upper bound of the importance weight in the policy gradient.", above=0, high=1e6)
 
 
 @dataclass(frozen=True)
 class OptionalVtraceConfig(VtraceConfig):
-    """V-trace where an algorithm does without it by default."""
+    """V-trace for an algorithm that does not use it by default."""
 
-    enabled: bool = setting(False, "Returns and advantages by V-trace, for rollouts of an older policy.")
-    rho_bar: float = setting(1.0, "Largest weight of a temporal difference.", above=0, high=1e6, when="enabled")
-    c_bar: float = setting(1.0, "Largest factor of a trace.", low=0, high=1e6, when="enabled")
-    pg_rho_bar: float = setting(1.0, "Largest weight in the policy gradient.", above=0, high=1e6, when="enabled")
+    enabled: bool = setting(False, "Compute returns and advantages with V-trace, for rollouts from an older policy.")
+    rho_bar: float = setting(
+        1.0, "Upper bound of the importance weight of a temporal difference.", above=0, high=1e6, when="enabled"
+    )
+    c_bar: float = setting(1.0, "Upper bound of the trace coefficients.", low=0, high=1e6, when="enabled")
+    pg_rho_bar: float = setting(
+        1.0, "Upper bound of the importance weight in the policy gradient.", above=0, high=1e6, when="enabled"
+    )
 
 
 @dataclass(frozen=True)
 class CentralConfig:
-    """How replicas share parameters and moments."""
+    """Synchronisation of replicas with the central parameters and optimiser moments."""
 
     order: str = setting(
         "free",
-        "Order of pulls and pushes: free: as replicas are ready; turns: one after the other, reproducible.",
+        "Order of pulls and pushes: free: as replicas become ready; turns: round robin, reproducible.",
         choices=("free", "turns"),
         when=".algo.schedule=replicas",
     )
     ticks: int = setting(
         8,
-        "Ticks of every replica (on average) in a tick of the run, after which all wait: to log, to save.",
+        "Average ticks of each replica per tick of the run; all replicas wait at its end, for logging and saving.",
         low=1,
         high=100_000,
         when=".algo.schedule=replicas",
     )
-    chunk: int = setting(65_536, "Parameters under one lock.", low=1, high=2**40, when=".algo.schedule=replicas")
+    chunk: int = setting(
+        65_536, "Number of parameters guarded by one lock.", low=1, high=2**40, when=".algo.schedule=replicas"
+    )

@@ -1,4 +1,4 @@
-"""The rules by which value-based methods take large batches (Stooke & Abbeel 2018, section 4.2), as one function.
+"""Scaling rules of value-based methods for large batches (Stooke & Abbeel 2018, section 4.2).
 
 Rows are used equally often whatever the batch, so larger batches mean fewer updates; beyond 1,024 rows more
 environments keep the updates evenly spread. What an update does must then change with the batch: a target network of a
@@ -11,10 +11,10 @@ from typing import Any
 
 from pql.errors import ConfigError, nearest
 
-INTENSITY = 8  # updates that a row takes part in, on average
-STEPS = 4  # of all environments between updates, at the most
+INTENSITY = 8  # average number of updates per row
+STEPS = 4  # largest number of steps of all environments between updates
 FEWEST_ENVS = 32
-BASE = 32  # the batch that the learning rates are for
+BASE = 32  # reference batch of the learning rates
 
 
 @dataclass(frozen=True)

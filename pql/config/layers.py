@@ -1,4 +1,4 @@
-"""Presets: YAML files of settings that are laid over one another.
+"""Presets: layered YAML files of settings.
 
 From the weakest to the strongest: the schema's defaults; ``algo/NAME.yaml``; ``task/``; ``placement/``, ``logger/`` and
 ``atari/``; ``scale/``; ``tuned/SCALE/ALGO.yaml``; ``tuned/TASK/ALGO.yaml``; the command line. A file may extend another
@@ -17,15 +17,15 @@ from pql.config.families import GROUP
 from pql.errors import ConfigError, nearest
 
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
-WHOLE = ("atari", "scale")  # groups whose files set what they like; those of the others, their own group
+WHOLE = ("atari", "scale")  # groups whose files may set anything; files of the others set only their group
 LIKE, SCALES = "like", "scales"
 
 registered: dict[str, Mapping[str, Any]] = {}
-"""Presets of algorithms that were registered in this process."""
+"""Presets of algorithms registered in this process."""
 
 
 class Layer(NamedTuple):
-    """Settings of one file, as a tree, and where they come from."""
+    """Settings of one file, as a tree, and their origin."""
 
     source: str
     tree: Any
@@ -55,12 +55,12 @@ class Presets:
         return found
 
     def names(self, group: str) -> list[str]:
-        """The presets of a group."""
+        """Return the names of the presets of a group."""
         found = {p.stem for folder in self.folders for p in (folder / group).glob("*.yaml")}
         return sorted(found | ({*self.plugins, *registered} if group == "algo" else set()))
 
     def check(self, group: str, name: str, hint: str = "") -> None:
-        """Raises ``ConfigError`` for a preset that does not exist."""
+        """Raise ``ConfigError`` for a preset that does not exist."""
         if self._path(group, name) is None and not (group == "algo" and name in registered):
             names = self.names(group)
             raise ConfigError(group, name, f"one of {', '.join(names)}{hint or nearest(name, names)}")
@@ -72,7 +72,7 @@ class Presets:
         return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""
 
     def layers(self, chosen: Mapping[str, str]) -> Iterator[Layer]:
-        """The files for the chosen presets, weakest first.
+        """Return the files of the chosen presets, weakest first.
 
         Args:
             chosen: preset by group.
@@ -94,7 +94,7 @@ class Presets:
         yield from self.tuned(self.line("task", chosen["task"]), algo, scale)
 
     def line(self, group: str, name: str) -> list[str]:
-        """A preset and those that it is like, directly or not."""
+        """Return a preset and its bases (``like``), direct and indirect."""
         self.check(group, name)
         found = [name]
         while (base := self._read(group, found[-1]).get(LIKE)) is not None:
@@ -105,11 +105,11 @@ class Presets:
         return found
 
     def family(self, algo: str) -> str:
-        """The family of an algorithm's preset."""
+        """Return the family of an algorithm's preset."""
         return str(self.setting("algo", algo, "family") or "ddpg")
 
     def setting(self, group: str, name: str, key: str) -> Any:
-        """The value of ``key`` in a preset, or in the nearest that it is like; None: none sets it."""
+        """Return the value of ``key`` in a preset or its nearest base that sets it, else None."""
         return next((tree[key] for one in self.line(group, name) if key in (tree := self._read(group, one))), None)
 
     def tuned(self, places: Sequence[str], algo: str, scale: str) -> Iterator[Layer]:
@@ -159,7 +159,7 @@ class Presets:
 
 
 def read_preset(path: Path) -> Mapping[str, Any]:
-    """A YAML file's settings.
+    """Read the settings of a YAML file.
 
     Raises:
         ConfigError: it is none.
@@ -175,7 +175,7 @@ def read_preset(path: Path) -> Mapping[str, Any]:
 
 @cache
 def _parsed(text: str) -> Any:
-    """Raises ``ValueError`` where ``text`` is no YAML."""
+    """Raises ``ValueError`` for invalid YAML."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

@@ -1,4 +1,4 @@
-"""Configurations of older run directories, checkpoints and exports, as they are written today."""
+"""Migration of configurations from older run directories, checkpoints and exports."""
 
 import dataclasses
 import typing
@@ -16,11 +16,11 @@ OWN = {
     "r2d2": ("dqn", "r2d2"),
     "pqn": ("pqn",),
 }
-"""Groups below ``algo`` that held a family's settings when every algorithm's stood side by side."""
+"""Former groups below ``algo`` with the settings of one family."""
 
 
 def migrated(data: Any) -> Any:
-    """``data`` with the chosen algorithm's settings alone, where it holds those of all (up to version 0.1.0).
+    """Return ``data`` reduced to the chosen algorithm's settings if it has those of all (up to version 0.1.0).
 
     Raises:
         ConfigError: an unknown family, or a value in the place of a group.
@@ -38,7 +38,7 @@ def migrated(data: Any) -> Any:
 
 
 def part(algo: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A group of ``algo``; empty where there is none.
+    """Return a group of ``algo``, or an empty one.
 
     Raises:
         ConfigError: a value in its place.
@@ -50,7 +50,7 @@ def part(algo: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def known(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of ``values``, those that ``record`` and its groups have."""
+    """Return the ``values`` that ``record`` and its groups have."""
     hints, found = typing.get_type_hints(record), {}
     for field in dataclasses.fields(record):
         if field.name in values:

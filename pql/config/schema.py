@@ -1,6 +1,6 @@
-"""The configuration: frozen dataclasses whose fields declare themselves (:mod:`pql.config.fields`).
+"""Configuration of a run: frozen dataclasses whose fields carry their documentation and ranges.
 
-``algo`` is the record of the chosen algorithm (:mod:`pql.config.algorithms`): what it does not read does not exist.
+``algo`` is the record of the chosen family (:mod:`pql.config.algorithms`) and has only the settings that it reads.
 """
 
 import dataclasses
@@ -22,14 +22,16 @@ DEVICE = "a device; null: the run's device."
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """A process of its own for the simulator."""
+    """A separate process for the simulator."""
 
     python: str | None = setting(
-        None, "The interpreter that it runs in, a path or a name on PATH; null: no such process."
+        None, "Python interpreter of the process, a path or a name on PATH; null: no separate process."
     )
-    step_seconds: float = setting(20.0, "A step that takes longer hangs.", above=0, high=1e6, when="python")
+    step_seconds: float = setting(
+        20.0, "Time limit of a step; a longer one counts as a hang.", above=0, high=1e6, when="python"
+    )
     start_seconds: float = setting(
-        600.0, "Starting, and the first step, may take as long.", above=0, high=1e6, when="python"
+        600.0, "Time limit of starting the process, and of its first step.", above=0, high=1e6, when="python"
     )
 
 
@@ -37,18 +39,23 @@ class ProcessConfig:
 class TaskConfig:
     """The environment."""
 
-    name: str = setting("halfcheetah", "The registered environment.")
-    live: bool = setting(False, "An object given from Python: it cannot be built again by name.")
-    id: str | None = setting(None, "Of task=gymnasium: the gymnasium id.")
-    game: str | None = setting(None, "Of task=atari: the game.")
-    model: str | None = setting(None, "Of a MuJoCo task: shipped, fast; null: what suits the task.")
-    kwargs: dict[str, Any] = setting({}, "Keywords of the environment's factory.")
+    name: str = setting("halfcheetah", "Name of the registered environment.")
+    live: bool = setting(False, "The environment is an object passed in from Python, which cannot be rebuilt by name.")
+    id: str | None = setting(None, "Environment id, for task=gymnasium and task=envpool.")
+    game: str | None = setting(None, "Game, for task=atari.")
+    model: str | None = setting(None, "Model of a MuJoCo task: shipped or fast; null: the task's default.")
+    kwargs: dict[str, Any] = setting({}, "Keyword arguments of the environment's factory.")
     reward_clip: float | None = setting(
-        None, "Each reward is clipped to +- this before learning; null: as it is.", above=0, high=1e9
+        None,
+        "Rewards are clipped to [-reward_clip, reward_clip] before learning; null: no clipping.",
+        above=0,
+        high=1e9,
     )
     reward_scale: float = setting(1.0, "Constant factor on rewards before learning, after clipping.")
-    process: ProcessConfig = group(ProcessConfig, "A process of its own for the simulator.")
-    remote: dict[str, Any] = setting({}, "Keywords of task=remote: actors elsewhere step this task; {}: none do.")
+    process: ProcessConfig = group(ProcessConfig, "A separate process for the simulator.")
+    remote: dict[str, Any] = setting(
+        {}, "Keyword arguments of task=remote: remote actors step this task; {}: no remote actors."
+    )
 
     @property
     def title(self) -> str:
@@ -63,52 +70,61 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """The replay of an off-policy algorithm."""
+    """Replay of an off-policy algorithm."""
 
-    capacity: int = setting(5_000_000, "Transitions, all environments together.", low=1, high=10**12, ranks="floor")
+    capacity: int = setting(5_000_000, "Transitions, summed over all environments.", low=1, high=10**12, ranks="floor")
     dtype: str = setting(
-        "float32", "Storage of floating observations; uint8 stays uint8.", choices=("float32", "float16", "bfloat16")
+        "float32",
+        "Storage type of floating-point observations; uint8 stays uint8.",
+        choices=("float32", "float16", "bfloat16"),
     )
-    prefill: str | None = setting(None, "File of recorded transitions that a new run's replay starts with.")
+    prefill: str | None = setting(None, "File of recorded transitions that fills the replay of a new run at its start.")
     save: bool = setting(False, "Write the replay to replay.safetensors in the run directory when a run ends.")
 
 
 @dataclass(frozen=True)
 class ThreadsConfig:
-    """Intra-op threads; ``pql bench placement`` measures what is fastest. Another split gives other bits."""
+    """Intra-op threads. ``pql bench placement`` finds the fastest split. Another split gives other bits."""
 
-    collector: int | None = setting(None, "Of the collector; null: by core count.", low=1, high=1024)
-    v: int | None = setting(None, "Of the V-learner, or the only learner.", low=1, high=1024)
-    p: int | None = setting(None, "Of the P-learner.", low=1, high=1024)
-    simulator: int | None = setting(None, "Of a simulator that steps on threads of its own (MuJoCo).", low=1, high=1024)
+    collector: int | None = setting(
+        None, "Threads of the collector; null: chosen from the core count.", low=1, high=1024
+    )
+    v: int | None = setting(None, "Threads of the V-learner, or of the only learner.", low=1, high=1024)
+    p: int | None = setting(None, "Threads of the P-learner.", low=1, high=1024)
+    simulator: int | None = setting(None, "Threads of a simulator with its own thread pool (MuJoCo).", low=1, high=1024)
 
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Devices, threads and deadlines of the workers."""
+    """Devices, threads and time limits of the workers."""
 
     collector: str | None = setting(None, f"Collector: {DEVICE}")
     v_learner: str | None = setting(None, f"V-learner, or the only learner: {DEVICE}")
     p_learner: str | None = setting(None, f"P-learner: {DEVICE}")
     replicas: list[str] | None = setting(
-        None, "A device for each replica; null: the run's, or all GPUs in turn.", when=".algo.schedule=replicas"
+        None, "One device per replica; null: the run's device, or all GPUs in turn.", when=".algo.schedule=replicas"
     )
     groups: int | None = setting(
         None,
-        "Groups of environments that step by turns; null: the simulator's own, in most all at once.",
+        "Number of env slices, which step alternately; null: the simulator's default, usually 1.",
         low=1,
         high=1024,
     )
-    overlap: bool = setting(True, "One group's actions are computed while the others step; false: one after the other.")
+    overlap: bool = setting(
+        True, "Compute the actions of one env slice while the others step; false: one after the other."
+    )
     executor: str = setting(
-        "auto", "How the workers of a tick are run.", choices=("auto", "threads", "inline", "streams")
+        "auto", "Execution of the workers of a tick.", choices=("auto", "threads", "inline", "streams")
     )
     threads: ThreadsConfig = group(ThreadsConfig, "Intra-op threads.")
     watchdog_seconds: float = setting(
-        30.0, "A worker that needs longer for a tick (lockstep on the CPU: for a step) hangs.", above=0, high=1e6
+        30.0,
+        "Time limit of a worker's tick (lockstep on the CPU: of a step); a longer one counts as a hang.",
+        above=0,
+        high=1e6,
     )
     start_seconds: float = setting(
-        600.0, "As long may building, a reset, and each worker's first tick or step take.", above=0, high=1e6
+        600.0, "Time limit of building, of a reset, and of each worker's first tick or step.", above=0, high=1e6
     )
     matmul: str = setting(
         "fast",
@@ -119,12 +135,14 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """When a run ends: at the first of these."""
+    """Limits of a run, which ends at the first one reached."""
 
     seconds: float | None = setting(
-        None, "From the first env step on, warm-up included; null: no limit.", above=0, high=1e9
+        None, "Wall time from the first env step, warm-up included; null: no limit.", above=0, high=1e9
     )
-    env_steps: int | None = setting(None, "Transitions, all environments together, warm-up included.", low=1, high=MANY)
+    env_steps: int | None = setting(
+        None, "Transitions, summed over all environments, warm-up included.", low=1, high=MANY
+    )
     target_return: float | None = setting(None, "Stop once an evaluation's mean return reaches this.")
 
 
@@ -132,19 +150,23 @@ class BudgetConfig:
 class EvalConfig:
     """Evaluations of the deterministic policy."""
 
-    num_envs: int = setting(16, "Episodes of an evaluation: exactly one per environment.", low=1, high=100_000)
-    every_seconds: float | None = setting(30.0, "Null: only at the end.", above=0, high=1e9)
-    final: bool = setting(True, "Evaluate at the end.")
-    epsilon: float = setting(0.0, "Share of random actions, where they are discrete.", low=0, high=1)
+    num_envs: int = setting(16, "Environments of an evaluation; each runs exactly one episode.", low=1, high=100_000)
+    every_seconds: float | None = setting(
+        30.0, "Interval between evaluations; null: only at the end.", above=0, high=1e9
+    )
+    final: bool = setting(True, "Evaluate at the end of the run.")
+    epsilon: float = setting(0.0, "Probability of a random action, for discrete actions.", low=0, high=1)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Resume points."""
 
-    every_seconds: float | None = setting(300.0, "Null: only at the end.", above=0, high=1e9)
-    keep: int = setting(2, "Resume points kept.", low=1, high=1000)
-    replay: bool = setting(True, "They hold the replay, so that resuming continues bit for bit.")
+    every_seconds: float | None = setting(
+        300.0, "Interval between resume points; null: only at the end.", above=0, high=1e9
+    )
+    keep: int = setting(2, "Number of resume points kept.", low=1, high=1000)
+    replay: bool = setting(True, "Store the replay in resume points, so that resuming continues bit for bit.")
 
 
 @dataclass(frozen=True)
@@ -152,26 +174,26 @@ class LoggerConfig:
     """Logging of metrics, in addition to the console and metrics.jsonl."""
 
     kind: str = setting("none", "Logger.", choices=("none", "tensorboard", "wandb"))
-    every_seconds: float = setting(2.0, "Between rows of the log.", above=0, high=1e6)
-    project: str = setting("pql", "Project of wandb.")
-    mode: str = setting("offline", "Mode of wandb.", choices=("offline", "online"))
+    every_seconds: float = setting(2.0, "Interval between rows of the log.", above=0, high=1e6)
+    project: str = setting("pql", "wandb project.")
+    mode: str = setting("offline", "wandb mode.", choices=("offline", "online"))
 
 
 @dataclass(frozen=True)
 class Config:
-    """A run."""
+    """Configuration of a run."""
 
     task: TaskConfig = group(TaskConfig, "The environment.")
     algo: AlgoConfig = group(DdpgConfig, "The algorithm.", name="pql")
     replay: ReplayConfig = group(ReplayConfig, "The replay.")
-    placement: PlacementConfig = group(PlacementConfig, "Devices, threads and deadlines.")
-    budget: BudgetConfig = group(BudgetConfig, "When the run ends.")
+    placement: PlacementConfig = group(PlacementConfig, "Devices, threads and time limits.")
+    budget: BudgetConfig = group(BudgetConfig, "Limits of the run.")
     eval: EvalConfig = group(EvalConfig, "Evaluations.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Resume points.")
-    logger: LoggerConfig = group(LoggerConfig, "Where metrics go.")
-    num_envs: int = setting(4096, "Environments.", low=1, high=1_000_000, ranks="divide")
+    logger: LoggerConfig = group(LoggerConfig, "Logging of metrics.")
+    num_envs: int = setting(4096, "Number of environments.", low=1, high=1_000_000, ranks="divide")
     device: str = setting("auto", "auto, cpu, cuda, cuda:0, ...")
-    seed: int = setting(0, "Seed of networks, environments and draws.", low=0, high=2**62)
+    seed: int = setting(0, "Seed of network initialisation, environments and sampling.", low=0, high=2**62)
     cuda_graphs: str = setting("auto", "Capture updates and steps as CUDA graphs.", choices=("auto", "on", "off"))
     run_dir: str | None = setting(None, "Run directory; null: runs/<task>-<algo>-s<seed>-<time>.")
     init_from: str | None = setting(None, "Run or checkpoint whose weights a new run starts from.")
@@ -183,13 +205,13 @@ class Config:
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every setting."""
+    """Yield (dotted name, value) of every setting."""
     for found in settings(config, prefix):
         yield found.name, found.value
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name, as a tree."""
+    """Return values by dotted name as nested dicts."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *groups, last = name.split(".")
@@ -203,7 +225,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with other values of these dotted settings."""
+    """Return a copy of the config with these values by dotted name."""
     tree = to_dict(config)
     for name, value in values.items():
         *groups, last = name.split(".")
@@ -215,14 +237,14 @@ def changed(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Plain nested dicts, for YAML and JSON."""
+    """Return plain nested dicts, for YAML and JSON."""
     return dataclasses.asdict(config)
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
-    """The reverse of :func:`to_dict`: types and names are checked, ranges are not (see :func:`validate`).
+    """Return the config of nested dicts; checks names and types, but not ranges (see :func:`validate`).
 
-    Settings as they were written before each algorithm had its own record (:mod:`pql.config.migrate`) are read, too.
+    Files in the format from before each algorithm had its own record are migrated (:mod:`pql.config.migrate`).
 
     Raises:
         ConfigError: an unknown name, or a value of the wrong type.
@@ -248,7 +270,7 @@ def _build(cls: type, data: Any, prefix: str) -> Any:
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """``value`` as one of ``hint``'s types, where that loses nothing."""
+    """Return ``value`` converted to one of the types of ``hint``, if that is lossless."""
     for option in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
         kind = typing.get_origin(option) or option
         if kind is type(None) and value is None:
@@ -265,7 +287,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def _words(hint: Any) -> str:
-    """A type, for people."""
+    """Return a readable name of a type."""
     if isinstance(hint, types.UnionType):
         return " or ".join(_words(h) for h in typing.get_args(hint))
     if hint == list[str]:

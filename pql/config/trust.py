@@ -1,4 +1,4 @@
-"""Settings that make a run import a module, start a program or touch a file that somebody names.
+"""Settings that can make a run import a module, start a program or access a file.
 
 Typed by the user they are the user's own. In a file (a run directory, a checkpoint, an export) they are its maker's,
 and refused, unless the user says ``--trust`` or types the same setting anew: ``docs/security.md``.
@@ -17,13 +17,13 @@ from pql.errors import ConfigError
 PYTHON = "task.process.python"
 NETWORKS = ("algo.policy.net", "algo.critic.net")
 NAMING = (PYTHON, "task.name", "task.id", "task.game", "task.model", "task.kwargs", "task.remote", *NETWORKS)
-"""Where such things can be named."""
-WORDS_OF_OTHERS = {"isaacgym": ("overrides",)}  # keywords that another program's own configuration reads
+"""Settings that can name these."""
+WORDS_OF_OTHERS = {"isaacgym": ("overrides",)}  # keywords read by the configuration of another program
 
 TEXT = re.compile(r"(?!.*\.\.)([\w.+(\[-][\w .,;+=()\[\]'!?%*<>&/-]*)?")
 """Texts that a file may give to a task. Without ``:`` nothing can be imported: all that import by name split there.
 Nor is any of these an absolute path, or one that leads upwards."""
-HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}")  # addresses that this machine alone can reach
+HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}")  # addresses reachable only from this machine
 
 
 def names_code(setting: str) -> bool:
@@ -32,7 +32,7 @@ def names_code(setting: str) -> bool:
 
 
 def check_task(config: Config, source: object, given: Collection[str] = ()) -> None:
-    """The task of a config that was read from ``source``.
+    """Check the task of a config that was read from ``source``.
 
     Args:
         given: settings that the user typed, which are not looked at.
@@ -43,7 +43,7 @@ def check_task(config: Config, source: object, given: Collection[str] = ()) -> N
 
 
 def check_networks(config: Config, source: object, given: Collection[str] = ()) -> None:
-    """The networks of a config that was read from ``source``. Arguments and errors as for :func:`check_task`."""
+    """Check the networks of a config that was read from ``source``. Arguments and errors as for :func:`check_task`."""
     nets = ((name, net) for name, net in leaves(config) if name in NETWORKS)
     _refuse(((name, net) for name, net in nets if net is not None and ":" in net), source, given)
 
@@ -106,7 +106,7 @@ def _registered(name: str) -> bool:
 
 
 def _of_actors(group: str, keywords: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Files with secrets, and addresses that others can reach."""
+    """Return files with secrets, and addresses that other machines can reach."""
     yield from ((f"{group}.{k}", keywords[k]) for k in ("token_file", "cert", "key") if keywords.get(k) is not None)
     listen = str(keywords.get("listen", "127.0.0.1:5555"))
     if not HERE.fullmatch(listen):

@@ -1,6 +1,6 @@
-"""Checks of a configuration: each value against its declaration, and settings that must fit together.
+"""Validation of a configuration: each value against its declaration, and combinations of settings.
 
-This file imports nothing but the standard library (and torch, to look for a device).
+This file imports only the standard library (and torch, to look for a device).
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from pql.errors import ConfigError, nearest, show
 
 WIDEST = 65536  # of a layer
 
-# Of single commands, which no run's settings have.
+# Limits of command options that are not settings.
 EPISODES = STEPS = Range(1, 1_000_000)
 
 
 def limits(name: str) -> Range:
-    """The allowed numbers of a setting that every run has."""
+    """Return the range of a setting that every run has."""
     found = next(one.declaration.range for one in settings(Config()) if one.name == name)
     assert found is not None, name
     return found
 
 
 def validate(config: Config) -> Config:
-    """Check every value against its declaration, and settings that must fit together.
+    """Check every value against its declaration, and combinations of settings.
 
     Raises:
         ConfigError: names the first setting that is wrong, its value, and what is allowed.
@@ -52,12 +52,12 @@ def validate(config: Config) -> Config:
 
 
 def check_list(name: str, value: list[Any] | None) -> None:
-    """Raises ``ConfigError`` for a list of layer widths, or of observation groups, that no network has."""
+    """Raise ``ConfigError`` for an invalid list of layer widths or observation groups."""
     if value is None:
         return
     if name.endswith(".obs") and (not value or len({*value}) < len(value)):
         raise ConfigError(name, value, "null, or a list of observation groups, each once: [policy,image]")
-    empty = name.endswith(".hidden")  # no hidden layers: outputs straight from features
+    empty = name.endswith(".hidden")  # no hidden layers: a linear output on the features
     if (empty or name.endswith(".channels")) and not (1 <= min(value) <= max(value) <= WIDEST if value else empty):
         raise ConfigError(name, value, f"a list of layer widths, each from 1 to {WIDEST}, such as [128,128]")
 
@@ -119,12 +119,12 @@ def _check_replicas(config: Config) -> None:
 
 
 def likely_device(name: str) -> str:
-    """The result of :func:`resolve_device`, provided that a GPU that is visible can be used. Imports no torch."""
+    """Return the result of :func:`resolve_device`, assuming that a visible GPU works. Does not import torch."""
     return name if name != "auto" else "cuda" if gpu_in_sight() else "cpu"
 
 
 def gpu_in_sight() -> bool:
-    """True if torch may find a GPU: its build can use one, and there is a driver. Imports no torch."""
+    """Return True if torch has CUDA support and a driver is present. Does not import torch."""
     if torch := sys.modules.get("torch"):
         return torch.cuda.is_available()
     spec = importlib.util.find_spec("torch")
@@ -138,7 +138,7 @@ def gpu_in_sight() -> bool:
 
 
 def resolve_device(name: str, setting: str = "device") -> str:
-    """``auto`` -> ``cuda`` where there is one, else ``cpu``. Says what is there if a device is not.
+    """Resolve ``auto`` to ``cuda`` if available, else ``cpu``. The error lists the available devices.
 
     Raises:
         ConfigError: no such device.

@@ -115,7 +115,7 @@ class Remote:
         )
         end = time.monotonic() + self.timeout
         while not self.server.known.wait(max(0.0, min(LOOK, end - time.monotonic()))):
-            touch()  # this wait has a deadline of its own
+            touch()  # this wait has its own time limit
             if interrupt.asked():
                 raise KeyboardInterrupt("no actor had connected: nothing to save")
             if time.monotonic() >= end:
@@ -214,7 +214,7 @@ class Together:
         Raises:
             RunError: none has been connected for ``timeout`` seconds, or the table was closed.
         """
-        touch()  # this wait has a deadline of its own
+        touch()  # this wait has its own time limit
         if self.hall.closed:
             raise RunError("the server for remote actors was closed")
         if self.hall.live:

@@ -12,7 +12,7 @@ The sequence number counts these pairs. Either side may end the stream with BYE 
 Only the newest frame of a frame stack is sent; the learner rebuilds the stack. Final observations are sent only for
 rows where a new episode began. Nothing is unpickled. K is the number of an actor's environments.
 
-Both sides import this file; it needs the standard library and NumPy alone.
+Both sides import this file; it needs only the standard library and NumPy.
 """
 
 import json

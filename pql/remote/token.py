@@ -1,4 +1,4 @@
-"""Access token of remote actors, read by both actor and learner. It imports the standard library alone."""
+"""Access token of remote actors, read by both actor and learner. It imports only the standard library."""
 
 import os
 from pathlib import Path

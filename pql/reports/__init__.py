@@ -1,7 +1,7 @@
 """Reports: a page about one run, or one that compares many. ``docs/compare.md`` says what is on it and how it counts.
 
-``stats`` holds the statistics, ``runs`` the reading, ``numbers`` all numbers of a page, ``draw`` and ``page`` how it
-looks. matplotlib, scipy and Jinja (the extra ``report``) are imported when a page is made, not before.
+``stats`` has the statistics, ``runs`` reads runs, ``numbers`` computes all numbers of a page, ``draw`` and ``page`` lay
+it out. matplotlib, scipy and Jinja (the extra ``report``) are imported when a page is made, not before.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ def write(
     folder = out or (paths[0] / "report" if single else Path("comparison"))
     if single and out is None:
         check_links(paths[0], "report")
-    _make(folder)  # before the work, not after
+    _make(folder)  # before the work starts
     told = numbers.analyse(found, x, thresholds, notes)
     series = numbers.clean(numbers.series(found[0])) if single else None
     parts = page.sections(told, series, found)
@@ -72,7 +72,7 @@ def write(
 
 
 def _make(folder: Path) -> None:
-    """Raises ``ConfigError`` where ``folder`` is none that can be written to."""
+    """Raise ``ConfigError`` if ``folder`` is not a writable folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "index.html").touch()
@@ -81,7 +81,7 @@ def _make(folder: Path) -> None:
 
 
 def _pictures(folder: Path) -> list[str]:
-    """The figures that an earlier page in ``folder`` wrote."""
+    """Return the figures that an earlier page in ``folder`` wrote."""
     try:
         told = read_json(folder / "numbers.json")["pictures"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -90,14 +90,14 @@ def _pictures(folder: Path) -> list[str]:
 
 
 def check_packages() -> None:
-    """Raises ``ConfigError`` where a package of the extra ``report`` is missing."""
+    """Raise ``ConfigError`` if a package of the extra ``report`` is missing."""
     missing = [p for p in PACKAGES if importlib.util.find_spec(p) is None]
     if missing:
         raise ConfigError("report", missing[0], "this package, which is not installed: pip install 'pql-rl[report]'")
 
 
 def tell(numbers: dict[str, Any]) -> None:
-    """The findings, and the scores as a table, on standard output."""
+    """Print the findings and a table of the scores."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""The figures of a page, from its numbers: matplotlib figures, and the same as SVG that follows the page's colours.
+"""Figures of a page as matplotlib figures, and as SVG with the colours of the page.
 
 Colours are those of Okabe and Ito, which colour-blind readers distinguish; markers and dashes repeat the difference.
 Lines are labelled where they end. In SVG every colour becomes one of the page's CSS variables, so that a dark page has
@@ -114,7 +114,7 @@ def learning_curves(
         ax.plot(curve["x"], curve["iqm"], color=look_of["color"], ls=look_of["linestyle"], lw=1.7)
         ax.plot(curve["x"][-1:], curve["iqm"][-1:], color=look_of["color"], marker=look_of["marker"], ms=4.5)
         ends.append((curve["iqm"][-1], group["label"], labels.index(group["label"])))
-    if ends:  # a run that went on far beyond the others is not what the picture is about
+    if ends:  # a much longer run must not determine the range of the axis
         ax.set_xlim(right=min(ax.get_xlim()[1], 1.25 * max(g["curves"][axis]["x"][-1] for g in drawn)))
     name_ends(ax, ends)
     return fig
@@ -217,7 +217,7 @@ def lines(
 
 
 def panel(title: str, unit: str, vertical: str = "") -> tuple[Figure, Axes]:
-    """An empty picture: horizontal rules, few ticks; ``unit`` and ``vertical`` label the two axes."""
+    """Empty axes: horizontal rules, few ticks; ``unit`` and ``vertical`` label the two axes."""
     fig = Figure(figsize=SIZE, layout="constrained")
     ax = fig.add_subplot()
     ax.set_title("\n".join(textwrap.wrap(title, 46)))  # what fits beside the names at the curves' ends
@@ -265,7 +265,7 @@ def interval_rows(
 
 
 def name_ends(ax: Axes, ends: Sequence[tuple[float, str, int]]) -> None:
-    """Labels right of the picture, at the heights given, pushed apart where they would touch."""
+    """Labels right of the axes, at the heights given, pushed apart where they would touch."""
     if not ends:
         return
     low, high = ax.get_ylim()

@@ -1,4 +1,4 @@
-"""From runs to every number of a page, as plain JSON: what is drawn is drawn from this, and nothing else."""
+"""Computation of all numbers of a page from runs, as plain JSON; figures use only these."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def analyse(runs: Sequence[Run], x: str, thresholds: Sequence[float] = (), notes
     Args:
         x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
         thresholds: returns for the time-to-threshold table, instead of shares of each task's range.
-        notes: what the reader must know besides.
+        notes: additional remarks for the reader.
     Returns:
         Plain dicts and lists; unknown values are None. ``docs/compare.md`` describes it.
     """
@@ -59,7 +59,7 @@ def analyse(runs: Sequence[Run], x: str, thresholds: Sequence[float] = (), notes
 
 
 def common_end(runs: Sequence[Run], axis: str) -> float:
-    """How far all runs got on ``axis``: the smallest last evaluation.
+    """Return the smallest last evaluation of all runs on ``axis``.
 
     Runs that were cut off, and those that ended because they reached their target, do not shorten the others: their
     last evaluation stands for what would have come.
@@ -77,7 +77,7 @@ def at(run: Run, axis: str, x: float | Array) -> Array:
 def task_numbers(
     name: str, runs: Sequence[Run], ends: Mapping[str, float] | None, x: str, thresholds: Sequence[float]
 ) -> dict[str, Any]:
-    """One task: its range, and its groups."""
+    """Numbers of one task: its range and its groups."""
     returns = np.concatenate([r.evals["return_mean"] for r in runs])
     low, high = (float(returns.min()), float(returns.max())) if len(returns) else (math.nan, math.nan)
     levels = [{"value": float(v), "share": None} for v in thresholds] or [
@@ -96,7 +96,7 @@ def task_numbers(
 
 
 def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], x: str) -> dict[str, Any]:
-    """One algorithm on one task."""
+    """Numbers of one algorithm on one task."""
     scored = [r for r in runs if len(r.evals["return_mean"])]
     out: dict[str, Any] = {
         "label": runs[0].label,
@@ -143,7 +143,7 @@ def normalise(value: float, task: Mapping[str, Any]) -> float:
 def curve(runs: Sequence[Run], axis: str) -> dict[str, list[float]]:
     """IQM over the runs and its band, from where all have been evaluated to where they end."""
     start, end = max(float(r.evals[axis][0]) for r in runs), common_end(runs, axis)
-    if not math.isfinite(start + end):  # a run that tells no updates
+    if not math.isfinite(start + end):  # a run that records no updates
         return {"x": [], "iqm": [], "low": [], "high": []}
     x = np.linspace(start, end, GRID) if end > start else np.array([max(start, end)])
     values = np.stack([at(r, axis, x) for r in runs])  # [runs, GRID]
@@ -211,7 +211,7 @@ def run_speed(run: Run) -> dict[str, float]:
 
 
 def run_numbers(run: Run) -> dict[str, Any]:
-    """One run: who it is, how far it came, its evaluations."""
+    """Numbers of one run: identity, progress and evaluations."""
     return {
         "name": run.name,
         "path": str(run.path),
@@ -255,7 +255,7 @@ def ranking(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
-    """Normalised scores of the algorithms that ran on every task: aggregates, profiles, who beats whom."""
+    """Normalised scores of the algorithms that ran on every task: aggregates, profiles, improvement."""
     by_label: dict[str, list[Array]] = {}
     for label in order:
         found = [g for t in tasks for g in t["groups"] if g["label"] == label and g["scores"]]
@@ -334,7 +334,7 @@ def some(names: Sequence[str], most: int = 6) -> str:
 
 
 def clean(value: Any) -> Any:
-    """Without nan and infinities, which JSON lacks: None."""
+    """Replace nan and infinities, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {k: clean(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The page: numbers and pictures put into words, tables and HTML (``page.html``, ``page.css``)."""
+"""Layout of the page: text, tables, figures and HTML (``page.html``, ``page.css``)."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ class Cell:
     text: str
     note: str = ""
     bar: float | None = None
-    chip: int | None = None  # the group whose colour and marker stand before it
-    left: bool = False  # words, not a number
+    chip: int | None = None  # the group whose colour and marker precede it
+    left: bool = False  # text instead of a number
     rows: int = 1  # that it spans
 
 
@@ -52,7 +52,7 @@ class Section:
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     folded: bool = False
-    reading: str = ""  # beside the last picture
+    reading: str = ""  # next to the last figure
 
     @property
     def anchor(self) -> str:

@@ -1,5 +1,4 @@
-"""Runs as they lie on the disk: found, read, put into groups. Only metrics.jsonl, config.yaml, summary.json and
-env.json count."""
+"""Find, read and group runs on disk. Only metrics.jsonl, config.yaml, summary.json and env.json are read."""
 
 import json
 import os
@@ -22,7 +21,7 @@ Row = dict[str, float]
 AXES = ("seconds", "env_steps", "updates")
 NAMED = 3  # settings in a label
 METRICS_BYTES = 256 << 20  # weeks of a row every two seconds
-# What makes no other algorithm of a run: who it is, how long it went on, and what watched it.
+# Settings that do not distinguish algorithms: identity, budget and logging.
 ASIDE = (
     "seed",
     "run_dir",
@@ -51,7 +50,7 @@ class Run:
         evals: by name, one array over the evaluations: the three axes, ``return_mean``, and what else each held.
         complete: it ended with a final evaluation.
         reached: it ended because its target return was reached.
-        machine: what it ran on, by the env.json beside it; None where that does not tell.
+        machine: its hardware, from env.json; None if not recorded.
     """
 
     path: Path
@@ -69,7 +68,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def end(self, axis: str) -> float:
-        """How far it came; nan where no row tells."""
+        """Progress of the run; nan if no row records it."""
         return max((at for row in self.rows if np.isfinite(at := position(row)[axis])), default=np.nan)
 
 
@@ -207,12 +206,12 @@ def one_learner(settings: Mapping[str, Any]) -> bool:
     """Return True if one learner trained policy and value together, on rollouts."""
     try:
         return record_of({"family": settings.get("algo.family", "ddpg")}).data == "rollout"
-    except ConfigError:  # of somebody's package that is not installed here
+    except ConfigError:  # of a package that is not installed here
         return False
 
 
 def configured(settings: Mapping[str, Any]) -> dict[str, float]:
-    """The ratios that the settings ask for, by the name under which they are counted."""
+    """Return the requested update ratios, by the name of their counter."""
     algo = algorithm(settings)
     return {} if algo is None else {f"ratio/{k}": v for k, v in algo.ratios.items()}
 
@@ -246,7 +245,7 @@ def task_of(settings: Mapping[str, Any]) -> str:
 
 
 def machine_of(facts: Mapping[str, Any]) -> str | None:
-    """GPU, processor, the cores that it could use, and the version of torch, as far as they are told."""
+    """Return GPU, processor, usable cores and the version of torch, as far as recorded."""
     gpu, cpu, torch = (show(facts[k]) if isinstance(facts.get(k), str) else "" for k in ("gpu", "cpu", "torch"))
     count = facts.get("cores")
     cores = f"{count} core{'s' * (count > 1)}" if isinstance(count, int) and count else ""

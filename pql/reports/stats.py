@@ -1,7 +1,7 @@
 """Statistics over a few runs, after Agarwal et al., "Deep RL at the Edge of the Statistical Precipice" (2021).
 
-Scores come as strata: one array per task, runs along its second axis, ``[draws, runs, ...]``, with one draw for what
-was measured and many for its bootstrap. Every statistic reduces the runs. Nothing here knows of files or of drawing.
+Scores come as strata: one array per task, runs along its second axis, ``[draws, runs, ...]``, with one draw for
+measurements and many for their bootstrap. Every statistic reduces over runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ def mean(strata: Strata) -> Array:
 
 
 def median(strata: Strata) -> Array:
-    """Of several tasks: the median of the tasks' means, as in the paper. Of one: the median of its runs."""
+    """Median over tasks of the mean over runs, as in the paper; with one task, the median over its runs."""
     if len(strata) == 1:
         return np.median(strata[0], axis=1)
     return np.median([s.mean(axis=1) for s in strata], axis=0)
 
 
 def profile(taus: ArrayLike) -> Statistic:
-    """Performance profile (equation 2 there): the share of runs that score above each tau, mean over tasks."""
+    """Performance profile (equation 2 of the paper): the share of runs that score above each tau, mean over tasks."""
     at = np.asarray(taus, dtype=float)
 
     def share(strata: Strata) -> Array:
@@ -46,7 +46,7 @@ def profile(taus: ArrayLike) -> Statistic:
 
 
 def measured(scores: Sequence[ArrayLike], statistic: Statistic) -> Array:
-    """The statistic of what was measured: one array ``[runs, ...]`` per task."""
+    """Return the statistic of the measurements: one array ``[runs, ...]`` per task."""
     return statistic([np.asarray(s, dtype=float)[None] for s in scores])[0]
 
 
@@ -59,7 +59,7 @@ def interval(
 ) -> tuple[Array, Array]:
     """Percentile interval of the stratified bootstrap: runs are drawn with replacement within each task.
 
-    Curves are drawn whole, so that neighbouring points of a band belong to the same runs.
+    Whole curves are resampled, so that neighbouring points of a band belong to the same runs.
 
     Returns:
         (low, high), in the statistic's shape; nan where no task has two runs.
@@ -78,7 +78,7 @@ def interval(
 def time_to(x: ArrayLike, y: ArrayLike, threshold: float) -> float:
     """The x at which a curve first reaches ``threshold``, straight between two evaluations; inf where it never does.
 
-    Where the very first evaluation is there already it is that evaluation's x: the curve came earlier, nobody saw when.
+    If the first evaluation is above the threshold already, return its x, an upper bound.
     """
     x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     above = np.flatnonzero(y >= threshold)
@@ -91,7 +91,7 @@ def time_to(x: ArrayLike, y: ArrayLike, threshold: float) -> float:
 
 
 def improvement(ours: Sequence[ArrayLike], theirs: Sequence[ArrayLike]) -> float:
-    """Probability that a run of ours scores above one of theirs on the same task; ties count half; mean over tasks."""
+    """Probability that a run of the first beats one of the second on a task; ties count half; mean over tasks."""
     pairs = zip(ours, theirs, strict=True)
     return float(np.mean([_wins(np.asarray(a, dtype=float), np.asarray(b, dtype=float)) for a, b in pairs]))
 

@@ -1,4 +1,4 @@
-"""Numbers in words: how they are written, and what a page says first."""
+"""Formatting of numbers, and the summary sentences of a page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ AXIS_WORDS = {"seconds": "wall-clock time", "env_steps": "environment steps", "u
 
 
 def num(value: float | None, whole: bool = False) -> str:
-    """For people: 10,232; 162.4; 0.31. None is a dash."""
+    """Format a number: 10,232; 162.4; 0.31; None is a dash."""
     if value is None or not math.isfinite(value):
         return DASH
     size = abs(value)
@@ -43,7 +43,7 @@ def percent(value: float | None) -> str:
 
 
 def spoken(value: Mapping[str, float | None]) -> str:
-    """An aggregate and its interval."""
+    """Format an aggregate and its interval."""
     text = num(value["value"])
     return text if value["low"] is None else f"{text} ({num(value['low'])} to {num(value['high'])})"
 
@@ -78,7 +78,7 @@ def subtitle(numbers: Numbers) -> str:
 
 
 def alike(runs: Sequence[Numbers]) -> list[str]:
-    """How all runs were evaluated and on what they ran, as far as that is told and the same for all."""
+    """Describe the evaluations and machines of the runs, where recorded and equal for all."""
     out = []
     if (episodes := shared(runs, "episodes")) is not None:
         out.append(f"{plural(episodes, 'episode')} an evaluation")
@@ -94,7 +94,7 @@ def shared(runs: Sequence[Numbers], key: str) -> Any:
 
 
 def findings(numbers: Numbers) -> list[tuple[str, str]]:
-    """(task, who is ahead on it and whether the intervals tell)."""
+    """Return (task, the leading algorithm, and if the intervals separate it)."""
     out = []
     for task in numbers["tasks"]:
         groups = sorted((g for g in task["groups"] if g["score"]), key=lambda g: -g["score"]["iqm"]["value"])
@@ -123,7 +123,7 @@ def findings(numbers: Numbers) -> list[tuple[str, str]]:
 
 
 def facts(run: Numbers) -> list[tuple[str, str]]:
-    """(what, value) of one run, for the top of its page."""
+    """Return (label, value) pairs of one run, for the top of its page."""
     evals, speed = run["evals"], run["speed"]
     names = {
         "return_mean": "return, mean",

@@ -1,4 +1,4 @@
-"""A run: built from its config, trained under a budget, evaluated, resumed; policies loaded and acted with.
+"""Runs: build, train under a budget, evaluate and resume; load trained policies.
 
-Knows every room above it, and no command line. Start reading at ``build.py``, then ``session.py``.
+It does not depend on the command line. Start reading at ``build.py``, then ``session.py``.
 """

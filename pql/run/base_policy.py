@@ -16,15 +16,15 @@ class BasePolicy:
     """Interface of loaded policies, from a run or an export.
 
     ``policy(obs)``: [N, D] tensor (or groups by name) -> [N, A] in [-1, 1] (or [N] int64), without exploration. NumPy
-    arrays are taken as well, and give one.
+    arrays are accepted, too; the action is then a NumPy array.
 
-    A recurrent policy remembers from call to call, for the same N environments: say ``policy.reset()`` before the first
-    episode, and ``policy.reset(mask)`` where others begin. :meth:`act` is the same with the state in your hands.
+    A recurrent policy keeps its state between calls, for the same N environments: call ``policy.reset()`` before the
+    first episode and ``policy.reset(mask)`` where new ones begin. :meth:`act` takes and returns the state instead.
 
     Attributes:
-        spec: of the environment it was trained in.
+        spec: specification of the training environment.
         groups: the observation groups it reads.
-        state_shapes: name -> shape of one environment's state; empty without memory.
+        state_shapes: name -> shape of the state of one environment; empty for a feed-forward policy.
     """
 
     spec: EnvSpec
@@ -58,16 +58,17 @@ class BasePolicy:
         return action
 
     def act(self, obs: Obs | Tensor, state: Obs) -> tuple[Tensor, Obs]:
-        """One step: (action, the state after it). A policy without state takes, and returns, an empty one."""
+        """Return (action, next state). The state of a feed-forward policy is an empty dict."""
         raise NotImplementedError
 
     def readable(self, obs: Any) -> Obs:
-        """The groups that the policy reads, as tensors of the types and shapes that it was trained on. Numbers become
-        float32 where it reads that.
+        """Return the groups that the policy reads, as tensors [N, ...] of its dtypes and shapes.
+
+        Numbers are converted to float32 for float32 groups.
 
         Raises:
             ValueError: a group is missing.
-            ConfigError: another shape, or numbers where it reads bytes.
+            ConfigError: a wrong shape, or other numbers for a uint8 group.
         """
         known = obs if isinstance(obs, Mapping) else {"policy": obs}
         if missing := [k for k in self.groups if k not in known]:
@@ -93,7 +94,7 @@ class BasePolicy:
         return {k: torch.zeros(num_envs, *shape, device=self.device) for k, shape in self.state_shapes.items()}
 
     def reset(self, mask: Tensor | None = None) -> None:
-        """Forget: everything, or the environments of ``mask`` ([N] bool). Nothing where there is no memory."""
+        """Reset the recurrent state of all environments, or of those in ``mask`` ([N] bool)."""
         if mask is None:
             self._state = None
         elif self._state is not None:

@@ -1,7 +1,7 @@
-"""Components of a run, wired: one replica, or several, and the schedule that runs them.
+"""Components of a run: one replica or several, and the schedule that runs them.
 
-A :class:`Replica` is a whole learner: an environment, the collector that steps it, and the workers that learn from
-its rows. All schedules but ``Replicas`` have one. What the session asks of a run it asks of :class:`Parts`.
+A :class:`Replica` is a complete learner: an environment, the collector that steps it, and the workers that learn from
+its rows. All schedules except ``Replicas`` have one. The session accesses a run through :class:`Parts`.
 """
 
 import math
@@ -30,14 +30,14 @@ from pql.nets.mlp import Flat
 
 @dataclass
 class Replica:
-    """A whole learner.
+    """A complete learner.
 
     Attributes:
-        config: its share of the run's: environments, seed, device.
-        learners: "v", "p"; or "learner" where one trains both.
-        gauges: 0-dim, for the log; several replicas' add up.
-        schedule: of its own workers.
-        policy: the policy that it learns.
+        config: its share of the run's config: environments, seed, device.
+        learners: "v" and "p", or "learner" if one trains both.
+        gauges: 0-dim values for the log, summed over replicas.
+        schedule: schedule of its workers.
+        policy: the policy that it trains.
     """
 
     config: Config
@@ -92,11 +92,11 @@ class Replica:
 
 @dataclass
 class Parts:
-    """A run's objects.
+    """Objects of a run.
 
     Attributes:
-        counts: the integers of a replica's tick.
-        schedule: of the run. Between its ticks every replica has the same parameters and statistics.
+        counts: step and update counts of a replica's tick.
+        schedule: schedule of the run. Between its ticks every replica has the same parameters and statistics.
     """
 
     config: Config
@@ -111,7 +111,7 @@ class Parts:
     # -- from the start to the end ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Capture graphs where they are on. Before the first reset."""
+        """Capture CUDA graphs if enabled; call before the first reset."""
         with self._starting("the capture of graphs"):
             for one in self.replicas:
                 one.prepare()
@@ -124,12 +124,12 @@ class Parts:
                 touch()
 
     def warm_up(self, steps: int, going: Callable[[], bool] = lambda: True) -> bool:
-        """Random steps of every environment until each has made ``steps``, those before this call included.
+        """Step every environment with random actions until each has made ``steps`` steps in total.
 
         Args:
-            going: is asked before every step; False ends the warm-up there.
+            going: called before every step; False interrupts the warm-up.
         Returns:
-            Whether all have been made. The rest may be made later: that gives the same bits.
+            True if all steps were made. A later call makes the rest, with the same bits.
         """
         for one in self.replicas:
             if (left := math.ceil(steps - one.collector.steps)) > 0:
@@ -142,7 +142,7 @@ class Parts:
         return watching(what, start_limit(place), step_limit(place))
 
     def begin(self, ticks: int = 0) -> None:
-        """Publish everything as it stands; tick ``ticks`` comes next."""
+        """Publish the current state; tick ``ticks`` is next."""
         if ticks == 0:
             for learner in (v for one in self.replicas for v in one.learners.values()):
                 if learner.begin is not None:
@@ -150,7 +150,7 @@ class Parts:
         self.schedule.begin(ticks)
 
     def check_environments(self) -> None:
-        """Raises ``RunError`` where nothing finite comes from any environment of a replica. Waits for the device."""
+        """Raise ``RunError`` if no environment of a replica returns finite values. Waits for the device."""
         for one in self.replicas:
             one.collector.quarantine.check()
 
@@ -163,16 +163,16 @@ class Parts:
 
     @property
     def steps(self) -> float:
-        """Of every environment so far, warm-up included; the mean over replicas."""
+        """Steps of every environment so far, warm-up included; mean over replicas."""
         return sum(one.collector.steps for one in self.replicas) / len(self.replicas)
 
     @property
     def env_steps(self) -> int:
-        """Transitions so far, all environments together, warm-up included."""
+        """Transitions so far, summed over all environments, warm-up included."""
         return sum(round(one.collector.steps * one.env.spec.num_envs) for one in self.replicas)
 
     def updates(self) -> dict[str, int]:
-        """Updates so far of the critic ("v") and of the policy ("p"); one learner's may be both."""
+        """Updates so far of the critic ("v") and the policy ("p"); equal if one learner trains both."""
         jobs = [job for one in self.replicas for job in one.jobs.values()]
         return {
             what: sum(job.updates for job in jobs if what in (job.learner.trains or (job.learner.name,)))
@@ -180,20 +180,20 @@ class Parts:
         }
 
     def busy(self) -> dict[str, float]:
-        """Seconds of work so far by worker; the mean over replicas."""
+        """Busy seconds so far by worker; mean over replicas."""
         return {k: sum(one.workers[k].busy for one in self.replicas) / len(self.replicas) for k in self.first.workers}
 
     def totals(self) -> dict[str, float]:
-        """Counters for rates, since the start of the run (``busy/...``: of this sitting), without env steps."""
+        """Counters for rates, since the start of the run (``busy/...``: since the last resume), without env steps."""
         updates = sum(job.updates for one in self.replicas for job in one.jobs.values())
         busy = {f"busy/{k}": v for k, v in self.busy().items()}
         return {"ticks": self.schedule.ticks, "updates": updates, **busy}
 
     def drain(self, group: Callable[[str], Group] = lambda worker: ALONE) -> dict[str, Tensor]:
-        """The log's device values since the last call: of all replicas' episodes and updates together, and gauges.
+        """Return device values for the log since the last call: episodes and updates of all replicas, and gauges.
 
         Args:
-            group: the processes of a worker, whose values are added.
+            group: process group of a worker, over which values are summed.
         """
         first, *others = self.replicas
         for one in others:
@@ -220,29 +220,29 @@ class Parts:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """Ticks, and every replica's counters: those of the second are ``steps.1``, and so on."""
+        """Return ticks and the counters of every replica; the second replica's are ``steps.1`` etc."""
         out = {"ticks": self.schedule.ticks}
         for i, one in enumerate(self.replicas):
             out |= {f"{k}.{i}" if i else k: v for k, v in one.counters().items()}
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next tick depends on."""
+        """Return everything that the next tick depends on."""
         first, *others = (one.state_dict() for one in self.replicas)
         return {**first, "replicas": others}
 
     def load_state_dict(self, state: dict[str, Any], ticks: int | None = None) -> None:
-        """Restore in place, as if ``ticks`` ticks had been run; None: :meth:`begin` comes later."""
+        """Restore in place, as after ``ticks`` ticks; None: :meth:`begin` is called later."""
         for one, saved in zip(self.replicas, [state, *state["replicas"]], strict=True):
             one.load_state_dict(saved)
         if ticks is not None:
             self.begin(ticks)
 
     def load_counters(self, counters: dict[str, float]) -> None:
-        """The reverse of :meth:`counters`, but for the ticks.
+        """Restore the output of :meth:`counters`, except the ticks.
 
         Raises:
-            ConfigError: they are those of another number of replicas.
+            ConfigError: they come from another number of replicas.
         """
         saved = 1 + sum(k.startswith("steps.") for k in counters)
         if saved != len(self.replicas):

@@ -22,16 +22,16 @@ from pql.run.policy import Policy, Stored, open_stored
 from pql.run.store.checkpoint import home
 from pql.types import Obs
 
-LONGEST = 100_000  # steps, where an environment has no time limit
-CHECK_EVERY = 64  # steps between looks at whether all episodes have ended (a look is a host sync)
+LONGEST = 100_000  # step limit for environments without a time limit
+CHECK_EVERY = 64  # steps between checks for the end of all episodes (a check is a host sync)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Undiscounted returns and lengths (in steps) of whole episodes, and whether each succeeded.
+    """Undiscounted returns, lengths (in steps) and successes of complete episodes.
 
-    ``successes`` is None where the environment logs no term ``success``. ``terms``: each logged number's mean over
-    the steps of all episodes, by name: terms of the reward, tracking errors.
+    ``successes`` is None where the environment logs no term ``success``. ``terms``: mean of each logged value over
+    the steps of all episodes, by name: reward terms, tracking errors.
     """
 
     returns: list[float]
@@ -64,7 +64,7 @@ class Evaluation:
         return None if self.successes is None else statistics.fmean(self.successes)
 
     def measures(self) -> dict[str, float]:
-        """By name, as in metrics.jsonl (there below ``eval/``) and in summary.json."""
+        """Return the measures by name, as in metrics.jsonl (there below ``eval/``) and in summary.json."""
         out = {
             "return_mean": self.mean,
             "return_median": self.median,
@@ -91,23 +91,23 @@ def run_episodes(
     staggered: bool = False,
     ended: Callable[[int], object] = lambda count: None,
 ) -> Evaluation:
-    """Whole episodes from a reset with ``seed`` on: the first of every environment, or ``episodes`` in all.
+    """Run complete episodes after a reset with ``seed``: the first of every environment, or ``episodes`` in all.
 
-    Each environment plays a number of episodes that is fixed beforehand. Taking whichever ``episodes`` end first would
-    favour short ones. Rewards after an environment's last episode do not count, nor do filler rows. An episode ends
+    Each environment runs a number of episodes fixed in advance: taking the first ``episodes`` to end would favour
+    short ones. Rewards after an environment's last episode do not count, nor do filler rows. An episode ends
     where the next one begins: a lost life does not end it, an unannounced restart does. It succeeded if
     ``log["success"]`` was above 0 on any of its rows.
-    Where nobody steps an environment (a remote actor's place may be empty) there is no episode.
-    A policy with a memory (a method ``reset(mask)``) forgets where episodes begin.
+    An environment that is never stepped (an empty slot for remote actors) yields no episode. A recurrent policy (with a
+    method ``reset(mask)``) is reset where episodes begin.
 
     Args:
-        epsilon: share of actions that are random instead, where they are discrete; drawn from ``seed``.
-        staggered: a reset begins in the middle of episodes; these do not count, the next ones do.
-        ended: is given the number of episodes that have ended, now and again.
+        epsilon: probability of a random action, for discrete actions; drawn from ``seed``.
+        staggered: a reset starts in the middle of episodes; these are not counted, the next ones are.
+        ended: called from time to time with the number of episodes that have ended.
     Returns:
-        All first episodes in the order of the environments, then all second ones, and so on. Where an environment
-        without a time limit does not end an episode within ``LONGEST`` steps, it counts up to there, and episodes
-        after it are missing.
+        All first episodes in the order of the environments, then all second ones, etc. If an environment without a
+        time limit does not end an episode within ``LONGEST`` steps, the episode is cut there, and that environment
+        contributes no later ones.
     Raises:
         StoppedError: ``stop`` was set.
     """
@@ -123,14 +123,14 @@ def run_episodes(
     most = -(-total // n)
     quota = total // n + (torch.arange(n, device=device) < total % n).long()  # [N] episodes to play
     place, count = torch.arange(most, device=device), torch.zeros_like(quota)
-    running = torch.zeros(3, n, device=device)  # return, length, successful rows of the episode in hand
+    running = torch.zeros(3, n, device=device)  # return, length, successful rows of the current episode
     done = torch.zeros(3, n, most, device=device)
     named = [name for name in env.spec.log if name != "success"]
-    sums = torch.zeros(len(named), dtype=torch.float64, device=device)  # of what is logged, over rows that count
-    live = (quota > 0) & (not staggered)  # inside an episode that counts
-    there = torch.zeros_like(live)  # has made a step: a remote actor's place may be empty
+    sums = torch.zeros(len(named), dtype=torch.float64, device=device)  # sums of logged values over counted rows
+    live = (quota > 0) & (not staggered)  # inside a counted episode
+    there = torch.zeros_like(live)  # has made a step: a slot for remote actors may be empty
     longest = env.spec.max_episode_steps or LONGEST
-    longest += env.spec.autoreset == "next_step"  # there a filler row shows the end
+    longest += env.spec.autoreset == "next_step"  # there a filler row marks the end
     for i in range(1, (most + staggered) * longest + 1):
         if stop is not None and stop.is_set():
             raise StoppedError
@@ -187,7 +187,7 @@ def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor],
 
 
 def check_acting_epsilon(epsilon: float, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` for random actions where they are continuous."""
+    """Raise ``ConfigError`` for random actions if actions are continuous."""
     if epsilon > 0 and not isinstance(spec.action, Discrete):
         raise ConfigError("eval.epsilon", epsilon, f"0: the actions of {spec.name} are continuous")
 
@@ -204,10 +204,11 @@ class EvaluationReport:
 class Evaluator:
     """Evaluates snapshots in its own thread. A request that comes while it is busy is dropped and counted.
 
-    Made before the first tick: ``env`` is made ready here, so that its thread captures nothing beside a run at work.
+    Create it before the first tick: ``env`` is prepared here, so that no graph is captured while the run is training.
 
     Args:
-        step, start: without progress, after which an evaluation hangs, and before its first step; None: it never does.
+        step, start: seconds without progress after which an evaluation counts as hung, and the same before its first
+            step; None: no limit.
     """
 
     def __init__(
@@ -220,17 +221,17 @@ class Evaluator:
         start: Limit | None = None,
     ):
         self.step, self.start = step, start or step
-        self.watch: Watch | None = None  # of the evaluation in hand
+        self.watch: Watch | None = None  # of the current evaluation
         self.env, self.policy, self.seed, self.epsilon = env, policy, seed, epsilon
         make_ready(env)
         self.dropped = 0
-        self.ended = 0  # episodes of the evaluation in hand, as far as has been looked
+        self.ended = 0  # episodes of the current evaluation that had ended at the last check
         self.reports: queue.SimpleQueue[EvaluationReport] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
         self._idle, self._stop = threading.Event(), threading.Event()
         self._idle.set()
         device = env.spec.device
-        # A stream of its own on CUDA: on the default one, the run's own short visits there would queue behind episodes.
+        # A separate stream on CUDA: on the default one, short work of the run would queue behind episodes.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._loop, name="pql-evaluator", daemon=True)
         self._thread.start()
@@ -281,11 +282,11 @@ class Evaluator:
         self.ended = ended
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until the request in hand is done. False: it was not within ``timeout`` seconds."""
+        """Wait for the current request. Return False if it takes longer than ``timeout`` seconds."""
         return self._idle.wait(timeout)
 
     def close(self) -> None:
-        """Stop, without waiting for episodes to end."""
+        """Stop without waiting for episodes to end."""
         self._stop.set()
         self._inbox.put(None)
         self._thread.join(timeout=0.0 if self.hung() else 5.0)
@@ -300,8 +301,8 @@ class EvaluationPlan:
     """Arguments of an evaluation of a saved policy.
 
     Attributes:
-        epsilon: share of random actions; None: as in the run's own evaluations.
-        trust: also where the policy's run names code, a program or a path of its maker's (``docs/security.md``).
+        epsilon: probability of a random action; None: as in evaluations of the run.
+        trust: accept runs whose settings name code, programs or paths (``docs/security.md``).
     """
 
     num_envs: int
@@ -315,14 +316,14 @@ class EvaluationPlan:
 def evaluate_saved(
     path: Path, plan: EvaluationPlan, ended: Callable[[int], object] = lambda count: None
 ) -> dict[str, Any]:
-    """Evaluate the policy of a run, checkpoint or export on an environment built from its own config.
+    """Evaluate the policy of a run, checkpoint or export on an environment built from its config.
 
-    A simulator that hangs ends it, by the deadlines of the run's ``placement``.
+    The time limits of the run's ``placement`` apply.
 
     Args:
-        ended: is given the number of episodes that have ended, now and again.
+        ended: called from time to time with the number of episodes that have ended.
     Returns:
-        What ``pql eval`` writes: the measures, the extremes, and the episodes themselves.
+        The report that ``pql eval`` writes: measures, extremes and episodes.
     Raises:
         ConfigError: no policy there, or a damaged one.
         HungError: the simulator hangs.
@@ -354,7 +355,7 @@ def evaluate_saved(
 
 
 def _play(stored: Stored, num_envs: int, seed: int, **options: Any) -> Evaluation:
-    """Episodes of a stored policy on environments that are made for them, under deadlines. ``options``: as of
+    """Run episodes of a stored policy on new environments, under time limits. ``options``: as for
     :func:`run_episodes`."""
     start, step = start_limit(stored.config.placement), step_limit(stored.config.placement)
     env = stored.make_env(num_envs)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def dumping(run_dir: Path, parts: "Parts", rank: int = 0) -> Iterator[None]:
-    """Inside, a run that ends since nothing is finite leaves a dump, and its error says where.
+    """Context manager: a run that ends because no environment is finite leaves a dump; the error names its path.
 
     Raises:
-        RunError: what ended it.
+        RunError: the error that ended the run.
     """
     try:
         yield
@@ -48,14 +48,14 @@ def dumping(run_dir: Path, parts: "Parts", rank: int = 0) -> Iterator[None]:
 
 
 def dump(path: Path, config: Config, collector: "Collector", counters: dict[str, int]) -> None:
-    """Write what the black box remembers, what was acted on last, how, and what came back.
+    """Write the contents of the flight recorder, and the last observation, action and step.
 
     Raises:
         OSError: it cannot be written.
     """
     from pql.contract.spec_json import spec_to_dict
 
-    if collector.device.type == "cuda":  # the run is over: nobody waits for this
+    if collector.device.type == "cuda":  # the run is over: a host sync is harmless
         torch.cuda.synchronize(collector.device)
     returned = {str(i): lane.returned() for i, lane in enumerate(collector.lanes)}
     tree = {
@@ -70,14 +70,14 @@ def dump(path: Path, config: Config, collector: "Collector", counters: dict[str,
 
 
 def replay(path: str | Path, env: VecEnv | None = None, trust: bool = False) -> Iterator[tuple[Tensor, Step]]:
-    """Do again what a dump holds: (action [N, ...], the step that followed), one after the other.
+    """Replay a dump: yield (action [N, ...], resulting step) one after the other.
 
     Args:
-        path: of a dump.
-        env: a simulator as that of the run; None: the run's task, built anew.
-        trust: also a task that names code, a program or a path of the dump's maker (``docs/security.md``).
+        path: directory of the dump.
+        env: a simulator like the one of the run; None: build the task of the run.
+        trust: accept a task that names code, programs or paths (``docs/security.md``).
     Raises:
-        ConfigError: no such dump, or one of a simulator that cannot be put into a state.
+        ConfigError: no such dump, or its simulator cannot restore a state.
     """
     from pql.run.task import build_env
 

@@ -1,8 +1,7 @@
 """Warnings about a run's health, from its rows of metrics: numbers that are not finite, and a frozen policy.
 
-Updates whose gradient is not finite are skipped by the optimisers, and rows of environments that show, pay or are
-asked for such numbers by ``quarantine.py``. How far a policy uses the ends of its range is measured by
-``saturation.py``.
+Updates whose gradient is not finite are skipped by the optimisers, and rows with non-finite observations,
+rewards or actions are dropped by ``quarantine.py``. ``saturation.py`` measures how far a policy saturates.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,12 +16,12 @@ REMEDIES = "a smaller algo.policy.lr, a larger action scale of the task"
 
 
 class NonFiniteMonitor:
-    """Reads ``skipped/NAME``, the share of a learner's updates that were left out since the row before, and
-    ``env/dropped``, the rows left out so far.
+    """Reads ``skipped/NAME``, the share of a learner's updates skipped since the last row, and ``env/dropped``, the
+    number of rows dropped so far.
 
     Args:
-        warn: takes a line for people; once for each learner, and once for the environments.
-        updates: "v" and "p": how many there have been.
+        warn: called with a message, once per learner and once for the environments.
+        updates: number of updates so far of "v" and "p".
         restarts: the simulator can restart single environments.
     """
 
@@ -30,14 +29,14 @@ class NonFiniteMonitor:
         self.warn, self.restarts = warn, restarts
         self._seen: dict[str, float] = {**updates}
         self._warned = set[str]()
-        self._row: dict[str, float] = {}  # by learner: updates left out one after the other, at least
+        self._row: dict[str, float] = {}  # by learner: lower bound of consecutive skipped updates
         self._reported = False  # of environments
 
     def look(self, row: Row) -> None:
-        """One row after the other.
+        """Process the next row.
 
         Raises:
-            RunError: ``LIMIT`` updates in a row were left out; weights are still those from before them.
+            RunError: ``LIMIT`` consecutive updates were skipped; the weights are unchanged since then.
         """
         if not all(f"updates/{k}" in row for k in self._seen):
             return  # of an evaluation
@@ -70,22 +69,22 @@ class NonFiniteMonitor:
 
 
 class FrozenPolicy:
-    """Reads ``policy/frozen``, the share of action components that stay at one end of their range over time.
+    """Reads ``policy/frozen``, the share of action components that stay at one end of their range.
 
     Args:
-        warn: takes a line for people; once.
-        updates: of the policy so far.
+        warn: called once with a message.
+        updates: policy updates so far.
         penalized: the algorithm reads ``algo.policy.saturation_penalty``.
     """
 
     def __init__(self, warn: Callable[[str], None], updates: int, penalized: bool):
         self.warn, self.remedies = warn, f"{PENALTY}, {REMEDIES}" if penalized else REMEDIES
         self._seen: float = updates
-        self._row: float = 0  # updates one after the other
+        self._row: float = 0  # consecutive updates
         self._warned = False
 
     def look(self, row: Row) -> None:
-        """One row after the other."""
+        """Process the next row."""
         if "policy/frozen" not in row:
             return
         new, self._seen = row["updates/p"] - self._seen, row["updates/p"]

@@ -1,4 +1,4 @@
-"""Watching a policy: a video of its episodes, or a window on them. Any environment with ``render`` can be filmed."""
+"""Watch a policy: record a video of its episodes or show them in a window. Recording needs ``render``."""
 
 import inspect
 import time
@@ -51,12 +51,12 @@ def record_video(
 
     Args:
         out: the file; default ``videos/<checkpoint>-seed<seed>.mp4`` in the run directory.
-        episodes, steps: the video ends after so many episodes or steps, whichever is first.
+        episodes, steps: the video ends after this many episodes or steps, whichever comes first.
         width, height: pixels, even numbers; default: the environment's choice.
-        trust: also where it names code, a program or a path of its maker's (``docs/security.md``).
+        trust: accept runs whose settings name code, programs or paths (``docs/security.md``).
     Raises:
         ConfigError: no policy there, an environment that does not render, a missing package.
-        HungError: the simulator hangs, by the deadlines of the run's ``placement``.
+        HungError: the simulator exceeds the time limits of the run's ``placement``.
     """
     check_numbers(episodes, steps, width, height, seed)
     imageio, frames, size = _imageio(), 0, (0, 0)
@@ -83,7 +83,7 @@ def watch_live(
     device: str = "cpu",
     trust: bool = False,
 ) -> None:
-    """Show the greedy policy in the simulator's own window, in simulated time, until it ends or the window is closed.
+    """Show the greedy policy in the simulator's window, at simulated speed, until it ends or the window is closed.
 
     Raises:
         ConfigError: as :func:`record_video`; no screen, or an environment without a window.
@@ -103,7 +103,7 @@ def watch_live(
 
 
 class Stage:
-    """One environment and the policy that acts in it. While it is there, a simulator that hangs ends the command."""
+    """One environment and the policy that acts in it. While it is open, a hung simulator ends the command."""
 
     def __init__(self, path: str | Path, seed: int, device: str, trust: bool = False):
         stored = open_stored(path, resolve_device(device), trust)
@@ -135,7 +135,7 @@ class Stage:
         return self.env.render(0, width, height)
 
     def run(self, episodes: int, steps: int | None) -> Iterator[int]:
-        """Yield t before each step: what is to be seen then is the state acted in."""
+        """Yield t before each step, when the rendered state is the one acted in."""
         env, limit = self.env, self.env.spec.max_episode_steps or LONGEST
         obs, state = env.reset(self.seed), self.policy.initial_state(1)
         total, length = 0.0, 0
@@ -155,7 +155,7 @@ class Stage:
 
 
 def filmed_env(stored: Stored) -> VecEnv:
-    """The task's environment, a single one, with rendering requested where its factory needs that."""
+    """Build one environment of the task, with rendering requested if its factory requires that."""
     task = stored.config.task
     near = not task.live and task.process.python is None
     wanted = near and "render_mode" in inspect.signature(find_factory(task.name)).parameters
@@ -163,7 +163,7 @@ def filmed_env(stored: Stored) -> VecEnv:
 
 
 def cadence(dt: float | None) -> tuple[int, float]:
-    """(show every k-th step, frames per second) so that the video runs as fast as simulated time."""
+    """Return (k, frames per second): frames that show every k-th step at simulated speed."""
     if dt is None:
         return 1, float(FRAMES_PER_SECOND)
     every = max(1, round(1 / (FRAMES_PER_SECOND * dt)))
@@ -196,7 +196,7 @@ def _imageio() -> Any:
 
 @contextmanager
 def _aside(file: Path) -> Iterator[Path]:
-    """A name to write to; the file appears under its own once it is complete."""
+    """Yield a temporary path; the file is renamed once it is complete."""
     aside = file.with_name(f".writing-{file.name}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""A trained policy apart from its run: how it is copied out of one, stored, loaded, and given to another.
+"""Trained policies outside their run: extract, store and load them, and start new runs from them.
 
-What a policy checkpoint holds is ``Policy.state_dict()``: the network and the normaliser's statistics.
+A policy checkpoint holds ``Policy.state_dict()``: the network and the normaliser's statistics.
 """
 
 import math
@@ -33,16 +33,16 @@ from pql.types import Obs
 if TYPE_CHECKING:
     from pql.run.export.policy import ExportedPolicy
 
-EXPORTS = (".pt2", ".onnx")  # suffixes of what ``pql export`` writes
+EXPORTS = (".pt2", ".onnx")  # suffixes of the files of ``pql export``
 POLICIES = ("policy", "resume")  # kinds of checkpoints that hold one
 ALLOCATE = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
-SPARE = 1 << 24  # elements beyond what is stored, for what is made on the way
+SPARE = 1 << 24  # allowance in elements for intermediate tensors
 
 
 class Policy(BasePolicy):
     """A trained policy ready to act: network and normaliser.
 
-    A network says what it needs by two optional attributes: ``groups``, the observation groups it reads, and, where it
+    A network states its inputs by two optional attributes: ``groups``, the observation groups it reads, and, where it
     is recurrent, ``state_shapes``: name -> shape of one environment's state, zeros at an episode's start;
     ``mean_action`` then takes (obs, state) and returns (action, state).
     """
@@ -64,13 +64,13 @@ class Policy(BasePolicy):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy in place; entries that a policy does not need are passed over."""
+        """Copy in place; entries that the policy does not have are ignored."""
         own, new = checkpoint.flatten(self.state_dict()), checkpoint.flatten(state)
         torch._foreach_copy_(list(own.values()), [new[k] for k in own])
 
 
 def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> Policy:
-    """An untrained policy of the config's shape."""
+    """Return an untrained policy with the shapes of the config."""
     device = torch.device(device)
     with torch.random.fork_rng(devices=[]):  # leaves torch's global generator unchanged
         net = make_policy(config, spec).to(device)
@@ -80,30 +80,30 @@ def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> P
 
 
 def snapshot(parts: Parts) -> dict[str, Any]:
-    """A run's policy as it stands, in the form of ``Policy.state_dict`` (the tensors themselves, not copies)."""
+    """Return the current policy of a run as a ``Policy.state_dict`` (without copying the tensors)."""
     return {"policy": parts.first.policy.state_dict(), "norm": parts.first.collector.normalizer.state_dict()}
 
 
 def load_policy(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> "Policy | ExportedPolicy":
-    """The policy of a run directory, checkpoint or export (``.pt2``, ``.onnx``): obs [N, D] -> action [N, A].
+    """Load the policy of a run directory, checkpoint or export (``.pt2``, ``.onnx``): obs [N, D] -> action [N, A].
 
-    The normaliser is included, and actions are in [-1, 1], as every environment here takes them, whichever it is.
+    The policy includes the normaliser. Actions are in [-1, 1], as all environments of this library expect.
 
     Args:
-        trust: also where the file names networks that are neither built in nor registered (``docs/security.md``).
+        trust: accept networks that are neither built in nor registered (``docs/security.md``).
     Raises:
-        ConfigError: nothing of these there, a damaged one, one that names code of its maker's, or an export whose
-            package is not installed.
+        ConfigError: no such file, a damaged one, one that names untrusted code, or an export whose package is not
+            installed.
     """
     return _open(path, device, trust).policy
 
 
 class Stored(NamedTuple):
-    """A policy on the disk.
+    """A policy on disk.
 
     Attributes:
-        path: the checkpoint or export that it was found in.
-        config: of its run; of an export, which knows no more, of its task and algorithm, with exact float32 products.
+        path: its checkpoint or export.
+        config: config of its run; for an export only task and algorithm are known, and float32 products are exact.
     """
 
     path: Path
@@ -111,7 +111,7 @@ class Stored(NamedTuple):
     config: Config
 
     def make_env(self, num_envs: int, **kwargs: Any) -> VecEnv:
-        """Environments of its task, in this process and where the policy is; ``kwargs`` on top of the task's own."""
+        """Build environments of its task, in this process and on the policy's device; ``kwargs`` extend the task's."""
         task = replace(self.config.task, kwargs={**self.config.task.kwargs, **kwargs}, remote={})
         device = str(self.policy.device)
         with watching(f"building {task.title}", start_limit(self.config.placement)):
@@ -119,7 +119,7 @@ class Stored(NamedTuple):
 
 
 def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> Stored:
-    """Find and load a policy whose task is to be built; see :func:`load_policy`. ``trust`` goes for both."""
+    """Load a policy whose task will be built, see :func:`load_policy`; ``trust`` applies to both."""
     stored = _open(path, device, trust)
     if not trust:
         here = replace(stored.config, task=replace(stored.config.task, remote={}))  # as ``make_env`` builds it
@@ -150,14 +150,14 @@ def policy_of(
     trust: bool = False,
     given: Collection[str] = (),
 ) -> Policy:
-    """Return the policy in a loaded checkpoint, of a run's policies or of its resume points.
+    """Return the policy in a loaded policy checkpoint or resume point.
 
     Args:
-        trust: also one of networks that it names by module.
-        given: settings of networks that the user typed, which are not looked at.
+        trust: accept networks that it names by module.
+        given: network settings given by the user, which need no trust.
     Raises:
-        ConfigError: settings that no run could have been made with.
-        CorruptCheckpointError: tensors that are not finite, or not those of such a policy.
+        ConfigError: settings that no run can have.
+        CorruptCheckpointError: non-finite tensors, or tensors that do not match the policy.
     """
     check_finite(tensors, manifest)
     config, found = from_dict(manifest["config"]), _policy_tensors(tensors, manifest)
@@ -168,7 +168,7 @@ def policy_of(
             policy = fresh_policy(config, spec_from_dict(manifest["spec"]), device)
     except ConfigError:
         raise
-    except Exception as error:  # settings that no run was made with fail in as many ways as networks have parts
+    except Exception as error:  # invalid settings raise many types of errors in network constructors
         why = f"settings that make a policy of its size ({type(error).__name__}: {error})"
         raise checkpoint.CorruptCheckpointError("checkpoint", config.task.title, why) from error
     policy.load_state_dict(checkpoint.unflatten(found, policy.state_dict()))
@@ -183,8 +183,9 @@ def check_finite(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> 
 
 
 class Allowance(TorchFunctionMode):
-    """Inside, so much may be allocated for new tensors as the ``stored`` ones justify: the widths in somebody else's
-    settings cannot fill the memory. Beyond it: ``ValueError``."""
+    """Context manager: limit new tensors to the size of the ``stored`` ones plus an allowance.
+
+    Widths in untrusted settings thus cannot fill the memory; beyond the limit it raises ``ValueError``."""
 
     def __init__(self, stored: Iterable[Tensor]):
         super().__init__()
@@ -200,7 +201,7 @@ class Allowance(TorchFunctionMode):
 
 
 def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A checkpoint's tensors under the names of a policy checkpoint; a resume point has them among all others."""
+    """Return the policy's tensors of a policy checkpoint or resume point, by their names in a policy checkpoint."""
     if manifest["kind"] == "policy":
         return dict(tensors)
     homes = {"policy/": r"learners/[^/]+/state/(?:policy|q)/", "norm/": "collector/normalizer/"}
@@ -212,12 +213,12 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
 
 
 def init_from(parts: Parts, source: Path) -> None:
-    """Start from another run's weights: policy, statistics and critics; the policy alone from a checkpoint of one.
+    """Load the weights of another run: policy, statistics and critics; from a policy checkpoint only the policy.
 
-    Optimisers start afresh: their state belongs to the settings of the other run.
+    Optimiser state is not loaded, because it belongs to the settings of the other run.
 
     Raises:
-        ConfigError: no checkpoint there, or one of other networks, observations or actions.
+        ConfigError: no checkpoint, or one with other networks, observations or actions.
     """
     try:
         tensors, manifest, _ = checkpoint.find(source, POLICIES, whole=True)
@@ -242,21 +243,21 @@ def init_from(parts: Parts, source: Path) -> None:
             prefix = f"learners/{worker}/state/{name}"
             if any(k.startswith(f"{prefix}/") for k in tensors):
                 flat.load_state_dict(checkpoint.unflatten(tensors, flat.state_dict(), prefix))
-            elif name == "target" and parts.first.policy in networks.values():  # of the network that acts
+            elif name == "target" and parts.first.policy in networks.values():  # of the acting network
                 flat.load_state_dict(policy)
     norm = parts.first.collector.normalizer.state_dict()
     prefix = "collector/normalizer" if whole else "norm"
-    # Statistics of observations alone: the reward's scale is this run's own.
+    # Observation statistics only: the reward scale belongs to this run.
     known = [k for k in norm if k.startswith(("moments.", "scale_", "shift_")) and f"{prefix}/{k}" in tensors]
     seen = {k: norm[k] for k in known}
     parts.first.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
 
 
 def deciding(config: Config, critic: bool) -> dict[str, Any]:
-    """Settings that must be equal where weights are taken from another run.
+    """Return settings that must be equal to load weights from another run.
 
     Args:
-        critic: those of the critic, too.
+        critic: include those of the critic.
     """
     found = {}
     for one in settings(config):
@@ -267,7 +268,7 @@ def deciding(config: Config, critic: bool) -> dict[str, Any]:
 
 
 def networks_of(state: Any) -> dict[str, Flat | nn.Module]:
-    """The networks among a learner's state, by name."""
+    """Return the networks in a learner's state, by name."""
     members = {f.name: getattr(state, f.name) for f in fields(state)}
     return {k: v for k, v in members.items() if isinstance(v, Flat | nn.Module)}
 

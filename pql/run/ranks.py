@@ -1,8 +1,8 @@
-"""One run in several processes (ranks): the share of the work that each takes, and what they agree on.
+"""One run in several processes (ranks): division of the work, and agreement between ranks.
 
-A config's numbers are totals: K ranks have a K-th of the environments, of a batch and of the replay each, so that the
-same config is the same experiment however many ranks run it. Rank 0 writes the run directory and decides what the
-clock decides; all others follow it at the same tick.
+Numbers in a config are totals: each of K ranks has 1/K of the environments, the batch and the replay, so that a config
+is the same experiment for any number of ranks. Rank 0 writes the run directory and makes decisions that depend on time;
+the others follow at the same tick.
 """
 
 import atexit
@@ -36,13 +36,13 @@ from pql.run.components import Parts
 from pql.run.store import checkpoint
 
 ACTIONS = ("log", "save", "eval", "stop", "interrupt")
-PATIENT = timedelta(minutes=30)  # for what happens outside of ticks: simulators that start, checkpoints
-LAST_WORDS = 3.0  # seconds that a failing rank waits for what others have to say
+PATIENT = timedelta(minutes=30)  # time limit outside ticks: starting simulators, checkpoints
+LAST_WORDS = 3.0  # seconds that a failing rank waits for the errors of others
 PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")
 
 T = TypeVar("T")
 
-_store: Any = None  # of this process; it joins once, whatever number of runs it makes
+_store: Any = None  # of this process, which joins once for all its runs
 _runs = itertools.count()
 
 
@@ -53,7 +53,7 @@ def share_of(config: Config, place: World) -> Config:
     """Return one rank's config: its share of every total, its device, threads and seed.
 
     Raises:
-        ConfigError: something does not divide, or does not go with several processes.
+        ConfigError: a total is not divisible, or a setting does not support several processes.
     """
     if place.size == 1:
         return config
@@ -88,7 +88,7 @@ def share_of(config: Config, place: World) -> Config:
 
 
 def own_device(setting: str, name: str, place: World) -> str:
-    """The GPU with the rank's number on this machine; the only one there is, where each process sees one."""
+    """Return the GPU with the local rank's number, or the only visible one."""
     kind = resolve_device(name, setting)
     if kind == "cpu":
         return kind
@@ -102,7 +102,7 @@ def own_device(setting: str, name: str, place: World) -> str:
 
 
 def own_executor(config: Config, kinds: Iterable[str]) -> str:
-    """How a rank runs the workers of a tick: with collectives on a GPU, one host thread must queue them all.
+    """Return the executor of a rank: with collectives on a GPU, one host thread must queue all workers.
 
     Raises:
         ConfigError: threads, on a GPU.
@@ -119,12 +119,12 @@ def own_executor(config: Config, kinds: Iterable[str]) -> str:
 
 
 class Ranks:
-    """A run's processes, as one of them sees them. Of one process alone, nothing here costs anything.
+    """The ranks of a run, seen from one of them. With one process all methods are free.
 
-    What it says to the others goes from host to host, on gloo: nothing here waits for a GPU but :meth:`check_same`.
+    Communication is between hosts, with gloo: only :meth:`check_same` waits for a GPU.
 
     Raises:
-        ConfigError: the config cannot be shared, or another rank was given another one.
+        ConfigError: the config cannot be divided, or ranks have different configs.
     """
 
     def __init__(self, config: Config):
@@ -141,16 +141,16 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Rank 0, which writes, evaluates and keeps the time."""
+        """True for rank 0, which writes, evaluates and measures time."""
         return self.rank == 0
 
     def connect(self, parts: Parts) -> None:
-        """Make the run's learners and statistics those of all ranks. Before graphs are captured."""
+        """Connect learners and statistics of all ranks; call before graphs are captured."""
         if self.size == 1:
             return
-        self.wait()  # simulators take their time to start; from here on, nobody keeps the others waiting
+        self.wait()  # simulators may start slowly; after this, ranks do not wait for each other
         order, limit = Order(), timedelta(seconds=self.share.placement.watchdog_seconds)
-        for name, worker in sorted(parts.first.workers.items()):  # everywhere in the same order
+        for name, worker in sorted(parts.first.workers.items()):  # in the same order on all ranks
             cuda = worker.device.type == "cuda"
             if cuda:
                 torch.cuda.set_device(worker.device)
@@ -161,17 +161,17 @@ class Ranks:
         parts.first.collector.normalizer.connect(self.groups["collector"])
 
     def group(self, worker: str) -> Group:
-        """The processes of one worker's kind."""
+        """Return the process group of a worker, by its kind."""
         return self.groups.get(worker, ALONE)
 
     def spread(self, parts: Parts) -> None:
-        """Start everywhere from rank 0's networks."""
+        """Copy the networks of rank 0 to all ranks."""
         for name, job in parts.first.jobs.items() if self.size > 1 else ():
             for tensor in _networks(job.learner.state):
                 self.groups[name].broadcast_(tensor)
 
     def check_same(self, parts: Parts) -> None:
-        """Raises ``RunError`` where this rank's weights or statistics differ from rank 0's by a bit."""
+        """Raise ``RunError`` if weights or statistics of this rank differ from rank 0's in any bit."""
         if self.size == 1:
             return
         first = parts.first
@@ -182,10 +182,12 @@ class Ranks:
                 raise RunError(f"rank {self.rank} and rank {rank} have drifted apart: {wrong[0]} differs")
 
     def resume_point(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """This rank's tensors and manifest of the newest resume point that is intact on all; ``folder`` is rank 0's.
+        """Return this rank's tensors and manifest of the newest resume point that all ranks have intact.
+
+        ``folder`` is that of rank 0.
 
         Raises:
-            ConfigError: there is none, or another number of processes wrote them.
+            ConfigError: there is none, or it has another number of ranks.
         """
         if (wrote := checkpoint.ranks(folder)) not in (None, self.size):
             raise ConfigError(
@@ -203,7 +205,7 @@ class Ranks:
     # -- between hosts ------------------------------------------------------------------------------------------------
 
     def every(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank."""
+        """Return every rank's ``value``, by rank."""
         out: list[Any] = [value] * self.size
         if self.size > 1:
             with explained():
@@ -211,14 +213,14 @@ class Ranks:
         return out
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's ``value``."""
+        """Return rank 0's ``value``."""
         return self.every(value)[0]
 
     def by_first(self, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 only and return its result on all ranks.
 
         Raises:
-            ConfigError: on all ranks, where it does on rank 0.
+            ConfigError: on all ranks, if raised on rank 0.
         """
         made: T | None = None
         wrong: tuple[str, str, str] | None = None
@@ -235,13 +237,13 @@ class Ranks:
         return cast(T, made)
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks have arrived."""
         self.every(None)
 
     def agree(self, wanted: Iterable[str]) -> list[str]:
         """Requests that all ranks carry out after this tick, in order; with several ranks, those of the previous tick.
 
-        One tick late, so that nobody waits for the answer.
+        One tick late, so that no rank waits for the answer.
         """
         wishes = set(wanted)
         if self.size == 1:
@@ -256,7 +258,7 @@ class Ranks:
         return [a for a, said in zip(ACTIONS, before[0].tolist(), strict=True) if said]
 
     def _check_config(self, config: Config) -> None:
-        """All ranks must have been given the same settings; where they write to, and on what, is told by rank 0."""
+        """Check that all ranks have equal settings, except output paths and devices, which rank 0 decides."""
         passed = ("run_dir", "device", *PLACES)
         first, *others = self.every({k: v for k, v in leaves(config) if k not in passed})
         for rank, theirs in enumerate(others, 1):
@@ -269,7 +271,7 @@ class Ranks:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """A failure inside ends all ranks; those that it reached through a collective say whose it was.
+        """Context manager: a failure ends all ranks; a rank that failed in a collective names the rank that caused it.
 
         Raises:
             RunError: another rank failed.
@@ -287,7 +289,7 @@ class Ranks:
             raise RunError("; ".join(found)) from None
 
     def _last_words(self, mine: str) -> list[str]:
-        """Leave ``mine``, this rank's own error if it has one; returns what became of the others."""
+        """Publish ``mine``, this rank's error if any, and return the outcome of the others."""
         found, missing = [], set(range(self.size)) - {self.rank}
         until = time.monotonic() + LAST_WORDS
         try:
@@ -299,12 +301,12 @@ class Ranks:
                         if said := _store.get(f"{self._name}/{rank}").decode():
                             found.append(f"rank {rank} failed: {said}")
                 time.sleep(0.02)
-        except RuntimeError:  # whoever kept the store has ended
+        except RuntimeError:  # the rank that hosts the store has ended
             return found or ["rank 0 has ended"]
         return found + [f"rank {rank} has ended, or hangs" for rank in sorted(missing)]
 
     def close(self) -> None:
-        """Leave the groups of this run."""
+        """Destroy the process groups of this run."""
         self._waited = any(group.waiting for group in self.groups.values())
         for group in self.groups.values():
             group.close()
@@ -312,7 +314,7 @@ class Ranks:
 
 
 def _join(place: World) -> None:
-    """Meet the others, once per process.
+    """Initialise ``torch.distributed``, once per process.
 
     Raises:
         ConfigError: the program has set up ``torch.distributed`` itself.
@@ -322,7 +324,7 @@ def _join(place: World) -> None:
         return
     if dist.is_initialized():
         raise ConfigError("torch.distributed", "initialized", "a program that leaves this to the run")
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's processes have a session of their own, and would outlive it
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's processes are in their own session and would outlive it
         end_with_parent()
     store, rank, size = next(dist.rendezvous("env://", timeout=PATIENT))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENT)
@@ -350,13 +352,13 @@ def _words(error: BaseException) -> str:
 
 
 def _networks(state: Any) -> list[Tensor]:
-    """Of a learner's state, the networks, whatever they hold beside parameters included."""
+    """Return the networks in a learner's state, buffers included."""
     members = (getattr(state, f.name) for f in fields(state))
     return [t for member in members if isinstance(member, Flat | nn.Module) for t in member.state_dict().values()]
 
 
 def _trained(state: Any) -> dict[str, Tensor]:
-    """Of a learner's state, what is the same on all ranks. Noise that a network keeps, for one, is not."""
+    """Return the parts of a learner's state that are equal on all ranks; noise of noisy layers is not."""
     out: dict[str, Tensor] = {}
     for f in fields(state):
         member = getattr(state, f.name)

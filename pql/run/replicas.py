@@ -1,17 +1,17 @@
-"""The third schedule: several whole learners at once, on shared parameters and moments (A3C, asynchronous PPO).
+"""Schedule ``replicas``: several learners on shared parameters and optimiser moments (A3C, asynchronous PPO).
 
-Each replica has environments, a collector, a rollout, private parameters and generators of its own, and runs
-``Lockstep``'s tick: collect, then update. Before its tick it pulls the central parameters; every update's gradient is
-pushed to them (``central.py``). Nobody waits for anybody: by the time of a push others may have pushed, so a gradient
-is of parameters that may be old. How old is logged. ::
+Each replica has its own environments, collector, rollout, local parameters and generators, and runs the tick of
+``Lockstep``: collect, then update. Before its tick it pulls the central parameters; every update's gradient is
+pushed to them (``central.py``). Replicas do not wait for each other: others may push between a pull and a push, so
+gradients may be stale; their age is logged. ::
 
     replica 0   pull | act, step ... | update push | update push | pull | act, step ...
     replica 1     act, step ... | update push | update push | pull | act, step ... | update push
                   ------------------------------------------------------ central parameters and moments
 
-A tick of the run is a fixed number of the replicas' ticks, and whichever replica is free takes the next one. When all
-are done everything stands still: so logs, evaluations, checkpoints and budgets are those of any other run. At that
-point every replica has the central parameters, and the statistics of all that all replicas have seen.
+A tick of the run is a fixed number of replica ticks; a free replica takes the next one. All replicas stop at the end of
+a tick, so logs, evaluations, checkpoints and budgets work as in any other run. At that point every replica has the
+central parameters and the merged statistics of all replicas.
 
 Source: Stooke & Abbeel 2018; there, replicas are processes.
 """
@@ -36,7 +36,7 @@ from pql.run.components import Replica
 
 
 def replica_shares(config: Config) -> list[Config]:
-    """The config of each replica: an equal part of the environments, a device, a seed. The first keeps the run's."""
+    """Return each replica's config: an equal part of the environments, a device, a seed; the first has the run's."""
     count = config.replicas
     return [
         replace(config, num_envs=config.num_envs // count, device=device, seed=own_seed(config.seed, i))
@@ -45,7 +45,7 @@ def replica_shares(config: Config) -> list[Config]:
 
 
 class Member:
-    """A replica with its place among the others. Its one learner's optimiser becomes one that steps centrally."""
+    """A replica with its index. The optimiser of its learner is replaced by one that steps the central parameters."""
 
     def __init__(self, number: int, replica: Replica, central: Central, turns: Turns | None):
         (learner,) = replica.learners.values()
@@ -53,11 +53,11 @@ class Member:
         self.replica, self.learner = replica, learner
         self.optimizer = state.optimizer = CentralOptimizer(state.optimizer, central, turns, number)
         home, own = central.data.device, self.optimizer.flat.data.device
-        touched = [own] if home == own else [home, own]  # its own last: inside, that is the current device
+        touched = [own] if home == own else [home, own]  # its own device last, which makes it the current one
         self.streams = [torch.cuda.Stream(device) for device in touched if device.type == "cuda"]
 
     def tick(self, number: int) -> None:
-        """Pull, and a tick of its own, the ``number``-th of all replicas' together."""
+        """Pull and run one tick, number ``number`` over all replicas."""
         with on_streams(self.streams):
             if self.learner.clock is not None:
                 self.learner.clock.fill_(number)
@@ -69,28 +69,28 @@ class Member:
 
 @contextmanager
 def on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Queue device work on ``streams``, after what is queued where ticks are prepared; done when this ends."""
+    """Context manager: queue device work on ``streams`` after that which prepares ticks; wait for it on exit."""
     with ExitStack() as inside:
         for stream in streams:
             stream.wait_stream(torch.cuda.default_stream(stream.device))
             inside.enter_context(torch.cuda.stream(stream))
         yield
     for stream in streams:
-        stream.synchronize()  # a tick is handed out when the device, too, has done the one before
+        stream.synchronize()  # the next tick is handed out only after the device has finished the last one
 
 
 def replica_names(count: int) -> list[str]:
-    """Names of replicas in threads and errors."""
+    """Return the names of replicas, for threads and errors."""
     return [f"replica{i}" for i in range(count)]
 
 
 class Replicas:
-    """Replicas that take ticks as they are free, or, with ``algo.central.order=turns``, pull and push in a fixed order.
+    """Replicas that take ticks when free or, with ``algo.central.order=turns``, pull and push in a fixed order.
 
-    In turns the same seed gives the same bits, as everything but pulls and pushes is private. Without, it does not.
+    With ``turns`` the same seed gives the same bits, because only pulls and pushes are shared.
 
     Args:
-        executor: of whole ticks of the replicas, under their ``replica_names``. ``Inline`` runs one after the other.
+        executor: runs ticks of the replicas, under their ``replica_names``. ``Inline`` runs one after the other.
     Attributes:
         reproducible: the same seed gives the same bits.
     """
@@ -108,7 +108,7 @@ class Replicas:
         self.reproducible = count == 1 or self.turns is not None or isinstance(executor, Inline)
 
     def begin(self, ticks: int) -> None:
-        """The first replica's parameters become everybody's."""
+        """Copy the first replica's parameters to all."""
         self.ticks = ticks
         with torch.no_grad():
             self.central.data.copy_(self.members[0].optimizer.flat.data)
@@ -126,7 +126,7 @@ class Replicas:
         self.ticks += 1
 
     def _jobs(self) -> dict[str, Iterator[Job]]:
-        """The replicas' ticks by name of the replica: drawn from one supply, or, in turns, as many for each."""
+        """Return the ticks by replica name: taken from a common supply or, with ``turns``, equally many each."""
         count = len(self.members)
         numbers = range(self.ticks * self.each * count, (self.ticks + 1) * self.each * count)
         supply = iter(numbers)
@@ -142,7 +142,7 @@ class Replicas:
         try:
             member.tick(number)
         except ReplicaStopped:
-            pass  # another replica has failed, and its error is the one to tell
+            pass  # another replica has failed; report its error
         except BaseException:
             self._halt()
             raise
@@ -152,7 +152,7 @@ class Replicas:
             self.turns.halt()
 
     def _meet(self) -> None:
-        """With all replicas stopped, copy the central parameters and the merged statistics to each."""
+        """While all replicas are stopped, copy the central parameters and the merged statistics to each."""
         for one in self.members:
             self.central.pull(one.optimizer.flat.data)
         for sets in zip(*(one.replica.statistics() for one in self.members), strict=True):

@@ -1,4 +1,4 @@
-"""The settings of a run that is resumed: its own, with a few that may be given anew."""
+"""Settings of a resumed run: those of the run, with a few that may be overridden."""
 
 import dataclasses
 import warnings
@@ -13,18 +13,18 @@ from pql.config.trust import PYTHON, check_links, check_networks, check_task, na
 from pql.errors import ConfigError, PqlWarning, show
 from pql.run.store.run_dir import run_settings
 
-UPLOADING = "logger.mode"  # counts where it is typed: a run directory may be somebody else's
+UPLOADING = "logger.mode"  # accepted only from the command line: the run directory may be untrusted
 
 
 def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) -> Config:
-    """A run's config with ``overrides`` of its budget, evaluation, logger or checkpoints.
+    """Return a run's config with ``overrides`` of its budget, evaluation, logger or checkpoints.
 
     Args:
-        overrides: settings that name code may be among them, as they were: so they need not be trusted. The simulator's
-            interpreter may be another one.
-        trust: the settings that name code, programs or paths, and uploads to wandb, are taken from the run as they are.
+        overrides: may repeat settings that name code with their old values, which then need no trust. The simulator's
+            interpreter may differ.
+        trust: accept settings of the run that name code, programs or paths, and its uploads to wandb.
     Raises:
-        ConfigError: no run there, an override that would make it another run, or settings that are not trusted.
+        ConfigError: no such run, an override of a setting that must not change, or untrusted settings.
     """
     data = run_settings(run_dir)
     presets, values = parse_words(overrides, dict(leaves(from_dict(data))))
@@ -55,7 +55,7 @@ def counts_when_typed(word: str) -> bool:
 
 
 def _offline(config: Config) -> Config:
-    """With wandb's data on the disk alone: uploads go by the user's login, to a project that the config names."""
+    """Return the config with wandb offline: uploads would use the user's login for a project that the config names."""
     if (config.logger.kind, config.logger.mode) != ("wandb", "online"):
         return config
     what = (

@@ -34,27 +34,27 @@ from pql.run.task import build_env, staggered
 
 Callback = Callable[["Session", log.Row], None]
 Callbacks = Callback | Sequence[Callback]
-AGREE_EVERY = 32  # steps of the warm-up between two looks of several processes at whether it is to end
+AGREE_EVERY = 32  # warm-up steps between checks of all ranks for its end
 
 
 class Session:
-    """One run, new or resumed.
+    """A run, new or resumed.
 
     Args:
         config: checked by ``validate.validate``.
         env: a live environment to train on instead of the task's; it is also the one evaluated, after training.
-        callbacks: one or several, called as ``callback(session, row)`` with every row of metrics; set ``session.stop``
-            to end the run.
-        quiet: nothing on the console.
+        callbacks: one or several, called as ``callback(session, row)`` with every row of metrics; set
+            ``session.stop`` to end the run.
+        quiet: print nothing.
         resume: continue the run in ``config.run_dir`` from its newest intact resume point.
-        overrides: the words that made ``config``, for the record.
-        interrupt: where Ctrl-C shows; a new one by default, which listens while :meth:`train` runs.
-        console: that has said what the run will do; by default a new one, which says it.
-        claim: of the run's directory, where it was made before; it is closed at the run's end.
+        overrides: the command-line overrides of ``config``, stored with the run.
+        interrupt: reports Ctrl-C; by default a new one, active while :meth:`train` runs.
+        console: one that has already printed the header of the run; by default a new one.
+        claim: existing claim of the run directory; closed at the end of the run.
 
     Attributes:
-        stop: set it to end the run after this tick; it is saved and evaluated as at its budget's end.
-        seconds: from the first env step on, warm-up and earlier sittings included.
+        stop: set to end the run after this tick, with the usual checkpoint and evaluation.
+        seconds: time since the first env step, warm-up and earlier sittings included.
         best: mean return of the best evaluation so far.
     """
 
@@ -84,10 +84,10 @@ class Session:
         config, ranks = self.config, self.ranks
         self.stop, self.seconds, self.best = False, 0.0, float("-inf")
         self.last_eval: Evaluation | None = None
-        self.prefilled = 0  # transitions that the replay began with
+        self.prefilled = 0  # transitions in the replay at the start
         self._ending = False  # all ranks have agreed to end
-        self._failed: RunError | None = None  # of an evaluation: the run ends, saved, with this error
-        self._resumed, self._ready = resume, False  # ready: the warm-up is done
+        self._failed: RunError | None = None  # error of an evaluation, with which the run ends after saving
+        self._resumed, self._ready = resume, False  # warm-up done
         log.check_logger(config)
         opened.callback(ranks.close)
         opened.enter_context(Watchdog(self.interrupt))
@@ -128,7 +128,7 @@ class Session:
         self._say_more()
 
     def _make_parts(self, opened: ExitStack) -> None:
-        """Simulators, networks and workers, ready for their first step."""
+        """Build simulators, networks and workers, ready for the first step."""
         with self.doing("building the simulator and the networks"):
             with watching(f"building {self.config.task.title}", start_limit(self.config.placement)):
                 self.parts: Parts = _build(self.ranks.share, self.given_env)
@@ -156,7 +156,7 @@ class Session:
             rundir.create_run_dir(self.run_dir, config, overrides)
 
     def _warm_up(self, ticks: int) -> None:
-        """The warm-up, or what is left of it, within the budget; then tick ``ticks`` can come."""
+        """Run the rest of the warm-up, within the budget; tick ``ticks`` is next."""
         steps, start, before = self.config.algo.warmup_steps, time.perf_counter(), self.seconds
         total = steps * self.config.num_envs
 
@@ -165,7 +165,7 @@ class Session:
             wanted = bool(self._to_end())
             if self.ranks.size == 1:
                 return not wanted
-            # All end it at the same step, for which they wait for each other: seldom.
+            # Ranks must end it at the same step, so they wait for each other; rarely, for speed.
             return self.parts.first.collector.steps % AGREE_EVERY > 0 or not any(self.ranks.every(wanted))
 
         with dumping(self.run_dir, self.parts, self.ranks.rank):
@@ -189,12 +189,12 @@ class Session:
             self.say(f"resumed at tick {self.parts.schedule.ticks:,}, {self.env_steps:,} env steps")
 
     def _hold(self, opened: ExitStack, claim: Claim) -> Path:
-        """Keep the run directory until ``opened`` is closed."""
+        """Hold the claim of the run directory until ``opened`` is closed."""
         self._held = opened.enter_context(claim)
         return claim.path
 
     def _load(self) -> int:
-        """The newest intact resume point: its state, and returned its ticks."""
+        """Restore the newest intact resume point; return its ticks."""
         tensors, manifest = self.ranks.resume_point(self.checkpoints)
         check_finite(tensors, manifest)
         parts, counters = self.parts, manifest["counters"]
@@ -206,7 +206,7 @@ class Session:
                 "this simulator cannot restore its state: episodes begin anew, so the run goes on with other bits"
             )
         best = self.checkpoints / "best"
-        if best.exists():  # its own record: an evaluation after the resume point may have improved it
+        if best.exists():  # stored separately: an evaluation after the resume point may have improved it
             try:
                 self.best = checkpoint.load(best)[1].get("return_mean", self.best)
             except checkpoint.CorruptCheckpointError as error:
@@ -220,12 +220,12 @@ class Session:
 
     @property
     def env_steps(self) -> int:
-        """Transitions so far, all environments together, warm-up included."""
+        """Transitions so far, summed over all environments, warm-up included."""
         return self.parts.env_steps * self.ranks.size
 
     @property
     def interrupted(self) -> bool:
-        """Ctrl-C or SIGTERM came."""
+        """True after Ctrl-C or SIGTERM."""
         return self.interrupt.asked
 
     def say(self, text: str) -> None:
@@ -234,7 +234,7 @@ class Session:
             self.console.say(text)
 
     def doing(self, what: str, detail: Callable[[], str] = str) -> AbstractContextManager[None]:
-        """Inside, the console shows ``what`` and ``detail``, unless the run is quiet."""
+        """Context manager: show ``what`` and ``detail`` on the console, unless the run is quiet."""
         return self.console.doing(what, detail) if self.console else nullcontext()
 
     def warn(self, text: str) -> None:
@@ -252,13 +252,13 @@ class Session:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> Summary:
-        """Run until the budget ends, a callback or Ctrl-C stops it; then save, evaluate and sum up. Once.
+        """Run until the budget ends or a callback or Ctrl-C stops it; then save, evaluate and summarise. Call once.
 
         Raises:
-            RunError: the run failed; or, at its very end, something that it was to leave could not be written.
+            RunError: the run failed, or one of its final files could not be written.
         """
         with self.ranks.failing_together(), self.interrupt, self.closing:
-            self.closing.callback(self.interrupt.release)  # what is left then is not worth waiting for
+            self.closing.callback(self.interrupt.release)  # not worth waiting for at the end
             with dumping(self.run_dir, self.parts, self.ranks.rank):
                 self._loop()
                 self.save()
@@ -281,7 +281,7 @@ class Session:
         }
         due = {k: before + v for k, v in every.items() if v is not None and self.ranks.first}
         pending: log.Pending | None = None
-        # What has begun has a first tick, whatever comes: a run is saved before it begins, or after a tick.
+        # A started run always completes its first tick: it can be saved only before the start or after a tick.
         while self._ready and (schedule.ticks == 0 or not self._over()):
             schedule.tick()
             self.seconds = before + time.perf_counter() - start
@@ -293,7 +293,7 @@ class Session:
             wanted = [k for k, t in due.items() if self.seconds >= t and not (k == "log" and pending)]
             due |= {k: self.seconds + (every[k] or 0.0) for k in wanted}
             if "log" in wanted and self._keep_directory():
-                wanted.append("save")  # the policy is nowhere else
+                wanted.append("save")  # the only copy of the policy
             for what in self.ranks.agree([*wanted, *self._to_end()]):
                 if what == "log":
                     if pending:
@@ -340,7 +340,7 @@ class Session:
             "steps/env": now["env_steps"],
             "updates/v": updates["v"],
             "updates/p": updates["p"],
-            # Over the whole run, counted from the first tick: exactly the configured ones.
+            # Over the whole run from the first tick, so they equal the configured ratios exactly.
             "ratio/v_per_step": updates["v"] / (parts.steps - self.config.algo.warmup_steps - parts.counts.ahead),
             "ratio/p_per_v": updates["p"] / updates["v"],
             **parts.schedule.measures(),
@@ -354,7 +354,7 @@ class Session:
             return log.Pending(parts.drain(self.ranks.group), row)
 
     def _write(self, row: log.Row) -> None:
-        if row.get("train/episodes") == 0:  # nothing ended in this window: no means to report
+        if row.get("train/episodes") == 0:  # no episode ended in this window: there are no means
             row = {k: v for k, v in row.items() if not k.startswith(("train/", "episode/"))}
         self.sinks.write(row)
         self._guard.look(row)
@@ -371,7 +371,7 @@ class Session:
         )
 
     def _env_beside(self) -> VecEnv | None:
-        """Environments for evaluations that the training's simulator has itself."""
+        """Evaluation environments that the training simulator provides."""
         env = self.parts.first.env
         return env.beside() if supports(env, WithEvaluation) else None
 
@@ -434,7 +434,7 @@ class Session:
             self.archive.save_best(self.parts, report.state, facts)
 
     def _final_evaluation(self) -> Evaluation | None:
-        """Of the policy as it stands; None where none is wanted, or Ctrl-C came."""
+        """Evaluate the current policy; None if disabled or after Ctrl-C."""
         if self.evaluator:
             with self.doing("the last evaluation beside the run", self._episodes):
                 self._wait_for_evaluator()
@@ -449,7 +449,7 @@ class Session:
         return None if self.interrupted else self.last_eval
 
     def _evaluate_here(self) -> None:
-        """On the environments that were trained on."""
+        """Evaluate on the training environments."""
         env, seed, epsilon = self.parts.first.env, seeds(self.config.seed)["eval"], self.config.eval.epsilon
         policy, ended = fresh_policy(self.config, env.spec, env.spec.device), [0]
         policy.load_state_dict(snapshot(self.parts))
@@ -462,7 +462,7 @@ class Session:
         self._record(EvaluationReport(self._now(), policy.state_dict(), outcome))
 
     def _episodes(self) -> str:
-        """How far the evaluator is."""
+        """Progress of the evaluator."""
         assert self.evaluator is not None
         return f"{self.evaluator.ended} of {self.evaluator.env.spec.num_envs} episodes"
 
@@ -531,10 +531,10 @@ class Session:
 
 
 def several(callbacks: Callbacks) -> list[Callback]:
-    """One callback, or several, as a list.
+    """Return one or several callbacks as a list.
 
     Raises:
-        ConfigError: something that cannot be called.
+        ConfigError: a callback that is not callable.
     """
     found = [callbacks] if callable(callbacks) else list(callbacks)
     for one in found:
@@ -553,7 +553,7 @@ def _build(config: Config, env: VecEnv | None) -> Parts:
         if error.value is None and config.task.by_actors:  # what is to be given, too
             group = "remote" if config.task.remote else "kwargs"
             given |= {k: f"task.{group}.{k}" for k in ("token_file", "cert", "key")}
-        if error.setting in given:  # as the user wrote it
+        if error.setting in given:  # as given by the user
             raise ConfigError(given[error.setting], error.value, error.allowed) from error
         raise
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""A config's task becomes a simulator: its factory, the keywords it is given, the groups its environments step in."""
+"""Build the simulator of a config's task: factory, keyword arguments and env slices."""
 
 import inspect
 import json
@@ -24,8 +24,9 @@ CUT_SHORT = ("stagger", "random_lengths")
 
 
 def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
-    """The environment's spec without starting it, where its factory can tell. One in another process tells it there:
-    see :func:`build_env`."""
+    """Return the spec without building the environment, if its factory supports that.
+
+    For an environment in another process see :func:`build_env`."""
     if config.task.process.python is not None or config.task.remote:
         return None
     factory, groups = find_factory(config.task.name), config.placement.groups
@@ -46,15 +47,15 @@ def whole_spec(config: Config, one: EnvSpec, groups: int) -> EnvSpec:
 
 
 def telling(config: Config, env: VecEnv) -> VecEnv:
-    """``env``, or where the algorithm wants it ``env`` with what was done last among its observations."""
+    """Return ``env``, wrapped to observe the last action and reward if the algorithm needs them."""
     return Feedback(env, config.task.reward_clip) if config.algo.needs_last_action else env
 
 
 def task_kwargs(config: Config) -> dict[str, Any]:
-    """Arguments that the task itself passes to its environment's factory.
+    """Return the keyword arguments that the task passes to its factory.
 
     Raises:
-        ConfigError: a keyword that is also said by a name of its own, ``task.game`` say.
+        ConfigError: a keyword that also has its own setting, such as ``task.game``.
     """
     task = config.task
     for name in RESERVED & task.kwargs.keys():
@@ -66,8 +67,8 @@ def task_kwargs(config: Config) -> dict[str, Any]:
 
 
 def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
-    """Arguments of the environment's factory. One that takes ``threads`` gets its share of the cores, one
-    that takes ``groups`` forms them itself."""
+    """Return all arguments of the factory. A factory that takes ``threads`` gets its share of the cores; one that takes
+    ``groups`` forms the slices itself."""
     given = task_kwargs(config)
     taken = inspect.signature(find_factory(config.task.name)).parameters
     if "threads" in taken:
@@ -80,12 +81,12 @@ def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
 def build_env(
     config: Config, num_envs: int | None = None, approve: Callable[[EnvSpec], object] | None = None
 ) -> VecEnv:
-    """The task's environment.
+    """Build the task's environment.
 
     Args:
-        num_envs: instead of the config's, in one group, and with whole first episodes (evaluation).
-        approve: is shown the specification of one in another process before its simulator is built, where its factory
-            can tell; of others, :func:`describe_env` tells it.
+        num_envs: replaces the config's; one slice, with complete first episodes (for evaluation).
+        approve: called with the spec of an environment in another process before its simulator is built, if its factory
+            supports that; for others use :func:`describe_env`.
     """
     if config.task.live:
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
@@ -112,7 +113,7 @@ def staggered(config: Config) -> bool:
 
 
 def unstaggered(config: Config) -> Config:
-    """The same, but all first episodes are whole: an evaluation counts them."""
+    """Return the keywords without shortened first episodes, because an evaluation counts them."""
     kwargs = {name: value for name, value in config.task.kwargs.items() if name not in CUT_SHORT}
     return replace(config, task=replace(config.task, kwargs=kwargs))
 
@@ -120,7 +121,7 @@ def unstaggered(config: Config) -> Config:
 def process_env(
     config: Config, num_envs: int, device: torch.device, approve: Callable[[EnvSpec], object] | None = None
 ) -> VecEnv:
-    """``num_envs`` of the task's environments, in a process and a Python of their own."""
+    """Build ``num_envs`` environments in a separate process with its own Python."""
     from pql.remote.process.near import ProcessVec
 
     process, threads = config.task.process, thread_counts(config)["simulator"]
@@ -139,7 +140,7 @@ def process_env(
 
 
 def remote_env(config: Config, groups: int | None, num_envs: int, device: torch.device) -> VecEnv:
-    """The task's environments, stepped by actors: what these are to be started with, people are told."""
+    """Build the task's environments stepped by remote actors; print the command that starts these."""
     kwargs = {k: v if isinstance(v, str) else json.dumps(v) for k, v in task_kwargs(config).items()}
     words = shlex.join([config.task.name, *(f"{k}={v}" for k, v in kwargs.items())])
     given = {"task": words, **config.task.remote}
@@ -149,7 +150,7 @@ def remote_env(config: Config, groups: int | None, num_envs: int, device: torch.
 
 
 def check_groups(config: Config, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` where an environment's groups are not those wanted, or not equal in size."""
+    """Raise ``ConfigError`` if the env slices differ from the requested ones or in size."""
     if config.placement.groups not in (None, spec.groups):
         raise ConfigError("placement.groups", config.placement.groups, f"null or {spec.groups}, as {spec.name} has")
     if spec.num_envs % spec.groups:

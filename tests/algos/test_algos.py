@@ -13,6 +13,7 @@ from oracles import c51_projection, tanh_gaussian_log_prob
 from torch.nn import functional as F
 
 from pql.algos import ddpg, sac
+from pql.config import SacConfig
 from pql.config.compose import compose
 from pql.engine.executors import Inline
 from pql.engine.optim import AdamW
@@ -321,6 +322,19 @@ def test_a_random_subset_of_the_ensemble_forms_the_target():
     assert sorted(drawn) == pytest.approx(sorted(alone), rel=1e-5)
     assert losses[2, 0] == pytest.approx(losses[None, 0], rel=1e-6)
     assert losses[None, 0] not in drawn
+
+
+@pytest.mark.parametrize(
+    ("settings", "goal"),
+    [
+        ({}, -6.0),
+        ({"entropy_per_action": 0.0}, 0.0),
+        ({"target_sigma": 0.15}, -0.4782 * 6),  # of a Gaussian: log(0.15) + log(2 pi e) / 2 for each
+        ({"target_entropy": -2.5, "target_sigma": 0.15}, -2.5),
+    ],
+)
+def test_target_entropies(settings, goal):
+    assert SacConfig(**settings).entropy_goal(6) == pytest.approx(goal, abs=1e-3)
 
 
 # --- policy updates ---

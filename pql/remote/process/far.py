@@ -127,7 +127,7 @@ class Server:
 
     def __init__(self, ends: Mapping[str, int]):
         self.requests, self.answers, self.memory = ends["requests"], ends["answers"], ends["memory"]
-        self.sims: Any = None  # far_build.py, which imports NumPy: if that is missing, it is for this class to say
+        self.sims: Any = None  # far_build.py imports NumPy; if that is missing, this class must report it
         self.env: Any = None
         self.arrays: dict[str, Any] = {}
         self.tensors: dict[str, Any] = {}  # the same memory, if torch is imported

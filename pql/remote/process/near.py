@@ -99,15 +99,15 @@ class Far:
             RunError: an exception in the child, or as :meth:`wait`; the process has ended.
         """
         self._check_open()
-        with suppress(BrokenPipeError):  # it has ended; what it said before that is still to be read
+        with suppress(BrokenPipeError):  # it has ended; its last output is still to be read
             far.send_message(self.requests, far.CALL, {"do": do, **request}, blob)
         kind = self.wait(seconds, "start_seconds")
-        while kind in (far.STEP, far.PLAIN):  # of a step whose result was never read
+        while kind in (far.STEP, far.PLAIN):  # answer to a step whose result was never read
             kind = self.wait(seconds, "start_seconds")
         return self._answer(kind)
 
     def wake(self) -> None:
-        """Ask for a step."""
+        """Request a step."""
         self._check_open()
         try:
             os.write(self.requests, far.STEP)
@@ -115,11 +115,11 @@ class Far:
             return  # as above
 
     def wait(self, seconds: float, setting: str = "step_seconds") -> bytes:
-        """Until it answers: what kind of answer it is.
+        """Wait for an answer and return its kind.
 
         Args:
-            seconds: a longer silence is a hang.
-            setting: that says how long that is.
+            seconds: time limit; exceeding it counts as a hang.
+            setting: the setting with that limit, for messages.
         Raises:
             RunError: a crash, or no answer within ``seconds``; the process is then gone.
         """
@@ -129,15 +129,14 @@ class Far:
         return os.read(self.answers, 1)
 
     def stepped(self, seconds: float, setting: str = "step_seconds") -> bool:
-        """Wait for the step that was asked for: whether anything ended or began in it. Raises as :meth:`ask`."""
+        """Wait for the requested step; return True if an episode ended or began. Raises as :meth:`ask`."""
         kind = self.wait(seconds, setting)
         if kind not in (far.STEP, far.PLAIN):
             self._answer(kind)
         return kind != far.PLAIN
 
     def _look_after(self, seconds: float, setting: str) -> None:
-        """It is slow, or hangs, or has ended without a word: that its pipe is open says little, since whatever it has
-        forked holds that open, too."""
+        """Check if the child is slow, hung or dead. An open pipe proves nothing, as forks keep it open."""
         deadline = time.monotonic() + seconds - LOOK
         while not self._poll.poll(0):
             if self.process.poll() is not None and not self._poll.poll(0):  # it may have answered, then ended
@@ -146,10 +145,10 @@ class Far:
             if left <= 0:
                 raise self._hung(seconds, setting)
             self._poll.poll(1000 * min(left, LOOK))
-            touch()  # this wait has a deadline of its own
+            touch()  # this wait has its own time limit
 
     def _answer(self, kind: bytes) -> tuple[Any, bytes]:
-        """The rest of an answer of this kind."""
+        """Read the rest of an answer of this kind."""
         if not kind:
             raise self._died()
         facts, blob = far.read_message(self._read)
@@ -159,7 +158,7 @@ class Far:
             raise ConfigError(*facts["config"])
         self.kill()
         lines = [f"{self} failed", *facts["traceback"].rstrip().splitlines()]
-        if lines[-1] != facts["cause"]:  # the message has several lines: the last one here is to say the cause
+        if lines[-1] != facts["cause"]:  # the message has several lines; its last one names the cause
             lines.append(facts["cause"])
         raise RunError("\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""Files of a run: its directory, checkpoints, resume points, and who may write to them.
+"""Files of a run: directory, checkpoints, resume points and the lock of the writer.
 
-Every write is whole or absent, and every read is checked before it is used. Start reading at ``checkpoint.py``.
+Writes are atomic, and everything read is validated before use. Start reading at ``checkpoint.py``.
 """

@@ -18,17 +18,17 @@ from pql.run.store.saver import Saver
 
 
 class Archive:
-    """Writes into a run directory, beside the training where that is asked for.
+    """Writes into a run directory, optionally in a background thread.
 
-    A checkpoint that cannot be written ends no run: that is warned of at once, and kept for the run's end.
+    A checkpoint that cannot be written does not end the run: it causes a warning at once and is reported at the end.
 
     Args:
-        run_dir: the run's, and its ``held`` lock; None: another rank's process holds it.
-        overrides: the words that made the config, should the directory have to be made anew.
-        warn: tells of something wrong.
+        run_dir: the run directory, with its lock ``held``; None: another rank holds it.
+        overrides: command-line overrides of the config, for creating the directory again.
+        warn: receives warnings.
 
     Attributes:
-        missing: what could not be written, or was deleted, and why.
+        missing: files that could not be written or were deleted, with the reason.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Archive:
         self.saver = Saver()
         self._held, self._overrides = held, overrides
         self._number = held and run_dir.stat().st_ino
-        self._saved = False  # a point was saved, and older ones are not yet deleted
+        self._saved = False  # a resume point was saved; older ones are not deleted yet
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, parts: Parts, counters: dict[str, float], background: bool) -> None:
-        """Write the policy and, unless ``checkpoint.replay`` is off, a resume point; those asked for before come first.
+        """Write the policy and, unless ``checkpoint.replay`` is off, a resume point, after earlier requests.
 
         Args:
             background: only copy them here; a thread writes them.
@@ -72,15 +72,15 @@ class Archive:
             self.settle()
 
     def save_policy(self, parts: Parts, facts: dict[str, Any], background: bool = False) -> None:
-        """Write the policy as it stands."""
+        """Write the current policy."""
         self._save(self.folder / "last", "policy", self._policy_state(parts), parts, facts, background)
 
     def save_best(self, parts: Parts, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Have the policy of the best evaluation written."""
+        """Write the policy of the best evaluation."""
         self._save(self.folder / "best", "policy", state, parts, facts, True)
 
     def save_replay(self, parts: Parts) -> None:
-        """replay.safetensors."""
+        """Write replay.safetensors."""
         name = "replay.safetensors" if self.ranks.first else f"replay-rank{self.ranks.rank}.safetensors"
         try:
             transitions.save_replay(parts.first.collector.replays[0], self.run_dir / name)
@@ -88,10 +88,10 @@ class Archive:
             self.lost(name, error)
 
     def settle(self, wait: bool = True) -> None:
-        """Tell of what was written since, and delete older resume points.
+        """Report finished writes and delete older resume points.
 
-        A point counts once all ranks have theirs: until then the one before stays. So several ranks, which all wait
-        here, delete it when the next is saved.
+        A resume point is valid once all ranks have written theirs; until then the previous one is kept. Several ranks
+        therefore delete it when the next is saved.
 
         Args:
             wait: until everything has been written.
@@ -107,7 +107,7 @@ class Archive:
                 self.saver.outcomes(wait)
 
     def lost(self, name: str, error: Exception, then: str = "") -> None:
-        """Warn of what could not be written, and keep it for the run's end."""
+        """Warn about a failed write and report it again at the end of the run."""
         self.warn(f"{name} not written{then}: {error}")
         self.missing[name] = str(error)
 
@@ -116,7 +116,7 @@ class Archive:
         self.saver.close()
 
     def _policy_state(self, parts: Parts) -> dict[str, Any]:
-        """The current policy, without what only training needs."""
+        """Return the current policy, without state that only training needs."""
         state = snapshot(parts)
         needed = fresh_policy(self.config, parts.first.env.spec, "cpu").norm.state_dict()
         return {**state, "norm": {k: state["norm"][k] for k in needed}}
@@ -129,10 +129,10 @@ class Archive:
     # -- a directory that is deleted ------------------------------------------------------------------------------
 
     def restore(self, env_steps: int) -> bool:
-        """Make the run directory anew, where somebody has deleted it or emptied it. Returns whether that was so.
+        """Create the run directory again if it was deleted or emptied. Return True in that case.
 
         Raises:
-            RunError: it cannot be made, or another run has taken its name.
+            RunError: it cannot be created, or another run has taken its name.
         """
         if self._held is None or self._there():
             return False

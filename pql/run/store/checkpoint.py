@@ -1,8 +1,7 @@
-"""Checkpoints: a directory with one safetensors file and a JSON manifest, hashed, written aside and renamed.
+"""Checkpoints: a directory with one safetensors file and a JSON manifest, with hashes, written atomically.
 
-Nothing is ever unpickled. A checkpoint is complete or not there: files are synced before the rename that makes
-them visible, and one that is replaced stays beside it (``.old-NAME``) until the new one stands. A reader checks the
-hashes and falls back to the one before.
+Nothing is unpickled. Files are synced before the rename that makes them visible, and a replaced checkpoint is kept as
+``.old-NAME`` until the new one is complete. A reader checks the hashes and falls back to the previous checkpoint.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from pql.run.store.manifest import FORMAT, NewerFormatError, check_manifest
 from pql.types import Rows
 
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
-LATER = ("quarantine", "final_obs")  # what checkpoints of older releases lack: it stays as a new run begins with it
+LATER = ("quarantine", "final_obs")  # entries that checkpoints of older releases lack: they keep their initial values
 
 
 class CorruptCheckpointError(ConfigError):
@@ -49,12 +48,12 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 def unflatten(flat: Mapping[str, Tensor], like: Any, prefix: str = "", some: bool = False) -> Any:
-    """The reverse of :func:`flatten`, in the shape of ``like``.
+    """Reverse :func:`flatten`, with the structure of ``like``.
 
     Args:
         some: the first axis may have another length, as everywhere below a :class:`~pql.types.Rows`.
     Raises:
-        ConfigError: the checkpoint lacks something that the run has, or holds it in another shape or type.
+        ConfigError: the checkpoint lacks an entry of the run, or has another shape or type.
     """
     if isinstance(like, Mapping):
         some = isinstance(like, Rows)
@@ -70,7 +69,7 @@ def unflatten(flat: Mapping[str, Tensor], like: Any, prefix: str = "", some: boo
         return value.item()
     lead = 1 if some and like.dim() == value.dim() else 0
     if value.shape[lead:] != like.shape[lead:] or value.dtype != like.dtype:
-        # Checked here because copying into place would broadcast, or round, without a word.
+        # Checked here because copying in place would silently broadcast or round.
         have, want = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (value, like))
         raise ConfigError("checkpoint", prefix, f"{want}, as this run's settings make it; the checkpoint has {have}")
     return value
@@ -114,11 +113,11 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _manifest(path: Path, kinds: Sequence[str]) -> dict[str, Any]:
-    """A checkpoint's manifest alone.
+    """Return the manifest of a checkpoint.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is damaged, or none that a run writes.
+        ValueError: it is damaged or invalid.
     """
     manifest: dict[str, Any] = read_json(path / MANIFEST)
     check_manifest(manifest, kinds)
@@ -133,20 +132,20 @@ def _manifest_hash(manifest: Mapping[str, Any]) -> str:
 
 
 def load(path: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name, and the manifest. Safe beside a run that replaces the checkpoint at this very moment.
+    """Return tensors by name, and the manifest. Safe while a run replaces the checkpoint.
 
     Args:
-        kinds: of which it must be one (``policy``, ``resume``, ``dump``); its manifest is then checked as a whole.
+        kinds: allowed kinds (``policy``, ``resume``, ``dump``); the whole manifest is then validated.
     Raises:
-        CorruptCheckpointError: incomplete, truncated, altered, or with a manifest that no run writes.
+        CorruptCheckpointError: incomplete, truncated, altered, or with an invalid manifest.
         ConfigError: written by a newer format.
     """
     try:
         return _read(path, kinds)
     except CorruptCheckpointError:
-        if not path.exists() and _old(path).exists():  # stopped (or still) between the two renames of ``save``
+        if not path.exists() and _old(path).exists():  # interrupted (or still) between the two renames of ``save``
             return _read(_old(path), kinds)
-        return _read(path, kinds)  # replaced between the reading of its two files
+        return _read(path, kinds)  # replaced between the reads of its two files
 
 
 def _read(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -168,7 +167,7 @@ def _read(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def newest_checkpoint(folder: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
-    """The newest intact resume point in ``folder``; damaged ones are skipped with a warning. ``kinds`` as for
+    """Return the newest intact resume point in ``folder``; damaged ones are skipped with a warning. ``kinds`` as for
     :func:`load`.
 
     Raises:
@@ -185,12 +184,12 @@ def newest_checkpoint(folder: Path, kinds: Sequence[str] = ()) -> tuple[dict[str
 
 
 def resume_points(folder: Path) -> list[Path]:
-    """Resume points, oldest first."""
+    """Return resume points, oldest first."""
     return sorted(folder.glob("tick-*"))
 
 
 def ranks(folder: Path) -> int | None:
-    """How many processes wrote the resume points in ``folder``; None: there are none."""
+    """Return the number of ranks of the resume points in ``folder``, or None without any."""
     for path in reversed(resume_points(folder)):
         with contextlib.suppress(OSError, ValueError):
             return int(_manifest(path, ()).get("ranks", 1))
@@ -198,8 +197,7 @@ def ranks(folder: Path) -> int | None:
 
 
 def checkpoint_settings(folder: Path) -> dict[str, Any] | None:
-    """The config in the newest intact manifest of the resume points in ``folder``; None: there is none. Their tensors
-    are not looked at."""
+    """Return the config in the newest intact resume-point manifest in ``folder``, or None."""
     for path in reversed(resume_points(folder)):
         with contextlib.suppress(OSError, ValueError):
             return dict(_manifest(path, ("resume",))["config"])
@@ -207,10 +205,10 @@ def checkpoint_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def amend_manifest(folder: Path, config: Mapping[str, Any]) -> None:
-    """Give all resume points in ``folder`` whose manifests are intact another config.
+    """Replace the config in all resume points in ``folder`` with intact manifests.
 
     Raises:
-        OSError: it cannot be written; the manifest that was there is.
+        OSError: it cannot be written; the old manifest is kept.
     """
     for path in resume_points(folder):
         with contextlib.suppress(ValueError):
@@ -218,21 +216,21 @@ def amend_manifest(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def of_rank(folder: Path, rank: int) -> Path:
-    """Folder of one process's resume points; rank 0's is the run's, with the policy."""
+    """Return the folder of one rank's resume points; rank 0 uses the run's, with the policy."""
     return folder if rank == 0 else folder / f"rank-{rank}"
 
 
 def find(path: Path, kinds: Sequence[str] = (), whole: bool = False) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
-    """A checkpoint itself, or a run's: the last policy, else the best, else the newest resume point.
+    """Return a checkpoint, or that of a run: the last policy, else the best, else the newest resume point.
 
-    Of a run's, damaged ones are skipped, each with a warning.
+    Damaged checkpoints of a run are skipped with a warning.
 
     Args:
         kinds: as for :func:`load`.
-        whole: rather the newest resume point, which holds the critics too.
+        whole: prefer the newest resume point, which also has the critics.
     Raises:
-        ConfigError: none of these is there.
-        CorruptCheckpointError: none of them is intact.
+        ConfigError: there is none.
+        CorruptCheckpointError: none is intact.
     """
     if (path / MANIFEST).exists() or (path / TENSORS).exists():
         return (*load(path, kinds), path)
@@ -252,20 +250,20 @@ def find(path: Path, kinds: Sequence[str] = (), whole: bool = False) -> tuple[di
 
 
 def home(path: Path) -> Path:
-    """The run directory of a checkpoint or an export; of one that was moved elsewhere, the folder it lies in."""
+    """Return the run directory of a checkpoint or export; if it was moved, the folder that contains it."""
     folder = Path(os.path.abspath(path)).parent  # links are not followed: they may lead anywhere
     return folder.parent if folder.name in ("checkpoints", "export") else folder
 
 
 def set_aside(folder: Path, keep_up_to: Path) -> None:
-    """Rename resume points newer than ``keep_up_to``, which are damaged, so that none passes for the newest again."""
+    """Rename resume points newer than ``keep_up_to``, which are damaged, so that none is taken for the newest again."""
     for path in resume_points(folder):
         if path.name > keep_up_to.name:
             path.rename(path.with_name(f"damaged-{path.name}"))
 
 
 def rotate(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` resume points, and what an interrupted save left behind."""
+    """Delete all but the newest ``keep`` resume points, and the leftovers of interrupted saves."""
     with contextlib.suppress(OSError):
         recover(folder)
     for path in [*resume_points(folder)[:-keep], *folder.glob(".writing-*"), *folder.glob(".old-*")]:
@@ -273,7 +271,7 @@ def rotate(folder: Path, keep: int) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Put back what was being replaced when a save was cut off. For the one process that writes to ``folder``."""
+    """Restore checkpoints whose replacement was interrupted. Only for the process that writes to ``folder``."""
     for old in folder.glob(".old-*"):
         path = old.with_name(old.name.removeprefix(".old-"))
         if not path.exists():
@@ -291,7 +289,7 @@ def _sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a folder's names, on the disk."""
+    """Sync a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

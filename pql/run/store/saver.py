@@ -1,7 +1,6 @@
-"""Checkpoints written beside the training: copied at a tick's boundary, then hashed, written and synced by a thread.
+"""Background writing of checkpoints: copied between ticks, then hashed, written and synced by a thread.
 
-The tick waits for the copy, not for the disk. One checkpoint is written after the other, in the order in which they
-were asked for. This file knows nothing of what they hold.
+Training waits only for the copy. Checkpoints are written one at a time, in the order of the requests.
 """
 
 import queue
@@ -17,14 +16,14 @@ from pql.engine.placement import host_memory
 from pql.errors import RunError, first_line
 from pql.run.store import checkpoint
 
-SHARE = 0.5  # of the host's free memory, which a copy may take
-PATIENCE = 8.0  # seconds that a run which has failed waits for what is being written
+SHARE = 0.5  # share of the host's free memory that a copy may use
+PATIENCE = 8.0  # seconds that a failed run waits for pending writes
 
 Job = Callable[[], object]
 
 
 class Saver:
-    """Writes checkpoints, one at a time. Its methods are for one thread."""
+    """Writes checkpoints, one at a time. Call its methods from one thread only."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[tuple[str, Job] | None] = queue.Queue()
@@ -38,14 +37,15 @@ class Saver:
         return self._asked == self._reported
 
     def later(self, path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
-        """Copy ``tree``, to be written to the checkpoint ``path``. Where the copy would take more than half of the
-        host's free memory, it is written here and now, piece by piece."""
+        """Copy ``tree`` and write it to the checkpoint ``path`` in the background.
+
+        If the copy would take more than half of the host's free memory, it is written synchronously in parts."""
         tensors = checkpoint.flatten(tree)
         try:
             if sum(t.nbytes for t in tensors.values()) > SHARE * host_memory():
                 raise MemoryError
             copies, events = copied(tensors)
-        except (MemoryError, RuntimeError):  # the latter is PyTorch's way to say it
+        except (MemoryError, RuntimeError):  # PyTorch raises the latter
             self.now(path, tensors, manifest)
             return
 
@@ -57,13 +57,13 @@ class Saver:
         self.do(path.name, write)
 
     def now(self, path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
-        """Write a checkpoint here, after those that were asked for before."""
+        """Write a checkpoint synchronously, after earlier requests."""
         self.wait()
         self._asked += 1
         self._run(path.name, lambda: checkpoint.save(path, tree, manifest))
 
     def do(self, name: str, job: Job) -> None:
-        """Let the thread do something, after what it was given before."""
+        """Queue a function for the thread, after earlier requests."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pql-saver", daemon=True)
             self._thread.start()
@@ -71,12 +71,12 @@ class Saver:
         self._jobs.put((name, job))
 
     def outcomes(self, wait: bool = False) -> list[tuple[str, OSError | None]]:
-        """Writes finished since the last call: (name, the error or None).
+        """Return writes finished since the last call: (name, the error or None).
 
         Args:
-            wait: until everything has ended.
+            wait: wait until all have finished.
         Raises:
-            RunError: something other than the disk is to blame.
+            RunError: an error other than a failed write.
         """
         found: list[tuple[str, OSError | None]] = []
         while self._reported < self._asked and (wait or not self._outcomes.empty()):
@@ -88,12 +88,11 @@ class Saver:
         return found
 
     def wait(self) -> None:
-        """Until the thread has nothing left to do."""
+        """Wait until the thread is idle."""
         self._jobs.join()
 
     def close(self, patience: float = PATIENCE) -> None:
-        """End the thread. What it has not written after ``patience`` seconds, the process's end cuts off: what was
-        there before stays."""
+        """End the thread. Writes unfinished after ``patience`` seconds are abandoned; older checkpoints are kept."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(patience)
@@ -115,7 +114,7 @@ class Saver:
 def copied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Any]]:
     """Return copies of the same shapes on the host, and events after which those of CUDA tensors have arrived.
 
-    This does not wait for the GPU: its copies are queued before whatever the current streams are given next.
+    This does not wait for the GPU: copies are queued ahead of later work on the current streams.
     """
     out, devices = {}, set()
     for name, tensor in tensors.items():
