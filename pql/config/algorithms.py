@@ -137,6 +137,13 @@ class ActorCriticConfig(ReplayAlgoConfig):
         high=1000,
     )
     p_per_v: float = setting(0.5, "Policy updates per critic update (beta_p:v of the PQL paper).", above=0, high=1000)
+    return_cap: float | None = setting(
+        None,
+        "Rewards are also scaled so that the largest return so far is at most this (FlashSAC: 5); null: no cap.",
+        above=0,
+        high=1e9,
+        when="normalize_reward",
+    )
     lr_schedule: str = setting(
         "constant",
         "Learning rates of all networks: constant; cosine or linear: they fall to lr_final times their value within "
@@ -164,6 +171,12 @@ class ActorCriticConfig(ReplayAlgoConfig):
     def check(self, config: "Config") -> None:
         super().check(config)
         check_support(self.critic)
+        for name in ("policy", "critic"):
+            net = getattr(self, name)
+            if net.net is None and net.trunk == "residual" and len({*net.hidden}) != 1:
+                raise ConfigError(
+                    f"algo.{name}.hidden", net.hidden, "one width for all residual blocks, such as [256,256]"
+                )
         if self.critic.subset is not None and self.critic.subset > self.critic.ensemble:
             allowed = f"at most algo.critic.ensemble={self.critic.ensemble}"
             raise ConfigError("algo.critic.subset", self.critic.subset, allowed)

@@ -50,8 +50,19 @@ class AdamConfig:
 
 
 @dataclass(frozen=True)
-class InitConfig:
-    """Initial weights."""
+class TrunkConfig:
+    """A network's architecture and initial weights."""
+
+    trunk: str = setting(
+        "mlp",
+        "mlp, or residual: a pre-norm residual block for each entry of hidden, all of one width (SimBa).",
+        choices=("mlp", "residual"),
+        when="net=null",
+        weights="policy",
+    )
+    norm: str = setting(
+        "layer", "Normalisation in residual blocks.", choices=("layer", "rms"), when="trunk=residual", weights="policy"
+    )
 
     init: str = setting(
         "default",
@@ -104,7 +115,7 @@ class DistributionalNetConfig(TrainedNetConfig):
 
 
 @dataclass(frozen=True)
-class CriticConfig(DistributionalNetConfig, AdamConfig, InitConfig):
+class CriticConfig(DistributionalNetConfig, AdamConfig, TrunkConfig):
     """An ensemble of critics with target networks."""
 
     loss: str = setting(
@@ -140,7 +151,7 @@ class CriticConfig(DistributionalNetConfig, AdamConfig, InitConfig):
 
 
 @dataclass(frozen=True)
-class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, InitConfig):
+class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, TrunkConfig):
     """A policy that is trained to maximise a critic."""
 
     reduce: str = setting("min", "Reduction over the ensemble in the policy's loss.", choices=("min", "mean", "first"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pql.config import Config, EncoderConfig
-from pql.config.groups import InitConfig, NetConfig
+from pql.config.groups import NetConfig, TrunkConfig
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
@@ -272,7 +272,9 @@ def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:
 def make_layers(net: NetConfig) -> Layers:
     """Return the hidden layers of a network's settings."""
     layers = Layers(net.hidden, net.activation, net.layer_norm)
-    return replace(layers, init=net.init, head=net.head) if isinstance(net, InitConfig) else layers
+    if not isinstance(net, TrunkConfig):
+        return layers
+    return replace(layers, trunk=net.trunk, norm=net.norm, init=net.init, head=net.head)
 
 
 # -- networks supplied by the user ------------------------------------------------------------------------------------

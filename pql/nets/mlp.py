@@ -80,6 +80,17 @@ class NoisyLinear(nn.Module):
         return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, self.noise_out))
 
 
+class EnsembleRMSNorm(nn.Module):
+    """RMSNorm over the last axis of [E, B, size] (Zhang & Sennrich 2019), with a gain per ensemble member."""
+
+    def __init__(self, ensemble: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ensemble, 1, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=1e-6) * self.weight
+
+
 @dataclass(frozen=True)
 class Layers:
     """Hidden layers of an MLP.
@@ -89,6 +100,8 @@ class Layers:
         activation: a name in ``ACTIVATIONS``.
         layer_norm: LayerNorm before each activation.
         noisy: sigma_0 of :class:`NoisyLinear` layers; None: ordinary linear layers.
+        trunk: ``mlp``, or ``residual``: a :class:`ResidualBlock` for each of ``hidden``, which are equal.
+        norm: of residual blocks: ``layer`` or ``rms``.
         init: weights: ``default`` (torch's), or ``orthogonal`` with gain 1 and biases of 0.
         head: of the output layer: ``default`` (as ``init``), ``zero``, or ``small``: weights N(0, 0.01), biases of 0.
     """
@@ -97,6 +110,8 @@ class Layers:
     activation: str = "elu"
     layer_norm: bool = False
     noisy: float | None = None
+    trunk: str = "mlp"
+    norm: str = "layer"
     init: str = "default"
     head: str = "default"
 
@@ -107,15 +122,16 @@ def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None
     Args:
         ensemble: E: build E networks as one, [B, in] or [E, B, in] -> [E, B, out]; not with noisy layers.
     """
-    linear: Callable[[int, int], nn.Module] = nn.Linear
-    norm: Callable[[int], nn.Module] = nn.LayerNorm
-    if ensemble is not None:
-        linear, norm = partial(EnsembleLinear, ensemble), partial(EnsembleLayerNorm, ensemble)
-    elif layers.noisy is not None:
-        linear = partial(NoisyLinear, sigma=layers.noisy)
+    linear = linear_of(layers, ensemble)
+    if layers.trunk == "residual":
+        width = layers.hidden[0]
+        blocks = [ResidualBlock(width, layers, ensemble) for _ in layers.hidden]
+        net = nn.Sequential(linear(size_in, width), *blocks, norm_of(width, layers, ensemble), linear(width, size_out))
+        initialize(net, layers)
+        return net
     modules: list[nn.Module] = []
     for size in layers.hidden:
-        between = [norm(size)] if layers.layer_norm else []
+        between = [norm_of(size, Layers(()), ensemble)] if layers.layer_norm else []
         modules += [linear(size_in, size), *between, ACTIVATIONS[layers.activation]()]
         size_in = size
     net = nn.Sequential(*modules, linear(size_in, size_out))
@@ -123,10 +139,40 @@ def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None
     return net
 
 
+def linear_of(layers: Layers, ensemble: int | None) -> Callable[[int, int], nn.Module]:
+    """Return the constructor (size in, size out) of the linear layers."""
+    if ensemble is not None:
+        return partial(EnsembleLinear, ensemble)
+    return nn.Linear if layers.noisy is None else partial(NoisyLinear, sigma=layers.noisy)
+
+
+def norm_of(size: int, layers: Layers, ensemble: int | None) -> nn.Module:
+    """Return the normalisation of a residual block."""
+    if layers.norm == "rms":
+        return nn.RMSNorm(size, eps=1e-6) if ensemble is None else EnsembleRMSNorm(ensemble, size)
+    return nn.LayerNorm(size) if ensemble is None else EnsembleLayerNorm(ensemble, size)
+
+
+class ResidualBlock(nn.Module):
+    """Pre-norm residual block, x + W2 act(W1 norm(x)), with an inner width of four times the outer one.
+
+    [..., size] -> [..., size]. Source: Lee et al. 2025 (SimBa).
+    """
+
+    def __init__(self, size: int, layers: Layers, ensemble: int | None):
+        super().__init__()
+        linear = linear_of(layers, ensemble)
+        self.norm, self.up, self.down = norm_of(size, layers, ensemble), linear(size, 4 * size), linear(4 * size, size)
+        self.activation = ACTIVATIONS[layers.activation]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.activation(self.up(self.norm(x))))
+
+
 @torch.no_grad()
 def initialize(net: nn.Sequential, layers: Layers) -> None:
     """Initialise an MLP's linear layers as ``layers`` says; draws from torch's generator unless it is the default."""
-    linear = [m for m in net if isinstance(m, nn.Linear | EnsembleLinear)]
+    linear = [m for m in net.modules() if isinstance(m, nn.Linear | EnsembleLinear)]
     if layers.init == "orthogonal":
         for layer in linear:
             for weight in layer.weight if isinstance(layer, EnsembleLinear) else (layer.weight.T,):

@@ -486,3 +486,8 @@ def test_resuming_where_no_run_is(tmp_path, text):
 
 def test_the_groups_are_those_with_presets():
     assert all(Presets().names(group) for group in GROUPS)
+
+
+def test_residual_blocks_have_one_width():
+    message = refusal("algo.policy.trunk=residual", "algo.policy.hidden=[64,32]")
+    assert message.startswith("algo.policy.hidden=[64, 32]: expected one width for all residual blocks")

@@ -138,3 +138,43 @@ def test_orthogonal_weights_and_small_heads(ensemble):
     small = mlp(5, Layers((400,), head="small"), 300, ensemble)[-1]
     assert small.weight.std().item() == pytest.approx(0.01, rel=0.02)
     assert (small.bias == 0).all()
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("ensemble", [None, 3])
+def test_residual_blocks_are_the_formula(norm, ensemble):
+    """embed, then x + W2 relu(W1 norm(x)) twice, then norm and head, in float64 by matrix products of each member."""
+    torch.manual_seed(0)
+    net = mlp(5, Layers((6, 6), "relu", trunk="residual", norm=norm), 3, ensemble)
+    with torch.no_grad():  # gains and biases start at 1 and 0
+        for p in net.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    x = torch.randn(7, 5)
+    out = net(x)
+    for e in range(ensemble or 1):
+        weights = [p[e] if ensemble else p for p in (p.detach().double() for p in net.parameters())]
+        want = residual(iter(weights), x.double(), norm, ensemble)
+        torch.testing.assert_close((out[e] if ensemble else out).double(), want, rtol=1e-4, atol=1e-5)
+    if ensemble:
+        assert not torch.allclose(out[0], out[1])
+
+
+def residual(weights, x, norm, transposed):
+    """The network of two blocks from its parameters in order."""
+
+    def linear(x):
+        weight, bias = next(weights), next(weights)
+        return x @ (weight if transposed else weight.T) + bias
+
+    def normed(x):
+        if norm == "rms":
+            return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * next(weights)
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+        return x * next(weights) + next(weights)
+
+    h = linear(x)
+    for _ in range(2):
+        h = h + linear(linear(normed(h)).relu())
+    out = linear(normed(h))
+    assert next(weights, None) is None
+    return out
