@@ -30,7 +30,7 @@ def combine(one: Sums, count: float | Tensor, mean: Tensor, squares: Tensor) -> 
     All [D], ``count`` a scalar. Source: Chan et al. 1979. Returns exactly ``one`` if ``count`` is 0.
     """
     total, delta = one[0] + count, mean - one[1]
-    share = total.clamp(min=1).reciprocal() * count  # as torch divides a number by a tensor: equal bits for both
+    share = count / total.clamp(min=1)
     return total, one[1].addcmul(delta, share), (one[2] + squares).addcmul_(delta * delta, one[0] * share)
 
 
