@@ -36,6 +36,29 @@ HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE / "support"), os.environ.get("PYTHONPATH", "")])
 
 
+# SAC with the settings of recent recipes.
+MODERN: dict[str, Any] = {
+    "family": "sac",
+    "normalize_reward": True,
+    "return_cap": 5.0,
+    "lr_schedule": "cosine",
+    "lr_updates": 100,
+    "explore": {"kind": "none", "repeat": True},
+    "critic": {
+        "hidden": [8, 8],
+        "trunk": "residual",
+        "norm": "rms",
+        "atoms": 11,
+        "v_min": -5.0,
+        "v_max": 5.0,
+        "loss": "hl_gauss",
+        "ensemble": 3,
+        "subset": 2,
+    },
+    "policy": {"hidden": [8, 8], "trunk": "residual", "init": "orthogonal", "head": "small", "reduce": "mean"},
+}
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)

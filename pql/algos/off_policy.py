@@ -20,9 +20,11 @@ from pql.collect.exploration import Exploration
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
+from pql.config.groups import ClimbingPolicyConfig, CriticConfig
 from pql.contract.env import Box, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
+from pql.engine.optim import AdamW, LrSchedule
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
@@ -60,7 +62,7 @@ class OffPolicy:
     Attributes:
         settings: class of ``config.algo``.
         policy: (config, spec) -> policy network on the CPU.
-        act: (policy, obs, gen) -> action [N, A], before exploration noise.
+        act: (policy, obs, noise) -> action [N, A], before exploration noise.
         value: (config, critic, policy copy, device) -> trainer of the critics.
         improve: (config, policy, critic copy, action size, device) -> trainer of the policy.
     """
@@ -180,13 +182,32 @@ class ValueDraw(PolicyDraw):
 # -- networks and actor -----------------------------------------------------------------------------------------------
 
 
+def make_adam(config: Config, flat: Flat, net: CriticConfig | ClimbingPolicyConfig, per_update: float = 1.0) -> AdamW:
+    """Create the optimiser of a network, with the algorithm's learning-rate schedule.
+
+    Args:
+        per_update: its steps per critic update.
+    """
+    algo = own(config, ActorCriticConfig)
+    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps, (net.beta1, net.beta2))
+    optimizer.schedule = make_lr_schedule(algo, per_update)
+    return optimizer
+
+
+def make_lr_schedule(algo: ActorCriticConfig, per_update: float) -> LrSchedule | None:
+    """Return the schedule of an optimiser that takes ``per_update`` steps per critic update; None: constant."""
+    if algo.lr_schedule == "constant":
+        return None
+    return LrSchedule(algo.lr_schedule, algo.lr_updates * per_update, algo.lr_final)
+
+
 def make_atoms(config: Config, device: torch.device) -> Tensor | None:
     """Return the categorical critic's support [Z], or None for a scalar critic."""
     net = own(config, ActorCriticConfig).critic
     return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)
 
 
-def make_deterministic_policy(config: Config, spec: EnvSpec, kind: type[nn.Module], probe: Probe) -> nn.Module:
+def make_deterministic_policy(config: Config, spec: EnvSpec, kind: Callable[..., nn.Module], probe: Probe) -> nn.Module:
     """Create a ``kind`` network, or the custom ``algo.policy.net``, whose outputs are checked by ``probe``."""
     net = own(config, ActorCriticConfig).policy
     if net.net is not None:

@@ -20,9 +20,19 @@ from pql.algos.ddpg import (
     loss_share,
     value_state,
 )
-from pql.algos.off_policy import OffPolicy, Tensors, Trainer, make_atoms, make_deterministic_policy
+from pql.algos.off_policy import (
+    OffPolicy,
+    Tensors,
+    Trainer,
+    make_adam,
+    make_atoms,
+    make_deterministic_policy,
+    make_lr_schedule,
+)
+from pql.collect.actors import Noise
 from pql.config import Config, SacConfig
 from pql.config.families import own
+from pql.contract.env import EnvSpec
 from pql.engine.optim import AdamW
 from pql.engine.worker import State
 from pql.nets.distributions import squashed_gaussian
@@ -63,7 +73,7 @@ def sac_value_update(state: CriticState, inputs: SacValueInputs, batch: Batch, g
         mean, log_std = inputs.policy(batch.next_obs)
         action, log_prob = squashed_gaussian(mean, log_std, gen)
         bonus = -inputs.log_alpha.exp() * log_prob
-    return critic_step(state, batch, action, bonus)
+    return critic_step(state, batch, action, bonus, gen)
 
 
 def sac_policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
@@ -104,10 +114,17 @@ def probe_stochastic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     return [(call, output, list(action.shape)) for call, output in outputs.items()]
 
 
-def sampled_action(policy: nn.Module, obs: Obs, gen: Generator) -> Tensor:
+def sampled_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
     """Sample an action from the policy, [N, A]."""
     mean, log_std = policy(obs)
-    return squashed_gaussian(mean, log_std, gen)[0]
+    return torch.tanh(mean + log_std.exp() * noise(mean))
+
+
+def gaussian_policy(config: Config, spec: EnvSpec) -> nn.Module:
+    """Create a Gaussian policy."""
+    net = own(config, SacConfig).policy
+    kind = partial(GaussianPolicy, log_std=(net.log_std_min, net.log_std_max))
+    return make_deterministic_policy(config, spec, kind, probe_stochastic)
 
 
 def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
@@ -123,12 +140,14 @@ def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: 
     algo = own(config, SacConfig)
     net, flat = algo.policy, Flat(policy, trained=True)
     temperature = Flat(Temperature(algo.alpha).to(device), trained=True)
+    temperature_optimizer = AdamW(temperature, algo.alpha_lr, betas=(net.beta1, net.beta2))
+    temperature_optimizer.schedule = make_lr_schedule(algo, algo.p_per_v)
     state = SacPolicyState(
         flat,
-        AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps),
+        make_adam(config, flat, net, algo.p_per_v),
         temperature,
-        AdamW(temperature, algo.alpha_lr),
-        -float(size) if algo.target_entropy is None else algo.target_entropy,
+        temperature_optimizer,
+        algo.entropy_goal(size),
         algo.auto_alpha,
         net.reduce,
     )
@@ -137,5 +156,4 @@ def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: 
     return Trainer(state, sac_policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
 
 
-gaussian_policy = partial(make_deterministic_policy, kind=GaussianPolicy, probe=probe_stochastic)
 FAMILY = OffPolicy(SacConfig, gaussian_policy, sampled_action, sac_value_trainer, sac_policy_trainer).family()

@@ -110,6 +110,7 @@ def make_normalizer(setup: Setup) -> Normalizer:
         config.task.reward_scale * algo.reward_scale,
         algo.gamma if algo.normalize_reward else None,
         config.task.reward_clip,
+        getattr(algo, "return_cap", None) if algo.normalize_reward else None,
     )
 
 

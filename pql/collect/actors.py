@@ -16,8 +16,10 @@ from pql.nets.distributions import DiagGaussian
 from pql.nets.q import QNetwork, RecurrentQNetwork, redraw_noise
 from pql.types import Acted, Memory, Obs
 
-ActFunction = Callable[[nn.Module, Obs, Generator], Tensor]
-"""(policy, normalised obs, generator) -> action [N, A]: the part of acting that differs between algorithms."""
+Noise = Callable[[Tensor], Tensor]
+"""Tensor [N, A] -> standard normal noise of its shape."""
+ActFunction = Callable[[nn.Module, Obs, Noise], Tensor]
+"""(policy, normalised obs, noise) -> action [N, A]: the part of acting that differs between algorithms."""
 
 
 class Actor(Protocol):
@@ -70,7 +72,7 @@ class NoisyActor:
         self.action, self.squashed = action_buffer(spec), action_buffer(spec)
 
     def act(self, obs: Obs, gen: Generator) -> None:
-        self.squashed.copy_(self._act(self.policy, obs, gen))
+        self.squashed.copy_(self._act(self.policy, obs, lambda like: self.explore.policy_noise(like, gen)))
         self.action.copy_(self.explore(self.squashed, gen))
 
     def record(self, device: torch.device) -> Tensor:

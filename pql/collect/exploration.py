@@ -38,14 +38,22 @@ class Exploration:
             u = torch.rand(self.sigma.shape, generator=gen, device=action.device)
             self.sigma.copy_(torch.where(self.fresh.unsqueeze(1), self.low + (self.high - self.low) * u, self.sigma))
             self.fresh.zero_()
-        noise = torch.randn(action.shape, generator=gen, device=action.device)
-        if self.repeat:
-            u = torch.rand(self.left.shape, generator=gen, device=action.device)
+        noise = self._normal(action, gen, self.repeat)
+        return torch.addcmul(action, self.sigma, noise).clamp_(-1, 1)
+
+    def policy_noise(self, like: Tensor, gen: Generator) -> Tensor:
+        """Return the standard normal noise of a stochastic policy, in the shape of ``like`` [N, A]; held if so set."""
+        return self._normal(like, gen, self.repeat and self.kind == "none")
+
+    def _normal(self, like: Tensor, gen: Generator, held: bool) -> Tensor:
+        noise = torch.randn(like.shape, generator=gen, device=like.device)
+        if held:
+            u = torch.rand(self.left.shape, generator=gen, device=like.device)
             over = self.left <= 0
             self.noise.copy_(torch.where(over, noise, self.noise))
             self.left.copy_(torch.where(over, torch.searchsorted(self.cdf, u) + 1.0, self.left) - 1)
             noise = self.noise
-        return torch.addcmul(action, self.sigma, noise).clamp_(-1, 1)
+        return noise
 
     def observe(self, first: Tensor) -> None:
         """Record where the next action begins an episode ([N] bool).

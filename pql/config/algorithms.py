@@ -4,6 +4,7 @@ A record also declares the properties of its family that validation, reports and
 not import torch: the command line checks settings before it loads torch.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +18,7 @@ from pql.config.groups import (
     EncoderConfig,
     EpsilonConfig,
     ExploreConfig,
+    GaussianPolicyConfig,
     NetConfig,
     OptionalVtraceConfig,
     PriorityConfig,
@@ -135,6 +137,29 @@ class ActorCriticConfig(ReplayAlgoConfig):
         high=1000,
     )
     p_per_v: float = setting(0.5, "Policy updates per critic update (beta_p:v of the PQL paper).", above=0, high=1000)
+    return_cap: float | None = setting(
+        None,
+        "Rewards are also scaled so that the largest return so far is at most this (FlashSAC: 5); null: no cap.",
+        above=0,
+        high=1e9,
+        when="normalize_reward",
+    )
+    lr_schedule: str = setting(
+        "constant",
+        "Learning rates of all networks: constant; cosine or linear: they fall to lr_final times their value within "
+        "lr_updates.",
+        choices=("constant", "cosine", "linear"),
+    )
+    lr_updates: int = setting(
+        1_000_000,
+        "Critic updates within which they fall; policy updates: times p_per_v.",
+        low=1,
+        high=10**12,
+        when="lr_schedule=cosine|linear",
+    )
+    lr_final: float = setting(
+        0.5, "Factor of the learning rates from then on.", low=0, high=1, when="lr_schedule=cosine|linear"
+    )
     critic: CriticConfig = group(CriticConfig, "Critics.")
     policy: ClimbingPolicyConfig = group(ClimbingPolicyConfig, "Policy.")
     explore: ExploreConfig = group(ExploreConfig, "Exploration noise.")
@@ -146,6 +171,15 @@ class ActorCriticConfig(ReplayAlgoConfig):
     def check(self, config: "Config") -> None:
         super().check(config)
         check_support(self.critic)
+        for name in ("policy", "critic"):
+            net = getattr(self, name)
+            if net.net is None and net.trunk == "residual" and len({*net.hidden}) != 1:
+                raise ConfigError(
+                    f"algo.{name}.hidden", net.hidden, "one width for all residual blocks, such as [256,256]"
+                )
+        if self.critic.subset is not None and self.critic.subset > self.critic.ensemble:
+            allowed = f"at most algo.critic.ensemble={self.critic.ensemble}"
+            raise ConfigError("algo.critic.subset", self.critic.subset, allowed)
         if self.explore.kind in ("mixed", "redrawn") and self.explore.low > self.explore.high:
             raise ConfigError("algo.explore.low", self.explore.low, f"at most algo.explore.high={self.explore.high:g}")
 
@@ -169,8 +203,37 @@ class SacConfig(ActorCriticConfig):
     auto_alpha: bool = setting(True, "Learn the temperature.")
     alpha_lr: float = setting(0.005, "Learning rate of the temperature.", above=0, high=1, when="auto_alpha")
     target_entropy: float | None = setting(
-        None, "Target entropy of the temperature's loss; null: -A, with A the action dimension.", when="auto_alpha"
+        None,
+        "Target entropy of the temperature's loss; null: entropy_per_action times A, the action dimension.",
+        when="auto_alpha",
     )
+    entropy_per_action: float = setting(
+        -1.0, "Target entropy per dimension of the action.", low=-10, high=1.5, when="target_entropy=null"
+    )
+    target_sigma: float | None = setting(
+        None,
+        "Target entropy per dimension as that of a Gaussian with this standard deviation (FlashSAC), instead of "
+        "entropy_per_action.",
+        above=0,
+        high=10,
+        when="target_entropy=null",
+    )
+    policy: GaussianPolicyConfig = group(GaussianPolicyConfig, "Policy.")
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        net = self.policy
+        if net.log_std_min >= net.log_std_max:
+            below = f"below algo.policy.log_std_max={net.log_std_max:g}"
+            raise ConfigError("algo.policy.log_std_min", net.log_std_min, below)
+
+    def entropy_goal(self, size: int) -> float:
+        """Return the target entropy for ``size`` dimensions of the action."""
+        if self.target_entropy is not None:
+            return self.target_entropy
+        if self.target_sigma is not None:
+            return 0.5 * size * math.log(2 * math.pi * math.e * self.target_sigma**2)
+        return self.entropy_per_action * size
 
 
 # -- values of discrete actions ---------------------------------------------------------------------------------------

@@ -42,6 +42,43 @@ class TrainedNetConfig(NetConfig):
 
 
 @dataclass(frozen=True)
+class AdamConfig:
+    """Further settings of an Adam optimiser."""
+
+    beta1: float = setting(0.9, "Decay of the running mean of gradients (Adam).", low=0, high=0.9999)
+    beta2: float = setting(0.999, "Decay of the running mean of squared gradients (Adam).", low=0, high=0.999999)
+
+
+@dataclass(frozen=True)
+class TrunkConfig:
+    """A network's architecture and initial weights."""
+
+    trunk: str = setting(
+        "mlp",
+        "mlp, or residual: a pre-norm residual block for each entry of hidden, all of one width (SimBa).",
+        choices=("mlp", "residual"),
+        when="net=null",
+        weights="policy",
+    )
+    norm: str = setting(
+        "layer", "Normalisation in residual blocks.", choices=("layer", "rms"), when="trunk=residual", weights="policy"
+    )
+
+    init: str = setting(
+        "default",
+        "Initial weights: torch's default, or orthogonal with gain 1 and biases of 0.",
+        choices=("default", "orthogonal"),
+        when="net=null",
+    )
+    head: str = setting(
+        "default",
+        "Initial weights of the output layer: default (as init), zero, or small: N(0, 0.01).",
+        choices=("default", "zero", "small"),
+        when="net=null",
+    )
+
+
+@dataclass(frozen=True)
 class RolloutPolicyConfig(TrainedNetConfig):
     """A policy whose optimiser also trains the value network."""
 
@@ -78,10 +115,33 @@ class DistributionalNetConfig(TrainedNetConfig):
 
 
 @dataclass(frozen=True)
-class CriticConfig(DistributionalNetConfig):
+class CriticConfig(DistributionalNetConfig, AdamConfig, TrunkConfig):
     """An ensemble of critics with target networks."""
 
+    loss: str = setting(
+        "c51",
+        "Target of a categorical critic: c51: the projected distribution; hl_gauss: a histogram of a Gaussian around "
+        "the target's mean (Imani & White 2018).",
+        choices=("c51", "hl_gauss"),
+        when="atoms",
+    )
+    sigma: float = setting(
+        0.75, "Standard deviation of hl_gauss, in distances between atoms.", above=0, high=100, when="loss=hl_gauss"
+    )
     ensemble: int = setting(2, "Critics, evaluated as one batched network.", low=1, high=100, weights="critic")
+    target: str = setting(
+        "min",
+        "The ensemble's target: min: the smallest value (categorical: the distribution with the lowest mean); mean: "
+        "the mean of all; own: each critic has its own.",
+        choices=("min", "mean", "own"),
+    )
+    subset: int | None = setting(
+        None,
+        "Critics drawn at random for the target of each update (REDQ; Chen et al. 2021); null: all.",
+        low=1,
+        high=100,
+        when="target=min|mean",
+    )
     tau: float = setting(
         0.05, "Weight of the critic in an update of the target network (Polyak averaging).", above=0, high=1
     )
@@ -91,7 +151,7 @@ class CriticConfig(DistributionalNetConfig):
 
 
 @dataclass(frozen=True)
-class ClimbingPolicyConfig(TrainedNetConfig):
+class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, TrunkConfig):
     """A policy that is trained to maximise a critic."""
 
     reduce: str = setting("min", "Reduction over the ensemble in the policy's loss.", choices=("min", "mean", "first"))
@@ -111,6 +171,18 @@ class DeterministicPolicyConfig(ClimbingPolicyConfig):
     )
     saturation_penalty: float = setting(
         0.0, "Weight in the policy's loss of the mean squared pre-tanh output.", low=0, high=1e3
+    )
+
+
+@dataclass(frozen=True)
+class GaussianPolicyConfig(ClimbingPolicyConfig):
+    """A Gaussian policy with a tanh."""
+
+    log_std_min: float = setting(
+        -5.0, "Smallest log standard deviation.", low=-20, high=2, when="net=null", weights="policy"
+    )
+    log_std_max: float = setting(
+        2.0, "Largest log standard deviation.", low=-20, high=2, when="net=null", weights="policy"
     )
 
 
@@ -154,7 +226,11 @@ class ExploreConfig:
     )
     low: float = setting(0.05, "Smallest sigma.", low=0, high=10)
     high: float = setting(0.8, "Largest sigma.", low=0, high=10)
-    repeat: bool = setting(False, "Hold each noise vector for k steps, P(k) proportional to k^-2, k <= 16 (FlashSAC).")
+    repeat: bool = setting(
+        False,
+        "Hold each noise vector for k steps, P(k) proportional to k^-2, k <= 16 (FlashSAC); with kind=none that of a "
+        "stochastic policy.",
+    )
 
 
 @dataclass(frozen=True)

@@ -132,10 +132,12 @@ class Normalizer(nn.Module):
         reward_scale: constant factor on rewards.
         reward_gamma: discount of the return whose running standard deviation divides the reward; None: off.
         reward_clip: rewards are first clipped to +- this; None: no clipping.
+        return_cap: the scale also keeps the largest |return| so far within this (FlashSAC); None: it does not.
     """
 
     reward_scale: Tensor
     running_return: Tensor
+    largest_return: Tensor
 
     def __init__(
         self,
@@ -146,9 +148,11 @@ class Normalizer(nn.Module):
         reward_scale: float = 1.0,
         reward_gamma: float | None = None,
         reward_clip: float | None = None,
+        return_cap: float | None = None,
     ):
         super().__init__()
         self.base_scale, self.reward_gamma, self.reward_clip = reward_scale, reward_gamma, reward_clip
+        self.return_cap = return_cap
         groups = {k: s for k, s in obs.items() if normalize_obs and s.dtype.is_floating_point}
         self.moments = nn.ModuleDict({k: Moments(s.shape, device) for k, s in groups.items()})
         for k, s in groups.items():  # x -> x * scale + shift
@@ -158,6 +162,8 @@ class Normalizer(nn.Module):
         if reward_gamma is not None:
             self.returns = Moments((), device)
             self.register_buffer("running_return", torch.zeros(num_envs, device=device))
+            if return_cap is not None:
+                self.register_buffer("largest_return", torch.zeros((), device=device))
         self.group = ALONE
         self.fresh = self._all()
 
@@ -192,6 +198,9 @@ class Normalizer(nn.Module):
             running = self.running_return[columns]
             grown = running * self.reward_gamma + clip(reward, self.reward_clip)
             running.copy_(torch.where(valid, grown, running))
+            if self.return_cap is not None:
+                largest = torch.where(valid, running.abs(), 0).amax()
+                self.largest_return.copy_(torch.maximum(self.largest_return, largest))
             self.fresh[-1].update(running, valid)
             running.mul_(~over)
 
@@ -206,7 +215,10 @@ class Normalizer(nn.Module):
             getattr(self, f"scale_{k}").copy_(scale)
             getattr(self, f"shift_{k}").copy_(-mean * scale)
         if self.reward_gamma is not None:
-            self.reward_scale.copy_(self.base_scale * (self.returns.variance() + EPSILON).rsqrt())
+            scale = (self.returns.variance() + EPSILON).rsqrt()
+            if self.return_cap is not None:  # so that no return so far exceeds the cap
+                scale = torch.minimum(scale, self.return_cap / self.largest_return)
+            self.reward_scale.copy_(self.base_scale * scale)
 
     def _merge(self) -> None:
         """Merge the values of every process since the last merge, in the order of ranks."""
@@ -215,6 +227,8 @@ class Normalizer(nn.Module):
         for whole, mine, part in zip(self._all(), self.fresh, parts.split(sizes, 1), strict=True):
             whole.merge(*pooled(part, whole.mean.shape))
             mine.zero()
+        if self.return_cap is not None:
+            self.largest_return.copy_(self.group.gather(self.largest_return.view(1)).amax())
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args: Any, **more: Any) -> Any:
         """As in ``nn.Module``. States are saved at tick boundaries, when nothing is left to merge."""

@@ -88,6 +88,23 @@ class Optimizer:
             tensor.copy_(state[name])
 
 
+class LrSchedule:
+    """Factor on a learning rate that falls from 1 to ``final`` within ``updates`` optimiser steps.
+
+    Args:
+        kind: ``cosine`` (Loshchilov & Hutter 2017) or ``linear``.
+    """
+
+    def __init__(self, kind: str, updates: float, final: float):
+        self.kind, self.updates, self.final = kind, updates, final
+
+    def __call__(self, count: Tensor) -> Tensor:
+        """Return the factor of the step after ``count`` steps, 0-dim both."""
+        done = (count / self.updates).clamp(max=1)
+        left = 0.5 * (1 + torch.cos(math.pi * done)) if self.kind == "cosine" else 1 - done
+        return self.final + (1 - self.final) * left
+
+
 class AdamW(Optimizer):
     """AdamW in one fused kernel.
 
@@ -97,22 +114,33 @@ class AdamW(Optimizer):
     Args:
         weight_decay: decoupled (Loshchilov & Hutter 2019).
         eps: added to the root of the second moment; None: 1e-8.
+        betas: decay of the running means of gradients and squared gradients.
+
+    Attributes:
+        schedule: of the learning rate, by steps taken; None: constant.
     """
 
-    BETA1, BETA2 = 0.9, 0.999
-
     def __init__(
-        self, flat: Flat, lr: float, clip: float | None = None, weight_decay: float = 0.0, eps: float | None = None
+        self,
+        flat: Flat,
+        lr: float,
+        clip: float | None = None,
+        weight_decay: float = 0.0,
+        eps: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
     ):
         super().__init__(flat, lr, clip)
+        self.beta1, self.beta2 = betas
+        self.schedule: LrSchedule | None = None
         self.weight_decay, self.eps = weight_decay, 1e-8 if eps is None else eps
         self.count = torch.zeros((), device=flat.data.device)  # steps taken
         self.mean = torch.zeros_like(flat.data, requires_grad=False)
         self.square = torch.zeros_like(flat.data, requires_grad=False)
 
     def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+        lr = state["lr"] if self.schedule is None else state["lr"] * self.schedule(state["count"])
         state["count"].add_(1 if skip is None else 1 - skip)
-        self._fused(data, grad, state, skip, state["lr"])
+        self._fused(data, grad, state, skip, lr)
 
     def _fused(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None, lr: Tensor) -> None:
         # ``found_inf`` is meant for loss scaling: if it is 1, the kernel changes nothing.
@@ -124,8 +152,8 @@ class AdamW(Optimizer):
             [],
             [state["count"]],
             lr=lr,
-            beta1=self.BETA1,
-            beta2=self.BETA2,
+            beta1=self.beta1,
+            beta2=self.beta2,
             weight_decay=self.weight_decay,
             eps=self.eps,
             amsgrad=False,
@@ -146,19 +174,18 @@ class RAdam(AdamW):
     """
 
     CERTAIN = 5.0  # length of the approximated moving average above which the second moment is used
-    LONGEST = 2 / (1 - AdamW.BETA2) - 1
 
     def rule(self, data: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
         state["count"].add_(1 if skip is None else 1 - skip)
-        # float64: the next lines subtract nearly equal numbers.
-        count, longest = state["count"].double().clamp_(min=1), self.LONGEST
-        decay = self.BETA2**count
+        # In double: differences of nearly equal numbers follow.
+        count, longest = state["count"].double().clamp_(min=1), 2 / (1 - self.beta2) - 1
+        decay = self.beta2**count
         length = longest - 2 * count * decay / (1 - decay)
         certain = length > self.CERTAIN
         factor = ((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)
         lr = state["lr"]
         self._fused(data, grad, state, skip, lr * torch.where(certain, factor, 0).sqrt().float())
-        plain = lr * (~certain / (1 - self.BETA1**count)).float()
+        plain = lr * (~certain / (1 - self.beta1**count)).float()
         data.addcmul_(state["mean"], plain if skip is None else plain * (1 - skip), value=-1)
 
 

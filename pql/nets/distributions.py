@@ -57,6 +57,22 @@ def _project_sums(support: Tensor, probs: Tensor, atoms: Tensor) -> Tensor:
     return (grid * mass_below - moment_below).diff(n=2).clamp_(min=0).to(probs.dtype)
 
 
+def hl_gauss(value: Tensor, atoms: Tensor, sigma: float) -> Tensor:
+    """Return the histogram of Normal(value, sigma d) over bins centred at the atoms (Imani & White 2018), [..., Z].
+
+    The first and the last bin get the mass beyond them, as in the C51 projection.
+
+    Args:
+        value: [...] means.
+        atoms: [Z] evenly spaced, at a distance d.
+        sigma: standard deviation in units of d.
+    """
+    step = (atoms[-1] - atoms[0]) / (atoms.shape[0] - 1)
+    edges = (atoms[:-1] + atoms[1:]) / 2  # [Z - 1]
+    below = 0.5 * (1 + torch.erf((edges - value.unsqueeze(-1)) / (math.sqrt(2) * sigma * step)))  # [..., Z - 1]
+    return F.pad(below, (1, 0)).neg() + F.pad(below, (0, 1), value=1.0)
+
+
 def lower_mean(probs: Tensor, atoms: Tensor) -> Tensor:
     """Select per row the member of an ensemble [E, B, Z] whose distribution has the lowest mean: [B, Z].
 

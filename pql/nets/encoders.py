@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pql.config import Config, EncoderConfig
-from pql.config.groups import NetConfig
+from pql.config.groups import NetConfig, TrunkConfig
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
@@ -270,7 +271,10 @@ def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:
 
 def make_layers(net: NetConfig) -> Layers:
     """Return the hidden layers of a network's settings."""
-    return Layers(net.hidden, net.activation, net.layer_norm)
+    layers = Layers(net.hidden, net.activation, net.layer_norm)
+    if not isinstance(net, TrunkConfig):
+        return layers
+    return replace(layers, trunk=net.trunk, norm=net.norm, init=net.init, head=net.head)
 
 
 # -- networks supplied by the user ------------------------------------------------------------------------------------

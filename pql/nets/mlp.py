@@ -80,6 +80,17 @@ class NoisyLinear(nn.Module):
         return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, self.noise_out))
 
 
+class EnsembleRMSNorm(nn.Module):
+    """RMSNorm over the last axis of [E, B, size] (Zhang & Sennrich 2019), with a gain per ensemble member."""
+
+    def __init__(self, ensemble: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ensemble, 1, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=1e-6) * self.weight
+
+
 @dataclass(frozen=True)
 class Layers:
     """Hidden layers of an MLP.
@@ -89,12 +100,20 @@ class Layers:
         activation: a name in ``ACTIVATIONS``.
         layer_norm: LayerNorm before each activation.
         noisy: sigma_0 of :class:`NoisyLinear` layers; None: ordinary linear layers.
+        trunk: ``mlp``, or ``residual``: a :class:`ResidualBlock` for each of ``hidden``, which are equal.
+        norm: of residual blocks: ``layer`` or ``rms``.
+        init: weights: ``default`` (torch's), or ``orthogonal`` with gain 1 and biases of 0.
+        head: of the output layer: ``default`` (as ``init``), ``zero``, or ``small``: weights N(0, 0.01), biases of 0.
     """
 
     hidden: Sequence[int]
     activation: str = "elu"
     layer_norm: bool = False
     noisy: float | None = None
+    trunk: str = "mlp"
+    norm: str = "layer"
+    init: str = "default"
+    head: str = "default"
 
 
 def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None) -> nn.Sequential:
@@ -103,18 +122,65 @@ def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None
     Args:
         ensemble: E: build E networks as one, [B, in] or [E, B, in] -> [E, B, out]; not with noisy layers.
     """
-    linear: Callable[[int, int], nn.Module] = nn.Linear
-    norm: Callable[[int], nn.Module] = nn.LayerNorm
-    if ensemble is not None:
-        linear, norm = partial(EnsembleLinear, ensemble), partial(EnsembleLayerNorm, ensemble)
-    elif layers.noisy is not None:
-        linear = partial(NoisyLinear, sigma=layers.noisy)
+    linear = linear_of(layers, ensemble)
+    if layers.trunk == "residual":
+        width = layers.hidden[0]
+        blocks = [ResidualBlock(width, layers, ensemble) for _ in layers.hidden]
+        net = nn.Sequential(linear(size_in, width), *blocks, norm_of(width, layers, ensemble), linear(width, size_out))
+        initialize(net, layers)
+        return net
     modules: list[nn.Module] = []
     for size in layers.hidden:
-        between = [norm(size)] if layers.layer_norm else []
+        between = [norm_of(size, Layers(()), ensemble)] if layers.layer_norm else []
         modules += [linear(size_in, size), *between, ACTIVATIONS[layers.activation]()]
         size_in = size
-    return nn.Sequential(*modules, linear(size_in, size_out))
+    net = nn.Sequential(*modules, linear(size_in, size_out))
+    initialize(net, layers)
+    return net
+
+
+def linear_of(layers: Layers, ensemble: int | None) -> Callable[[int, int], nn.Module]:
+    """Return the constructor (size in, size out) of the linear layers."""
+    if ensemble is not None:
+        return partial(EnsembleLinear, ensemble)
+    return nn.Linear if layers.noisy is None else partial(NoisyLinear, sigma=layers.noisy)
+
+
+def norm_of(size: int, layers: Layers, ensemble: int | None) -> nn.Module:
+    """Return the normalisation of a residual block."""
+    if layers.norm == "rms":
+        return nn.RMSNorm(size, eps=1e-6) if ensemble is None else EnsembleRMSNorm(ensemble, size)
+    return nn.LayerNorm(size) if ensemble is None else EnsembleLayerNorm(ensemble, size)
+
+
+class ResidualBlock(nn.Module):
+    """Pre-norm residual block, x + W2 act(W1 norm(x)), with an inner width of four times the outer one.
+
+    [..., size] -> [..., size]. Source: Lee et al. 2025 (SimBa).
+    """
+
+    def __init__(self, size: int, layers: Layers, ensemble: int | None):
+        super().__init__()
+        linear = linear_of(layers, ensemble)
+        self.norm, self.up, self.down = norm_of(size, layers, ensemble), linear(size, 4 * size), linear(4 * size, size)
+        self.activation = ACTIVATIONS[layers.activation]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.activation(self.up(self.norm(x))))
+
+
+@torch.no_grad()
+def initialize(net: nn.Sequential, layers: Layers) -> None:
+    """Initialise an MLP's linear layers as ``layers`` says; draws from torch's generator unless it is the default."""
+    linear = [m for m in net.modules() if isinstance(m, nn.Linear | EnsembleLinear)]
+    if layers.init == "orthogonal":
+        for layer in linear:
+            for weight in layer.weight if isinstance(layer, EnsembleLinear) else (layer.weight.T,):
+                weight.copy_(nn.init.orthogonal_(torch.empty(weight.shape)))
+            nn.init.zeros_(layer.bias)
+    if layers.head != "default":
+        nn.init.normal_(linear[-1].weight, std=0.01 if layers.head == "small" else 0.0)
+        nn.init.zeros_(linear[-1].bias)
 
 
 @dataclass(frozen=True)
@@ -174,16 +240,28 @@ class DeterministicPolicy(Reads):
 
 
 class GaussianPolicy(Reads):
-    """Policy of SAC: obs [B, D] -> mean and log standard deviation of a Gaussian before its tanh, [B, A] each."""
+    """Policy of SAC: obs [B, D] -> mean and log standard deviation of a Gaussian before its tanh, [B, A] each.
 
-    def __init__(self, source: NetInput, action_size: int, layers: Layers):
+    Args:
+        log_std: range of the log standard deviation.
+    """
+
+    def __init__(
+        self,
+        source: NetInput,
+        action_size: int,
+        layers: Layers,
+        log_std: tuple[float, float] = (LOG_STD_MIN, LOG_STD_MAX),
+    ):
         super().__init__(source)
         self.net = mlp(source.size, layers, 2 * action_size)
+        self.log_std = log_std
 
     def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
         mean, spread = self.net(self.features(obs)).chunk(2, -1)
+        low, high = self.log_std
         # A smooth map into the range keeps a gradient at both ends; a clamp has none.
-        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(spread) + 1)
+        return mean, low + 0.5 * (high - low) * (torch.tanh(spread) + 1)
 
     def mean_action(self, obs: Obs) -> Tensor:
         """Return tanh(mean), [B, A] in [-1, 1]."""

@@ -1,7 +1,9 @@
 """Updates of DDPG and SAC against float64 references with explicit layers; masked rows have no effect."""
 
 import dataclasses
+import itertools
 import math
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from oracles import c51_projection, tanh_gaussian_log_prob
 from torch.nn import functional as F
 
 from pql.algos import ddpg, sac
+from pql.config import SacConfig
 from pql.config.compose import compose
 from pql.engine.executors import Inline
 from pql.engine.optim import AdamW
@@ -166,7 +169,15 @@ def check_polyak(target, before, moved):
     assert target.data.tolist() == pytest.approx(want, abs=1e-6)
 
 
-def value_loss(batch, plain, target, action, bonus, atoms):
+def bin_masses(mean, atoms, sigma):
+    """Mass of Normal(mean, sigma d) in the bin around each atom, by its distribution function; the ends are open."""
+    edges = [-math.inf, *((a + b) / 2 for a, b in itertools.pairwise(atoms)), math.inf]
+    normal = NormalDist(mean, sigma * (atoms[1] - atoms[0]))
+    below = [normal.cdf(edge) for edge in edges]
+    return [high - low for low, high in itertools.pairwise(below)]
+
+
+def value_loss(batch, plain, target, action, bonus, atoms, reduce="min", sigma=None):
     """sum_b share_b sum_e loss_e, by a loop over rows and members. Returns (loss, mean value of member 0)."""
     obs, taken, reward, discount, next_obs, mask, weight, _ = wide(batch)
     ahead = [target(torch.cat((next_obs["critic"], action), 1), e).detach() for e in range(2)]
@@ -175,16 +186,25 @@ def value_loss(batch, plain, target, action, bonus, atoms):
     for b, share in enumerate(rows_share(mask, weight)):
         if atoms is None:
             values = [ahead[e][b, 0] for e in range(2)]
-            y = reward[b] + discount[b] * (min(values) + bonus[b])
-            loss = loss + share * sum((now[e][b, 0] - y) ** 2 for e in range(2))
+            aims = {"min": [min(values)] * 2, "mean": [sum(values) / 2] * 2, "own": values}[reduce]
+            ys = [reward[b] + discount[b] * (aim + bonus[b]) for aim in aims]
+            loss = loss + share * sum((now[e][b, 0] - ys[e]) ** 2 for e in range(2))
             value += share * now[0][b, 0].item()
         else:
             probs = [torch.softmax(ahead[e][b], 0).tolist() for e in range(2)]
             values = [sum(x * z for x, z in zip(p, atoms.tolist(), strict=True)) for p in probs]
-            lower = probs[values.index(min(values))]
-            support = [(reward[b] + discount[b] * (z + bonus[b])).item() for z in atoms.tolist()]
-            y = torch.tensor(c51_projection(support, lower, atoms.tolist()), dtype=torch.float64)
-            loss = loss - share * sum((y * torch.log_softmax(now[e][b], 0)).sum() for e in range(2))
+            if sigma is None:
+                lower = probs[values.index(min(values))]
+                both = [(x + y) / 2 for x, y in zip(*probs, strict=True)]
+                aims = {"min": [lower] * 2, "mean": [both] * 2, "own": probs}[reduce]
+                support = [(reward[b] + discount[b] * (z + bonus[b])).item() for z in atoms.tolist()]
+                ys = [c51_projection(support, aim, atoms.tolist()) for aim in aims]
+            else:
+                aims = {"min": [min(values)] * 2, "mean": [sum(values) / 2] * 2, "own": values}[reduce]
+                means = [(reward[b] + discount[b] * (aim + bonus[b])).item() for aim in aims]
+                ys = [bin_masses(mean, atoms.tolist(), sigma) for mean in means]
+            ys = [torch.tensor(y, dtype=torch.float64) for y in ys]
+            loss = loss - share * sum((ys[e] * torch.log_softmax(now[e][b], 0)).sum() for e in range(2))
             value += share * (torch.softmax(now[0][b], 0) @ atoms.double()).item()
         choices.add(bool(values[0] < values[1]))
     assert choices == {True, False}
@@ -228,14 +248,15 @@ def test_ddpg_value_update(smoothing, atoms):
     assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
 
 
-@pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
-def test_sac_value_update(atoms):
-    state, batch, inputs = value_state(atoms), make_batch(), sac_inputs()
+@pytest.mark.parametrize(("atoms", "sigma"), [(None, None), (ATOMS, None), (ATOMS, 0.75)], ids=["scalar", "c51", "hl"])
+@pytest.mark.parametrize("reduce", ["min", "mean", "own"])
+def test_sac_value_update(atoms, sigma, reduce):
+    state, batch, inputs = value_state(atoms, reduce=reduce, hl_sigma=sigma), make_batch(), sac_inputs()
     plain, target = Plain(state.critic.module), Plain(state.target.module)
     with torch.no_grad():
         next_obs = {k: v.double() for k, v in batch.next_obs.items()}
         action, log_prob = gaussian(Plain(inputs.policy), next_obs, generator())
-    loss, value = value_loss(batch, plain, target, action, (-ALPHA * log_prob).tolist(), atoms)
+    loss, value = value_loss(batch, plain, target, action, (-ALPHA * log_prob).tolist(), atoms, reduce, sigma)
     metrics = sac.sac_value_update(state, inputs, batch, generator())
     moved = check_step(state.critic, metrics, "critic", plain, loss)
     check_polyak(state.target, target.values(), moved)
@@ -281,6 +302,39 @@ def test_the_target_is_the_lower_of_the_ensemble():
         ]
     assert max(losses.values()) < 100  # a target of 1000 would cost a million
     assert len({x.item() for x in losses.values()}) == 3
+
+
+def test_a_random_subset_of_the_ensemble_forms_the_target():
+    """With one of two critics drawn, the target is one member's or the other's; with both, it is the lower one's."""
+    batch, inputs, losses = make_batch(), ddpg.ValueInputs(policy(2)), {}
+    for subset, seed in ((None, 0), (2, 0), *((1, seed) for seed in range(12))):
+        gen = torch.Generator().manual_seed(seed)
+        losses[subset, seed] = ddpg.ddpg_value_update(value_state(subset=subset), inputs, batch, gen)[
+            "loss/critic"
+        ].item()
+    alone = []
+    for member in (0, 1):
+        state = value_state(subset=None)
+        with torch.no_grad():  # the other one is so high that it is never the lower
+            list(state.target.module.parameters())[-1][1 - member].add_(1e4)
+        alone.append(ddpg.ddpg_value_update(state, inputs, batch, generator())["loss/critic"].item())
+    drawn = {losses[1, seed] for seed in range(12)}
+    assert sorted(drawn) == pytest.approx(sorted(alone), rel=1e-5)
+    assert losses[2, 0] == pytest.approx(losses[None, 0], rel=1e-6)
+    assert losses[None, 0] not in drawn
+
+
+@pytest.mark.parametrize(
+    ("settings", "goal"),
+    [
+        ({}, -6.0),
+        ({"entropy_per_action": 0.0}, 0.0),
+        ({"target_sigma": 0.15}, -0.4782 * 6),  # of a Gaussian: log(0.15) + log(2 pi e) / 2 for each
+        ({"target_entropy": -2.5, "target_sigma": 0.15}, -2.5),
+    ],
+)
+def test_target_entropies(settings, goal):
+    assert SacConfig(**settings).entropy_goal(6) == pytest.approx(goal, abs=1e-3)
 
 
 # --- policy updates ---

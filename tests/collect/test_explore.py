@@ -99,6 +99,21 @@ def test_repeated_noise_runs_follow_zeta_2():
     assert counts[15] > 0
 
 
+def test_a_stochastic_policys_noise_is_held_as_long():
+    """With kind=none the policy's own noise is held; with another kind, or without repeat, it is new in every step."""
+    explore, gen = Exploration(ExploreConfig("none", repeat=True), 50, 2, CPU), generator()
+    like = torch.zeros(50, 2)
+    noise = torch.stack([explore.policy_noise(like, gen).clone() for _ in range(1500)])
+    changed = (noise[1:] != noise[:-1]).any(-1)
+    mean_length = sum(k**-1 for k in range(1, 17)) / sum(k**-2 for k in range(1, 17))  # of k, P(k) ~ k^-2
+    assert changed.float().mean().item() == pytest.approx(1 / mean_length, rel=0.03)
+    assert noise.std().item() == pytest.approx(1.0, rel=0.02)
+    for config in (ExploreConfig("none"), ExploreConfig("mixed", 0.1, 0.4, repeat=True)):
+        explore, gen = Exploration(config, 50, 2, CPU), generator()
+        first, second = explore.policy_noise(like, gen).clone(), explore.policy_noise(like, gen)
+        assert (first != second).all()
+
+
 def test_noise_is_clamped_to_the_action_range():
     explore = Exploration(ExploreConfig("fixed", 5.0, 5.0), 100, 3, CPU)
     out = explore(torch.zeros(100, 3), generator())

@@ -167,6 +167,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("replay.capacity=100", ": expected at most replay.capacity=100"),
         ("algo.critic.v_min=20", "algo.critic.v_min=20.0: expected below algo.critic.v_max=10"),
         ("algo.explore.low=0.9", "algo.explore.low=0.9: expected at most algo.explore.high=0.8"),
+        ("algo.critic.subset=3", "algo.critic.subset=3: expected at most algo.critic.ensemble=2"),
         ("budget.env_steps=9600", "budget.env_steps=9600: expected more than the warm-up's 9600"),
         ("budget.seconds=null", "budget=null: expected at least one of budget.seconds, budget.env_steps"),
         # malformed
@@ -485,3 +486,8 @@ def test_resuming_where_no_run_is(tmp_path, text):
 
 def test_the_groups_are_those_with_presets():
     assert all(Presets().names(group) for group in GROUPS)
+
+
+def test_residual_blocks_have_one_width():
+    message = refusal("algo.policy.trunk=residual", "algo.policy.hidden=[64,32]")
+    assert message.startswith("algo.policy.hidden=[64, 32]: expected one width for all residual blocks")

@@ -199,3 +199,32 @@ def test_sets_that_meet_go_on_from_all_that_any_has_seen():
     before = torch.stack(alone.statistics())
     merge_moments([alone])
     assert torch.equal(torch.stack(alone.statistics()), before)
+
+
+def test_the_reward_scale_keeps_the_largest_return_within_the_cap():
+    """By a loop over steps and environments: 1 / max(std of returns, max |return| / cap); filler rows do not count."""
+    n, gamma, cap = 3, 0.9, 2.0
+    norm = Normalizer({}, n, CPU, reward_scale=0.5, reward_gamma=gamma, return_cap=cap)
+    gen, running, seen, scales = torch.Generator().manual_seed(0), [0.0] * n, [], []
+    for step in range(60):
+        reward = torch.randn(n, generator=gen) * (20 if step == 30 else 1)
+        over, valid = (torch.rand(2, n, generator=gen) < torch.tensor([[0.1], [0.9]])).unbind()
+        norm.observe_reward(reward, over, valid)
+        for i in range(n):
+            if valid[i]:
+                running[i] = gamma * running[i] + reward[i].item()
+                seen.append(running[i])
+            if over[i]:
+                running[i] = 0.0
+        norm.freeze()
+        mean = sum(seen) / len(seen)
+        deviation = (sum((x - mean) ** 2 for x in seen) / len(seen)) ** 0.5
+        largest = max(map(abs, seen))
+        scales.append(deviation < largest / cap)
+        assert norm.reward_scale.item() == pytest.approx(0.5 / max(deviation, largest / cap), rel=1e-4)
+    assert {True} <= set(scales)
+    assert abs(0.5 / norm.reward_scale.item() * cap - max(map(abs, seen))) < 1e-3  # the cap is what counts at the end
+    again = Normalizer({}, n, CPU, reward_scale=0.5, reward_gamma=gamma, return_cap=cap)
+    again.load_state_dict(norm.state_dict())
+    again.freeze()
+    assert again.reward_scale == norm.reward_scale

@@ -8,7 +8,7 @@ from conftest import small_config
 from oracles import AdamW as SlowAdamW
 from torch import nn
 
-from pql.engine.optim import AdamW, RAdam, RMSProp, RMSPropTF, polyak
+from pql.engine.optim import AdamW, LrSchedule, RAdam, RMSProp, RMSPropTF, polyak
 from pql.nets.mlp import Flat, Layers, mlp
 from pql.run.build import build
 
@@ -54,6 +54,38 @@ def test_adamw_equals_torch_and_the_algorithm(clip, decay):
         torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=1e-6)
         torch.testing.assert_close(flat.data.detach().double(), torch.tensor(slow).double(), rtol=0, atol=3e-6)
     assert clipped == {None: 0, 0.5: 20, 1e3: 0}[clip]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_a_schedule_is_torchs_and_ends(kind):
+    """As torch's own schedulers step by step, with betas of (0.9, 0.95); constant after the last of 12 steps."""
+    module = net()
+    theirs = copy.deepcopy(module)
+    flat = Flat(module, trained=True)
+    mine = AdamW(flat, 3e-3, betas=(0.9, 0.95))
+    mine.schedule = LrSchedule(kind, 12, 0.25)
+    other = torch.optim.AdamW(theirs.parameters(), lr=3e-3, weight_decay=0.0, betas=(0.9, 0.95))
+    if kind == "cosine":
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(other, 12, eta_min=0.25 * 3e-3)
+    else:
+        schedule = torch.optim.lr_scheduler.LinearLR(other, 1.0, 0.25, 12)
+    gen = torch.Generator().manual_seed(1)
+    for step in range(16):
+        x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
+        mine.zero_grad()
+        (module(x) - y).square().mean().backward()
+        mine.step()
+        other.zero_grad()
+        (theirs(x) - y).square().mean().backward()
+        if step < 12:
+            other.step()
+            schedule.step()
+        else:
+            other.param_groups[0]["lr"] = 0.25 * 3e-3
+            other.step()
+        torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=1e-6)
+    factors = [mine.schedule(torch.tensor(float(k))).item() for k in (0, 6, 12, 100)]
+    assert factors == pytest.approx([1.0, 0.625, 0.25, 0.25])
 
 
 def test_radam_equals_torch():

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import bits, differences, go_on, small_config, start
+from conftest import MODERN, bits, differences, go_on, small_config, start
 from stand_in import RecordingStreams
 
 from pql.engine.executors import Inline, Threads
@@ -21,6 +21,7 @@ ALGOS = {
     "pql_d": {"critic": {"hidden": [16], "atoms": 11, "v_min": -50.0, "v_max": 0.0}},
     "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
     "td3 with a target policy": {"policy": {"hidden": [16], "target": True, "reduce": "first"}},
+    "modern": MODERN,
     "running reward scale": {"normalize_reward": True, "explore": {"kind": "redrawn", "repeat": True}},
 }
 

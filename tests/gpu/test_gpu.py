@@ -17,6 +17,7 @@ import torch
 from breaking import Breaking
 from conftest import (
     HERE_TOO,
+    MODERN,
     bits,
     differences,
     everywhere,
@@ -56,6 +57,7 @@ ALGOS = {
     "pql": {},
     "pql_d": {"critic": {"atoms": 51, "v_min": 0.0, "v_max": 50.0}},
     "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
+    "modern": MODERN,
     HELD: {
         "normalize_reward": True,
         "policy": {"target": True},

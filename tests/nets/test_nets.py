@@ -114,3 +114,67 @@ def test_policies_stay_in_range():
     assert log_std.min() >= LOG_STD_MIN
     assert log_std.max() <= LOG_STD_MAX
     assert log_std.max() - log_std.min() > 0.5 * (LOG_STD_MAX - LOG_STD_MIN)
+    narrow = GaussianPolicy(NetInput("policy", 3), 2, Layers((16,)), log_std=(-10.0, -9.0))
+    log_std = narrow(obs)[1]
+    assert -10 <= log_std.min() < -9.75
+    assert -9.25 < log_std.max() <= -9
+
+
+@pytest.mark.parametrize("ensemble", [None, 3])
+def test_orthogonal_weights_and_small_heads(ensemble):
+    """Every layer of every member has orthonormal rows or columns; biases and a zero head are 0."""
+    torch.manual_seed(0)
+    net = mlp(5, Layers((8, 6), init="orthogonal"), 3, ensemble)
+    for layer in net[::2]:
+        stack = layer.weight if ensemble else layer.weight.T.unsqueeze(0)  # [E, in, out]
+        for weight in stack.detach().double():
+            gram = weight.T @ weight if weight.shape[0] >= weight.shape[1] else weight @ weight.T
+            torch.testing.assert_close(gram, torch.eye(len(gram), dtype=torch.float64), atol=1e-6, rtol=0)
+        assert (layer.bias == 0).all()
+    if ensemble:
+        assert not torch.allclose(net[0].weight[0], net[0].weight[1])
+    x = torch.randn(4, 5)
+    assert (mlp(5, Layers((8,), head="zero"), 3, ensemble)(x) == 0).all()
+    small = mlp(5, Layers((400,), head="small"), 300, ensemble)[-1]
+    assert small.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert (small.bias == 0).all()
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("ensemble", [None, 3])
+def test_residual_blocks_are_the_formula(norm, ensemble):
+    """embed, then x + W2 relu(W1 norm(x)) twice, then norm and head, in float64 by matrix products of each member."""
+    torch.manual_seed(0)
+    net = mlp(5, Layers((6, 6), "relu", trunk="residual", norm=norm), 3, ensemble)
+    with torch.no_grad():  # gains and biases start at 1 and 0
+        for p in net.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    x = torch.randn(7, 5)
+    out = net(x)
+    for e in range(ensemble or 1):
+        weights = [p[e] if ensemble else p for p in (p.detach().double() for p in net.parameters())]
+        want = residual(iter(weights), x.double(), norm, ensemble)
+        torch.testing.assert_close((out[e] if ensemble else out).double(), want, rtol=1e-4, atol=1e-5)
+    if ensemble:
+        assert not torch.allclose(out[0], out[1])
+
+
+def residual(weights, x, norm, transposed):
+    """The network of two blocks from its parameters in order."""
+
+    def linear(x):
+        weight, bias = next(weights), next(weights)
+        return x @ (weight if transposed else weight.T) + bias
+
+    def normed(x):
+        if norm == "rms":
+            return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * next(weights)
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+        return x * next(weights) + next(weights)
+
+    h = linear(x)
+    for _ in range(2):
+        h = h + linear(linear(normed(h)).relu())
+    out = linear(normed(h))
+    assert next(weights, None) is None
+    return out

@@ -55,6 +55,15 @@ CASES = [
     ("halfcheetah", "algo=pql"),
 ]
 EXTRAS = ("algo.normalize_reward=true", "algo.explore.repeat=true")
+RECIPE = (
+    "algo.return_cap=5",
+    "algo.lr_schedule=cosine",
+    "algo.lr_updates=100",
+    "algo.critic.trunk=residual",
+    "algo.critic.subset=1",
+    "algo.policy.trunk=residual",
+    "algo.policy.norm=rms",
+)
 
 
 @pytest.mark.fault
@@ -63,7 +72,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, task, alg
     """Split in the middle of episodes, on the default (threaded) executor. Everything the next tick depends on."""
     if task == "halfcheetah":
         pytest.importorskip("mujoco")
-    setting = (*TASKS[task], algo, *EXTRAS)
+    setting = (*TASKS[task], algo, *EXTRAS, *(RECIPE if task == "lqr" else ()))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     config = compose(words(whole, *setting))
     steps = [config.num_envs * n for n in (8 + 17, 8 + 34)]
