@@ -7,7 +7,7 @@ Sources: Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Bellemare et 
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.ddpg import loss_share
+from pql.algos.critics import loss_share
 from pql.algos.value import ValueBased, ValueState, make_q_network
 from pql.config import DqnConfig
 from pql.engine.optim import follow

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.ddpg import loss_share
+from pql.algos.critics import loss_share
 from pql.algos.dqn import huber
 from pql.algos.registry import Family
 from pql.algos.value import (

@@ -11,15 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.ddpg import (
-    CriticState,
-    PolicyInputs,
-    ValueInputs,
-    critic_step,
-    ensemble_value,
-    loss_share,
-    value_state,
-)
+from pql.algos.critics import CriticState, critic_step, loss_share, value_state
+from pql.algos.ddpg import PolicyInputs, ValueInputs, ensemble_value
 from pql.algos.off_policy import (
     OffPolicy,
     Tensors,

@@ -84,7 +84,7 @@ class Group:
         x[:-1].div_(x[-1].clamp(min=1))
 
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Average a 0-dim tensor over all ranks, as :meth:`mean_` does."""
+        """Average a scalar over all ranks, as :meth:`mean_` does."""
         if self.size == 1:
             return x
         pair = torch.stack((x, x))

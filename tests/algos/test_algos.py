@@ -12,7 +12,7 @@ from oracles import AdamW as SlowAdamW
 from oracles import c51_projection, tanh_gaussian_log_prob
 from torch.nn import functional as F
 
-from pql.algos import ddpg, sac
+from pql.algos import critics, ddpg, sac
 from pql.config import SacConfig
 from pql.config.compose import compose
 from pql.engine.executors import Inline
@@ -59,7 +59,7 @@ def policy(seed, kind=DeterministicPolicy):
 
 def value_state(atoms=None, **kwargs):
     flat = Flat(critic(0, atoms), trained=True)
-    return ddpg.CriticState(flat, Flat(critic(1, atoms)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
+    return critics.CriticState(flat, Flat(critic(1, atoms)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
 
 
 def policy_inputs(atoms=None):

@@ -7,7 +7,7 @@ import torch
 from run_files import points, resume, rows, run, words
 from torch import nn
 
-from pql.algos import ddpg
+from pql.algos import critics
 from pql.collect import saturation
 from pql.engine.central import Central, CentralOptimizer
 from pql.engine.optim import AdamW, RAdam, RMSProp, RMSPropTF
@@ -62,14 +62,14 @@ def test_what_is_to_be_skipped_anyhow_stays_so():
 
 def spoil(monkeypatch, which):
     """Losses of the critic's updates for whose number ``which`` is true are NaN."""
-    calls, loss_of = [0], ddpg.scalar_loss
+    calls, loss_of = [0], critics.scalar_loss
 
     def loss(*args):
         calls[0] += 1
         loss, q = loss_of(*args)
         return (loss * NAN if which(calls[0]) else loss), q
 
-    monkeypatch.setattr(ddpg, "scalar_loss", loss)
+    monkeypatch.setattr(critics, "scalar_loss", loss)
 
 
 def weights(run_dir):

@@ -9,14 +9,13 @@ from functools import partial
 import torch
 from torch import Generator, nn
 
+from pql.algos.critics import CriticState, loss_share
 from pql.algos.ddpg import (
-    CriticState,
     ValueInputs,
     ddpg_policy_trainer,
     ddpg_value_trainer,
     deterministic_action,
     deterministic_policy,
-    loss_share,
 )
 from pql.algos.off_policy import OffPolicy, Trainer
 from pql.config import Config, DdpgConfig
