@@ -141,7 +141,7 @@ def policy_role(
     kind: OffPolicy, setup: Setup, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
 ) -> Role:
     """Create the P-learner: policy, and private copies of critic, normaliser and cursor."""
-    config, device, size = setup.config, replay.device, replay.action.shape[1]
+    config, device, size = setup.config, replay.device, cast(Box, setup.spec.action).size
     algo = own(config, ActorCriticConfig)
     trainer = kind.improve(config, copy.deepcopy(policy).to(device), copy.deepcopy(critic).to(device), size, device)
     draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))

@@ -19,6 +19,7 @@ from pql.config.algorithms import RECORDS
 from pql.contract.env import EnvSpec
 from pql.contract.registry import import_name
 from pql.engine.schedule import Counts
+from pql.errors import ConfigError
 
 BUILT_IN = {
     "ddpg": "pql.algos.ddpg:FAMILY",
@@ -65,8 +66,12 @@ def register_algorithm(family: Family, preset: Mapping[str, Any] | None = None) 
     Args:
         preset: as in ``pql/config/presets/algo/NAME.yaml``; ``scales`` has the settings at each scale. None: the
             family's defaults, at every scale.
+    Raises:
+        ConfigError: a built-in family has this name.
     """
     name = family.name
+    if name in BUILT_IN:
+        raise ConfigError("family", name, "a name that no built-in family has: a default of the record's field family")
     _registered[name], families.registered[name] = family, family.settings
     every: dict[str, dict[str, Any]] = {"cpu": {}, "gpu": {}}
     presets.registered[name] = {"family": name, "scales": every, **(preset or {})}

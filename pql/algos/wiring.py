@@ -86,7 +86,7 @@ class Wiring:
 
 
 def seeds(seed: int) -> dict[str, int]:
-    """Derive a seed for every generator and for the simulator. A single learner uses "v"."""
+    """Derive a seed for every generator and for the simulator. The generator of a single learner has "v"."""
     root = torch.Generator().manual_seed(seed)
     names = ("init", "env", "collector", "v", "p", "eval")
     return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))

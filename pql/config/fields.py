@@ -44,7 +44,7 @@ class Declaration:
         when: the condition under which it is read, see :func:`is_read`; "": always.
         replaces: settings of other algorithms that have the same purpose; a wrong name is answered with this one.
         ranks: how several processes of one run divide it: "divide" (evenly), "floor", or "" (they do not).
-        weights: weights can only be taken from a run with the same value: "policy", "critic" or "" (any value).
+        weights: ``init_from`` refuses a run in which this setting differs, for its "policy" or "critic"; "": never.
     """
 
     doc: str = ""
@@ -81,7 +81,7 @@ def setting(
     """Return a dataclass field for a setting.
 
     Args:
-        low, above, high: of a number: smallest allowed, largest that is too small, largest allowed.
+        low, above, high: of a number: inclusive lower bound, exclusive lower bound, inclusive upper bound.
 
     Others as in :class:`Declaration`.
     """

@@ -2,8 +2,8 @@
 
 From the weakest to the strongest: the schema's defaults; ``algo/NAME.yaml``; ``task/``; ``placement/``, ``logger/`` and
 ``atari/``; ``scale/``; ``tuned/SCALE/ALGO.yaml``; ``tuned/TASK/ALGO.yaml``; the command line. A file may extend another
-of its group by ``like: NAME``. An algorithm without a file below ``tuned/`` takes that of the one that it is like, of
-the same family; a task, that of the task that it is like.
+of its group by ``like: NAME``. If an algorithm has no file below
+``tuned/``, that of its base (``like``) is used, provided both have the same family. Likewise for tasks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,6 +89,9 @@ class Presets:
         tuned = [*self.tuned([scale], algo, scale)]
         if not tuned:
             there = [s for s in self.names("scale") if [*self.tuned([s], algo, s)]]
+            if not there:
+                allowed = f"settings for it: {SCALES}.{scale} in the preset algo={algo}, such as {{like: pql}}"
+                raise ConfigError("scale", scale, allowed)
             raise ConfigError("scale", scale, f"one of {', '.join(there)}: algo={algo} has no settings for another")
         yield from tuned
         yield from self.tuned(self.line("task", chosen["task"]), algo, scale)
@@ -132,7 +135,8 @@ class Presets:
             if found is None:
                 raise ConfigError(f"tuned/{place}/{algo}.yaml: {LIKE}", base, "ALGO, or PLACE/ALGO, with such a file")
             yield from self._extended(there or place, name, found, scale)
-        file = f"tuned/{place}/{algo}.yaml"
+        own_file = any((folder / "tuned" / place / f"{algo}.yaml").exists() for folder in self.folders)
+        file = f"tuned/{place}/{algo}.yaml" if own_file else f"algo/{algo}.yaml: {SCALES}.{place}"
         yield Layer(file, {k: v for k, v in tree.items() if k not in (LIKE, SCALES)})
         if (own := (tree.get(SCALES) or {}).get(scale)) is not None:
             yield Layer(f"{file}: {SCALES}.{scale}", own)

@@ -14,8 +14,9 @@ Time runs down the rows. Each environment is a column with its own head (heads d
 The successor of row t is row t + 1's observation; that of a truncated row is in ``finals``. Both are in one tensor,
 so next observations take one gather. Of a frame stack only the newest frame is stored (``pql.data.frames``).
 
-Readers see a :class:`Cursor` sealed at the tick boundary and never draw the ``horizon + 1`` oldest rows (plus one
-per older stacked frame), which the collector may overwrite. Row ``head``'s observation is sealed too.
+Readers use a copy of the :class:`Cursor` made at the tick boundary. They never draw the ``horizon + 1`` oldest rows
+(plus one per older stacked frame), which the collector may overwrite. Row ``head`` already holds its observation,
+which readers use as a successor.
 """
 
 from collections.abc import Mapping
@@ -111,7 +112,7 @@ class Replay:
         self._write_obs(self.live.head[columns] % self.rows * self.num_envs + columns, obs)
 
     def open(self, obs: Obs, memory: Memory | None) -> None:
-        """Begin a tick; no operation for a ring. ``obs`` is [N, ...]."""
+        """Called at the beginning of a tick with observations [N, ...]; a ring has nothing to do then."""
 
     def positions(self) -> list[Tensor]:
         """Return the write positions, [N] each."""

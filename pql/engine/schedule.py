@@ -1,7 +1,7 @@
 """Schedules: the order of collection and updates. A tick is ``horizon`` env steps plus each learner's updates.
 
-``Concurrent``: all workers run in parallel on weights and rows exactly one tick old. They share no memory, so
-threads, CUDA streams and sequential execution give the same bits.
+``Concurrent``: all workers run in parallel on weights exactly one tick old. Apart from replay rows, which are read only
+below the published cursor, they share no tensors: threads, CUDA streams and sequential execution give the same bits.
 ``Lockstep``: workers run one after another, each on the newest weights.
 ``Replicas`` (``run/replicas.py``): several lockstep replicas in parallel on shared parameters.
 """
@@ -26,7 +26,7 @@ class Counts:
     horizon: int
     updates: Mapping[str, int]  # by learner
     rounds: int
-    ahead: int = 0  # steps before the first tick, if the learner reads one rollout while the next is collected
+    ahead: int = 0  # steps collected before the first tick, so that its updates have a rollout
 
 
 def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
@@ -98,7 +98,7 @@ class _Ticks:
         behind_target: Callable[[], bool] = lambda: False,
     ):
         self.workers, self.counts, self.executor = workers, counts, executor
-        self.behind_target = behind_target  # learners pause while the collector is behind its step target
+        self.behind_target = behind_target  # learners pause while remote actors are late
         self.ticks = 0
         self.lag = 0  # ticks between the policy of the newest rows and the newest policy
 

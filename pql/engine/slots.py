@@ -17,8 +17,8 @@ class WeightSlot:
     Args:
         name: used in traces and errors.
         source: the owner's tensors, copied by every ``publish``.
-        lag: readers get the version this many before the one they ask for (the first, until one is that old); for
-            experiments with old weights.
+        lag: readers that ask for version v get v - lag, or version 0 if that is negative; for experiments with old
+            weights.
     """
 
     def __init__(self, name: str, source: Sequence[Tensor], lag: int = 0):
@@ -53,7 +53,7 @@ class WeightSlot:
         self.publish()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return old versions that are still to be read; empty without a lag, when the owner's tensors suffice."""
+        """With a lag, return all buffered versions; without, nothing: the owner's tensors are saved elsewhere."""
         pairs = ((f"{i}.{j}", t) for i, buffer in enumerate(self.buffers) for j, t in enumerate(buffer))
         return dict(pairs) if self.lag else {}
 

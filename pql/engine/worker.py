@@ -1,8 +1,8 @@
 """Workers and learners.
 
 A :class:`Learner` is the algorithm: named state, a function that draws batches, an update. A :class:`Worker` runs a
-learner or the collector on a device and a thread share: it pulls private copies, works, publishes. No worker reads
-another worker's tensors.
+learner or the collector on a device and a thread share: it pulls private copies, works, publishes. Apart from
+replay rows below the published cursor, no worker reads another worker's tensors.
 """
 
 import functools
@@ -22,7 +22,10 @@ from pql.types import Metrics
 
 
 class State:
-    """Base of the learners' state dataclasses: its state_dict nests those of all members that have one."""
+    """Base of the learners' state dataclasses.
+
+    Its state_dict has the state_dict of every field that has one; other fields are not saved.
+    """
 
     def _members(self) -> dict[str, Any]:
         named = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
@@ -52,13 +55,13 @@ class Learner:
     name: str
     state: State
     update: Callable[[Any, Any, Any, Generator], Metrics]  # (state, inputs, batch, gen)
-    draw: Callable[[int, Generator], Iterable[Any]]  # (k, gen) -> k batches: the rows are sealed for the whole tick
+    draw: Callable[[int, Generator], Iterable[Any]]  # (k, gen) -> k batches; readable rows do not change within a tick
     inputs: Any  # private copies of tensors published by other workers
     gen: Generator
     trains: tuple[str, ...] = ()  # update counters that it increments: "v" (value), "p" (policy); default: its name
     begin: Callable[[], None] | None = None  # called once before a new run's first tick; it may wait for the device
     rest: Callable[[], None] | None = None  # called in place of updates, in a tick that has none
-    clock: Tensor | None = None  # 0-dim, in ``state``: ticks so far, if the state has schedules that depend on them
+    clock: Tensor | None = None  # 0-dim, in ``state``: ticks so far, for schedules that depend on them
 
 
 class MetricSum:

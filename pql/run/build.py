@@ -103,12 +103,12 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
     lag = {"policy": getattr(config.algo, "policy_lag", 0)}
     slots = {name: WeightSlot(name, source, lag.get(name, 0)) for name, source in owned.items()}
     rounds = 1 if kind == "concurrent" else counts.rounds
-    capture = config.cuda_graphs != "off" and kind != "replicas"  # a push takes locks, which cannot be captured
+    capture = config.cuda_graphs != "off" and kind != "replicas"  # replicas take locks, which cannot be captured
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
     jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
     threads = thread_counts(config)
     workers = {
-        # Learners first: queued learner work then overlaps with a simulator that blocks the host.
+        # Learners first: their work is on the GPU's queue before a simulator blocks the host.
         w: Worker(
             w,
             jobs.get(w, collector.run),

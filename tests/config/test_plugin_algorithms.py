@@ -1,6 +1,8 @@
 """Algorithms of an installed package (tests/packages): one module and one YAML file each, no change in pql."""
 
+import dataclasses
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ from conftest import differences
 from run_files import points, rows
 
 import pql
+from pql.algos.ddpg import FAMILY as BUILT_IN_DDPG
 from pql.cli.completion import candidates
 from pql.cli.main import COMMANDS, main
+from pql.config import DdpgConfig
 from pql.config.compose import compose
 from pql.config.families import own
+from pql.config.fields import setting
 from pql.config.layers import Presets
 from pql.errors import ConfigError
 from pql.run.store import checkpoint
@@ -128,3 +133,16 @@ def test_a_family_can_be_registered_in_python(tmp_path):
     finally:
         families.registered.pop("redq")
         registered.pop("redq")
+
+
+def test_a_built_in_family_is_not_replaced():
+    """A record that only adds a setting to DDPG's has DDPG's name, too."""
+
+    @dataclass(frozen=True)
+    class Nameless(DdpgConfig):
+        target_noise: float = setting(0.2, "Standard deviation of the noise on target actions.", low=0, high=10)
+
+    family = dataclasses.replace(BUILT_IN_DDPG, settings=Nameless)
+    with pytest.raises(ConfigError, match=r"family=ddpg: expected a name that no built-in family has"):
+        pql.register_algorithm(family)
+    assert compose(["algo=pql", "device=cpu"]).algo.__class__ is DdpgConfig

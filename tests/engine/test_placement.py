@@ -5,10 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from conftest import bits, differences, go_on, small_config, start
 
 from pql.cli import bench_placement as placement
 from pql.cli.main import main
 from pql.config.compose import compose
+from pql.engine.executors import Inline
 from pql.errors import ConfigError
 
 
@@ -140,3 +143,20 @@ def test_idle_threads_of_torch_leave_the_cores_to_the_simulator(given: dict[str,
     code = "import os, sys, pql; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], env=kept | given, capture_output=True, text=True, check=True)
     assert said.stdout.split() == [str(found), "False"]
+
+
+@pytest.mark.parametrize("algo", [{}, {"family": "sac", "explore": {"kind": "none"}}], ids=["ddpg", "sac"])
+def test_a_p_learner_on_another_device_learns_the_same(algo, monkeypatch):
+    """On the same processor under another name: its replay of observations gives the bits of the shared replay."""
+    config = small_config(algo=algo)
+    reference = bits(go_on(start(config, Inline()), 6))
+    places = {"v": torch.device("cpu"), "p": torch.device("cpu:0"), "collector": torch.device("cpu")}
+    monkeypatch.setattr("pql.run.build.worker_devices", lambda config, learners: places)
+    parts = go_on(start(config, Inline()), 6)
+    rings = parts.first.collector.stores
+    assert [ring.obs_only for ring in rings] == [False, True]
+    assert parts.first.learners["p"].draw.replay is rings[1]
+    apart = bits(parts)
+    shared = {k: v for k, v in reference.items() if k in apart}
+    assert len(shared) > 10
+    assert differences(shared, {k: apart[k] for k in shared}) == []
