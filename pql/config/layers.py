@@ -46,7 +46,7 @@ class Presets:
 
     @cached_property
     def plugins(self) -> dict[str, Path]:
-        """The YAML files of installed packages' algorithms: ``NAME.yaml`` beside the module that has NAME."""
+        """The YAML files of installed packages' algorithms: ``NAME.yaml`` next to the module of NAME."""
         found = {}
         for entry in entry_points(group=GROUP):
             spec = find_spec(entry.module)

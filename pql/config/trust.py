@@ -1,7 +1,7 @@
 """Settings that can make a run import a module, start a program or access a file.
 
 Typed by the user they are the user's own. In a file (a run directory, a checkpoint, an export) they are its maker's,
-and refused, unless the user says ``--trust`` or types the same setting anew: ``docs/security.md``.
+and refused, unless the user says ``--trust`` or types the same setting again: ``docs/security.md``.
 """
 
 import os

@@ -189,7 +189,7 @@ def position(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
-    """The evaluations by name. The updates, which they do not tell, are those of training's rows at their time."""
+    """The evaluations by name. Their numbers of updates are those of the training's rows at the same time."""
     told = [r for r in rows if np.isfinite(r.get("eval/return_mean", np.nan))]
     at = [position(r) for r in told]
     out = {axis: np.array([p[axis] for p in at]) for axis in AXES}
@@ -255,7 +255,7 @@ def machine_of(facts: Mapping[str, Any]) -> str | None:
 def label(runs: Sequence[dict[str, Any]]) -> list[str]:
     """Per run: its algorithm, and the settings in which runs of this algorithm on this task are not all alike.
 
-    Of many such settings (other presets) the first ones are named, and a number tells the groups apart.
+    Of many such settings (other presets) the first ones are named, and a number distinguishes the groups.
     """
     kinds = [(task_of(s), str(s.get("algo.name", "?"))) for s in runs]
     differing = [_differing([s for s, k in zip(runs, kinds, strict=True) if k == kind]) for kind in kinds]

@@ -184,7 +184,7 @@ class Ranks:
     def resume_point(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return this rank's tensors and manifest of the newest resume point that all ranks have intact.
 
-        ``folder`` is that of rank 0.
+        ``folder`` is rank 0's.
 
         Raises:
             ConfigError: there is none, or it has another number of ranks.

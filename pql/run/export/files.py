@@ -117,7 +117,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _tensors(members: Mapping[str, bytes], folder: str, device: torch.device) -> dict[str, Tensor]:
-    """Weights or constants by name, from raw bytes: no more in all than there are, but for names of the same one."""
+    """Read weights or constants by name from raw bytes; at most as many as are stored, not counting shared ones."""
     out, made, whole = {}, dict[str, Tensor](), dict[str, bytearray]()
     left = sum(len(data) for name, data in members.items() if name.startswith(folder) and TENSOR.fullmatch(name))
     for name, entry in parse_json(members[CONFIGS[folder]])["config"].items():

@@ -52,8 +52,8 @@ class ExportedPolicy(BasePolicy):
         metadata: what ``policy.json`` holds.
 
     Raises:
-        ConfigError: no such file, one that is no export of pql (or not the one of the ``policy.json`` beside it), or a
-            missing package.
+        ConfigError: no such file, one that is no export of pql (or not the one that the ``policy.json`` next to it
+            describes), or a missing package.
     """
 
     def __init__(self, path: str | Path, device: str | torch.device = "cpu", trust: bool = False):
@@ -86,7 +86,7 @@ def open_export(path: Path, device: torch.device, trust: bool) -> tuple[Function
 
 
 def _check_beside(path: Path, data: bytes) -> None:
-    """Raises ``ValueError`` where the metadata beside a file are of another one."""
+    """Raise ``ValueError`` if the metadata next to a file belong to another file."""
     if (beside := path.with_suffix(".json")).exists():
         told = read_json(beside)
         known = told.get("sha256") if isinstance(told, dict) else None

@@ -19,7 +19,7 @@ from torch import Tensor
 SCHEMA = 8
 NODES = 20_000
 ELEMENTS = 1 << 26  # of all tensors that it makes, for a batch of two
-FROM_STORED = 8  # so often may what is stored be looked at, or copied, besides
+FROM_STORED = 8  # how many more times stored elements may be read or copied
 EACH = 256  # elements as which a tensor itself counts
 PIECES = 1 << 16  # into which one may be split, beyond the batch's rows
 SIZE = 1 << 62

@@ -40,7 +40,7 @@ class Jsonl:
     """One JSON object a line, numbers only. A number that JSON lacks (nan, inf) is left out.
 
     Args:
-        resumed_at: env steps at which a resumed run goes on. Rows beyond them, which it will write again, and a line
+        resumed_at: env steps at which a resumed run continues. Rows beyond them, which it will write again, and a line
             that was cut off are dropped.
 
     Raises:
@@ -137,7 +137,7 @@ class Wandb:
         )
 
     def write(self, row: Row) -> None:
-        """Nothing: metrics.jsonl has the row. Where wandb has ended before the run, that is told now."""
+        """Write nothing: metrics.jsonl has the row. Warn if wandb has ended before the run."""
         if not self.ended and self.process.poll() is not None:
             self.close()
 

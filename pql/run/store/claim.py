@@ -55,7 +55,7 @@ class Claim:
         self._file, self._made = None, []
 
     def renew(self) -> None:
-        """Lock the directory again, which somebody has deleted and which is made anew.
+        """Lock the directory again after it was deleted and created again.
 
         Raises:
             ConfigError: another process holds one of that name, or it cannot be written.

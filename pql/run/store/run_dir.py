@@ -1,4 +1,4 @@
-"""The files of a run directory, checkpoints and metrics aside: what was run, on what, and what came of it."""
+"""Files of a run directory other than checkpoints and metrics: settings, machine and summary."""
 
 import dataclasses
 import importlib.metadata
@@ -131,7 +131,7 @@ def amend_config(run_dir: Path, config: Config, overrides: Sequence[str]) -> Non
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
-    """The config of a run that is to go on, as plain dicts: that of its newest intact resume point.
+    """Return the config of a run to resume, as plain dicts: that of its newest intact resume point.
 
     config.yaml is for people: where it says something else, a warning names the settings. It counts only where there
     is no resume point.
