@@ -247,6 +247,7 @@ def test_listing(capsys):
         "ddpg",
         "dqn",
         "eps_rainbow",
+        "fasttd3",
         "impala",
         "ppo",
         "ppo_ant",

@@ -159,7 +159,7 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
         ("pql train task=half", ["task=halfcheetah"]),
         ("pql train -m algo=pql,td", ["algo=pql,td3"]),
         ("pql train seed=1 algo.cri", ["algo.critic."]),
-        ("pql train algo.critic.l", ["algo.critic.layer_norm=", "algo.critic.lr="]),
+        ("pql train algo.critic.l", ["algo.critic.layer_norm=", "algo.critic.lr=", "algo.critic.loss="]),
         ("pql train multi", ["multirun_dir="]),
         ("pql train replay.dtype=", ["replay.dtype=float32", "replay.dtype=float16", "replay.dtype=bfloat16"]),
         ("pql train checkpoint.replay=", ["checkpoint.replay=true", "checkpoint.replay=false"]),
