@@ -6,6 +6,7 @@ Sources: Bellemare et al. 2017 (C51), Fujimoto et al. 2018 (clipped double Q), C
 
 import copy
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -17,6 +18,7 @@ from pql.config.families import own
 from pql.engine.optim import AdamW, Clock, follow, polyak
 from pql.engine.worker import State
 from pql.nets.distributions import hl_gauss, lower_mean, project
+from pql.nets.layers import batch_norms, batch_statistics
 from pql.nets.mlp import Critic, Flat
 from pql.types import Batch, Metrics
 
@@ -37,6 +39,10 @@ class CriticState(State):
     reduce: str = "min"  # the ensemble's target: min, mean, own
     subset: int | None = None  # critics drawn for each target; None: all
     hl_sigma: float | None = None  # of HL-Gauss, in distances between atoms; None: C51
+    joint: bool = False  # one batch of (s, a) and (s', a'), for BatchNorm
+
+
+CriticStates = TypeVar("CriticStates", bound=CriticState)
 
 
 def critic_step(state: CriticState, batch: Batch, next_action: Tensor, bonus: Tensor | None, gen: Generator) -> Metrics:
@@ -47,13 +53,13 @@ def critic_step(state: CriticState, batch: Batch, next_action: Tensor, bonus: Te
         bonus: [B], added to the next state's value (SAC's entropy term), or None.
     """
     share = loss_share(batch.mask, batch.weight)
+    now, ahead = evaluate(state, batch, next_action)
     with torch.no_grad():
-        ahead = state.target.module(batch.next_obs, next_action)  # [E, B] or [E, B, Z]
         if state.subset is not None:
             drawn = torch.rand(len(ahead), generator=gen, device=ahead.device).argsort()[: state.subset]
             ahead = ahead.index_select(0, drawn)
     loss_of = scalar_loss if state.atoms is None else categorical_loss
-    loss, q = loss_of(state, batch, ahead, bonus)  # [E, B], [B]
+    loss, q = loss_of(state, batch, now, ahead, bonus)  # [E, B], [B]
     total = (loss * share).sum()
     state.optimizer.zero_grad()
     total.backward()
@@ -65,24 +71,49 @@ def critic_step(state: CriticState, batch: Batch, next_action: Tensor, bonus: Te
     return {"loss/critic": total.detach(), "value/q": (q * share).sum(), "grad_norm/critic": norm}
 
 
-def scalar_loss(state: CriticState, batch: Batch, ahead: Tensor, bonus: Tensor | None) -> tuple[Tensor, Tensor]:
+def evaluate(state: CriticState, batch: Batch, next_action: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the critics' outputs at (s, a) and those of the target critics at (s', a'), [E, B] or [E, B, Z] each.
+
+    With BatchNorm both networks normalise (s, a) and (s', a') as one batch (CrossQ; Bhatt et al. 2024): the statistics
+    of only one of them would not be those of the other.
+    """
+    if not state.joint:
+        with torch.no_grad():
+            ahead = state.target.module(batch.next_obs, next_action)
+        return state.critic.module(batch.obs, batch.action), ahead
+    obs = {name: torch.cat((x, batch.next_obs[name])) for name, x in batch.obs.items()}
+    action, rows = torch.cat((batch.action, next_action)), torch.cat((batch.mask, batch.mask))
+    with torch.no_grad(), batch_statistics(state.target.module, rows, tracked=False):
+        ahead = state.target.module(obs, action)
+    with batch_statistics(state.critic.module, rows, tracked=True):
+        now = state.critic.module(obs, action)
+    size = len(next_action)
+    return now[:, :size], ahead[:, size:]
+
+
+def scalar_loss(
+    state: CriticState, batch: Batch, now: Tensor, ahead: Tensor, bonus: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Squared error against r + discount * (reduce_e Q'_e(s', a') + bonus). Returns losses [E, B] and values [B].
 
     Args:
+        now: [E, B], Q(s, a).
         ahead: [E', B], Q'(s', a') of the target critics.
     """
     with torch.no_grad():
         target = bootstrapped(batch, target_value(ahead, state.reduce), bonus)
-    q = state.critic.module(batch.obs, batch.action)  # [E, B]
-    return (q - target).square(), q.detach()[0]
+    return (now - target).square(), now.detach()[0]
 
 
-def categorical_loss(state: CriticState, batch: Batch, ahead: Tensor, bonus: Tensor | None) -> tuple[Tensor, Tensor]:
+def categorical_loss(
+    state: CriticState, batch: Batch, now: Tensor, ahead: Tensor, bonus: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy against the target's distribution: projected (C51), or HL-Gauss around its mean.
 
     Returns losses [E, B] and values [B].
 
     Args:
+        now: [E, B, Z], logits at (s, a).
         ahead: [E', B, Z], logits of the target critics at (s', a').
     """
     atoms = state.atoms
@@ -95,7 +126,7 @@ def categorical_loss(state: CriticState, batch: Batch, ahead: Tensor, bonus: Ten
             )
         else:
             target = projected(batch, target_distribution(probs, atoms, state.reduce), atoms, bonus)
-    log_probs = state.critic.module(batch.obs, batch.action).log_softmax(-1)  # [E, B, Z]
+    log_probs = now.log_softmax(-1)  # [E, B, Z]
     return -(target * log_probs).sum(-1), log_probs.detach()[0].exp() @ atoms
 
 
@@ -130,11 +161,17 @@ def loss_share(mask: Tensor, weight: Tensor) -> Tensor:
     return mask * weight / mask.sum().clamp(min=1)
 
 
-def value_state(config: Config, critic: Critic, device: torch.device) -> CriticState:
-    """Create critics, target and optimiser of an off-policy actor-critic algorithm."""
+def value_state(
+    config: Config, critic: Critic, device: torch.device, kind: type[CriticStates] = CriticState
+) -> CriticStates:
+    """Create critics, target and optimiser of an off-policy actor-critic algorithm.
+
+    Args:
+        kind: class of the state.
+    """
     algo = own(config, ActorCriticConfig)
     net, flat = algo.critic, Flat(critic, trained=True)
-    return CriticState(
+    return kind(
         critic=flat,
         target=Flat(copy.deepcopy(critic)),
         optimizer=make_adam(config, flat, net),
@@ -144,5 +181,6 @@ def value_state(config: Config, critic: Critic, device: torch.device) -> CriticS
         clock=Clock(device) if net.target_every > 1 else None,
         reduce=net.target,
         subset=net.subset,
+        joint=bool(batch_norms(critic)),
         hl_sigma=net.sigma if net.atoms is not None and net.loss == "hl_gauss" else None,
     )

@@ -21,6 +21,7 @@ from pql.engine.optim import AdamW, polyak
 from pql.engine.worker import State
 from pql.errors import ConfigError
 from pql.nets.encoders import Outputs, squashes
+from pql.nets.layers import batch_statistics
 from pql.nets.mlp import Critic, DeterministicPolicy, Flat
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
@@ -65,12 +66,14 @@ def ddpg_value_update(state: CriticState, inputs: ValueInputs, batch: Batch, gen
 def ddpg_policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
     """Take one ascent step on Q(s, pi(s)) and update the target policy, if any. Mutates ``state`` only."""
     policy, share = state.policy.module, loss_share(batch.mask, batch.weight)
-    if state.saturation_penalty > 0:
-        # A saturated tanh passes no gradient, so the policy could not recover (rlkit and SAC's first code do the same).
-        before = policy.before_tanh(batch.obs)  # type: ignore[operator]
-        action, penalty = torch.tanh(before), before.square().mean(-1) * state.saturation_penalty
-    else:
-        action, penalty = policy(batch.obs), 0.0
+    with batch_statistics(policy, batch.mask, tracked=True):
+        if state.saturation_penalty > 0:
+            # A saturated tanh passes no gradient, so the policy could not recover (rlkit and SAC's first code do the
+            # same).
+            before = policy.before_tanh(batch.obs)  # type: ignore[operator]
+            action, penalty = torch.tanh(before), before.square().mean(-1) * state.saturation_penalty
+        else:
+            action, penalty = policy(batch.obs), 0.0
     q = ensemble_value(inputs, batch.obs, action, state.reduce)
     loss = ((penalty - q) * share).sum()
     state.optimizer.zero_grad()
@@ -122,8 +125,8 @@ def ddpg_value_trainer(config: Config, critic: Critic, policy: nn.Module, device
     algo, state = own(config, DdpgConfig), value_state(config, critic, device)
     state.smoothing, state.smoothing_clip = algo.smoothing, algo.smoothing_clip
     source = "target_policy" if algo.policy.target else "policy"
-    pulls: Tensors = {source: [Flat(policy).data]}
-    owns: Tensors = {"critic": [state.critic.data]}
+    pulls: Tensors = {source: Flat(policy).tensors()}
+    owns: Tensors = {"critic": state.critic.tensors()}
     return Trainer(state, ddpg_value_update, ValueInputs(policy), pulls, owns)
 
 
@@ -131,11 +134,11 @@ def ddpg_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size:
     """Create the P-learner's state and update."""
     algo, flat = own(config, DdpgConfig), Flat(policy, trained=True)
     net, optimizer = algo.policy, make_adam(config, flat, algo.policy, algo.p_per_v)
-    pulls: Tensors = {"critic": [Flat(critic).data]}
-    owns: Tensors = {"policy": [flat.data]}
+    pulls: Tensors = {"critic": Flat(critic).tensors()}
+    owns: Tensors = {"policy": flat.tensors()}
     target = Flat(copy.deepcopy(policy)) if net.target else None
     if target is not None:
-        owns["target_policy"] = [target.data]
+        owns["target_policy"] = target.tensors()
     state = PolicyState(flat, target, optimizer, net.tau, net.reduce, net.saturation_penalty)
     return Trainer(state, ddpg_policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
 

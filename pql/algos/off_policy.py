@@ -29,6 +29,7 @@ from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
 from pql.nets.encoders import Outputs, Probe, custom_network, make_input, make_layers
+from pql.nets.layers import project_weights
 from pql.nets.mlp import Critic, Flat, seeded
 from pql.types import Batch, Metrics, Obs, ObsBatch, split
 
@@ -114,7 +115,7 @@ def wire_off_policy(kind: OffPolicy, setup: Setup) -> Wiring:
         "v": critic_role(kind, setup, *nets, normalizer, replays[0]),
         "p": policy_role(kind, setup, *nets, normalizer, replays[-1]),
         "collector": Role(
-            pulls={"policy": [Flat(collector.actor.policy).data]},
+            pulls={"policy": Flat(collector.actor.policy).tensors()},
             owns={"norm": normalizer.frozen(), "rows": replays[0].live.tensors()},
         ),
     }
@@ -191,6 +192,8 @@ def make_adam(config: Config, flat: Flat, net: CriticConfig | ClimbingPolicyConf
     algo = own(config, ActorCriticConfig)
     optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps, (net.beta1, net.beta2))
     optimizer.schedule = make_lr_schedule(algo, per_update)
+    if net.net is None and net.projected != "none":
+        optimizer.project = partial(project_weights, cast(Any, flat.module).net, net.projected)
     return optimizer
 
 

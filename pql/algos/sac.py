@@ -4,6 +4,7 @@ Haarnoja et al. 2018b, with n-step targets; the entropy bonus enters at the boot
 n-step SAC. The critic's step is DDPG's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -30,6 +31,7 @@ from pql.engine.optim import AdamW
 from pql.engine.worker import State
 from pql.nets.distributions import squashed_gaussian
 from pql.nets.encoders import Outputs
+from pql.nets.layers import batch_statistics
 from pql.nets.mlp import Critic, Flat, GaussianPolicy
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
@@ -48,43 +50,82 @@ class SacValueInputs(ValueInputs):
 
 
 @dataclass
-class SacPolicyState(State):
-    """State of SAC's P-learner: policy and temperature."""
+class SacPolicyInputs(PolicyInputs):
+    log_alpha: Tensor | None = None  # [1]; None: the P-learner has the temperature
+
+
+@dataclass
+class TemperatureState(State):
+    """The temperature's part of a learner's state."""
+
+    temperature: Flat | None = None  # of a Temperature; None: the other learner has it
+    temperature_optimizer: AdamW | None = None
+    target_entropy: Callable[[int], float] = float  # dimensions of the action -> target entropy
+    auto_temperature: bool = True
+    temperature_loss: str = "log"  # factor of the loss: log(alpha) (log) or alpha (exp)
+
+    def log_alpha(self) -> Tensor:
+        """Return log(alpha), [1]."""
+        assert self.temperature is not None
+        return cast(Temperature, self.temperature.module).log_alpha
+
+    def temper(self, entropy: Tensor, size: int, mask: Tensor) -> None:
+        """Take a step on the temperature, if it is learned.
+
+        Args:
+            entropy: 0-dim mean over the rows of ``mask`` [B].
+            size: dimensions of the action.
+        """
+        if self.temperature_optimizer is None or not self.auto_temperature:
+            return
+        factor = self.log_alpha() if self.temperature_loss == "log" else self.log_alpha().exp()
+        self.temperature_optimizer.zero_grad()
+        (factor * (entropy - self.target_entropy(size))).sum().backward()
+        self.temperature_optimizer.step(mask=mask)
+
+
+@dataclass
+class SacCriticState(TemperatureState, CriticState):
+    """State of SAC's V-learner, with the temperature if ``algo.alpha_updates`` is critic."""
+
+
+@dataclass(kw_only=True)
+class SacPolicyState(TemperatureState):
+    """State of SAC's P-learner, with the temperature unless the V-learner has it."""
 
     policy: Flat
     optimizer: AdamW
-    temperature: Flat  # of a Temperature
-    temperature_optimizer: AdamW
-    target_entropy: float
-    auto_temperature: bool = True
     reduce: str = "min"
 
 
-def sac_value_update(state: CriticState, inputs: SacValueInputs, batch: Batch, gen: Generator) -> Metrics:
+def sac_value_update(state: SacCriticState, inputs: SacValueInputs, batch: Batch, gen: Generator) -> Metrics:
     """Step the critics towards r + discount * (Q'(s', a') - alpha log pi(a'|s')), a' ~ pi. Mutates only ``state``."""
     with torch.no_grad():
         mean, log_std = inputs.policy(batch.next_obs)
         action, log_prob = squashed_gaussian(mean, log_std, gen)
-        bonus = -inputs.log_alpha.exp() * log_prob
-    return critic_step(state, batch, action, bonus, gen)
+        log_alpha = inputs.log_alpha if state.temperature is None else state.log_alpha()
+        bonus = -log_alpha.exp() * log_prob
+    metrics = critic_step(state, batch, action, bonus, gen)
+    if state.temperature is not None:
+        entropy = -(loss_share(batch.mask, batch.weight) * log_prob).sum()
+        state.temper(entropy, action.shape[-1], batch.mask)
+    return metrics
 
 
-def sac_policy_update(state: SacPolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
+def sac_policy_update(state: SacPolicyState, inputs: SacPolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
     """Take one step on alpha log pi - Q, then one on the temperature. Mutates ``state`` only."""
     share = loss_share(batch.mask, batch.weight)
-    mean, log_std = state.policy.module(batch.obs)
+    with batch_statistics(state.policy.module, batch.mask, tracked=True):
+        mean, log_std = state.policy.module(batch.obs)
     action, log_prob = squashed_gaussian(mean, log_std, gen)
     q = ensemble_value(inputs, batch.obs, action, state.reduce)
-    log_alpha = cast(Temperature, state.temperature.module).log_alpha
+    log_alpha = state.log_alpha() if inputs.log_alpha is None else inputs.log_alpha
     loss = (share * (log_alpha.detach().exp() * log_prob - q)).sum()
     state.optimizer.zero_grad()
     loss.backward()
     norm = state.optimizer.step(mask=batch.mask)
     entropy = -(share * log_prob.detach()).sum()
-    if state.auto_temperature:
-        state.temperature_optimizer.zero_grad()
-        (log_alpha * (entropy - state.target_entropy)).sum().backward()
-        state.temperature_optimizer.step(mask=batch.mask)
+    state.temper(entropy, action.shape[-1], batch.mask)
     return {
         "loss/policy": loss.detach(),
         "grad_norm/policy": norm,
@@ -120,33 +161,50 @@ def gaussian_policy(config: Config, spec: EnvSpec) -> nn.Module:
     return make_deterministic_policy(config, spec, kind, probe_stochastic)
 
 
+def make_temperature(config: Config, state: TemperatureState, per_update: float, device: torch.device) -> Flat:
+    """Give a learner's state the temperature, and return it.
+
+    Args:
+        per_update: its steps per critic update.
+    """
+    algo = own(config, SacConfig)
+    flat = Flat(Temperature(algo.alpha).to(device), trained=True)
+    optimizer = AdamW(flat, algo.alpha_lr, betas=(algo.policy.beta1, algo.policy.beta2))
+    optimizer.schedule = make_lr_schedule(algo, per_update)
+    state.temperature, state.temperature_optimizer = flat, optimizer
+    state.target_entropy, state.temperature_loss = algo.entropy_goal, algo.alpha_loss
+    state.auto_temperature = algo.auto_alpha
+    return flat
+
+
 def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """Create the V-learner's state and update."""
-    state, log_alpha = value_state(config, critic, device), torch.zeros(1, device=device)
-    pulls: Tensors = {"policy": [Flat(policy).data], "temperature": [log_alpha]}
-    owns: Tensors = {"critic": [state.critic.data]}
-    return Trainer(state, sac_value_update, SacValueInputs(policy, log_alpha), pulls, owns)
+    algo = own(config, SacConfig)
+    state = value_state(config, critic, device, SacCriticState)
+    inputs = SacValueInputs(policy, torch.zeros(1, device=device))
+    pulls: Tensors = {"policy": Flat(policy).tensors()}
+    owns: Tensors = {"critic": state.critic.tensors()}
+    if algo.alpha_updates == "critic":
+        owns["temperature"] = make_temperature(config, state, 1.0, device).tensors()
+    else:
+        pulls["temperature"] = [inputs.log_alpha]
+    return Trainer(state, sac_value_update, inputs, pulls, owns)
 
 
 def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
     """Create the P-learner's state and update."""
     algo = own(config, SacConfig)
     net, flat = algo.policy, Flat(policy, trained=True)
-    temperature = Flat(Temperature(algo.alpha).to(device), trained=True)
-    temperature_optimizer = AdamW(temperature, algo.alpha_lr, betas=(net.beta1, net.beta2))
-    temperature_optimizer.schedule = make_lr_schedule(algo, algo.p_per_v)
-    state = SacPolicyState(
-        flat,
-        make_adam(config, flat, net, algo.p_per_v),
-        temperature,
-        temperature_optimizer,
-        algo.entropy_goal(size),
-        algo.auto_alpha,
-        net.reduce,
-    )
-    pulls: Tensors = {"critic": [Flat(critic).data]}
-    owns: Tensors = {"policy": [flat.data], "temperature": [temperature.data]}
-    return Trainer(state, sac_policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
+    state = SacPolicyState(policy=flat, optimizer=make_adam(config, flat, net, algo.p_per_v), reduce=net.reduce)
+    inputs = SacPolicyInputs(critic, make_atoms(config, device))
+    pulls: Tensors = {"critic": Flat(critic).tensors()}
+    owns: Tensors = {"policy": flat.tensors()}
+    if algo.alpha_updates == "policy":
+        owns["temperature"] = make_temperature(config, state, algo.p_per_v, device).tensors()
+    else:
+        inputs.log_alpha = torch.zeros(1, device=device)
+        pulls["temperature"] = [inputs.log_alpha]
+    return Trainer(state, sac_policy_update, inputs, pulls, owns)
 
 
 FAMILY = OffPolicy(SacConfig, gaussian_policy, sampled_action, sac_value_trainer, sac_policy_trainer).family()

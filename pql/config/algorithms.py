@@ -173,7 +173,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
         check_support(self.critic)
         for name in ("policy", "critic"):
             net = getattr(self, name)
-            if net.net is None and net.trunk == "residual" and len({*net.hidden}) != 1:
+            if net.net is None and net.trunk != "mlp" and len({*net.hidden}) != 1:
                 raise ConfigError(
                     f"algo.{name}.hidden", net.hidden, "one width for all residual blocks, such as [256,256]"
                 )
@@ -202,6 +202,19 @@ class SacConfig(ActorCriticConfig):
     alpha: float = setting(1.0, "Initial temperature.", above=0, high=100)
     auto_alpha: bool = setting(True, "Learn the temperature.")
     alpha_lr: float = setting(0.005, "Learning rate of the temperature.", above=0, high=1, when="auto_alpha")
+    alpha_updates: str = setting(
+        "policy",
+        "Updates that include one of the temperature: policy, with its entropy at the sampled states; critic, at their "
+        "successors (FastSAC).",
+        choices=("policy", "critic"),
+        when="auto_alpha",
+    )
+    alpha_loss: str = setting(
+        "log",
+        "Loss of the temperature: its logarithm (log) or itself (exp) times entropy minus target entropy.",
+        choices=("log", "exp"),
+        when="auto_alpha",
+    )
     target_entropy: float | None = setting(
         None,
         "Target entropy of the temperature's loss; null: entropy_per_action times A, the action dimension.",

@@ -55,15 +55,33 @@ class TrunkConfig:
 
     trunk: str = setting(
         "mlp",
-        "mlp, or residual: a pre-norm residual block for each entry of hidden, all of one width (SimBa).",
-        choices=("mlp", "residual"),
+        "mlp; residual: a residual block for each entry of hidden, all of one width (SimBa; with batch_norm that of "
+        "FlashSAC); sphere: a hyperspherical block for each, with unit_weights (SimbaV2).",
+        choices=("mlp", "residual", "sphere"),
         when="net=null",
         weights="policy",
     )
     norm: str = setting(
-        "layer", "Normalisation in residual blocks.", choices=("layer", "rms"), when="trunk=residual", weights="policy"
+        "layer",
+        "Normalisation in residual blocks without batch_norm.",
+        choices=("layer", "rms"),
+        when="trunk=residual",
+        weights="policy",
     )
-
+    batch_norm: bool = setting(
+        False,
+        "BatchNorm of the input and after each linear layer but the last, in place of other normalisations; critics "
+        "normalise both states of a transition as one batch (CrossQ, XQC, FlashSAC).",
+        when="trunk=mlp|residual",
+        weights="policy",
+    )
+    unit_weights: str = setting(
+        "none",
+        "Weights scaled after each step: linear: those of each output of a linear layer to norm 1 (XQC); all: also "
+        "gains and biases of BatchNorm and RMSNorm to norm sqrt(size) (FlashSAC).",
+        choices=("none", "linear", "all"),
+        when="net=null",
+    )
     init: str = setting(
         "default",
         "Initial weights: torch's default, or orthogonal with gain 1 and biases of 0.",
@@ -74,8 +92,13 @@ class TrunkConfig:
         "default",
         "Initial weights of the output layer: default (as init), zero, or small: N(0, 0.01).",
         choices=("default", "zero", "small"),
-        when="net=null",
+        when="unit_weights=none",
     )
+
+    @property
+    def projected(self) -> str:
+        """Return the weights that are scaled after each step."""
+        return "linear" if self.trunk == "sphere" and self.unit_weights == "none" else self.unit_weights
 
 
 @dataclass(frozen=True)

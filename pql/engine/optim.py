@@ -1,7 +1,7 @@
 """Optimisation over one flat parameter tensor: clip, AdamW, RAdam or RMSProp, polyak averaging. All capturable."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ class Optimizer:
 
     Attributes:
         broken: 0-dim float; 1 if the last gradient was not finite.
+        project: called after each step, with ``skip``, to change the weights in place (unit-norm weights).
     """
+
+    project: Callable[[Tensor | None], None] | None = None
 
     def __init__(self, flat: Flat, lr: float, clip: float | None = None):
         self.flat, self.clip = flat, clip
@@ -55,6 +58,8 @@ class Optimizer:
             if Graph.possible(scale.device) or not scale >= 1:  # eager: reading it saves a pass over all gradients
                 grad.mul_(scale)
         self.apply(grad, skip)
+        if self.project is not None:
+            self.project(skip)
         return norm
 
     def _guard(self, norm: Tensor, skip: Tensor | None) -> Tensor | None:
@@ -239,8 +244,13 @@ def annealed(ticks: Tensor, steps_per_tick: int, steps: int) -> Tensor:
 
 @torch.no_grad()
 def polyak(target: Flat, source: Flat, tau: float | Tensor) -> None:
-    """target <- (1 - tau) target + tau source over all parameters [P], in one kernel. ``tau``: a number or 0-dim."""
+    """target <- (1 - tau) target + tau source over all parameters [P], in one kernel, and over BatchNorm's statistics.
+
+    ``tau``: a number or 0-dim.
+    """
     target.data.lerp_(source.data, tau)
+    if source.statistics.numel():
+        target.statistics.lerp_(source.statistics, tau)
 
 
 class Clock:

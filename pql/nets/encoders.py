@@ -274,7 +274,15 @@ def make_layers(net: NetConfig) -> Layers:
     layers = Layers(net.hidden, net.activation, net.layer_norm)
     if not isinstance(net, TrunkConfig):
         return layers
-    return replace(layers, trunk=net.trunk, norm=net.norm, init=net.init, head=net.head)
+    return replace(
+        layers,
+        trunk=net.trunk,
+        norm=net.norm,
+        batch_norm=net.batch_norm,
+        unit_weights=net.projected,
+        init=net.init,
+        head=net.head,
+    )
 
 
 # -- networks supplied by the user ------------------------------------------------------------------------------------

@@ -12,6 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pql.nets.layers import (
+    BatchNorm,
+    EnsembleLayerNorm,
+    EnsembleLinear,
+    EnsembleRMSNorm,
+    Scaler,
+    SphereBlock,
+    SphereInput,
+    batch_norms,
+    project_weights,
+)
 from pql.types import Obs
 
 T = TypeVar("T")
@@ -24,31 +35,6 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
 }
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
-
-
-class EnsembleLinear(nn.Module):
-    """E linear layers as one batched product: [B, in] or [E, B, in] -> [E, B, out]."""
-
-    def __init__(self, ensemble: int, size_in: int, size_out: int):
-        super().__init__()
-        bound = size_in**-0.5  # torch.nn.Linear's own default
-        self.weight = nn.Parameter(torch.empty(ensemble, size_in, size_out).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(ensemble, 1, size_out).uniform_(-bound, bound))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias, x.expand(self.weight.shape[0], -1, -1), self.weight)
-
-
-class EnsembleLayerNorm(nn.Module):
-    """LayerNorm over the last axis of [E, B, size], with a gain and a bias per ensemble member."""
-
-    def __init__(self, ensemble: int, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(ensemble, 1, size))
-        self.bias = nn.Parameter(torch.zeros(ensemble, 1, size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
 
 
 class NoisyLinear(nn.Module):
@@ -80,17 +66,6 @@ class NoisyLinear(nn.Module):
         return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, self.noise_out))
 
 
-class EnsembleRMSNorm(nn.Module):
-    """RMSNorm over the last axis of [E, B, size] (Zhang & Sennrich 2019), with a gain per ensemble member."""
-
-    def __init__(self, ensemble: int, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(ensemble, 1, size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], eps=1e-6) * self.weight
-
-
 @dataclass(frozen=True)
 class Layers:
     """Hidden layers of an MLP.
@@ -100,8 +75,12 @@ class Layers:
         activation: a name in ``ACTIVATIONS``.
         layer_norm: LayerNorm before each activation.
         noisy: sigma_0 of :class:`NoisyLinear` layers; None: ordinary linear layers.
-        trunk: ``mlp``, or ``residual``: a :class:`ResidualBlock` for each of ``hidden``, which are equal.
+        trunk: ``mlp``; ``residual``: a :class:`ResidualBlock` for each of ``hidden``, which are equal; ``sphere``: a
+            :class:`SphereBlock` for each.
         norm: of residual blocks: ``layer`` or ``rms``.
+        batch_norm: BatchNorm of the input and after each linear layer but the last, which have no biases; in place of
+            ``layer_norm`` and ``norm``.
+        unit_weights: weights of fixed norm, see :func:`project_weights`.
         init: weights: ``default`` (torch's), or ``orthogonal`` with gain 1 and biases of 0.
         head: of the output layer: ``default`` (as ``init``), ``zero``, or ``small``: weights N(0, 0.01), biases of 0.
     """
@@ -112,43 +91,62 @@ class Layers:
     noisy: float | None = None
     trunk: str = "mlp"
     norm: str = "layer"
+    batch_norm: bool = False
+    unit_weights: str = "none"
     init: str = "default"
     head: str = "default"
 
 
 def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None) -> nn.Sequential:
-    """Build an MLP: Linear (-> LayerNorm) -> activation for each hidden layer, then Linear. [B, in] -> [B, out].
+    """Build an MLP: Linear (-> normalisation) -> activation for each hidden layer, then Linear. [B, in] -> [B, out].
 
     Args:
         ensemble: E: build E networks as one, [B, in] or [E, B, in] -> [E, B, out]; not with noisy layers.
     """
-    linear = linear_of(layers, ensemble)
-    if layers.trunk == "residual":
-        width = layers.hidden[0]
-        blocks = [ResidualBlock(width, layers, ensemble) for _ in layers.hidden]
-        net = nn.Sequential(linear(size_in, width), *blocks, norm_of(width, layers, ensemble), linear(width, size_out))
-        initialize(net, layers)
-        return net
-    modules: list[nn.Module] = []
-    for size in layers.hidden:
-        between = [norm_of(size, Layers(()), ensemble)] if layers.layer_norm else []
-        modules += [linear(size_in, size), *between, ACTIVATIONS[layers.activation]()]
-        size_in = size
+    linear, width = linear_of(layers, ensemble), (layers.hidden[0] if layers.hidden else 0)
+    plain = partial(linear, bias=False)
+    modules: list[nn.Module] = [BatchNorm(size_in, ensemble)] if layers.batch_norm else []
+    if layers.trunk == "sphere":
+        blocks = [
+            SphereBlock(plain(width, 4 * width), plain(4 * width, width), width, len(layers.hidden), ensemble)
+            for _ in layers.hidden
+        ]
+        modules = [
+            SphereInput(plain(size_in + 1, width), width, ensemble),
+            *blocks,
+            plain(width, width),
+            Scaler(width, 1.0, 1.0, ensemble),
+        ]
+        size_in = width
+    elif layers.trunk == "residual":
+        block = BatchNormBlock if layers.batch_norm else ResidualBlock
+        modules += [(plain if layers.batch_norm else linear)(size_in, width)]
+        modules += [block(width, layers, ensemble) for _ in layers.hidden]
+        modules += [norm_of(width, "rms" if layers.batch_norm else layers.norm, ensemble)]
+        size_in = width
+    else:
+        for size in layers.hidden:
+            if layers.batch_norm:
+                modules += [plain(size_in, size), BatchNorm(size, ensemble)]
+            else:
+                modules += [linear(size_in, size), *([norm_of(size, "layer", ensemble)] if layers.layer_norm else [])]
+            modules.append(ACTIVATIONS[layers.activation]())
+            size_in = size
     net = nn.Sequential(*modules, linear(size_in, size_out))
     initialize(net, layers)
     return net
 
 
-def linear_of(layers: Layers, ensemble: int | None) -> Callable[[int, int], nn.Module]:
+def linear_of(layers: Layers, ensemble: int | None) -> Callable[..., nn.Module]:
     """Return the constructor (size in, size out) of the linear layers."""
     if ensemble is not None:
         return partial(EnsembleLinear, ensemble)
     return nn.Linear if layers.noisy is None else partial(NoisyLinear, sigma=layers.noisy)
 
 
-def norm_of(size: int, layers: Layers, ensemble: int | None) -> nn.Module:
-    """Return the normalisation of a residual block."""
-    if layers.norm == "rms":
+def norm_of(size: int, kind: str, ensemble: int | None) -> nn.Module:
+    """Return a normalisation over the last axis; ``kind``: ``layer`` or ``rms``."""
+    if kind == "rms":
         return nn.RMSNorm(size, eps=1e-6) if ensemble is None else EnsembleRMSNorm(ensemble, size)
     return nn.LayerNorm(size) if ensemble is None else EnsembleLayerNorm(ensemble, size)
 
@@ -161,12 +159,28 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, size: int, layers: Layers, ensemble: int | None):
         super().__init__()
-        linear = linear_of(layers, ensemble)
-        self.norm, self.up, self.down = norm_of(size, layers, ensemble), linear(size, 4 * size), linear(4 * size, size)
+        linear, self.norm = linear_of(layers, ensemble), norm_of(size, layers.norm, ensemble)
+        self.up, self.down = linear(size, 4 * size), linear(4 * size, size)
         self.activation = ACTIVATIONS[layers.activation]()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.activation(self.up(self.norm(x))))
+
+
+class BatchNormBlock(nn.Module):
+    """Residual block with BatchNorm, x + act(BN(W2 act(BN(W1 x)))), with an inner width of four times the outer one.
+
+    [..., size] -> [..., size]. Source: FlashSAC (arXiv 2604.04539).
+    """
+
+    def __init__(self, size: int, layers: Layers, ensemble: int | None):
+        super().__init__()
+        linear, activation = partial(linear_of(layers, ensemble), bias=False), ACTIVATIONS[layers.activation]
+        self.up = nn.Sequential(linear(size, 4 * size), BatchNorm(4 * size, ensemble), activation())
+        self.down = nn.Sequential(linear(4 * size, size), BatchNorm(size, ensemble), activation())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
 
 
 @torch.no_grad()
@@ -177,10 +191,12 @@ def initialize(net: nn.Sequential, layers: Layers) -> None:
         for layer in linear:
             for weight in layer.weight if isinstance(layer, EnsembleLinear) else (layer.weight.T,):
                 weight.copy_(nn.init.orthogonal_(torch.empty(weight.shape)))
-            nn.init.zeros_(layer.bias)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
     if layers.head != "default":
         nn.init.normal_(linear[-1].weight, std=0.01 if layers.head == "small" else 0.0)
         nn.init.zeros_(linear[-1].bias)
+    project_weights(net, layers.unit_weights)
 
 
 @dataclass(frozen=True)
@@ -291,16 +307,21 @@ class Flat:
 
     Attributes:
         data: [P] all parameters; a leaf tensor whose ``grad`` is [P] if the module is trained.
-        sent: [P + 1] the gradient and one extra element, reduced over processes together; empty if not trained.
+        statistics: [S] running statistics of all BatchNorm layers.
+        sent: [P + S + 1] gradient, statistics and one extra element, averaged over processes together; empty if not
+            trained.
     """
 
     def __init__(self, module: nn.Module, trained: bool = False):
         self.module = module
-        parameters = list(module.parameters())
-        self.data = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]), requires_grad=trained)
-        self.sent = self.data.new_zeros(self.data.numel() + 1 if trained else 0)
-        grad = self.sent[:-1] if trained else None
+        parameters, buffers = list(module.parameters()), running_statistics(module)
+        values = torch.cat([p.detach().reshape(-1) for p in parameters])
+        self.data, size = nn.Parameter(values, requires_grad=trained), values.numel()
+        statistics = torch.cat([values[:0], *(getattr(layer, name).reshape(-1) for layer, name in buffers)])
+        self.sent = values.new_zeros(size + statistics.numel() + 1 if trained else 0)
+        grad = self.sent[:size] if trained else None
         self.data.grad = grad
+        self.statistics = self.sent[size:-1].copy_(statistics) if trained else statistics
         start = 0
         for p in parameters:
             stop = start + p.numel()
@@ -308,6 +329,15 @@ class Flat:
             p.grad = grad[start:stop].view_as(p) if grad is not None else None
             p.requires_grad_(trained)
             start = stop
+        start = 0
+        for layer, name in buffers:
+            stop = start + getattr(layer, name).numel()
+            setattr(layer, name, self.statistics[start:stop].view_as(getattr(layer, name)))
+            start = stop
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that are published: parameters, and statistics if there are any."""
+        return [self.data, self.statistics] if self.statistics.numel() else [self.data]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the module's state dict, under its own names."""
@@ -316,6 +346,11 @@ class Flat:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load in place: views and captured CUDA graphs stay valid."""
         self.module.load_state_dict(state)
+
+
+def running_statistics(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return layer and name of the running statistics of each BatchNorm layer."""
+    return [(layer, name) for layer in batch_norms(module) for name in ("running_mean", "running_var")]
 
 
 def seeded(make: Callable[[], T], seed: int) -> T:

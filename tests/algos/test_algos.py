@@ -57,15 +57,15 @@ def policy(seed, kind=DeterministicPolicy):
     return net
 
 
-def value_state(atoms=None, **kwargs):
+def value_state(atoms=None, kind=critics.CriticState, **kwargs):
     flat = Flat(critic(0, atoms), trained=True)
-    return critics.CriticState(flat, Flat(critic(1, atoms)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
+    return kind(flat, Flat(critic(1, atoms)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
 
 
-def policy_inputs(atoms=None):
+def policy_inputs(atoms=None, kind=ddpg.PolicyInputs):
     net = critic(3, atoms)
     Flat(net)
-    return ddpg.PolicyInputs(net, atoms)
+    return kind(net, atoms)
 
 
 def policy_state(reduce="min", **kwargs):
@@ -76,7 +76,12 @@ def policy_state(reduce="min", **kwargs):
 def sac_policy_state(target_entropy=-2.0, auto=True):
     flat, temperature = Flat(policy(2, GaussianPolicy), True), Flat(sac.Temperature(ALPHA), True)
     return sac.SacPolicyState(
-        flat, AdamW(flat, **OPTIMIZER), temperature, AdamW(temperature, 5e-3), target_entropy, auto
+        policy=flat,
+        optimizer=AdamW(flat, **OPTIMIZER),
+        temperature=temperature,
+        temperature_optimizer=AdamW(temperature, 5e-3),
+        target_entropy=lambda size: target_entropy,
+        auto_temperature=auto,
     )
 
 
@@ -251,7 +256,8 @@ def test_ddpg_value_update(smoothing, atoms):
 @pytest.mark.parametrize(("atoms", "sigma"), [(None, None), (ATOMS, None), (ATOMS, 0.75)], ids=["scalar", "c51", "hl"])
 @pytest.mark.parametrize("reduce", ["min", "mean", "own"])
 def test_sac_value_update(atoms, sigma, reduce):
-    state, batch, inputs = value_state(atoms, reduce=reduce, hl_sigma=sigma), make_batch(), sac_inputs()
+    state = value_state(atoms, sac.SacCriticState, reduce=reduce, hl_sigma=sigma)
+    batch, inputs = make_batch(), sac_inputs()
     plain, target = Plain(state.critic.module), Plain(state.target.module)
     with torch.no_grad():
         next_obs = {k: v.double() for k, v in batch.next_obs.items()}
@@ -385,7 +391,7 @@ def test_with_the_penalty_a_saturated_policy_comes_back():
 
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
 def test_sac_policy_update(atoms):
-    state, inputs, batch = sac_policy_state(), policy_inputs(atoms), obs_part(make_batch())
+    state, inputs, batch = sac_policy_state(), policy_inputs(atoms, sac.SacPolicyInputs), obs_part(make_batch())
     plain = Plain(state.policy.module)
     obs, mask, weight = wide(batch)
     action, log_prob = gaussian(plain, obs, generator())
@@ -402,7 +408,7 @@ def test_sac_policy_update(atoms):
 
 @pytest.mark.parametrize(("gap", "direction"), [(1.0, -1), (-1.0, 1)])
 def test_temperature_falls_where_the_entropy_is_above_its_target_and_rises_below(gap, direction):
-    inputs, batch = policy_inputs(), obs_part(make_batch())
+    inputs, batch = policy_inputs(kind=sac.SacPolicyInputs), obs_part(make_batch())
     entropy = sac.sac_policy_update(sac_policy_state(), inputs, batch, generator())["policy/entropy"].item()
     state = sac_policy_state(target_entropy=entropy - gap)
     before = state.temperature.data.item()
@@ -418,9 +424,16 @@ def test_temperature_falls_where_the_entropy_is_above_its_target_and_rises_below
 CASES = {
     "ddpg value": (ddpg.ddpg_value_update, lambda: value_state(smoothing=0.5, smoothing_clip=0.2), "value"),
     "c51 value": (ddpg.ddpg_value_update, lambda: value_state(ATOMS), "value"),
-    "sac value": (sac.sac_value_update, value_state, "sac"),
+    "sac value": (sac.sac_value_update, lambda: value_state(kind=sac.SacCriticState), "sac"),
     "ddpg policy": (ddpg.ddpg_policy_update, policy_state, "policy"),
-    "sac policy": (sac.sac_policy_update, sac_policy_state, "policy"),
+    "sac policy": (sac.sac_policy_update, sac_policy_state, "sac policy"),
+}
+
+INPUTS = {
+    "value": lambda: ddpg.ValueInputs(policy(2)),
+    "sac": sac_inputs,
+    "policy": policy_inputs,
+    "sac policy": lambda: policy_inputs(kind=sac.SacPolicyInputs),
 }
 
 
@@ -428,8 +441,8 @@ def run_case(name, batch):
     """(state, inputs, metrics) after one update."""
     update, make, kind = CASES[name]
     state = make()
-    inputs = {"value": lambda: ddpg.ValueInputs(policy(2)), "sac": sac_inputs, "policy": policy_inputs}[kind]()
-    batch = obs_part(batch) if kind == "policy" else batch
+    inputs = INPUTS[kind]()
+    batch = obs_part(batch) if "policy" in kind else batch
     return state, inputs, update(state, inputs, batch, generator())
 
 
@@ -482,7 +495,7 @@ def test_an_update_touches_its_state_only(name):
     batch = make_batch()
     fresh_batch, (_, make, kind) = make_batch(), CASES[name]
     state, inputs, metrics = run_case(name, batch)
-    fresh = {"value": lambda: ddpg.ValueInputs(policy(2)), "sac": sac_inputs, "policy": policy_inputs}[kind]()
+    fresh = INPUTS[kind]()
     for a, b in zip(leaves(inputs), leaves(fresh), strict=True):
         assert torch.equal(a, b)
         assert a.grad is None

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pql.algos.registry import family_of
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
-from pql.nets.mlp import EnsembleLinear
+from pql.nets.layers import EnsembleLinear
 from pql.types import Batch, ObsBatch
 
 CPU = torch.device("cpu")

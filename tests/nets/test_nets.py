@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from pql.nets.layers import EnsembleLayerNorm, EnsembleLinear
 from pql.nets.mlp import (
     LOG_STD_MAX,
     LOG_STD_MIN,
     Critic,
     DeterministicPolicy,
-    EnsembleLayerNorm,
-    EnsembleLinear,
     GaussianPolicy,
     Layers,
     NetInput,
