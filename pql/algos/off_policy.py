@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -34,6 +34,7 @@ from pql.nets.mlp import Critic, Flat, seeded
 from pql.types import Batch, Metrics, Obs, ObsBatch, split
 
 Update = Callable[[Any, Any, Any, Generator], Metrics]
+Net = TypeVar("Net", bound=nn.Module)
 Tensors = dict[str, list[Tensor]]
 """Tensors by the slot that publishes or fills them."""
 
@@ -131,7 +132,7 @@ def critic_role(
     """Create the V-learner: critic, target, and private copies of policy, normaliser and cursor."""
     config, device = setup.config, replay.device
     algo = own(config, ActorCriticConfig)
-    trainer = kind.value(config, copy.deepcopy(critic).to(device), copy.deepcopy(policy).to(device), device)
+    trainer = kind.value(config, private(critic, algo, device), private(policy, algo, device), device)
     replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
     learner = Learner("v", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("v"))
@@ -144,7 +145,7 @@ def policy_role(
     """Create the P-learner: policy, and private copies of critic, normaliser and cursor."""
     config, device, size = setup.config, replay.device, cast(Box, setup.spec.action).size
     algo = own(config, ActorCriticConfig)
-    trainer = kind.improve(config, copy.deepcopy(policy).to(device), copy.deepcopy(critic).to(device), size, device)
+    trainer = kind.improve(config, private(policy, algo, device), private(critic, algo, device), size, device)
     draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
     learner = Learner("p", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("p"))
     return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
@@ -178,6 +179,14 @@ class ValueDraw(PolicyDraw):
         batch = self.replay.sample(self.cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)
         reward = batch.reward * norm.reward_scale
         return split(batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward), count)
+
+
+def private(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
+    """Return a learner's copy of a network, which computes in the learners' precision."""
+    net = copy.deepcopy(net).to(device)
+    if algo.amp:
+        net.amp = True  # type: ignore[assignment]
+    return net
 
 
 # -- networks and actor -----------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
     lr_final: float = setting(
         0.5, "Factor of the learning rates from then on.", low=0, high=1, when="lr_schedule=cosine|linear"
     )
+    amp: bool = setting(False, "Run the learners' networks in bfloat16 (autocast); collection uses float32.")
     critic: CriticConfig = group(CriticConfig, "Critics.")
     policy: ClimbingPolicyConfig = group(ClimbingPolicyConfig, "Policy.")
     explore: ExploreConfig = group(ExploreConfig, "Exploration noise.")
@@ -173,6 +174,8 @@ class ActorCriticConfig(ReplayAlgoConfig):
         check_support(self.critic)
         for name in ("policy", "critic"):
             net = getattr(self, name)
+            if net.net is not None and self.amp:
+                raise ConfigError("algo.amp", True, f"false with the custom network algo.{name}.net={net.net}")
             if net.net is None and net.trunk != "mlp" and len({*net.hidden}) != 1:
                 raise ConfigError(
                     f"algo.{name}.hidden", net.hidden, "one width for all residual blocks, such as [256,256]"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pql.contract.env import ObsSpec
 from pql.nets.distributions import ActionDist, DiagGaussian
 from pql.nets.encoders import Encoder
+from pql.nets.layers import bfloat16
 from pql.nets.mlp import Layers, NetInput, Reads, groups_read, mlp
 from pql.types import Obs
 
@@ -287,9 +288,3 @@ def tail(body: Body, obs: Obs, after: Tensor, carry: Tensor, final_row: Tensor) 
     left = torch.cat((carry.unsqueeze(0), after.gather(0, index)))  # [1 + K, N, 2 H]
     features = body.step({k: v.flatten(0, 1) for k, v in obs.items()}, left.flatten(0, 1))[0]
     return features.view(*left.shape[:2], -1)
-
-
-def bfloat16(on: bool, like: Tensor) -> torch.autocast:
-    """Autocast to bfloat16 on the device of ``like`` (any shape). It caches no cast weights: each replay of a captured
-    CUDA graph must cast them again."""
-    return torch.autocast(like.device.type, torch.bfloat16, enabled=on, cache_enabled=False)

@@ -15,6 +15,12 @@ from torch.nn import functional as F
 NORM_EPS = 1e-8  # keeps a norm of zero from dividing
 
 
+def bfloat16(on: bool, like: Tensor) -> torch.autocast:
+    """Autocast to bfloat16 on the device of ``like`` (any shape). It caches no cast weights: each replay of a captured
+    CUDA graph must cast them again."""
+    return torch.autocast(like.device.type, torch.bfloat16, enabled=on, cache_enabled=False)
+
+
 class EnsembleLinear(nn.Module):
     """E linear layers as one batched product: [B, in] or [E, B, in] -> [E, B, out]."""
 
@@ -84,7 +90,7 @@ class BatchNorm(nn.Module):
         self.tracked = False
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # moments of half precision are too coarse
+        with bfloat16(False, x):  # moments of half precision are too coarse
             x = x.float() if x.dtype == torch.bfloat16 else x
             if self.rows is None:
                 mean, var, centred = self.running_mean, self.running_var, x - self.running_mean

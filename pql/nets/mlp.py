@@ -21,6 +21,7 @@ from pql.nets.layers import (
     SphereBlock,
     SphereInput,
     batch_norms,
+    bfloat16,
     project_weights,
 )
 from pql.types import Obs
@@ -219,7 +220,11 @@ class Reads(nn.Module):
 
     Attributes:
         groups: names of the observation groups that it reads.
+        amp: compute matrix products in bfloat16 (parameters and outputs stay float32).
     """
+
+    amp: bool = False
+    net: nn.Sequential
 
     def __init__(self, source: NetInput):
         super().__init__()
@@ -229,6 +234,18 @@ class Reads(nn.Module):
     def features(self, obs: Obs) -> Tensor:
         """Input of the first layer, [..., D]."""
         return obs[self.group] if self.encoder is None else self.encoder(obs)
+
+    def outputs(self, obs: Obs, action: Tensor | None = None) -> Tensor:
+        """Output of the last layer, [..., K]. ``action`` [..., A] is a further input."""
+        if not self.amp:
+            return self.net(self.inputs(obs, action))
+        with bfloat16(True, next(iter(obs.values()))):
+            return self.net(self.inputs(obs, action)).float()
+
+    def inputs(self, obs: Obs, action: Tensor | None) -> Tensor:
+        """Input of the first layer, with the action if given, [..., D + A]."""
+        features = self.features(obs)
+        return features if action is None else torch.cat((features, action), -1)
 
 
 def groups_read(net: nn.Module) -> tuple[str, ...]:
@@ -245,7 +262,7 @@ class DeterministicPolicy(Reads):
 
     def before_tanh(self, obs: Obs) -> Tensor:
         """Return the output before the tanh, [B, A]."""
-        return self.net(self.features(obs))
+        return self.outputs(obs)
 
     def forward(self, obs: Obs) -> Tensor:
         return torch.tanh(self.before_tanh(obs))
@@ -274,7 +291,7 @@ class GaussianPolicy(Reads):
         self.log_std = log_std
 
     def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
-        mean, spread = self.net(self.features(obs)).chunk(2, -1)
+        mean, spread = self.outputs(obs).chunk(2, -1)
         low, high = self.log_std
         # A smooth map into the range keeps a gradient at both ends; a clamp has none.
         return mean, low + 0.5 * (high - low) * (torch.tanh(spread) + 1)
@@ -296,7 +313,7 @@ class Critic(Reads):
         self.net = mlp(source.size + action_size, layers, atoms or 1, ensemble)
 
     def forward(self, obs: Obs, action: Tensor) -> Tensor:
-        out = self.net(torch.cat((self.features(obs), action), -1))
+        out = self.outputs(obs, action)
         return out if self.atoms else out.squeeze(-1)
 
 
