@@ -1,5 +1,6 @@
 """Shared fixtures and helpers: one intra-op thread, small runs from dataclasses, bit-exact comparison of trees."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -30,6 +31,8 @@ from pql.nets.mlp import Critic, seeded
 from pql.run.build import build, make_policy
 from pql.run.components import Parts
 from pql.run.store.checkpoint import flatten
+
+gc.set_threshold(50_000, 20, 100)  # by default a sixth of the suite's time is garbage collection
 
 # Also inherited by processes that a test starts.
 HERE = Path(__file__).parent

@@ -6,7 +6,6 @@ set of values for its settings.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from pql.config import AlgoConfig, Config, families
 from pql.config import layers as presets
 from pql.config.algorithms import RECORDS
 from pql.contract.env import EnvSpec
+from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
 from pql.engine.schedule import Counts
 from pql.errors import ConfigError

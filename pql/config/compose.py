@@ -3,16 +3,16 @@
 Hydra's grammar is used here and in ``space.py`` alone, and imported only when called.
 """
 
+import functools
 import re
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pql.config import AlgoConfig, Config, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.families import record_of, registered
-from pql.config.fields import condition_text, instead_of, is_read, settings
+from pql.config.fields import condition_text, instead_of, is_read, settings, types_of
 from pql.config.large_batch import large_batch
 from pql.config.layers import GROUPS, Layer, Presets
 from pql.config.schema import nested
@@ -145,16 +145,22 @@ def type_of(config: Config, name: str) -> Any:
     *groups, last = name.split(".")
     for part in groups:
         record = getattr(record, part)
-    return typing.get_type_hints(type(record))[last]
+    return types_of(type(record))[last]
 
 
 def known_settings() -> Mapping[str, Any]:
     """Return the settings of all built-in and registered algorithms, with their types."""
     found: dict[str, Any] = {}
     for record in (*RECORDS.values(), *registered.values()):
-        config = Config(algo=record())
-        found |= {name: type_of(config, name) for name, _ in leaves(config)}
+        found |= settings_with(record)
     return found
+
+
+@functools.cache
+def settings_with(record: type[AlgoConfig]) -> Mapping[str, Any]:
+    """Return the settings of configurations with this algorithm record, with their types."""
+    config = Config(algo=record())
+    return {name: type_of(config, name) for name, _ in leaves(config)}
 
 
 def plain_text_keys() -> tuple[str, ...]:
@@ -252,7 +258,7 @@ def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
     *below, words = (OmegaConf.create(layer.tree) for layer in layers)
     try:
         presets = OmegaConf.merge(OmegaConf.create(schema), *below)
-        algo = typing.cast(Mapping[str, Any], OmegaConf.select(presets, "algo"))
+        algo = cast(Mapping[str, Any], OmegaConf.select(presets, "algo"))
         for name, value in given.items():
             if name.startswith("algo."):
                 check_known(record_of({**algo}), name, value, str(algo.get("name", "?")))

@@ -1,10 +1,10 @@
 """Lookup of settings records by family: built in, registered in this process, or from an installed package."""
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pql.config.algorithms import RECORDS, AlgoConfig
+from pql.contract.plugins import entry_points
 from pql.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

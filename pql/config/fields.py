@@ -5,9 +5,11 @@ Validation, ``--help``, completion, the reference page and the bounds of a sweep
 
 import copy
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pql.errors import ConfigError, nearest, show
@@ -98,6 +100,12 @@ def group(record: type, doc: str = "", replaces: tuple[str, ...] = (), **default
     """Return a dataclass field for a group of settings; ``defaults`` override those of ``record``."""
     metadata = {KEY: Declaration(doc, replaces=replaces)}
     return dataclasses.field(default_factory=lambda: record(**defaults), metadata=metadata)
+
+
+@functools.cache
+def types_of(record: type) -> Mapping[str, Any]:
+    """Return the declared types of a record's settings and groups, by name."""
+    return typing.get_type_hints(record)  # evaluates every annotation, which is slow
 
 
 class Setting(NamedTuple):

@@ -8,12 +8,12 @@ of its group by ``like: NAME``. If an algorithm has no file below
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pql.config.families import GROUP
+from pql.contract.plugins import entry_points
 from pql.errors import ConfigError, nearest
 
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")

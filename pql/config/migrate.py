@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pql.config.families import record_of
+from pql.config.fields import types_of
 from pql.errors import ConfigError
 
 OWN = {
@@ -51,7 +52,7 @@ def part(algo: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def known(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``values`` that ``record`` and its groups have."""
-    hints, found = typing.get_type_hints(record), {}
+    hints, found = types_of(record), {}
     for field in dataclasses.fields(record):
         if field.name in values:
             value, hint = values[field.name], hints[field.name]

@@ -12,7 +12,7 @@ from typing import Any
 
 from pql.config.algorithms import AlgoConfig, DdpgConfig
 from pql.config.families import record_of
-from pql.config.fields import group, setting, settings
+from pql.config.fields import group, setting, settings, types_of
 from pql.config.migrate import migrated
 from pql.errors import ConfigError, nearest
 
@@ -255,7 +255,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
 def _build(cls: type, data: Any, prefix: str) -> Any:
     if not isinstance(data, Mapping):
         raise ConfigError(prefix.rstrip("."), data, "a group of settings")
-    hints = typing.get_type_hints(cls)
+    hints = types_of(cls)
     for key in data:
         if key not in hints:
             raise ConfigError(f"{prefix}{key}", data[key], f"a known setting{nearest(str(key), hints)}")

@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from typing import Any
 
+from pql.contract.plugins import entry_points
 from pql.errors import ConfigError, nearest
 
 _registered: dict[str, Any] = {}

@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from pql.config import Config, EncoderConfig
 from pql.config.groups import NetConfig, TrunkConfig
 from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
 from pql.nets.mlp import Layers, NetInput
