@@ -61,6 +61,17 @@ MODERN: dict[str, Any] = {
     "policy": {"hidden": [8, 8], "trunk": "residual", "init": "orthogonal", "head": "small", "reduce": "mean"},
 }
 
+# SAC with BatchNorm, weights of unit norm and the temperature at the V-learner.
+FLASH: dict[str, Any] = {
+    "family": "sac",
+    "amp": True,
+    "alpha_updates": "critic",
+    "alpha_loss": "exp",
+    "explore": {"kind": "none"},
+    "critic": {"hidden": [8], "trunk": "residual", "batch_norm": True, "unit_weights": "all", "atoms": 11},
+    "policy": {"hidden": [8, 8], "batch_norm": True, "unit_weights": "linear"},
+}
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:

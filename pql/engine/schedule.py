@@ -38,7 +38,7 @@ def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
     Raises:
         ConfigError: no horizon up to 64 gives whole numbers.
     """
-    v, p = Fraction(str(v_per_step)), Fraction(str(v_per_step)) * Fraction(str(p_per_v))
+    v, p = exact(v_per_step), exact(v_per_step) * exact(p_per_v)
     for horizon in range(1, LONGEST_HORIZON + 1):
         kv, kp = v * horizon, p * horizon
         if kv.denominator == kp.denominator == 1 and kv >= 1 and kp >= 1:
@@ -49,6 +49,12 @@ def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
         v_per_step,
         f"a ratio that, with algo.p_per_v={p_per_v}, gives whole numbers of updates within {LONGEST_HORIZON} steps",
     )
+
+
+def exact(ratio: float) -> Fraction:
+    """Return a ratio as a fraction; 0.333333 is meant to be 1/3."""
+    simple = Fraction(ratio).limit_denominator(LONGEST_HORIZON)
+    return simple if abs(float(simple) - ratio) < 1e-6 else Fraction(str(ratio))
 
 
 class Trace:

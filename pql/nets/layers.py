@@ -95,10 +95,10 @@ class BatchNorm(nn.Module):
             if self.rows is None:
                 mean, var, centred = self.running_mean, self.running_var, x - self.running_mean
             else:
-                share = self.rows / self.rows.sum().clamp(min=1)  # [B]
-                mean = (share @ x).unsqueeze(-2)  # [..., 1, size]
+                share = (self.rows / self.rows.sum().clamp(min=1)).unsqueeze(0)  # [1, B]
+                mean = share @ x  # [..., 1, size]
                 centred = x - mean
-                var = (share @ centred.square()).unsqueeze(-2)
+                var = share @ centred.square()
                 if self.tracked:
                     self.track(mean.detach(), var.detach(), self.rows.sum())
             return torch.addcmul(self.bias, centred, torch.rsqrt(var + self.eps) * self.weight)

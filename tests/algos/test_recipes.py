@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from pql.algos.registry import family_of
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
-from pql.nets.layers import EnsembleLinear
+from pql.nets.layers import BatchNorm, EnsembleLayerNorm, EnsembleLinear, EnsembleRMSNorm
+from pql.nets.mlp import BatchNormBlock, ResidualBlock
 from pql.types import Batch, ObsBatch
 
 CPU = torch.device("cpu")
@@ -52,7 +53,8 @@ def batches(gen):
 
 def trainers(*words):
     """The config, and the V- and the P-learner's trainers in float64, each with its copy of the other's network."""
-    config = compose(["task=pendulum", "device=cpu", *words, "algo.critic.hidden=[7,6]", "algo.policy.hidden=[7,6]"])
+    sizes = [] if any("hidden" in word for word in words) else ["algo.critic.hidden=[7,6]", "algo.policy.hidden=[7,6]"]
+    config = compose(["task=pendulum", "device=cpu", *words, *sizes])
     policy, critic = (net.double() for net in make_networks(config, SPEC, 3))
     kind = family_of(config).wire.args[0]
     value = kind.value(config, copy.deepcopy(critic), copy.deepcopy(policy), CPU)
@@ -69,6 +71,10 @@ def exchange(value, improve):
     """What a tick without concurrency passes between the learners."""
     improve.inputs.critic.load_state_dict(value.state.critic.module.state_dict())
     value.inputs.policy.load_state_dict(improve.state.policy.module.state_dict())
+    if getattr(improve.inputs, "log_alpha", None) is not None:
+        improve.inputs.log_alpha.copy_(value.state.log_alpha().detach())
+    elif hasattr(value.inputs, "log_alpha"):
+        value.inputs.log_alpha.copy_(improve.state.log_alpha().detach())
 
 
 def assert_equal_networks(ours: nn.Module, theirs: list[nn.Sequential]):
@@ -140,3 +146,250 @@ def test_fasttd3():
     assert_equal_networks(value.state.critic.module, critics)
     assert_equal_networks(value.state.target.module, targets)
     assert_equal_networks(improve.state.policy.module, [actor])
+
+
+# -- recipes with a Gaussian policy ------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    """BatchNorm of one network in float64, written out; the same values for training and for evaluation."""
+
+    def __init__(self, gain, bias):
+        super().__init__()
+        self.gain, self.bias = nn.Parameter(gain.clone()), nn.Parameter(bias.clone())
+        self.mean, self.var = torch.zeros(len(gain)).double(), torch.ones(len(gain)).double()
+        self.training_mode = False
+
+    def forward(self, x):
+        mean, var = self.mean, self.var
+        if self.training_mode:
+            mean = x.sum(0) / len(x)
+            var = ((x - mean) ** 2).sum(0) / len(x)
+            with torch.no_grad():
+                self.mean = 0.99 * self.mean + 0.01 * mean
+                self.var = 0.99 * self.var + 0.01 * var * len(x) / (len(x) - 1)
+        return (x - mean) / torch.sqrt(var + 1e-5) * self.gain + self.bias
+
+
+class Rms(nn.Module):
+    """RMSNorm, written out."""
+
+    def __init__(self, gain):
+        super().__init__()
+        self.gain = nn.Parameter(gain.clone())
+
+    def forward(self, x):
+        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * self.gain
+
+
+class Around(nn.Module):
+    """A block's sum with its input."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.inner = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def alone(module: nn.Module, e: int | None) -> nn.Module:
+    """Member ``e`` of an ensemble's layer, or a plain layer, as a network of its own with a copy of the weights."""
+    if isinstance(module, EnsembleLinear | nn.Linear):
+        weight = module.weight.data if e is None else module.weight.data[e].T
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None, dtype=torch.float64)
+        layer.weight.data = weight.clone()
+        if module.bias is not None:
+            layer.bias.data = (module.bias.data if e is None else module.bias.data[e, 0]).clone()
+        return layer
+    pick = (lambda t: t) if e is None else (lambda t: t[e, 0])
+    if isinstance(module, BatchNorm):
+        layer = Norm(pick(module.weight.data), pick(module.bias.data))
+        layer.mean, layer.var = pick(module.running_mean).clone(), pick(module.running_var).clone()
+        return layer
+    if isinstance(module, nn.RMSNorm | EnsembleRMSNorm):
+        return Rms(pick(module.weight.data))
+    if isinstance(module, nn.LayerNorm | EnsembleLayerNorm):
+        layer = nn.LayerNorm(module.weight.shape[-1], dtype=torch.float64)
+        layer.weight.data, layer.bias.data = pick(module.weight.data).clone(), pick(module.bias.data).clone()
+        return layer
+    if isinstance(module, BatchNormBlock):
+        return Around(*(alone(m, e) for m in (*module.up, *module.down)))
+    if isinstance(module, ResidualBlock):
+        return Around(*(alone(m, e) for m in (module.norm, module.up, module.activation, module.down)))
+    return {"ReLU": nn.ReLU, "SiLU": nn.SiLU}[type(module).__name__]()
+
+
+def separate(net: nn.Module, e: int | None = None) -> nn.Sequential:
+    return nn.Sequential(*(alone(module, e) for module in net.net))
+
+
+def set_mode(net: nn.Module, training: bool) -> nn.Module:
+    for module in net.modules():
+        if isinstance(module, Norm):
+            module.training_mode = training
+    return net
+
+
+def normalize_weights(net: nn.Module, kind: str) -> None:
+    """Unit norm row by row, as the recipes do after each step."""
+    for module in net.modules():
+        if kind != "none" and isinstance(module, nn.Linear):
+            for row in module.weight.data:
+                row /= math.sqrt(sum(float(w) ** 2 for w in row) + 1e-8)
+        if kind == "all" and isinstance(module, Norm | Rms):
+            parts = [module.gain.data] + ([module.bias.data] if isinstance(module, Norm) else [])
+            joint = math.sqrt(sum(float(w) ** 2 for part in parts for w in part) + 1e-8)
+            for part in parts:
+                part *= math.sqrt(len(module.gain)) / joint
+
+
+def sampled(net, obs, gen, low, high):
+    """A tanh-Gaussian action and its log-probability, element by element in the noise's order."""
+    mean, raw = net(obs).chunk(2, -1)
+    log_std = low + 0.5 * (high - low) * (torch.tanh(raw) + 1)
+    noise = torch.randn(mean.shape, generator=gen).double()
+    before = mean + log_std.exp() * noise
+    log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
+    log_prob = log_prob - 2 * (math.log(2) - before - F.softplus(-2 * before))
+    return torch.tanh(before), log_prob.sum(-1)
+
+
+HALF_LOG = 0.5 * math.log(2 * math.pi * math.e)  # entropy of a standard normal
+GAUSSIAN = {
+    # target, reduction for the policy, norm of weights, betas, decay, tau, target entropy per action, log std's range
+    "flashsac": ("lower", "min", "all", (0.9, 0.999), 0.0, 0.01, math.log(0.15) + HALF_LOG, (-10, 2)),
+    "xqc": ("lower", "min", "linear", (0.9, 0.999), 0.0, 0.005, -0.5, (-10, 2)),
+    "fastsac": ("own", "mean", "none", (0.9, 0.95), 0.001, 0.125, 0.0, (-5, 0)),
+    "simba_sac": ("scalar", "min", "none", (0.9, 0.999), 0.01, 0.005, -0.5, (-10, 2)),
+}
+
+
+def rate(name, update, per_update=1.0):
+    """The learning rate of a step: cosine to a half, linear to a tenth, or constant."""
+    done = min(update / (100_000 * per_update), 1.0)
+    if name == "flashsac":
+        return 3e-4 * (0.5 + 0.5 * 0.5 * (1 + math.cos(math.pi * done)))
+    if name == "xqc":
+        return 3e-4 * (0.1 + 0.9 * (1 - min(update / (200_000 * per_update), 1.0)))
+    return {"fastsac": 3e-4, "simba_sac": 1e-4}[name]
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_gaussian_recipes(name):
+    """Losses, gradient norms, weights, running statistics and temperature over 20 updates.
+
+    Ours has the temperature in float32.
+    """
+    kind, reduce, unit, betas, decay, tau, entropy, span = GAUSSIAN[name]
+    words = [] if kind == "scalar" else ["algo.critic.atoms=11"]
+    residual = name in ("flashsac", "simba_sac")
+    hidden = ("algo.critic.hidden=[6]", "algo.policy.hidden=[4]") if residual else ()
+    config, value, improve = trainers(f"algo={name}", *words, *hidden)
+    critics = [separate(value.state.critic.module, e) for e in range(2)]
+    targets = [separate(value.state.target.module, e) for e in range(2)]
+    actor = separate(value.inputs.policy)
+    alpha = nn.Parameter(torch.tensor([config.algo.alpha]).double().log())
+    critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], 1.0, betas, weight_decay=decay)
+    actor_optim = torch.optim.AdamW(actor.parameters(), 1.0, betas, weight_decay=decay)
+    alpha_optim = torch.optim.AdamW([alpha], 1.0, betas, weight_decay=0.0)
+    bound = {"flashsac": 5, "xqc": 5, "fastsac": 20, "simba_sac": 0}[name]
+    atoms = torch.linspace(-bound, bound, 11).double()
+    every = round(1 / config.algo.p_per_v)
+    batch_norm = name in ("flashsac", "xqc")
+    gen, noise, theirs = (torch.Generator().manual_seed(seed) for seed in (5, 1, 1))
+
+    def temper(log_prob, step, per_update):
+        mean_entropy = -log_prob.detach().mean()
+        alpha_optim.zero_grad()
+        (alpha.exp() * (mean_entropy - A * entropy)).sum().backward()
+        alpha_optim.param_groups[0]["lr"] = rate(name, step, per_update)
+        alpha_optim.step()
+
+    exchange(value, improve)
+    for update, batch in enumerate(itertools.islice(batches(gen), UPDATES)):
+        metrics = value.update(value.state, value.inputs, batch, noise)
+        obs, ahead = batch.obs["policy"], batch.next_obs["policy"]
+        now_alpha = alpha.detach().exp()
+        with torch.no_grad():
+            action, log_prob = sampled(set_mode(actor, False), ahead, theirs, *span)
+        pair = torch.cat((torch.cat((obs, batch.action), 1), torch.cat((ahead, action), 1)))
+
+        def heads(nets, pair=pair):
+            """Outputs for both halves; networks with BatchNorm see them as one batch."""
+            if batch_norm:
+                return [set_mode(net, True)(pair) for net in nets]
+            return [torch.cat((net(pair[:B]), net(pair[B:]))) for net in nets]
+
+        with torch.no_grad():
+            future = [out[B:] for out in heads(targets)]
+            bonus = -now_alpha * log_prob
+            if kind == "scalar":
+                lowest = torch.min(future[0], future[1])[:, 0]
+                goals = [(batch.reward + batch.discount * (lowest + bonus))] * 2
+            else:
+                goals = [torch.empty(B, 11).double() for _ in range(2)]
+                for i in range(B):
+                    probs = [F.softmax(out[i], -1) for out in future]
+                    if kind == "lower":
+                        probs = [min(probs, key=lambda p: float(p @ atoms))] * 2
+                    support = [float(batch.reward[i] + batch.discount[i] * (z + bonus[i])) for z in atoms]
+                    for goal, p in zip(goals, probs, strict=True):
+                        goal[i] = torch.tensor(c51_projection(support, p.tolist(), atoms.tolist()))
+        outs = [out[:B] for out in heads(critics)]
+        if kind == "scalar":
+            loss = sum(((out[:, 0] - goal) ** 2).mean() for out, goal in zip(outs, goals, strict=True))
+        else:
+            logs = [F.log_softmax(out, -1) for out in outs]
+            loss = sum(-(goal * log).sum(-1).mean() for goal, log in zip(goals, logs, strict=True))
+        critic_optim.zero_grad()
+        loss.backward()
+        assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=1e-6)
+        grads = torch.cat([p.grad.reshape(-1) for c in critics for p in c.parameters()])
+        assert metrics["grad_norm/critic"].item() == pytest.approx(math.sqrt(float(grads @ grads)), abs=1e-6)
+        critic_optim.param_groups[0]["lr"] = rate(name, update)
+        critic_optim.step()
+        for net in critics:
+            normalize_weights(net, unit)
+        with torch.no_grad():
+            for critic, target in zip(critics, targets, strict=True):
+                for p, q in zip(critic.parameters(), target.parameters(), strict=True):
+                    q += tau * (p - q)
+        if name == "fastsac":
+            temper(log_prob, update, 1.0)
+        exchange(value, improve)
+        if update % every == every - 1:
+            part = ObsBatch(batch.obs, batch.mask, batch.weight)
+            metrics = improve.update(improve.state, improve.inputs, part, noise)
+            action, log_prob = sampled(set_mode(actor, batch_norm), obs, theirs, *span)
+            x = torch.cat((obs, action), 1)
+            outs = [set_mode(critic, False)(x) for critic in critics]
+            q = torch.stack([out[:, 0] if kind == "scalar" else F.softmax(out, -1) @ atoms for out in outs])
+            q = q.mean(0) if reduce == "mean" else q.min(0).values
+            loss = (alpha.detach().exp() * log_prob - q).mean()
+            actor_optim.zero_grad()
+            loss.backward()
+            step = update // every
+            actor_optim.param_groups[0]["lr"] = rate(name, step, 1 / every)
+            actor_optim.step()
+            normalize_weights(actor, unit)
+            assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=1e-6)
+            if name != "fastsac":
+                temper(log_prob, step, 1 / every)
+            exchange(value, improve)
+            assert metrics["policy/alpha"].item() == pytest.approx(alpha.exp().item(), abs=1e-6)
+    assert_same(value.state.critic.module, critics)
+    assert_same(value.state.target.module, targets, statistics=False)  # those of a target network are never read
+    assert_same(improve.state.policy.module, [actor])
+
+
+def assert_same(ours: nn.Module, theirs: list[nn.Sequential], statistics: bool = True):
+    """Weights and running statistics of our network or ensemble, and of separate networks."""
+    for e, net in enumerate(theirs):
+        mine = separate(ours, e if len(theirs) > 1 else None)
+        for a, b in zip(mine.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        norms = [[m for m in one.modules() if isinstance(m, Norm)] for one in (mine, net)]
+        for a, b in zip(*norms, strict=True):
+            if statistics:
+                torch.testing.assert_close((a.mean, a.var), (b.mean, b.var), rtol=0, atol=1e-6)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import MODERN, bits, differences, go_on, small_config, start
+from conftest import FLASH, MODERN, bits, differences, go_on, small_config, start
 from stand_in import RecordingStreams
 
 from pql.engine.executors import Inline, Threads
@@ -22,6 +22,8 @@ ALGOS = {
     "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
     "td3 with a target policy": {"policy": {"hidden": [16], "target": True, "reduce": "first"}},
     "modern": MODERN,
+    "batch norm": FLASH,
+    "hyperspheres": {"critic": {"hidden": [8, 8], "trunk": "sphere"}, "policy": {"batch_norm": True, "target": True}},
     "running reward scale": {"normalize_reward": True, "explore": {"kind": "redrawn", "repeat": True}},
 }
 
@@ -92,6 +94,7 @@ def test_another_seed_gives_other_bits():
         (0.5, 0.5, (4, 2, 1, 1)),
         (0.1, 1, (10, 1, 1, 1)),
         (1.5, 2, (2, 3, 6, 3)),
+        (2, 0.333333, (3, 6, 2, 2)),
     ],
 )
 def test_counts_are_the_smallest_whole_numbers(v, p, expected):

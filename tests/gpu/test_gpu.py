@@ -16,6 +16,7 @@ import pytest
 import torch
 from breaking import Breaking
 from conftest import (
+    FLASH,
     HERE_TOO,
     MODERN,
     bits,
@@ -58,6 +59,7 @@ ALGOS = {
     "pql_d": {"critic": {"atoms": 51, "v_min": 0.0, "v_max": 50.0}},
     "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
     "modern": MODERN,
+    "batch norm": FLASH,
     HELD: {
         "normalize_reward": True,
         "policy": {"target": True},

@@ -52,6 +52,7 @@ CASES = [
     ("lqr", "algo=sac"),
     ("counter", "algo=pql"),
     ("counter", "algo=td3"),
+    ("counter", "algo=flashsac"),
     ("halfcheetah", "algo=pql"),
 ]
 EXTRAS = ("algo.normalize_reward=true", "algo.explore.repeat=true")
