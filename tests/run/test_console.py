@@ -77,7 +77,7 @@ def test_the_first_lines_say_what_will_be_done(tmp_path):
     config = compose([*WORDS, "budget.seconds=240", "seed=3"])
     assert opening(config, tmp_path).splitlines() == [
         "pql on pendulum: 16 environments on cpu, seed 3",
-        "budget: 240 s from the first env step on or 320 env steps; in addition: building before, saving after",
+        "budget: 240 s from the first env step on or 320 env steps; plus building before, saving after",
         f"run: {tmp_path}",
     ]
     several = Config(

@@ -28,7 +28,7 @@ def opening(config: Config, run_dir: Path | None) -> str:
     what = f"{config.algo.name} on {config.task.title}: {config.num_envs:,} environments on {where}, seed {config.seed}"
     end = f"budget: {budget_words(config.budget)}"
     if config.budget.seconds is not None:
-        end += f"; in addition: building before, saving{' and evaluation' if config.eval.final else ''} after"
+        end += f"; plus building before, saving{' and evaluation' if config.eval.final else ''} after"
     lines = [line for text in (what, end) for line in textwrap.wrap(text, WIDTH)]
     return "\n".join([*lines, *([] if run_dir is None else [f"run: {run_dir}"])])
 
