@@ -221,7 +221,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for part in groups:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise ConfigError(name, value, f"not together with a value of {part}")
+                raise ConfigError(name, value, f"no additional value of {part}")
         node[last] = value
     return tree
 
