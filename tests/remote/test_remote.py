@@ -101,7 +101,7 @@ def test_frames_that_are_wrong_are_refused_in_words():
     (layout, _, _), (_, message, _) = list(frames_of(make_sim("counter", 5, {}), 3))
     body = wire.unpack(message).body
     for broken, why in (
-        (message[:20], "no frame"),
+        (message[:20], "too short for a frame"),
         (b"grpc" + message[4:], "not a frame"),
         (message[:-1], "the header says"),
         (message[:4] + b"\x09\x00" + message[6:], "version 9"),
