@@ -133,7 +133,7 @@ def fill(name: str, store: Tensor, rows: Tensor, least: int = 0) -> None:
     """
     count, most = rows.shape[0], store.shape[0]
     if not least <= count <= most:
-        raise ConfigError("checkpoint", name, f"{least} to {most} rows, as this run's settings make it, not {count}")
+        raise ConfigError("checkpoint", name, f"{least} to {most} rows, from this run's settings, not {count}")
     store[:count].copy_(rows)
 
 

@@ -190,11 +190,11 @@ def overlap(args: argparse.Namespace) -> list[dict[str, Any]]:
         hold = WAIT / free()
         there = ProcessVec("_echo:Echo", n, python=args.python, kwargs={"hold": hold})
         opened.callback(there.close)
-        beside = {
+        measured = {
             k: ticks_per_second(e, args.seconds, opened)
             for k, e in (("here", Here(Echo(n, hold=hold))), ("there", there))
         }
-        rates = alternate(beside, args.rounds)
+        rates = alternate(measured, args.rounds)
     return [compare("overlap: in another process / in this one", "ticks/s", rates["there"], rates["here"])]
 
 

@@ -68,7 +68,7 @@ def stepping(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     actors = [subprocess.Popen([*words, f"game={args.game}", "threads=1"], stderr=subprocess.DEVNULL) for _ in range(2)]
     remote = Remote(2 * count, listen=address, groups=2)
     local: Any = make_env("atari", 2 * count, game=args.game, groups=2, threads=1)
-    wait(lambda: remote.hall.live == 2)
+    wait(lambda: remote.table.live == 2)
     try:
         for env in (remote, local):
             env.reset(0)
@@ -117,7 +117,7 @@ def round_trips(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     address, bare, count = f"unix:{folder}/trip", f"unix:{folder}/echo", max(10, args.steps)
     with puppet("echo", bare), puppet("trip", address, bare) as client:
         env, stop = Remote(ENVS, listen=address, wait=0.0), threading.Event()
-        env.hall.reset(0)
+        env.table.reset(0)
         thread = threading.Thread(target=answer, args=(env, lambda _: stop.is_set()), daemon=True)
         thread.start()
 
@@ -190,8 +190,8 @@ def flood(address: str, count: int, args: argparse.Namespace) -> tuple[list[floa
     rates, costs, messages = [], [], max(4 * count, args.steps * 2)
     with puppet("crowd", address, str(count)):
         env = Remote(count * ENVS, listen=address, wait=0.0, groups=1 if count == 1 else 2)
-        wait(lambda: env.hall.live == count)
-        env.hall.reset(0)
+        wait(lambda: env.table.live == count)
+        env.table.reset(0)
         for turn in range(args.rounds + 1):
             start, cpu = time.perf_counter(), time.process_time()
             done = answer(env, lambda done: done >= messages)

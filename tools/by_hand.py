@@ -196,7 +196,7 @@ def stacker(obs: Tensor, keep: bool = False) -> Tensor:
     small, large, grip = obs[:, 4:7], obs[:, 4:7] + obs[:, 7:10], obs[:, 10:13]
     fingers = obs[:, 17:].sum(1)
     gap = small - grip
-    beside, over = gap[:, :2].norm(dim=1), obs[:, 7:9].norm(dim=1)
+    horizontal, over = gap[:, :2].norm(dim=1), obs[:, 7:9].norm(dim=1)
     within = gap.norm(dim=1) < 0.018
     on_top = (over < 0.012) & ((small[:, 2] - large[:, 2] - 0.06).abs() < 0.006)
     held = (gap.norm(dim=1) < 0.035) & (fingers < 0.056)
@@ -204,7 +204,7 @@ def stacker(obs: Tensor, keep: bool = False) -> Tensor:
         on_top = torch.zeros_like(on_top)
 
     up = torch.tensor([0.0, 0.0, 1.0])
-    fetch = torch.where((beside < 0.012)[:, None], gap, gap + 0.1 * up)
+    fetch = torch.where((horizontal < 0.012)[:, None], gap, gap + 0.1 * up)
     place = large + 0.06 * up - small  # displacement of carrying
     carry = torch.where((over < 0.01)[:, None], place, place + 0.05 * up)
     low = (place[:, 2] > -0.02) & (over > 0.02)

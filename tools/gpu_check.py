@@ -72,7 +72,7 @@ def run_case(case: Case, say: Say) -> None:
 
 def run_apart(part: str, name: str, argv: Sequence[str], seconds: float, say: Say) -> None:
     """Run the case in a separate process for at most ``seconds``; findings up to then count."""
-    began, ended, told = time.perf_counter(), "", []
+    began, ended, rows = time.perf_counter(), "", []
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "lines"
         lines.touch()
@@ -89,9 +89,9 @@ def run_apart(part: str, name: str, argv: Sequence[str], seconds: float, say: Sa
                 else:
                     time.sleep(0.05)
                 for line in found:
-                    told.append(json.loads(line))
-                    say(told[-1])
-    if not any("status" in one for one in told):
+                    rows.append(json.loads(line))
+                    say(rows[-1])
+    if not any("status" in one for one in rows):
         say({"status": "failed", "error": ended, "seconds": round(time.perf_counter() - began, 1)})
 
 

@@ -14,9 +14,10 @@ from pql.config.fields import Setting, settings
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting of `pql train`, with the default of the schema; presets (`pql/config/presets`) set many of them otherwise.
-`pql train ... --cfg` prints a run's values and where each comes from, `pql train --help algo=NAME` what one algorithm
-reads at this machine's scale. This page is written by `tools/settings_page.py` from the settings' declarations.
+All settings of `pql train`, with the defaults of the schema. Presets (`pql/config/presets`) set other values for many
+of them. `pql train ... --cfg` prints a run's values and the source of each; `pql train --help algo=NAME` prints the
+settings that one algorithm reads at this machine's scale. `tools/settings_page.py` writes this page from the settings'
+declarations.
 """
 
 
@@ -33,7 +34,7 @@ def page() -> str:
         parts += [f"\n## Algorithms of the family `{family}`\n", f"{(record.__doc__ or '').strip()}\n"]
         if len(new) < len(found):
             again = ", ".join(f"`{one.name}`" for one in found if one.name in known)
-            parts.append(f"As above (with defaults of its own): {again}.\n")
+            parts.append(f"The settings above, partly with other defaults: {again}.\n")
         parts += table(new)
         known |= names
     return "\n".join(parts) + "\n"

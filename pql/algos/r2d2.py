@@ -217,13 +217,13 @@ def make_recurrent_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork
 def r2d2_update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:
     """Take one step of Q(s, a) on every trained row of the sequences; update priorities. Mutates ``state`` only."""
     net, target_net = (cast(RecurrentQNetwork, n) for n in state.nets)
-    ours = sequence_values(net, batch, inputs.burn_in)  # [S - burn_in + K, B, n]
+    online_q = sequence_values(net, batch, inputs.burn_in)  # [S - burn_in + K, B, n]
     with torch.no_grad():
-        theirs = sequence_values(target_net, batch, inputs.burn_in)
-        best = (ours if inputs.double else theirs).argmax(-1, keepdim=True)
-        ahead = theirs.gather(-1, best).squeeze(-1).gather(0, batch.successor)  # [L, B]
+        target_q = sequence_values(target_net, batch, inputs.burn_in)
+        best = (online_q if inputs.double else target_q).argmax(-1, keepdim=True)
+        ahead = target_q.gather(-1, best).squeeze(-1).gather(0, batch.successor)  # [L, B]
         target = targets(batch.reward, batch.discount, ahead, inputs.rescale)
-    q = ours[: target.shape[0]].gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
+    q = online_q[: target.shape[0]].gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
     error = target - q
     total = (huber(error, inputs.huber) * loss_share(batch.mask, batch.weight)).sum()
     state.optimizer.zero_grad()

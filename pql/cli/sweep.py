@@ -102,8 +102,8 @@ def suggest(trial: Any, key: str, space: Space) -> Any:
     """Return the trial's value of a setting; a resumed trial keeps its value."""
     if space.low is None:
         return trial.suggest_categorical(key, space.values)
-    step = {} if space.step is None else {"step": int(space.step) if space.whole else space.step}
-    of_type = trial.suggest_int if space.whole else trial.suggest_float
+    step = {} if space.step is None else {"step": int(space.step) if space.integer else space.step}
+    of_type = trial.suggest_int if space.integer else trial.suggest_float
     return of_type(key, space.low, space.high, log=space.log, **step)
 
 
@@ -241,10 +241,10 @@ def write_trials(plan: Plan, study: Any) -> None:
 
 
 def _replace(path: Path, write: Callable[[Any], None]) -> None:
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w", newline="") as file:
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("w", newline="") as file:
         write(file)
-    os.replace(aside, path)
+    os.replace(temporary, path)
 
 
 def describe_trial(study: Any) -> str:

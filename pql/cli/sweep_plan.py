@@ -125,7 +125,7 @@ def fit(key: str, space: Space) -> Space:
         return space
     if not (float(space.low).is_integer() and float(space.high).is_integer() and (space.step or 1) % 1 == 0):
         raise ConfigError(key, space.text, "whole numbers")
-    return dataclasses.replace(space, low=int(space.low), high=int(space.high), whole=True)
+    return dataclasses.replace(space, low=int(space.low), high=int(space.high), integer=True)
 
 
 def end_of_name(space: Space, which: int) -> Any:

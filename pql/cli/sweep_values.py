@@ -19,7 +19,7 @@ class Space:
         low, high: ends of an interval or a range, both included.
         step: of a range.
         log: sampled log-uniformly: ``tag(log, interval(...))``.
-        whole: an interval of integers: ``int(interval(1,9))``.
+        integer: an interval of integers: ``int(interval(1,9))``.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Space:
     high: float | None = None
     step: float | None = None
     log: bool = False
-    whole: bool = False
+    integer: bool = False
 
 
 def parse_space(word: str) -> tuple[str, str | Space]:
@@ -63,8 +63,8 @@ def parse_space(word: str) -> tuple[str, str | Space]:
         raise ConfigError(key, text, "values that differ" if values else "at least one value")
     if isinstance(sweep, RangeSweep):
         numbers = [float(v) for v in values]
-        whole = all(isinstance(n, int) for n in (sweep.start, sweep.stop, sweep.step))
-        return key, Space(text, values, min(numbers), max(numbers), abs(float(sweep.step)), whole=whole)
+        integer = all(isinstance(n, int) for n in (sweep.start, sweep.stop, sweep.step))
+        return key, Space(text, values, min(numbers), max(numbers), abs(float(sweep.step)), integer=integer)
     return key, Space(text, values)
 
 

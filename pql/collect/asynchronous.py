@@ -34,9 +34,9 @@ class Ragged:
         target: number requested by the ticks so far.
     """
 
-    def __init__(self, whole: "Collector"):
-        self.whole, self.lanes, self.env = whole, whole.lanes, cast(AsyncEnv, whole.env)
-        self.due = np.zeros(whole.env.spec.num_envs, dtype=bool)
+    def __init__(self, collector: "Collector"):
+        self.collector, self.lanes, self.env = collector, collector.lanes, cast(AsyncEnv, collector.env)
+        self.due = np.zeros(collector.env.spec.num_envs, dtype=bool)
         self.transitions, self.target, self._turn = 0, 0, 0
 
     def start(self) -> Tensor:
@@ -103,7 +103,7 @@ class Ragged:
             return arrived
         self.due[arrived] = True
         self.transitions += len(arrived)
-        self.whole.steps = self.transitions / len(self.due)
+        self.collector.steps = self.transitions / len(self.due)
         came = np.zeros(self.due.shape, dtype=bool)
         came[arrived] = True
         lane.mask.copy_(torch.from_numpy(came[lane.columns]))

@@ -264,7 +264,7 @@ class Collector:
             cast(Resumable, self.env).load_state_dict(state["env"])
             return
         self._keep(fresh)
-        self.quarantine.begin_anew(out)
+        self.quarantine.begin_episodes(out)
         for store in self.stores:
             store.restart({k: v.to(store.device) for k, v in fresh.items()})
         self.actor.restart()

@@ -31,30 +31,32 @@ class EnvSlice:
     """Acts, sends, receives and records for a range of a collector's environments.
 
     Args:
-        whole: the collector, whose policy, simulator, stores, statistics and generator are used.
+        collector: the collector whose policy, simulator, stores, statistics and generator are used.
         columns: the range; None: every environment, of a simulator that steps all at once.
         capture: capture acting and recording in CUDA graphs, or in one graph with the simulator's step between them if
             it can be captured (``Capturable``).
     """
 
-    def __init__(self, whole: "Collector", columns: slice | None, capture: bool):
-        self.env, self.normalizer, self.stores = whole.env, whole.normalizer, whole.stores
-        self.box, self.quarantine = whole.box, whole.quarantine
-        self.gen, self.device = whole.gen, whole.device
-        self.actor, self.episodes, self.obs = whole.actor, whole.episodes, whole.obs
+    def __init__(self, collector: "Collector", columns: slice | None, capture: bool):
+        self.env, self.normalizer, self.stores = collector.env, collector.normalizer, collector.stores
+        self.box, self.quarantine = collector.box, collector.quarantine
+        self.gen, self.device = collector.gen, collector.device
+        self.actor, self.episodes, self.obs = collector.actor, collector.episodes, collector.obs
         self.title = f"the simulator {self.env.spec.name}"
-        self.saturation = whole.saturation
+        self.saturation = collector.saturation
         self.columns, self.ids = ALL, None
         self.places: list[Tensor | None] = [None for _ in self.stores]
         if columns is not None:
-            self.actor, self.episodes = whole.actor.part(columns), whole.episodes.part(columns)
-            self.obs = {k: v[columns] for k, v in whole.obs.items()}
-            self.quarantine = whole.quarantine.part(columns)
-            self.saturation = whole.saturation and whole.saturation.part(columns)
-            self.columns, self.ids = columns, torch.arange(whole.env.spec.num_envs)[columns]
+            self.actor, self.episodes = collector.actor.part(columns), collector.episodes.part(columns)
+            self.obs = {k: v[columns] for k, v in collector.obs.items()}
+            self.quarantine = collector.quarantine.part(columns)
+            self.saturation = collector.saturation and collector.saturation.part(columns)
+            self.columns, self.ids = columns, torch.arange(collector.env.spec.num_envs)[columns]
             self.places = [self.ids.to(store.device) for store in self.stores]
         # With late answers: the environments that the next act or record applies to.
-        self.mask = torch.zeros(len(self.obs["policy"]), dtype=torch.bool, device=self.device) if whole.late else None
+        self.mask = (
+            torch.zeros(len(self.obs["policy"]), dtype=torch.bool, device=self.device) if collector.late else None
+        )
         self.made = floats((self.actor.action, self.actor.record(self.actor.action.device), self.actor.memory))
         self.bridged = self.env.spec.stream == "default" and self.device.type == "cuda"
         self.now: Step | None = None

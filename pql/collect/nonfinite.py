@@ -47,7 +47,7 @@ class Quarantine:
 
     Attributes:
         out: [N] bool; the current observation is not finite: the policy acts on the last finite one.
-        anew: [N] bool; restarted since its last row.
+        fresh: [N] bool; restarted since its last row.
         void: [N] bool; the policy's output for the current step was not finite.
         dropped: 0-dim int64; rows left out so far.
         restarted: 0-dim int64; environments restarted here so far, without the simulator's own resets.
@@ -62,7 +62,7 @@ class Quarantine:
         restart: Callable[[Tensor], Obs] | None = None,
     ):
         flags = functools.partial(torch.zeros, num_envs, dtype=torch.bool, device=device)
-        self.out, self.anew, self.void = flags(), flags(), flags()
+        self.out, self.fresh, self.void = flags(), flags(), flags()
         self.dropped, self.restarted = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         # On a CPU, reading a value does not wait. A step of finite values then costs a few sums, and the rest runs only
         # where needed.
@@ -78,14 +78,14 @@ class Quarantine:
     def begin(self, obs: Obs) -> Obs:
         """Take the observations of a full reset, [N, ...]; those that are not finite become zeros and are out."""
         self.out.copy_(~finite_rows(floats(obs), self.out))
-        self.anew.zero_()
+        self.fresh.zero_()
         self.void.zero_()
         return {k: v.masked_fill(column(self.out, v), 0) for k, v in obs.items()}
 
-    def begin_anew(self, out: Tensor) -> None:
+    def begin_episodes(self, out: Tensor) -> None:
         """Begin new episodes everywhere; ``out`` [N] bool marks environments without finite observations."""
         self.out.copy_(out)
-        self.anew.zero_()
+        self.fresh.zero_()
 
     def act(self, made: Sequence[Tensor], mask: Tensor | None = None) -> None:
         """Zero a policy's output in rows where any of it is not finite; the rows that follow are left out.
@@ -121,7 +121,7 @@ class Quarantine:
         bad = self.void | ~(seen & finite_rows(floats((step.final_obs, step.reward)), self.out))
         row = torch.ones_like(bad) if arrived is None else arrived
         lost = (bad | self.out) & row
-        out = lost & ~((step.first | self.anew) & seen)  # a new episode with a finite observation is no longer out
+        out = lost & ~((step.first | self.fresh) & seen)  # a new episode with a finite observation is no longer out
         obs = step.obs
         if self.together and bool(lost.all()):
             self.stop()
@@ -132,7 +132,7 @@ class Quarantine:
             obs, out = chosen(well, fresh, obs), out & ~well
         self.dropped += lost.sum()
         self.out.copy_(torch.where(row, out, self.out))  # unchanged where no answer arrived
-        self.anew &= ~row
+        self.fresh &= ~row
         return filler_step(step, lost | self.out, chosen(self.out, held, obs)), ~self.out
 
     def stop(self) -> NoReturn:
@@ -168,7 +168,7 @@ class Quarantine:
         The next row is still left out, because its observation has not been recorded.
         """
         well = mask & finite_rows(floats(fresh), mask)
-        self.anew |= well
+        self.fresh |= well
         self.restarted += well.sum()
         return chosen(well, fresh, held)
 
@@ -196,19 +196,22 @@ class Quarantine:
     def part(self, columns: slice) -> "Quarantine":
         """Return the quarantine of a range of the environments: views, with shared counts."""
         part = copy.copy(self)
-        part.out, part.anew, part.void = self.out[columns], self.anew[columns], self.void[columns]
+        part.out, part.fresh, part.void = self.out[columns], self.fresh[columns], self.void[columns]
         part.together, part.restart = False, None
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
         for place in range(LAG):
             self._arrive(place)
-        flags = self._flags.roll(-(self._looks % LAG), 0)  # oldest first
-        return {"out": self.out, "anew": self.anew, "dropped": self.dropped, "restarted": self.restarted, "told": flags}
+        return {**self._state(), "told": self._flags.roll(-(self._looks % LAG), 0)}  # oldest first
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return the tensors to save, by their names in a checkpoint."""
+        return {"out": self.out, "anew": self.fresh, "dropped": self.dropped, "restarted": self.restarted}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name in ("out", "anew", "dropped", "restarted"):
-            getattr(self, name).copy_(state[name])
+        for name, value in self._state().items():
+            value.copy_(state[name])
         self._flags.copy_(state["told"])
         self._looks, self._events = 0, [None] * LAG
 

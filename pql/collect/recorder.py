@@ -84,11 +84,11 @@ class FlightRecorder:
         for reel in self.reels:
             restarts += [(len(actions) + step, mask) for step, mask in reel.restarts]
             actions += reel.actions
-        whole = len(actions) // self.groups
+        length = len(actions) // self.groups
         out: dict[str, Any] = {"state": first.state, "obs": first.obs}
-        if whole:
-            sent = torch.cat(actions[: whole * self.groups])
-            out["actions"] = sent.unflatten(0, (whole, -1))
+        if length:
+            sent = torch.cat(actions[: length * self.groups])
+            out["actions"] = sent.unflatten(0, (length, -1))
         if restarts:
             steps, masks = zip(*restarts, strict=True)
             out["restarts"] = {"step": torch.tensor(steps) // self.groups, "mask": torch.stack(masks)}

@@ -91,7 +91,9 @@ class ThreadsConfig:
     )
     v: int | None = setting(None, "Threads of the V-learner, or of the only learner.", low=1, high=1024)
     p: int | None = setting(None, "Threads of the P-learner.", low=1, high=1024)
-    simulator: int | None = setting(None, "Threads of a simulator with its own thread pool (MuJoCo).", low=1, high=1024)
+    simulator: int | None = setting(
+        None, "Threads of a simulator with its own thread pool (MuJoCo, Atari).", low=1, high=1024
+    )
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for part in groups:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise ConfigError(name, value, f"no value of {part} beside it")
+                raise ConfigError(name, value, f"no additional value of {part}")
         node[last] = value
     return tree
 

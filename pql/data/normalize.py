@@ -224,8 +224,8 @@ class Normalizer(nn.Module):
         """Merge the values of every process since the last merge, in the order of ranks."""
         parts = self.group.gather(torch.cat([pack_moments(m.count, m.mean, m.m2) for m in self.fresh]))
         sizes = [1 + 2 * m.mean.numel() for m in self.fresh]
-        for whole, mine, part in zip(self._all(), self.fresh, parts.split(sizes, 1), strict=True):
-            whole.merge(*pooled(part, whole.mean.shape))
+        for total, mine, part in zip(self._all(), self.fresh, parts.split(sizes, 1), strict=True):
+            total.merge(*pooled(part, total.mean.shape))
             mine.zero()
         if self.return_cap is not None:
             self.largest_return.copy_(self.group.gather(self.largest_return.view(1)).amax())

@@ -38,13 +38,13 @@ def save_replay(replay: Replay, path: str | Path) -> None:
         OSError: it cannot be written; an existing file is kept.
     """
     path = Path(path).expanduser()
-    aside = path.with_name(f".writing-{path.name}")
+    temporary = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensorfile.write(aside, rows_of(replay), META)
-        os.replace(aside, path)
+        tensorfile.write(temporary, rows_of(replay), META)
+        os.replace(temporary, path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def rows_of(replay: Replay) -> Columns:

@@ -88,8 +88,8 @@ class MetricSum:
         """Add the sums of ``other``, which has the same metrics, and reset it. Both must be non-empty."""
         assert self.count is not None
         assert other.count is not None
-        theirs = [t.to(self.count.device) for t in (other.count, *other.sums)]
-        torch._foreach_add_([self.count, *self.sums], theirs)
+        sums = [t.to(self.count.device) for t in (other.count, *other.sums)]
+        torch._foreach_add_([self.count, *self.sums], sums)
         other.zero()
 
     def drain(self, group: Group = ALONE) -> dict[str, Tensor]:

@@ -81,13 +81,13 @@ class Remote:
         if groups is not None and not (type(groups) is int and groups > 0 and num_envs % groups == 0):
             raise ConfigError("groups", groups, f"null, or a divisor of num_envs={num_envs}")
         self.timeout, self.task = float(timeout), task
-        self.hall = SlotTable(num_envs, 1, wait)
+        self.table = SlotTable(num_envs, 1, wait)
         self._evaluation = SlotTable(eval_envs) if eval_envs else None
         cert_file, key_file = (None if v is None else Path(v).expanduser() for v in (cert, key))
         secret = read_token("token_file", token_file)
         self.server = ActorServer(
             listen,
-            self.hall,
+            self.table,
             self._evaluation,
             secret,
             cert_file,
@@ -98,13 +98,13 @@ class Remote:
         try:
             facts = self._first_actor()
             groups = choose_groups(num_envs, facts["num_envs"]) if groups is None else groups
-            self.hall.divide(groups)
+            self.table.divide(groups)
             self.spec = spec_of(facts, num_envs, torch.device(device), groups)
         except BaseException:
             self.server.close("the run could not begin")
             raise
         self.board = StepAssembler(self.spec)
-        self._together = Together(self.hall, self.board, self.server, self.timeout)
+        self._together = Together(self.table, self.board, self.server, self.timeout)
         self._present = torch.zeros(num_envs, dtype=torch.bool)
 
     def _first_actor(self) -> dict[str, Any]:
@@ -154,11 +154,11 @@ class Remote:
 
     def send(self, action: Tensor, ids: Tensor) -> None:
         """Send actions [k, A] or [k] to environments ``ids`` [k] int64."""
-        self.hall.act(ids.numpy(), action.cpu().numpy())
+        self.table.act(ids.numpy(), action.cpu().numpy())
 
     def answers(self, group: int) -> tuple[Tensor, Step]:
         """Wait for a bounded time; return the ids [k] int64 that answered, and the step of the group, [n, ...]."""
-        taken, part = self.hall.take(group), self.hall.parts[group]
+        taken, part = self.table.take(group), self.table.parts[group]
         if not taken:
             self._together.check_alive()
         ids = [torch.from_numpy(one.slots) for one in taken]
@@ -166,7 +166,7 @@ class Remote:
 
     def measures(self) -> dict[str, float]:
         """Metrics: connected actors and environments."""
-        return self.hall.measures()
+        return self.table.measures()
 
 
 class Together:
@@ -174,27 +174,29 @@ class Together:
 
     Args:
         timeout: seconds without an actor after which it fails.
-        whom: kind of actor, for messages.
+        kind: kind of actor, for messages.
     """
 
-    def __init__(self, hall: SlotTable, board: StepAssembler, server: ActorServer, timeout: float, whom: str = "actor"):
-        self.hall, self.board, self.server, self.timeout, self.whom = hall, board, server, timeout, whom
-        self._told = -1.0  # ``empty_since`` at the last message about missing actors
+    def __init__(
+        self, table: SlotTable, board: StepAssembler, server: ActorServer, timeout: float, kind: str = "actor"
+    ):
+        self.table, self.board, self.server, self.timeout, self.kind = table, board, server, timeout, kind
+        self._reported = -1.0  # ``empty_since`` at the last message about missing actors
         self._ending = False  # the run is ending: do not wait any more
 
     def reset(self, seed: int | None) -> tuple[Obs, Tensor]:
         """Restart; return first observations [N, ...] and the environments present, [N] bool on the CPU."""
-        self.hall.reset(seed)
-        taken, present = self._everybody(), torch.zeros(self.hall.size, dtype=torch.bool)
+        self.table.reset(seed)
+        taken, present = self._everybody(), torch.zeros(self.table.size, dtype=torch.bool)
         for one in taken:
             present[torch.from_numpy(one.slots)] = True
-        step = self.board.step(slice(0, self.hall.size), taken)
+        step = self.board.step(slice(0, self.table.size), taken)
         return {k: v.clone() for k, v in step.obs.items()}, present
 
     def step(self, action: Tensor) -> Step:
         """Step with ``action`` [N, A] or [N]. Fields [N, ...] are new tensors."""
-        self.hall.act(np.arange(self.hall.size), action.cpu().numpy())
-        step = self.board.step(slice(0, self.hall.size), self._everybody())
+        self.table.act(np.arange(self.table.size), action.cpu().numpy())
+        step = self.board.step(slice(0, self.table.size), self._everybody())
 
         def copy(field: Any) -> Any:
             return {k: v.clone() for k, v in field.items()} if isinstance(field, dict) else field.clone()
@@ -203,7 +205,7 @@ class Together:
 
     def _everybody(self) -> list[Taken]:
         """Take the answers of all actors; once the run is ending, only those that have arrived."""
-        while not (taken := self.hall.take_all(0.0 if self._ending else PATIENCE)) and not self._ending:
+        while not (taken := self.table.take_all(0.0 if self._ending else PATIENCE)) and not self._ending:
             self._ending = interrupt.asked()
             self.check_alive()
         return taken
@@ -215,23 +217,23 @@ class Together:
             RunError: none has been connected for ``timeout`` seconds, or the table was closed.
         """
         touch()  # this wait has its own time limit
-        if self.hall.closed:
+        if self.table.closed:
             raise RunError("the server for remote actors was closed")
-        if self.hall.live:
+        if self.table.live:
             return
-        since = self.hall.empty_since
+        since = self.table.empty_since
         if time.monotonic() - since > self.timeout:
-            raise RunError(f"no {self.whom} at {self.server.address} for {self.timeout:g} s (task.kwargs.timeout)")
-        if self._told != since:
-            self.server.tell(f"no {self.whom}: waiting at {self.server.address}, at most {self.timeout:g} s")
-            self._told = since
+            raise RunError(f"no {self.kind} at {self.server.address} for {self.timeout:g} s (task.kwargs.timeout)")
+        if self._reported != since:
+            self.server.tell(f"no {self.kind}: waiting at {self.server.address}, at most {self.timeout:g} s")
+            self._reported = since
 
 
 class Beside:
     """Environments for evaluation: a synchronous ``VecEnv`` on the training server. Fields are [N, ...]."""
 
-    def __init__(self, hall: SlotTable, board: StepAssembler, server: ActorServer, timeout: float):
-        self.spec, self._together = board.spec, Together(hall, board, server, timeout, "actor with --role eval")
+    def __init__(self, table: SlotTable, board: StepAssembler, server: ActorServer, timeout: float):
+        self.spec, self._together = board.spec, Together(table, board, server, timeout, "actor with --role eval")
 
     def reset(self, seed: int | None = None) -> Obs:
         return self._together.reset(seed)[0]

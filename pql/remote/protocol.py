@@ -51,7 +51,7 @@ class Frame(NamedTuple):
 
 
 class WireRows(NamedTuple):
-    """Answer of K environments: views of the message. An OBS message has observations alone."""
+    """Answer of K environments, as views of the message. An OBS message has only observations."""
 
     obs: Arrays  # [K, ...] newest frames
     reward: np.ndarray | None = None  # [K] float32
@@ -79,12 +79,12 @@ def unpack(message: bytes) -> Frame:
         WireError: not a frame of this version, or truncated.
     """
     if len(message) < HEADER.size:
-        raise WireError(f"{len(message)} bytes are no frame")
+        raise WireError(f"{len(message)} bytes are too short for a frame")
     magic, version, kind, zero, run_id, seq, size, more = HEADER.unpack_from(message)
     if magic != MAGIC or zero or more:
-        raise WireError("not a frame of pql's")
+        raise WireError("not a frame of pql")
     if version != VERSION:
-        raise WireError(f"schema version {version}, this side speaks {VERSION}: the same pql on both sides, please")
+        raise WireError(f"schema version {version}, expected {VERSION}: both sides need the same version of pql")
     if size != len(message) - HEADER.size:
         raise WireError(f"a body of {len(message) - HEADER.size} bytes, the header says {size}")
     return Frame(kind, run_id, seq, memoryview(message)[HEADER.size :])
@@ -115,7 +115,7 @@ def read_json_frame(body: memoryview) -> dict[str, Any]:
     try:
         facts = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise WireError(f"no JSON: {error}") from error
+        raise WireError(f"invalid JSON: {error}") from error
     if not isinstance(facts, dict):
         raise WireError("a JSON object is expected")
     return facts
@@ -145,7 +145,7 @@ def check_facts(facts: Any) -> dict[str, Any]:
         return sizes and dtype in TYPES and is_count(stack) and (stack == 1 or shape[:1] == [stack])
 
     def is_number(value: Any) -> bool:
-        return type(value) is float or (type(value) is int and abs(value) < 2**1023)  # a larger one is no float
+        return type(value) is float or (type(value) is int and abs(value) < 2**1023)  # larger ones overflow a float
 
     def is_numbers(value: Any, count: Any) -> bool:
         return value is None or (isinstance(value, list) and len(value) == count and all(map(is_number, value)))
@@ -262,7 +262,7 @@ class Layout:
         ended = reader.array("<u4", (count,))
         begun = np.flatnonzero((flags & 12) == 12)  # first and valid
         if len(ended) + len(begun) and not np.array_equal(ended, begun):
-            raise WireError("final observations of other rows than those after which an episode begins")
+            raise WireError("final observations do not belong to the rows in which an episode begins")
         finals = self._read_obs(reader, count)
         reader.end()
         return WireRows(obs, reward, flags, log, begun, finals)

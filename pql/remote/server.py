@@ -48,17 +48,18 @@ class ActorServer:
 
     Args:
         address: ``host:port`` or ``unix:/path``; port 0 takes a free one.
-        hall: slots for training.
-        evaluation: slots for evaluation; None: there are none.
+        table: slots for training.
+        evaluation: slots for evaluation; None: no evaluation by actors.
         token: access token that actors must send; None: not required (only for addresses on this machine).
         cert, key: PEM files for TLS.
         step_seconds: time limit of a step; an actor that exceeds it is disconnected, even if its machine answers
             pings. The first step and a reset may take ``start_seconds``.
-        tell: receives messages for the user.
+        tell: called with each message for the user.
 
     Attributes:
-        address: with the actual port.
-        facts: specification of the first actor; set once ``known`` is.
+        address: the address, with the actual port.
+        facts: specification of the first actor.
+        known: event that is set once ``facts`` is.
 
     Raises:
         ConfigError: it cannot listen on the address, or other machines can reach it without token and TLS.
@@ -67,7 +68,7 @@ class ActorServer:
     def __init__(
         self,
         address: str,
-        hall: SlotTable,
+        table: SlotTable,
         evaluation: SlotTable | None = None,
         token: str | None = None,
         cert: Path | None = None,
@@ -78,7 +79,7 @@ class ActorServer:
     ):
         self.step = Limit(step_seconds, "task.kwargs.step_seconds")
         self.start = max(self.step, Limit(start_seconds, "task.kwargs.start_seconds"))
-        self.halls: dict[str, SlotTable | None] = {"train": hall, "eval": evaluation}
+        self.tables: dict[str, SlotTable | None] = {"train": table, "eval": evaluation}
         self.token, self.facts, self.known = token, dict[str, Any](), threading.Event()
         self.tell = tell or say_server
         self.credentials = check_safe(address, token, cert, key)
@@ -100,7 +101,7 @@ class ActorServer:
 
     async def _open(self, address: str) -> str:
         self._server = grpc.aio.server(options=OPTIONS)
-        handler = grpc.stream_stream_rpc_method_handler(self._act)  # no serialisers: bytes as they are
+        handler = grpc.stream_stream_rpc_method_handler(self._act)  # no serialisers: raw bytes
         service = grpc.method_handlers_generic_handler(wire.SERVICE, {wire.METHOD: handler})
         self._server.add_generic_rpc_handlers((service,))
         if self.credentials is None:
@@ -114,9 +115,9 @@ class ActorServer:
         """Send BYE to every actor and stop listening."""
         if not self._thread.is_alive():
             return
-        for hall in self.halls.values():
-            if hall is not None:
-                hall.end(why)
+        for table in self.tables.values():
+            if table is not None:
+                table.end(why)
         self._on_loop(self._stop())
         self._stop_loop()
 
@@ -164,32 +165,32 @@ class ActorServer:
         wire.expect(hello, wire.HELLO, hello.run_id, 0)
         said = wire.read_json_frame(hello.body)
         facts, role = wire.check_facts(said.get("spec") or {}), said.get("role")
-        hall = self.halls.get(role) if isinstance(role, str) else None
-        if hall is None:
-            raise WireError(f"no slots for the role {role!r}: task.kwargs.eval_envs makes some for evaluation")
+        table = self.tables.get(role) if isinstance(role, str) else None
+        if table is None:
+            raise WireError(f"no slots for the role {role!r}: task.kwargs.eval_envs creates slots for evaluation")
         self._check_alike(facts)
         layout, orders = wire.Layout(facts), asyncio.Queue[bytes]()
         peer = RemoteActor(hello.run_id, layout, lambda m: self._loop.call_soon_threadsafe(orders.put_nowait, m))
-        hall.admit(peer)
+        table.admit(peer)
         self.facts = self.facts or facts
         self.known.set()
         who = f"actor {peer.number} ({context.peer()}, {layout.count} environments{' to evaluate' * (role == 'eval')})"
-        self.tell(f"{who} has joined: {hall.live} now")
+        self.tell(f"{who} has joined: {table.live} now")
         since = time.monotonic()
         try:
             facts = {"actor": peer.number, "step_seconds": self.step.seconds, "start_seconds": self.start.seconds}
             await context.write(wire.pack_json(wire.WELCOME, peer.run_id, 0, facts))
-            while await self._exchange(context, hall, peer, await orders.get()):
+            while await self._exchange(context, table, peer, await orders.get()):
                 pass
         except LateError as error:
             self.tell(f"{who} {error}")
             raise
         finally:  # it left, violated the protocol, or lost its connection (this task is then cancelled)
-            hall.leave(peer)
-            self.tell(f"{who} has left after {time.monotonic() - since:.0f} s: {hall.live} now")
+            table.leave(peer)
+            self.tell(f"{who} has left after {time.monotonic() - since:.0f} s: {table.live} now")
 
     async def _exchange(
-        self, context: grpc.aio.ServicerContext, hall: SlotTable, peer: RemoteActor, order: bytes
+        self, context: grpc.aio.ServicerContext, table: SlotTable, peer: RemoteActor, order: bytes
     ) -> bool:
         """Send one request and process its answer. Return False at the end of the stream."""
         asked = unpack(order)
@@ -206,7 +207,7 @@ class ActorServer:
         wire.expect(frame, kind, peer.run_id, asked.seq)
         peer.stepped = peer.stepped or kind == STEP
         read = peer.layout.read_obs if kind == OBS else peer.layout.read_step
-        hall.answered(peer, read(frame.body))
+        table.answered(peer, read(frame.body))
         return True
 
     def _check_alike(self, facts: dict[str, Any]) -> None:
@@ -235,7 +236,7 @@ def check_safe(address: str, token: str | None, cert: Path | None, key: Path | N
                 raise ConfigError(
                     name,
                     None,
-                    f"a file: {address} can be reached from other machines, which takes a "
+                    f"a file: {address} can be reached from other machines, which requires a "
                     "token (token_file) and TLS (cert, key)",
                 )
     if cert is None or key is None:

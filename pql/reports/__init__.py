@@ -1,7 +1,7 @@
-"""Reports: a page about one run, or one that compares many. ``docs/compare.md`` says what is on it and how it counts.
+"""Reports: a page about one run, or a comparison of several. ``docs/compare.md`` describes its content and statistics.
 
 ``stats`` has the statistics, ``runs`` reads runs, ``numbers`` computes all numbers of a page, ``draw`` and ``page`` lay
-it out. matplotlib, scipy and Jinja (the extra ``report``) are imported when a page is made, not before.
+it out. matplotlib, scipy and Jinja (the extra ``report``) are imported only when a page is written.
 """
 
 import importlib.util
@@ -30,15 +30,15 @@ def write(
 
     Args:
         words: run directories, or folders of runs.
-        out: default: ``comparison`` here, or ``report`` in the run where ``single``.
+        out: folder to write to; default: ``comparison`` in the working directory, or ``report`` in a ``single`` run.
         x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
         thresholds: returns for the time-to-threshold table.
-        single: a page about one run.
+        single: write a page about one run.
     Returns:
         The page and its numbers.
     Raises:
-        ConfigError: a path that is no run, a run without metrics, an unknown axis, a folder that cannot be written,
-            or a package that is missing.
+        ConfigError: a path is not a run, a run has no metrics, the axis is unknown, the folder cannot be written or a
+            package is missing.
     """
     check_packages()
     from pql.reports import numbers, page, runs
@@ -47,28 +47,30 @@ def write(
         raise ConfigError("x", x, f"one of {', '.join(runs.AXES)}{nearest(x, runs.AXES)}")
     paths, notes = runs.find(words)
     if single and len(paths) > 1:
-        raise ConfigError("run", words[0], f"one run; these are {len(paths)}: pql compare {shlex.quote(words[0])}")
+        raise ConfigError(
+            "run", words[0], f"one run, not {len(paths)}; to compare them: pql compare {shlex.quote(words[0])}"
+        )
     found = runs.read(paths)
-    untold = [r.name for r in found if len(r.evals["return_mean"]) and r.evals[x][-1] != r.evals[x][-1]]
-    if untold:
-        raise ConfigError("x", x, f"an axis that all runs tell; {untold[0]} does not")
+    lacking = [r.name for r in found if len(r.evals["return_mean"]) and r.evals[x][-1] != r.evals[x][-1]]
+    if lacking:
+        raise ConfigError("x", x, f"an axis that all runs record; {lacking[0]} does not")
     folder = out or (paths[0] / "report" if single else Path("comparison"))
     if single and out is None:
         check_links(paths[0], "report")
     _make(folder)  # before the work starts
-    told = numbers.analyse(found, x, thresholds, notes)
+    analysis = numbers.analyse(found, x, thresholds, notes)
     series = numbers.clean(numbers.series(found[0])) if single else None
-    parts = page.sections(told, series, found)
-    text = page.render(told, parts, found[0].settings if single else None, pql.__version__)
-    pictures = {f"{p.name}.png": p.png for part in parts for p in part.pictures}
-    for name in set(_pictures(folder)) - set(pictures):  # of an earlier page here, which this one replaces
+    parts = page.sections(analysis, series, found)
+    text = page.render(analysis, parts, found[0].settings if single else None, pql.__version__)
+    figures = {f"{p.name}.png": p.png for part in parts for p in part.pictures}
+    for name in set(_figures(folder)) - set(figures):  # of an earlier page, which this one replaces
         (folder / name).unlink(missing_ok=True)
-    for name, data in pictures.items():
+    for name, data in figures.items():
         (folder / name).write_bytes(data)
-    whole = {**told, "pictures": list(pictures), **({} if series is None else {"series": series})}
-    (folder / "numbers.json").write_text(json.dumps(whole) + "\n")
+    content = {**analysis, "pictures": list(figures), **({} if series is None else {"series": series})}
+    (folder / "numbers.json").write_text(json.dumps(content) + "\n")
     (folder / "index.html").write_text(text, encoding="utf-8")
-    return folder / "index.html", told
+    return folder / "index.html", analysis
 
 
 def _make(folder: Path) -> None:
@@ -80,13 +82,13 @@ def _make(folder: Path) -> None:
         raise ConfigError("out", folder, f"a folder that can be written ({error.strerror})") from error
 
 
-def _pictures(folder: Path) -> list[str]:
-    """Return the figures that an earlier page in ``folder`` wrote."""
+def _figures(folder: Path) -> list[str]:
+    """Return the file names of the figures of an earlier page in ``folder``."""
     try:
-        told = read_json(folder / "numbers.json")["pictures"]
+        names = read_json(folder / "numbers.json")["pictures"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return [name for name in told if isinstance(name, str) and Path(name).name == name and name.endswith(".png")]
+    return [name for name in names if isinstance(name, str) and Path(name).name == name and name.endswith(".png")]
 
 
 def check_packages() -> None:
@@ -105,7 +107,7 @@ def tell(numbers: dict[str, Any]) -> None:
     from pql.reports.words import findings, num, spoken
 
     console = Console()
-    if not console.is_terminal:  # nobody's window: whole lines
+    if not console.is_terminal:  # do not wrap lines to a window
         console.width = 160
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
     for name in ("task", "algorithm", "runs", "IQM (95 %)", "median", "mean"):

@@ -1,8 +1,8 @@
 """Figures of a page as matplotlib figures, and as SVG with the colours of the page.
 
-Colours are those of Okabe and Ito, which colour-blind readers distinguish; markers and dashes repeat the difference.
-Lines are labelled where they end. In SVG every colour becomes one of the page's CSS variables, so that a dark page has
-dark figures, and text stays text.
+Colours are from the palette of Okabe and Ito, which colour-blind readers can distinguish; markers and dashes repeat the
+distinction. Lines are labelled at their ends. In SVG every colour becomes a CSS variable of the page, so that figures
+follow its dark theme, and text is kept as text.
 """
 
 import io
@@ -32,7 +32,7 @@ SIZE = (4.0, 2.7)  # inches
 
 
 def look() -> AbstractContextManager[None]:
-    """matplotlib's settings for everything here; enter it around drawing and saving."""
+    """Return the context with matplotlib's settings for all figures; enter it to draw and save."""
     return matplotlib.rc_context(
         {
             "font.family": "DejaVu Sans",
@@ -66,20 +66,20 @@ def look() -> AbstractContextManager[None]:
 
 
 def style(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the group that stands at ``index`` in the page's order."""
+    """Return colour, marker and dashes of the group at ``index`` in the page's order."""
     turn, place = divmod(index, len(COLORS))
     return {"color": COLORS[place], "marker": MARKERS[place], "linestyle": DASHES[turn % len(DASHES)]}
 
 
 class Ticks(FuncFormatter):
-    """Numbers of an axis in the unit that the largest needs, with the digits that tell them apart: 2k beside 10k."""
+    """Format all ticks of an axis in the unit of the largest, with as many digits as distinguish them: 2k and 10k."""
 
     def __init__(self) -> None:
         super().__init__(self._write)
         self.places: Sequence[float] = ()
 
     def set_locs(self, locs: Any) -> None:
-        self.places = locs  # matplotlib's own name for it changed in 3.11
+        self.places = locs  # matplotlib's own attribute was renamed in 3.11
 
     def _write(self, value: float, _: Any = None) -> str:
         at = np.asarray(self.places if len(self.places) else [value], dtype=float)
@@ -96,7 +96,7 @@ class Ticks(FuncFormatter):
 def learning_curves(
     task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Sequence[str], axis: str
 ) -> Figure:
-    """IQM over runs with its band; every run behind it, thin."""
+    """Draw the IQM over runs with its band, and every run as a thin line."""
     drawn = [g for g in task["groups"] if g["curves"].get(axis, {}).get("x")]
     unit = axis.replace("_", " ") + shown({len(g["scores"]) for g in drawn})
     fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", unit, "return")
@@ -121,14 +121,14 @@ def learning_curves(
 
 
 def shown(counts: set[int]) -> str:
-    """Caption of curves with bands, which explains the figure without the page. ``counts``: runs in each group."""
+    """Return a caption that explains curves and bands without the page. ``counts``: runs in each group."""
     least, most = min(counts, default=0), max(counts, default=0)
     each = f"{most}" if least == most else f"{least} to {most}"
     return f": IQM of {each} runs each, 95 % band" if most > 1 else ""
 
 
 def score_intervals(task: Mapping[str, Any], labels: Sequence[str], x: str) -> Figure:
-    """IQM of the scores with its interval, a row a group; every run as a small mark."""
+    """Draw the IQM of the scores with its interval, one row per group, and every run as a small mark."""
     groups = [g for g in task["groups"] if g["scores"]]
     fig, ax = panel(f"{task['task']}: score at {compact(task['end'][x])} {UNITS[x]}", "return")
     rows = [(g["label"], g["score"]["iqm"], g["scores"]) for g in groups]
@@ -137,14 +137,14 @@ def score_intervals(task: Mapping[str, Any], labels: Sequence[str], x: str) -> F
 
 
 def overall_intervals(overall: Mapping[str, Any], labels: Sequence[str]) -> Figure:
-    """IQM of the normalised scores over all tasks."""
+    """Draw the IQM of the normalised scores over all tasks."""
     fig, ax = panel("all tasks: normalised score (IQM)", "0 lowest, 1 highest of each task")
     interval_rows(ax, [(g["label"], g["score"]["iqm"], ()) for g in overall["groups"]], labels)
     return fig
 
 
 def profiles(overall: Mapping[str, Any], task: Mapping[str, Any] | None, labels: Sequence[str]) -> Figure:
-    """Performance profiles. Of a single ``task`` the axis shows its returns instead of shares of its range."""
+    """Draw performance profiles. With a single ``task``, the axis shows returns instead of normalised scores."""
     fig, ax = panel("share of runs above a score", "return" if task else "normalised score", "share of runs")
     tau, ends = np.array(overall["tau"]), []
     x = tau if task is None else task["low"] + tau * (task["high"] - task["low"])
@@ -163,7 +163,7 @@ def profiles(overall: Mapping[str, Any], task: Mapping[str, Any] | None, labels:
 
 
 def rates(task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Sequence[str], key: str) -> Figure:
-    """A speed by group: the median, and every run as a small mark."""
+    """Draw a rate for each group: the median, and every run as a small mark."""
     fig, ax = panel(f"{task['task']}: {RATES[key]}", "")
     rows = []
     for group in task["groups"]:
@@ -173,7 +173,7 @@ def rates(task: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Se
             rows.append((group["label"], middle, [v for v in mine if v is not None]))
     interval_rows(ax, rows, labels)
     most = max((v for _, middle, mine in rows for v in (middle["value"], *mine)), default=0.0)
-    ax.set_xlim(0, 1.05 * most or 1.0)  # equal speeds leave no margin of their own
+    ax.set_xlim(0, 1.05 * most or 1.0)  # equal values have no automatic margin
     return fig
 
 
@@ -184,7 +184,7 @@ def lines(
     zero: bool = False,
     unit: str | None = None,
 ) -> Figure:
-    """Numbers of one run over its seconds, each labelled where it ends.
+    """Draw metrics of one run over its seconds, each labelled at its end.
 
     Args:
         share: from 0 to 100 %.
@@ -220,7 +220,7 @@ def panel(title: str, unit: str, vertical: str = "") -> tuple[Figure, Axes]:
     """Empty axes: horizontal rules, few ticks; ``unit`` and ``vertical`` label the two axes."""
     fig = Figure(figsize=SIZE, layout="constrained")
     ax = fig.add_subplot()
-    ax.set_title("\n".join(textwrap.wrap(title, 46)))  # what fits beside the names at the curves' ends
+    ax.set_title("\n".join(textwrap.wrap(title, 46)))  # leaves room for the names at the curves' ends
     ax.set_xlabel(unit)
     ax.set_ylabel(vertical)
     ax.grid(axis="y")
@@ -240,7 +240,7 @@ def band(ax: Axes, x: Any, low: Sequence[float | None], high: Sequence[float | N
 def interval_rows(
     ax: Axes, rows: Sequence[tuple[str, Mapping[str, float], Sequence[float]]], labels: Sequence[str]
 ) -> None:
-    """Point and interval of each (label, aggregate, runs), the first on top."""
+    """Draw point and interval of each (label, aggregate, runs), the first on top."""
     below = offset_copy(ax.transData, ax.get_figure(root=True), y=-8, units="points")
     for y, (label, aggregate, scores) in enumerate(rows):
         of = style(labels.index(label))
@@ -255,7 +255,7 @@ def interval_rows(
                 solid_capstyle="butt",
             )
         ax.plot(aggregate["value"], y, color=of["color"], marker=of["marker"], ms=6)
-    ax.update_datalim([(v, 0) for _, _, scores in rows for v in scores])  # what is shifted does not count by itself
+    ax.update_datalim([(v, 0) for _, _, scores in rows for v in scores])  # shifted marks are not included automatically
     ax.autoscale_view()
     ax.set_yticks(range(len(rows)), [clip(label) for label, _, _ in rows], color=INK)
     ax.set_ylim(len(rows) - 0.4, -0.6)
@@ -265,7 +265,7 @@ def interval_rows(
 
 
 def name_ends(ax: Axes, ends: Sequence[tuple[float, str, int]]) -> None:
-    """Labels right of the axes, at the heights given, pushed apart where they would touch."""
+    """Draw labels to the right of the axes at the given heights, moved apart if they would overlap."""
     if not ends:
         return
     low, high = ax.get_ylim()
@@ -288,7 +288,7 @@ def name_ends(ax: Axes, ends: Sequence[tuple[float, str, int]]) -> None:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """``places`` (ascending) moved as little as needed to lie ``gap`` apart: touching ones move as one block."""
+    """Return ``places`` (ascending), moved as little as needed to be ``gap`` apart; overlapping ones move together."""
     blocks: list[tuple[float, int]] = []  # (centre, size)
     for place in places:
         blocks.append((place, 1))
@@ -306,14 +306,15 @@ def clip(text: str, most: int = 20) -> str:
 
 
 def png(fig: Figure) -> bytes:
-    """On white, whatever the reader's page is."""
+    """Render as PNG, on white."""
     out = io.BytesIO()
     fig.savefig(out, format="png", facecolor="white")
     return out.getvalue()
 
 
 def svg(fig: Figure, name: str, alt: str) -> str:
-    """For inlining: scales with its container, in the page's colours and font; ids are ``name``'s own."""
+    """Render as inline SVG, which scales with its container and uses the page's colours and font; ids start with
+    ``name``."""
     out = io.StringIO()
     fig.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()

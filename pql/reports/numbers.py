@@ -13,9 +13,9 @@ from pql.reports.runs import AXES, Run, configured, position
 
 Array = NDArray[np.float64]
 GRID = 100  # points of a group's curve
-FRACTIONS = (0.5, 0.75, 0.9)  # thresholds, on the way from the lowest to the highest evaluation of a task
-FEW = 5  # runs, below which a bootstrap interval is hardly more than the smallest and the largest of them
-EVALUATED = ("eval.num_envs", "eval.epsilon")  # what makes other evaluations
+FRACTIONS = (0.5, 0.75, 0.9)  # thresholds, as shares of the range from a task's lowest to its highest evaluation
+FEW = 5  # with fewer runs, a bootstrap interval is hardly more than their minimum and maximum
+EVALUATED = ("eval.num_envs", "eval.epsilon")  # settings that change an evaluation
 STATISTICS = {"iqm": stats.iqm, "median": stats.median, "mean": stats.mean}
 UNITS = {"seconds": "s", "env_steps": "env steps", "updates": "updates"}
 
@@ -61,16 +61,16 @@ def analyse(runs: Sequence[Run], x: str, thresholds: Sequence[float] = (), notes
 def common_end(runs: Sequence[Run], axis: str) -> float:
     """Return the smallest last evaluation of all runs on ``axis``.
 
-    Runs that were cut off, and those that ended because they reached their target, do not shorten the others: their
-    last evaluation stands for what would have come.
+    Runs that were cut off or that ended at their target return do not shorten the others: their last evaluation is
+    used for later points.
     """
-    whole = [r for r in runs if r.complete and not r.reached] or [r for r in runs if r.complete]
-    lasts = [float(r.evals[axis][-1]) for r in whole or runs]
-    return max(lasts) if whole and all(r.reached for r in whole) else min(lasts)
+    full = [r for r in runs if r.complete and not r.reached] or [r for r in runs if r.complete]
+    lasts = [float(r.evals[axis][-1]) for r in full or runs]
+    return max(lasts) if full and all(r.reached for r in full) else min(lasts)
 
 
 def at(run: Run, axis: str, x: float | Array) -> Array:
-    """Mean return at ``x``: straight between two evaluations, constant before the first and after the last."""
+    """Return the mean return at ``x``, in its shape: linear between evaluations, constant outside their range."""
     return np.asarray(np.interp(x, run.evals[axis], run.evals["return_mean"]))
 
 
@@ -135,13 +135,13 @@ def aggregates(strata: Sequence[Array]) -> dict[str, dict[str, float]]:
 
 
 def normalise(value: float, task: Mapping[str, Any]) -> float:
-    """0: the lowest evaluation of any run on the task; 1: the highest. 1 where they are one."""
+    """Scale a return so that the task's lowest evaluation of any run is 0 and the highest 1; 1 if they are equal."""
     span = task["high"] - task["low"]
     return (value - task["low"]) / span if span > 0 else 1.0
 
 
 def curve(runs: Sequence[Run], axis: str) -> dict[str, list[float]]:
-    """IQM over the runs and its band, from where all have been evaluated to where they end."""
+    """Return the IQM over the runs and its band, from the point where all have been evaluated to their common end."""
     start, end = max(float(r.evals[axis][0]) for r in runs), common_end(runs, axis)
     if not math.isfinite(start + end):  # a run that records no updates
         return {"x": [], "iqm": [], "low": [], "high": []}
@@ -157,7 +157,7 @@ def curve(runs: Sequence[Run], axis: str) -> dict[str, list[float]]:
 
 
 def reaching(runs: Sequence[Run], threshold: float) -> dict[str, Any]:
-    """When a group first reaches a return: the median over its runs, those that never do at infinity."""
+    """Return when a group first reaches a return: the median over its runs; those that never do count as infinite."""
     out: dict[str, Any] = {"of": len(runs)}
     for axis in AXES:
         times = np.array([stats.time_to(r.evals[axis], r.evals["return_mean"], threshold) for r in runs])
@@ -175,7 +175,7 @@ def reaching(runs: Sequence[Run], threshold: float) -> dict[str, Any]:
 
 
 def speed(runs: Sequence[Run]) -> dict[str, Any]:
-    """How fast the runs went and what they used: medians over the runs, the largest for memory and lag."""
+    """Return rates and resource use of runs: medians over the runs; maxima for memory, lag and dropped evaluations."""
     each = [run_speed(r) for r in runs]
 
     def over(key: str, by: Any = np.median) -> float | None:
@@ -184,12 +184,12 @@ def speed(runs: Sequence[Run]) -> dict[str, Any]:
 
     keys = list(dict.fromkeys(k for e in each for k in e))
     largest = ("memory/", "lag/", "dropped")
-    told = {k: over(k, np.max if k.startswith(largest) else np.median) for k in keys}
-    return {**told, "configured": {k: v for k, v in configured(runs[0].settings).items() if k in keys}}
+    values = {k: over(k, np.max if k.startswith(largest) else np.median) for k in keys}
+    return {**values, "configured": {k: v for k, v in configured(runs[0].settings).items() if k in keys}}
 
 
 def run_speed(run: Run) -> dict[str, float]:
-    """Rates over the whole run (from the first row to the last, so without the warm-up), and what stood in its rows."""
+    """Return rates over a run (from its first row to its last, thus without the warm-up) and summaries of its rows."""
     rows = [r for r in run.rows if "eval/return_mean" not in r] or run.rows
     first, last = position(rows[0]), position(rows[-1])
     span = last["seconds"] - first["seconds"]
@@ -198,13 +198,13 @@ def run_speed(run: Run) -> dict[str, float]:
         out[key] = (last[axis] - first[axis]) / span if span > 0 else rows[-1].get(f"throughput/{key}", math.nan)
     windows = np.diff([0.0, *(r["time/seconds"] for r in rows)])
     for key in dict.fromkeys(k for r in rows for k in r):
-        told = [(r[key], w) for r, w in zip(rows, windows, strict=True) if key in r]
+        values = [(r[key], w) for r, w in zip(rows, windows, strict=True) if key in r]
         if key.startswith("busy/"):
-            out[key] = sum(v * w for v, w in told) / max(sum(w for _, w in told), 1e-9)
+            out[key] = sum(v * w for v, w in values) / max(sum(w for _, w in values), 1e-9)
         elif key.startswith("ratio/"):
-            out[key] = told[-1][0]
+            out[key] = values[-1][0]
         elif key.startswith(("memory/", "lag/")):
-            out[key] = max(v for v, _ in told)
+            out[key] = max(v for v, _ in values)
     if "dropped" in run.evals and len(run.evals["dropped"]):
         out["dropped"] = float(run.evals["dropped"].max())
     return out
@@ -229,11 +229,11 @@ def run_numbers(run: Run) -> dict[str, Any]:
 
 
 def series(run: Run, points: int = 300) -> dict[str, dict[str, list[float]]]:
-    """Every number of metrics.jsonl over the seconds; of long runs, means over ``points`` stretches of equal length."""
+    """Return every metric of metrics.jsonl over the seconds; long runs are averaged into ``points`` equal parts."""
     out = {}
     for key in dict.fromkeys(k for r in run.rows for k in r if not k.startswith(("time/", "steps/", "updates/"))):
-        told = np.array([(r["time/seconds"], r[key]) for r in run.rows if key in r])
-        parts = np.array_split(told, min(points, len(told)))
+        values = np.array([(r["time/seconds"], r[key]) for r in run.rows if key in r])
+        parts = np.array_split(values, min(points, len(values)))
         out[key] = {"x": [float(p[:, 0].mean()) for p in parts], "y": [float(p[:, 1].mean()) for p in parts]}
     return out
 
@@ -242,7 +242,7 @@ def series(run: Run, points: int = 300) -> dict[str, dict[str, list[float]]]:
 
 
 def ranking(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Labels, the best first: by the IQM of the normalised scores, those that ran on most tasks before all others."""
+    """Return the labels, best first: by the number of tasks they ran on, then by the IQM of the normalised scores."""
     known: dict[str, list[list[float]]] = {}
     for task in tasks:
         for group in task["groups"]:
@@ -255,7 +255,7 @@ def ranking(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
-    """Normalised scores of the algorithms that ran on every task: aggregates, profiles, improvement."""
+    """Return normalised scores of the algorithms that ran on every task: aggregates, profiles, improvement."""
     by_label: dict[str, list[Array]] = {}
     for label in order:
         found = [g for t in tasks for g in t["groups"] if g["label"] == label and g["scores"]]
@@ -284,35 +284,35 @@ def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
 
 
 def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], together: Mapping[str, Any], x: str) -> list[str]:
-    """Caveats of the comparison, stated on the page."""
+    """Return caveats of the comparison, which the page states."""
     out = []
     groups = [(f"{g['label']} on {t['task']}", len(g["scores"])) for t in tasks for g in t["groups"]]
     alone = [name for name, count in groups if count == 1]
     if alone and len(runs) > 1:
         out.append(f"One run only, hence no interval: {some(alone)}.")
     if any(1 < count < FEW for _, count in groups):
-        worth = "that of two holds the true value about one time in two, that of three about three times in four"
+        worth = "with two runs it contains the true value about one time in two, with three about three times in four"
         out.append(f"An interval over fewer than {FEW} runs is too narrow: {worth}.")
     if any(count in (2, 3) for _, count in groups):
         out.append("The IQM of two or three runs is their mean: nothing is cut off.")
-    whole = {g["label"] for g in together["groups"]}
-    partly = dict.fromkeys(g["label"] for t in tasks for g in t["groups"] if g["scores"] and g["label"] not in whole)
+    full = {g["label"] for g in together["groups"]}
+    partly = dict.fromkeys(g["label"] for t in tasks for g in t["groups"] if g["scores"] and g["label"] not in full)
     if partly:
-        out.append(f"Not scored on every task, hence left out of what is told over all tasks: {some([*partly])}.")
+        out.append(f"Not scored on every task, hence left out of the results over all tasks: {some([*partly])}.")
     machines = sorted({r.machine for r in runs if r.machine})
     if len(machines) > 1:
-        out.append(f"Seconds of different machines do not compare: {'; '.join(machines)}.")
+        out.append(f"Seconds of different machines cannot be compared: {'; '.join(machines)}.")
     by_task = ((t, [r for r in runs if r.task == t["task"]]) for t in tasks)
     return [*out, *(text for task, mine in by_task for text in task_remarks(task, mine, x))]
 
 
 def task_remarks(task: Mapping[str, Any], runs: Sequence[Run], x: str) -> list[str]:
-    """The same of one task."""
+    """Return the caveats for one task."""
     out, name = [], task["task"]
     for key in EVALUATED:
-        told = {r.settings[key] for r in runs if r.settings.get(key) is not None}
-        if len(told) > 1:
-            out.append(f"Not evaluated alike on {name}: {key}={', '.join(map(show, sorted(told)))}.")
+        values = {r.settings[key] for r in runs if r.settings.get(key) is not None}
+        if len(values) > 1:
+            out.append(f"Not evaluated alike on {name}: {key}={', '.join(map(show, sorted(values)))}.")
     for group in task["groups"]:
         twice = sorted({str(s) for s in group["seeds"] if group["seeds"].count(s) > 1})
         if twice:
@@ -325,7 +325,7 @@ def task_remarks(task: Mapping[str, Any], runs: Sequence[Run], x: str) -> list[s
         out.append(f"Ended before the common end on {name}; the last evaluation counts: {some(short)}.")
     longer = [r.name for r in mine if r.evals[x][-1] > 1.1 * end]
     if longer:
-        out.append(f"Went on beyond the common end on {name}; not part of the scores: {some(longer)}.")
+        out.append(f"Continued beyond the common end on {name}, which does not affect the scores: {some(longer)}.")
     return out
 
 

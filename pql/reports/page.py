@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from pql.errors import show
 from pql.reports import draw, words
 from pql.reports.numbers import UNITS
-from pql.reports.runs import ASIDE, AXES, Run
+from pql.reports.runs import AXES, IGNORED, Run
 from pql.reports.words import ABOUT, DASH, compact, num, percent, spoken
 
 Numbers = Mapping[str, Any]
@@ -19,14 +19,14 @@ Numbers = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: what it says, smaller words below, and a share drawn as a bar."""
+    """A table's cell: its text, a note in small print below, and a share drawn as a bar."""
 
     text: str
     note: str = ""
     bar: float | None = None
     chip: int | None = None  # the group whose colour and marker precede it
     left: bool = False  # text instead of a number
-    rows: int = 1  # that it spans
+    rows: int = 1  # number of rows that it spans
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Section:
 
 
 def sections(numbers: Numbers, series: Mapping[str, Any] | None = None, runs: Sequence[Run] = ()) -> list[Section]:
-    """All of a page.
+    """Return all sections of a page.
 
     Args:
-        series: one run's numbers over time, for a page about that run.
-        runs: those compared, for the table of their settings.
+        series: one run's metrics over time, for a page about that run.
+        runs: the compared runs, for the table of their settings.
     """
     with draw.look():
         out = [curves_section(numbers, series)]
@@ -80,7 +80,7 @@ def sections(numbers: Numbers, series: Mapping[str, Any] | None = None, runs: Se
 
 
 def picture(name: str, figure: Figure, alt: str) -> Picture:
-    with warnings.catch_warnings():  # a letter that the font lacks is a box in the PNG, and itself on the page
+    with warnings.catch_warnings():  # a letter that the font lacks is a box in the PNG only
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laid out once, saved twice
@@ -139,10 +139,10 @@ def scores_section(numbers: Numbers) -> Section:
         out.pictures.append(picture("score-all", draw.overall_intervals(overall, labels), f"Normalised IQM: {alt}."))
     alone = tasks[0] if len(tasks) == 1 else None
     half = (next(i for i, v in enumerate(g["profile"]["value"]) if v <= 0.5) for g in overall["groups"])
-    told = [f"{g['label']} {num(overall['tau'][i])}" for g, i in zip(overall["groups"], half, strict=True)]
-    alt = f"Performance profiles. Normalised score that half of the runs exceed: {'; '.join(told)}."
+    middles = [f"{g['label']} {num(overall['tau'][i])}" for g, i in zip(overall["groups"], half, strict=True)]
+    alt = f"Performance profiles. Normalised score that half of the runs exceed: {'; '.join(middles)}."
     out.pictures.append(picture("profile", draw.profiles(overall, alone, labels), alt))
-    if len(out.pictures) % 2:  # there is room beside it
+    if len(out.pictures) % 2:  # there is room next to the last figure
         out.reading = ABOUT["profile"]
     else:
         out.text += " " + ABOUT["profile"]
@@ -161,10 +161,10 @@ def thresholds_section(numbers: Numbers) -> Section:
             share = "" if level["share"] is None else f"{level['share']:.0%} of the range"
             head = [Cell(num(level["value"]), share, left=True, rows=len(groups))]
             for group in groups:
-                told = group["time_to"][k]
-                times = [Cell(compact(told[a]["median"]), span(told[a], told["of"])) for a in axes]
+                times_to = group["time_to"][k]
+                times = [Cell(compact(times_to[a]["median"]), span(times_to[a], times_to["of"])) for a in axes]
                 rows.append(
-                    [*head, named(group, numbers["labels"]), Cell(f"{told['reached']} of {told['of']}"), *times]
+                    [*head, named(group, numbers["labels"]), Cell(f"{times_to['reached']} of {times_to['of']}"), *times]
                 )
                 head = []
         if rows:
@@ -178,16 +178,16 @@ def speed_section(numbers: Numbers, series: Mapping[str, Any] | None) -> Section
     for i, task in enumerate(numbers["tasks"]):
         out.tables.append(speed_table(task, numbers["labels"]))
         for key, title in () if series else draw.RATES.items():
-            told = [f"{g['label']} {num(g['speed'][key])}" for g in task["groups"] if g["speed"][key] is not None]
-            if not told:
+            known = [f"{g['label']} {num(g['speed'][key])}" for g in task["groups"] if g["speed"][key] is not None]
+            if not known:
                 continue
             figure = draw.rates(task, numbers["runs"], numbers["labels"], key)
-            out.pictures.append(picture(f"speed-{i}-{key}", figure, f"{title} on {task['task']}: {'; '.join(told)}"))
+            out.pictures.append(picture(f"speed-{i}-{key}", figure, f"{title} on {task['task']}: {'; '.join(known)}"))
     for key, title in draw.RATES.items():
         if series and (part := series.get(f"throughput/{key}")):
             alt = f"{title} over time, {num(part['y'][0])} at first, {num(part['y'][-1])} at the end"
             out.pictures.append(picture(key, draw.lines(title, {key: part}, zero=True), alt))
-    unit = "pushes" if series and "lag/policy_mean" in series else "ticks"  # the former: of replicas
+    unit = "pushes" if series and "lag/policy_mean" in series else "ticks"  # pushes: replicas
     for prefix, title in (
         ("busy/", "busy share of each worker"),
         ("ratio/", "realised ratios"),
@@ -239,11 +239,11 @@ def runs_section(numbers: Numbers) -> Section:
 
 
 def settings_section(runs: Sequence[Run], labels: Sequence[str]) -> Section:
-    """The settings in which the algorithms of a page differ, side by side, and those that all runs share."""
+    """Tables of the settings in which the algorithms of a page differ, and of those that all runs share."""
     values: dict[str, dict[str, list[str]]] = {}  # setting -> label -> its values, in order of appearance
     for run in runs:
         for name, value in run.settings.items():
-            if not name.startswith(ASIDE):
+            if not name.startswith(IGNORED):
                 mine = values.setdefault(name, {}).setdefault(run.label, [])
                 mine += [show(value)] if show(value) not in mine else []
     differing = {k: v for k, v in values.items() if len({str(v.get(name)) for name in labels}) > 1}
@@ -348,17 +348,17 @@ def ratio(speed: Numbers, key: str) -> Cell:
     return Cell(num(speed.get(key)), "" if wanted is None or speed.get(key) is None else f"configured {num(wanted)}")
 
 
-def span(told: Mapping[str, float | None], of: int) -> str:
-    if of < 2 or told["min"] is None:
+def span(times: Mapping[str, float | None], of: int) -> str:
+    if of < 2 or times["min"] is None:
         return ""
-    return f"{compact(told['min'])} to {compact(told['max']) if told['max'] is not None else 'never'}"
+    return f"{compact(times['min'])} to {compact(times['max']) if times['max'] is not None else 'never'}"
 
 
 # -- HTML -----------------------------------------------------------------------------------------------------------
 
 
 def render(numbers: Numbers, parts: Sequence[Section], settings: Mapping[str, Any] | None, version: str) -> str:
-    """One HTML text that needs nothing else. ``settings``: of the one run that the page is about."""
+    """Return the page as one self-contained HTML text. ``settings``: the config of a page about one run."""
     import jinja2
 
     source = files("pql.reports")

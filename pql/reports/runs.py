@@ -22,7 +22,7 @@ AXES = ("seconds", "env_steps", "updates")
 NAMED = 3  # settings in a label
 METRICS_BYTES = 256 << 20  # weeks of a row every two seconds
 # Settings that do not distinguish algorithms: identity, budget and logging.
-ASIDE = (
+IGNORED = (
     "seed",
     "run_dir",
     "task.name",
@@ -43,11 +43,11 @@ class Run:
     """One run.
 
     Attributes:
-        name: its path without what all runs of a page share.
+        name: its path, without the part that all runs of a page share.
         settings: the config with dotted names, ``algo.critic.tau``; lists and dicts are values.
         label: the algorithm and the settings by which runs of this algorithm on this task differ.
-        rows: metrics.jsonl in the order of time.
-        evals: by name, one array over the evaluations: the three axes, ``return_mean``, and what else each held.
+        rows: rows of metrics.jsonl, ordered by time.
+        evals: by name, one array over the evaluations: the three axes, ``return_mean`` and their other metrics.
         complete: it ended with a final evaluation.
         reached: it ended because its target return was reached.
         machine: its hardware, from env.json; None if not recorded.
@@ -73,12 +73,12 @@ class Run:
 
 
 def find(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The run directories that ``words`` name, each once: a run itself, or every run below a folder.
+    """Return the run directories named by ``words``, each once: a run itself, or every run below a folder.
 
     Returns:
-        The runs, and notes on what below a folder could not be used.
+        The runs, and notes on unusable directories below a folder.
     Raises:
-        ConfigError: no such path, or no run there.
+        ConfigError: a path is missing or contains no run.
     """
     found: dict[Path, Path] = {}
     notes = []
@@ -101,10 +101,10 @@ def find(words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def read(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs and label them among each other.
+    """Read the runs and give them labels that distinguish them.
 
     Raises:
-        ConfigError: a run without a readable config or without metrics.
+        ConfigError: a run has no readable config or no metrics.
     """
     settings = [flat(read_config(p)) for p in paths]
     labels = label(settings)
@@ -114,7 +114,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
 
 def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
     rows, notes = read_rows(path / "metrics.jsonl")
-    if one_learner(settings):  # both counts are of the same updates
+    if one_learner(settings):  # both counters count the same updates
         rows = [{k: v for k, v in row.items() if k != "updates/p"} for row in rows]
     if not rows:
         raise ConfigError("run", path, "a run with metrics: metrics.jsonl is missing or holds no row yet")
@@ -147,10 +147,10 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows that can be read, in the order of time, and notes on the lines that cannot.
+    """Return the readable rows, ordered by time, and notes on unreadable lines.
 
     Raises:
-        ConfigError: it is no ordinary file, or larger than ``METRICS_BYTES``.
+        ConfigError: it is not a regular file, or larger than ``METRICS_BYTES``.
     """
     try:
         lines = read_bytes(path, METRICS_BYTES).decode(errors="replace").split("\n")
@@ -170,7 +170,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
         except (ValueError, OverflowError, AttributeError, KeyError, RecursionError):
             bad.append(i)
     notes = []
-    if bad and bad[-1] == len(lines) - 1:  # a whole line ends with a newline
+    if bad and bad[-1] == len(lines) - 1:  # a complete line ends with a newline
         notes.append("the last line of metrics.jsonl was cut off")
         bad.pop()
     if bad:
@@ -189,16 +189,16 @@ def position(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluations(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
-    """The evaluations by name. Their numbers of updates are those of the training's rows at the same time."""
-    told = [r for r in rows if np.isfinite(r.get("eval/return_mean", np.nan))]
-    at = [position(r) for r in told]
+    """Return the evaluations by metric. Missing update counts are interpolated from the training rows."""
+    found = [r for r in rows if np.isfinite(r.get("eval/return_mean", np.nan))]
+    at = [position(r) for r in found]
     out = {axis: np.array([p[axis] for p in at]) for axis in AXES}
     trained = [p for p in map(position, rows) if np.isfinite(p["updates"])]
     if trained:
         known = np.interp(out["seconds"], [p["seconds"] for p in trained], [p["updates"] for p in trained])
         out["updates"] = np.where(np.isfinite(out["updates"]), out["updates"], known)
-    for key in sorted({k for r in told for k in r if k.startswith("eval/")}):
-        out[key.removeprefix("eval/")] = np.array([r.get(key, np.nan) for r in told])
+    for key in sorted({k for r in found for k in r if k.startswith("eval/")}):
+        out[key.removeprefix("eval/")] = np.array([r.get(key, np.nan) for r in found])
     return {"return_mean": np.array([]), **out}
 
 
@@ -217,7 +217,7 @@ def configured(settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 def algorithm(settings: Mapping[str, Any]) -> AlgoConfig | None:
-    """The algorithm's settings in a run's, which have dotted names; None where they are damaged."""
+    """Return the algorithm's config from a run's settings by dotted name; None if they are damaged."""
     try:
         return from_dict({"algo": nested(settings).get("algo", {})}).algo
     except ConfigError:
@@ -228,7 +228,7 @@ def algorithm(settings: Mapping[str, Any]) -> AlgoConfig | None:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names; the task's keywords stay together."""
+    """Return settings by dotted name; ``task.kwargs`` is one value."""
     out: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -237,7 +237,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def task_of(settings: Mapping[str, Any]) -> str:
-    """The task's name, with the model and the keywords that make it another one."""
+    """Return the task's name, with the model and the keyword arguments that distinguish it."""
     name = settings.get("task.id") or settings.get("task.game") or settings.get("task.name", "?")
     model = settings.get("task.model")
     kwargs = {**({} if model is None else {"model": model}), **(settings.get("task.kwargs") or {})}
@@ -253,9 +253,9 @@ def machine_of(facts: Mapping[str, Any]) -> str | None:
 
 
 def label(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Per run: its algorithm, and the settings in which runs of this algorithm on this task are not all alike.
+    """Return a label for each run: its algorithm, and the settings in which its runs on this task differ.
 
-    Of many such settings (other presets) the first ones are named, and a number distinguishes the groups.
+    Of many differing settings (other presets) the first ones are named, and a number distinguishes the groups.
     """
     kinds = [(task_of(s), str(s.get("algo.name", "?"))) for s in runs]
     differing = [_differing([s for s, k in zip(runs, kinds, strict=True) if k == kind]) for kind in kinds]
@@ -273,8 +273,8 @@ def label(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Settings with more than one value. One that an older version of the config lacks says nothing."""
-    names = [k for k in dict.fromkeys(k for s in runs for k in s) if not k.startswith(ASIDE)]
+    """Return settings with more than one value. Runs of older versions may lack a setting and are then ignored."""
+    names = [k for k in dict.fromkeys(k for s in runs for k in s) if not k.startswith(IGNORED)]
     return [k for k in names if len({str(s[k]) for s in runs if k in s}) > 1]
 
 
@@ -283,11 +283,11 @@ def _show(value: Any) -> str:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The paths without the folder that holds them all."""
+    """Return the paths relative to their common folder."""
     if len(paths) == 1:
         return [paths[0].resolve().name]
-    whole = [str(p.resolve()) for p in paths]
-    return [os.path.relpath(p, os.path.commonpath(whole)) for p in whole]
+    full = [str(p.resolve()) for p in paths]
+    return [os.path.relpath(p, os.path.commonpath(full)) for p in full]
 
 
 def _json(path: Path) -> dict[str, Any] | None:

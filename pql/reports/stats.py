@@ -1,7 +1,7 @@
 """Statistics over a few runs, after Agarwal et al., "Deep RL at the Edge of the Statistical Precipice" (2021).
 
-Scores come as strata: one array per task, runs along its second axis, ``[draws, runs, ...]``, with one draw for
-measurements and many for their bootstrap. Every statistic reduces over runs.
+Scores are passed as strata: one array ``[draws, runs, ...]`` per task, with one draw for measurements and many for
+their bootstrap. Every statistic reduces over runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 
 
 def iqm(strata: Strata) -> Array:
-    """Interquartile mean of all runs of all tasks: a quarter of them, rounded down, is cut off at either end."""
+    """Interquartile mean over the runs of all tasks: a quarter of them, rounded down, is cut off at either end."""
     return trim_mean(np.concatenate(strata, axis=1), 0.25, axis=1)
 
 
@@ -76,7 +76,7 @@ def interval(
 
 
 def time_to(x: ArrayLike, y: ArrayLike, threshold: float) -> float:
-    """The x at which a curve first reaches ``threshold``, straight between two evaluations; inf where it never does.
+    """Return the x at which a curve first reaches ``threshold``, with linear interpolation; inf if it never does.
 
     If the first evaluation is above the threshold already, return its x, an upper bound.
     """
@@ -90,9 +90,13 @@ def time_to(x: ArrayLike, y: ArrayLike, threshold: float) -> float:
     return float(x[i - 1] + (x[i] - x[i - 1]) * (threshold - y[i - 1]) / (y[i] - y[i - 1]))
 
 
-def improvement(ours: Sequence[ArrayLike], theirs: Sequence[ArrayLike]) -> float:
-    """Probability that a run of the first beats one of the second on a task; ties count half; mean over tasks."""
-    pairs = zip(ours, theirs, strict=True)
+def improvement(first: Sequence[ArrayLike], second: Sequence[ArrayLike]) -> float:
+    """Return the probability that a run of the first algorithm beats one of the second on a task, averaged over tasks.
+
+    Args:
+        first, second: one array of scores ``[runs]`` per task; ties count half.
+    """
+    pairs = zip(first, second, strict=True)
     return float(np.mean([_wins(np.asarray(a, dtype=float), np.asarray(b, dtype=float)) for a, b in pairs]))
 
 

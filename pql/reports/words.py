@@ -9,7 +9,7 @@ from pql.reports.numbers import UNITS
 Numbers = Mapping[str, Any]
 DASH = "–"
 UNITS_SHORT = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-ENOUGH = 5  # runs; the bootstrap of fewer gives intervals that are far too narrow
+ENOUGH = 5  # with fewer runs, bootstrap intervals are far too narrow
 AXIS_WORDS = {"seconds": "wall-clock time", "env_steps": "environment steps", "updates": "gradient updates"}
 
 
@@ -107,17 +107,18 @@ def findings(numbers: Numbers) -> list[tuple[str, str]]:
             text = f"{best['label']} has an IQM of {spoken(best['score']['iqm'])} at {where}, {runs}."
             out.append((task["task"], text))
             continue
-        ours, theirs = best["score"]["iqm"], groups[1]["score"]["iqm"]
+        leading, next_best = best["score"]["iqm"], groups[1]["score"]["iqm"]
         text = (
-            f"{best['label']} is ahead at {where}, IQM {spoken(ours)} over {runs}; "
-            f"next {groups[1]['label']} with {spoken(theirs)}. "
+            f"{best['label']} is ahead at {where}, IQM {spoken(leading)} over {runs}; "
+            f"next {groups[1]['label']} with {spoken(next_best)}. "
         )
-        if ours["low"] is None or theirs["high"] is None:
-            text += "A single run tells nothing about other seeds."
+        if leading["low"] is None or next_best["high"] is None:
+            text += "A single run gives no information about other seeds."
         elif (fewest := min(len(g["scores"]) for g in groups[:2])) < ENOUGH:
-            text += f"{fewest} runs are too few for an interval that says which is better: use {ENOUGH} seeds or more."
+            text += f"{fewest} runs are too few for an interval that separates them: use {ENOUGH} seeds or more."
         else:
-            text += "Their intervals overlap." if ours["low"] <= theirs["high"] else "Their intervals do not overlap."
+            overlap = leading["low"] <= next_best["high"]
+            text += "Their intervals overlap." if overlap else "Their intervals do not overlap."
         out.append((task["task"], text))
     return out
 
@@ -140,34 +141,34 @@ def facts(run: Numbers) -> list[tuple[str, str]]:
 
 ABOUT = {
     "curves": (
-        "Thick: interquartile mean (IQM) over runs of each evaluation's mean undiscounted return, with its 95 % "
-        "bootstrap band. Thin: every run. Seconds count from the first env step on. The last picture of "
-        "each task shows the scores below: mark and bar are IQM and interval, strokes the runs."
+        "Thick lines: interquartile mean (IQM) over runs of each evaluation's mean undiscounted return, with its 95 % "
+        "bootstrap band. Thin lines: single runs. Seconds count from the first env step on. The last figure of "
+        "each task shows its scores: IQM (mark), interval (bar) and runs (strokes)."
     ),
     "curve": "Mean undiscounted return of each evaluation. Seconds count from the first env step on.",
     "scores": (
-        "A run's score is its mean return, read off its curve, at the {axis} to which all finished runs of "
-        "the task have come. Small: the 95 % percentile interval of the stratified bootstrap over runs."
+        "A run's score is the mean return of its curve at the {axis} that all finished runs of the task have reached. "
+        "Small print: the 95 % percentile interval of the stratified bootstrap over runs."
     ),
     "profile": (
-        "A performance profile shows, for every score, the share of runs that did better: the further right, "
-        "the better. Where two profiles cross, neither algorithm is better at every level. The mark stands "
-        "where half of the runs are left."
+        "A performance profile shows, for every score, the share of runs above it: the further right, "
+        "the better. If two profiles cross, neither algorithm is better at every level. The mark is at the score "
+        "that half of the runs exceed."
     ),
     "thresholds": (
-        "When the curve of evaluations first reaches a return, straight between two evaluations: median over "
-        "the runs, smallest and largest below it. A run that never does counts as infinitely late; one that "
-        "is there at its first evaluation, with the time of that evaluation."
+        "First time at which the curve of evaluations reaches a return, with linear interpolation: median over the "
+        "runs, with minimum and maximum below. A run that never reaches it counts as infinite; one that is above it "
+        "at its first evaluation counts with the time of that evaluation."
     ),
     "speed": (
-        "Medians over runs, whose strokes stand below; for lag, memory and dropped evaluations the largest. Ratios are "
-        "counted, with the configured one below. Lag: ticks by which the acting policy trails the newest. Busy: share "
-        "of the time that a worker was at work."
+        "Medians over runs (strokes); for lag, memory and dropped evaluations, maxima. Ratios are realised "
+        "ones, with the configured one below. Lag: ticks by which the acting policy is older than the newest. Busy: "
+        "share of time in which a worker was at work."
     ),
     "settings": (
-        "From each run's config.yaml. Where the runs of one algorithm differ, all their values are listed. Seeds and "
+        "From each run's config.yaml. If the runs of one algorithm differ, all their values are listed. Seeds and "
         "directories are left out."
     ),
     "rest": "Everything else in metrics.jsonl.",
 }
-"""What the page says about each of its parts."""
+"""Explanations on the page, by section."""

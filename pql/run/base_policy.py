@@ -53,7 +53,7 @@ class BasePolicy:
         if self._state is None:
             self._state = self.initial_state(count)
         elif (known := next(iter(self._state.values())).shape[0]) != count:
-            raise ValueError(f"{count} observations for a memory of {known} environments: policy.reset() starts anew")
+            raise ValueError(f"{count} observations for a memory of {known} environments: policy.reset() starts again")
         action, self._state = self.act(obs, self._state)
         return action
 

@@ -197,14 +197,14 @@ def _imageio() -> Any:
 @contextmanager
 def _aside(file: Path) -> Iterator[Path]:
     """Yield a temporary path; the file is renamed once it is complete."""
-    aside = file.with_name(f".writing-{file.name}")
+    temporary = file.with_name(f".writing-{file.name}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside.touch()
+        temporary.touch()
     except OSError as error:
         raise ConfigError("out", file, f"a file that can be written ({error})") from error
     try:
-        yield aside
-        aside.replace(file)
+        yield temporary
+        temporary.replace(file)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -228,13 +228,13 @@ def init_from(parts: Parts, source: Path) -> None:
     for what in ("obs", "action"):
         if spec[what] != old[what]:
             raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
-    whole = manifest["kind"] == "resume"
-    theirs = dict(leaves(from_dict(manifest["config"])))
-    same = deciding(parts.config, whole or not reads(parts.config, "algo.policy.hidden"))
+    resume = manifest["kind"] == "resume"
+    saved = dict(leaves(from_dict(manifest["config"])))
+    same = deciding(parts.config, resume or not reads(parts.config, "algo.policy.hidden"))
     mine = dict(leaves(parts.config))
     for name, value in {**same, **{n: mine[n] for n in NETWORKS if n in mine}}.items():
-        if value != theirs.get(name, value):
-            raise ConfigError(name, value, f"{show(theirs[name])}, as in init_from={source}")
+        if value != saved.get(name, value):
+            raise ConfigError(name, value, f"{show(saved[name])}, as in init_from={source}")
     policy = policy_of(tensors, manifest, "cpu", given=NETWORKS).state_dict()["policy"]  # which are this run's
     parts.first.policy.load_state_dict(policy)
     for worker, learner in parts.first.learners.items():
@@ -246,7 +246,7 @@ def init_from(parts: Parts, source: Path) -> None:
             elif name == "target" and parts.first.policy in networks.values():  # of the acting network
                 flat.load_state_dict(policy)
     norm = parts.first.collector.normalizer.state_dict()
-    prefix = "collector/normalizer" if whole else "norm"
+    prefix = "collector/normalizer" if resume else "norm"
     # Observation statistics only: the reward scale belongs to this run.
     known = [k for k in norm if k.startswith(("moments.", "scale_", "shift_")) and f"{prefix}/{k}" in tensors]
     seen = {k: norm[k] for k in known}

@@ -64,8 +64,8 @@ def share_of(config: Config, place: World) -> Config:
         raise ConfigError(
             setting,
             value,
-            "a simulator in each process: actors come to one learner, and how "
-            "often it updates is theirs to say (one may use several GPUs: placement.*)",
+            "a simulator in each process: actors connect to one learner and "
+            "determine how often it updates (one process may use several GPUs: placement.*)",
         )
     flat, shared = dict(leaves(config)), [one for one in settings(config) if one.declaration.ranks]
     own: dict[str, Any] = {"seed": own_seed(config.seed, place.rank)}
@@ -177,8 +177,8 @@ class Ranks:
         first = parts.first
         mine = {f"{n}/{k}": _digest(v) for n, one in first.learners.items() for k, v in _trained(one.state).items()}
         mine |= {f"statistics/{i}": _digest(v) for i, v in enumerate(first.collector.normalizer.frozen())}
-        for rank, theirs in enumerate(self.every(mine)):
-            if wrong := [k for k, v in mine.items() if theirs[k] != v]:
+        for rank, other in enumerate(self.every(mine)):
+            if wrong := [k for k, v in mine.items() if other[k] != v]:
                 raise RunError(f"rank {self.rank} and rank {rank} have drifted apart: {wrong[0]} differs")
 
     def resume_point(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -261,8 +261,8 @@ class Ranks:
         """Check that all ranks have equal settings, except output paths and devices, which rank 0 decides."""
         passed = ("run_dir", "device", *PLACES)
         first, *others = self.every({k: v for k, v in leaves(config) if k not in passed})
-        for rank, theirs in enumerate(others, 1):
-            for name, value in theirs.items():
+        for rank, other in enumerate(others, 1):
+            for name, value in other.items():
                 if value != first[name]:
                     same = "as on rank 0: all processes run the same command"
                     raise ConfigError(name, value, f"{show(first[name])} on rank {rank}, {same}")

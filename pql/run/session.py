@@ -203,7 +203,7 @@ class Session:
         self.seconds = counters["seconds"]
         if not supports(parts.first.env, Resumable):
             self.warn(
-                "this simulator cannot restore its state: episodes begin anew, so the run goes on with other bits"
+                "this simulator cannot restore its state: episodes begin again, so the run continues with other bits"
             )
         best = self.checkpoints / "best"
         if best.exists():  # stored separately: an evaluation after the resume point may have improved it
@@ -384,7 +384,7 @@ class Session:
             raise ConfigError(
                 "budget.target_return",
                 budget.target_return,
-                "null: this environment cannot be evaluated beside the training",
+                "null: this environment cannot be evaluated during training",
             )
 
     def _make_evaluator(self) -> Evaluator | None:
@@ -436,7 +436,7 @@ class Session:
     def _final_evaluation(self) -> Evaluation | None:
         """Evaluate the current policy; None if disabled or after Ctrl-C."""
         if self.evaluator:
-            with self.doing("the last evaluation beside the run", self._episodes):
+            with self.doing("the last evaluation during training", self._episodes):
                 self._wait_for_evaluator()
         if not self.config.eval.final or self.interrupted or not self.ranks.first or self._failed is not None:
             return None
@@ -486,9 +486,9 @@ class Session:
 
     def _keep_directory(self) -> bool:
         """Return True if the run directory had been deleted: it has been created again without its old files."""
-        if anew := self.archive.restore(self.env_steps):
+        if recreated := self.archive.restore(self.env_steps):
             self.sinks.reopen()
-        return anew
+        return recreated
 
     # -- the end --------------------------------------------------------------------------------------------------
 

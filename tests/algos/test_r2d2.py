@@ -463,7 +463,7 @@ def test_it_runs_on_remote_actors_that_come_late(tmp_path):
         heads = parts.first.collector.replays[0].live.head
         assert int(heads[4:].sum()) == 0
         with acting(address, make_sim("tmaze", 4, {"length": 3})):
-            wait_until(lambda: env.hall.live == 2)
+            wait_until(lambda: env.table.live == 2)
             for _ in range(12):
                 parts.schedule.tick()
             assert int(heads[4:].min()) > 4

@@ -123,7 +123,7 @@ def test_mistakes_in_an_evaluation(capsys, trained, word, message):
 
 
 def test_a_run_directory_in_use(capsys, trained):
-    want = f"run_dir={trained}: expected a new folder; to go on with this run: pql resume {trained}"
+    want = f"run_dir={trained}: expected a new folder; to continue this run: pql resume {trained}"
     assert want in mistake(capsys, "train", *words(trained))
 
 
@@ -168,7 +168,7 @@ def test_a_damaged_policy_is_named(capsys, finished, name, damage):
 @pytest.mark.fault
 def test_a_run_whose_only_resume_point_is_damaged(capsys, finished):
     (points(finished)[-1] / "tensors.safetensors").unlink()
-    with pytest.warns(PqlWarning, match="trying the one before"):
+    with pytest.warns(PqlWarning, match="trying the previous one"):
         text = mistake(capsys, "resume", finished, "budget.env_steps=640")
     assert f"run={finished}: expected a run with a resume point: none is intact" in text
 

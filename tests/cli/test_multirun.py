@@ -30,7 +30,7 @@ SHORT = [w for w in WORDS if not w.startswith("task=")]
     ("word", "space"),
     [
         ("seed=1,2,3", Space("1,2,3", ("1", "2", "3"))),
-        ("seed=range(1,4)", Space("range(1,4)", ("1", "2", "3"), 1, 3, 1, whole=True)),
+        ("seed=range(1,4)", Space("range(1,4)", ("1", "2", "3"), 1, 3, 1, integer=True)),
         ("algo.gamma=range(0.8,1,0.1)", Space("range(0.8,1,0.1)", ("0.8", "0.9"), 0.8, 0.9, 0.1)),
         ("algo=choice(pql,sac)", Space("choice(pql,sac)", ("pql", "sac"))),
         ("algo.critic.hidden=[64,64],[32]", Space("[64,64],[32]", ("[64,64]", "[32]"))),
@@ -38,7 +38,7 @@ SHORT = [w for w in WORDS if not w.startswith("task=")]
         ("task.id='A B',ALE/Pong-v5", Space("'A B',ALE/Pong-v5", ("A B", "ALE/Pong-v5"))),
         ("algo=glob(pql*, exclude=pql_sac)", Space("glob(pql*, exclude=pql_sac)", ("pql", "pql_d"))),
         ("algo.critic.lr=interval(1e-4,1e-2)", Space("interval(1e-4,1e-2)", (), 1e-4, 1e-2)),
-        ("algo.n_step=int(interval(1,5))", Space("int(interval(1,5))", (), 1, 5, whole=True)),
+        ("algo.n_step=int(interval(1,5))", Space("int(interval(1,5))", (), 1, 5, integer=True)),
         ("algo.gamma=tag(log,interval(0.9,1))", Space("tag(log,interval(0.9,1))", (), 0.9, 1, log=True)),
     ],
 )

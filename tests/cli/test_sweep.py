@@ -75,7 +75,7 @@ def test_a_plan():
         ["task=lqr", "device=cpu", "algo.n_step=interval(1,5)", "algo=choice(pql,sac)", "seeds=range(1,4)"]
     )
     assert plan.spaces == {
-        "algo.n_step": Space("interval(1,5)", (), 1, 5, whole=True),
+        "algo.n_step": Space("interval(1,5)", (), 1, 5, integer=True),
         "algo": Space("choice(pql,sac)", ("pql", "sac")),
     }
     settings = plan.settings

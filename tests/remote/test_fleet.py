@@ -91,7 +91,7 @@ def test_one_that_is_lost_is_placed_again_after_a_growing_delay(stage):
         fleet.turn(now)
     assert delays == [1, 2, 4, 8, 16, 32, 60, 60]
     assert "1 on a was lost: The node has died." in " ".join(fleet.lines)
-    assert fleet.lines[-1].startswith("2 of 2 acting on 1 node, 8 placed again so far")
+    assert fleet.lines[-1].startswith("2 of 2 acting on 1 node, 8 restarts so far")
     stage.news[1] = Look("a", 1, True)
     fleet.turn(now)
     stage.news[1] = Look("a", 2, True)
@@ -204,7 +204,7 @@ def test_a_host_says_what_its_actor_does_and_lets_it_leave_between_two_steps(tmp
     address = f"unix:{tmp_path}/s"
     with remote(address, [make_sim("counter", 2, {})], 4, groups=1) as env:
         host, thread, ending = hosted(address)
-        wait_until(lambda: env.hall.live == 2)
+        wait_until(lambda: env.table.live == 2)
         env.reset(0)
         for _ in range(3):
             env.step(torch.zeros(4, 2))
@@ -213,7 +213,7 @@ def test_a_host_says_what_its_actor_does_and_lets_it_leave_between_two_steps(tmp
         step = env.step(torch.zeros(4, 2))
         thread.join(10)
         assert ending == [Ending(STOPPED, "")]
-        wait_until(lambda: env.hall.live == 1)
+        wait_until(lambda: env.table.live == 1)
         assert step.valid[:2].all()
 
 
@@ -227,7 +227,7 @@ def test_a_host_tells_errors_and_the_end(tmp_path):
     assert FleetHost(ActorOptions(address, "test_fleet:broken", 2, {})).run() == Ending(FAILED, "OSError: no display")
     with remote(address, [make_sim("counter", 2, {})], 4) as env:
         _, thread, ending = hosted(address)
-        wait_until(lambda: env.hall.live == 2)
+        wait_until(lambda: env.table.live == 2)
         env.close()
         thread.join(10)
         assert ending == [Ending(OVER, "the run has ended")]
@@ -324,7 +324,7 @@ def test_a_lost_node_s_actor_comes_back_elsewhere_and_the_run_goes_on(cluster, t
         fleet = subprocess.Popen(words, stderr=file)
     try:
         env = Remote(4, listen=address, timeout=120)
-        wait_until(lambda: env.hall.live == 2, 120)
+        wait_until(lambda: env.table.live == 2, 120)
         parts = build(small_config(num_envs=4, algo={"v_per_step": 0.25, "p_per_v": 1}), env=env, executor=Inline())
         parts.start()
         parts.warm_up(8)
@@ -335,16 +335,16 @@ def test_a_lost_node_s_actor_comes_back_elsewhere_and_the_run_goes_on(cluster, t
         victim = next(n for n in cluster.worker_nodes if n.node_id[:8] != own)
         cluster.remove_node(victim, allow_graceful=False)
         alone = 0
-        while env.hall.admitted < 3 or env.hall.live < 2:
+        while env.table.admitted < 3 or env.table.live < 2:
             before = parts.env_steps
             parts.schedule.tick()
-            alone += parts.env_steps - before if env.hall.live == 1 else 0
+            alone += parts.env_steps - before if env.table.live == 1 else 0
         assert alone > 0
-        wait_until(lambda: "placed again so far" in log.read_text())
+        wait_until(lambda: "restarts so far" in log.read_text())
         assert victim.node_id[:8] not in where(log).values()
         assert "was lost: " in log.read_text()
         fleet.send_signal(signal.SIGTERM)
-        wait_until(lambda: env.hall.live == 0 or bool(parts.schedule.tick()), GRACE + 20)
+        wait_until(lambda: env.table.live == 0 or bool(parts.schedule.tick()), GRACE + 20)
         assert fleet.wait(GRACE + 20) == 130
         env.close()
     finally:

@@ -425,7 +425,7 @@ def test_a_package_of_somebody_elses_trains_here_and_in_a_process(tmp_path, monk
         ("raise", r"ZeroDivisionError: the simulator fell over$", "in fail"),
         ("abort", r"was ended by SIGABRT$", "in fail"),
         ("orphan", r"was ended by SIGABRT$", "in fail"),  # a process that it forked holds the pipe open
-        ("exit", r"ended with status 3; it may have said why above$", ""),
+        ("exit", r"ended with status 3; its output above may have the reason$", ""),
         ("hang", r"has not answered for 0.5 s \(task.process.step_seconds\)$", "in fail"),
     ],
 )
@@ -536,7 +536,7 @@ def test_other_failures_to_start(walk, python):
         walk(name="far_sims:broken")
     with pytest.raises(ConfigError, match=r"task\.process\.python=/no/python: expected a Python interpreter"):
         ProcessVec("far_sims:Walk", python="/no/python")
-    with pytest.raises(RunError, match="ended with status 0; it may have said why above"):
+    with pytest.raises(RunError, match="ended with status 0; its output above may have the reason"):
         ProcessVec("far_sims:Walk", python="/bin/true")
     for field in ("reward", "valid"):
         env = walk(name="far_sims:Misshapen", field=field)

@@ -101,7 +101,7 @@ def test_frames_that_are_wrong_are_refused_in_words():
     (layout, _, _), (_, message, _) = list(frames_of(make_sim("counter", 5, {}), 3))
     body = wire.unpack(message).body
     for broken, why in (
-        (message[:20], "no frame"),
+        (message[:20], "too short for a frame"),
         (b"grpc" + message[4:], "not a frame"),
         (message[:-1], "the header says"),
         (message[:4] + b"\x09\x00" + message[6:], "version 9"),
@@ -186,19 +186,19 @@ def test_a_new_actor_takes_the_slots_of_one_that_is_gone(address):
         raw, sim = Raw(address), make_sim("counter", 4, {})
         raw.hello(sim, run_id=5)
         raw.hear()
-        wait_until(lambda: env.hall.live == 2)
+        wait_until(lambda: env.table.live == 2)
         answer = threading.Thread(target=answer_resets, args=(raw, sim, 5))
         answer.start()
         obs = env.reset(0)
         answer.join()
         assert env.present().all()
-        slots = env.hall.peers[1].slots
+        slots = env.table.peers[1].slots
         env.send(torch.zeros(8, 2), torch.arange(8))
         raw.hear()
         raw.close()  # with an action in hand
-        took = wait_until(lambda: env.hall.live == 1)
+        took = wait_until(lambda: env.table.live == 1)
         with acting(address, make_sim("counter", 4, {})):
-            took += wait_until(lambda: env.hall.live == 2)
+            took += wait_until(lambda: env.table.live == 2)
             assert took < 2.0
             group = int(slots[0]) // 4
             ids, step = env.answers(group)
@@ -232,7 +232,7 @@ def test_late_actors_are_admitted_and_the_run_does_not_wait_for_them(address):
         assert int(heads[:2].sum()) >= 8 * 6
         assert int(heads[2:].sum()) == 0
         with acting(address, make_sim("counter", 2, {})):
-            wait_until(lambda: env.hall.live == 2)
+            wait_until(lambda: env.table.live == 2)
             for _ in range(4):
                 parts.schedule.tick()
             assert int(heads[3:5].min()) > 4  # in the other half, where all its environments find room
@@ -249,7 +249,7 @@ def test_slots_without_an_actor_are_no_episodes(address):
         def step(action):
             if next(joins) == 1:
                 more.enter_context(acting(address, late))
-                wait_until(lambda: env.hall.live == 2)
+                wait_until(lambda: env.table.live == 2)
             return plain(action)
 
         env.step = step
@@ -275,7 +275,7 @@ def test_evaluation_has_slots_of_its_own(address):
             obs = beside.reset(3)
             assert obs["policy"].tolist() == [[0, 0]] * 3
             assert beside.step(torch.zeros(3, 2)).obs["policy"][1].tolist() == [0, 1]
-            assert env.hall.live == 1
+            assert env.table.live == 1
             env.close()
     with remote(address, [make_sim("counter", 2, {})], 2) as env:
         assert env.beside() is None
@@ -291,7 +291,7 @@ def test_the_run_waits_for_its_first_actor_and_gives_up(address, capsys):
     with acting(address, make_sim("counter", 2, {}), patience=0.1):
         env = Remote(2, listen=address, timeout=0.3)
         env.reset(0)
-        env.hall.leave(env.hall.peers[0])
+        env.table.leave(env.table.peers[0])
         with pytest.raises(RunError, match="no actor at"):
             env.step(torch.zeros(2, 2))
         env.close()
@@ -342,7 +342,7 @@ def test_garbage_ends_its_own_stream_alone(address):
     count = int(os.environ.get("PQL_FUZZ", 60))
     with remote(address, [make_sim("counter", 2, {})], 64) as env:
         env.reset(0)
-        start = env.hall.peers[0]
+        start = env.table.peers[0]
         for i in range(count):
             raw = Raw(address)
             good = wire.pack_json(wire.HELLO, 1, 0, {"spec": describe_simulator(sim.spec), "role": "train"})
@@ -360,8 +360,8 @@ def test_garbage_ends_its_own_stream_alone(address):
             raw.say(bytes(bad))
             assert raw.refusal()[0] == grpc.StatusCode.INVALID_ARGUMENT
             raw.close()
-        assert env.hall.peers[0] is start
-        wait_until(lambda: env.hall.live == 1)
+        assert env.table.peers[0] is start
+        wait_until(lambda: env.table.live == 1)
         assert env.step(torch.zeros(64, 2)).valid[:2].all()
 
 
@@ -499,7 +499,7 @@ def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
     with acting(address, *sims):
         parts = build(config, executor=Inline())
         parts.start()
-        wait_until(lambda: parts.first.env.hall.live == 2)
+        wait_until(lambda: parts.first.env.table.live == 2)
         parts.warm_up(2)
         parts.begin()
         store, learner = parts.first.collector.stores[0], parts.first.learners["learner"]

@@ -46,17 +46,17 @@ def test_a_killed_actor_s_slots_are_free_within_two_seconds(actor, tmp_path):
     """Row 21: another actor then has them, and begins an episode there."""
     with remote(f"unix:{tmp_path}/s", [film()], 4) as env:
         process = actor()
-        wait_until(lambda: env.hall.live == 2)
+        wait_until(lambda: env.table.live == 2)
         env.reset(0)
-        slots = env.hall.peers[1].slots
+        slots = env.table.peers[1].slots
         process.kill()
-        assert wait_until(lambda: env.hall.live == 1) < 2.0
+        assert wait_until(lambda: env.table.live == 1) < 2.0
         before = time.monotonic()
         actor()
-        wait_until(lambda: env.hall.live == 2)
-        assert (env.hall.peers[2].slots == slots).all()
+        wait_until(lambda: env.table.live == 2)
+        assert (env.table.peers[2].slots == slots).all()
         assert time.monotonic() - before < 20  # its start, on a busy machine
-        (taken,) = env.hall.take_all(10)[-1:]
+        (taken,) = env.table.take_all(10)[-1:]
         assert taken.rows.flags is None  # first observations: rows that begin an episode
 
 
@@ -64,11 +64,11 @@ def test_a_stopped_actor_is_noticed_within_fifteen_seconds_and_comes_back(actor,
     """Row 22: it takes no CPU while this waits."""
     with remote(f"unix:{tmp_path}/s", [film()], 4) as env:
         process = actor()
-        wait_until(lambda: env.hall.live == 2)
+        wait_until(lambda: env.table.live == 2)
         process.send_signal(signal.SIGSTOP)
-        assert wait_until(lambda: env.hall.live == 1, 25) < 16.0
+        assert wait_until(lambda: env.table.live == 1, 25) < 16.0
         process.send_signal(signal.SIGCONT)
-        wait_until(lambda: env.hall.admitted == 3)
+        wait_until(lambda: env.table.admitted == 3)
     assert process.wait(10) == 0
     assert "connected" in process.stderr.read()
 
@@ -78,13 +78,13 @@ def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path):
     address, process = f"unix:{tmp_path}/s", actor()
     env = Remote(2, listen=address)
     first = env.reset(0)
-    run = env.hall.peers[0].run_id
+    run = env.table.peers[0].run_id
     env.step(first["policy"][:, 0, 0, 0].long() * 0)
     env.server._on_loop(env.server._server.stop(None))  # no actor sends a goodbye
     env.server._stop_loop()
     again = Remote(2, listen=address)
     obs = again.reset(0)
-    assert again.hall.peers[0].run_id != run
+    assert again.table.peers[0].run_id != run
     assert (obs["policy"] == first["policy"]).all()
     again.close()
     assert process.wait(10) == 0
@@ -96,7 +96,7 @@ def test_an_actor_whose_simulator_hangs_is_dropped_and_ends(actor, tmp_path, cap
     limits = {"step_seconds": 1.0, "start_seconds": 1.5}
     with remote(f"unix:{tmp_path}/s", [film()], 4, **limits) as env:
         process = actor("film:Film", f"hangs_at={at}")
-        wait_until(lambda: env.hall.live == 2)
+        wait_until(lambda: env.table.live == 2)
         env.reset(0)
         action = torch.zeros(4, dtype=torch.int64)
         for _ in range(at - 1):
@@ -187,7 +187,7 @@ def test_a_run_that_is_to_end_waits_for_no_actor(tmp_path):
         env.reset(0)
         action = torch.zeros(4, dtype=torch.int64)
         assert env.step(action).valid.tolist() == [True, True, False, False]
-        env.hall.leave(env.hall.peers[0])
+        env.table.leave(env.table.peers[0])
         interrupt.asked = True
         for _ in range(100):  # seconds each, otherwise
             assert not env.step(action).valid.any()

@@ -222,7 +222,10 @@ def test_scores_are_taken_where_all_have_come(two):
     assert group(by_steps, "slow")["scores"] == pytest.approx([50 / 7, 60 / 7])
     score = group(by_time, "pql")["score"]["iqm"]
     assert (score["value"], score["low"], score["high"]) == (150, 100, 200)
-    assert "Went on beyond the common end on pendulum; not part of the scores: slow1, slow2." in by_time["notes"]
+    assert (
+        "Continued beyond the common end on pendulum, which does not affect the scores: slow1, slow2."
+        in by_time["notes"]
+    )
 
 
 def test_a_run_that_was_cut_off_does_not_shorten_the_others(two):
@@ -298,7 +301,7 @@ def test_over_all_tasks_scores_are_normalised_by_task(two):
     assert set(share[(tau > 0.51) & (tau < 0.99)]) == {0.75}
     assert set(share[tau > 1]) == {0.0}
     assert any("One run only, hence no interval: pql on hopper" in note for note in page["notes"])
-    left_out = "Not scored on every task, hence left out of what is told over all tasks: there only."
+    left_out = "Not scored on every task, hence left out of the results over all tasks: there only."
     assert left_out in page["notes"]
 
 
@@ -369,7 +372,7 @@ def test_a_task_where_nothing_happens(tmp_path):
         write_run(tmp_path / str(seed), [(10.0, 1000, 7.0)], seed=seed)
     page = told(tmp_path)
     assert group(page, "pql")["score"]["iqm"] == {"value": 7, "low": 7, "high": 7}
-    assert page["notes"][0].startswith("An interval over fewer than 5 runs is too narrow: that of two holds")
+    assert page["notes"][0].startswith("An interval over fewer than 5 runs is too narrow: with two runs it contains")
     assert page["notes"][1] == "The IQM of two or three runs is their mean: nothing is cut off."
     assert page["overall"]["groups"][0]["score"]["iqm"]["value"] == 1
     assert group(page, "pql")["curves"]["seconds"]["x"] == [10]
@@ -396,7 +399,7 @@ def test_how_and_on_what_runs_were_made_is_told(tmp_path):
     assert subtitle(other).endswith(ends)
     z80 = ("Z80, 2 cores, torch 2.13.0", "Z80, 64 cores, torch 2.13.0")
     assert [note for note in other["notes"] if note not in same["notes"]] == [
-        f"Seconds of different machines do not compare: {'; '.join(z80)}.",
+        f"Seconds of different machines cannot be compared: {'; '.join(z80)}.",
         "Not evaluated alike on pendulum: eval.num_envs=8, 16.",
     ]
 

@@ -156,11 +156,11 @@ def test_the_first_words_are_the_findings(page):
     assert findings(numbers)[1] == (
         "pendulum",
         "pql is ahead at 40 s, IQM 150 (100 to 200) over 2 runs; next a<b>& with 75 (50 to 100). "
-        "2 runs are too few for an interval that says which is better: use 5 seeds or more.",
+        "2 runs are too few for an interval that separates them: use 5 seeds or more.",
     )
     slow = numbers["tasks"][1]["groups"][1]["score"]["iqm"]
     slow |= {"low": None, "high": None}  # one run against two
-    assert findings(numbers)[1][1].endswith("next a<b>& with 75. A single run tells nothing about other seeds.")
+    assert findings(numbers)[1][1].endswith("next a<b>& with 75. A single run gives no information about other seeds.")
     text = page.read_text()
     assert "<h1>pql and a&lt;b&gt;&amp; on hopper and pendulum</h1>" in text
     assert "next a&lt;b&gt;&amp; with 75 (50 to 100). 2 runs are too few" in text
@@ -363,7 +363,7 @@ def test_comparing_two_real_runs_and_reporting_one(tmp_path, monkeypatch, capsys
         (["compare", "{}", "out=/proc/x"], "out=/proc/x: expected a folder that can be written"),
         (["compare", "x=seconds"], "run=null: expected run directories"),
         (["compare", "{}/.."], "expected a run directory"),
-        (["report", "{}"], "expected one run; these are 8: pql compare {}"),
+        (["report", "{}"], "expected one run, not 8; to compare them: pql compare {}"),
         (["report", "{}/pendulum-p-1", "{}/pendulum-p-2"], "expected one run directory"),
         (["report"], "the following arguments are required: RUN"),
     ],
@@ -404,7 +404,7 @@ def test_an_axis_that_a_run_does_not_tell(tmp_path, capsys):
     path = write_run(tmp_path / "r", [(1.0, 1, 1.0)])
     (path / "metrics.jsonl").write_text('{"time/seconds": 1.0, "steps/env": 1, "eval/return_mean": 2.0}\n')
     assert main(["compare", str(path), "x=updates", f"out={tmp_path}"]) == 2
-    assert "x=updates: expected an axis that all runs tell; r does not" in capsys.readouterr().err
+    assert "x=updates: expected an axis that all runs record; r does not" in capsys.readouterr().err
     assert main(["compare", str(path), f"out={tmp_path}"]) == 0
 
 

@@ -37,7 +37,7 @@ def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_pat
 
     lost = "metrics and checkpoints from before .* env steps"
     with (
-        pytest.warns(PqlWarning, match=f"{folder} was deleted while the run was at work: made anew, without {lost}"),
+        pytest.warns(PqlWarning, match=f"{folder} was deleted while the run was at work: recreated, without {lost}"),
         pytest.raises(RunError, match=f"could be kept in {folder}: {lost} .the run directory was deleted.$"),
     ):
         run(*words(folder, "budget.env_steps=2400", "logger.every_seconds=0.01"), callbacks=[cut])

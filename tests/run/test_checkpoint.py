@@ -75,7 +75,7 @@ def test_views_of_one_storage_are_stored_apart(tmp_path):
     ("change", "message"),
     [
         ({"b": torch.zeros(1)}, "checkpoint=b: expected a checkpoint of the same task, algorithm and version"),
-        ({"w": torch.zeros(1, 2)}, "checkpoint=w: expected float32 [1, 2], as this run's settings make it; the "),
+        ({"w": torch.zeros(1, 2)}, "checkpoint=w: expected float32 [1, 2], from this run's settings; the "),
         ({"w": torch.zeros(3, 2, dtype=torch.float64)}, "expected float64 [3, 2]"),
     ],
 )
@@ -207,7 +207,7 @@ def test_damage_is_seen_and_the_point_before_is_used(tmp_path, damage):
     with pytest.raises(CorruptCheckpointError) as error:
         load(tmp_path / "tick-2")
     assert f"checkpoint={tmp_path / 'tick-2'}: expected a" in str(error.value)
-    with pytest.warns(PqlWarning, match="tick-2.*trying the one before"):
+    with pytest.warns(PqlWarning, match="tick-2.*trying the previous one"):
         tensors, manifest, path = newest_checkpoint(tmp_path)
     assert (manifest["ticks"], path.name, tensors["a/w"][0, 0].item()) == (1, "tick-1", 1.0)
 

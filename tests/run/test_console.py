@@ -77,7 +77,7 @@ def test_the_first_lines_say_what_will_be_done(tmp_path):
     config = compose([*WORDS, "budget.seconds=240", "seed=3"])
     assert opening(config, tmp_path).splitlines() == [
         "pql on pendulum: 16 environments on cpu, seed 3",
-        "budget: 240 s from the first env step on or 320 env steps; on top: building before, saving after",
+        "budget: 240 s from the first env step on or 320 env steps; plus building before, saving after",
         f"run: {tmp_path}",
     ]
     several = Config(
@@ -149,7 +149,7 @@ def test_lines_are_at_most_100_columns_and_the_header_comes_every_20():
     big |= {"time/seconds": 9e6, "train/return_mean": -1e30, "eval/return_mean": 123_456.7}
     clock = Clock()
     face, progress, text = lines({"seconds": 1e9}, clock)
-    progress.told = big
+    progress.latest = big
     progress.phase = "building the evaluation's environments"
     for i in range(45):
         clock.now = 10.0 * i
@@ -170,13 +170,13 @@ def test_nothing_is_silent_for_ten_seconds(phase, every):
     face, progress, text = lines({"seconds": 300.0}, clock)
     progress.phase, progress.since = phase, 0.0
     progress.detail = lambda: f"{clock.now:.0f} of 200 steps"
-    progress.told = {} if phase else dict(ROW)
+    progress.latest = {} if phase else dict(ROW)
     heard = [0.0]
     for second in range(1, 121):
         before = len(text())
         clock.now = float(second)
         if every and second % every == 0:
-            progress.told = {**ROW, "time/seconds": clock.now}
+            progress.latest = {**ROW, "time/seconds": clock.now}
             face.show(False)
         face.beat()
         if len(text()) > before:
@@ -217,7 +217,7 @@ def test_a_closed_pipe_does_not_end_a_run():
 )
 def test_the_time_left_is_that_of_the_budget_that_ends_first(budget, left, share):
     progress = RunProgress("", budget)
-    progress.told = dict(ROW)
+    progress.latest = dict(ROW)
     assert progress.left() == left
     assert progress.share() == share
     progress.now = lambda: {"time/seconds": 55.0, "steps/env": 22_000.0}  # since the last row
@@ -378,7 +378,7 @@ def test_a_run_that_could_not_be_saved_names_no_next_command(tmp_path, capsys, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pql.data.tensorfile.write", full)
-    with pytest.warns(PqlWarning, match="not written, the run goes on"):
+    with pytest.warns(PqlWarning, match="not written, the run continues"):
         assert main(["train", *words(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == f"run: {tmp_path}"
@@ -396,7 +396,7 @@ def test_a_resumed_run_that_had_ended_says_so(tmp_path, capsys):
     assert again.splitlines()[1:3] == first.splitlines()[:2]
     assert "bounded" not in again
     assert "(-/s)" not in again
-    assert "nothing was learned in this sitting: the run had used up its budget before" in again
+    assert "nothing was learned in this sitting: the budget of the run was already used up" in again
 
 
 def test_a_quiet_run_has_no_console(tmp_path, capsys):

@@ -264,7 +264,7 @@ def test_loaded_policies_remember_from_call_to_call_and_forget_on_demand(remembe
         assert (third[1] - second[1]).abs().max() > 1e-3
         policy.reset()
         torch.testing.assert_close(policy(obs), first)
-        with pytest.raises(ValueError, match=r"1 observations for a memory of 2 .* policy.reset\(\) starts anew"):
+        with pytest.raises(ValueError, match=r"1 observations for a memory of 2 .* policy.reset\(\) starts again"):
             policy({k: v[:1] for k, v in obs.items()})
 
 

@@ -97,7 +97,7 @@ def test_a_sitting_without_a_tick_names_no_worker():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "c")
     text = log.closing_words(summary, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
     assert "bounded" not in text
-    assert "nothing was learned in this sitting: the run had used up its budget before" in text
+    assert "nothing was learned in this sitting: the budget of the run was already used up" in text
     assert text.endswith("pql resume runs/x budget.seconds=100")
     cut = dataclasses.replace(summary, updates_v=0, updates_p=0)
     text = log.closing_words(cut, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
@@ -190,7 +190,7 @@ def test_a_sink_that_fails_is_warned_of_once_and_tried_again():
     good = types.SimpleNamespace(write=kept.append, close=lambda: None)
     flaky = Flaky()
     sinks = log.Sinks([flaky, good])
-    with pytest.warns(PqlWarning, match="a log is incomplete, the run goes on: Flaky: OSError: No space") as told:
+    with pytest.warns(PqlWarning, match="a log is incomplete, the run continues: Flaky: OSError: No space") as told:
         sinks.write({"x": 0.0})
     for i in range(1, 4):
         sinks.write({"x": float(i)})
@@ -310,7 +310,7 @@ def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, fake, monkeypatch):
         sink.write(ROW)
     assert time.perf_counter() - start < 5
     start = time.perf_counter()
-    with pytest.warns(PqlWarning, match="wandb is still at work, and goes on by itself"):
+    with pytest.warns(PqlWarning, match="wandb is still uploading and continues in the background"):
         summary = session.train()
     assert summary.env_steps == 320
     assert time.perf_counter() - start - summary.seconds < 5
@@ -332,7 +332,11 @@ def test_a_server_that_goes_while_wandb_finishes(monkeypatch):
     run = types.SimpleNamespace(finish=lambda: left.wait(10))
     wandb_feed.finish(run, {"dir": "d", "mode": "online", "why": ""}, out)
     assert left.is_set()
-    assert json.loads(out.getvalue()) == {"dir": "d", "mode": "offline", "why": "wandb's server has gone"}
+    assert json.loads(out.getvalue()) == {
+        "dir": "d",
+        "mode": "offline",
+        "why": "wandb's server is unreachable",
+    }
 
 
 def test_a_server_that_answers_anything_can_be_reached():

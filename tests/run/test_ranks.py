@@ -84,7 +84,7 @@ def test_the_cores_of_a_machine_are_shared_out(monkeypatch):
             {"algo": {"family": "dqn", "schedule": "lockstep", "target_period": 1001}, "num_envs": 8},
             "algo.target_period=1001: expected a multiple of 2, the processes that share it",
         ),
-        ({"task": {"name": "remote"}}, "task.name=remote: expected a simulator in each process: actors come to one"),
+        ({"task": {"name": "remote"}}, "task.name=remote: expected a simulator in each process: actors connect"),
         ({"task": {"remote": {"port": 1}}}, "task.remote={'port': 1}: expected a simulator in each process: actors"),
         (
             {"algo": {"family": "ppo", "schedule": "lockstep", "horizon": 2, "minibatches": 16}},

@@ -76,7 +76,7 @@ def test_a_run_without_its_config_yaml_goes_on_and_writes_it_anew(folder):
     before = (folder / "config.yaml").read_text()
     (folder / "config.yaml").unlink()
     assert rundir.state(folder) == "finished"
-    with pytest.raises(ConfigError, match="a new folder; to go on with this run: pql resume"):
+    with pytest.raises(ConfigError, match="a new folder; to continue this run: pql resume"):
         rundir.check_new(folder)
     with pytest.warns(PqlWarning, match=r"readable config.yaml .*: the settings in its newest resume point are used"):
         summary = resume(folder, "budget.env_steps=640")

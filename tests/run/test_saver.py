@@ -206,7 +206,7 @@ def test_a_point_that_failed_on_the_way_is_told_at_the_end(tmp_path, monkeypatch
 
     monkeypatch.setattr(tensorfile, "write", once)
     with (
-        pytest.warns(PqlWarning, match=r"checkpoint tick-0*1 not written, the run goes on: .*No space left"),
+        pytest.warns(PqlWarning, match=r"checkpoint tick-0*1 not written, the run continues: .*No space left"),
         pytest.raises(RunError, match=r"kept in .*: checkpoint tick-0*1 \(.*No space left on device\)$"),
     ):
         run(*words(tmp_path, "checkpoint.every_seconds=1e-9", "budget.env_steps=208"))

@@ -194,7 +194,7 @@ def test_resuming_falls_back_to_the_point_before(tmp_path):
     resume(tmp_path, "budget.env_steps=480")
     assert len(points(tmp_path)) == 2
     (points(tmp_path)[-1] / "tensors.safetensors").write_bytes(b"")
-    with pytest.warns(PqlWarning, match="trying the one before"):
+    with pytest.warns(PqlWarning, match="trying the previous one"):
         summary = resume(tmp_path, "budget.env_steps=640")
     assert summary.env_steps == 640
     assert [manifest(p)["counters"]["steps"] for p in points(tmp_path)] == [20, 40]
@@ -212,7 +212,7 @@ class Forgetful:
 def test_resuming_a_simulator_that_cannot_restore_its_state_says_so(tmp_path):
     register("forgetful", Forgetful)
     run(*words(tmp_path, "task=env", "task.name=forgetful"))
-    with pytest.warns(PqlWarning, match="this simulator cannot restore its state: episodes begin anew"):
+    with pytest.warns(PqlWarning, match="this simulator cannot restore its state: episodes begin again"):
         assert resume(tmp_path, "budget.env_steps=640").env_steps == 640
 
 
@@ -528,7 +528,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorfile, "write", full)
     missing = "but not all of it could be kept in .*: checkpoint last .*No space left.*; checkpoint tick-0.*5 "
     with (
-        pytest.warns(PqlWarning, match="not written, the run goes on: .*No space left"),
+        pytest.warns(PqlWarning, match="not written, the run continues: .*No space left"),
         pytest.raises(RunError, match=missing),
     ):
         run(*words(tmp_path, "checkpoint.every_seconds=1e-9", "budget.env_steps=208"))

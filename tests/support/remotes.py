@@ -73,7 +73,7 @@ def remote(address, sims, num_envs, join=True, **kwargs):
         env = Remote(num_envs, listen=address, **kwargs)
         env.ended = ended
         try:
-            wait_until(lambda: env.hall.live == len(sims))
+            wait_until(lambda: env.table.live == len(sims))
             yield env
         finally:
             env.close()

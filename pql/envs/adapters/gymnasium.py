@@ -229,7 +229,7 @@ def _make(id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
 
 def _obs_spec(space: spaces.Space) -> dict[str, ObsSpec]:
     parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {"policy": space}
-    wanted = "a Box of floats or uint8, or a Dict of such with a 'policy' entry (see gymnasium.wrappers)"
+    wanted = "a Box of floats or uint8, or a Dict of these with a 'policy' entry (see gymnasium.wrappers)"
     if "policy" not in parts:
         raise ConfigError("observation_space", space, wanted)
     groups = {}

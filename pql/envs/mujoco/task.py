@@ -142,8 +142,8 @@ class Task:
 
     def __init__(self, robot: Robot):
         self.robot = robot
-        whole = (robot.ctrl_middle == 0).all() and (robot.ctrl_half == 1).all()
-        self._scaled = not bool(whole)
+        unit = (robot.ctrl_middle == 0).all() and (robot.ctrl_half == 1).all()
+        self._scaled = not bool(unit)
 
     @classmethod
     def obs_spec(cls) -> dict[str, ObsSpec]:

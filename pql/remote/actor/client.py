@@ -66,7 +66,7 @@ class ActorClient:
         token: access token of the learner; None: it requires none.
         ca: PEM certificate of the authority that signed the learner's; None: no TLS.
         patience: seconds without a learner after which it gives up; None: never.
-        tell: receives messages for the user.
+        tell: called with each message for the user.
         leave: set by another thread to make the actor leave at the learner's next request.
 
     Attributes:
@@ -90,7 +90,7 @@ class ActorClient:
         self.patience, self.tell, self.leave = patience, tell or say_actor, leave or threading.Event()
         self.facts = describe_simulator(sim.spec)
         for group in self.facts["obs"].values():
-            group[1] = "float32" if group[1].startswith("float") else group[1]  # as everywhere in the library
+            group[1] = "float32" if group[1].startswith("float") else group[1]  # the library uses float32 throughout
         self.layout = wire.Layout(self.facts)
         self.stacks = {k: s.stack for k, s in sim.spec.obs.items()}
         self.credentials = None if ca is None else grpc.ssl_channel_credentials(ca)
@@ -98,7 +98,7 @@ class ActorClient:
             raise ConfigError("--ca", None, "a file: a token is not sent to another machine without TLS")
         self.steps, self.admitted, self.connected = 0, 0, False
         self.limits: dict[str, Limit] = {}
-        self.stepped = False  # since it was let in
+        self.stepped = False  # since the last admission
 
     def run(self) -> str | None:
         """Connect, and reconnect, until the learner ends the run. Return its reason; None if the actor has left.
@@ -165,20 +165,20 @@ class ActorClient:
                 self.admitted += 1
                 self._welcome(read_json_frame(frame.body))
             elif self.leave.is_set():
-                return None  # its last answer has been taken, or there would be no order
+                return None  # the learner has taken its last answer before this request
             else:
                 outbox.put(self._obey(frame))
         raise EndedError("the learner has closed the stream")
 
     def _welcome(self, said: Mapping[str, Any]) -> None:
-        """Read WELCOME: the actor's number and the learner's time limits, which the watchdog applies here, too."""
+        """Read WELCOME: the actor's number and the learner's time limits, which the watchdog here also applies."""
         given = {k: v for k in LIMITS if isinstance(v := said.get(k), int | float) and v > 0}
         self.limits = {k: Limit(float(v), f"task.kwargs.{k} of the learner") for k, v in given.items()}
         self.stepped = False
         self.tell(f"connected to {self.address} as actor {said.get('actor')}")
 
     def _watching(self, limit: str) -> AbstractContextManager[Any]:
-        """Let the watchdog, if one runs, end this process when the simulator hangs: a supervisor then restarts it."""
+        """Let a running watchdog end this process if the simulator hangs, so that a supervisor can restart it."""
         if limit not in self.limits:
             return nullcontext()
         return watching(f"the simulator {self.facts['name']}", self.limits[limit])
@@ -189,7 +189,7 @@ class ActorClient:
                 obs = self.sim.reset(int.from_bytes(frame.body, "little"))
             return self.layout.pack_obs(frame.run_id, frame.seq, newest_frames(obs, self.stacks))
         if frame.kind != ACT:
-            raise WireError(f"an order of kind {frame.kind}")
+            raise WireError(f"an unexpected request of kind {frame.kind}")
         with self._watching("step_seconds" if self.stepped else "start_seconds"):
             step = self.sim.step(self.layout.read_action(frame.body))
         self.steps, self.stepped = self.steps + 1, True
@@ -206,7 +206,7 @@ class ActorClient:
                 "--connect": self.address,
                 "--num-envs": self.facts["num_envs"],
             }.get(FINAL[code])
-            return ConfigError(FINAL[code], value, f"what the learner at {self.address} takes: {why}")
+            return ConfigError(FINAL[code], value, f"a value that the learner at {self.address} accepts: {why}")
         return EndedError(f"{code.name.lower().replace('_', ' ')}: {str(why).rpartition(': ')[2]}")
 
 

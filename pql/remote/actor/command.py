@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StopError(Exception):
-    """Ctrl-C or SIGTERM came."""
+    """Ctrl-C or SIGTERM was received."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ def add_actor_options(parser: argparse.ArgumentParser) -> None:
 
 def add_setup(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``ActorOptions``, which ``pql actor`` and ``pql fleet`` share."""
-    parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where pql train task=remote listens")
+    parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="address of pql train task=remote")
     parser.add_argument("--task", metavar="NAME", required=True)
     parser.add_argument("--num-envs", type=int, default=32)
-    parser.add_argument("--role", choices=("train", "eval"), default="train", help="eval: for evaluations alone")
-    parser.add_argument("--token-file", metavar="FILE", help="holds what the learner asks for (or: PQL_TOKEN)")
-    parser.add_argument("--ca", metavar="FILE", help="certificate that the learner's is signed by: use TLS")
-    parser.add_argument("overrides", nargs="*", help="keywords for the simulator: key=value")
+    parser.add_argument("--role", choices=("train", "eval"), default="train", help="eval: only for evaluation")
+    parser.add_argument("--token-file", metavar="FILE", help="access token of the learner (or: PQL_TOKEN)")
+    parser.add_argument("--ca", metavar="FILE", help="certificate that signed the learner's; enables TLS")
+    parser.add_argument("overrides", nargs="*", help="keyword arguments of the simulator: key=value")
 
 
 def run_actor(args: argparse.Namespace) -> int:
@@ -89,7 +89,7 @@ def setup_of(args: argparse.Namespace) -> ActorOptions:
 def make_actor_client(
     setup: ActorOptions, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
 ) -> "ActorClient":
-    """Build the simulator and its actor. ``tell`` and ``leave`` are the actor's.
+    """Build the simulator and its actor. ``tell`` and ``leave`` are passed to the actor.
 
     Raises:
         ConfigError: no such simulator, or packages are missing.
@@ -110,7 +110,7 @@ def check_setup(args: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for invalid options."""
     host, _, port = args.connect.rpartition(":")
     if not args.connect.startswith("unix:") and not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError("--connect", args.connect, "HOST:PORT or unix:/path, as the learner says it")
+        raise ConfigError("--connect", args.connect, "HOST:PORT or unix:/path, as the learner prints it")
     if not 1 <= args.num_envs <= 1_000_000:
         raise ConfigError("--num-envs", args.num_envs, "a number from 1 up to 1000000")
     if args.patience is not None and args.patience <= 0:
@@ -123,7 +123,7 @@ def keywords(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not (key.isidentifier() and equals and text):
-            raise ConfigError("override", word, "the form key=value, a keyword of the simulator's")
+            raise ConfigError("override", word, "the form key=value, with a keyword of the simulator")
         try:
             out[key] = json.loads(text)
         except ValueError:

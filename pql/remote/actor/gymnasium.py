@@ -129,7 +129,7 @@ def obs_spec(space: spaces.Space) -> dict[str, ObsSpec]:
     for part in parts.values():
         fine = isinstance(part, spaces.Box) and (part.dtype == np.uint8 or np.issubdtype(part.dtype, np.floating))
         if not fine or "policy" not in parts:
-            raise ConfigError("observation_space", space, "a Box of floats or uint8, or a Dict of such with 'policy'")
+            raise ConfigError("observation_space", space, "a Box of floats or uint8, or a Dict of these with 'policy'")
     return {k: ObsSpec(p.shape, "uint8" if p.dtype == np.uint8 else "float32") for k, p in parts.items()}
 
 

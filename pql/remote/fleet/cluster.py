@@ -22,9 +22,9 @@ class Placed:
     """A Ray actor and its pending calls."""
 
     handle: Any
-    ending: Any  # of its ``run``
-    news: Any  # of its last look
-    node: str | None = None  # once there is room, and its process runs
+    ending: Any  # call of ``run``
+    news: Any  # call of ``where``, then of ``look``
+    node: str | None = None  # set once its process runs
     look: Look | None = None
 
 
@@ -34,8 +34,8 @@ class RayCluster:
     Ray's own restarts are off: they have no back-off, and do not distinguish finished actors from lost ones.
 
     Args:
-        address: of the cluster's head; ``auto``: the cluster that this machine belongs to; ``local``: a new cluster of
-            this machine alone, which ends with this process.
+        address: address of the cluster's head; ``auto``: the cluster of this machine; ``local``: a new cluster with
+            only this machine, which ends with this process.
 
     Raises:
         ConfigError: Ray is not installed, there is no such cluster, or its machines cannot reach the learner's address.

@@ -10,20 +10,20 @@ from pql.remote.actor import command as actor
 from pql.remote.fleet.supervisor import GRACE, Fleet
 
 PERIOD = 0.5  # seconds between looks
-MESSAGE = b"\npql fleet: actors leave (at most %d s); Ctrl-C again to go at once\n" % GRACE
+MESSAGE = b"\npql fleet: actors leave (at most %d s); Ctrl-C again to quit at once\n" % GRACE
 MOST_ACTORS = 10_000
 
 
 def add_fleet_options(parser: argparse.ArgumentParser) -> None:
     actor.add_setup(parser)
-    parser.add_argument("--actors", type=int, default=1, help="how many; each has --num-envs environments")
+    parser.add_argument("--actors", type=int, default=1, help="number of actors; each has --num-envs environments")
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
         default="auto",
-        help="HOST:PORT of the Ray cluster's head; auto: of this machine's; local: this machine alone",
+        help="HOST:PORT of the Ray cluster's head; auto: this machine's cluster; local: only this machine",
     )
-    parser.add_argument("--cpus", type=float, default=1.0, help="processors that Ray keeps for each actor")
+    parser.add_argument("--cpus", type=float, default=1.0, help="processors that Ray reserves for each actor")
     parser.set_defaults(patience=None, run=run_fleet)
 
 
@@ -37,7 +37,7 @@ def run_fleet(args: argparse.Namespace) -> int:
     say_fleet(cluster.words())
     fleet = Fleet(cluster, args.actors, args.num_envs, say_fleet)
     try:
-        with Interrupt(MESSAGE) as interrupt:  # once Ray has put its own handlers in place
+        with Interrupt(MESSAGE) as interrupt:  # after Ray has installed its own handlers
             while not fleet.turn(time.monotonic()):
                 if interrupt.asked:
                     fleet.drain(time.monotonic())

@@ -1,6 +1,6 @@
 """Supervision of a fleet's actors: start, restart with back-off, and shutdown.
 
-It only decides: the caller passes the time, and ``Cluster`` starts processes.
+It contains only the decisions: the caller passes the time, and a ``Cluster`` starts processes.
 """
 
 import random
@@ -34,7 +34,7 @@ class Ending(NamedTuple):
 
     kind: str
     why: str
-    setting: tuple[str, Any, str] | None = None  # of what was refused, as ``ConfigError`` takes it
+    setting: tuple[str, Any, str] | None = None  # arguments of ``ConfigError``, if refused
 
 
 class Cluster(Protocol):
@@ -81,7 +81,7 @@ class Fleet:
     """Fleet of ``count`` actors with ``num_envs`` environments each.
 
     Args:
-        tell: receives messages for the user.
+        tell: called with each message for the user.
         jitter: draws a number from a range, so that actors lost together do not reconnect at the same moment.
 
     Attributes:
@@ -101,8 +101,8 @@ class Fleet:
         self.error: PqlError | None = None
         self.restarts = self.steps = 0
         self._leaving_until: float | None = None
-        self._told: tuple[Any, ...] = ()
-        self._told_at, self._told_steps = 0.0, 0
+        self._reported: tuple[Any, ...] = ()
+        self._reported_at, self._reported_steps = 0.0, 0
 
     def turn(self, now: float) -> bool:
         """Check all actors and start, restart or remove them. Return True once none is left.
@@ -176,17 +176,17 @@ class Fleet:
                 return
         delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(post.failures - 1, 10)) * self.jitter(0.5, 1.0)
         post.due = now + delay
-        self.tell(f"actor {post.number}{node} {ending.kind}: {ending.why}; it is placed again in {delay:.1f} s")
+        self.tell(f"actor {post.number}{node} {ending.kind}: {ending.why}; restart in {delay:.1f} s")
 
     # -- status lines -------------------------------------------------------------------------------------------------
 
     def _report(self, now: float) -> None:
         """Report the state when it has changed, and every ``QUIET`` seconds."""
         state = self._state()
-        if state == self._told and now - self._told_at < QUIET:
+        if state == self._reported and now - self._reported_at < QUIET:
             return
-        rate = (self.steps - self._told_steps) * self.num_envs / max(now - self._told_at, 1.0)
-        self._told, self._told_at, self._told_steps = state, now, self.steps
+        rate = (self.steps - self._reported_steps) * self.num_envs / max(now - self._reported_at, 1.0)
+        self._reported, self._reported_at, self._reported_steps = state, now, self.steps
         self.tell(self._words(state) + f"; {rate:,.0f} env steps/s" * (rate >= 1))
 
     def _state(self) -> FleetState:
@@ -205,6 +205,6 @@ class Fleet:
         parts = [f"{acting} of {len(self.posts)} acting" + f" on {nodes} node{'s' * (nodes > 1)}" * (nodes > 0)]
         parts += [f"{alone} without a learner" + f" ({said})" * bool(said)] * (alone > 0)
         parts += [f"{starting} starting, or waiting for room"] * (starting > 0)
-        parts += [f"{again} to be placed again"] * (again > 0)
-        parts += [f"{restarts} placed again so far"] * (restarts > 0)
+        parts += [f"{again} waiting for a restart"] * (again > 0)
+        parts += [f"{restarts} restarts so far"] * (restarts > 0)
         return ", ".join(parts)

@@ -202,7 +202,7 @@ class Server:
         self.arrays.update(zip(self.terms.values(), self.arrays["log"]))
 
     def do_share(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        """Move all shared arrays to the device, or answer why that is impossible."""
+        """Move all shared arrays to the device, or answer the reason why that is impossible."""
         device = self.env.spec.device
         try:
             cuda = importlib.import_module("pql.remote.process.shared_cuda")
@@ -250,7 +250,7 @@ class Server:
             self.settle()
 
     def given(self, name: str) -> Any:
-        """Return a copy of the parent's input ``name``, as an array or a tensor as the simulator uses."""
+        """Return a copy of the parent's input ``name`` as an array or a tensor, whichever the simulator uses."""
         if not self.speaks_torch:
             return self.arrays[name].copy()
         return self.tensors[name].to(self.env.spec.device, copy=True)
@@ -289,7 +289,7 @@ class Server:
             return
         try:
             self.join(values, out=self.flags)
-        except (TypeError, ValueError):  # other than [N] bool each
+        except (TypeError, ValueError):  # a flag is not [N] bool
             for name, value in zip(self.sims.FLAGS, values):
                 self.put(name, value)
 

@@ -32,7 +32,7 @@ class UnknownError(Exception):
 
 
 def nearest_name(name: str, names: list[str]) -> str:
-    """As ``pql.errors.nearest``."""
+    """Return a suggestion like ``pql.errors.nearest``, which this file cannot import."""
     near = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -53,8 +53,8 @@ def find_simulator(name: str) -> Callable[..., Any]:
     if target == builtin.get(name) and not all(importlib.util.find_spec(package) for package in needed):
         raise UnknownError("task", name, f"the whole package {needed[0]!r}, which {sys.executable} does not have")
     module, _, attribute = target.partition(":")
-    beside = [os.getcwd()] if ":" in name else []  # as in ``pql.contract.registry``
-    sys.path[:0] = beside
+    added = [os.getcwd()] if ":" in name else []  # as in ``pql.contract.registry``
+    sys.path[:0] = added
     try:
         factory: Any = importlib.import_module(module)
         for part in attribute.split("."):
@@ -64,8 +64,8 @@ def find_simulator(name: str) -> Callable[..., Any]:
             raise UnknownError("task", name, f"packages that {sys.executable} has: {error}") from error
         raise UnknownError("task", name, f"what {sys.executable} can import: {error}") from error
     finally:
-        if beside:
-            sys.path.remove(beside[0])
+        if added:
+            sys.path.remove(added[0])
     return factory
 
 
@@ -78,9 +78,9 @@ def build_simulator(request: Mapping[str, Any]) -> Any:
 
 
 def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the specification without building the environment; None if its factory has no ``describe_simulator``."""
-    teller = getattr(find_simulator(request["name"]), "describe", None)
-    return None if teller is None else describe_simulator(call(teller, request))
+    """Return the specification without building the environment; None if its factory has no ``describe``."""
+    describe = getattr(find_simulator(request["name"]), "describe", None)
+    return None if describe is None else describe_simulator(call(describe, request))
 
 
 def call(factory: Any, request: Mapping[str, Any]) -> Any:

@@ -61,9 +61,9 @@ class Far:
         self.memory, self.crash = _anonymous("pql-memory"), _anonymous("pql-crash")
         requests, self.requests = os.pipe()
         self.answers, answers = os.pipe()
-        theirs = {"requests": requests, "answers": answers, "memory": self.memory, "crash": self.crash}
+        inherited = {"requests": requests, "answers": answers, "memory": self.memory, "crash": self.crash}
         setup = {
-            **theirs,
+            **inherited,
             "parent": os.getpid(),
             "package": str(Path(pql.__file__).parent),
             "lives_with_thread": threading.current_thread() is threading.main_thread(),
@@ -75,7 +75,7 @@ class Far:
                 [found, "-u", far.__file__, json.dumps(setup)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=list(theirs.values()),
+                pass_fds=list(inherited.values()),
                 start_new_session=True,
                 env=environment,
             )
@@ -96,7 +96,7 @@ class Far:
 
         Raises:
             ConfigError: the simulator rejected a setting; the process continues.
-            RunError: an exception in the child, or as :meth:`wait`; the process has ended.
+            RunError: an exception in the child, or an error of :meth:`wait`; the process has ended.
         """
         self._check_open()
         with suppress(BrokenPipeError):  # it has ended; its last output is still to be read
@@ -181,13 +181,13 @@ class Far:
             how = "stopped answering"
         left = self._stacks()
         self.kill()
-        return RunError(f"{left}\n{self} {how}" if left else f"{self} {how}; it may have said why above")
+        return RunError(f"{left}\n{self} {how}" if left else f"{self} {how}; its output above may have the reason")
 
     def _hung(self, seconds: float, setting: str) -> RunError:
         """Collect the stacks of a child that does not answer, kill it and return the error."""
         os.killpg(self.process.pid, signal.SIGUSR1)  # the group: a script may have started the interpreter
         stacks, before, deadline = "", "", time.monotonic() + GRACE
-        while time.monotonic() < deadline and not (stacks and stacks == before):  # until all of it is there
+        while time.monotonic() < deadline and not (stacks and stacks == before):  # until the output is complete
             time.sleep(0.2)
             stacks, before = self._stacks(), stacks
         self.kill()
@@ -377,8 +377,8 @@ class ProcessVec:
         self._far.ask("load_state_dict", self._start_seconds, blob, state=tree)
 
     def _render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
-        picture = self._far.ask("render", self._start_seconds, index=index, width=width, height=height)
-        return np.asarray(far.unpack_tree(*picture, as_tensors=False), np.uint8)
+        image = self._far.ask("render", self._start_seconds, index=index, width=width, height=height)
+        return np.asarray(far.unpack_tree(*image, as_tensors=False), np.uint8)
 
 
 def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Tensor]:
@@ -398,7 +398,7 @@ def reader(shared: Tensor, device: torch.device) -> Callable[[], Tensor]:
 
 
 def read_spec(facts: Mapping[str, Any], device: torch.device) -> EnvSpec:
-    """Return the specification from the output of ``far_build.describe``."""
+    """Return the specification from the output of ``far_build.describe_simulator``."""
     kind, bounds = facts["action"], [facts["action"].get(k) for k in ("low", "high")]
     action: Box | Discrete
     if "n" in kind:

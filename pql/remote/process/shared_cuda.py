@@ -80,7 +80,7 @@ def wait(device: Any) -> None:
 
 
 class _View:
-    """Memory as CUDA's array interface describes it; a tensor made from it keeps this object, not the memory."""
+    """Memory with CUDA's array interface. A tensor made from it keeps this object alive but does not own the memory."""
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: str):
         self.__cuda_array_interface__ = {"data": (address, False), "shape": shape, "typestr": dtype, "version": 2}

@@ -1,8 +1,8 @@
-"""The ``.pt2`` and ``.onnx`` files of ``pql export``, looked through before anything is made of them.
+"""Validation of ``.pt2`` and ``.onnx`` files of ``pql export`` before they are loaded.
 
-Of a ``.pt2`` archive nothing but the members that an export writes is accepted, none compressed; weights are raw bytes,
-the graph is JSON (``program.py``). Of an ``.onnx`` file nothing that lies in another file, runs in a loop or is of an
-operator set that is not ONNX's own. Everything that is refused is a ``ValueError`` with a short text.
+A ``.pt2`` archive may contain only the members that an export writes, uncompressed: weights as raw bytes and the graph
+as JSON (``program.py``). An ``.onnx`` file may not refer to another file, contain loops or use operators outside ONNX's
+own set. Every refusal is a ``ValueError`` with a short text.
 """
 
 import io
@@ -28,7 +28,7 @@ CONFIGS = {WEIGHTS: f"{WEIGHTS}model_weights_config.json", CONSTANTS: f"{CONSTAN
 MARKS = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little"}
 KNOWN = {GRAPH, SAMPLES, METADATA, *CONFIGS.values(), *MARKS, ".data/version", ".data/serialization_id"}
 TENSOR = re.compile(rf"{WEIGHTS}weight_\d+|{CONSTANTS}tensor_\d+")
-SAFE_GLOBALS = {  # what pickled tensors name: torch's own list for weights_only is longer
+SAFE_GLOBALS = {  # names in pickled tensors; torch's list for weights_only is longer
     "torch._utils _rebuild_tensor_v2",
     "collections OrderedDict",
     *(
@@ -39,11 +39,11 @@ SAFE_GLOBALS = {  # what pickled tensors name: torch's own list for weights_only
 
 
 def read_pt2(data: bytes, device: torch.device) -> tuple[Program, Any]:
-    """The program in an archive, and its metadata, parsed and not looked at further.
+    """Return the program in an archive, and its metadata, parsed but not validated.
 
     Raises:
-        UnknownOperatorError: it uses an operator that pql's own networks do not.
-        ValueError: it is not as an export is written.
+        UnknownOperatorError: the program uses an operator that pql's own networks do not use.
+        ValueError: the archive differs from what an export writes.
     """
     try:
         members = read_members(data)
@@ -53,14 +53,14 @@ def read_pt2(data: bytes, device: torch.device) -> tuple[Program, Any]:
         raise ValueError(f"it lacks {error}") from error
     except ValueError:
         raise
-    except Exception as error:  # JSON of another shape than the exporter's fails in many ways
+    except Exception as error:  # JSON with an unexpected structure fails in many ways
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def check_shapes(
     program: Program, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], rows: int = 2
 ) -> None:
-    """As ``Program.check``, with every error a ``ValueError``: operators refuse what does not fit in many ways."""
+    """Call ``Program.check`` and turn every error into a ``ValueError``: operators raise errors of many types."""
     try:
         program.check(inputs, outputs, rows)
     except ValueError:
@@ -70,17 +70,17 @@ def check_shapes(
 
 
 def read_members(data: bytes) -> dict[str, bytes]:
-    """An archive's members by their names within it, all of them looked at. Raises ``ValueError``."""
+    """Return an archive's members by name, after validating all of them. Raises ``ValueError``."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             infos = file.infolist()
             if len(infos) > MEMBERS or sum(info.file_size for info in infos) > len(data):
-                raise ValueError("more in it than there is")
+                raise ValueError("more members, or larger ones, than the archive can hold")
             members = {_inner_name(info): file.read(info) for info in infos}
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"no whole archive: {error}") from error
+        raise ValueError(f"an incomplete archive: {error}") from error
     if len(members) < len(infos) or len({info.filename.partition("/")[0] for info in infos}) != 1:
-        raise ValueError("two members of one name, or several folders")
+        raise ValueError("two members with one name, or several folders")
     for name in members:
         if name not in KNOWN and not TENSOR.fullmatch(name):
             raise ValueError(f"a member {name[:60]!r}, which no export has")
@@ -98,8 +98,11 @@ def _inner_name(info: zipfile.ZipInfo) -> str:
 
 
 def check_pickle(data: bytes) -> None:
-    """The sample inputs of older exports: never unpickled, but if they name anything but tensors, what brought them is
-    no export. Raises ``ValueError``."""
+    """Check the sample inputs of older exports, without unpickling them: they may name only tensor types.
+
+    Raises:
+        ValueError: the pickle names anything else, or is damaged.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             infos = file.infolist()
@@ -108,7 +111,7 @@ def check_pickle(data: bytes) -> None:
             pickles = [file.read(info) for info in infos if info.filename.endswith(".pkl")]
         found = {(code.name, arg) for text in pickles for code, arg, _ in pickletools.genops(text)}
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"sample inputs that are none: {error}") from error
+        raise ValueError(f"invalid sample inputs: {error}") from error
     for name, arg in found:
         if name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4") or (
             name == "GLOBAL" and arg not in SAFE_GLOBALS
@@ -117,8 +120,9 @@ def check_pickle(data: bytes) -> None:
 
 
 def _tensors(members: Mapping[str, bytes], folder: str, device: torch.device) -> dict[str, Tensor]:
-    """Read weights or constants by name from raw bytes; at most as many as are stored, not counting shared ones."""
-    out, made, whole = {}, dict[str, Tensor](), dict[str, bytearray]()
+    """Read weights or constants by name from raw bytes. Their total size may not exceed the stored data; tensors with
+    the same data and layout count once."""
+    out, made, buffers = {}, dict[str, Tensor](), dict[str, bytearray]()
     left = sum(len(data) for name, data in members.items() if name.startswith(folder) and TENSOR.fullmatch(name))
     for name, entry in parse_json(members[CONFIGS[folder]])["config"].items():
         path = folder + str(entry["path_name"])
@@ -126,9 +130,9 @@ def _tensors(members: Mapping[str, bytes], folder: str, device: torch.device) ->
             raise ValueError(f"{name[:60]!r} pickled")
         key = json.dumps([path, entry["tensor_meta"]], sort_keys=True)
         if key not in made:
-            if path not in whole:
-                whole[path] = bytearray(members[path])
-            view = _tensor(whole[path], entry["tensor_meta"])
+            if path not in buffers:
+                buffers[path] = bytearray(members[path])
+            view = _tensor(buffers[path], entry["tensor_meta"])
             left -= view.numel() * view.itemsize
             if left < 0:
                 raise ValueError("more tensors than data")
@@ -138,20 +142,20 @@ def _tensors(members: Mapping[str, bytes], folder: str, device: torch.device) ->
 
 
 def _tensor(data: bytearray, meta: Mapping[str, Any]) -> Tensor:
-    """A view of the data."""
+    """Return a view of the data."""
     dtype = DTYPES[meta["dtype"]]
     sizes, strides = ([int(part["as_int"]) for part in meta[key]] for key in ("sizes", "strides"))
     if math.prod(sizes) * dtype.itemsize > len(data) or min((*sizes, *strides, 0)) < 0:
         raise ValueError("a tensor larger than its data")
     if not data:
         return torch.empty(sizes, dtype=dtype)
-    whole = torch.frombuffer(data, dtype=dtype)
-    return whole.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"]))
+    flat = torch.frombuffer(data, dtype=dtype)
+    return flat.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"]))
 
 
 # -- ONNX -------------------------------------------------------------------------------------------------------------
 
-# Protocol-buffer messages of onnx.proto: number of a field -> the message it holds, or why it is refused.
+# Protocol-buffer messages of onnx.proto: field number -> the message in it, or the reason why it is refused.
 MODEL: dict[int, Any] = {}
 NODE: dict[int, Any] = {}
 TENSORS: dict[int, Any] = {13: "numbers in another file", 14: "numbers in another file"}
@@ -164,13 +168,13 @@ ATTRIBUTE: dict[int, Any] = {
     22: SPARSE,
     23: SPARSE,
 }
-MODEL |= {7: {1: NODE, 5: TENSORS, 15: SPARSE}, 20: "a training graph", 25: "functions of its own"}
+MODEL |= {7: {1: NODE, 5: TENSORS, 15: SPARSE}, 20: "a training graph", 25: "model-defined functions"}
 NODE |= {5: ATTRIBUTE, 7: "an operator that is not ONNX's own"}
 MESSAGES = 1_000_000
 
 
 def check_onnx(data: bytes) -> None:
-    """Raises ``ValueError`` for a model that is more than one graph of ONNX's operators with its numbers in it."""
+    """Raise ``ValueError`` unless a model is one graph of ONNX's own operators with its weights in the same file."""
     left = [(memoryview(data), MODEL)]
     count = 0
     while left:
@@ -187,7 +191,7 @@ def check_onnx(data: bytes) -> None:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """(number, value) of a protocol-buffer message's fields: numbers, or bytes."""
+    """Yield (field number, value) of a protocol-buffer message; a value is an integer or bytes."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -200,7 +204,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         if kind == 2:
             size, at = _varint(message, at)
         if size is None or at + size > len(message):
-            raise ValueError("no whole ONNX model")
+            raise ValueError("an incomplete ONNX model")
         yield key >> 3, message[at : at + size]
         at += size
 
@@ -213,4 +217,4 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         value |= (message[at + i] & 127) << 7 * i
         if message[at + i] < 128:
             return value, at + i + 1
-    raise ValueError("no whole ONNX model")
+    raise ValueError("an incomplete ONNX model")

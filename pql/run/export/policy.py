@@ -1,6 +1,6 @@
 """Loader of exported policies; it executes nothing from the file.
 
-``docs/export.md`` says what is in the files, ``docs/security.md`` what is looked at before they are used.
+``docs/export.md`` describes the files, ``docs/security.md`` how they are validated before use.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from pql.types import Obs
 INSTALL = "pip install 'pql-rl[export]'"
 
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
-"""Inputs in the order of ``metadata["inputs"]`` -> outputs in that of ``metadata["outputs"]``."""
+"""Inputs in the order of ``metadata["inputs"]`` -> outputs in the order of ``metadata["outputs"]``."""
 
 
 def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -41,19 +41,19 @@ def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor
 
 
 class ExportedPolicy(BasePolicy):
-    """A policy read back from its export. Acts as a run's own ``Policy`` does: actions in [-1, 1].
+    """A policy loaded from its export. Like a run's ``Policy``, it returns actions in [-1, 1].
 
     Args:
         path: ``policy.pt2`` or ``policy.onnx``.
-        device: where tensors come from and go to. ONNX Runtime itself computes on the CPU.
-        trust: load it as torch and ONNX Runtime load any file, which may run code that is in it.
+        device: device of inputs and outputs. ONNX Runtime computes on the CPU.
+        trust: load the file with the loader of torch or ONNX Runtime, which may run code from the file.
 
     Attributes:
-        metadata: what ``policy.json`` holds.
+        metadata: content of ``policy.json``.
 
     Raises:
-        ConfigError: no such file, one that is no export of pql (or not the one that the ``policy.json`` next to it
-            describes), or a missing package.
+        ConfigError: the file is missing, is not an export of pql or does not match the ``policy.json`` next to it, or
+            a package is missing.
     """
 
     def __init__(self, path: str | Path, device: str | torch.device = "cpu", trust: bool = False):
@@ -76,23 +76,23 @@ class ExportedPolicy(BasePolicy):
 def open_export(path: Path, device: torch.device, trust: bool) -> tuple[Function, dict[str, Any]]:
     try:
         data = read_bytes(path, LARGEST)
-        _check_beside(path, data)
+        _check_sidecar(path, data)
         return (_open_onnx if path.suffix == ".onnx" else _open_pt2)(path, data, device, trust)
     except UnknownOperatorError as error:
-        what = f"operators that pql knows, not {error}; with --trust (trust=True) torch loads it, whatever is in it"
+        what = f"operators that pql knows, not {error}; --trust (trust=True) loads it with torch, without checks"
         raise ConfigError("policy", path, what) from error
     except (OSError, ValueError) as error:
         raise ConfigError("policy", path, f"a {path.suffix} file that pql export wrote ({error})") from error
 
 
-def _check_beside(path: Path, data: bytes) -> None:
+def _check_sidecar(path: Path, data: bytes) -> None:
     """Raise ``ValueError`` if the metadata next to a file belong to another file."""
-    if (beside := path.with_suffix(".json")).exists():
-        told = read_json(beside)
-        known = told.get("sha256") if isinstance(told, dict) else None
+    if (sidecar := path.with_suffix(".json")).exists():
+        metadata = read_json(sidecar)
+        known = metadata.get("sha256") if isinstance(metadata, dict) else None
         known = known.get(path.name) if isinstance(known, dict) else None
         if known is not None and known != sha256(data).hexdigest():
-            raise ValueError(f"it is not the file that {beside.name} beside it was written with")
+            raise ValueError(f"its hash is not the one in {sidecar.name} next to it")
 
 
 def _open_pt2(path: Path, data: bytes, device: torch.device, trust: bool) -> tuple[Function, dict[str, Any]]:
@@ -114,7 +114,7 @@ def _open_pt2(path: Path, data: bytes, device: torch.device, trust: bool) -> tup
 
 
 def _load_pt2(data: bytes, device: torch.device) -> tuple[Function, dict[str, Any]]:
-    """With torch's own loader, which unpickles, and may run code that is in the file."""
+    """Load with torch's own loader, which unpickles and may run code from the file."""
     from torch.export.passes import move_to_device_pass
 
     extra: dict[str, Any] = {"metadata.json": ""}
@@ -122,7 +122,7 @@ def _load_pt2(data: bytes, device: torch.device) -> tuple[Function, dict[str, An
         with quiet():
             program = torch.export.load(io.BytesIO(data), extra_files=extra)
             module = move_to_device_pass(program, device).module()
-    except Exception as error:  # a damaged archive shows in as many ways as there are parts in it
+    except Exception as error:  # a damaged archive raises errors of many types
         raise ValueError(str(error)) from error
     metadata = parse_json(extra["metadata.json"])
     check_export(metadata)
@@ -144,7 +144,7 @@ def _open_onnx(path: Path, data: bytes, device: torch.device, trust: bool) -> tu
     check_export(metadata)
     names = [i["name"] for i in metadata["inputs"]]
     if names != [i.name for i in session.get_inputs()]:
-        raise ValueError("its inputs are not those of its metadata")
+        raise ValueError("its inputs differ from its metadata")
 
     def function(inputs: Sequence[Tensor]) -> list[Tensor]:
         arrays: list[np.ndarray] = [x.cpu().numpy() for x in inputs]
@@ -155,7 +155,7 @@ def _open_onnx(path: Path, data: bytes, device: torch.device, trust: bool) -> tu
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the exporters' remarks on their own workings off the console."""
+    """Suppress the exporters' warnings and log messages."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""The graph in a ``.pt2`` file, as JSON: checked, and run operator by operator from a list of harmless ones.
+"""Interpreter for the graph in a ``.pt2`` file: validates its JSON and runs only operators from an allow-list.
 
 torch's own loader unpickles sample inputs, evaluates text as expressions and builds source code from names; this one
-looks names up. What a file can do here is compute with its own numbers and the observation.
+only looks names up. A file can therefore only compute with its own weights and the observation.
 
 The JSON is torch's schema of exported programs, major version 8 (``torch/_export/serde/schema.py``, torch 2.13).
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 
 SCHEMA = 8
 NODES = 20_000
-ELEMENTS = 1 << 26  # of all tensors that it makes, for a batch of two
-FROM_STORED = 8  # how many more times stored elements may be read or copied
-EACH = 256  # elements as which a tensor itself counts
-PIECES = 1 << 16  # into which one may be split, beyond the batch's rows
+ELEMENTS = 1 << 26  # limit for all tensors that a graph creates, for a batch of two
+FROM_STORED = 8  # additional elements allowed for each stored one
+EACH = 256  # every tensor counts as this many elements more than it has
+PIECES = 1 << 16  # pieces into which a tensor may be split; at least the batch's rows
 SIZE = 1 << 62
 
 NAMES = """
@@ -44,19 +44,20 @@ true_divide trunc type_as unbind unflatten unsqueeze upsample_bilinear2d upsampl
 where zero zeros zeros_like
 """
 OPERATORS = frozenset(NAMES.split())
-"""Of ``torch.ops.aten``: none touches a file, a process or memory that is not its own. Also in place (``relu_``)."""
-RETURNS = ("Tensor", "List[Tensor]")  # what they return: others of the same names calculate with texts and lists
+"""Allowed operators of ``torch.ops.aten``, also in place (``relu_``). None accesses files, processes or foreign
+memory."""
+RETURNS = ("Tensor", "List[Tensor]")  # their return types: overloads with others compute with strings and lists
 SPLIT = ("aten::chunk", "aten::split", "aten::split_with_sizes", "aten::unbind")
-CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")  # of what the exporter assumed: left out
+CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")  # the exporter's assertions, which are skipped
 
 
 def of_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for whole numbers and truth values alone, below ``SIZE``: others can grow without bound."""
+    """Restrict a function to integers and booleans, with results below ``SIZE``: others can grow without bound."""
 
     def checked(*values: Any) -> Any:
         result = function(*values) if all(type(value) in (int, bool) for value in values) else None
         if result is None or not -SIZE < result < SIZE:
-            raise ValueError(f"{function.__name__} of what is no size")
+            raise ValueError(f"{function.__name__} of invalid sizes")
         return result
 
     return checked
@@ -98,27 +99,27 @@ PLAIN = {"as_int": int, "as_float": float, "as_bool": bool, "as_string": str}
 
 
 class UnknownOperatorError(ValueError):
-    """Not on the list: the file may be fine, but it is not pql's own networks that it holds."""
+    """An operator is not on the allow-list: the file may be harmless, but does not contain one of pql's networks."""
 
 
 class Program:
-    """A checked graph with its numbers: observations and states -> action and states, by position.
+    """A validated graph with its weights: observations and states -> action and states, by position.
 
     Args:
         model: ``models/model.json``, parsed.
-        tensors: weights, buffers and constants by the names that its signature has for them.
+        tensors: weights, buffers and constants by their names in the model's signature.
         device: where it computes.
     Raises:
-        ValueError: it is not as the exporter writes it.
-        UnknownOperatorError: it uses an operator that is not on the list.
+        ValueError: the model differs from what the exporter writes.
+        UnknownOperatorError: it uses an operator that is not on the allow-list.
     """
 
     def __init__(self, model: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device):
         if model["schema_version"]["major"] != SCHEMA:
-            raise ValueError(f"schema {model['schema_version']['major']!s:.9}, not {SCHEMA}: export it anew")
+            raise ValueError(f"schema {model['schema_version']['major']!s:.9}, not {SCHEMA}: export it again")
         module = model["graph_module"]
         self.device, self._fixed, self._free = device, dict[str, Tensor](), list[str]()
-        self._used = dict[int, int]()  # elements on the way, by rows
+        self._used = dict[int, int]()  # batch rows -> elements of intermediate tensors
         for spec in module["signature"]["input_specs"]:
             ((kind, entry),) = spec.items()
             if kind == "user_input":
@@ -128,18 +129,21 @@ class Program:
             else:
                 raise ValueError(f"an input of the kind {kind!s:.20}")
         if any(spec.keys() != {"user_output"} for spec in module["signature"]["output_specs"]):
-            raise ValueError("an output that is no tensor of its own")
+            raise ValueError("an output that is not a new tensor")
         self.graph = ProgramGraph(module["graph"], device)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         return self.graph.run({**self._fixed, **dict(zip(self._free, inputs, strict=True))})
 
     def check(self, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], rows: int = 2) -> None:
-        """Raises ``ValueError`` where tensors of these names, shapes and types (an export's metadata) do not go in and
-        come out, or those on the way would fill the memory. Nothing is computed: only shapes are.
+        """Check the graph against an export's metadata, with shapes only (meta tensors).
 
         Args:
-            rows: of the batch; first 2. Others may take as much more as they have more rows; each is looked at once.
+            inputs, outputs: name, shape and dtype of each tensor.
+            rows: batch size. The first check uses 2; larger batches may use proportionally more memory. Each size is
+                checked once.
+        Raises:
+            ValueError: shapes or types differ from the metadata, or intermediate tensors would be too large.
         """
         if rows in self._used:
             return
@@ -150,20 +154,21 @@ class Program:
         fixed = {name: value.to("meta") for name, value in self._fixed.items()}
         given = dict(zip(self._free, shown, strict=True))
         found = ProgramGraph(self.graph.data, torch.device("meta")).run({**fixed, **given}, meter)
-        for tensor, told in zip(found, outputs, strict=True):
-            if [*tensor.shape] != [rows, *told["shape"][1:]] or tensor.dtype != getattr(torch, told["dtype"]):
-                raise ValueError(f"{told['name']} is {list(tensor.shape)}, not as its metadata say")
+        for tensor, about in zip(found, outputs, strict=True):
+            if [*tensor.shape] != [rows, *about["shape"][1:]] or tensor.dtype != getattr(torch, about["dtype"]):
+                raise ValueError(f"{about['name']} is {list(tensor.shape)}, unlike in its metadata")
         self._used[rows] = most - meter.left
 
 
 class Meter:
-    """Counts the elements of the tensors that a graph makes of shapes alone. Both: ``ValueError`` beyond ``most``."""
+    """Counts the elements of the tensors that a graph would create. ``before`` and ``after`` raise ``ValueError`` when
+    a limit is exceeded."""
 
     def __init__(self, most: int, rows: int):
         self.left, self.pieces = most, max(PIECES, rows)
 
     def before(self, function: Any, given: Iterable[Any]) -> None:
-        """An operator that splits a tensor makes objects by the axis's length before they can be counted."""
+        """Check operators that split a tensor: they create one object per piece before ``after`` can count them."""
         if getattr(getattr(function, "_schema", None), "name", "") in SPLIT:
             for value in given:
                 if isinstance(value, Tensor) and max(value.shape, default=0) > self.pieces:
@@ -174,13 +179,13 @@ class Meter:
             if isinstance(one, Tensor):
                 self.left -= one.numel() + EACH
                 if one.device.type != "meta":
-                    raise ValueError("a tensor on a device of its own")
+                    raise ValueError("a tensor on another device")
                 if self.left < 0:
                     raise ValueError(f"more elements than its size justifies, at a tensor of {math.prod(one.shape):,}")
 
 
 class ProgramGraph:
-    """Operators in order: names are looked up once, arguments at every run."""
+    """Operators in order of execution. Names are resolved once, arguments at every run."""
 
     def __init__(self, data: Mapping[str, Any], device: torch.device):
         self.data, self.device = data, device
@@ -197,7 +202,7 @@ class ProgramGraph:
         ]
 
     def run(self, values: dict[str, Any], meter: Meter | None = None) -> list[Tensor]:
-        """The outputs. Raises ``ValueError`` where ``meter`` does."""
+        """Return the outputs. Raises ``ValueError`` if ``meter`` does."""
         for (function, inputs, outputs), node in zip(self.steps, self.data["nodes"], strict=True):
             if function is None:
                 continue
@@ -219,7 +224,7 @@ class ProgramGraph:
     def _autocast(
         self, inner: "ProgramGraph", inputs: Sequence[Any], values: dict[str, Any], meter: Meter | None
     ) -> list[Tensor]:
-        """Part of a graph in, or out of, mixed precision: (device, type, on, cached, graph, *arguments)."""
+        """Run a part of a graph with autocast on or off; inputs: (device, type, on, cached, graph, *arguments)."""
         args = [None if "as_graph" in i["arg"] else self._value(i["arg"], values) for i in inputs]
         given = dict(zip(inner.names, args[5:], strict=True))
         if self.device.type not in ("cpu", "cuda"):
@@ -228,7 +233,7 @@ class ProgramGraph:
             return inner.run(given, meter)
 
     def _value(self, argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-        """An argument as torch takes it. Devices are this program's, whatever the file says."""
+        """Convert an argument for torch. Devices in the file are replaced by this program's device."""
         ((kind, value),) = argument.items()
         if kind == "as_float" and value in ("Infinity", "-Infinity", "NaN"):
             return float(value)
@@ -288,7 +293,7 @@ def _name(entry: Mapping[str, Any]) -> str:
 
 
 def _part(entry: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """A tensor, a size or nothing, by name or as it is."""
+    """Resolve an entry: a named value, a literal or None."""
     for key in ("name", "as_name"):
         if key in entry:
             return values[entry[key]]
@@ -303,7 +308,7 @@ def _part(entry: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
 
 
 def _keep(outputs: Sequence[Mapping[str, Any]], result: Any, values: dict[str, Any]) -> None:
-    """Put an operator's result under the names that the graph has for it."""
+    """Store an operator's result under its names in the graph."""
     names: list[Any] = []
     for entry in outputs:
         ((kind, value),) = entry.items()

@@ -1,7 +1,7 @@
-"""Export of a policy: one ``.pt2`` (torch.export) and one ``.onnx`` file, each with all that acting needs.
+"""Export of a policy: one ``.pt2`` (torch.export) and one ``.onnx`` file, each sufficient for acting.
 
-Baked in: the observation normaliser, the deterministic action, its scaling to the simulator's own bounds. A recurrent
-policy takes its state and returns the next one. An export stands only once files and live policy agree.
+Both contain the observation normaliser, the deterministic action and its scaling to the simulator's bounds. A recurrent
+policy takes its state as an input and returns the next one. Files are published only after they agree with the policy.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ PARITY_ROWS, TOLERANCE = 1000, 1e-5
 
 @dataclass(frozen=True)
 class Export:
-    """Result of an export: ``files`` by format, their JSON, and the parity check's largest differences."""
+    """Result of an export: ``files`` by format, the path of their JSON, and the largest difference by format."""
 
     files: dict[str, Path]
     metadata: Path
@@ -82,13 +82,13 @@ def export_policy(
     """Write the policy of a run or checkpoint as ``policy.pt2``, ``policy.onnx`` and ``policy.json``, and check them.
 
     Args:
-        out: folder to write to; default ``export`` in the run directory. What it holds of an earlier export goes.
-        formats: which files.
-        scale: actions in the simulator's own bounds; False: in [-1, 1].
-        trust: also where the run names networks that are neither built in nor registered (``docs/security.md``).
+        out: folder to write to; default ``export`` in the run directory. Files of an earlier export are replaced.
+        formats: ``pt2``, ``onnx`` or both.
+        scale: actions within the simulator's bounds; False: in [-1, 1].
+        trust: allow networks of the run that are neither built in nor registered (``docs/security.md``).
     Raises:
-        ConfigError: no checkpoint there, an unknown format, or a package that is not installed.
-        RunError: a file does not give what the live policy gives; nothing is left behind.
+        ConfigError: no checkpoint at ``path``, an unknown format, or a package that is not installed.
+        RunError: a file computes other actions than the policy; no file is left behind.
     """
     _check_formats(formats)
     tensors, manifest, source = checkpoint.find(Path(path), POLICIES)
@@ -100,32 +100,32 @@ def export_policy(
 
 
 def write_export(policy: Policy, metadata: dict[str, Any], folder: Path, formats: Sequence[str]) -> Export:
-    """Write, read back, compare; the files appear in ``folder`` only once they are right. See :func:`export_policy`."""
+    """Write, read back and compare; files appear in ``folder`` only if they are correct. See :func:`export_policy`."""
     model = Deployed(policy, metadata["action"]["scaled"]).eval().requires_grad_(False)
-    aside = folder / f".writing-{os.getpid()}"
+    temporary = folder / f".writing-{os.getpid()}"
     try:
-        aside.mkdir(parents=True)
+        temporary.mkdir(parents=True)
     except OSError as error:
         raise ConfigError("out", folder, f"a folder that can be written ({error})") from error
     try:
         with exact_products():
-            _write(model, metadata, aside, formats)
+            _write(model, metadata, temporary, formats)
             parity = {
-                f: max(difference(policy, model, metadata, read) for read in _readers(aside / f"policy.{f}"))
+                f: max(difference(policy, model, metadata, read) for read in _readers(temporary / f"policy.{f}"))
                 for f in formats
             }
         _check_parity(parity)
         metadata |= {
             "parity": {"rows": PARITY_ROWS, "tolerance": TOLERANCE, "largest_difference": parity},
-            "sha256": {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(aside.iterdir())},
+            "sha256": {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(temporary.iterdir())},
         }
-        (aside / "policy.json").write_text(json.dumps(metadata, indent=1) + "\n")
+        (temporary / "policy.json").write_text(json.dumps(metadata, indent=1) + "\n")
         for suffix in (*FORMATS, "json"):
             (folder / f"policy.{suffix}").unlink(missing_ok=True)
-        for file in aside.iterdir():
+        for file in temporary.iterdir():
             file.rename(folder / file.name)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return Export({f: folder / f"policy.{f}" for f in formats}, folder / "policy.json", parity)
 
 
@@ -140,11 +140,11 @@ def _check_formats(formats: Sequence[str]) -> None:
             need(package, "formats", "onnx")
 
 
-# -- what the files say of themselves ---------------------------------------------------------------------------------
+# -- metadata ---------------------------------------------------------------------------------------------------------
 
 
 def export_metadata(policy: Policy, manifest: Mapping[str, Any], source: Path, scale: bool) -> dict[str, Any]:
-    """The metadata: in the JSON beside the files and inside both of them. ``docs/export.md`` explains every entry."""
+    """Return the metadata, stored in ``policy.json`` and in both files. ``docs/export.md`` explains every entry."""
     config, spec = from_dict(manifest["config"]), policy.spec
     obs = [_tensor(f"obs.{k}", spec.obs[k].shape, str(spec.obs[k].dtype)) for k in policy.groups]
     states = [_tensor(f"state.{k}", s, "torch.float32") for k, s in policy.state_shapes.items()]
@@ -168,7 +168,7 @@ def export_metadata(policy: Policy, manifest: Mapping[str, Any], source: Path, s
         "normalizes_observations": config.algo.normalize_obs,
         "initial_state": "zeros" if states else None,
         "spec": spec_to_dict(spec),
-        "checkpoint": "/".join(source.absolute().parts[-3:]),  # run/checkpoints/name: no path of this machine leaves it
+        "checkpoint": "/".join(source.absolute().parts[-3:]),  # run/checkpoints/name: no absolute path
         "counters": manifest.get("counters", {}),
         "versions": versions(),
     }
@@ -188,7 +188,7 @@ def _write(model: Deployed, metadata: dict[str, Any], folder: Path, formats: Seq
     with quiet():
         program = torch.export.export(model, tuple(inputs), dynamic_shapes=(shapes,))
         program.example_inputs = None  # they would be pickled
-        for node in program.graph.nodes:  # no path of this machine leaves it
+        for node in program.graph.nodes:  # stack traces contain paths of this machine
             node.meta.pop("stack_trace", None)
         if "pt2" in formats:
             torch.export.save(program, folder / "policy.pt2", extra_files={"metadata.json": text})
@@ -205,7 +205,7 @@ def _write(model: Deployed, metadata: dict[str, Any], folder: Path, formats: Seq
 
 
 def onnx_shape(shape: Any) -> Any:
-    """The same with its free axis called ``batch``, where the exporter gave it a number for a name."""
+    """Return the shape with its free axis named ``batch``; the exporter may have numbered it instead."""
     import onnx_ir
 
     return onnx_ir.Shape([size if isinstance(size, int) else "batch" for size in shape])
@@ -213,8 +213,8 @@ def onnx_shape(shape: Any) -> Any:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """float32 products and convolutions in float32, as every other runtime forms them, whatever a run in this process
-    has set."""
+    """Compute float32 products and convolutions in full float32, as other runtimes do, whatever the settings of a run
+    in this process."""
     places: Any = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
     before = [place.fp32_precision for place in places]
     try:
@@ -230,7 +230,10 @@ def exact_products() -> Iterator[None]:
 
 
 def random_inputs(metadata: Mapping[str, Any], rows: int, model: Deployed) -> list[Tensor]:
-    """Random tensors for every input; observations have three times the spread of the training, so clipping acts."""
+    """Return random tensors for every input, as the metadata describe them, with ``rows`` rows each.
+
+    Observations have three times the standard deviation of training, so that clipping takes effect.
+    """
     gen = torch.Generator().manual_seed(0)
     out = []
     for entry in metadata["inputs"]:
@@ -248,10 +251,9 @@ def random_inputs(metadata: Mapping[str, Any], rows: int, model: Deployed) -> li
 
 @torch.no_grad()
 def difference(policy: Policy, model: Deployed, metadata: Mapping[str, Any], function: Function) -> float:
-    """Largest difference from the live policy over ``PARITY_ROWS`` rows, in batches of 1, 7 and the rest.
+    """Return the largest difference from the policy over ``PARITY_ROWS`` rows, in batches of 1, 7 and the rest.
 
-    Actions count in units of [-1, 1] whatever the simulator's bounds, discrete ones by their numbers; states as they
-    are. NaN counts as infinite.
+    Continuous actions are compared in [-1, 1], discrete ones by index, states without scaling. NaN counts as infinite.
     """
     inputs, worst = random_inputs(metadata, PARITY_ROWS, model), 0.0
     split, to_unit = len(policy.groups), unit_map(metadata["action"], torch.device("cpu"))
@@ -279,11 +281,11 @@ def _check_parity(parity: Mapping[str, float]) -> None:
 
 
 def _readers(path: Path) -> Iterator[Function]:
-    """Every way in which it will be read: as anybody's programs do, and as :class:`ExportedPolicy` does."""
+    """Open a file with the loader of torch or ONNX Runtime, and with the one of :class:`ExportedPolicy`."""
     yield open_export(path, torch.device("cpu"), trust=True)[0]
     try:
         yield open_export(path, torch.device("cpu"), trust=False)[0]
     except ConfigError as error:
         if not isinstance(error.__cause__, UnknownOperatorError):
             raise
-        warnings.warn(f"{path.name}: pql loads it with --trust alone: {error.__cause__}", PqlWarning, stacklevel=2)
+        warnings.warn(f"{path.name}: pql loads it only with --trust: {error.__cause__}", PqlWarning, stacklevel=2)

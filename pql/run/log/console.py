@@ -1,7 +1,7 @@
 """Console output of a run: the plan first, then progress at least every ten seconds.
 
 On a terminal a panel with a bar, in a notebook one line that is updated in place, elsewhere a table of plain lines.
-This file imports no torch: it is there before the library is.
+This file does not import torch, so that output appears before the library is loaded.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ def opening(config: Config, run_dir: Path | None) -> str:
     what = f"{config.algo.name} on {config.task.title}: {config.num_envs:,} environments on {where}, seed {config.seed}"
     end = f"budget: {budget_words(config.budget)}"
     if config.budget.seconds is not None:
-        end += f"; on top: building before, saving{' and evaluation' if config.eval.final else ''} after"
+        end += f"; plus building before, saving{' and evaluation' if config.eval.final else ''} after"
     lines = [line for text in (what, end) for line in textwrap.wrap(text, WIDTH)]
     return "\n".join([*lines, *([] if run_dir is None else [f"run: {run_dir}"])])
 
 
 def budget_words(budget: BudgetConfig) -> str:
-    """Description of a run's budget."""
+    """Return the description of a run's budget."""
     bounds = [
         (budget.seconds, "{:,g} s from the first env step on"),
         (budget.env_steps, "{:,} env steps"),
@@ -44,19 +44,20 @@ def budget_words(budget: BudgetConfig) -> str:
 
 
 class RunProgress:
-    """How far a run is: all that a face of it may show.
+    """Progress of a run, from which every display is drawn.
 
     Attributes:
         title: of the run.
-        budget: what ends it: ``seconds``, ``env_steps``.
-        now: the time and the steps of this moment, once there is a run; it must be quick, and may lag.
-        phase: what is being done; None: training.
-        detail: how far the phase is, in words.
+        budget: limits that end the run: ``seconds``, ``env_steps``.
+        latest: newest value of every metric written so far.
+        now: returns current time and steps, once the run exists; it must be fast and may lag behind.
+        phase: the current activity; None: training.
+        detail: returns a text on the progress of the phase.
     """
 
     def __init__(self, title: str, budget: Row, clock: Callable[[], float] = time.monotonic):
         self.title, self.budget, self.clock = title, budget, clock
-        self.told: Row = {}
+        self.latest: Row = {}
         self.now: Callable[[], Row] = dict
         self.phase: str | None = None
         self.detail: Callable[[], str] = str
@@ -64,19 +65,19 @@ class RunProgress:
 
     @property
     def row(self) -> Row:
-        """The newest value of every metric. Time does not run backwards: an evaluation's is that of its request."""
-        ahead = self.now() if self.told or self.phase else {}
-        return self.told | {k: max(v, self.told.get(k, 0.0)) for k, v in ahead.items()}
+        """The newest value of every metric. Time never decreases, though an evaluation has the time of its request."""
+        ahead = self.now() if self.latest or self.phase else {}
+        return self.latest | {k: max(v, self.latest.get(k, 0.0)) for k, v in ahead.items()}
 
     def share(self) -> float | None:
-        """Of the budget that is used up, in [0, 1]; None where nothing bounds the run."""
+        """Return the used share of the budget, in [0, 1]; None if the run has no limit."""
         known = (("seconds", "time/seconds"), ("env_steps", "steps/env"))
         row = self.row
         used = [row.get(key, 0.0) / self.budget[name] for name, key in known if name in self.budget]
         return min(1.0, max(used)) if used else None
 
     def left(self) -> float | None:
-        """Seconds left by the budget that ends first; None where nothing bounds the run, or too little is known."""
+        """Return the seconds left until the first limit; None if there is no limit, or too little is known."""
         row = self.row
         seconds, steps = row.get("time/seconds", 0.0), row.get("steps/env", 0.0)
         left = []
@@ -87,7 +88,7 @@ class RunProgress:
         return max(0.0, min(left)) if left else None
 
     def doing(self) -> str:
-        """The phase, how far it is and for how long it has been going on."""
+        """Return the phase, its progress and its duration so far."""
         spent = self.clock() - self.since
         text = ", ".join(x for x in (self.detail(), f"{spent:.0f} s" if spent >= 1 else "") if x)
         return f"{self.phase}: {text}" if text else f"{self.phase}"
@@ -101,18 +102,18 @@ class Face(Protocol):
         ...
 
     def show(self, due: bool) -> None:
-        """Something has changed; ``due``: it is to be seen now."""
+        """Display a change; ``due``: at once."""
         ...
 
     def beat(self) -> None:
-        """A second has passed."""
+        """Called once a second."""
         ...
 
     def close(self) -> None: ...
 
 
 def announced(config: Config, run_dir: Path | None) -> "Console":
-    """A console that has said what the run will do."""
+    """Return a console that has printed the plan of the run."""
     budget = {k: float(v) for k, v in to_dict(config.budget).items() if v is not None}
     console = Console(f"{config.algo.name} on {config.task.title}", budget)
     console.say(opening(config, run_dir))
@@ -120,11 +121,11 @@ def announced(config: Config, run_dir: Path | None) -> "Console":
 
 
 class Console:
-    """Shows a run's progress. All that it prints may fail: a reader that has gone is no reason to stop training.
+    """Shows a run's progress. Errors in printing, such as a closed pipe, do not stop training.
 
     Args:
         title: of the run.
-        budget: what ends it, for the time left: ``seconds``, ``env_steps``.
+        budget: limits that end the run, for the time left: ``seconds``, ``env_steps``.
         console: where to print instead of standard output, a ``rich.console.Console``.
         clock: seconds, for tests.
     """
@@ -142,16 +143,17 @@ class Console:
                 self.face.beat()
 
     def write(self, row: Row) -> None:
-        """A row of metrics."""
-        seen = self.progress.told
+        """Display a row of metrics."""
+        seen = self.progress.latest
         ahead = {k: max(row[k], seen.get(k, 0.0)) for k in ("time/seconds", "steps/env")}
-        self.progress.told = seen | row | ahead
+        self.progress.latest = seen | row | ahead
         with _unheard():
             self.face.show("eval/return_mean" in row)
 
     @contextlib.contextmanager
     def doing(self, what: str, detail: Callable[[], str] = str) -> Iterator[None]:
-        """Inside, the run does ``what``; ``detail`` says how far it is. Other threads call it: it must be quick."""
+        """Display the activity ``what`` inside the context. ``detail`` returns its progress; other threads call it, so
+        it must be fast."""
         progress = self.progress
         before = progress.phase, progress.detail, progress.since
         progress.phase, progress.detail, progress.since = what, detail, progress.clock()
@@ -166,7 +168,7 @@ class Console:
             self.face.say(text)
 
     def close(self) -> None:
-        """The last state stays; nothing is updated any more. Lines may still be said."""
+        """Stop updating; the last state stays. Lines can still be printed with :meth:`say`."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join(timeout=5.0)
@@ -176,7 +178,7 @@ class Console:
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
-    """A closed pipe does not matter inside; rich turns it into SystemExit."""
+    """Ignore a closed pipe, which rich turns into SystemExit."""
     with contextlib.suppress(OSError, ValueError, SystemExit):
         yield
 
@@ -208,7 +210,7 @@ COLUMNS = (
 
 
 class Lines:
-    """A table for pipes and files: a line every few seconds, none wider than ``WIDTH``, its header now and again."""
+    """A table for pipes and files: a line every few seconds, at most ``WIDTH`` wide; the header is repeated."""
 
     def __init__(self, progress: RunProgress, console: Any):
         self.progress, self.console = progress, console
@@ -226,11 +228,11 @@ class Lines:
 
     def beat(self) -> None:
         with self.lock:
-            if self.progress.clock() - self.last < EVERY + 1:  # a row that comes in time is more worth
+            if self.progress.clock() - self.last < EVERY + 1:  # one second for a row of metrics to arrive first
                 return
             if self.progress.phase is not None:
                 self._print(f"  {self.progress.doing()}")
-            elif self.progress.told:
+            elif self.progress.latest:
                 self._table_row()
 
     def close(self) -> None:
@@ -250,7 +252,7 @@ class Lines:
 
 
 def cells(progress: RunProgress) -> list[str]:
-    """The newest row's values under ``COLUMNS``; empty where there is none."""
+    """Return the newest values for ``COLUMNS``; empty texts for missing ones."""
     row, left = progress.row, progress.left()
     busy = {k.removeprefix("busy/"): v for k, v in row.items() if k.startswith("busy/")}
     busiest = max(busy, key=lambda k: busy[k], default="")
@@ -295,7 +297,7 @@ def score(value: float) -> str:
 
 
 class Panel:
-    """A live panel: a bar with the share of the budget, and what a person wants to see of a run."""
+    """A live panel: a bar with the used share of the budget, and the most important metrics."""
 
     def __init__(self, progress: RunProgress, console: Any):
         from rich.live import Live
@@ -332,18 +334,18 @@ class Panel:
         state = "" if left is None or not row else f"{duration(left)} left"
         bar = ProgressBar(total=1.0, completed=share or 0.0, width=40, pulse=share is None)
         head.add_row(bar, "" if share is None else f"{share:.0%}", progress.doing() if progress.phase else state)
-        for label, text in labelled(row) if progress.told else ():
+        for label, text in labelled(row) if progress.latest else ():
             table.add_row(label, text)
-        return Box(Group(head, table) if progress.told else head, title=progress.title, expand=False)
+        return Box(Group(head, table) if progress.latest else head, title=progress.title, expand=False)
 
 
 def labelled(row: Row) -> list[tuple[str, str]]:
-    """(label, text) of what a person wants to see of a run."""
+    """Return (label, text) of the most important metrics."""
 
     def number(key: str, form: str = ",.0f") -> str:
         return format(row[key], form) if key in row else "-"
 
-    lag = "lag/policy_mean" if "lag/policy_mean" in row else "lag/policy_ticks"  # the former: of replicas, in pushes
+    lag = "lag/policy_mean" if "lag/policy_mean" in row else "lag/policy_ticks"  # lag/policy_mean: replicas, in pushes
     names = [k.removeprefix("busy/") for k in row if k.startswith("busy/")]
     workers = sorted(names, key=lambda w: w != "collector") or ["collector"]
     return [
@@ -378,7 +380,7 @@ def notebook_display() -> Callable[..., Any] | None:
 
 
 class Notebook:
-    """One line below the cell, which is updated in place."""
+    """One line below the cell, updated in place."""
 
     def __init__(self, progress: RunProgress, display: Callable[..., Any]):
         self.progress, self.display = progress, display
@@ -403,9 +405,9 @@ class Notebook:
         self.beat()
 
     def line(self) -> str:
-        """The table's columns with their names, as far as there are values."""
+        """Return the names and values of the table's columns, without empty ones."""
         progress, share = self.progress, self.progress.share()
-        done = [] if share is None or not progress.told else [f"{share:.0%}"]
+        done = [] if share is None or not progress.latest else [f"{share:.0%}"]
         if progress.phase is not None:
             return " | ".join([*done, progress.doing()])
         known = zip(COLUMNS, cells(progress), strict=True)

@@ -1,7 +1,7 @@
 """Metric sinks: metrics.jsonl and the console always; TensorBoard or wandb on request.
 
-Metrics are summed on the device by their owners. A row is assembled at a tick's boundary, copied to the host
-asynchronously, and written a tick later: no sink ever makes a worker wait.
+Workers sum their metrics on the device. A row is assembled at a tick boundary, copied to the host asynchronously and
+written one tick later, so that no sink makes a worker wait.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from pql.errors import ConfigError, PqlWarning, first_line
 from pql.run.log.console import WIDTH, Console, Row
 from pql.run.store.run_dir import Summary
 
-LINE = 1 << 20  # characters of a row, at most: none is near that
-PATIENCE = 5.0  # seconds that the end of a run waits for wandb
+LINE = 1 << 20  # upper limit of a row's characters; rows are far shorter
+PATIENCE = 5.0  # seconds that a run waits for wandb at its end
 
 
 class Sink(Protocol):
@@ -37,14 +37,14 @@ class Sink(Protocol):
 
 
 class Jsonl:
-    """One JSON object a line, numbers only. A number that JSON lacks (nan, inf) is left out.
+    """metrics.jsonl: one JSON object per line, with finite numbers only; nan and inf are left out.
 
     Args:
-        resumed_at: env steps at which a resumed run continues. Rows beyond them, which it will write again, and a line
-            that was cut off are dropped.
+        resumed_at: env steps at which a resumed run continues. Later rows, which it will write again, and truncated
+            lines are dropped.
 
     Raises:
-        ConfigError: the file of a resumed run is no ordinary one.
+        ConfigError: the file of a resumed run is not a regular file.
     """
 
     def __init__(self, path: Path, resumed_at: int | None = None):
@@ -63,14 +63,14 @@ class Jsonl:
             check_ordinary(path)
         except ValueError as error:
             raise ConfigError("run", path.parent, f"a run with metrics that can be read ({error})") from error
-        aside = path.with_name(f".{path.name}")
-        create_file(aside, "")
-        with path.open(errors="replace") as file, aside.open("a") as kept:
+        temporary = path.with_name(f".{path.name}")
+        create_file(temporary, "")
+        with path.open(errors="replace") as file, temporary.open("a") as kept:
             while line := file.readline(LINE):
                 with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     if json.loads(line)["steps/env"] <= steps:
                         kept.write(line.rstrip("\n") + "\n")
-        aside.replace(path)
+        temporary.replace(path)
 
     def write(self, row: Row) -> None:
         finite = {k: v for k, v in row.items() if abs(v) < float("inf")}
@@ -86,7 +86,7 @@ class TensorBoard:
     def __init__(self, folder: Path, resumed_at: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run's rows up to, and at, the resume point stay, as they do in metrics.jsonl.
+        # A resumed run's rows up to and including the resume point are kept, as in metrics.jsonl.
         self.writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, row: Row) -> None:
@@ -98,13 +98,13 @@ class TensorBoard:
 
 
 class Wandb:
-    """wandb, offline unless asked, in a separate process that reads metrics.jsonl (``wandb_feed.py``).
+    """wandb, offline by default, in a separate process that reads metrics.jsonl (``wandb_feed.py``).
 
     Args:
-        folder: the run's.
-        offset: where in metrics.jsonl this sitting begins, in bytes.
-        say: reports where the data are and how to upload them.
-        patience: seconds that ``close`` waits for it. It needs nothing of the run, and gets done by itself.
+        folder: the run directory.
+        offset: byte in metrics.jsonl at which this sitting begins.
+        say: receives the place of the data and the command that uploads them.
+        patience: seconds that ``close`` waits for the process. If it needs longer, it finishes after the run.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class Wandb:
         self.ended = True
         verdict = {"dir": str(self.folder / "wandb" / "latest-run"), "why": "wandb's process died", "mode": ""}
         try:
-            told, _ = self.process.communicate(timeout=self.patience)
-            verdict = json.loads(told)
+            reply, _ = self.process.communicate(timeout=self.patience)
+            verdict = json.loads(reply)
         except subprocess.TimeoutExpired:
-            verdict["why"] = "wandb is still at work, and goes on by itself"
+            verdict["why"] = "wandb is still uploading and continues in the background"
         except ValueError:
             pass
         upload = f"wandb sync {shlex.quote(verdict['dir'])}"
@@ -184,7 +184,7 @@ class Pending:
         return all(e.query() for e in self.events)
 
     def collect(self) -> Row:
-        """The row with the values filled in; waits where they have not arrived."""
+        """Return the row with its values filled in, after waiting for those still being copied."""
         for event in self.events:
             event.synchronize()
         for names, values in self.parts:
@@ -193,7 +193,7 @@ class Pending:
 
 
 class Sinks:
-    """All sinks of a run. One that fails is warned of once, and tried again with every row; the run continues."""
+    """All sinks of a run. A failing sink causes one warning and is tried again with every row; the run continues."""
 
     def __init__(self, sinks: Sequence[Sink]):
         self.sinks = list(sinks)
@@ -206,11 +206,11 @@ class Sinks:
             except Exception as error:
                 if sink not in self.failed:
                     what = f"{type(sink).__name__}: {first_line(error)}"
-                    warnings.warn(f"a log is incomplete, the run goes on: {what}", PqlWarning, stacklevel=2)
+                    warnings.warn(f"a log is incomplete, the run continues: {what}", PqlWarning, stacklevel=2)
                 self.failed.add(sink)
 
     def reopen(self) -> None:
-        """The run directory was deleted and created again: metrics.jsonl continues there."""
+        """Continue metrics.jsonl in a run directory that was deleted and created again."""
         for sink in self.sinks:
             if isinstance(sink, Jsonl):
                 sink.close()
@@ -223,7 +223,7 @@ class Sinks:
 
 
 def make_sinks(config: Config, run_dir: Path, console: Console | None, resumed_at: int | None = None) -> Sinks:
-    """metrics.jsonl always, the console unless the run is quiet, plus the chosen logger.
+    """Create the sinks: metrics.jsonl always, the console unless the run is quiet, and the chosen logger.
 
     Raises:
         ConfigError: the logger's package is not installed.
@@ -239,14 +239,14 @@ def make_sinks(config: Config, run_dir: Path, console: Console | None, resumed_a
 
 
 def check_logger(config: Config) -> None:
-    """Raises ``ConfigError`` where the logger's package is not installed."""
+    """Raise ``ConfigError`` if the logger's package is not installed."""
     kind = config.logger.kind
     if kind != "none" and kind not in sys.modules and importlib.util.find_spec(kind) is None:
         raise ConfigError("logger", kind, f"the package {kind!r}, which is not installed: pip install 'pql-rl[{kind}]'")
 
 
 def memory(device: torch.device) -> Row:
-    """Peak host memory of this process and, on CUDA, what PyTorch holds on the device, in GiB."""
+    """Return the peak host memory of this process and, on CUDA, the device memory reserved by PyTorch, in GiB."""
     unit = 2**30 if sys.platform == "darwin" else 2**20
     row = {"memory/host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
     if device.type == "cuda":
@@ -270,11 +270,12 @@ def closing_words(
     budget: BudgetConfig,
     kept: tuple[bool, bool] = (True, True),
 ) -> str:
-    """The last lines of a run: what came out, what bounded it, where it is, what to type next.
+    """Return the last lines of a run: result, bottleneck, directory and the commands to use next.
 
     Args:
-        busy: seconds of work by worker in this sitting, whose ``ticks`` took ``seconds``.
-        kept: whether a policy and a resume point are on the disk; no command is named that would find none.
+        busy: worker -> seconds of work in this sitting.
+        seconds: duration of the sitting's ``ticks``.
+        kept: (policy, resume point): True for each one on disk; commands that need a missing one are not shown.
     """
     policy, point = kept
     score = "not evaluated" if summary.return_mean is None else scores(summary)
@@ -296,17 +297,17 @@ def closing_words(
 
 
 def bounded(busy: Row, seconds: float) -> str:
-    """Which worker the ticks wait for, and what to do about it."""
+    """Return the busiest worker, for which ticks wait, with advice."""
     bound = max(busy, key=lambda k: busy[k])
     shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())
     return textwrap.fill(f"the tick is bounded by {bound} (busy: {shares}): {ADVICE[bound]}", WIDTH)
 
 
 def idle(summary: Summary) -> str:
-    """Why a sitting came to no tick."""
+    """Return why a sitting ran no tick."""
     if summary.interrupted or summary.updates_v == 0:
         return "nothing was learned in this sitting: it ended before the first tick"
-    return "nothing was learned in this sitting: the run had used up its budget before"
+    return "nothing was learned in this sitting: the budget of the run was already used up"
 
 
 def more(summary: Summary, budget: BudgetConfig) -> str:
@@ -320,7 +321,7 @@ def more(summary: Summary, budget: BudgetConfig) -> str:
 
 
 def scores(summary: Summary) -> str:
-    """The final evaluation, for people."""
+    """Return the final evaluation as text."""
     middle = "" if summary.return_median is None else f"median {summary.return_median:,.1f}, "
     success = "" if summary.success is None else f", success {summary.success:.0%}"
     length = "" if summary.length_mean is None else f" of {summary.length_mean:,.1f} steps"

@@ -1,8 +1,8 @@
-"""Feeds wandb from a run's metrics.jsonl, in a separate process: ``python -m pql.run.log.wandb_feed OPTIONS``.
+"""Process that feeds wandb from a run's metrics.jsonl: ``python -m pql.run.log.wandb_feed OPTIONS``.
 
-Whatever wandb does (wait for a server, hang, crash), the run never waits for it. The data are on the disk first: where
-the server cannot be reached, at the start or later, ``wandb sync`` uploads all of them. The run closes this process's
-standard input when it ends, and reads a line of JSON from its output: where the data are, and what went wrong.
+The run does not wait if wandb waits for a server, hangs or crashes. Data are written to disk first; if the server
+cannot be reached, ``wandb sync`` uploads all of them later. At its end the run closes this process's standard input and
+reads one line of JSON from its output: the directory of the data, and the error if there was one.
 """
 
 import contextlib
@@ -17,18 +17,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-POLL = 0.3  # seconds between two looks at metrics.jsonl
-PROBE = 2.0  # that a server may take to answer at all
-INIT = 5.0  # that wandb may take to begin a run online
-GRACE = 4.0  # that it may take to end one while the server cannot be reached
-LIMIT = 120.0  # that this process outlives its run at most
+# All in seconds.
+POLL = 0.3  # between two reads of metrics.jsonl
+PROBE = 2.0  # limit for a first answer of the server
+INIT = 5.0  # limit for the start of an online run
+GRACE = 4.0  # limit for the end of a run while the server cannot be reached
+LIMIT = 120.0  # limit for this process after the end of its run
 
 
 def main(argv: list[str]) -> int:
     """Begin a wandb run, log every row until standard input ends, and end it. ``argv[0]``: see ``log.Wandb``."""
     options = json.loads(argv[0])
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not for the run to read
+    os.dup2(2, 1)  # keep the output of libraries out of the pipe to the run
     with contextlib.suppress(OSError):
         os.nice(10)
     verdict = {"dir": options["folder"], "mode": options["mode"], "why": ""}
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
         finish(run, verdict, out)
     except Exception as error:
         verdict["why"] = f"wandb stopped: {type(error).__name__}: {error}"
-    tell(out, verdict)
+    report(out, verdict)
     return 0
 
 
@@ -53,7 +54,7 @@ def wait_for_end(ended: threading.Event) -> None:
 
 
 def begin(options: dict[str, Any], verdict: dict[str, str]) -> Any:
-    """A wandb run, online if so asked and possible, else offline; ``verdict`` says which, and why."""
+    """Start a wandb run: online if requested and possible, else offline; mode and reason are put into ``verdict``."""
     import wandb
 
     folder, config = options["folder"], options["config"]
@@ -70,20 +71,20 @@ def begin(options: dict[str, Any], verdict: dict[str, str]) -> Any:
     if run is None:
         run = wandb.init(mode="offline", **arguments)
     verdict["dir"] = str(Path(run.dir).parent)
-    # Not wandb's own step, which may never fall: an evaluation is reported after later rows of training.
+    # wandb's own step may not decrease, but an evaluation is reported after later rows of training.
     run.define_metric("*", step_metric="steps/env")
     return run
 
 
 def wandb_settings(wandb: Any) -> Any:
     chosen = wandb.Settings(silent=True, console="off", init_timeout=INIT)
-    with contextlib.suppress(Exception):  # where this version can: statistics of the run's process, not of this one
+    with contextlib.suppress(Exception):  # if this version supports it: system statistics of the run's process
         chosen.x_stats_pid = os.getppid()
     return chosen
 
 
 def rows(path: Path, offset: int, ended: threading.Event) -> Iterator[dict[str, float]]:
-    """The rows of ``path`` from byte ``offset`` on, as they are written, until ``ended`` and all are read."""
+    """Yield the rows of ``path`` from byte ``offset`` on as they are written, until ``ended`` is set."""
     with path.open("rb") as file:
         file.seek(offset)
         rest = b""
@@ -98,10 +99,10 @@ def rows(path: Path, offset: int, ended: threading.Event) -> Iterator[dict[str, 
 
 
 def finish(run: Any, verdict: dict[str, str], out: TextIO) -> None:
-    """End the wandb run; where the server has gone in the meantime, not for longer than ``GRACE``."""
+    """End the wandb run, within ``GRACE`` if the server can no longer be reached."""
 
     def leave() -> None:
-        tell(out, {**verdict, "mode": "offline", "why": "wandb's server has gone"})
+        report(out, {**verdict, "mode": "offline", "why": "wandb's server is unreachable"})
         os._exit(0)
 
     timer = threading.Timer(GRACE, leave)
@@ -126,8 +127,9 @@ def reachable(url: str) -> bool:
     return True
 
 
-def tell(out: TextIO, verdict: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # the run may have gone
+def report(out: TextIO, verdict: dict[str, str]) -> None:
+    """Write the result as one line of JSON."""
+    with contextlib.suppress(OSError):  # the run may have ended
         print(json.dumps(verdict), file=out, flush=True)
 
 

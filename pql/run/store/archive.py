@@ -98,7 +98,7 @@ class Archive:
         """
         for name, error in self.saver.outcomes(wait):
             if error is not None:
-                self.lost(f"checkpoint {name}", error, ", the run goes on")
+                self.lost(f"checkpoint {name}", error, ", the run continues")
         if self._saved and (wait or (self.saver.idle and self.ranks.size == 1)):
             self._saved = False
             self.ranks.wait()
@@ -112,7 +112,7 @@ class Archive:
         self.missing[name] = str(error)
 
     def close(self) -> None:
-        """As of the saver."""
+        """Close the saver."""
         self.saver.close()
 
     def _policy_state(self, parts: Parts) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Archive:
         write = self.saver.later if background else self.saver.now
         write(path, state, {"kind": kind, "config": to_dict(self.config), "spec": spec, **facts})
 
-    # -- a directory that is deleted ------------------------------------------------------------------------------
+    # -- a deleted directory --------------------------------------------------------------------------------------
 
     def restore(self, env_steps: int) -> bool:
         """Create the run directory again if it was deleted or emptied. Return True in that case.
@@ -146,7 +146,7 @@ class Archive:
             raise RunError(f"{self.run_dir} was deleted while the run was at work ({error})") from None
         self._number = self.run_dir.stat().st_ino
         self.missing[what] = "the run directory was deleted"
-        self.warn(f"{self.run_dir} was deleted while the run was at work: made anew, without {what}")
+        self.warn(f"{self.run_dir} was deleted while the run was at work: recreated, without {what}")
         return True
 
     def _there(self) -> bool:

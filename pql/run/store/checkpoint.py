@@ -51,9 +51,9 @@ def unflatten(flat: Mapping[str, Tensor], like: Any, prefix: str = "", some: boo
     """Reverse :func:`flatten`, with the structure of ``like``.
 
     Args:
-        some: the first axis may have another length, as everywhere below a :class:`~pql.types.Rows`.
+        some: the first axis may have another length; True for all entries below a :class:`~pql.types.Rows`.
     Raises:
-        ConfigError: the checkpoint lacks an entry of the run, or has another shape or type.
+        ConfigError: the checkpoint lacks an entry of the run, or an entry differs in shape or type.
     """
     if isinstance(like, Mapping):
         some = isinstance(like, Rows)
@@ -71,30 +71,30 @@ def unflatten(flat: Mapping[str, Tensor], like: Any, prefix: str = "", some: boo
     if value.shape[lead:] != like.shape[lead:] or value.dtype != like.dtype:
         # Checked here because copying in place would silently broadcast or round.
         have, want = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (value, like))
-        raise ConfigError("checkpoint", prefix, f"{want}, as this run's settings make it; the checkpoint has {have}")
+        raise ConfigError("checkpoint", prefix, f"{want}, from this run's settings; the checkpoint has {have}")
     return value
 
 
 def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
-    """Write ``tree`` and ``manifest`` to the directory ``path``, atomically (an existing one is replaced).
+    """Write ``tree`` and ``manifest`` to the directory ``path`` atomically, replacing an existing checkpoint.
 
     Raises:
-        OSError: it could not be written; what was at ``path`` is still there.
+        OSError: it could not be written; an earlier checkpoint at ``path`` is kept.
     """
-    aside, old = path.with_name(f".writing-{path.name}"), _old(path)
+    temporary, old = path.with_name(f".writing-{path.name}"), _old(path)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        _write(aside, tree, manifest)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write(temporary, tree, manifest)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
-        aside.rename(path)
+        temporary.rename(path)
         sync(path.parent)
     except BaseException:
         if old.exists() and not path.exists():
             old.rename(path)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
@@ -105,10 +105,10 @@ def _write(folder: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
 
 
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    aside = folder / f".{MANIFEST}"
-    create_file(aside, json.dumps({**manifest, "manifest_sha256": _manifest_hash(manifest)}, indent=1))
-    sync(aside)
-    aside.replace(folder / MANIFEST)
+    temporary = folder / f".{MANIFEST}"
+    create_file(temporary, json.dumps({**manifest, "manifest_sha256": _manifest_hash(manifest)}, indent=1))
+    sync(temporary)
+    temporary.replace(folder / MANIFEST)
     sync(folder)
 
 
@@ -178,7 +178,7 @@ def newest_checkpoint(folder: Path, kinds: Sequence[str] = ()) -> tuple[dict[str
         try:
             return (*load(path, kinds), path)
         except CorruptCheckpointError as error:
-            warnings.warn(f"{error}; trying the one before", PqlWarning, stacklevel=2)
+            warnings.warn(f"{error}; trying the previous one", PqlWarning, stacklevel=2)
     what = "none is intact" if points else "there is none (checkpoint.replay=false keeps none)"
     raise ConfigError("run", folder.parent, f"a run with a resume point: {what} in {folder}")
 
@@ -251,12 +251,12 @@ def find(path: Path, kinds: Sequence[str] = (), whole: bool = False) -> tuple[di
 
 def home(path: Path) -> Path:
     """Return the run directory of a checkpoint or export; if it was moved, the folder that contains it."""
-    folder = Path(os.path.abspath(path)).parent  # links are not followed: they may lead anywhere
+    folder = Path(os.path.abspath(path)).parent  # links are not followed, because they may lead anywhere
     return folder.parent if folder.name in ("checkpoints", "export") else folder
 
 
 def set_aside(folder: Path, keep_up_to: Path) -> None:
-    """Rename resume points newer than ``keep_up_to``, which are damaged, so that none is taken for the newest again."""
+    """Rename the resume points newer than ``keep_up_to``, which are damaged, so that they are no longer found."""
     for path in resume_points(folder):
         if path.name > keep_up_to.name:
             path.rename(path.with_name(f"damaged-{path.name}"))

@@ -1,4 +1,4 @@
-"""A run directory has one writer: a lock in it, which the kernel releases when its process dies, however it dies."""
+"""Lock of a run directory, which ensures a single writer. The kernel releases it when the process dies."""
 
 import contextlib
 import errno
@@ -15,19 +15,19 @@ from pql.errors import ConfigError, PqlWarning
 
 LOCK = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # file systems without locks
-TRIES = 1000  # names for runs of the same second; also attempts at a directory that others make and remove
+TRIES = 1000  # names for runs of the same second; also attempts to lock a directory that others create and remove
 
 
 class Claim:
-    """A run directory that no other process may write to until this is closed.
+    """A run directory locked for this process, until the claim is closed.
 
-    The lock is that of an open file. A program that this one starts does not inherit it; a fork closes its copy, or
-    the lock would outlive the run in a simulator's workers.
+    The lock is held by an open file. Started programs do not inherit it. A forked process closes its copy; otherwise
+    a simulator's workers would hold the lock after the run.
 
     Args:
         path: the directory.
-        made: directories that were made for this claim: closing removes them again where nothing was written to them.
-        file: the locked one; None: the file system has no locks.
+        made: directories created for this claim; ``close`` removes those that are still empty.
+        file: the locked file; None: the file system has no locks.
     """
 
     def __init__(self, path: Path, made: list[Path], file: IO[str] | None):
@@ -41,15 +41,15 @@ class Claim:
         self.close()
 
     def close(self) -> None:
-        """Release the directory. As often as one likes."""
+        """Release the directory. May be called repeatedly."""
         if self._process != os.getpid():
             return
         if self._file is not None:
             with contextlib.suppress(OSError):
-                if _is(self._file, self.path / LOCK):  # else the directory was deleted, and is another run's by now
-                    (self.path / LOCK).unlink()  # while it is locked: nobody else's
+                if _is(self._file, self.path / LOCK):  # else the directory was deleted and may belong to another run
+                    (self.path / LOCK).unlink()  # before unlocking, while no other process can hold it
             self._file.close()
-        with contextlib.suppress(OSError):  # it holds a run, or others, or is gone
+        with contextlib.suppress(OSError):  # not empty, or already deleted
             for path in self._made:
                 path.rmdir()
         self._file, self._made = None, []
@@ -58,7 +58,7 @@ class Claim:
         """Lock the directory again after it was deleted and created again.
 
         Raises:
-            ConfigError: another process holds one of that name, or it cannot be written.
+            ConfigError: another process holds a directory of the same name, or it cannot be written.
         """
         again = claim(self.path)
         if self._file is not None:
@@ -72,14 +72,14 @@ _open: "weakref.WeakSet[Claim]" = weakref.WeakSet()
 def _forked() -> None:
     for one in _open:
         if one._file is not None:
-            one._file.close()  # the other process's file stays locked
+            one._file.close()  # the parent's file stays locked
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
 def claim(path: Path) -> Claim:
-    """Lock the run directory ``path``, which is made where it is not there.
+    """Lock the run directory ``path``; create it if missing.
 
     Raises:
         ConfigError: another process holds it, or it cannot be written.
@@ -89,7 +89,7 @@ def claim(path: Path) -> Claim:
             made = _missing(path)
             path.mkdir(parents=True, exist_ok=True)
             file = (path / LOCK).open("a+")
-        except FileNotFoundError:  # whoever had made it has just removed it
+        except FileNotFoundError:  # another process has just removed it
             continue
         except OSError as error:
             raise ConfigError("run_dir", path, f"a folder that can be written ({error})") from error
@@ -101,14 +101,14 @@ def claim(path: Path) -> Claim:
             file.flush()
             return Claim(path, made, file)
         file.close()  # it was removed by its last holder before it was locked here
-    raise ConfigError("run_dir", path, "a folder that is not made and removed all the time")
+    raise ConfigError("run_dir", path, "a folder that other processes do not keep creating and removing")
 
 
 def claim_new(stem: Path) -> Claim:
-    """A directory that was not there before: ``stem``, or ``stem-2``, ``stem-3``, ... where others are quicker.
+    """Create and lock a new directory: ``stem``, or ``stem-2``, ``stem-3``, ... if other processes took the name.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     for i in range(1, TRIES):
         path = stem if i == 1 else stem.with_name(f"{stem.name}-{i}")
@@ -116,7 +116,7 @@ def claim_new(stem: Path) -> Claim:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir()
-        except (FileExistsError, FileNotFoundError):  # others were quicker, or have removed a folder above it
+        except (FileExistsError, FileNotFoundError):  # another process created it, or removed a parent folder
             continue
         except OSError as error:
             raise ConfigError("run_dir", path, f"a folder that can be written ({error})") from error
@@ -139,12 +139,12 @@ def holder(path: Path) -> str | None:
 
 
 def _missing(path: Path) -> list[Path]:
-    """``path`` and the folders above it that are not there, the innermost first."""
+    """Return the missing folders among ``path`` and its parents, innermost first."""
     return [one for one in (path, *path.parents) if not one.exists()]
 
 
 def _lock(file: IO[str], path: Path) -> bool:
-    """False, with a warning, where the file system has no locks.
+    """Lock the file. Return False, with a warning, if the file system has no locks.
 
     Raises:
         ConfigError: another process has locked it.
@@ -159,7 +159,7 @@ def _lock(file: IO[str], path: Path) -> bool:
         file.close()
         if error.errno not in UNSUPPORTED:
             raise ConfigError("run_dir", path, f"a folder that can be written ({error})") from error
-        what = f"{path} cannot be locked ({error.strerror}): nothing keeps a second run from writing to it"
+        what = f"{path} cannot be locked ({error.strerror}): a second run could write to it"
         warnings.warn(what, PqlWarning, stacklevel=4)
         return False
     return True
@@ -174,7 +174,7 @@ def _is(file: IO[str], path: Path) -> bool:
 
 
 def _name(path: Path) -> str:
-    """Text written by the holder, a moment after it takes the lock."""
+    """Return the text that the holder writes shortly after it takes the lock."""
     for _ in range(20):
         try:
             if text := (path / LOCK).read_text(errors="replace").strip():

@@ -1,6 +1,6 @@
 """Validation of a checkpoint's manifest and an export's metadata, before they are used.
 
-Knows nothing of files. A failed check is a ``ValueError`` that says what was expected of which entry.
+Reads no files. A failed check is a ``ValueError`` that names the entry and the expected value.
 """
 
 import math
@@ -10,8 +10,8 @@ from typing import Any
 from pql.config.files import check_tree, walk
 from pql.errors import UNSEEN, printable
 
-FORMAT = 2  # 1: replays and their priorities in full, however little they held
-EXPORT_FORMAT = 1  # of what is exported
+FORMAT = 2  # in format 1, replays and priorities were saved in full, including unused rows
+EXPORT_FORMAT = 1
 DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
 LARGEST = 2**31 - 1  # of an axis, a number of actions, a time limit
 COUNT = 2**62
@@ -23,13 +23,13 @@ class NewerFormatError(ValueError):
 
 
 def check_manifest(data: Any, kinds: Sequence[str]) -> None:
-    """A checkpoint's manifest. Hashes are compared elsewhere.
+    """Validate a checkpoint's manifest. Hashes are compared elsewhere.
 
     Args:
-        kinds: of which it must be one, with all that belongs to it; none: format and hashes alone are looked at.
+        kinds: allowed kinds, whose entries are all checked; if empty, only format and the types of hashes are.
     Raises:
-        NewerFormatError: its format is later than this release's.
-        ValueError: an entry that is missing, or of a wrong type or range.
+        NewerFormatError: its format is newer than this release's.
+        ValueError: an entry is missing, or has a wrong type or range.
     """
     _need(isinstance(data, dict), "the manifest", "a mapping")
     check_version("format", data.get("format"), FORMAT)
@@ -48,8 +48,11 @@ def check_manifest(data: Any, kinds: Sequence[str]) -> None:
 
 
 def check_settings(name: str, settings: Any) -> None:
-    """A config, or a part of one, as it is saved: with values, no ``${...}`` that would be looked up elsewhere, and
-    what :func:`check_texts` refuses. Raises ``ValueError``."""
+    """Validate a saved config or a part of one: no ``${...}`` interpolations, and :func:`check_texts`.
+
+    Raises:
+        ValueError: it is no mapping, is too large or contains a forbidden text.
+    """
     _need(isinstance(settings, dict), name, "a mapping")
     try:
         check_tree(settings, values=SETTINGS)
@@ -60,8 +63,7 @@ def check_settings(name: str, settings: Any) -> None:
 
 
 def check_texts(name: str, data: Any) -> list[str]:
-    """All texts of nested lists and mappings. Raises ``ValueError`` for one that a terminal would act on, and for a
-    number that is none."""
+    """Return all texts in nested lists and mappings. Raises ``ValueError`` for control characters and NaN."""
     texts = []
     for _, value in walk(data):
         _need(value == value, name, "without NaN")
@@ -72,7 +74,7 @@ def check_texts(name: str, data: Any) -> list[str]:
 
 
 def check_version(name: str, value: Any, known: int) -> None:
-    """Raises as :func:`check_manifest`, for the number of a format."""
+    """Validate a format's version number. Raises like :func:`check_manifest`."""
     _need(_whole(value, 1), name, f"a whole number from 1 to {known}, not {str(value)[:20]!r}")
     if value > known:
         raise NewerFormatError(f"{name} {known} or older; this is {value}: update pql")
@@ -100,7 +102,7 @@ def check_spec_dict(spec: Any) -> None:
 
 
 def check_export(data: Any) -> None:
-    """An export's metadata. Raises as :func:`check_manifest`."""
+    """Validate an export's metadata. Raises like :func:`check_manifest`."""
     types = {"algorithm": str, "family": str, "inputs": list, "outputs": list, "action": dict, "task": dict}
     check_mapping("the metadata", data, {"format": str, **types})
     check_texts("the metadata", data)
@@ -138,14 +140,14 @@ def _check_action(about: Mapping[str, Any]) -> None:
 
 
 def check_tensor(name: str, shape: Any, dtype: Any) -> None:
-    """A shape (without the batch) and a type. Raises ``ValueError``."""
+    """Validate a shape (without the batch axis) and a dtype's name. Raises ``ValueError``."""
     _need(isinstance(shape, list) and len(shape) <= 8 and all(_whole(n, 0) for n in shape), f"{name}.shape", "sizes")
     _need(math.prod(shape) <= LARGEST, f"{name}.shape", f"at most {LARGEST:,} elements")
     _need(isinstance(dtype, str) and dtype in DTYPES, f"{name}.dtype", f"one of {', '.join(DTYPES)}")
 
 
 def check_bounds(name: str, bounds: Any, count: int) -> None:
-    """Bounds of ``count`` actions. Raises ``ValueError``."""
+    """Validate bounds of ``count`` actions. Raises ``ValueError``."""
     fine = isinstance(bounds, list) and len(bounds) == count and all(_number(b) and not math.isnan(b) for b in bounds)
     _need(fine, name, f"{count} numbers")
 
@@ -158,10 +160,10 @@ def _check_counters(counters: Any, required: Sequence[str]) -> None:
 
 
 def check_mapping(name: str, value: Any, entries: Mapping[str, type]) -> None:
-    """A mapping with entries of these types. Raises ``ValueError``."""
+    """Validate a mapping with entries of these types. Raises ``ValueError``."""
     _need(isinstance(value, dict), name, "a mapping")
     for key, kind in entries.items():
-        _need(isinstance(value.get(key), kind), f"{key} of {name}", "there, of the type that pql writes")
+        _need(isinstance(value.get(key), kind), f"{key} of {name}", "present, with the type that pql writes")
 
 
 def _whole(value: Any, least: int) -> bool:

@@ -32,12 +32,12 @@ class Summary:
     """Summary of a run. ``summary.json`` has the same content.
 
     Attributes:
-        return_mean, return_iqm, return_median, length_mean, episodes: of the final evaluation; None and 0 episodes
-            where there was none.
-        success: share of its episodes that succeeded; None also where the task does not define it.
-        seconds: of training, all sittings together.
+        return_mean, return_iqm, return_median, length_mean, episodes: of the final evaluation; without one, None and
+            0 episodes.
+        success: share of its successful episodes; None also if the task does not define success.
+        seconds: training time of all sittings.
         checkpoint: the directory of the final policy.
-        interrupted: stopped from outside, before its budget's end or the final evaluation's.
+        interrupted: the run was stopped before the end of its budget or of the final evaluation.
     """
 
     run_dir: str
@@ -56,10 +56,10 @@ class Summary:
 
 
 def claim_directory(config: Config, resume: bool = False) -> Claim:
-    """``config.run_dir``, or a new directory below ``runs``, locked for this process.
+    """Lock ``config.run_dir``, or a new directory below ``runs``, for this process.
 
     Raises:
-        ConfigError: another process writes to it, it cannot be written, or it holds a run and none is to be resumed.
+        ConfigError: another process writes to it, it cannot be written, or it holds a run and ``resume`` is False.
     """
     if config.run_dir is None:
         task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
@@ -80,15 +80,15 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def check_new(run_dir: Path) -> None:
-    """Raises ``ConfigError`` where ``run_dir`` holds a run already."""
+    """Raise ``ConfigError`` if ``run_dir`` already holds a run."""
     if holds_run(run_dir):
         raise ConfigError(
-            "run_dir", run_dir, f"a new folder; to go on with this run: pql resume {shlex.quote(str(run_dir))}"
+            "run_dir", run_dir, f"a new folder; to continue this run: pql resume {shlex.quote(str(run_dir))}"
         )
 
 
 def create_run_dir(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
-    """A new run's directory: config.yaml, overrides.yaml, git.json and env.json.
+    """Create the directory of a new run, with config.yaml, overrides.yaml, git.json and env.json.
 
     Raises:
         ConfigError: it cannot be written.
@@ -104,15 +104,15 @@ def create_run_dir(run_dir: Path, config: Config, overrides: Sequence[str]) -> N
 
 
 def check_shared(run_dir: Path) -> None:
-    """Raises ``ConfigError`` where this machine does not see the run that another one's process has begun."""
+    """Raise ``ConfigError`` if this machine does not see the run directory that rank 0 has created."""
     if not (run_dir / "config.yaml").exists():
         raise ConfigError("run_dir", run_dir, "a folder that all machines of the run share")
 
 
 def amend_config(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
-    """A resumed run's config, in its resume points too, and the words that changed it after those it was started with.
+    """Write a resumed run's config, also into its resume points, and append its overrides to overrides.yaml.
 
-    A summary of the sitting before is no longer the run's end, should this one not come to one.
+    An earlier summary is marked as interrupted, because the run has not ended if this sitting fails.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -131,13 +131,12 @@ def amend_config(run_dir: Path, config: Config, overrides: Sequence[str]) -> Non
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
-    """Return the config of a run to resume, as plain dicts: that of its newest intact resume point.
+    """Return the config of a run to resume, as plain dicts, from its newest intact resume point.
 
-    config.yaml is for people: where it says something else, a warning names the settings. It counts only where there
-    is no resume point.
+    config.yaml is used only without a resume point; otherwise a warning names the settings in which it differs.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: there is neither.
     """
     kept = None
     if (run_dir / "checkpoints").exists():
@@ -161,7 +160,7 @@ def run_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of all that is no mapping, or an empty one."""
+    """Yield (dotted name, value) of every leaf; an empty mapping is a leaf."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -170,7 +169,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """A run's saved config, as plain dicts.
+    """Return a run's saved config, as plain dicts.
 
     Raises:
         ConfigError: no run there, or a damaged config.yaml.
@@ -184,12 +183,12 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
-    """summary.json. Raises ``OSError`` where it cannot be written."""
+    """Write summary.json. Raises ``OSError``."""
     _write_json(run_dir / "summary.json", dataclasses.asdict(summary))
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """summary.json, or None where there is none that can be read."""
+    """Return the content of summary.json, or None if it cannot be read."""
     try:
         data = read_json(run_dir / "summary.json")
     except (OSError, ValueError):
@@ -198,7 +197,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def state(run_dir: Path) -> Literal["missing", "interrupted", "finished"]:
-    """How far the run in ``run_dir`` has come. One that failed counts as interrupted, as does one still at work."""
+    """Return the state of the run in ``run_dir``. Failed runs and runs still at work count as interrupted."""
     if not holds_run(run_dir):
         return "missing"
     summary = read_summary(run_dir)
@@ -206,7 +205,7 @@ def state(run_dir: Path) -> Literal["missing", "interrupted", "finished"]:
 
 
 def machine(config: Config) -> dict[str, Any]:
-    """Versions and devices: what another run must share to give the same bits."""
+    """Return versions and devices, which must be equal for two runs to agree bit for bit."""
     import torch
 
     from pql.engine.placement import available_cores, processor
@@ -228,19 +227,19 @@ def machine(config: Config) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Installed packages that matter to a run."""
+    """Return the versions of the installed packages that affect a run."""
     return {name: version for name in PACKAGES if (version := _version(name))}
 
 
 def git_state() -> dict[str, Any]:
-    """Commit and cleanliness of this package's source, where that is a git checkout; else null."""
+    """Return commit and dirty flag of this package's source; None if it is not a git checkout."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # a checkout of this, not of something around it
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # of this package, not of a project around it
         dirty = bool(git("status", "--porcelain", "--untracked-files=no").strip())
         return {"commit": git("rev-parse", "HEAD").strip(), "dirty": dirty}
     except (OSError, subprocess.SubprocessError):
@@ -269,7 +268,7 @@ def _write_yaml(path: Path, data: Any) -> None:
 
 
 def _write_config(run_dir: Path, config: Config) -> None:
-    """config.yaml, on the disk when this returns."""
+    """Write config.yaml and sync it to disk."""
     from pql.run.store import checkpoint
 
     _write_yaml(run_dir / "config.yaml", to_dict(config))
@@ -282,6 +281,6 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}")
-    create_file(aside, text)
-    aside.replace(path)
+    temporary = path.with_name(f".{path.name}")
+    create_file(temporary, text)
+    temporary.replace(path)
