@@ -161,9 +161,7 @@ def loss_share(mask: Tensor, weight: Tensor) -> Tensor:
     return mask * weight / mask.sum().clamp(min=1)
 
 
-def value_state(
-    config: Config, critic: Critic, device: torch.device, kind: type[CriticStates] = CriticState
-) -> CriticStates:
+def value_state(kind: type[CriticStates], config: Config, critic: Critic, device: torch.device) -> CriticStates:
     """Create critics, target and optimiser of an off-policy actor-critic algorithm.
 
     Args:

@@ -122,7 +122,7 @@ def deterministic_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
 
 def ddpg_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """Create the V-learner's state and update."""
-    algo, state = own(config, DdpgConfig), value_state(config, critic, device)
+    algo, state = own(config, DdpgConfig), value_state(CriticState, config, critic, device)
     state.smoothing, state.smoothing_clip = algo.smoothing, algo.smoothing_clip
     source = "target_policy" if algo.policy.target else "policy"
     pulls: Tensors = {source: Flat(policy).tensors()}

@@ -180,7 +180,7 @@ def make_temperature(config: Config, state: TemperatureState, per_update: float,
 def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """Create the V-learner's state and update."""
     algo = own(config, SacConfig)
-    state = value_state(config, critic, device, SacCriticState)
+    state = value_state(SacCriticState, config, critic, device)
     inputs = SacValueInputs(policy, torch.zeros(1, device=device))
     pulls: Tensors = {"policy": Flat(policy).tensors()}
     owns: Tensors = {"critic": state.critic.tensors()}

@@ -3,7 +3,6 @@
 Hydra's grammar is used here and in ``space.py`` alone, and imported only when called.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -148,19 +147,18 @@ def type_of(config: Config, name: str) -> Any:
     return types_of(type(record))[last]
 
 
+_known: dict[type[AlgoConfig], Mapping[str, Any]] = {}
+
+
 def known_settings() -> Mapping[str, Any]:
     """Return the settings of all built-in and registered algorithms, with their types."""
     found: dict[str, Any] = {}
     for record in (*RECORDS.values(), *registered.values()):
-        found |= settings_with(record)
+        if record not in _known:
+            config = Config(algo=record())
+            _known[record] = {name: type_of(config, name) for name, _ in leaves(config)}
+        found |= _known[record]
     return found
-
-
-@functools.cache
-def settings_with(record: type[AlgoConfig]) -> Mapping[str, Any]:
-    """Return the settings of configurations with this algorithm record, with their types."""
-    config = Config(algo=record())
-    return {name: type_of(config, name) for name, _ in leaves(config)}
 
 
 def plain_text_keys() -> tuple[str, ...]:

@@ -5,7 +5,6 @@ Validation, ``--help``, completion, the reference page and the bounds of a sweep
 
 import copy
 import dataclasses
-import functools
 import math
 import re
 import typing
@@ -102,10 +101,14 @@ def group(record: type, doc: str = "", replaces: tuple[str, ...] = (), **default
     return dataclasses.field(default_factory=lambda: record(**defaults), metadata=metadata)
 
 
-@functools.cache
+_types: dict[type, Mapping[str, Any]] = {}
+
+
 def types_of(record: type) -> Mapping[str, Any]:
     """Return the declared types of a record's settings and groups, by name."""
-    return typing.get_type_hints(record)  # evaluates every annotation, which is slow
+    if record not in _types:  # evaluating every annotation is slow
+        _types[record] = typing.get_type_hints(record)
+    return _types[record]
 
 
 class Setting(NamedTuple):

@@ -6,7 +6,7 @@ Networks take all observation groups and read those that they were built for. Th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +196,7 @@ def initialize(net: nn.Sequential, layers: Layers) -> None:
                 nn.init.zeros_(layer.bias)
     if layers.head != "default":
         nn.init.normal_(linear[-1].weight, std=0.01 if layers.head == "small" else 0.0)
-        nn.init.zeros_(linear[-1].bias)
+        nn.init.zeros_(cast(Tensor, linear[-1].bias))
     project_weights(net, layers.unit_weights)
 
 

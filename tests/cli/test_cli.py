@@ -247,7 +247,9 @@ def test_listing(capsys):
         "ddpg",
         "dqn",
         "eps_rainbow",
+        "fastsac",
         "fasttd3",
+        "flashsac",
         "impala",
         "ppo",
         "ppo_ant",
@@ -260,7 +262,9 @@ def test_listing(capsys):
         "r2d2",
         "rainbow",
         "sac",
+        "simba_sac",
         "td3",
+        "xqc",
     ]
 
 

@@ -124,7 +124,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
     [
         # unknown names, with the nearest known one
         ("algo=pqll", "algo=pqll: expected one of a2c, a3c, apex, appo, appo_replicas, c51, ddpg, "),
-        ("algo=pqll", "rainbow, sac, td3 (did you mean pql?)"),
+        ("algo=pqll", "td3, xqc (did you mean pql?)"),
         ("task=halfchetah", "(did you mean halfcheetah?)"),
         ("logger=tensorbord", "expected one of none, tensorboard, wandb (did you mean tensorboard?)"),
         ("scale=huge", "scale=huge: expected one of cpu, gpu"),
@@ -486,6 +486,16 @@ def test_resuming_where_no_run_is(tmp_path, text):
 
 def test_the_groups_are_those_with_presets():
     assert all(Presets().names(group) for group in GROUPS)
+
+
+def test_networks_of_the_user_have_no_bfloat16():
+    message = refusal("algo.amp=true", "algo.critic.net=nets:Critic")
+    assert message.startswith("algo.amp=true: expected false with the custom network algo.critic.net=nets:Critic")
+
+
+def test_weights_of_fixed_norm_have_no_small_head():
+    message = refusal("algo.critic.unit_weights=all", "algo.critic.head=zero")
+    assert message.startswith("algo.critic.head=zero: expected algo.critic.unit_weights=none with it"), message
 
 
 def test_residual_blocks_have_one_width():

@@ -192,3 +192,22 @@ def test_hyperspherical_scalers_begin_at_their_values():
     assert [b.rate(torch.ones(8))[0].item() for b in blocks] == pytest.approx([1 / 4] * 3)
     assert [b.rate.weight[0].item() for b in blocks] == pytest.approx([8**-0.5] * 3)
     assert scaler(torch.ones(8))[0].item() == 1
+
+
+def test_bfloat16_networks_round_products_and_keep_float32_outputs():
+    """The values are those of a network whose inputs and weights are rounded; gradients are float32."""
+    critic = Critic(NetInput("policy", 4), 2, Layers((8,), "relu"), 2)
+    obs, action = {"policy": torch.randn(B, 4)}, torch.randn(B, 2)
+    plain = critic(obs, action)
+    critic.amp = True
+    out = critic(obs, action)
+    assert out.dtype == torch.float32
+    x = torch.cat((obs["policy"], action), -1)
+    for layer in (critic.net[0], critic.net[2]):
+        rounded = [t.detach().bfloat16() for t in (layer.bias, x, layer.weight)]
+        x = torch.baddbmm(rounded[0], rounded[1].expand(2, -1, -1), rounded[2])
+        x = x.relu() if layer is critic.net[0] else x
+    assert torch.equal(out, x.float().squeeze(-1))
+    assert 0 < (out - plain).abs().max() < 0.05
+    out.sum().backward()
+    assert {p.grad.dtype for p in critic.parameters()} == {torch.float32}
