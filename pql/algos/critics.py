@@ -53,7 +53,7 @@ def critic_step(state: CriticState, batch: Batch, next_action: Tensor, bonus: Te
         bonus: [B], added to the next state's value (SAC's entropy term), or None.
     """
     share = loss_share(batch.mask, batch.weight)
-    now, ahead = evaluate(state, batch, next_action)
+    now, ahead = both_states(state, batch, next_action)
     with torch.no_grad():
         if state.subset is not None:
             drawn = torch.rand(len(ahead), generator=gen, device=ahead.device).argsort()[: state.subset]
@@ -71,7 +71,7 @@ def critic_step(state: CriticState, batch: Batch, next_action: Tensor, bonus: Te
     return {"loss/critic": total.detach(), "value/q": (q * share).sum(), "grad_norm/critic": norm}
 
 
-def evaluate(state: CriticState, batch: Batch, next_action: Tensor) -> tuple[Tensor, Tensor]:
+def both_states(state: CriticState, batch: Batch, next_action: Tensor) -> tuple[Tensor, Tensor]:
     """Return the critics' outputs at (s, a) and those of the target critics at (s', a'), [E, B] or [E, B, Z] each.
 
     With BatchNorm both networks normalise (s, a) and (s', a') as one batch (CrossQ; Bhatt et al. 2024): the statistics

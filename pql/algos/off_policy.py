@@ -30,7 +30,7 @@ from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
 from pql.nets.encoders import Outputs, Probe, custom_network, make_input, make_layers
 from pql.nets.layers import project_weights
-from pql.nets.mlp import Critic, Flat, seeded
+from pql.nets.mlp import Critic, Flat, Reads, seeded
 from pql.types import Batch, Metrics, Obs, ObsBatch, split
 
 Update = Callable[[Any, Any, Any, Generator], Metrics]
@@ -184,8 +184,8 @@ class ValueDraw(PolicyDraw):
 def private(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
     """Return a learner's copy of a network, which computes in the learners' precision."""
     net = copy.deepcopy(net).to(device)
-    if algo.amp:
-        net.amp = True  # type: ignore[assignment]
+    if isinstance(net, Reads):
+        net.amp = algo.amp
     return net
 
 

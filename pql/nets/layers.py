@@ -201,7 +201,7 @@ class SphereBlock(nn.Module):
 
 @torch.no_grad()
 def project_weights(net: nn.Module, kind: str, skip: Tensor | None = None) -> None:
-    """Scale weights to a fixed norm, in place.
+    """Scale weights to a fixed norm, in place: [out, in] and [E, in, out] by output, gains [..., size] as a whole.
 
     Args:
         kind: ``none``; ``linear``: the weights of each output of each linear layer to norm 1 (XQC); ``all``: also gain

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         finish(run, verdict, out)
     except Exception as error:
         verdict["why"] = f"wandb stopped: {type(error).__name__}: {error}"
-    report(out, verdict)
+    write_result(out, verdict)
     return 0
 
 
@@ -102,7 +102,7 @@ def finish(run: Any, verdict: dict[str, str], out: TextIO) -> None:
     """End the wandb run, within ``GRACE`` if the server can no longer be reached."""
 
     def leave() -> None:
-        report(out, {**verdict, "mode": "offline", "why": "wandb's server is unreachable"})
+        write_result(out, {**verdict, "mode": "offline", "why": "wandb's server is unreachable"})
         os._exit(0)
 
     timer = threading.Timer(GRACE, leave)
@@ -127,7 +127,7 @@ def reachable(url: str) -> bool:
     return True
 
 
-def report(out: TextIO, verdict: dict[str, str]) -> None:
+def write_result(out: TextIO, verdict: dict[str, str]) -> None:
     """Write the result as one line of JSON."""
     with contextlib.suppress(OSError):  # the run may have ended
         print(json.dumps(verdict), file=out, flush=True)
