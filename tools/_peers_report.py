@@ -117,12 +117,12 @@ def tables(rows: list[dict[str, Any]]) -> str:
 
 
 def timed(run: Run) -> list[Point]:
-    """Return the run's curve. Of a run whose time was converted to env steps, ``seconds`` are those of its rate."""
+    """Return the run's curve. Of a run whose time was converted to env steps, ``seconds`` are those of its ``rate``."""
     curve: list[Point] = run.get("curve", [run])
-    seconds, steps = run["budget"], run["budget_steps"]
-    if not (seconds and steps):
+    if "rate" not in run:
         return curve
-    return [{**point, "seconds": point["env_steps"] * seconds / steps} for point in curve]
+    seconds, steps, rate = run["budget"], run["budget_steps"], run["rate"]
+    return [{**point, "seconds": seconds - (steps - point["env_steps"]) / rate} for point in curve]
 
 
 def at(curve: list[Point], axis: str, value: float) -> Point | None:

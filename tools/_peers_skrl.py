@@ -29,7 +29,6 @@ class SkrlEnv:
         self._rows, self._seed = SameStep(env), seed
         self.num_envs, self.device = env.spec.num_envs, env.spec.device
         self.observation_space, self.action_space = box(env.spec.obs["policy"]), action_space(env.spec)
-        self.action_space.seed(seed)  # skrl's random steps draw from it
 
     def reset(self) -> tuple[Tensor, dict[str, Any]]:
         """Restart all environments: ([N, D], {})."""
@@ -136,6 +135,10 @@ def skrl_models(env: SkrlEnv, settings: Settings) -> dict[str, Any]:
 
         def compute(self, inputs: dict[str, Tensor], role: str) -> tuple[Tensor, dict[str, Tensor]]:
             return self.net(inputs["observations"]), {"log_std": self.log_std}
+
+        def random_act(self, inputs: dict[str, Tensor], *, role: str = "") -> tuple[Tensor, dict[str, Tensor]]:
+            # skrl's own repeats one draw at every step: gymnasium copies a space's generator into the batch of spaces
+            return torch.rand(len(inputs["observations"]), size) * 2 - 1, {}
 
     class Critic(DeterministicMixin, Model):
         def __init__(self) -> None:

@@ -4,7 +4,8 @@ Every (contender, task, seed) is one process; processes run one after the other,
 training time (``--seconds``) or the same number of env steps (``--steps``) on the same batched environments. With
 ``--by-steps``, for machines with other load, the time is converted to env steps first: three short runs of every
 contender on every task, in turn, give its median rate, and a run makes the env steps of its training time at that rate.
-Its result then depends only on the seed and the number of steps, so only the short runs need an idle machine.
+Its result then depends only on the seed and the number of steps, so only the short runs need an idle machine. (skrl's
+own sampling slows down as its replay fills; it then gets more steps than its time allows.)
 
 The deterministic policy is evaluated with this library's code, at the end and, with ``--points``, at equal parts of the
 budget: 16 episodes on separate environments, the same for all contenders, outside the training time. Each evaluation
@@ -35,7 +36,6 @@ import itertools
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,6 +57,7 @@ FACTS = ("kind", "contender", "task", "seed", "budget", "budget_steps", "points"
 EPISODES = 16
 PATIENCE = 600.0  # seconds for start-up and an evaluation, before a run counts as hung
 RATE_RUNS, RATE_SECONDS, RATE_EPISODES = 3, 15.0, 1  # short runs per contender and task
+RATE_POINTS = 3  # of short runs, twice as long, where runs have points: the last third gives the rate
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
@@ -174,13 +175,14 @@ def collect(args: argparse.Namespace) -> tuple[list[Run], int]:
     """Return all requested runs, including the file's, and the number that failed or could not be set up."""
     book = Book(Path(args.runs) if args.runs else None, args)
     wanted, failed = plan(args)
-    jobs = in_steps(book, wanted) if args.by_steps else wanted
+    rates = rates_of(book, wanted) if args.by_steps else {}
+    jobs = [in_steps(j, rates[j[:2]]) for j in wanted if j[:2] in rates] if args.by_steps else wanted
     failed += len(wanted) - len(jobs)
     runs: list[Run] = []
     for i, job in enumerate(jobs):
         run, new = book.get(job, args.episodes)
         if run is not None:
-            runs.append(run)
+            runs.append({**run, "rate": rates[job[:2]].slope} if args.by_steps else run)
             if new:
                 say(f"[{i + 1}/{len(jobs)}]", run)
         elif not args.table:
@@ -188,26 +190,51 @@ def collect(args: argparse.Namespace) -> tuple[list[Run], int]:
     return runs, failed
 
 
-def in_steps(book: "Book", jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs with their time as env steps, at the median rate of ``RATE_RUNS`` short runs made in turn.
+class Rate(NamedTuple):
+    """Speed of a short run: ``env_steps`` after ``seconds``, and from there ``slope`` env steps per second."""
 
-    Jobs of a contender whose short runs failed are left out.
+    seconds: float
+    env_steps: int
+    slope: float
+
+    def steps(self, seconds: float) -> int:
+        """Return the env steps that the contender would make in ``seconds``."""
+        return max(1, round(self.env_steps + self.slope * (seconds - self.seconds)))
+
+
+def rate_of(run: Run) -> Rate:
+    """Return the speed of a short run: of its last part if it has several, after random steps and compilation."""
+    if len(run.get("curve", ())) < 2:
+        return Rate(0.0, 0, run["env_steps"] / run["seconds"])
+    before, end = run["curve"][-2:]
+    slope = (end["env_steps"] - before["env_steps"]) / (end["seconds"] - before["seconds"])
+    return Rate(end["seconds"], end["env_steps"], slope)
+
+
+def rates_of(book: "Book", jobs: Sequence[Job]) -> dict[tuple[str, str], Rate]:
+    """Return (contender, task) -> the median rate of ``RATE_RUNS`` short runs, made in turn.
+
+    A pair whose short runs failed is left out.
     """
     pairs = {(j.contender, j.task): j for j in jobs}
-    rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
+    rates: dict[tuple[str, str], list[Rate]] = {pair: [] for pair in pairs}
     for turn, (pair, job) in itertools.product(range(RATE_RUNS), pairs.items()):
-        short = job._replace(kind="rate", seed=turn, budget=Budget(book.rate_seconds), points=1)
+        budget = Budget(book.rate_seconds * (2 if job.points > 1 else 1))
+        short = job._replace(kind="rate", seed=turn, budget=budget, points=RATE_POINTS if job.points > 1 else 1)
         run, _ = book.get(short, RATE_EPISODES)
         if run is not None:
-            rates[pair].append(run["env_steps"] / run["seconds"])
-    found = {pair: statistics.median(r) for pair, r in rates.items() if len(r) == RATE_RUNS}
-    for (name, task), rate in found.items():
-        print(f"{name} {task}: {rate:,.0f} env steps/s")
+            rates[pair].append(rate_of(run))
+    found = {}
+    for pair, all_rates in rates.items():
+        if len(all_rates) == RATE_RUNS:
+            found[pair] = sorted(all_rates, key=lambda rate: rate.steps(pairs[pair].budget.seconds))[RATE_RUNS // 2]
+            print(f"{pair[0]} {pair[1]}: {found[pair].slope:,.0f} env steps/s")
+    return found
 
-    def steps(job: Job) -> int:
-        return max(1, round(found[job.contender, job.task] * job.budget.seconds))
 
-    return [j._replace(budget=Budget(j.budget.seconds, steps(j))) for j in jobs if (j.contender, j.task) in found]
+def in_steps(job: Job, rate: Rate) -> Job:
+    """Return the job with its time as env steps."""
+    return job._replace(budget=Budget(job.budget.seconds, rate.steps(job.budget.seconds)))
 
 
 class Book:

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 from test_tools import check, tool  # noqa: F401
 
@@ -202,9 +203,31 @@ def test_curves_are_read_between_evaluations_but_not_outside(report):
     assert report.at(curve, "seconds", 20.0) == curve[-1]
     assert report.at(curve, "seconds", 9.9) is None
     assert report.at(curve, "env_steps", 3001) is None
-    timed = report.timed({"curve": curve, "budget": 60.0, "budget_steps": 3000})
-    assert [point["seconds"] for point in timed] == [20.0, 60.0]  # at the rate of the budget, not by the clock
+    timed = report.timed({"curve": curve, "budget": 60.0, "budget_steps": 3000, "rate": 40.0})
+    assert [point["seconds"] for point in timed] == [10.0, 60.0]  # 2,000 steps before the end: at the rate, no clock
     assert report.timed({"curve": curve, "budget": 0.0, "budget_steps": 3000}) is curve
+
+
+def test_the_rate_of_a_run_with_points_is_that_of_its_last_part(bench, tmp_path, monkeypatch):
+    slow = iter([1.0, 4.0, 2.0])
+
+    def trained(job, episodes, python):
+        if job.kind == "run":
+            curve = curve_of((9.0, job.budget.env_steps, 1, 1.0))
+        else:  # 10,000 random steps, then few
+            assert (job.points, job.budget.seconds) == (3, 30.0)
+            k = 100 * next(slow)
+            curve = curve_of((10.0, 10_000, 0, 0.0), (20.0, 10_000 + 10 * k, 1, 0.0), (30.0, 10_000 + 20 * k, 2, 0.0))
+        return {**job.facts(), **curve[-1], "curve": curve}
+
+    monkeypatch.setattr(bench, "measure_apart", trained)
+    path = tmp_path / "runs.jsonl"
+    command = ["--by-steps", "--contenders", "sb3:sac", "--tasks", "pendulum", "--seconds", "90", "--seeds", "1"]
+    assert bench.main([*command, "--points", "4", "--runs", str(path)]) == 0
+    *_, run = (json.loads(line) for line in path.read_text().splitlines())
+    assert run["env_steps"] == 10_000 + 80 * 200  # not 90 * 14,000 / 30
+    assert (run["points"], run["budget"]) == (4, 90.0)
+    assert bench.rate_of({"env_steps": 300, "seconds": 3.0}).steps(5) == 500
 
 
 def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report):
@@ -266,14 +289,13 @@ def test_contenders_by_group_and_our_presets_by_name(bench):
 
 
 def test_points_on_the_way_of_a_pql_run_change_nothing(tool):  # noqa: F811
-    import pql
-    from pql.run.evaluation import run_episodes
-
     peers, courses = tool("_peers"), tool("_course")
-    env = pql.make_env("pendulum", num_envs=2)
+
+    def acts(act):
+        return {"r": act({"policy": torch.linspace(-1, 1, 6).reshape(2, 3)}).tolist()}
 
     def trained(points):
-        course = courses.Course(courses.Budget(0.0, 3_200), points, lambda act: {"r": run_episodes(env, act, 1).mean})
+        course = courses.Course(courses.Budget(0.0, 3_200), points, acts)
         settings = peers.contender("pql:pql").settings("pendulum")
         settings["words"] += ["logger.every_seconds=0.001", "algo.warmup_steps=8"]
         peers.train_pql("pendulum", 1, course, settings)
@@ -286,4 +308,4 @@ def test_points_on_the_way_of_a_pql_run_change_nothing(tool):  # noqa: F811
     }
     assert [p["env_steps"] for p in several] == sorted({p["env_steps"] for p in several})
     assert [p["updates"] for p in several] == sorted({p["updates"] for p in several})
-    assert len({p["r"] for p in several}) == len(several)
+    assert len({str(p["r"]) for p in several}) == len(several)

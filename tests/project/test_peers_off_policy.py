@@ -148,6 +148,9 @@ def test_skrl_stores_the_true_rows(tool):  # noqa: F811
         return tuple(stored[k][t, i] for k in ("observations", "next_observations", "rewards", "terminated"))
 
     check_replay(read, scale=0.5)
+    actions = stored["actions"][:STEPS]  # [T, N, A]
+    assert len(actions.flatten().unique()) == actions.numel()  # no draw is repeated
+    assert 0.9 < actions.abs().max() <= 1
     assert act({"policy": torch.zeros(3, 2)}).shape == (3, 2)
 
 
