@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import _peers_off_policy as off_policy
 import numpy as np
@@ -41,7 +41,7 @@ from pql.config.families import own
 from pql.contract.env import VecEnv
 from pql.engine.graph import clone_state
 from pql.errors import ConfigError
-from pql.run.policy import snapshot
+from pql.run.policy import Policy, snapshot
 from pql.types import Obs
 
 SCALE = 8
@@ -225,7 +225,7 @@ def train_pql(task: str, seed: int, course: Course, settings: Settings) -> None:
         run_dir = Path(folder) / "run"
         words = [*settings["words"], f"seed={seed}", *(f"budget.{k}={v}" for k, v in limits.items())]
         summary = pql.train(*words, f"run_dir={run_dir}", callbacks=keep, quiet=True)
-        trained, early = pql.load_policy(run_dir), pql.load_policy(run_dir)
+        trained, early = pql.load_policy(run_dir), cast(Policy, pql.load_policy(run_dir))
     for counts, state in kept:
         early.load_state_dict(state)
         course.add(*counts, early)

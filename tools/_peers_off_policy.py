@@ -19,6 +19,7 @@ rate of the policy (sbx, rl_games, skrl), fewer policy updates (TD3, sbx, rl_gam
 from _course import Settings
 
 from pql.config import Config, DdpgConfig, SacConfig
+from pql.config.algorithms import ActorCriticConfig
 from pql.config.compose import compose
 from pql.config.families import own
 
@@ -45,7 +46,7 @@ def _sb3_model() -> Settings:
 
 
 def _sb3_ours(config: Config) -> Settings:
-    algo = config.algo
+    algo = own(config, ActorCriticConfig)
     model = {
         "learning_starts": algo.warmup_steps * config.num_envs,
         "train_freq": 1,
@@ -72,7 +73,7 @@ def sb3_sac_ours(task: str) -> Settings:
 
 def sbx_sac_ours(task: str) -> Settings:
     """Our SAC's sizes in sbx's names."""
-    algo = our("sac", task).algo
+    algo = own(our("sac", task), SacConfig)
     found = sb3_sac_ours(task)
     rates = {"learning_rate": algo.policy.lr, "qf_learning_rate": algo.critic.lr}
     found["model"] |= {**rates, "policy_delay": round(1 / algo.p_per_v)}
@@ -202,7 +203,7 @@ def our(algo: str, task: str) -> Config:
 
 def updates_per_step(config: Config) -> int:
     """Return critic updates per step of all environments; the peers take only integers, from 1."""
-    return max(1, round(config.algo.v_per_step))
+    return max(1, round(own(config, ActorCriticConfig).v_per_step))
 
 
 def reward_scale(config: Config) -> float:

@@ -9,7 +9,7 @@ from _course import FOREVER, Act, Course, Over, Settings
 from torch import Tensor, nn
 
 import pql
-from pql.contract.env import VecEnv
+from pql.contract.env import Box, VecEnv
 from pql.types import Obs
 from pql.wrap.rows import SameStep
 
@@ -28,6 +28,7 @@ class SkrlEnv:
 
         self._rows, self._seed = SameStep(env), seed
         self.num_envs, self.device = env.spec.num_envs, env.spec.device
+        self.sizes = env.spec.obs["policy"].shape[0], cast(Box, env.spec.action).size
         self.observation_space, self.action_space = box(env.spec.obs["policy"]), action_space(env.spec)
 
     def reset(self) -> tuple[Tensor, dict[str, Any]]:
@@ -118,7 +119,7 @@ def skrl_models(env: SkrlEnv, settings: Settings) -> dict[str, Any]:
     from skrl.models.torch import DeterministicMixin, GaussianMixin, Model
 
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
-    obs, size = env.observation_space.shape[0], env.action_space.shape[0]
+    obs, size = env.sizes
     low, high = settings["log_std_bounds"]
     hidden = {"relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "tanh": nn.Tanh}[settings["activation"]]
 

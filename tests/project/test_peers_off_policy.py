@@ -162,7 +162,8 @@ def test_our_sizes_in_their_names(tool):  # noqa: F811
     sac, td3 = (compose([f"task={task}", f"algo={name}", "device=cpu"]) for name in ("sac", "td3"))
     n, warm = sac.num_envs, sac.algo.warmup_steps
     rl_games, skrl = found.rl_games_sac_ours(task), found.skrl_sac_ours(task)
-    assert {sac.algo.v_per_step, td3.algo.v_per_step} == {2.0}  # else theirs would be rounded
+    for ratio in (sac.algo.v_per_step, td3.algo.v_per_step, 1 / sac.algo.p_per_v, 1 / td3.algo.p_per_v):
+        assert ratio == round(ratio)  # theirs are integers
     named = ((sac, "sb3_sac_ours"), (sac, "sbx_sac_ours"), (td3, "sb3_td3_ours"))
     for config, theirs in ((config, getattr(found, name)(task)) for config, name in named):
         assert theirs["num_envs"] == config.num_envs
@@ -219,13 +220,13 @@ def test_a_run_counts_its_steps_and_updates_and_depends_on_its_seed_alone(tool, 
 
     def shorten(settings):
         if "rl_games" in name:
-            settings["config"] |= {"num_actors": 8, "num_warmup_frames": 20 * 8}
+            settings["config"] |= {"num_actors": 8, "num_warmup_frames": 20 * 8, "num_updates_per_step": 2}
             return
         settings["num_envs"] = 8
         if "skrl" in name:
-            settings["agent"] |= {"random_timesteps": 20, "learning_starts": 20}
+            settings["agent"] |= {"random_timesteps": 20, "learning_starts": 20, "gradient_steps": 2}
         else:
-            settings["model"]["learning_starts"] = 20 * 8
+            settings["model"] |= {"learning_starts": 20 * 8, "gradient_steps": 2}
 
     curve = trained(points=4)
     assert [point["env_steps"] for point in curve] == [80, 160, 240, 320]
@@ -241,6 +242,8 @@ def test_sbx_takes_our_sizes(tool):  # noqa: F811
     pytest.importorskip("sbx")
     settings = tool("_peers_off_policy").sbx_sac_ours("pendulum")
     model, act = tool("_peers").sb3_model(counter(), 1, settings)
-    assert (model.gradient_steps, model.policy_delay, model.qf_learning_rate) == (2, 2, 0.001)
-    assert model.policy.net_arch_pi == model.policy.net_arch_qf == [128, 128]
+    algo = compose(["task=pendulum", "algo=sac", "device=cpu"]).algo
+    assert (model.gradient_steps, model.policy_delay) == (algo.v_per_step, 1 / algo.p_per_v)
+    assert (model.policy.net_arch_pi, model.policy.net_arch_qf) == (algo.policy.hidden, algo.critic.hidden)
+    assert (model.learning_rate, model.qf_learning_rate) == (algo.policy.lr, algo.critic.lr)
     assert act({"policy": torch.zeros(3, 2)}).shape == (3, 2)
