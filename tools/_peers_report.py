@@ -12,7 +12,7 @@ from _course import Point
 Run = dict[str, Any]
 DRAWS = 20_000
 AT_SHARES = (0.25, 0.5, 1.0)  # of the training time, in the table by seconds
-AT_STEPS = (50_000, 100_000, 250_000, 500_000, 1_000_000)  # in the table by env steps
+AT_STEPS = (10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000)  # in the table by env steps
 
 
 # -- statistics ----------------------------------------------------------------------------------------------------
@@ -162,4 +162,5 @@ def curve_tables(runs: list[Run]) -> str:
     budgets = sorted({run["budget"] for run in runs} - {0})
     shares = [share * seconds for seconds in budgets for share in AT_SHARES]
     parts = [("By seconds", "seconds", shares), ("By env steps", "env_steps", AT_STEPS)]
-    return "\n\n".join(f"{title}:\n\n{curve_table(runs, axis, values)}" for title, axis, values in parts if runs)
+    tables = [(title, curve_table(runs, axis, values)) for title, axis, values in parts]
+    return "\n\n".join(f"{title}:\n\n{table}" for title, table in tables if table.count("\n") > 1)

@@ -150,6 +150,23 @@ def test_by_steps_a_run_takes_the_steps_of_its_time_at_the_median_rate(bench, tm
     assert bench.main([*command, "--seeds", "1", "2", "--runs", str(path)]) == 0  # from the file, the rates too
 
 
+def test_equal_steps_for_all(bench, tmp_path, monkeypatch):
+    def trained(job, episodes, python):
+        assert python == "other/python"
+        curve = curve_of((9.0, job.budget.env_steps, 7, 3.0))
+        return {**job.facts(), **curve[-1], "curve": curve}
+
+    monkeypatch.setattr(bench, "measure_apart", trained)
+    path = tmp_path / "runs.jsonl"
+    command = ["--contenders", "pql:sac", "skrl:sac", "--tasks", "pendulum", "--seeds", "1", "--steps", "500"]
+    assert bench.main([*command, "--python", "other/python", "--points", "2", "--runs", str(path)]) == 0
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["contender"], r["budget"], r["budget_steps"], r["env_steps"]) for r in stored] == [
+        ("pql:sac", 0.0, 500, 500),
+        ("skrl:sac", 0.0, 500, 500),
+    ]
+
+
 def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):  # noqa: F811
     pytest.importorskip("rsl_rl")
     pytest.importorskip("stable_baselines3")
@@ -245,7 +262,8 @@ def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report)
     assert "| hopper | pql:sac | 40 | 140,000 | 400 | 750 | 750 | 750 | 2 |" in seconds
     assert "| hopper | skrl:sac | 20 | 26,667 | 50 | 37 | 37 | 37 | 2 |" in seconds
     assert "| hopper | pql:sac | 27 | 100,000 | 267 | 550 | 550 | 550 | 2 |" in steps
-    assert not any("skrl" in line for line in steps)  # one of its runs has not come to 50,000
+    assert "| hopper | skrl:sac | 19 | 25,000 | 49 | 35 | 35 | 35 | 2 |" in steps
+    assert sum("skrl" in line for line in steps) == 1  # one of its runs begins after 10,000, one ends before 50,000
     assert report.curve_tables([{"task": "hopper", "contender": "pql:sac", "budget": 1.0}]) == ""
 
 
