@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
 
 .NOTPARALLEL:
-.PHONY: setup robots warp train test test-warp test-adapters check clean
+.PHONY: setup robots warp peers train test test-warp test-adapters check clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,15 @@ warp: $(VENV)/.warp
 
 $(VENV)/.warp: $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[warp]'
+	touch $@
+
+# Libraries that tools/bench_peers.py compares with, in an environment of their own (1.5 GB): --python .peers/bin/python
+peers: .peers/.installed
+
+.peers/.installed: pyproject.toml constraints.txt requirements/peers.txt
+	test -x .peers/bin/python || $(PYTHON) -m venv .peers
+	.peers/bin/pip install --quiet --constraint constraints.txt torch
+	.peers/bin/pip install --quiet --constraint constraints.txt --requirement requirements/peers.txt --editable '.[mujoco,peers]'
 	touch $@
 
 # PQL on HalfCheetah: about four minutes on two CPU cores; on a GPU by itself where there is one.

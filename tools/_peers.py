@@ -2,44 +2,49 @@
 
 Settings are plain JSON and stored with each result. ``theirs`` are the libraries' own:
 
-* Stable-Baselines3: rl-baselines3-zoo, hyperparams/ppo.yml (HalfCheetah-v4, Hopper-v4, Walker2d-v4: found for one
+* Stable-Baselines3's PPO: rl-baselines3-zoo, hyperparams/ppo.yml (HalfCheetah-v4, Hopper-v4, Walker2d-v4: found for one
   environment, 512 steps a rollout and a million steps). With 64 environments x 64 steps a rollout is ``SCALE`` = 8
   times as large, so minibatches and learning rate grow eightfold (the linear rule, Goyal et al. 2017) and the number of
-  updates per rollout is unchanged. SAC and TD3: the library's defaults with the zoo's ``learning_starts`` and
-  action noise, on ``OFF_POLICY_ENVS`` environments with 8 updates a step.
+  updates per rollout is unchanged.
 * rsl_rl: Isaac Lab's configuration of its Ant (manager-based, rsl_rl_ppo_cfg.py), on 256 environments with 64-64
   networks and rsl_rl's observation normalisation. One change: the value loss is not clipped, since rewards there are
   scaled so that values are of order 1, while returns here reach thousands, which values clipped at 0.2 could not
   follow.
+* TD3 and SAC: ``_peers_off_policy.py``.
 
-``ours`` are the network, rollout and update sizes of this library's ``algo=ppo``, read from its presets.
+``ours`` are the network, rollout and update sizes of this library's presets of the same algorithm.
 """
 
 import contextlib
+import importlib
 import io
-import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import _peers_off_policy as off_policy
 import numpy as np
 import torch
+from _course import FOREVER, Act, Course, Settings
+from _peers_rl_games import train_rl_games
+from _peers_skrl import train_skrl
 from torch import Tensor
 
 import pql
 from pql.config import Config, PpoConfig, leaves
 from pql.config.compose import compose
 from pql.config.families import own
+from pql.contract.env import VecEnv
+from pql.engine.graph import clone_state
+from pql.errors import ConfigError
+from pql.run.policy import Policy, snapshot
 from pql.types import Obs
 
-Settings = dict[str, Any]
-SCALE, OFF_POLICY_ENVS = 8, 32
+SCALE = 8
 
 ZOO = {
     "halfcheetah": {
@@ -80,26 +85,6 @@ WIDE = {"net_arch": [256, 256], "activation": "relu", "log_std_init": -2.0, "ort
 ZOO_NETWORKS = {"halfcheetah": WIDE, "hopper": WIDE, "walker2d": {}}  # {}: the library's 64-64 tanh
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Budget of a run: seconds of training, or env steps, which take precedence."""
-
-    seconds: float
-    env_steps: int | None = None
-
-    def spent(self, seconds: float, env_steps: int) -> bool:
-        return seconds >= self.seconds if self.env_steps is None else env_steps >= self.env_steps
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Result of a run: the deterministic policy (obs by group [N, D] -> action [N, A]), its time and its env steps."""
-
-    policy: Callable[[Obs], Tensor]
-    seconds: float
-    env_steps: int
-
-
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
@@ -114,12 +99,6 @@ def sb3_theirs(task: str) -> Settings:
         "model": {**zoo, **wider},
         "policy": ZOO_NETWORKS.get(task, {}),
     }
-
-
-def sb3_off_policy(name: str, task: str) -> Settings:
-    noise = {"noise": 0.1} if name == "TD3" else {}
-    model = {"learning_starts": 10_000, "train_freq": 1, "gradient_steps": 8, "buffer_size": 1_000_000}
-    return {"num_envs": OFF_POLICY_ENVS, "class": name, "normalize": False, "model": model, "policy": {}, **noise}
 
 
 def rsl_rl_theirs(task: str) -> Settings:
@@ -226,23 +205,34 @@ def pql_settings(algo: str, task: str) -> Settings:
 # -- training ------------------------------------------------------------------------------------------------------
 
 
-def train_pql(task: str, seed: int, budget: Budget, settings: Settings) -> Trained:
-    """Train with the command line. The random warm-up counts, in seconds and in steps."""
-    limits = {"seconds": budget.seconds, "env_steps": "null"}
+def train_pql(task: str, seed: int, course: Course, settings: Settings) -> None:
+    """Train as the command line does. The random warm-up counts, in seconds and in steps.
+
+    Policies on the way are copied during training (to within the two seconds of a row of metrics) and evaluated later.
+    """
+    budget, kept = course.budget, []
+    limits: dict[str, Any] = {"seconds": budget.seconds, "env_steps": "null"}
     if budget.env_steps is not None:
         limits = {"seconds": "null", "env_steps": budget.env_steps}
+
+    def keep(session: Any, row: Any) -> None:
+        if budget.share(session.seconds, session.env_steps) < 1 and course.due(session.seconds, session.env_steps):
+            with session.parts.schedule.executor.exclusive():
+                state = clone_state(snapshot(session.parts))
+            kept.append(((session.seconds, session.env_steps, session.parts.updates()["v"]), state))
+
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         words = [*settings["words"], f"seed={seed}", *(f"budget.{k}={v}" for k, v in limits.items())]
-        words.append(f"run_dir={run_dir}")
-        done = subprocess.run([sys.executable, "-m", "pql", "train", *words], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1])
-        summary = json.loads((run_dir / "summary.json").read_text())
-        return Trained(pql.load_policy(run_dir), summary["seconds"], summary["env_steps"])
+        summary = pql.train(*words, f"run_dir={run_dir}", callbacks=keep, quiet=True)
+        trained, early = pql.load_policy(run_dir), cast(Policy, pql.load_policy(run_dir))
+    for counts, state in kept:
+        early.load_state_dict(state)
+        course.add(*counts, early)
+    course.add(summary.seconds, summary.env_steps, summary.updates_v, trained)
 
 
-def train_rsl_rl(task: str, seed: int, budget: Budget, settings: Settings) -> Trained:
+def train_rsl_rl(task: str, seed: int, course: Course, settings: Settings) -> None:
     from rsl_rl.runners import OnPolicyRunner
 
     torch.manual_seed(seed)
@@ -250,72 +240,124 @@ def train_rsl_rl(task: str, seed: int, budget: Budget, settings: Settings) -> Tr
     config = {k: v for k, v in settings.items() if k != "num_envs"}
     with contextlib.redirect_stdout(io.StringIO()):  # rsl_rl prints its networks
         runner = OnPolicyRunner(env, config, log_dir=None, device="cpu")
-    steps, took, start = 0, 0.0, time.perf_counter()
-    while not budget.spent(took, steps):
-        runner.learn(1, init_at_random_ep_len=steps == 0)  # as its own training scripts do
-        steps += settings["num_steps_per_env"] * settings["num_envs"]
-        took = time.perf_counter() - start
-    return Trained(runner.get_inference_policy("cpu"), took, steps)
+    per_rollout = settings["algorithm"]["num_learning_epochs"] * settings["algorithm"]["num_mini_batches"]
+    rollouts, over = 0, False
+    course.begin()
+    while not over:
+        runner.learn(1, init_at_random_ep_len=rollouts == 0)  # as its own training scripts do
+        rollouts += 1
+        steps = rollouts * settings["num_steps_per_env"] * settings["num_envs"]
+        over = course.over(steps, rollouts * per_rollout, lambda obs: runner.get_inference_policy("cpu")(obs))
 
 
-def train_sb3(task: str, seed: int, budget: Budget, settings: Settings) -> Trained:
-    import stable_baselines3
-    from stable_baselines3.common.callbacks import BaseCallback
+def sb3_model(env: VecEnv, seed: int, settings: Settings) -> tuple[Any, Act]:
+    """Build a model of Stable-Baselines3, or of sbx, its twin on JAX, and its deterministic policy."""
     from stable_baselines3.common.noise import NormalActionNoise
     from stable_baselines3.common.vec_env import VecNormalize
+
+    library = importlib.import_module(settings.get("library", "stable_baselines3"))
+    model, policy = dict(settings["model"]), dict(settings["policy"])
+    wrapped, seen = pql.wrap.sb3(env), None
+    if settings["normalize"]:
+        seen = VecNormalize(wrapped, gamma=model["gamma"], norm_reward=settings["normalize"] != "obs")
+    if "noise" in settings:
+        still = np.zeros(wrapped.action_space.shape or (), np.float32)
+        model["action_noise"] = NormalActionNoise(still, still + np.float32(settings["noise"]))
+    if "activation" in policy:
+        policy["activation_fn"] = _activation(policy.pop("activation"), jax=library.__name__ == "sbx")
+    cls = getattr(library, settings["class"])
+    made = cls("MlpPolicy", seen or wrapped, seed=seed, device="cpu", policy_kwargs=policy, **model)
+
+    def act(obs: Obs) -> Tensor:
+        raw = obs["policy"].numpy()
+        known = raw if seen is None else seen.normalize_obs(raw)
+        return torch.from_numpy(made.predict(known, deterministic=True)[0])
+
+    return made, act
+
+
+def _activation(name: str, jax: bool) -> Any:
+    if jax:
+        return getattr(importlib.import_module("flax.linen"), name)
+    kinds = {"relu": torch.nn.ReLU, "elu": torch.nn.ELU, "silu": torch.nn.SiLU, "tanh": torch.nn.Tanh}
+    return kinds[name]
+
+
+def train_sb3(task: str, seed: int, course: Course, settings: Settings) -> None:
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    env = pql.make_env(task, num_envs=settings["num_envs"])
+    model, act = sb3_model(env, seed, settings)
+    per_count = 1  # PPO counts epochs
+    if settings["class"] == "PPO":
+        per_count = -(-settings["num_envs"] * model.n_steps // model.batch_size)
 
     class Clock(BaseCallback):
         """Callback that ends the run, since Stable-Baselines3 has no time budget."""
 
         def _on_training_start(self) -> None:
-            self.start = time.perf_counter()
+            course.begin()
 
         def _on_step(self) -> bool:
-            return not budget.spent(time.perf_counter() - self.start, self.num_timesteps)
+            return not course.over(self.num_timesteps, model._n_updates * per_count, act)
 
-    model_settings = dict(settings["model"])
-    env = pql.wrap.sb3(pql.make_env(task, num_envs=settings["num_envs"]))
-    seen = VecNormalize(env, gamma=model_settings["gamma"]) if settings["normalize"] else None
-    if "noise" in settings:
-        still = np.zeros(env.action_space.shape or (), np.float32)
-        model_settings["action_noise"] = NormalActionNoise(still, still + np.float32(0.1))
-    policy = dict(settings["policy"])
-    if "activation" in policy:
-        kinds = {"relu": torch.nn.ReLU, "elu": torch.nn.ELU, "silu": torch.nn.SiLU, "tanh": torch.nn.Tanh}
-        policy["activation_fn"] = kinds[policy.pop("activation")]
-    cls = getattr(stable_baselines3, settings["class"])
-    model = cls("MlpPolicy", seen or env, seed=seed, device="cpu", policy_kwargs=policy, **model_settings)
-    clock = Clock()
-    model.learn(10**12, callback=clock)
-    took = time.perf_counter() - clock.start
-
-    def act(obs: Obs) -> Tensor:
-        raw = obs["policy"].numpy()
-        known = raw if seen is None else seen.normalize_obs(raw)
-        return torch.from_numpy(model.predict(known, deterministic=True)[0])
-
-    return Trained(act, took, model.num_timesteps)
+    model.learn(FOREVER, callback=Clock())
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A contender: ``settings(task)`` and the function that trains with them."""
+    """A contender: ``settings(task)``, the function that trains with them, and the package that is compared."""
 
     settings: Callable[[str], Settings]
-    train: Callable[[str, int, Budget, Settings], Trained]
+    train: Callable[[str, int, Course, Settings], None]
+    package: str
+
+
+def _sb3(settings: Callable[[str], Settings]) -> Contender:
+    return Contender(settings, train_sb3, "stable-baselines3")
+
+
+def _sbx(settings: Callable[[str], Settings]) -> Contender:
+    return Contender(settings, train_sb3, "sbx-rl")
 
 
 CONTENDERS = {
-    "pql:ppo": Contender(lambda task: pql_settings("ppo", task), train_pql),
-    "pql:pql": Contender(lambda task: pql_settings("pql", task), train_pql),
-    "rsl_rl:ppo": Contender(rsl_rl_theirs, train_rsl_rl),
-    "rsl_rl:ppo-ours": Contender(rsl_rl_ours, train_rsl_rl),
-    "sb3:ppo": Contender(sb3_theirs, train_sb3),
-    "sb3:ppo-ours": Contender(sb3_ours, train_sb3),
-    "sb3:sac": Contender(lambda task: sb3_off_policy("SAC", task), train_sb3),
-    "sb3:td3": Contender(lambda task: sb3_off_policy("TD3", task), train_sb3),
+    "rsl_rl:ppo": Contender(rsl_rl_theirs, train_rsl_rl, "rsl-rl-lib"),
+    "rsl_rl:ppo-ours": Contender(rsl_rl_ours, train_rsl_rl, "rsl-rl-lib"),
+    "sb3:ppo": _sb3(sb3_theirs),
+    "sb3:ppo-ours": _sb3(sb3_ours),
+    "sb3:sac": _sb3(off_policy.sb3_sac),
+    "sb3:sac-ours": _sb3(off_policy.sb3_sac_ours),
+    "sb3:td3": _sb3(off_policy.sb3_td3),
+    "sb3:td3-ours": _sb3(off_policy.sb3_td3_ours),
+    "sbx:sac": _sbx(off_policy.sbx_sac),
+    "sbx:sac-ours": _sbx(off_policy.sbx_sac_ours),
+    "rl_games:sac": Contender(off_policy.rl_games_sac, train_rl_games, "rl-games"),
+    "rl_games:sac-ours": Contender(off_policy.rl_games_sac_ours, train_rl_games, "rl-games"),
+    "skrl:sac": Contender(off_policy.skrl_sac, train_skrl, "skrl"),
+    "skrl:sac-ours": Contender(off_policy.skrl_sac_ours, train_skrl, "skrl"),
 }
-DEFAULT = ("pql:ppo", "pql:pql", "rsl_rl:ppo", "rsl_rl:ppo-ours", "sb3:ppo", "sb3:ppo-ours")
-os.environ.setdefault(
-    "GIT_PYTHON_REFRESH", "quiet"
-)  # rsl_rl's logger imports GitPython, which fails without git otherwise
+GROUPS = {
+    "on-policy": ("pql:ppo", "pql:pql", "rsl_rl:ppo", "rsl_rl:ppo-ours", "sb3:ppo", "sb3:ppo-ours"),
+    "off-policy": (
+        *("pql:pql", "pql:sac", "pql:td3"),
+        *(name for name in CONTENDERS if not name.partition(":")[2].startswith("ppo")),
+    ),
+}
+
+
+def contender(name: str) -> Contender:
+    """Return the contender ``name``: one of ``CONTENDERS``, or ``pql:PRESET`` for any of our presets.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name.startswith("pql:"):
+        return Contender(partial(pql_settings, name.removeprefix("pql:")), train_pql, "pql-rl")
+    if name not in CONTENDERS:
+        raise ConfigError("contender", name, f"pql:PRESET or one of {', '.join(CONTENDERS)}")
+    return CONTENDERS[name]
+
+
+# rsl_rl's logger imports GitPython, which fails without git otherwise
+os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")

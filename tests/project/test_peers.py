@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 from test_tools import check, tool  # noqa: F401
 
@@ -15,21 +16,26 @@ def bench(tool):  # noqa: F811
     return tool("bench_peers")
 
 
-def test_iqm_by_hand(bench):
-    assert bench.iqm([8, 1, 3, 2, 5, 4, 7, 6]) == pytest.approx((3 + 4 + 5 + 6) / 4)
+@pytest.fixture
+def report(tool):  # noqa: F811
+    return tool("_peers_report")
+
+
+def test_iqm_by_hand(report):
+    assert report.iqm([8, 1, 3, 2, 5, 4, 7, 6]) == pytest.approx((3 + 4 + 5 + 6) / 4)
     # Of five, the middle half holds the third whole and three quarters of its neighbours.
-    assert bench.iqm([0, 1, 2, 4, 1000]) == pytest.approx((0.75 * 1 + 2 + 0.75 * 4) / 2.5)
-    assert bench.iqm([7.0]) == 7.0
+    assert report.iqm([0, 1, 2, 4, 1000]) == pytest.approx((0.75 * 1 + 2 + 0.75 * 4) / 2.5)
+    assert report.iqm([7.0]) == 7.0
 
 
-def test_lead_without_spread_is_exact(bench):
+def test_lead_without_spread_is_exact(report):
     ours = {"a": np.full(5, 120.0), "b": np.full(5, 90.0), "c": np.full(2, 1.0)}
     theirs = {"a": np.full(5, 100.0), "b": np.full(3, 100.0)}
-    assert bench.lead(ours, theirs) == pytest.approx((0.05, 0.05, 0.05))
-    assert bench.lead({"a": np.full(2, -50.0)}, {"a": np.full(2, -100.0)}) == pytest.approx((0.5, 0.5, 0.5))
+    assert report.lead(ours, theirs) == pytest.approx((0.05, 0.05, 0.05))
+    assert report.lead({"a": np.full(2, -50.0)}, {"a": np.full(2, -100.0)}) == pytest.approx((0.5, 0.5, 0.5))
 
 
-def test_lead_redraws_the_seeds_of_both_sides_within_each_task(bench):
+def test_lead_redraws_the_seeds_of_both_sides_within_each_task(report):
     rng = np.random.default_rng(1)
     ours, theirs = (
         {t: rng.normal(m, 20, 12) for t, m in means.items()} for means in ({"a": 120, "b": 90}, {"a": 100, "b": 80})
@@ -38,13 +44,13 @@ def test_lead_redraws_the_seeds_of_both_sides_within_each_task(bench):
     def one(a, b, axis=-1):
         return (a.mean(axis) - b.mean(axis)) / b.mean(axis)
 
-    estimate, lower, upper = bench.lead({"a": ours["a"]}, {"a": theirs["a"]})
+    estimate, lower, upper = report.lead({"a": ours["a"]}, {"a": theirs["a"]})
     found = stats.bootstrap((ours["a"], theirs["a"]), one, method="percentile", n_resamples=20_000, rng=2)
     assert estimate == pytest.approx(one(ours["a"], theirs["a"]))
     assert (lower, upper) == pytest.approx(tuple(found.confidence_interval), abs=0.01)
     # Two strata: the variances of the tasks' own leads add up to four times that of their mean.
-    spread = [bench.lead({t: ours[t]}, {t: theirs[t]}) for t in "ab"]
-    both = bench.lead(ours, theirs)
+    spread = [report.lead({t: ours[t]}, {t: theirs[t]}) for t in "ab"]
+    both = report.lead(ours, theirs)
     assert both[0] == pytest.approx((spread[0][0] + spread[1][0]) / 2)
     width = np.hypot(*(s[2] - s[1] for s in spread)) / 2
     assert both[2] - both[1] == pytest.approx(width, rel=0.1)
@@ -54,11 +60,11 @@ def run_of(contender, task, seed, value):
     return {"contender": contender, "task": task, "seed": seed, "return_mean": value}
 
 
-def test_rows_and_tables(bench):
+def test_rows_and_tables(report):
     runs = [run_of("pql:ppo", "hopper", s, 1000.0 + s) for s in (1, 2, 6)]
     runs += [run_of("pql:pql", "hopper", s, 3000.0) for s in (1, 2, 6)]
     runs += [run_of("sb3:ppo", "hopper", s, 500.0) for s in (1, 2)] + [run_of("sb3:ppo", "ant", 1, 10.0)]
-    rows = bench.rows_of(runs)
+    rows = report.rows_of(runs)
     check(rows, ["hopper: sb3:ppo, median", "ant: sb3:ppo, IQM"])
     found = {r["name"]: r for r in rows}
     assert found["hopper: pql:ppo, median"]["value"] == 1002
@@ -69,7 +75,8 @@ def test_rows_and_tables(bench):
     assert (lower, upper) == pytest.approx((1.002, 1.012))
     assert found["pql:pql over pql:ppo, all tasks: lead"]["value"] == pytest.approx(3000 / 1003 - 1)
     assert not any("over pql:pql" in name or ", ant:" in name for name in found)
-    text = bench.tables(rows)
+    assert "pql:pql over pql:ppo, hopper: lead" in found
+    text = report.tables(rows)
     assert "| hopper | pql:ppo | 1,002 | 1,003 | 1,002 | 3 |" in text
     assert "| pql:ppo over sb3:ppo | hopper | +100.6% | +100.2% to +101.2% |" in text
 
@@ -101,6 +108,7 @@ def test_a_smoke_run_of_every_kind_is_stored_and_skipped_next_time(bench, tmp_pa
         assert -2000 < run["return_mean"] < 0
         assert run["env_steps"] > 0
         assert run["seconds"] >= 0.2
+        assert run["curve"] == [{k: run[k] for k in run["curve"][0]}]
 
     def broken(*args):
         raise RuntimeError("ran")
@@ -122,7 +130,7 @@ def test_a_smoke_run_of_every_kind_is_stored_and_skipped_next_time(bench, tmp_pa
 def test_by_steps_a_run_takes_the_steps_of_its_time_at_the_median_rate(bench, tmp_path, monkeypatch):
     speeds = {"pql:ppo": iter([100.0, 400.0, 200.0]), "sb3:ppo": iter([10.0, 20.0, 30.0])}
 
-    def trained(job, episodes):
+    def trained(job, episodes, python):
         steps = job.budget.env_steps or round(next(speeds[job.contender]) * job.budget.seconds)
         return {**job.facts(), "return_mean": 1.0, "env_steps": steps, "seconds": job.budget.seconds}
 
@@ -142,15 +150,121 @@ def test_by_steps_a_run_takes_the_steps_of_its_time_at_the_median_rate(bench, tm
     assert bench.main([*command, "--seeds", "1", "2", "--runs", str(path)]) == 0  # from the file, the rates too
 
 
+def test_equal_steps_for_all(bench, tmp_path, monkeypatch):
+    def trained(job, episodes, python):
+        assert python == "other/python"
+        curve = curve_of((9.0, job.budget.env_steps, 7, 3.0))
+        return {**job.facts(), **curve[-1], "curve": curve}
+
+    monkeypatch.setattr(bench, "measure_apart", trained)
+    path = tmp_path / "runs.jsonl"
+    command = ["--contenders", "pql:sac", "skrl:sac", "--tasks", "pendulum", "--seeds", "1", "--steps", "500"]
+    assert bench.main([*command, "--python", "other/python", "--points", "2", "--runs", str(path)]) == 0
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["contender"], r["budget"], r["budget_steps"], r["env_steps"]) for r in stored] == [
+        ("pql:sac", 0.0, 500, 500),
+        ("skrl:sac", 0.0, 500, 500),
+    ]
+
+
 def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):  # noqa: F811
     pytest.importorskip("rsl_rl")
     pytest.importorskip("stable_baselines3")
-    peers = tool("_peers")
+    peers, courses = tool("_peers"), tool("_course")
     for name in ("pql:ppo", "rsl_rl:ppo", "sb3:ppo"):
-        settings = peers.CONTENDERS[name].settings("pendulum")
+        settings = peers.contender(name).settings("pendulum")
         rollout = 64 * 64 if name == "sb3:ppo" else None
-        taken = peers.CONTENDERS[name].train("pendulum", 1, peers.Budget(1e-3, 5_000), settings).env_steps
-        assert 5_000 <= taken <= 5_000 + (rollout or 16_384)
+        course = courses.Course(courses.Budget(1e-3, 5_000))
+        peers.contender(name).train("pendulum", 1, course, settings)
+        (end,) = course.curve
+        assert 5_000 <= end["env_steps"] <= 5_000 + (rollout or 16_384)
+        assert end["updates"] > 0
+
+
+def test_a_course_evaluates_at_equal_parts_with_the_clock_standing_still(tool, monkeypatch):  # noqa: F811
+    courses, now = tool("_course"), [100.0]
+    monkeypatch.setattr(courses.time, "perf_counter", lambda: now[0])
+
+    def evaluate(act):
+        now[0] += 1000
+        return {"return_mean": act(None)}
+
+    course = courses.Course(courses.Budget(8.0), 4, evaluate)
+    course.begin()
+    over = []
+    for step in range(1, 7):  # of 1.5 seconds each
+        now[0] += 1.5
+        over.append(course.over(10 * step, step, lambda obs, step=step: float(step)))
+    assert over == [False] * 5 + [True]
+    assert [p["seconds"] for p in course.curve] == [3.0, 4.5, 6.0, 9.0]  # the first after 2, 4, 6 and 8
+    assert [(p["env_steps"], p["updates"], p["return_mean"]) for p in course.curve] == [
+        (20, 2, 2.0),
+        (30, 3, 3.0),
+        (40, 4, 4.0),
+        (60, 6, 6.0),
+    ]
+    course = courses.Course(courses.Budget(8.0, 100), 4)
+    ends = [course.due(0.0, steps) for steps in (20, 80, 90, 99, 100)]
+    assert ends == [False, True, False, False, True]  # of parts that pass together only one is evaluated
+
+
+def curve_of(*rows):
+    names = ("seconds", "env_steps", "updates", "return_mean")
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def test_curves_are_read_between_evaluations_but_not_outside(report):
+    curve = curve_of((10.0, 1000, 50, 100.0), (20.0, 3000, 250, 500.0))
+    assert report.at(curve, "seconds", 15.0) == curve_of((15.0, 2000, 150, 300.0))[0]
+    assert report.at(curve, "env_steps", 1500) == curve_of((12.5, 1500, 100, 200.0))[0]
+    assert report.at(curve, "seconds", 20.0) == curve[-1]
+    assert report.at(curve, "seconds", 9.9) is None
+    assert report.at(curve, "env_steps", 3001) is None
+    timed = report.timed({"curve": curve, "budget": 60.0, "budget_steps": 3000, "rate": 40.0})
+    assert [point["seconds"] for point in timed] == [10.0, 60.0]  # 2,000 steps before the end: at the rate, no clock
+    assert report.timed({"curve": curve, "budget": 0.0, "budget_steps": 3000}) is curve
+
+
+def test_the_rate_of_a_run_with_points_is_that_of_its_last_part(bench, tmp_path, monkeypatch):
+    slow = iter([1.0, 4.0, 2.0])
+
+    def trained(job, episodes, python):
+        if job.kind == "run":
+            curve = curve_of((9.0, job.budget.env_steps, 1, 1.0))
+        else:  # 10,000 random steps, then few
+            assert (job.points, job.budget.seconds) == (3, 30.0)
+            k = 100 * next(slow)
+            curve = curve_of((10.0, 10_000, 0, 0.0), (20.0, 10_000 + 10 * k, 1, 0.0), (30.0, 10_000 + 20 * k, 2, 0.0))
+        return {**job.facts(), **curve[-1], "curve": curve}
+
+    monkeypatch.setattr(bench, "measure_apart", trained)
+    path = tmp_path / "runs.jsonl"
+    command = ["--by-steps", "--contenders", "sb3:sac", "--tasks", "pendulum", "--seconds", "90", "--seeds", "1"]
+    assert bench.main([*command, "--points", "4", "--runs", str(path)]) == 0
+    *_, run = (json.loads(line) for line in path.read_text().splitlines())
+    assert run["env_steps"] == 10_000 + 80 * 200  # not 90 * 14,000 / 30
+    assert (run["points"], run["budget"]) == (4, 90.0)
+    assert bench.rate_of({"env_steps": 300, "seconds": 3.0}).steps(5) == 500
+
+
+def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report):
+    def run(contender, seed, *rows):
+        facts = {"task": "hopper", "contender": contender, "seed": seed, "budget": 40.0, "budget_steps": None}
+        return {**facts, "curve": curve_of(*rows), "updates": rows[-1][2]}
+
+    runs = [
+        run("pql:sac", 1, (10.0, 50_000, 100, 200.0), (40.0, 140_000, 400, 500.0)),
+        run("pql:sac", 2, (10.0, 50_000, 100, 400.0), (40.0, 140_000, 400, 1000.0)),
+        run("skrl:sac", 1, (10.0, 20_000, 30, 10.0), (40.0, 60_000, 90, 90.0)),
+        run("skrl:sac", 2, (10.0, 10_000, 30, 10.0), (40.0, 40_000, 90, 90.0)),
+    ]
+    seconds, steps = (part.splitlines() for part in report.curve_tables(runs).split("By env steps:"))
+    assert "| hopper | pql:sac | 40 | 140,000 | 400 | 750 | 750 | 750 | 2 |" in seconds
+    assert "| hopper | skrl:sac | 20 | 26,667 | 50 | 37 | 37 | 37 | 2 |" in seconds
+    assert "| hopper | pql:sac | 27 | 100,000 | 267 | 550 | 550 | 550 | 2 |" in steps
+    assert "| hopper | skrl:sac | 19 | 25,000 | 49 | 35 | 35 | 35 | 2 |" in steps
+    assert sum("skrl" in line for line in steps) == 1  # one of its runs begins after 10,000, one ends before 50,000
+    assert report.curve_tables([{"task": "hopper", "contender": "pql:sac", "budget": 1.0}]) == ""
 
 
 def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp_path, capsys):
@@ -169,7 +283,7 @@ def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp
 def test_our_sizes_in_their_names(tool):  # noqa: F811
     from pql.config.compose import compose
 
-    peers, config = tool("_peers"), compose(["task=hopper", "algo=ppo", "device=cpu"])
+    peers, courses, config = tool("_peers"), tool("_course"), compose(["task=hopper", "algo=ppo", "device=cpu"])
     rows = config.num_envs * config.algo.horizon
     theirs, sb3 = peers.rsl_rl_ours("hopper"), peers.sb3_ours("hopper")
     assert theirs["num_envs"] * theirs["num_steps_per_env"] == sb3["num_envs"] * sb3["model"]["n_steps"] == rows
@@ -178,4 +292,38 @@ def test_our_sizes_in_their_names(tool):  # noqa: F811
     assert theirs["critic"]["hidden_dims"] == sb3["policy"]["net_arch"]["vf"] == config.algo.critic.hidden
     assert theirs["algorithm"]["desired_kl"] == config.algo.kl_target
     for train, settings in ((peers.train_rsl_rl, theirs), (peers.train_sb3, sb3)):
-        assert train("hopper", 1, peers.Budget(0.01), settings).env_steps > 0
+        course = courses.Course(courses.Budget(0.01))
+        train("hopper", 1, course, settings)
+        assert course.curve[-1]["env_steps"] > 0
+
+
+def test_contenders_by_group_and_our_presets_by_name(bench):
+    assert bench.named(["on-policy"]) == list(bench.GROUPS["on-policy"])
+    assert {"skrl:sac", "rl_games:sac-ours", "sb3:td3", "sbx:sac"} < set(bench.named(["off-policy"]))
+    assert bench.named(["pql:fasttd3", "sb3:sac", "pql:fasttd3"]) == ["pql:fasttd3", "sb3:sac"]
+    assert bench.contender("pql:td3").settings("hopper")["words"][:2] == ["task=hopper", "algo=td3"]
+    with pytest.raises(SystemExit, match=r"--contenders sb3:ddpg: on-policy, off-policy, .*pql:PRESET are allowed"):
+        bench.named(["sb3:ddpg"])
+
+
+def test_points_on_the_way_of_a_pql_run_change_nothing(tool):  # noqa: F811
+    peers, courses = tool("_peers"), tool("_course")
+
+    def acts(act):
+        return {"r": act({"policy": torch.linspace(-1, 1, 6).reshape(2, 3)}).tolist()}
+
+    def trained(points):
+        course = courses.Course(courses.Budget(0.0, 3_200), points, acts)
+        settings = peers.contender("pql:pql").settings("pendulum")
+        settings["words"] += ["logger.every_seconds=0.001", "algo.warmup_steps=8"]
+        peers.train_pql("pendulum", 1, course, settings)
+        return course.curve
+
+    one, several = trained(1), trained(4)
+    assert len(one) == 1 < len(several) <= 4
+    assert {k: v for k, v in several[-1].items() if k != "seconds"} == {
+        k: v for k, v in one[0].items() if k != "seconds"
+    }
+    assert [p["env_steps"] for p in several] == sorted({p["env_steps"] for p in several})
+    assert [p["updates"] for p in several] == sorted({p["updates"] for p in several})
+    assert len({str(p["r"]) for p in several}) == len(several)
