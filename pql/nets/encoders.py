@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pql.config import Config, EncoderConfig
-from pql.config.groups import NetConfig, TrunkConfig
+from pql.config.groups import NetConfig, NormConfig, TrunkConfig
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
@@ -272,9 +272,12 @@ def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:
 def make_layers(net: NetConfig) -> Layers:
     """Return the hidden layers of a network's settings."""
     layers = Layers(net.hidden, net.activation, net.layer_norm)
+    if isinstance(net, NormConfig):
+        return replace(layers, norm=net.norm)
     if not isinstance(net, TrunkConfig):
         return layers
-    return replace(layers, trunk=net.trunk, norm=net.norm, init=net.init, head=net.head)
+    norm = net.norm if net.trunk == "residual" else "layer"
+    return replace(layers, trunk=net.trunk, norm=norm, init=net.init, head=net.head)
 
 
 # -- networks supplied by the user ------------------------------------------------------------------------------------

@@ -80,8 +80,15 @@ class NoisyLinear(nn.Module):
         return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, self.noise_out))
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm over the last axis (Zhang & Sennrich 2019), in float32 also where its input is bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class EnsembleRMSNorm(nn.Module):
-    """RMSNorm over the last axis of [E, B, size] (Zhang & Sennrich 2019), with a gain per ensemble member."""
+    """RMSNorm over the last axis of [E, B, size], with a gain per ensemble member."""
 
     def __init__(self, ensemble: int, size: int):
         super().__init__()
@@ -98,10 +105,10 @@ class Layers:
     Attributes:
         hidden: their widths.
         activation: a name in ``ACTIVATIONS``.
-        layer_norm: LayerNorm before each activation.
+        layer_norm: normalisation before each activation of an ``mlp``.
         noisy: sigma_0 of :class:`NoisyLinear` layers; None: ordinary linear layers.
         trunk: ``mlp``, or ``residual``: a :class:`ResidualBlock` for each of ``hidden``, which are equal.
-        norm: of residual blocks: ``layer`` or ``rms``.
+        norm: the kind of all normalisations: ``layer`` or ``rms``.
         init: weights: ``default`` (torch's), or ``orthogonal`` with gain 1 and biases of 0.
         head: of the output layer: ``default`` (as ``init``), ``zero``, or ``small``: weights N(0, 0.01), biases of 0.
     """
@@ -117,7 +124,7 @@ class Layers:
 
 
 def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None) -> nn.Sequential:
-    """Build an MLP: Linear (-> LayerNorm) -> activation for each hidden layer, then Linear. [B, in] -> [B, out].
+    """Build an MLP: Linear (-> normalisation) -> activation for each hidden layer, then Linear. [B, in] -> [B, out].
 
     Args:
         ensemble: E: build E networks as one, [B, in] or [E, B, in] -> [E, B, out]; not with noisy layers.
@@ -131,7 +138,7 @@ def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None
         return net
     modules: list[nn.Module] = []
     for size in layers.hidden:
-        between = [norm_of(size, Layers(()), ensemble)] if layers.layer_norm else []
+        between = [norm_of(size, layers, ensemble)] if layers.layer_norm else []
         modules += [linear(size_in, size), *between, ACTIVATIONS[layers.activation]()]
         size_in = size
     net = nn.Sequential(*modules, linear(size_in, size_out))
@@ -147,9 +154,9 @@ def linear_of(layers: Layers, ensemble: int | None) -> Callable[[int, int], nn.M
 
 
 def norm_of(size: int, layers: Layers, ensemble: int | None) -> nn.Module:
-    """Return the normalisation of a residual block."""
+    """Return a normalisation of the kind ``layers.norm``."""
     if layers.norm == "rms":
-        return nn.RMSNorm(size, eps=1e-6) if ensemble is None else EnsembleRMSNorm(ensemble, size)
+        return RMSNorm(size, eps=1e-6) if ensemble is None else EnsembleRMSNorm(ensemble, size)
     return nn.LayerNorm(size) if ensemble is None else EnsembleLayerNorm(ensemble, size)
 
 
