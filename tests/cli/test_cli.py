@@ -259,6 +259,7 @@ def test_listing(capsys):
         "pqn",
         "r2d2",
         "rainbow",
+        "reppo",
         "sac",
         "td3",
     ]
