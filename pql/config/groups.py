@@ -179,7 +179,7 @@ class PathwiseCriticConfig(NormConfig, DistributionalNetConfig):
     )
     activation: str = setting("silu", "Activation function.", choices=ACTIVATIONS, weights="policy")
     lr: float = setting(3e-4, "Learning rate.", above=0, high=1)
-    atoms: int = setting(151, "Number of atoms.", low=2, high=1001, weights="critic")
+    atoms: int = setting(201, "Number of atoms.", low=2, high=1001, weights="critic")
     v_min: float = setting(-50.0, "Smallest atom.", weights="critic")
     v_max: float = setting(150.0, "Largest atom.", weights="critic")
     sigma: float = setting(
