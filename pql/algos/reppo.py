@@ -46,7 +46,7 @@ class Multipliers(nn.Module):
         self.log_beta = nn.Parameter(torch.tensor(beta).log())
 
 
-class Climber(nn.Module):
+class PolicyAndMultipliers(nn.Module):
     """A policy and its multipliers, trained by one optimiser. The policy's parameters come first."""
 
     def __init__(self, policy: StochasticPolicy, multipliers: Multipliers):
@@ -66,7 +66,7 @@ class ReppoState(State):
     progress: Progress
 
     @property
-    def judge(self) -> EmbeddingCritic:
+    def critic_net(self) -> EmbeddingCritic:
         return cast(EmbeddingCritic, self.critic.module)
 
 
@@ -135,7 +135,7 @@ def evaluate_segment(state: ReppoState, settings: ReppoConfig, segment: Segment,
         mean, log_std = state.policy(obs).chunk(2, -1)
         action, log_prob = squashed_gaussian(mean, log_std, gen)
         with bfloat16(settings.amp, action):
-            q, embedding = state.judge.value({k: v.flatten(0, 1) for k, v in obs.items()}, action.flatten(0, 1))
+            q, embedding = state.critic_net.value({k: v.flatten(0, 1) for k, v in obs.items()}, action.flatten(0, 1))
         shape = log_prob.shape
         return torch.cat((q.view(*shape, 1), log_prob.unsqueeze(-1), embedding.view(*shape, -1)), -1)
 
@@ -170,7 +170,7 @@ def critic_step(state: ReppoState, settings: ReppoConfig, batch: ReppoMinibatch,
     Args:
         share: [B], weight of each row.
     """
-    critic = state.judge
+    critic = state.critic_net
     with bfloat16(settings.amp, batch.action):
         predicted, logits = critic(batch.obs, batch.action)
     log_probs = logits.log_softmax(-1)
@@ -201,16 +201,16 @@ def policy_step(
     mean, log_std = params.chunk(2, -1)
     action, log_prob = squashed_gaussian(mean, log_std, gen)
     with bfloat16(settings.amp, action):
-        q, _ = state.judge.value(batch.obs, action)
+        q, _ = state.critic_net.value(batch.obs, action)
     kl = divergence(state.policy, settings, batch.params, params, gen)
     alpha, beta = state.multipliers.log_alpha.exp(), state.multipliers.log_beta.exp()
     near = kl < settings.kl_bound
     loss = (share * torch.where(near, alpha.detach() * log_prob - q, beta.detach() * kl)).sum()
     entropy, kl = -log_prob.detach(), kl.detach()
     goal = settings.entropy_per_action * action.shape[-1]
-    duals = (share * (alpha * (entropy - goal) - beta * (kl - settings.kl_bound))).sum()
+    multiplier_loss = (share * (alpha * (entropy - goal) - beta * (kl - settings.kl_bound))).sum()
     state.optimizer.zero_grad()
-    (loss + duals).backward(inputs=list(state.optimizer.flat.module.parameters()))  # not the critic's
+    (loss + multiplier_loss).backward(inputs=list(state.optimizer.flat.module.parameters()))  # not the critic's
     norm = state.optimizer.step(mask=batch.mask)
     return {
         "loss/policy": loss.detach(),
@@ -292,7 +292,7 @@ def make_reppo_state(config: Config, policy: StochasticPolicy, critic: Embedding
     """Create the learner's state on the networks' device."""
     p, flat = own(config, ReppoConfig), Flat(critic, trained=True)
     multipliers = Multipliers(p.alpha, p.beta).to(flat.data.device)
-    optimizer = make_adamw(Flat(Climber(policy, multipliers), trained=True), p.policy)
+    optimizer = make_adamw(Flat(PolicyAndMultipliers(policy, multipliers), trained=True), p.policy)
     now = Progress(flat.data.device, p.horizon * num_envs)
     return ReppoState(policy, multipliers, flat, optimizer, make_adamw(flat, p.critic), now)
 

@@ -678,7 +678,7 @@ class ReppoConfig(RolloutAlgoConfig):
     )
     kl_bound: float = setting(
         0.1,
-        "KL(policy that acted || policy) of a row above which the policy is pulled back instead of improved.",
+        "KL(policy that acted || policy) of a row above which its loss is beta times the KL.",
         above=0,
         high=100,
     )

@@ -89,7 +89,7 @@ def test_minibatches_hold_what_follows_each_row():
         torch.testing.assert_close(found.log_prob, density.sum(-1), rtol=0, atol=1e-4)
         for row in range(len(raw)):
             obs = {k: v[row] for k, v in segment.obs.items()}
-            q, embedding = state.judge.value(obs, raw[row].tanh())
+            q, embedding = state.critic_net.value(obs, raw[row].tanh())
             torch.testing.assert_close(found.q[row], q, rtol=0, atol=1e-5)
             torch.testing.assert_close(found.embedding[row], embedding, rtol=0, atol=1e-5)
     before = learner.gen.get_state()
@@ -212,7 +212,7 @@ class Second:
     """REPPO's update as the paper's repository describes it, on its own copies of the weights."""
 
     def __init__(self, state, samples):
-        policy, critic = state.policy, state.judge
+        policy, critic = state.policy, state.critic_net
         self.samples, self.atoms = samples, critic.atoms.tolist()
         self.actor = [*layers_of(policy.body.trunk), Linear(policy.head)]
         self.encoder, self.head, self.predictor = (
@@ -227,13 +227,13 @@ class Second:
             torch.optim.AdamW(leaves, lr=3e-4, weight_decay=0.01) for leaves in (self.actor_leaves, self.critic_leaves)
         ]
 
-    def judge(self, obs, action):
+    def critic_outputs(self, obs, action):
         x = through(self.encoder, torch.cat((obs["critic"], action), 1))
         x = x / (1 + torch.exp(-x))
         return through(self.predictor, x), through(self.head, x) + 40.9 * self.zero
 
     def critic(self, batch):
-        predicted, logits = self.judge(batch.obs, batch.action)
+        predicted, logits = self.critic_outputs(batch.obs, batch.action)
         log_p, loss, error, count = logits.log_softmax(-1), 0.0, 0.0, float(batch.mask.sum())
         for b in range(B):
             if batch.mask[b] == 0:
@@ -248,13 +248,13 @@ class Second:
         mean, log_std = through(self.actor, batch.obs["policy"]).chunk(2, -1)
         raw = mean + log_std.exp() * torch.randn(B, A, generator=gen)
         action = torch.tanh(raw)
-        q = self.judge(batch.obs, action)[1].softmax(-1) @ torch.tensor(self.atoms).double()
+        q = self.critic_outputs(batch.obs, action)[1].softmax(-1) @ torch.tensor(self.atoms).double()
         old_mean, old_log_std = batch.params.chunk(2, -1)
         drawn = None
         if self.samples:
             drawn = old_mean + old_log_std.exp() * torch.randn(self.samples, B, A, generator=gen)
         alpha, beta = self.log_alpha.exp(), self.log_beta.exp()
-        loss, duals, near, count = 0.0, 0.0, 0, float(batch.mask.sum())
+        loss, multiplier_loss, near, count = 0.0, 0.0, 0, float(batch.mask.sum())
         for b in range(B):
             if batch.mask[b] == 0:
                 continue
@@ -273,8 +273,10 @@ class Second:
                 near, loss = near + 1, loss + (alpha.detach() * log_prob - q[b]) / count
             else:
                 loss = loss + beta.detach() * kl / count
-            duals = duals + alpha * (0.5 * A - log_prob.detach()) / count - beta * (kl.detach() - 0.1) / count
-        return loss, near / count, self.step(0, loss + duals)
+            multiplier_loss = (
+                multiplier_loss + alpha * (0.5 * A - log_prob.detach()) / count - beta * (kl.detach() - 0.1) / count
+            )
+        return loss, near / count, self.step(0, loss + multiplier_loss)
 
     def step(self, which, loss):
         """One step of AdamW after clipping to 0.5; returns the norm."""
@@ -319,7 +321,7 @@ def test_updates_agree_with_a_second_implementation(samples):
     mine = {k: v.flatten() for k, v in state.optimizer.flat.module.named_parameters()}
     assert {*mine} >= {"policy.head.weight", "multipliers.log_alpha", "multipliers.log_beta"}
     compare(list(mine.values()), other.actor_leaves)
-    compare([p.flatten() for p in state.judge.parameters()], other.critic_leaves)
+    compare([p.flatten() for p in state.critic_net.parameters()], other.critic_leaves)
 
 
 def compare(ours, theirs):
@@ -420,7 +422,7 @@ def test_custom_networks_are_features_and_embedding():
     nets = {"policy": {"net": "test_reppo:Features"}, "critic": {"net": "test_reppo:Pairs"}}
     parts = ticks(start(config_of({"algo": nets}), Inline()), 2)
     state = parts.first.learners["learner"].state
-    assert (state.policy.head.in_features, state.judge.predictor[-1].out_features) == (5, 7)
+    assert (state.policy.head.in_features, state.critic_net.predictor[-1].out_features) == (5, 7)
     with pytest.raises(ConfigError, match=r"algo\.critic\.net=test_reppo:Features: expected a critic for pendulum"):
         build(config_of({"algo": {"critic": {"net": "test_reppo:Features"}}}))
 
