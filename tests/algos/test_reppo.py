@@ -557,7 +557,7 @@ def test_the_preset_has_the_published_values():
     assert (critic.v_max - critic.v_min) / (critic.atoms - 1) == 1.0 == 150 / (151 - 1)  # width of a bin
     assert critic.sigma == 0.75
     small = compose(["device=cpu", "algo=reppo", "scale=cpu", "task=halfcheetah"])
-    assert small.num_envs * small.algo.horizon // small.algo.minibatches == 512
+    assert small.num_envs * small.algo.horizon // small.algo.minibatches == 256
     assert (small.algo.epochs, small.algo.kl_samples, small.algo.critic.hidden) == (4, None, [64, 64])
     assert 0.0 in torch.linspace(small.algo.critic.v_min, small.algo.critic.v_max, small.algo.critic.atoms)
 
