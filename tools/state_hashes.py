@@ -18,7 +18,21 @@ from pathlib import Path
 
 TASKS = {"continuous": "pendulum", "discrete": "catch"}
 DISCRETE = ("dqn", "c51", "rainbow", "eps_rainbow", "apex", "r2d2", "pqn")
-ALGORITHMS = ("pql", "pql_d", "pql_sac", "ddpg", "td3", "sac", "ppo", "a2c", "a3c", "appo", "impala", *DISCRETE)
+ALGORITHMS = (
+    "pql",
+    "pql_d",
+    "pql_sac",
+    "ddpg",
+    "td3",
+    "sac",
+    "ppo",
+    "a2c",
+    "a3c",
+    "appo",
+    "impala",
+    "reppo",
+    *DISCRETE,
+)
 SCHEDULES = ("concurrent", "lockstep")
 TICKS, ENVS = 200, 8
 WORDS = [
@@ -52,7 +66,7 @@ def state_hash(algorithm: str, schedule: str) -> str:
         ]
         if algorithm not in DISCRETE:
             words.append("algo.policy.hidden=[16,16]")
-        if algorithm not in ("pqn", "r2d2") and algorithm not in ALGORITHMS[6:11]:
+        if algorithm not in ("pqn", "r2d2") and algorithm not in ALGORITHMS[6:12]:
             words.append("algo.batch_size=32")
         command = [sys.executable, "-m", "pql", "train", *words]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.registry import Family
-from pql.algos.wiring import Role, Setup, Wiring, check_obs, make_normalizer, make_ring, ring_rows
+from pql.algos.wiring import Role, Setup, Wiring, check_continuous, check_obs, make_normalizer, make_ring, ring_rows
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
@@ -27,7 +27,6 @@ from pql.data.replay import Cursor, Replay
 from pql.engine.optim import AdamW, LrSchedule
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner, State
-from pql.errors import ConfigError
 from pql.nets.encoders import Outputs, Probe, custom_network, make_input, make_layers
 from pql.nets.layers import project_weights
 from pql.nets.mlp import Critic, Flat, Reads, seeded
@@ -92,12 +91,7 @@ def check_off_policy(config: Config, spec: EnvSpec, counts: Counts, device: torc
     Raises:
         ConfigError: unsupported action or observation space, or a replay that is too small or too large.
     """
-    if not isinstance(spec.action, Box):
-        raise ConfigError(
-            "task",
-            config.task.name,
-            f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ...",
-        )
+    check_continuous(config, spec)
     check_obs(config, spec)
     return ring_rows(config, spec, counts, device)
 

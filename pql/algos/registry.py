@@ -29,6 +29,7 @@ BUILT_IN = {
     "dqn": "pql.algos.dqn:FAMILY",
     "r2d2": "pql.algos.r2d2:FAMILY",
     "pqn": "pql.algos.pqn:FAMILY",
+    "reppo": "pql.algos.reppo:FAMILY",
 }
 
 _registered: dict[str, "Family"] = {}

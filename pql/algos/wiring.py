@@ -114,6 +114,13 @@ def make_normalizer(setup: Setup) -> Normalizer:
     )
 
 
+def check_continuous(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for discrete actions."""
+    if not isinstance(spec.action, Box):
+        allowed = f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ..."
+        raise ConfigError("task", config.task.name, allowed)
+
+
 def check_obs(config: Config, spec: EnvSpec) -> None:
     """Raises ``ConfigError`` for an unsupported observation. Custom networks are not checked."""
     for which in ("policy", "critic"):

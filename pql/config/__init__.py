@@ -11,6 +11,7 @@ from pql.config.algorithms import (
     PpoConfig,
     PqnConfig,
     R2d2Config,
+    ReppoConfig,
     SacConfig,
 )
 from pql.config.groups import (
@@ -53,6 +54,7 @@ __all__ = [
     "PqnConfig",
     "R2d2Config",
     "ReplayConfig",
+    "ReppoConfig",
     "RolloutPolicyConfig",
     "SacConfig",
     "TaskConfig",

@@ -21,6 +21,8 @@ from pql.config.groups import (
     GaussianPolicyConfig,
     NetConfig,
     OptionalVtraceConfig,
+    PathwiseCriticConfig,
+    PathwisePolicyConfig,
     PriorityConfig,
     RolloutPolicyConfig,
     TrainedNetConfig,
@@ -665,9 +667,65 @@ class PqnConfig(RolloutAlgoConfig):
         check_epsilon(self.epsilon)
 
 
+@dataclass(frozen=True)
+class ReppoConfig(RolloutAlgoConfig):
+    """REPPO: a critic of actions and a policy that follows its gradient, on rollouts."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("lockstep",)
+    discrete: ClassVar[bool | None] = False
+
+    family: str = setting("reppo", "Family of update functions.", weights="policy")
+    schedule: str = schedule_setting("lockstep")
+    horizon: int = setting(128, "Steps of every environment per tick, the length of a rollout.", low=1, high=100_000)
+    epochs: int = setting(8, "Passes over a rollout.", low=1, high=1000, replaces=("v_per_step",))
+    minibatches: int = setting(
+        64,
+        "Number of equal minibatches of a rollout; each is one update of the critic and one of the policy.",
+        low=1,
+        high=100_000,
+        replaces=("batch_size",),
+    )
+    td_lambda: float = setting(
+        0.95,
+        "Lambda of the TD(lambda) return: 0: one-step targets; 1: returns up to the end of the rollout.",
+        low=0,
+        high=1,
+        replaces=("n_step",),
+    )
+    kl_bound: float = setting(
+        0.1,
+        "KL(policy that acted || policy) of a row above which its loss is beta times the KL.",
+        above=0,
+        high=100,
+    )
+    kl_samples: int | None = setting(
+        None, "Actions that estimate the KL of a row; null: the exact KL.", low=1, high=1000
+    )
+    beta: float = setting(0.01, "Initial weight of the KL where it exceeds kl_bound.", above=0, high=100)
+    alpha: float = setting(0.01, "Initial temperature, the weight of the entropy.", above=0, high=100)
+    entropy_per_action: float = setting(
+        -0.5, "Target entropy per dimension of the action.", low=-10, high=1.5, replaces=("explore",)
+    )
+    embedding_coef: float = setting(
+        1.0, "Weight of the squared error of predicted next embeddings in the critic's loss.", low=0, high=1e6
+    )
+    policy: PathwisePolicyConfig = group(PathwisePolicyConfig, "Policy.")
+    critic: PathwiseCriticConfig = group(PathwiseCriticConfig, "Critic.")
+
+    @property
+    def passes(self) -> int:
+        return self.epochs
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        check_support(self.critic)
+        if self.critic.net is None and not self.critic.hidden:
+            raise ConfigError("algo.critic.hidden", [], "at least one width: the last is the embedding's")
+
+
 RECORDS: dict[str, type[AlgoConfig]] = {
     record.family: record
-    for record in (DdpgConfig, SacConfig, DqnConfig, R2d2Config, PpoConfig, ImpalaConfig, PqnConfig)
+    for record in (DdpgConfig, SacConfig, DqnConfig, R2d2Config, PpoConfig, ImpalaConfig, PqnConfig, ReppoConfig)
 }
 """Records of the built-in families, by name."""
 

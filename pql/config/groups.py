@@ -174,6 +174,43 @@ class CriticConfig(DistributionalNetConfig, AdamConfig, TrunkConfig):
 
 
 @dataclass(frozen=True)
+class NormConfig:
+    """Normalisation in an MLP."""
+
+    layer_norm: bool = setting(True, "Normalisation before each activation.", weights="policy")
+    norm: str = setting("rms", "Kind of normalisation.", choices=("layer", "rms"), when="layer_norm", weights="policy")
+
+
+@dataclass(frozen=True)
+class PathwisePolicyConfig(NormConfig, TrainedNetConfig):
+    """A Gaussian policy with a tanh, trained on rollouts by the gradient of a critic (REPPO)."""
+
+    hidden: list[int] = setting([512, 512], "Widths of the hidden layers.", weights="policy")
+    activation: str = setting("silu", "Activation function.", choices=ACTIVATIONS, weights="policy")
+    lr: float = setting(3e-4, "Learning rate of the policy and of both multipliers.", above=0, high=1)
+
+
+@dataclass(frozen=True)
+class PathwiseCriticConfig(NormConfig, DistributionalNetConfig):
+    """A categorical critic that also predicts the next embedding (REPPO)."""
+
+    hidden: list[int] = setting(
+        [512, 512],
+        "Widths of the layers up to the embedding, which is the last one; the value and the prediction of the next "
+        "embedding have one hidden layer of its width each.",
+        weights="policy",
+    )
+    activation: str = setting("silu", "Activation function.", choices=ACTIVATIONS, weights="policy")
+    lr: float = setting(3e-4, "Learning rate.", above=0, high=1)
+    atoms: int = setting(201, "Number of atoms.", low=2, high=1001, weights="critic")
+    v_min: float = setting(-50.0, "Smallest atom.", weights="critic")
+    v_max: float = setting(150.0, "Largest atom.", weights="critic")
+    sigma: float = setting(
+        0.75, "Standard deviation of the targets' histograms (HL-Gauss), in distances between atoms.", above=0, high=100
+    )
+
+
+@dataclass(frozen=True)
 class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, TrunkConfig):
     """A policy that is trained to maximise a critic."""
 

@@ -121,27 +121,27 @@ def orthogonal(layer: nn.Conv2d | nn.Linear, gain: float) -> None:
 class StochasticPolicy(nn.Module):
     """Policy: obs["policy"] -> parameters of an action distribution, [..., P] float32.
 
-    The standard deviation of a Gaussian is a parameter that does not depend on the observation.
-
     Args:
-        init_std: initial standard deviation of a Gaussian.
+        init_std: initial standard deviation of a Gaussian, a parameter that does not depend on the observation; None:
+            its logarithm is an output of the last layer, initially about 0.
         amp: compute matrix products in bfloat16 (parameters stay float32). It applies to acting and to learning, so
             that the learner recomputes the collector's distributions.
     """
 
     log_std: nn.Parameter | None
 
-    def __init__(self, body: Body | OwnBody, dist: ActionDist, init_std: float = 1.0, amp: bool = False):
+    def __init__(self, body: Body | OwnBody, dist: ActionDist, init_std: float | None = 1.0, amp: bool = False):
         super().__init__()
         self.body, self.dist, self.amp, self.groups = body, dist, amp, body.groups
-        self.head = nn.Linear(body.size, dist.size)
+        self.head = nn.Linear(body.size, dist.params_size if init_std is None else dist.size)
         orthogonal(self.head, 0.01)
-        gaussian = isinstance(dist, DiagGaussian)
-        self.log_std = nn.Parameter(torch.full((dist.size,), math.log(init_std))) if gaussian else None
+        own_std = isinstance(dist, DiagGaussian) and init_std is not None
+        self.log_std = nn.Parameter(torch.full((dist.size,), math.log(init_std or 1.0))) if own_std else None
 
     def params(self, features: Tensor) -> Tensor:
         """Features [..., F] -> distribution parameters [..., P]."""
-        out = self.head(features).float()
+        out = self.head(features)
+        out = out.float() if out.dtype == torch.bfloat16 else out
         return out if self.log_std is None else torch.cat((out, self.log_std.expand_as(out)), -1)
 
     def forward(self, obs: Obs) -> Tensor:

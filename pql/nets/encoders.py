@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pql.config import Config, EncoderConfig
-from pql.config.groups import NetConfig, TrunkConfig
+from pql.config.groups import NetConfig, NormConfig, TrunkConfig
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
@@ -272,12 +272,14 @@ def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:
 def make_layers(net: NetConfig) -> Layers:
     """Return the hidden layers of a network's settings."""
     layers = Layers(net.hidden, net.activation, net.layer_norm)
+    if isinstance(net, NormConfig):
+        return replace(layers, norm=net.norm)
     if not isinstance(net, TrunkConfig):
         return layers
     return replace(
         layers,
         trunk=net.trunk,
-        norm=net.norm,
+        norm=net.norm if net.trunk == "residual" else "layer",
         batch_norm=net.batch_norm,
         unit_weights=net.projected,
         init=net.init,

@@ -49,6 +49,13 @@ class EnsembleLayerNorm(nn.Module):
         return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm over the last axis (Zhang & Sennrich 2019), in float32 also where its input is bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class EnsembleRMSNorm(nn.Module):
     """RMSNorm over the last axis of [E, B, size] (Zhang & Sennrich 2019), with a gain per ensemble member."""
 

@@ -17,6 +17,7 @@ from pql.nets.layers import (
     EnsembleLayerNorm,
     EnsembleLinear,
     EnsembleRMSNorm,
+    RMSNorm,
     Scaler,
     SphereBlock,
     SphereInput,
@@ -74,11 +75,11 @@ class Layers:
     Attributes:
         hidden: their widths.
         activation: a name in ``ACTIVATIONS``.
-        layer_norm: LayerNorm before each activation.
+        layer_norm: normalisation before each activation of an ``mlp``.
         noisy: sigma_0 of :class:`NoisyLinear` layers; None: ordinary linear layers.
         trunk: ``mlp``; ``residual``: a :class:`ResidualBlock` for each of ``hidden``, which are equal; ``sphere``: a
             :class:`SphereBlock` for each.
-        norm: of residual blocks: ``layer`` or ``rms``.
+        norm: the kind of normalisations: ``layer`` or ``rms``.
         batch_norm: BatchNorm of the input and after each linear layer but the last, which have no biases; in place of
             ``layer_norm`` and ``norm``.
         unit_weights: weights of fixed norm, see :func:`project_weights`.
@@ -130,7 +131,10 @@ def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None
             if layers.batch_norm:
                 modules += [plain(size_in, size), BatchNorm(size, ensemble)]
             else:
-                modules += [linear(size_in, size), *([norm_of(size, "layer", ensemble)] if layers.layer_norm else [])]
+                modules += [
+                    linear(size_in, size),
+                    *([norm_of(size, layers.norm, ensemble)] if layers.layer_norm else []),
+                ]
             modules.append(ACTIVATIONS[layers.activation]())
             size_in = size
     net = nn.Sequential(*modules, linear(size_in, size_out))
@@ -148,7 +152,7 @@ def linear_of(layers: Layers, ensemble: int | None) -> Callable[..., nn.Module]:
 def norm_of(size: int, kind: str, ensemble: int | None) -> nn.Module:
     """Return a normalisation over the last axis; ``kind``: ``layer`` or ``rms``."""
     if kind == "rms":
-        return nn.RMSNorm(size, eps=1e-6) if ensemble is None else EnsembleRMSNorm(ensemble, size)
+        return RMSNorm(size, eps=1e-6) if ensemble is None else EnsembleRMSNorm(ensemble, size)
     return nn.LayerNorm(size) if ensemble is None else EnsembleLayerNorm(ensemble, size)
 
 

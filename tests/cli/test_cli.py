@@ -261,6 +261,7 @@ def test_listing(capsys):
         "pqn",
         "r2d2",
         "rainbow",
+        "reppo",
         "sac",
         "simba_sac",
         "td3",

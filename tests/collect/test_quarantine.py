@@ -8,6 +8,7 @@ import impala_runs
 import ppo_runs
 import pytest
 import r2d2_runs
+import reppo_runs
 import torch
 from breaking import INF, NAN, Breaking
 from conftest import bits, configured, differences, small_config, ticks
@@ -204,6 +205,7 @@ FAMILIES = {
     "ppo, lstm": ppo_runs.config_of(ppo_runs.VARIANTS["lstm"]),
     "impala, lstm": impala_runs.config_of(impala_runs.VARIANTS["lstm"]),
     "pqn": configured(PQN),
+    "reppo": reppo_runs.config_of(),
 }
 
 

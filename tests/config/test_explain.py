@@ -9,7 +9,7 @@ from pql.cli.main import main
 from pql.config import leaves
 from pql.config.compose import compose
 
-ALGOS = ("pql", "sac", "dqn", "r2d2", "ppo", "impala", "pqn")
+ALGOS = ("pql", "sac", "dqn", "r2d2", "ppo", "impala", "pqn", "reppo")
 
 
 def printed(capsys, *words):

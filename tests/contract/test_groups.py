@@ -46,6 +46,7 @@ ON_POLICY = {
     "lstm, filler rows": {**NEXT_STEP, "algo": {"lstm": 8, "normalize_reward": True}},
     "categorical": {"task": {"name": "cartpole"}},
     "values": {"task": {"name": "cartpole"}, "algo": {"family": "pqn", "horizon": 8, "minibatches": 4}},
+    "reppo": {"algo": {"family": "reppo", "horizon": 8, "epochs": 2, "minibatches": 4, "critic": {"atoms": 21}}},
 }
 
 

@@ -90,8 +90,18 @@ ON_POLICY = {
         "anneal_steps": 100_000,
     },
 }
-BOTH = {**ALGOS, **ON_POLICY}
-FEW = ("pql", "pql_sac", "ppo", "a2c")
+REPPO = {
+    "family": "reppo",
+    "schedule": "lockstep",
+    "horizon": 8,
+    "epochs": 2,
+    "minibatches": 4,
+    "kl_samples": 16,
+    "anneal_steps": 100_000,
+    "critic": {"atoms": 51},
+}
+BOTH = {**ALGOS, **ON_POLICY, "reppo": REPPO, "reppo, bfloat16": {**REPPO, "amp": True, "kl_samples": None}}
+FEW = ("pql", "pql_sac", "ppo", "a2c", "reppo")
 
 
 SMALLER = {

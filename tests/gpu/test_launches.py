@@ -20,6 +20,7 @@ RUNS = {
     "pql_d": {"algo": {"critic": {**CRITIC, "atoms": 11, "v_min": 0.0, "v_max": 10.0}, "policy": POLICY}},
     "sac": {"algo": {"family": "sac", "explore": {"kind": "none"}, "critic": CRITIC, "policy": POLICY}},
     "ppo": {"algo": {**PPO, "critic": CRITIC, "policy": POLICY}},
+    "reppo": {"algo": {**PPO, "family": "reppo", "critic": {**CRITIC, "atoms": 11}, "policy": POLICY}},
     "dqn": {
         "task": {"name": "cartpole", "kwargs": {"stagger": True}},
         "algo": {"family": "dqn", "schedule": "lockstep", "n_step": 1, "critic": CRITIC, "target_period": 32},
@@ -30,6 +31,7 @@ MOST = {
     "pql_d": {"collector step": 296, "v update": 149, "p update": 101, "tick beside graphs": 34},
     "sac": {"collector step": 312, "v update": 145, "p update": 153, "tick beside graphs": 36},
     "ppo": {"collector step": 304, "learner update": 267.5, "tick beside graphs": 31},
+    "reppo": {"collector step": 328, "learner update": 604.5, "tick beside graphs": 31},
     "dqn": {"collector step": 192, "v update": 126.5, "tick beside graphs": 26},
 }
 

@@ -333,8 +333,9 @@ def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
     assert page["overall"]["groups"] == []
 
 
-@pytest.mark.parametrize("older", [False, True])
-@pytest.mark.parametrize("family", ["ppo", "pqn"])
+@pytest.mark.parametrize(
+    ("family", "older"), [("ppo", False), ("ppo", True), ("pqn", False), ("pqn", True), ("reppo", False)]
+)
 def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(tmp_path, family, older):
     """5 epochs of 4 minibatches every 32 steps; older runs: their off-policy settings are not read."""
     rows = [

@@ -165,13 +165,14 @@ CASES = {
     "apex": ("algo=apex", "task=cartpole", "algo.target_period=64"),
     "r2d2": ("algo=r2d2", "task=cartpole", "algo.target_period=128", *SHORT),
     "pqn": ("algo=pqn", "task=cartpole", "algo.horizon=4", "algo.minibatches=2", "algo.anneal_steps=1000"),
+    "reppo": ("algo=reppo", "algo.horizon=4", "algo.epochs=2", "algo.minibatches=2", "algo.critic.atoms=21"),
 }
 PER_RANK = re.compile(r"progress/lost|progress/carry|/priorities/")
 
 
 def settings(path: Path, case: str, *more: str) -> list[str]:
     rollouts, values = ("algo.batch_size", "replay"), ("algo.policy",)
-    unread = {**dict.fromkeys(("ppo", "a2c"), rollouts), **dict.fromkeys(("rainbow", "apex", "r2d2"), values)}
+    unread = {**dict.fromkeys(("ppo", "a2c", "reppo"), rollouts), **dict.fromkeys(("rainbow", "apex", "r2d2"), values)}
     unread["pqn"] = rollouts + values
     chosen = [w for w in words(path) if not w.startswith(unread.get(case, ("-",)))]
     patient = "placement.watchdog_seconds=200"  # other work on this machine is no failure

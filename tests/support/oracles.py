@@ -174,6 +174,34 @@ def lambda_return(
     return mixed + lam ** (last - 1) * returns[-1]
 
 
+def soft_lambda_return(
+    events: Sequence[Event],
+    start: int,
+    q: Callable[[int], float],
+    log_prob: Callable[[int], float],
+    alpha: float,
+    gamma: float,
+    lam: float,
+    kept: int,
+) -> float | None:
+    """Voelcker et al. 2025: the entropy of the next action is a part of the reward; None as above.
+
+    G_t = r_t + gamma (-alpha log pi(a'|s') + (1 - lam) Q(s', a') + lam G_{t+1}), with Q(s', a') for G_{t+1} where the
+    trajectory ends; r_t after a termination.
+    """
+    if not known_end(events, start, kept):
+        return None
+    e = events[start]
+    if e.terminated:
+        return e.reward
+    beyond = e.final if e.truncated else e.after
+    later = None
+    if not e.truncated and not e.first and start + 1 < len(events):
+        later = soft_lambda_return(events, start + 1, q, log_prob, alpha, gamma, lam, kept)
+    mixed = q(beyond) if later is None else (1 - lam) * q(beyond) + lam * later
+    return e.reward - gamma * alpha * log_prob(beyond) + gamma * mixed
+
+
 def gae(
     events: Sequence[Event], start: int, value: Callable[[int], float], gamma: float, lam: float, kept: int
 ) -> float | None:
