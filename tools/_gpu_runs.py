@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from _bench import alternate, compare
 
-from pql.algos.wiring import seeds
+from pql.algos.registry import seeds
 from pql.config import (
     AlgoConfig,
     BudgetConfig,

@@ -35,7 +35,7 @@ from bench_replay import intra_op, microseconds
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pql.algos.wiring import seeds
+from pql.algos.registry import seeds
 from pql.config import (
     Config,
     DistributionalNetConfig,

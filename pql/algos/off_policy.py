@@ -12,8 +12,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.registry import Family
-from pql.algos.wiring import Role, Setup, Wiring, check_continuous, check_obs, make_normalizer, make_ring, ring_rows
+from pql.algos.registry import (
+    Family,
+    Role,
+    Setup,
+    Wiring,
+    check_continuous,
+    check_obs,
+    make_normalizer,
+    make_ring,
+    ring_rows,
+)
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration

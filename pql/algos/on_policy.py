@@ -12,8 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.registry import Family
-from pql.algos.wiring import Role, Setup, Wiring, check_obs, make_normalizer
+from pql.algos.registry import Family, Role, Setup, Wiring, check_obs, make_normalizer
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config

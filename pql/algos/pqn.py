@@ -14,9 +14,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.on_policy import check_room
-from pql.algos.registry import Family
+from pql.algos.registry import Family, Role, Setup, Wiring, make_normalizer
 from pql.algos.value import check_acting, make_q_network
-from pql.algos.wiring import Role, Setup, Wiring, make_normalizer
 from pql.collect.actors import action_buffer
 from pql.collect.collector import Collector
 from pql.collect.epsilon import Epsilon, epsilon_greedy

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from pql.algos.critics import loss_share
 from pql.algos.dqn import huber
-from pql.algos.registry import Family
+from pql.algos.registry import Family, Role, Setup, Wiring, make_normalizer, make_ring, ring_rows
 from pql.algos.value import (
     ValueState,
     acting,
@@ -29,7 +29,6 @@ from pql.algos.value import (
     target_updates,
     with_critic,
 )
-from pql.algos.wiring import Role, Setup, Wiring, make_normalizer, make_ring, ring_rows
 from pql.collect.actors import RecurrentActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import Epsilon

@@ -1,25 +1,35 @@
-"""Registry of algorithm families: built in, from installed packages, or registered in this process.
+"""Families of algorithms: what ``build`` needs from one, what it gives to one, and where families are registered.
 
-A family is everything that ``build`` needs from an algorithm. ``algo.family`` names it; a preset (``algo=NAME``) is a
-set of values for its settings.
+``algo.family`` names a family; a preset (``algo=NAME``) is a set of values for its settings. The functions at the end
+are shared by the families: seeds, the normaliser, the replay and checks of an environment.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pql.algos.wiring import Setup, Wiring
+from pql.collect.collector import Collector
 from pql.config import AlgoConfig, Config, families
 from pql.config import layers as presets
-from pql.config.algorithms import RECORDS
-from pql.contract.env import EnvSpec
+from pql.config.algorithms import RECORDS, ReplayAlgoConfig
+from pql.config.families import own
+from pql.contract.env import Box, EnvSpec, VecEnv
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
+from pql.data.frames import deepest
+from pql.data.normalize import Normalizer
+from pql.data.priority import least_rows
+from pql.data.replay import Cursor, Replay
+from pql.data.sizes import ReplayLayout, preflight
+from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
+from pql.engine.worker import Learner
 from pql.errors import ConfigError
+from pql.nets.encoders import groups_of
+from pql.nets.mlp import Flat
 
 BUILT_IN = {
     "ddpg": "pql.algos.ddpg:FAMILY",
@@ -33,6 +43,67 @@ BUILT_IN = {
 }
 
 _registered: dict[str, "Family"] = {}
+
+Devices = dict[str, torch.device]
+"""Device of each worker, by name."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Arguments of a family's ``wire``.
+
+    Attributes:
+        env: a live environment.
+        rows: storage rows per environment, as the family's ``check`` returned them.
+        devices: devices by worker.
+        capture: whether CUDA graphs may be captured.
+    """
+
+    config: Config
+    env: VecEnv
+    counts: Counts
+    rows: int
+    devices: Devices
+    capture: bool
+
+    @property
+    def spec(self) -> EnvSpec:
+        return self.env.spec
+
+    @property
+    def init_seed(self) -> int:
+        """Seed of the networks' initial weights."""
+        return seeds(self.config.seed)["init"]
+
+    def generator(self, worker: str, stream: str | None = None) -> torch.Generator:
+        """Return a generator on ``worker``'s device, seeded for ``stream`` (default: the worker's name)."""
+        return torch.Generator(self.devices[worker]).manual_seed(seeds(self.config.seed)[stream or worker])
+
+
+@dataclass
+class Role:
+    """One worker's part of an algorithm: private tensors by the slot that fills them, and the tensors it publishes."""
+
+    pulls: dict[str, list[Tensor]]
+    owns: dict[str, list[Tensor]]
+    learner: Learner | None = None
+    cursor: Cursor | None = None
+
+
+@dataclass
+class Wiring:
+    """Components that a family creates from a config and an environment; ``build`` adds workers, slots and a schedule.
+
+    Attributes:
+        roles: by worker: learners, in the order in which the lockstep schedule runs them, then the collector.
+        policy: network that is evaluated and saved.
+        gauges: 0-dim tensors for the log.
+    """
+
+    collector: Collector
+    roles: dict[str, Role]
+    policy: Flat | nn.Module
+    gauges: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,3 +158,95 @@ def family_of(config: Config) -> Family:
         family: Family = import_name("algo.family", BUILT_IN[name])
         return family
     return next(entry.load() for entry in entry_points(group=families.GROUP) if entry.name == name)
+
+
+# -- shared by the families --------------------------------------------------------------------------------------------
+
+
+def seeds(seed: int) -> dict[str, int]:
+    """Derive a seed for every generator and for the simulator. The generator of a single learner has "v"."""
+    root = torch.Generator().manual_seed(seed)
+    names = ("init", "env", "collector", "v", "p", "eval")
+    return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
+
+
+def own_seed(seed: int, number: int) -> int:
+    """Derive the seed of process or replica ``number`` of a run. Number 0 has the run's seed."""
+    if number == 0:
+        return seed
+    return int(torch.randint(2**62, (number,), generator=torch.Generator().manual_seed(seed))[-1])
+
+
+def make_normalizer(setup: Setup) -> Normalizer:
+    """Create the collector's normaliser."""
+    config, spec, algo = setup.config, setup.spec, setup.config.algo
+    return Normalizer(
+        spec.obs,
+        spec.num_envs,
+        setup.devices["collector"],
+        algo.normalize_obs,
+        config.task.reward_scale * algo.reward_scale,
+        algo.gamma if algo.normalize_reward else None,
+        config.task.reward_clip,
+        getattr(algo, "return_cap", None) if algo.normalize_reward else None,
+    )
+
+
+def check_continuous(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for discrete actions."""
+    if not isinstance(spec.action, Box):
+        allowed = f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ..."
+        raise ConfigError("task", config.task.name, allowed)
+
+
+def check_obs(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for an unsupported observation. Custom networks are not checked."""
+    for which in ("policy", "critic"):
+        if getattr(config.algo, which).net is None:
+            groups_of(config, spec, which)
+
+
+def ring_rows(
+    config: Config,
+    spec: EnvSpec,
+    counts: Counts,
+    device: torch.device,
+    extra: Sequence[str] = (),
+    prioritized: bool = False,
+) -> int:
+    """Return the rows per environment of a replay of ``replay.capacity`` transitions.
+
+    Args:
+        extra: names of columns stored in addition to the actions.
+        prioritized: rows are drawn by priority.
+    Raises:
+        ConfigError: it is too small for the warm-up or a tick, or does not fit into memory.
+    """
+    replay, layout = config.replay, ring_layout(config, spec, 0, counts, extra)
+    rows, horizon = preflight(layout, replay.capacity, available_bytes(device)), layout.horizon
+    guard, n = horizon + deepest(spec.obs.values()), own(config, ReplayAlgoConfig).n_step
+    tick = least_rows(horizon, n, guard) if prioritized else guard + n + 1
+    warm_up = guard + config.algo.warmup_steps + 1
+    if rows < max(tick, warm_up):
+        least, what = max((warm_up, "the warm-up"), (tick, "a tick and its n-step windows"))
+        raise ConfigError(
+            "replay.capacity",
+            replay.capacity,
+            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for {what}",
+        )
+    return rows
+
+
+def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence[str] = ()) -> Replay:
+    """Create an empty replay on ``worker``'s device."""
+    config, spec = setup.config, setup.spec
+    layout = ring_layout(config, spec, setup.rows, setup.counts, extra)
+    clip, ragged = config.task.reward_clip, spec.spread > 1
+    return Replay(layout, setup.devices[worker], obs_only=obs_only, reward_clip=clip, ragged=ragged)
+
+
+def ring_layout(config: Config, spec: EnvSpec, rows: int, counts: Counts, extra: Sequence[str]) -> ReplayLayout:
+    """Return the layout of a run's replay."""
+    size, horizon = spec.action.size if isinstance(spec.action, Box) else None, counts.horizon * spec.spread
+    dtype = getattr(torch, config.replay.dtype)
+    return ReplayLayout(spec.obs, size, spec.num_envs, rows, horizon, spec.max_episode_steps, dtype, extra)

@@ -16,8 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.on_policy import check_room
-from pql.algos.registry import Family
-from pql.algos.wiring import Role, Setup, Wiring, check_continuous, check_obs, make_normalizer
+from pql.algos.registry import Family, Role, Setup, Wiring, check_continuous, check_obs, make_normalizer
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config, ReppoConfig
@@ -161,10 +160,10 @@ def soft_returns(settings: ReppoConfig, segment: Segment, evaluated: Evaluated, 
 def reppo_update(state: ReppoState, inputs: ReppoConfig, batch: ReppoMinibatch, gen: Generator) -> Metrics:
     """Take one step of the critic, then one of policy and multipliers. Mutates ``state`` only."""
     share = batch.mask / batch.mask.sum().clamp(min=1)
-    return {**critic_step(state, inputs, batch, share), **policy_step(state, inputs, batch, share, gen)}
+    return {**embedding_critic_step(state, inputs, batch, share), **policy_step(state, inputs, batch, share, gen)}
 
 
-def critic_step(state: ReppoState, settings: ReppoConfig, batch: ReppoMinibatch, share: Tensor) -> Metrics:
+def embedding_critic_step(state: ReppoState, settings: ReppoConfig, batch: ReppoMinibatch, share: Tensor) -> Metrics:
     """Step on the cross-entropy to the target's histogram and the squared error of the predicted next embedding.
 
     Args:

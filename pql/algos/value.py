@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Generator
 
-from pql.algos.registry import Family
-from pql.algos.wiring import Role, Setup, Wiring, make_normalizer, make_ring, ring_rows
+from pql.algos.registry import Family, Role, Setup, Wiring, make_normalizer, make_ring, ring_rows
 from pql.collect.actors import EpsilonActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import STORED, Epsilon

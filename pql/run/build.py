@@ -6,8 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from pql.algos.registry import family_of
-from pql.algos.wiring import Setup, Wiring
+from pql.algos.registry import Setup, Wiring, family_of
 from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pql.algos.wiring import seeds
+from pql.algos.registry import seeds
 from pql.collect import saturation
 from pql.collect.collector import Collector
 from pql.config import Config

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from pql.algos.wiring import own_seed
+from pql.algos.registry import own_seed
 from pql.config import Config, changed, leaves
 from pql.config.fields import settings
 from pql.config.validate import resolve_device, validate

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from pql.algos.wiring import own_seed
+from pql.algos.registry import own_seed
 from pql.config import Config, PpoConfig
 from pql.config.families import own
 from pql.data.normalize import merge_moments

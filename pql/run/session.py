@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
-from pql.algos.wiring import seeds
+from pql.algos.registry import seeds
 from pql.collect.prefill import prefill
 from pql.config import Config
 from pql.config.fields import reads

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import small_config, start
 
-from pql.algos.wiring import seeds
+from pql.algos.registry import seeds
 from pql.collect.episodes import EpisodeStats
 from pql.engine.executors import Inline
 from pql.envs.toy import Counter

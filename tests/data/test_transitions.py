@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from run_files import words
 from safetensors.torch import load_file, save_file
 
-from pql.algos.wiring import seeds
+from pql.algos.registry import seeds
 from pql.cli.main import main
 from pql.collect.prefill import prefill
 from pql.contract.env import Box, EnvSpec, ObsSpec

@@ -32,7 +32,7 @@ from conftest import (
 )
 from torch import Generator
 
-from pql.algos.wiring import seeds
+from pql.algos.registry import seeds
 from pql.contract.grouped import joined
 from pql.engine.executors import Inline, Streams
 from pql.engine.graph import Graph

@@ -10,7 +10,7 @@ from conftest import differences, everywhere, never_waiting, traces
 from dqn_runs import VARIANTS, config_of
 from test_gpu import Ordered, learners, run, settle
 
-from pql.algos.wiring import seeds
+from pql.algos.registry import seeds
 from pql.engine.executors import Inline
 from pql.run.build import build
 

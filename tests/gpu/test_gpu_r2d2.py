@@ -10,7 +10,7 @@ from conftest import HERE_TOO, differences, never_waiting, traces
 from r2d2_runs import config_of
 from test_gpu import Ordered, run, settle
 
-from pql.algos.wiring import seeds
+from pql.algos.registry import seeds
 from pql.engine.executors import Inline
 from pql.run.build import build
 

@@ -16,7 +16,7 @@ from pairs import Pair, free_port, pair, place
 from run_files import manifest, points, rows, words
 
 import pql
-from pql.algos.wiring import own_seed
+from pql.algos.registry import own_seed
 from pql.config.compose import compose
 from pql.engine.world import World, world
 from pql.errors import ConfigError

@@ -12,7 +12,7 @@ from gates import score, train_until
 from ppo_runs import VARIANTS, config_of
 
 from pql.algos import ppo
-from pql.algos.wiring import own_seed, seeds
+from pql.algos.registry import own_seed, seeds
 from pql.config.compose import compose
 from pql.data.normalize import Moments
 from pql.errors import RunError
