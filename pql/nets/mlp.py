@@ -292,10 +292,12 @@ class Flat:
     Attributes:
         data: [P] all parameters; a leaf tensor whose ``grad`` is [P] if the module is trained.
         sent: [P + 1] the gradient and one extra element, reduced over processes together; empty if not trained.
+        after: methods ``after_step`` of the module and its parts, which its optimiser calls after each step.
     """
 
     def __init__(self, module: nn.Module, trained: bool = False):
         self.module = module
+        self.after: list[Callable[[], None]] = [m.after_step for m in module.modules() if hasattr(m, "after_step")]
         parameters = list(module.parameters())
         self.data = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]), requires_grad=trained)
         self.sent = self.data.new_zeros(self.data.numel() + 1 if trained else 0)

@@ -8,7 +8,7 @@ import pytest
 import run_files
 import torch
 from conftest import bits, differences, go_on, small_config, start
-from dqn_runs import EVERY_VARIANT, VARIANTS, config_of
+from dqn_runs import EVERY_VARIANT, PIXELS, VARIANTS, config_of
 from run_files import manifest, points, resume, rows, words
 
 import pql
@@ -19,6 +19,7 @@ from pql.config.compose import compose
 from pql.config.layers import Presets
 from pql.engine.executors import Inline, Threads
 from pql.errors import ConfigError
+from pql.nets.q import NoisyLinear
 from pql.run.build import build
 from pql.run.evaluation import EvaluationPlan, evaluate_saved, random_actions, run_episodes
 from pql.run.policy import fresh_policy, load_policy, snapshot
@@ -53,6 +54,35 @@ def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads(varia
     assert {"learners/v/state/priorities/tree/level0", "learners/v/state/priorities/largest"} <= {*reference}
 
 
+def test_vectors_of_the_spectral_norm_are_exchanged_with_the_weights():
+    """BTR on pixels: the same bits in any order and on threads; the actor has the vectors of one tick ago."""
+    config = config_of(VARIANTS["btr"], PIXELS, {"schedule": "concurrent"})
+    parts = run(config, Inline(("collector", "v")), 12)
+    first = bits(parts)
+    for executor in (Inline(("v", "collector")), Threads(("collector", "v"))):
+        assert differences(first, bits(run(config, executor, 12))) == []
+    older = run(config, Inline(("collector", "v")), 11).first.policy.module.state_dict()
+    own, acting = (net.state_dict() for net in (parts.first.policy.module, parts.first.collector.actor.policy))
+    names = [k for k in own if k.endswith((".left", ".right"))]
+    assert len(names) == 8
+    for k in names:
+        assert own[k].norm().item() == pytest.approx(1, abs=1e-6)
+        assert torch.equal(acting[k], older[k])
+        assert not torch.equal(acting[k], own[k])
+
+
+def test_copies_to_the_target_network_have_the_vectors_of_the_spectral_norm():
+    config = config_of(VARIANTS["btr"], PIXELS, {"target_period": 32, "v_per_step": 1})  # a copy every 4 updates
+    parts = start(config, Inline())
+    state = parts.first.learners["v"].state
+    for tick in range(1, 9):
+        parts.schedule.tick()
+        mine, theirs = (net.state_dict() for net in (state.q.module, state.target.module))
+        names = [k for k in mine if k.endswith((".left", ".right"))]
+        assert len(names) == 8
+        assert all(torch.equal(mine[k], theirs[k]) == (tick % 4 == 0) for k in names)
+
+
 @pytest.mark.parametrize("variant", ["rainbow", "ape-x"])
 def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
     turns, serial = (
@@ -66,11 +96,11 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
 
 
 def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
-    delta, plain, kl = (
+    delta, plain, kl, quantiles = (
         build(config_of(VARIANTS[v], {"huber": h})).first.learners["v"].state.priorities
-        for v, h in (("prioritized", 0.7), ("prioritized", None), ("rainbow", 0.7))
+        for v, h in (("prioritized", 0.7), ("prioritized", None), ("rainbow", 0.7), ("btr", 0.7))
     )
-    assert (delta.clip, plain.clip, kl.clip) == (0.7, None, None)
+    assert (delta.clip, plain.clip, kl.clip, quantiles.clip) == (0.7, None, None, None)
     assert kl.power(torch.tensor(5.0)).item() == pytest.approx(5**0.6, rel=1e-5)
 
 
@@ -248,9 +278,10 @@ def test_a_policy_acts_greedily_in_the_values_without_noise(variant):
     policy.load_state_dict(snapshot(parts))
     obs = torch.randn(64, 4)
     net = parts.first.policy.module
-    for buffer in net.buffers():
-        if buffer is not net.atoms:
-            buffer.zero_()  # the learner's last draw
+    for layer in net.modules():
+        if isinstance(layer, NoisyLinear):
+            layer.noise_in.zero_()  # the learner's last draw
+            layer.noise_out.zero_()
     want = net.values(parts.first.collector.normalizer({"policy": obs}))
     got = policy(obs)
     best = want.gather(1, got.unsqueeze(1)).squeeze(1)
@@ -350,7 +381,7 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algo.epsilon.kind=boltzmann"], "kind=boltzmann: expected one of annealed, ladder, fixed"),
+        (["algo.epsilon.kind=boltzmann"], "kind=boltzmann: expected one of annealed, decayed, ladder, fixed"),
         (["algo.epsilon.end=1.5"], "algo.epsilon.end=1.5: expected a number from 0 up to 1"),
         (["algo.epsilon.start=0.01"], "algo.epsilon.start=0.01: expected at least algo.epsilon.end=0.05"),
         (["algo.huber=0"], "algo.huber=0.0: expected a number above 0"),
@@ -360,8 +391,26 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
         (["algo.priority.beta=0.5"], "priority.beta=0.5: expected algo.priority.alpha above 0 with it"),
         (["algo.rms_decay=0.9"], "rms_decay=0.9: expected algo.optimizer=rmsprop with it"),
         (["algo=c51", "algo.huber=2"], "huber=2.0: expected algo.critic.atoms=null with it"),
+        (["algo.munchausen.tau=0.1"], "munchausen.tau=0.1: expected algo.munchausen.alpha above 0 with it"),
+        (["algo.munchausen.alpha=0.9", "algo.double=true"], "double=true: expected false with algo.munchausen.alpha"),
+        (["algo=c51", "algo.munchausen.alpha=0.9"], "munchausen.alpha=0.9: expected 0 with algo.critic.atoms"),
+        (["algo.munchausen.clip=1"], "munchausen.clip=1.0: expected a number from -1000000.0 up to 0"),
+        (["algo=c51", "algo.critic.quantiles=8"], "critic.quantiles=8: expected null with algo.critic.atoms"),
+        (["algo.critic.quantiles=0"], "critic.quantiles=0: expected a number from 1 up to 1024"),
+        (["algo.critic.cosines=9"], "critic.cosines=9: expected algo.critic.quantiles with it"),
+        (["algo.critic.quantiles=8", "algo.huber=null"], "huber=null: expected a number with algo.critic.quantiles"),
+        (
+            ["algo=apex", "algo.critic.quantiles=8"],
+            "initial=actor: expected max with algo.critic.quantiles: there priorities are errors of all quantiles",
+        ),
+        (["algo.encoder.pool=6"], "encoder.pool=6: expected algo.encoder.kind=resnet with it"),
+        (["algo.encoder.spectral_norm=true"], "spectral_norm=true: expected algo.encoder.kind=resnet with it"),
+        (["algo=pqn", "algo.encoder.spectral_norm=true"], "algo=pqn does not read it; dqn, r2d2 would"),
+        (["algo=ppo", "algo.encoder.pool=0"], "encoder.pool=0: expected a number from 1 up to 1024"),
+        (["algo.epsilon.kind=none", "algo.epsilon.off=9"], "off=9: expected algo.epsilon.kind=annealed or decayed or"),
+        (["algo.epsilon.kind=decayed", "algo.epsilon.start=0.01"], "start=0.01: expected at least algo.epsilon.end"),
         (["algo.critic.v_max=50"], "algo.critic.v_max=50.0: expected algo.critic.atoms with it"),
-        (["algo=apex", "algo.epsilon.steps=50"], "steps=50: expected algo.epsilon.kind=annealed with it"),
+        (["algo=apex", "algo.epsilon.steps=50"], "steps=50: expected algo.epsilon.kind=annealed or decayed with it"),
         (["algo.epsilon.base=0.5"], "base=0.5: expected algo.epsilon.kind=ladder with it"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: the V-learner's network is the policy"),
         (["algo.policy.lr=1e-3"], "algo=dqn does not read it: see algo.critic"),
