@@ -25,7 +25,7 @@ class Epsilon:
 
     Of the policy's env steps t, over all environments, ``annealed`` falls linearly from ``start`` to ``end`` within
     ``steps``, and ``decayed`` is end + (start - end) exp(-t / steps); ``ladder`` and ``fixed`` are constant; ``none``
-    is 0. All are 0 from t = ``off`` on.
+    is 0. All are 0 from t = ``until`` on.
 
     Attributes:
         mean: mean over the environments in the last step, for the log.
@@ -36,7 +36,7 @@ class Epsilon:
         if config.kind == "ladder":
             final = ladder(num_envs, config.base, config.exponent)
         self.final, self.final_mean = final.to(device), final.mean().item()
-        self.kind, self.length, self.off = config.kind, config.steps, config.off
+        self.kind, self.length, self.until = config.kind, config.steps, config.until
         self.excess = config.start - config.end if config.kind in ("annealed", "decayed") else 0.0
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # env steps so far
         self.mean = torch.zeros((), device=device)
@@ -46,8 +46,8 @@ class Epsilon:
         share = self.steps / self.length
         excess = self.excess * (torch.exp(-share) if self.kind == "decayed" else (1 - share).clamp_(min=0))
         epsilon, mean = self.final + excess, self.final_mean + excess
-        if self.off is not None:
-            on = self.steps < self.off
+        if self.until is not None:
+            on = self.steps < self.until
             epsilon, mean = epsilon * on, mean * on
         self.steps += self.final.shape[0]
         self.mean.copy_(mean)

@@ -312,7 +312,7 @@ class EpsilonConfig:
         when="kind=annealed|decayed",
         ranks="floor",
     )
-    off: int | None = setting(
+    until: int | None = setting(
         None,
         "Env steps from which on epsilon is 0, warm-up excluded; null: never.",
         low=1,

@@ -6,7 +6,7 @@ Networks take all observation groups and read those that they were built for. Th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -297,7 +297,9 @@ class Flat:
 
     def __init__(self, module: nn.Module, trained: bool = False):
         self.module = module
-        self.after: list[Callable[[], None]] = [m.after_step for m in module.modules() if hasattr(m, "after_step")]
+        self.after: list[Callable[[], None]] = [
+            cast(Any, m).after_step for m in module.modules() if hasattr(m, "after_step")
+        ]
         parameters = list(module.parameters())
         self.data = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]), requires_grad=trained)
         self.sent = self.data.new_zeros(self.data.numel() + 1 if trained else 0)

@@ -130,8 +130,9 @@ class QuantileNetwork(QNetwork):
         x = self.trunk(self.features(obs))
         if tau is None:
             tau = (torch.arange(self.quantiles, device=x.device) + 0.5) / self.quantiles  # [K]
-        waves = torch.cos(tau.unsqueeze(-1) * (math.pi * torch.arange(self.cosines, device=x.device)))
-        factor = torch.relu(self.embedding(waves.to(x.dtype)))  # [B, K, size] or [K, size]
+        frequency = math.pi * torch.arange(self.cosines, device=x.device, dtype=x.dtype)
+        waves = torch.cos(tau.to(x.dtype).unsqueeze(-1) * frequency)
+        factor = torch.relu(self.embedding(waves))  # [B, K, size] or [K, size]
         return self.streams(x.unsqueeze(-2) * factor).transpose(-1, -2)
 
     def values(self, obs: Obs) -> Tensor:

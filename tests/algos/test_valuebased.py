@@ -217,18 +217,28 @@ def test_recorded_rows_are_in_the_tree_before_the_first_tick(tmp_path):
     session.train()
 
 
+RESIDUAL = (  # BTR with images, and vectors of the spectral norm
+    "task=catch",
+    "algo.encoder.kind=resnet",
+    "algo.encoder.channels=[4]",
+    "algo.encoder.pool=3",
+    "algo.encoder.spectral_norm=true",
+)
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("algo", FAMILY)
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo):
+    more = RESIDUAL if algo == "btr" else ()
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steps = [16 * (8 + 2 * n) for n in (60, 120)]
-    train(whole, f"algo={algo}", f"budget.env_steps={steps[1]}")
-    assert train(parts, f"algo={algo}", f"budget.env_steps={steps[0]}").env_steps == steps[0]
+    train(whole, f"algo={algo}", *more, f"budget.env_steps={steps[1]}")
+    assert train(parts, f"algo={algo}", *more, f"budget.env_steps={steps[0]}").env_steps == steps[0]
     second = resume(parts, f"budget.env_steps={steps[1]}")
     (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
     assert differences(a, b) == []
     assert facts_a["sha256"] == facts_b["sha256"]
-    assert any("priorities/tree" in k for k in a) == (algo in ("rainbow", "eps_rainbow", "apex"))
+    assert any("priorities/tree" in k for k in a) == (algo in ("rainbow", "eps_rainbow", "apex", "btr"))
     assert (second.updates_v, second.updates_p) == (120, 0)
 
 
@@ -343,6 +353,25 @@ def test_an_exported_policy_agrees(tmp_path):
         assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
 
 
+@pytest.mark.parametrize("kind", ["resnet", "hadamax"])
+def test_an_exported_encoder_has_plain_convolutions(tmp_path, kind):
+    """Without the singular vectors; the actions of all frames are those of the live policy."""
+    pytest.importorskip("onnxruntime")
+    from pql.run.export.writer import export_policy
+
+    more = RESIDUAL if kind == "resnet" else ("task=catch", "algo.encoder.kind=hadamax", "algo.encoder.channels=[4,4]")
+    train(tmp_path / "run", "algo=btr", *more, "budget.env_steps=600")
+    out = export_policy(tmp_path / "run", tmp_path / "out", ("pt2", "onnx") if kind == "resnet" else ("onnx",))
+    live = load_policy(tmp_path / "run")
+    (shape,) = (s.shape for s in live.spec.obs.values())
+    obs = torch.randint(256, (50, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for file in out.files.values():
+        assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
+    if kind == "resnet":
+        assert "encoder.pictures.policy.net.2.first.left" in live.state_dict()["policy"]
+        assert not [k for k in torch.export.load(out.files["pt2"]).state_dict if k.endswith((".left", ".right"))]
+
+
 def test_a_run_starts_from_another_ones_network(tmp_path):
     train(tmp_path / "a", "algo=c51", "budget.env_steps=1000")
     again = [*WORDS, "algo=c51", "budget.env_steps=1000"]
@@ -407,7 +436,10 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
         (["algo.encoder.spectral_norm=true"], "spectral_norm=true: expected algo.encoder.kind=resnet with it"),
         (["algo=pqn", "algo.encoder.spectral_norm=true"], "algo=pqn does not read it; dqn, r2d2 would"),
         (["algo=ppo", "algo.encoder.pool=0"], "encoder.pool=0: expected a number from 1 up to 1024"),
-        (["algo.epsilon.kind=none", "algo.epsilon.off=9"], "off=9: expected algo.epsilon.kind=annealed or decayed or"),
+        (
+            ["algo.epsilon.kind=none", "algo.epsilon.until=9"],
+            "until=9: expected algo.epsilon.kind=annealed or decayed or",
+        ),
         (["algo.epsilon.kind=decayed", "algo.epsilon.start=0.01"], "start=0.01: expected at least algo.epsilon.end"),
         (["algo.critic.v_max=50"], "algo.critic.v_max=50.0: expected algo.critic.atoms with it"),
         (["algo=apex", "algo.epsilon.steps=50"], "steps=50: expected algo.epsilon.kind=annealed or decayed with it"),

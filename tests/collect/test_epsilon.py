@@ -72,7 +72,7 @@ def test_decay_is_exponential_in_env_steps_of_all_environments():
 @pytest.mark.parametrize("kind", ["decayed", "annealed", "fixed", "ladder"])
 def test_epsilon_is_off_from_an_env_step_on(kind):
     config = EpsilonConfig(kind=kind, start=1.0, end=0.25, steps=90)
-    always, until = Epsilon(config, 10, CPU), Epsilon(replace(config, off=31), 10, CPU)
+    always, until = Epsilon(config, 10, CPU), Epsilon(replace(config, until=31), 10, CPU)
     for step in range(6):
         want, got = always(), until()
         on = step * 10 < 31

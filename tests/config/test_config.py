@@ -123,7 +123,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
     ("word", "message"),
     [
         # unknown names, with the nearest known one
-        ("algo=pqll", "algo=pqll: expected one of a2c, a3c, apex, appo, appo_replicas, c51, ddpg, "),
+        ("algo=pqll", "algo=pqll: expected one of a2c, a3c, apex, appo, appo_replicas, btr, c51, "),
         ("algo=pqll", "rainbow, sac, td3 (did you mean pql?)"),
         ("task=halfchetah", "(did you mean halfcheetah?)"),
         ("logger=tensorbord", "expected one of none, tensorboard, wandb (did you mean tensorboard?)"),

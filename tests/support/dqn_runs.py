@@ -33,14 +33,14 @@ VARIANTS = {
         "priority": PRIORITIES,
         "epsilon": {"kind": "fixed", "end": 0.0},
     },
-    "munchausen": {"munchausen": {"alpha": 0.9}, "epsilon": {"kind": "decayed", "steps": 300, "off": 400}},
+    "munchausen": {"munchausen": {"alpha": 0.9}, "epsilon": {"kind": "decayed", "steps": 300, "until": 400}},
     "btr": {
         "critic": {"quantiles": 4, "cosines": 6},
         "munchausen": {"alpha": 0.9},
         "dueling": True,
         "noisy": 0.5,
         "priority": PRIORITIES,
-        "epsilon": {"kind": "decayed", "end": 0.01, "steps": 300, "off": 400},
+        "epsilon": {"kind": "decayed", "end": 0.01, "steps": 300, "until": 400},
     },
     "ape-x": {
         "schedule": "concurrent",
