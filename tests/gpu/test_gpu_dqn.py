@@ -17,12 +17,14 @@ from pql.run.build import build
 
 DEVICE = "cuda"
 PIXELS = {"task": {"name": "catch", "kwargs": {}}, "algo": {"encoder": {"channels": [8], "features": 0}}}
+PRODUCTS = {**PIXELS, "algo": {"encoder": {"kind": "hadamax", "channels": [4, 4], "features": 8}}}
 CASES = {
     **{k: (v,) for k, v in VARIANTS.items()},
     "rainbow, pixels": (VARIANTS["rainbow"], PIXELS),
     "btr, pixels": (VARIANTS["btr"], RESIDUAL),
+    "munchausen, hadamax": (VARIANTS["munchausen"], PRODUCTS),
 }
-HERE = ("prioritized", "munchausen", "rainbow, pixels", "btr, pixels")
+HERE = ("prioritized", "rainbow, pixels", "btr, pixels", "munchausen, hadamax")
 EVERY_CASE = everywhere(CASES, name="case")
 
 
