@@ -20,10 +20,10 @@ from pql.config import (
     BudgetConfig,
     Config,
     DdpgConfig,
-    DistributionalNetConfig,
     DqnConfig,
     PlacementConfig,
     PpoConfig,
+    QuantileNetConfig,
     ReplayConfig,
     RolloutPolicyConfig,
     SacConfig,
@@ -82,7 +82,7 @@ def catch_config(args: Any, num_envs: int) -> Config:
         warmup_steps=warm_up,
         normalize_obs=False,
         target_period=16 * num_envs,
-        critic=DistributionalNetConfig(hidden=hidden, activation="relu", weight_decay=0.0),
+        critic=QuantileNetConfig(hidden=hidden, activation="relu", weight_decay=0.0),
     )
     return Config(
         task=TaskConfig(name="catch"),

@@ -38,11 +38,11 @@ from torch.nn import functional as F
 from pql.algos.registry import seeds
 from pql.config import (
     Config,
-    DistributionalNetConfig,
     DqnConfig,
     EncoderConfig,
     EpsilonConfig,
     PlacementConfig,
+    QuantileNetConfig,
     ReplayConfig,
     TaskConfig,
     ThreadsConfig,
@@ -76,7 +76,7 @@ def make_config(args: Any, num_envs: int, batch: int, groups: int | None = None,
         v_per_step=INTENSITY * num_envs / batch,
         normalize_obs=False,
         encoder=EncoderConfig("nature", features=0),
-        critic=DistributionalNetConfig(hidden=[512], activation="relu", lr=1e-4, weight_decay=0.0, grad_clip=10.0),
+        critic=QuantileNetConfig(hidden=[512], activation="relu", lr=1e-4, weight_decay=0.0, grad_clip=10.0),
         target_period=num_envs * 1000,
         epsilon=EpsilonConfig("fixed", end=0.01),
     )

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 TASKS = {"continuous": "pendulum", "discrete": "catch"}
-DISCRETE = ("dqn", "c51", "rainbow", "eps_rainbow", "apex", "r2d2", "pqn")
+DISCRETE = ("dqn", "c51", "rainbow", "eps_rainbow", "btr", "apex", "r2d2", "pqn")
 ALGORITHMS = (
     "pql",
     "pql_d",

@@ -1,18 +1,21 @@
-"""DQN and its descendants: one update function; double, dueling, n-step, C51, noisy layers and priorities are settings.
+"""DQN and its descendants: one update function.
 
-Sources: Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Bellemare et al. 2017 (C51), Schaul et al. 2016
-(priorities), Fortunato et al. 2018 (noisy layers), Hessel et al. 2018 (Rainbow).
+Double, dueling, n-step, C51, IQN, Munchausen targets, noisy layers and priorities are settings. Sources: Mnih et al.
+2015 (DQN), van Hasselt et al. 2016 (double), Bellemare et al. 2017 (C51), Schaul et al. 2016 (priorities), Fortunato et
+al. 2018 (noisy layers), Hessel et al. 2018 (Rainbow), Dabney et al. 2018 (IQN), Vieillard et al. 2020 (Munchausen),
+Clark et al. 2025 (BTR).
 """
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import functional as F
 
 from pql.algos.critics import loss_share
 from pql.algos.value import ValueBased, ValueState, make_q_network
-from pql.config import DqnConfig
+from pql.config import DqnConfig, MunchausenConfig
 from pql.engine.optim import follow
 from pql.nets.distributions import project
-from pql.nets.q import QNetwork, redraw_noise
+from pql.nets.q import QNetwork, QuantileNetwork, redraw_noise
 from pql.types import Batch, Metrics
 
 
@@ -21,8 +24,12 @@ def dqn_update(state: ValueState, inputs: DqnConfig, batch: Batch, gen: Generato
     net, target_net = state.nets
     redraw_noise(net, gen)
     redraw_noise(target_net, gen)
-    loss_of = value_scalar_loss if net.atoms is None else value_categorical_loss
-    loss, error, q = loss_of(net, target_net, inputs, batch)  # [B] each
+    if isinstance(net, QuantileNetwork):
+        tau = torch.rand(2, *batch.reward.shape, net.quantiles, generator=gen, device=batch.reward.device)
+        loss, error, q = value_quantile_loss(net, target_net, inputs, batch, tau)
+    else:
+        loss_of = value_scalar_loss if net.atoms is None else value_categorical_loss
+        loss, error, q = loss_of(net, target_net, inputs, batch)  # [B] each
     total = (loss * loss_share(batch.mask, batch.weight)).sum()
     state.optimizer.zero_grad()
     total.backward()
@@ -44,13 +51,35 @@ def value_scalar_loss(
     net: QNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Half the squared TD error, or the Huber loss. Returns (loss, TD error, value), [B] each."""
+    values = net(batch.obs)
     with torch.no_grad():
-        ahead = target_net(batch.next_obs)  # [B, n]
-        best = choose(net, ahead, settings, batch)
-        target = torch.addcmul(batch.reward, batch.discount, at(ahead, best))
-    q = at(net(batch.obs), batch.action)
+        target = targets(net, values, target_net(batch.next_obs), settings, batch)
+    q = at(values, batch.action)
     error = target - q
     return huber(error, settings.huber), error.detach(), q.detach()
+
+
+def value_quantile_loss(
+    net: QuantileNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch, tau: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantile Huber loss, summed over the K predicted quantiles and averaged over the K of the target.
+
+    Args:
+        tau: [2, B, K] in [0, 1]: the quantiles of s and of s'.
+
+    Returns (loss, mean over the target's quantiles of the summed absolute errors, value), [B] each. Source: Dabney et
+    al. 2018, Eq. 2 and 3.
+    """
+    delta = settings.huber
+    assert delta is not None
+    quantiles = net(batch.obs, tau[0])  # [B, n, K]
+    with torch.no_grad():
+        target = targets(net, quantiles.mean(-1), target_net(batch.next_obs, tau[1]), settings, batch)
+    q = at(quantiles, batch.action)
+    error = target.unsqueeze(1) - q.unsqueeze(2)  # [B, K, K]: predicted, target
+    slope = (tau[0].unsqueeze(2) - (error.detach() < 0).to(q.dtype)).abs()
+    loss = (slope * huber(error, delta) / delta).sum(1).mean(1)
+    return loss, error.detach().abs().sum(1).mean(1), q.detach().mean(1)
 
 
 def value_categorical_loss(
@@ -68,6 +97,47 @@ def value_categorical_loss(
     loss = -(target * log_probs).sum(-1)
     kl = loss.detach() + torch.xlogy(target, target).sum(-1)
     return loss, kl.clamp(min=0), log_probs.detach().exp() @ atoms
+
+
+def targets(net: QNetwork, now: Tensor, ahead: Tensor, settings: DqnConfig, batch: Batch) -> Tensor:
+    """Return r + discount * value of s', [B] or [B, K] as ``ahead``.
+
+    Args:
+        now: values of ``net`` at s, [B, n].
+        ahead: values [B, n] or quantiles [B, n, K] of the target network at s'.
+    """
+    soft, reward = settings.munchausen, batch.reward
+    means = ahead if ahead.dim() == 2 else ahead.mean(-1)
+    if soft.alpha == 0:
+        value = at(ahead, choose(net, means, settings, batch))
+    else:
+        value, reward = soft_value(ahead, means, soft.tau), reward + munchausen_bonus(now, batch.action, soft)
+    shape = (-1, *[1] * (value.dim() - 1))
+    return torch.addcmul(reward.view(shape), batch.discount.view(shape), value)
+
+
+def munchausen_bonus(values: Tensor, action: Tensor, settings: MunchausenConfig) -> Tensor:
+    """Return alpha * tau log pi(a|s), clipped below and at 0 before the factor alpha, [B].
+
+    pi is the softmax of ``values`` [B, n] / tau. Source: Vieillard et al. 2020, Eq. 1; the values are the trained
+    network's, as in BTR, not the target network's.
+    """
+    log_policy = settings.tau * F.log_softmax(values / settings.tau, -1)
+    return settings.alpha * at(log_policy, action).clamp(settings.clip, 0)
+
+
+def soft_value(ahead: Tensor, means: Tensor, tau: float) -> Tensor:
+    """Return sum_a pi(a) (q(a) - tau log pi(a)), [B] or [B, K] as ``ahead``; pi is the softmax of ``means`` / tau.
+
+    Args:
+        ahead: q, [B, n] or [B, n, K].
+        means: [B, n].
+    """
+    log_policy = F.log_softmax(means / tau, -1)
+    policy = log_policy.exp()
+    entropy = -(policy * log_policy).sum(-1)
+    shape = (1,) * (ahead.dim() - 2)
+    return (policy.view(*means.shape, *shape) * ahead).sum(1) + tau * entropy.view(-1, *shape)
 
 
 def choose(net: QNetwork, ahead: Tensor, settings: DqnConfig, batch: Batch) -> Tensor:

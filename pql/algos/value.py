@@ -34,7 +34,7 @@ from pql.errors import ConfigError
 from pql.nets.actor_critic import OwnBody
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers
 from pql.nets.mlp import Flat, NetInput, seeded
-from pql.nets.q import QNetwork
+from pql.nets.q import QNetwork, QuantileNetwork
 from pql.types import Batch, Metrics, split
 
 GATHERED = 16 << 20  # largest gather of observations for several batches, in bytes
@@ -218,8 +218,8 @@ def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized
     wanted = algo.priority
     if wanted.alpha == 0:
         return None
-    clip = None if algo.critic.atoms is not None else algo.huber  # clips TD errors; a KL is not clipped
-    rule = make_rule(wanted, ring, counts, clip)
+    single = algo.critic.atoms is None and algo.critic.quantiles is None  # not a divergence or a sum over quantiles
+    rule = make_rule(wanted, ring, counts, algo.huber if single else None)
     return Prioritized(ring, algo.n_step, algo.gamma, rule, wanted.initial == "actor")
 
 
@@ -279,4 +279,7 @@ def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
     layers, actions = make_layers(net), cast(Discrete, spec.action).n
     if not isinstance(algo, DqnConfig):
         return QNetwork(source, actions, layers, atoms)
-    return QNetwork(source, actions, replace(layers, noisy=algo.noisy), atoms, algo.dueling, algo.shared_grad)
+    layers, critic = replace(layers, noisy=algo.noisy), algo.critic
+    if critic.quantiles is None:
+        return QNetwork(source, actions, layers, atoms, algo.dueling, algo.shared_grad)
+    return QuantileNetwork(source, actions, layers, critic.quantiles, critic.cosines, algo.dueling, algo.shared_grad)

@@ -23,8 +23,9 @@ def ladder(num_envs: int, base: float, exponent: float) -> Tensor:
 class Epsilon:
     """Probability of a random action per environment, [N].
 
-    ``annealed`` falls linearly from ``start`` to ``end`` within ``steps`` env steps of the policy (over all
-    environments); ``ladder`` and ``fixed`` are constant; ``none`` is 0.
+    Of the policy's env steps t, over all environments, ``annealed`` falls linearly from ``start`` to ``end`` within
+    ``steps``, and ``decayed`` is end + (start - end) exp(-t / steps); ``ladder`` and ``fixed`` are constant; ``none``
+    is 0. All are 0 from t = ``until`` on.
 
     Attributes:
         mean: mean over the environments in the last step, for the log.
@@ -35,17 +36,22 @@ class Epsilon:
         if config.kind == "ladder":
             final = ladder(num_envs, config.base, config.exponent)
         self.final, self.final_mean = final.to(device), final.mean().item()
-        self.excess = config.start - config.end if config.kind == "annealed" else 0.0
-        self.length = config.steps
+        self.kind, self.length, self.until = config.kind, config.steps, config.until
+        self.excess = config.start - config.end if config.kind in ("annealed", "decayed") else 0.0
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # env steps so far
         self.mean = torch.zeros((), device=device)
 
     def __call__(self) -> Tensor:
         """Return the next step's epsilons and count the step."""
-        excess = self.excess * (1 - self.steps / self.length).clamp_(min=0)
+        share = self.steps / self.length
+        excess = self.excess * (torch.exp(-share) if self.kind == "decayed" else (1 - share).clamp_(min=0))
+        epsilon, mean = self.final + excess, self.final_mean + excess
+        if self.until is not None:
+            on = self.steps < self.until
+            epsilon, mean = epsilon * on, mean * on
         self.steps += self.final.shape[0]
-        self.mean.copy_(self.final_mean + excess)
-        return self.final + excess
+        self.mean.copy_(mean)
+        return epsilon
 
     def part(self, columns: slice) -> "Epsilon":
         """Return the epsilons of a range of the environments; its steps count for all of them."""

@@ -19,13 +19,16 @@ from pql.config.groups import (
     EpsilonConfig,
     ExploreConfig,
     GaussianPolicyConfig,
+    MunchausenConfig,
     NetConfig,
     OptionalVtraceConfig,
     PathwiseCriticConfig,
     PathwisePolicyConfig,
     PriorityConfig,
+    QuantileNetConfig,
     RolloutPolicyConfig,
     TrainedNetConfig,
+    ValueEncoderConfig,
     VtraceConfig,
 )
 from pql.errors import ConfigError
@@ -292,6 +295,7 @@ class DuelingConfig(ReplayAlgoConfig):
     rms_decay: float = setting(
         0.95, "Decay of the running mean of squared gradients.", low=0, high=1, when="optimizer=rmsprop"
     )
+    encoder: ValueEncoderConfig = group(ValueEncoderConfig, "Convolutional encoder of each image observation.")
     critic: TrainedNetConfig = group(TrainedNetConfig, "Q-network.", replaces=("policy",))
     epsilon: EpsilonConfig = group(EpsilonConfig, "Epsilon-greedy exploration.", replaces=("explore",))
     priority: PriorityConfig = group(PriorityConfig, "Prioritised replay.")
@@ -306,7 +310,7 @@ class DuelingConfig(ReplayAlgoConfig):
 
 @dataclass(frozen=True)
 class DqnConfig(DuelingConfig):
-    """DQN, C51, Rainbow and Ape-X."""
+    """DQN, C51, Rainbow, Ape-X and BTR."""
 
     family: str = setting("dqn", "Family of update functions.", weights="policy")
     v_per_step: float = setting(8.0, "Updates per step of all environments.", above=0, high=1000)
@@ -320,7 +324,8 @@ class DqnConfig(DuelingConfig):
         high=1e6,
         when="critic.atoms=null",
     )
-    critic: DistributionalNetConfig = group(DistributionalNetConfig, "Q-network.", replaces=("policy",))
+    critic: QuantileNetConfig = group(QuantileNetConfig, "Q-network.", replaces=("policy",))
+    munchausen: MunchausenConfig = group(MunchausenConfig, "Munchausen targets.")
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -329,11 +334,25 @@ class DqnConfig(DuelingConfig):
     def check(self, config: "Config") -> None:
         super().check(config)
         check_support(self.critic)
-        if self.priority.initial == "actor" and self.critic.atoms is not None:
+        self._check_distribution()
+        soft, atoms = self.munchausen.alpha > 0, self.critic.atoms is not None
+        if soft and atoms:
+            raise ConfigError("algo.munchausen.alpha", self.munchausen.alpha, "0 with algo.critic.atoms")
+        if soft and self.double:
+            raise ConfigError("algo.double", True, "false with algo.munchausen.alpha: soft targets choose no action")
+
+    def _check_distribution(self) -> None:
+        atoms, quantiles = self.critic.atoms is not None, self.critic.quantiles is not None
+        if atoms and quantiles:
+            raise ConfigError("algo.critic.quantiles", self.critic.quantiles, "null with algo.critic.atoms")
+        if quantiles and self.huber is None:
+            raise ConfigError("algo.huber", None, "a number with algo.critic.quantiles")
+        if self.priority.initial == "actor" and (atoms or quantiles):
+            kind, what = ("atoms", "divergences") if atoms else ("quantiles", "errors of all quantiles")
             raise ConfigError(
                 "algo.priority.initial",
                 "actor",
-                "max with algo.critic.atoms: there priorities are divergences, which the values when acted do not give",
+                f"max with algo.critic.{kind}: there priorities are {what}, which the values when acted do not give",
             )
 
 
@@ -741,7 +760,7 @@ def check_support(critic: DistributionalNetConfig) -> None:
 
 def check_epsilon(epsilon: EpsilonConfig) -> None:
     """Raise ``ConfigError`` for an epsilon that would rise."""
-    if epsilon.kind == "annealed" and epsilon.start < epsilon.end:
+    if epsilon.kind in ("annealed", "decayed") and epsilon.start < epsilon.end:
         raise ConfigError("algo.epsilon.start", epsilon.start, f"at least algo.epsilon.end={epsilon.end:g}")
 
 

@@ -138,6 +138,42 @@ class DistributionalNetConfig(TrainedNetConfig):
 
 
 @dataclass(frozen=True)
+class QuantileNetConfig(DistributionalNetConfig):
+    """A Q-network that may predict quantiles (IQN; Dabney et al. 2018)."""
+
+    quantiles: int | None = setting(
+        None,
+        "Quantiles per row and update of an implicit quantile network (IQN), drawn for predictions and targets alike; "
+        "the policy averages as many fixed ones; null: scalar values or atoms.",
+        low=1,
+        high=1024,
+        weights="policy",
+    )
+    cosines: int = setting(
+        64, "Cosines in which a quantile is embedded.", low=1, high=4096, when="quantiles", weights="policy"
+    )
+
+
+@dataclass(frozen=True)
+class MunchausenConfig:
+    """Munchausen targets (Vieillard et al. 2020)."""
+
+    alpha: float = setting(
+        0.0,
+        "Weight of the log-policy of the action taken, which is added to the reward; targets are then soft values "
+        "instead of maxima; 0: none of both.",
+        low=0,
+        high=1,
+    )
+    tau: float = setting(
+        0.03, "Temperature of the policy, the softmax of values / tau.", above=0, high=1e6, when="alpha>0"
+    )
+    clip: float = setting(
+        -1.0, "Smallest value of tau times the log-policy in the reward.", low=-1e6, high=0, when="alpha>0"
+    )
+
+
+@dataclass(frozen=True)
 class CriticConfig(DistributionalNetConfig, AdamConfig, TrunkConfig):
     """An ensemble of critics with target networks."""
 
@@ -252,8 +288,8 @@ class EncoderConfig:
 
     kind: str = setting(
         "small",
-        "small, nature (Mnih et al. 2015) or resnet (Espeholt et al. 2018).",
-        choices=("small", "nature", "resnet"),
+        "small, nature (Mnih et al. 2015), resnet (Espeholt et al. 2018) or hadamax (Kooi et al. 2025).",
+        choices=("small", "nature", "resnet", "hadamax"),
         weights="policy",
     )
     channels: list[int] | None = setting(
@@ -261,15 +297,37 @@ class EncoderConfig:
     )
     features: int | None = setting(
         None,
-        "Output features per image; null: the default of the kind (small 128, nature 512, resnet 256); "
-        "0: the flattened last convolution.",
+        "Output features per image; null: the default of the kind (small 128, nature 512, resnet 256, hadamax "
+        "512); 0: the flattened last convolution.",
         low=0,
         high=65536,
         weights="policy",
     )
     layer_norm: bool = setting(
         False,
-        "LayerNorm over the channels after each convolution and over the output features; not with kind=resnet.",
+        "LayerNorm over the channels after each convolution and over the output features; not with kind=resnet, and "
+        "always with kind=hadamax.",
+        weights="policy",
+    )
+    pool: int | None = setting(
+        None,
+        "Side of the feature map to which an adaptive max pooling reduces the last one; null: no such pooling.",
+        low=1,
+        high=1024,
+        when="kind=resnet",
+        weights="policy",
+    )
+
+
+@dataclass(frozen=True)
+class ValueEncoderConfig(EncoderConfig):
+    """Encoder of a network whose target network is a copy, not an average."""
+
+    spectral_norm: bool = setting(
+        False,
+        "Divide the weights of each convolution in a residual block by their largest singular value (Miyato et al. "
+        "2018).",
+        when="kind=resnet",
         weights="policy",
     )
 
@@ -299,18 +357,27 @@ class EpsilonConfig:
 
     kind: str = setting(
         "annealed",
-        "annealed: falls linearly from start to end; ladder: a different constant per environment (Ape-X); "
-        "fixed: constant at end; none: 0.",
-        choices=("annealed", "ladder", "fixed", "none"),
+        "annealed: falls linearly from start to end; decayed: falls exponentially; ladder: a different constant per "
+        "environment (Ape-X); fixed: constant at end; none: 0.",
+        choices=("annealed", "decayed", "ladder", "fixed", "none"),
     )
-    start: float = setting(1.0, "Initial epsilon.", low=0, high=1, when="kind=annealed")
-    end: float = setting(0.1, "Final epsilon.", low=0, high=1, when="kind=annealed|fixed")
+    start: float = setting(1.0, "Initial epsilon.", low=0, high=1, when="kind=annealed|decayed")
+    end: float = setting(0.1, "Final epsilon.", low=0, high=1, when="kind=annealed|decayed|fixed")
     steps: int = setting(
         1_000_000,
-        "Env steps over which epsilon falls from start to end, warm-up excluded.",
+        "Env steps over which epsilon falls from start to end, warm-up excluded; decayed: over which its distance "
+        "from end falls to 1 / e.",
         low=1,
         high=10**15,
-        when="kind=annealed",
+        when="kind=annealed|decayed",
+        ranks="floor",
+    )
+    until: int | None = setting(
+        None,
+        "Env steps from which on epsilon is 0, warm-up excluded; null: never.",
+        low=1,
+        high=10**15,
+        when="kind=annealed|decayed|ladder|fixed",
         ranks="floor",
     )
     base: float = setting(

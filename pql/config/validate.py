@@ -74,9 +74,12 @@ def _check_together(config: Config) -> None:
         raise ConfigError("task.remote", config.task.remote, "nothing with task=remote, whose keywords are task.kwargs")
     if config.task.remote and config.task.process.python is not None:
         raise ConfigError("task.process.python", config.task.process.python, "null: actors step it, by task.remote")
-    if algo.encoder.kind == "nature" and len(algo.encoder.channels or ()) > 3:
-        raise ConfigError("algo.encoder.channels", algo.encoder.channels, "three at most with algo.encoder.kind=nature")
-    if algo.encoder.kind == "resnet" and algo.encoder.layer_norm:
+    kind = algo.encoder.kind
+    if kind in ("nature", "hadamax") and len(algo.encoder.channels or ()) > 3:
+        raise ConfigError(
+            "algo.encoder.channels", algo.encoder.channels, f"three at most with algo.encoder.kind={kind}"
+        )
+    if kind == "resnet" and algo.encoder.layer_norm:
         raise ConfigError("algo.encoder.layer_norm", True, "false: the residual network is taken as it is published")
     if budget.seconds is budget.env_steps is budget.target_return is None:
         raise ConfigError("budget", None, "at least one of budget.seconds, budget.env_steps, budget.target_return")

@@ -42,7 +42,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Average over processes, clip, step; returns the gradient norm before clipping (0-dim).
+        """Average over processes, clip, step, call the ``after_step`` methods of the module's parts.
+
+        Returns the gradient norm before clipping (0-dim).
 
         Args:
             skip: 0-dim float; where it is 1, nothing changes.
@@ -58,6 +60,8 @@ class Optimizer:
             if Graph.possible(scale.device) or not scale >= 1:  # eager: reading it saves a pass over all gradients
                 grad.mul_(scale)
         self.apply(grad, skip)
+        for after in self.flat.after:
+            after()
         if self.project is not None:
             self.project(skip)
         return norm

@@ -1,14 +1,12 @@
 """Encoders of observation groups, images included, to one feature vector; and networks supplied by the user."""
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pql.config import Config, EncoderConfig
 from pql.config.groups import NetConfig, NormConfig, TrunkConfig
@@ -16,36 +14,26 @@ from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
+from pql.nets.cnn import NETWORKS, ProductBlock, Residual, Size, least_side, make_cnn
 from pql.nets.mlp import Layers, NetInput
 from pql.types import Obs
-
-Size = tuple[int, int, int]
-"""Size of an image: (channels, height, width)."""
 
 
 class Encoder(nn.Module):
     """Encoder: observation groups -> features [..., size]. Vectors and the outputs of one CNN per image, concatenated.
 
     Args:
-        kind, channels, features, layer_norm: of the CNNs, see :class:`Pictures`.
+        settings: of the CNNs.
 
     Attributes:
         groups: names of the observation groups that it reads.
         size: number of features.
     """
 
-    def __init__(
-        self,
-        obs: Mapping[str, ObsSpec],
-        groups: Sequence[str],
-        kind: str = "small",
-        channels: Sequence[int] | None = None,
-        features: int | None = None,
-        layer_norm: bool = False,
-    ):
+    def __init__(self, obs: Mapping[str, ObsSpec], groups: Sequence[str], settings: EncoderConfig):
         super().__init__()
         self.groups, images = tuple(groups), [k for k in groups if len(obs[k].shape) > 1]
-        pictures = {k: Pictures(obs[k].shape, kind, channels, features, layer_norm) for k in images}
+        pictures = {k: Pictures(obs[k].shape, settings) for k in images}
         self.pictures = nn.ModuleDict(pictures)
         self.size = sum(pictures[k].size if k in pictures else obs[k].shape[0] for k in groups)
 
@@ -53,12 +41,12 @@ class Encoder(nn.Module):
         return torch.cat([self.pictures[k](obs[k]) if k in self.pictures else obs[k].float() for k in self.groups], -1)
 
     def plain_layers(self) -> list[nn.Conv2d | nn.Linear]:
-        """Return the convolutions and linear layers of the non-residual networks, for orthogonal initialisation.
+        """Return the convolutions and linear layers of the networks without blocks, for orthogonal initialisation.
 
-        Residual networks keep their default, since their blocks should begin near the identity.
+        Others keep their own: residual blocks should begin near the identity, Hadamax comes with its initialisation.
         """
         networks = [list(p.net) for p in self.pictures.values() if isinstance(p, Pictures)]
-        chains = [net for net in networks if not any(isinstance(layer, Residual) for layer in net)]
+        chains = [net for net in networks if not any(isinstance(layer, Residual | ProductBlock) for layer in net)]
         return [layer for net in chains for layer in net if isinstance(layer, nn.Conv2d | nn.Linear)]
 
 
@@ -68,29 +56,20 @@ class Pictures(nn.Module):
     The shorter of the first and the last axis is the channel axis.
 
     Args:
-        kind: architecture, a key of ``NETWORKS``.
-        channels: per convolution (per section of ``resnet``); None: the defaults of ``kind``.
-        features: size of the final linear layer; None: the default of ``kind``; 0: no such layer, the output is the
-            flattened last feature map.
-        layer_norm: LayerNorm before every activation; ``small_layers`` always ends with one, ``resnet`` ignores it.
+        settings: ``channels`` are per convolution (``resnet``: per section; ``hadamax``: per block); ``features`` 0: no
+            final linear layer, the output is the flattened last feature map; ``layer_norm``: before every activation,
+            but ``small`` always ends with one, ``resnet`` ignores it, and ``hadamax`` always has it.
 
     Attributes:
         size: number of features.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        kind: str = "small",
-        channels: Sequence[int] | None = None,
-        features: int | None = None,
-        layer_norm: bool = False,
-    ):
+    def __init__(self, shape: tuple[int, ...], settings: EncoderConfig):
         super().__init__()
-        network, self.kind = NETWORKS[kind], kind
+        self.kind = settings.kind
         self.axes, self.last = len(shape), channels_last(shape)
-        size, wanted = image_size(shape), network.features if features is None else features
-        self.net = network.make(size, channels or network.channels, wanted, layer_norm)
+        size = image_size(shape)
+        self.net = make_cnn(size, settings)
         with torch.no_grad():
             self.size: int = self.net(torch.zeros(1, *size)).shape[1]
 
@@ -136,95 +115,6 @@ def image_size(shape: tuple[int, ...]) -> Size:
     return (shape[2], *shape[:2]) if channels_last(shape) else shape  # type: ignore[return-value]
 
 
-class ChannelNorm(nn.LayerNorm):
-    """LayerNorm over the channels at each position of [B, C, H, W] (Gallici et al. 2024, PQN)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
-
-
-def small_layers(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
-    """Build 3 x 3 convolutions of stride 2, then Linear, LayerNorm and tanh, as in DrQ-v2 (Yarats et al. 2022)."""
-    layers: list[nn.Module] = []
-    inside, rows, columns = size
-    for outside in channels:
-        norms = [ChannelNorm(outside)] if layer_norm else []
-        layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), *norms, nn.ReLU(inplace=True)]
-        inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
-    return nn.Sequential(*layers, *feature_head(inside * rows * columns, features, nn.LayerNorm(features), nn.Tanh()))
-
-
-def feature_head(size: int, features: int, *after: nn.Module) -> list[nn.Module]:
-    """Return the final layers: flatten, then a linear layer and ``after`` if ``features`` is above 0."""
-    return [nn.Flatten(), *([nn.Linear(size, features), *after] if features else [])]
-
-
-NATURE = ((8, 4), (4, 2), (3, 1))
-"""(kernel, stride) of the convolutions of Mnih et al. 2015."""
-
-
-def nature(size: Size, channels: Sequence[int], features: int, layer_norm: bool) -> nn.Sequential:
-    """Build the network of Mnih et al. 2015; channels [16, 32] and 256 features give A3C's (Mnih et al. 2016)."""
-    layers: list[nn.Module] = []
-    inside, rows, columns = size
-    for outside, (kernel, stride) in zip(channels, NATURE, strict=False):
-        norms = [ChannelNorm(outside)] if layer_norm else []
-        layers += [nn.Conv2d(inside, outside, kernel, stride), *norms, nn.ReLU(inplace=True)]
-        inside, rows, columns = outside, (rows - kernel) // stride + 1, (columns - kernel) // stride + 1
-    norm = [nn.LayerNorm(features)] if layer_norm and features else []
-    return nn.Sequential(*layers, *feature_head(inside * rows * columns, features, *norm, nn.ReLU(inplace=True)))
-
-
-class Residual(nn.Module):
-    """Residual block: x + conv(relu(conv(relu(x)))) on [B, C, H, W]."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(F.relu(self.first(F.relu(x)), inplace=True))
-
-
-def resnet(size: Size, channels: Sequence[int], features: int, layer_norm: bool = False) -> nn.Sequential:
-    """Build the deep network of Espeholt et al. 2018 (IMPALA).
-
-    Each section is a convolution, a max pooling of stride 2 and two residual blocks; three sections have 15
-    convolutions.
-    """
-    layers: list[nn.Module] = []
-    inside, rows, columns = size
-    for outside in channels:
-        pool = nn.MaxPool2d(3, stride=2, padding=1)
-        layers += [nn.Conv2d(inside, outside, 3, padding=1), pool, Residual(outside), Residual(outside)]
-        inside, rows, columns = outside, math.ceil(rows / 2), math.ceil(columns / 2)
-    layers.append(nn.ReLU(inplace=True))
-    return nn.Sequential(*layers, *feature_head(inside * rows * columns, features, nn.ReLU(inplace=True)))
-
-
-class Network(NamedTuple):
-    """CNN architecture: its constructor and default sizes."""
-
-    make: Callable[[Size, Sequence[int], int, bool], nn.Sequential]
-    channels: tuple[int, ...]
-    features: int
-
-
-NETWORKS = {
-    "small": Network(small_layers, (16, 32, 32), 128),
-    "nature": Network(nature, (32, 64, 64), 512),
-    "resnet": Network(resnet, (16, 32, 32), 256),
-}
-
-
-def least_side(count: int) -> int:
-    """Return the smallest image side, in pixels, that ``count`` convolutions of ``nature`` accept."""
-    side = 1
-    for kernel, stride in reversed(NATURE[:count]):
-        side = (side - 1) * stride + kernel
-    return side
-
-
 def groups_of(config: Config, spec: EnvSpec, which: str) -> tuple[str, ...]:
     """Return the names of the observation groups that the network ``which`` ("policy" or "critic") reads.
 
@@ -249,7 +139,7 @@ def _check_image(encoder: EncoderConfig, group: str, shape: tuple[int, ...]) -> 
         return
     least = least_side(len(encoder.channels or NETWORKS["nature"].channels))
     if min(image_size(shape)[1:]) < least:
-        allowed = f"small or resnet: it takes images of at least {least} x {least}; {group!r} is {list(shape)}"
+        allowed = f"small, resnet or hadamax: it takes images of at least {least} x {least}; {group!r} is {list(shape)}"
         raise ConfigError("algo.encoder.kind", "nature", allowed)
 
 
@@ -259,8 +149,7 @@ def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
     first = spec.obs[groups[0]]
     if len(groups) == 1 and len(first.shape) == 1 and first.dtype.is_floating_point:
         return None
-    encoder = config.algo.encoder
-    return Encoder(spec.obs, groups, encoder.kind, encoder.channels, encoder.features, encoder.layer_norm)
+    return Encoder(spec.obs, groups, config.algo.encoder)
 
 
 def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:

@@ -6,7 +6,7 @@ Networks take all observation groups and read those that they were built for. Th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -331,10 +331,14 @@ class Flat:
         statistics: [S] running statistics of all BatchNorm layers.
         sent: [P + S + 1] gradient, statistics and one extra element, averaged over processes together; empty if not
             trained.
+        after: methods ``after_step`` of the module and its parts, which its optimiser calls after each step.
     """
 
     def __init__(self, module: nn.Module, trained: bool = False):
         self.module = module
+        self.after: list[Callable[[], None]] = [
+            cast(Any, m).after_step for m in module.modules() if hasattr(m, "after_step")
+        ]
         parameters, buffers = list(module.parameters()), running_statistics(module)
         values = torch.cat([p.detach().reshape(-1) for p in parameters])
         self.data, size = nn.Parameter(values, requires_grad=trained), values.numel()

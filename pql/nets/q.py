@@ -1,9 +1,10 @@
-"""Q-networks for discrete actions: plain, dueling, categorical, with noisy layers, feedforward or recurrent.
+"""Q-networks for discrete actions: plain, dueling, categorical, quantile or noisy ones, feedforward or recurrent.
 
 Sources: Mnih et al. 2015 (DQN), Wang et al. 2016 (dueling), Bellemare et al. 2017 (C51), Fortunato et al. 2018 (noisy
-networks). This file contains no losses and no exploration schedules.
+networks), Dabney et al. 2018 (IQN). This file contains no losses and no exploration schedules.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,9 +37,14 @@ class QNetwork(Reads):
     Args:
         atoms: support [Z] of categorical values.
         shared_grad: if dueling, factor on the gradient that enters the shared layers.
+
+    Attributes:
+        splits: the last layer of ``hidden`` belongs to the streams without dueling, too.
+        size: width of the streams' input.
     """
 
     atoms: Tensor | None
+    splits = False
 
     def __init__(
         self,
@@ -54,8 +60,8 @@ class QNetwork(Reads):
         self.shape = (actions,) if atoms is None else (actions, atoms.shape[0])
         self.shared_grad = shared_grad
         hidden = layers.hidden
-        shared, own = (hidden[:-1], hidden[-1:]) if dueling else ((), hidden)
-        size = shared[-1] if shared else source.size
+        shared, own = (hidden[:-1], hidden[-1:]) if dueling or self.splits else ((), hidden)
+        self.size = size = shared[-1] if shared else source.size
 
         def build(size_in: int, hidden: Sequence[int], size_out: int) -> nn.Sequential:
             return mlp(size_in, replace(layers, hidden=hidden), size_out)
@@ -70,7 +76,10 @@ class QNetwork(Reads):
 
     def head(self, x: Tensor) -> Tensor:
         """Features [..., F] -> values [..., n], or logits [..., n, Z]."""
-        x = self.trunk(x)
+        return self.streams(self.trunk(x))
+
+    def streams(self, x: Tensor) -> Tensor:
+        """Output of the shared layers [..., size] -> values [..., n], or logits [..., n, Z]."""
         if self.value is not None and self.shared_grad != 1 and x.requires_grad:
             x.register_hook(lambda grad: grad * self.shared_grad)
         out = self.advantage(x).unflatten(-1, self.shape)
@@ -87,6 +96,48 @@ class QNetwork(Reads):
     def mean_action(self, obs: Obs, state: Obs | None = None) -> Any:
         """Return the greedy action, [B] int64. Noisy layers use their means unless noise was drawn."""
         return self.values(obs).argmax(-1)
+
+
+class QuantileNetwork(QNetwork):
+    """Implicit quantile network (IQN): obs [B, D] -> quantiles of each action's return [B, n, K].
+
+    The output of the shared layers, all of ``hidden`` except the last, is multiplied by relu(W c + b), where c are the
+    cosines cos(pi i tau), i = 0 ... cosines - 1, of the quantile tau (Dabney et al. 2018, Eq. 4). Values are means over
+    the K fixed quantiles (k + 1/2) / K.
+
+    Args:
+        quantiles: K.
+    """
+
+    splits = True
+
+    def __init__(
+        self,
+        source: NetInput,
+        actions: int,
+        layers: Layers,
+        quantiles: int,
+        cosines: int = 64,
+        dueling: bool = False,
+        shared_grad: float = 1.0,
+    ):
+        super().__init__(source, actions, layers, dueling=dueling, shared_grad=shared_grad)
+        self.embedding = nn.Linear(cosines, self.size)
+        self.quantiles, self.cosines = quantiles, cosines
+
+    def forward(self, obs: Obs, tau: Tensor | None = None) -> Tensor:
+        """Quantiles [B, n, K] at ``tau`` [B, K], in [0, 1]; None: at the fixed ones."""
+        x = self.trunk(self.features(obs))
+        if tau is None:
+            tau = (torch.arange(self.quantiles, device=x.device) + 0.5) / self.quantiles  # [K]
+        frequency = math.pi * torch.arange(self.cosines, device=x.device, dtype=x.dtype)
+        waves = torch.cos(tau.to(x.dtype).unsqueeze(-1) * frequency)
+        factor = torch.relu(self.embedding(waves))  # [B, K, size] or [K, size]
+        return self.streams(x.unsqueeze(-2) * factor).transpose(-1, -2)
+
+    def values(self, obs: Obs) -> Tensor:
+        """Q(s, a), [B, n]: means over the fixed quantiles."""
+        return self(obs).mean(-1)
 
 
 class RecurrentQNetwork(QNetwork):

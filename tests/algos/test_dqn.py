@@ -6,19 +6,29 @@ import math
 import pytest
 import torch
 from oracles import AdamW as SlowAdamW
-from oracles import c51_projection, huber, kl_divergence, q_target
+from oracles import (
+    c51_projection,
+    huber,
+    kl_divergence,
+    munchausen_bonus,
+    munchausen_value,
+    q_target,
+    quantile_loss,
+    soft_policy,
+)
 
 from pql.algos import dqn
 from pql.algos.value import ValueState
-from pql.config import DqnConfig
+from pql.config import DqnConfig, MunchausenConfig
 from pql.engine.optim import AdamW, Clock
 from pql.nets.mlp import Flat, Layers, NetInput
-from pql.nets.q import QNetwork, redraw_noise
+from pql.nets.q import QNetwork, QuantileNetwork, redraw_noise
 from pql.types import Batch
 
 B, D, A = 24, 3, 4  # batch, features, actions
 ATOMS = torch.linspace(-3, 3, 13)
 OPTIMIZER = {"lr": 1e-3, "clip": 0.5, "weight_decay": 0.0, "eps": 1e-4}  # eps: rounding must not turn a step's sign
+SOFT = MunchausenConfig(alpha=0.9, tau=0.5, clip=-5.0)  # warmer than BTR's: every action counts, some are clipped
 VARIANTS = {
     "dqn": {},
     "double": {"double": True},
@@ -27,17 +37,27 @@ VARIANTS = {
     "dueling": {"dueling": True, "double": True},
     "c51": {"atoms": ATOMS},
     "double c51": {"atoms": ATOMS, "double": True, "dueling": True},
+    "munchausen": {"munchausen": SOFT, "dueling": True},
+    "iqn": {"quantiles": 5},
+    "double iqn": {"quantiles": 5, "double": True, "dueling": True, "huber": 0.4},
+    "munchausen iqn": {"quantiles": 5, "munchausen": SOFT, "dueling": True},
 }
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
 def network(seed, **kwargs):
     torch.manual_seed(seed)
-    net = QNetwork(NetInput("policy", D), A, Layers((7, 6), noisy=kwargs.pop("noisy", None)), **kwargs)
+    kind = QuantileNetwork if "quantiles" in kwargs else QNetwork
+    if "quantiles" in kwargs:
+        kwargs["cosines"] = 8  # float32 rounds the cosines of large arguments
+    net = kind(NetInput("policy", D), A, Layers((7, 6), noisy=kwargs.pop("noisy", None)), **kwargs)
     with torch.no_grad():  # values far enough apart: now one action is best, now another
         for p in net.parameters():
             p.mul_(3)
     return net
+
+
+NETWORK = ("atoms", "dueling", "noisy", "shared_grad", "quantiles")
 
 
 class Noted:
@@ -48,14 +68,15 @@ class Noted:
 
 
 def state_of(variant, priorities=None, period=1000):
-    kwargs = {k: v for k, v in variant.items() if k in ("atoms", "dueling", "noisy", "shared_grad")}
+    kwargs = {k: v for k, v in variant.items() if k in NETWORK}
     flat = Flat(network(0, **kwargs), trained=True)
     optimizer = AdamW(flat, **OPTIMIZER)
     return ValueState(flat, Flat(network(1, **kwargs)), optimizer, Clock(torch.device("cpu")), period, priorities)
 
 
 def settings_of(variant):
-    return DqnConfig(double=variant.get("double", False), huber=variant.get("huber", 1.0))
+    soft = variant.get("munchausen", MunchausenConfig())
+    return DqnConfig(double=variant.get("double", False), huber=variant.get("huber", 1.0), munchausen=soft)
 
 
 def make_batch(masked=8):
@@ -79,6 +100,8 @@ def generator():
 
 def by_the_papers(net, target_net, settings, batch):
     """(loss, error or divergence) of every row; the loss of float64 tensors, so that autograd goes through them."""
+    if isinstance(net, QuantileNetwork):
+        return by_quantiles(net, target_net, settings, batch)
     atoms = net.atoms
     wide = {k: v.double() for k, v in batch.obs.items()}, {k: v.double() for k, v in batch.next_obs.items()}
     now = net(wide[0])
@@ -87,12 +110,16 @@ def by_the_papers(net, target_net, settings, batch):
         if atoms is not None:
             probs = ahead.softmax(-1)
             means, online = probs @ atoms, online.softmax(-1) @ atoms
-    losses, errors = [], []
+    losses, errors, soft = [], [], settings.munchausen
     for b in range(B):
         chooser = online[b].tolist() if settings.double else None
         r, g, a = batch.reward[b].item(), batch.discount[b].item(), int(batch.action[b])
         if atoms is None:
             target = q_target(r, g, ahead[b].tolist(), chooser)
+            if soft.alpha:
+                policy = soft_policy(ahead[b].tolist(), soft.tau)
+                bonus = munchausen_bonus(now[b].tolist(), a, soft.alpha, soft.tau, soft.clip)
+                target = r + bonus + g * munchausen_value(ahead[b].tolist(), policy, soft.tau)
             error = target - now[b, a].item()
             errors.append(error)
             small = settings.huber is None or abs(error) <= settings.huber
@@ -107,6 +134,43 @@ def by_the_papers(net, target_net, settings, batch):
         log_p = now[b, a].log_softmax(-1)
         losses.append(-(torch.tensor(target, dtype=torch.float64) * log_p).sum())
         errors.append(kl_divergence(target, log_p.exp().tolist()))
+    return torch.stack(losses), errors
+
+
+def by_quantiles(net, target_net, settings, batch):
+    """The same for quantiles, which the learner draws first, for s and then for s'."""
+    soft, tau = settings.munchausen, torch.rand(2, B, net.quantiles, generator=generator())
+    obs, next_obs = ({k: v.double() for k, v in o.items()} for o in (batch.obs, batch.next_obs))
+    now = net(obs, tau[0])
+    with torch.no_grad():
+        ahead, online = target_net(next_obs, tau[1]), net.values(next_obs)
+    losses, errors = [], []
+    for b in range(B):
+        r, g, a = batch.reward[b].item(), batch.discount[b].item(), int(batch.action[b])
+        means = [sum(quantiles) / len(quantiles) for quantiles in ahead[b].tolist()]
+        if soft.alpha:
+            policy = soft_policy(means, soft.tau)
+            values = [sum(quantiles) / len(quantiles) for quantiles in now[b].tolist()]
+            r += munchausen_bonus(values, a, soft.alpha, soft.tau, soft.clip)
+            next_values = [
+                sum(p * (z - soft.tau * math.log(p)) for p, z in zip(policy, column, strict=True))
+                for column in ahead[b].T.tolist()
+            ]
+        else:
+            values = online[b].tolist() if settings.double else means
+            next_values = ahead[b, max(range(A), key=values.__getitem__)].tolist()
+        target = [r + g * z for z in next_values]
+        q = now[b, a]
+        parts = []
+        for k in range(net.quantiles):
+            error = torch.tensor(target, dtype=torch.float64) - q[k]
+            small = error.abs() <= settings.huber
+            size = torch.where(small, error**2 / 2, settings.huber * (error.abs() - settings.huber / 2))
+            parts.append((tau[0, b, k] - (error < 0).double()).abs() * size / settings.huber)
+        losses.append(torch.stack(parts).sum(0).mean())
+        oracle = quantile_loss(tau[0, b].tolist(), q.tolist(), target, settings.huber)
+        assert losses[-1].item() == pytest.approx(oracle, rel=1e-6)
+        errors.append(sum(abs(z - v) for v in q.tolist() for z in target) / len(target))
     return torch.stack(losses), errors
 
 
@@ -144,6 +208,33 @@ def test_double_chooses_by_the_network_that_is_trained(variant):
     assert torch.equal(plain, ahead.argmax(-1))
     assert torch.equal(double, net.values(batch.next_obs).argmax(-1))
     assert (plain != double).sum() > 5
+
+
+def test_the_munchausen_bonus_is_clipped_below_and_never_above_zero():
+    values = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.1, 0.09, 0.0]])
+    action = torch.tensor([0, 0, 1, 1])
+    soft = MunchausenConfig(alpha=0.9, tau=0.03, clip=-1.0)  # BTR's
+    want = [-0.9 * 0.03 * math.log(3), 0.0, -0.9, -0.9 * 0.03 * math.log(math.exp(1 / 3) + 1 + math.exp(-3))]
+    assert dqn.munchausen_bonus(values, action, soft).tolist() == pytest.approx(want, abs=1e-6)
+    same = torch.full((1, 3), 2.0)
+    assert dqn.soft_value(same, same, 0.03).item() == pytest.approx(2 + 0.03 * math.log(3), rel=1e-6)
+    apart = torch.tensor([[2.0, -2.0, -9.0]])
+    assert dqn.soft_value(apart, apart, 0.03).item() == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [{}, {"quantiles": 5}], ids=["scalar", "quantiles"])
+def test_the_variants_clip_some_bonuses_and_not_others(kind):
+    batch, net = make_batch(), network(0, dueling=True, **kind)
+    bonus = dqn.munchausen_bonus(net.values(batch.obs), batch.action, SOFT)
+    clipped = (bonus == SOFT.alpha * SOFT.clip).sum()
+    assert 3 < clipped < B - 3
+
+
+def test_quantiles_are_drawn_anew_for_every_update():
+    state, gen, settings = state_of({"quantiles": 5}), generator(), settings_of({})
+    state.optimizer.lr.zero_()
+    losses = [dqn.dqn_update(state, settings, make_batch(), gen)["loss/critic"].item() for _ in range(3)]
+    assert len({*losses}) == 3
 
 
 def test_hubers_numbers():

@@ -1,18 +1,27 @@
 """The DQN presets learn Catch, from pixels, within its budget of env steps, and cart-pole balance."""
 
+import copy
+
 import pytest
 import torch
 from conftest import start
 from dqn_runs import VARIANTS, config_of
 from gates import score, train_until
 
+from pql.algos.dqn import dqn_update
+from pql.algos.value import ValueState
+from pql.config import DqnConfig
 from pql.config.compose import compose
 from pql.contract.registry import register
 from pql.engine.executors import Inline
+from pql.engine.optim import AdamW, Clock
 from pql.envs.classic import TorchEnv, Transition
+from pql.nets.mlp import Flat, Layers, NetInput, seeded
+from pql.nets.q import QuantileNetwork
+from pql.types import Batch
 
 
-@pytest.mark.parametrize("algo", ["dqn", "c51", "rainbow", "apex"])
+@pytest.mark.parametrize("algo", ["dqn", "c51", "rainbow", "apex", "btr"])
 def test_catch_is_solved_from_pixels(algo, learns):
     learns(lambda seed: catch(algo, seed), 0.85)  # of 1: one ball in thirteen may fall
 
@@ -24,6 +33,28 @@ def catch(algo, seed):
     reached = train_until(parts, 0.85, ticks, lambda: score(parts, 256))
     parts.schedule.executor.close()
     return reached
+
+
+def test_an_implicit_network_learns_the_quantiles_of_rewards(learns):
+    """Rewards are uniform from a to a + 1 after action a, so the quantile tau is a + tau."""
+    learns(lambda seed: -error_of_quantiles(seed), -0.08)
+
+
+def error_of_quantiles(seed):
+    gen = torch.Generator().manual_seed(seed)
+    net = seeded(lambda: QuantileNetwork(NetInput("policy", 1), 3, Layers((16, 32), "relu"), 8, 16), seed)
+    flat = Flat(net, trained=True)
+    state = ValueState(flat, Flat(copy.deepcopy(net)), AdamW(flat, 3e-3), Clock(torch.device("cpu")), 1000)
+    obs, one = {"policy": torch.ones(64, 1)}, torch.ones(64)
+    settings = DqnConfig(huber=0.02)  # with a large one, only the medians would be right
+    for update in range(1000):
+        action = torch.randint(3, (64,), generator=gen)
+        reward = action + torch.rand(64, generator=gen)
+        state.optimizer.lr.fill_(3e-3 * (1 - update / 1000))
+        dqn_update(state, settings, Batch(obs, action, reward, 0 * one, obs, one, one, torch.arange(64)), gen)
+    tau = torch.tensor([[0.1, 0.3, 0.5, 0.7, 0.9]])
+    want = torch.arange(3.0).unsqueeze(-1) + tau
+    return (net({"policy": torch.ones(1, 1)}, tau)[0] - want).abs().max().item()
 
 
 class Annuity(TorchEnv):

@@ -8,7 +8,7 @@ import pytest
 import run_files
 import torch
 from conftest import bits, differences, go_on, small_config, start
-from dqn_runs import EVERY_VARIANT, VARIANTS, config_of
+from dqn_runs import EVERY_VARIANT, PIXELS, VARIANTS, config_of
 from run_files import manifest, points, resume, rows, words
 
 import pql
@@ -19,6 +19,7 @@ from pql.config.compose import compose
 from pql.config.layers import Presets
 from pql.engine.executors import Inline, Threads
 from pql.errors import ConfigError
+from pql.nets.q import NoisyLinear
 from pql.run.build import build
 from pql.run.evaluation import EvaluationPlan, evaluate_saved, random_actions, run_episodes
 from pql.run.policy import fresh_policy, load_policy, snapshot
@@ -53,6 +54,35 @@ def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads(varia
     assert {"learners/v/state/priorities/tree/level0", "learners/v/state/priorities/largest"} <= {*reference}
 
 
+def test_vectors_of_the_spectral_norm_are_exchanged_with_the_weights():
+    """BTR on pixels: the same bits in any order and on threads; the actor has the vectors of one tick ago."""
+    config = config_of(VARIANTS["btr"], PIXELS, {"schedule": "concurrent"})
+    parts = run(config, Inline(("collector", "v")), 12)
+    first = bits(parts)
+    for executor in (Inline(("v", "collector")), Threads(("collector", "v"))):
+        assert differences(first, bits(run(config, executor, 12))) == []
+    older = run(config, Inline(("collector", "v")), 11).first.policy.module.state_dict()
+    own, acting = (net.state_dict() for net in (parts.first.policy.module, parts.first.collector.actor.policy))
+    names = [k for k in own if k.endswith((".left", ".right"))]
+    assert len(names) == 8
+    for k in names:
+        assert own[k].norm().item() == pytest.approx(1, abs=1e-6)
+        assert torch.equal(acting[k], older[k])
+        assert not torch.equal(acting[k], own[k])
+
+
+def test_copies_to_the_target_network_have_the_vectors_of_the_spectral_norm():
+    config = config_of(VARIANTS["btr"], PIXELS, {"target_period": 32, "v_per_step": 1})  # a copy every 4 updates
+    parts = start(config, Inline())
+    state = parts.first.learners["v"].state
+    for tick in range(1, 9):
+        parts.schedule.tick()
+        mine, theirs = (net.state_dict() for net in (state.q.module, state.target.module))
+        names = [k for k in mine if k.endswith((".left", ".right"))]
+        assert len(names) == 8
+        assert all(torch.equal(mine[k], theirs[k]) == (tick % 4 == 0) for k in names)
+
+
 @pytest.mark.parametrize("variant", ["rainbow", "ape-x"])
 def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
     turns, serial = (
@@ -66,11 +96,11 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
 
 
 def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
-    delta, plain, kl = (
+    delta, plain, kl, quantiles = (
         build(config_of(VARIANTS[v], {"huber": h})).first.learners["v"].state.priorities
-        for v, h in (("prioritized", 0.7), ("prioritized", None), ("rainbow", 0.7))
+        for v, h in (("prioritized", 0.7), ("prioritized", None), ("rainbow", 0.7), ("btr", 0.7))
     )
-    assert (delta.clip, plain.clip, kl.clip) == (0.7, None, None)
+    assert (delta.clip, plain.clip, kl.clip, quantiles.clip) == (0.7, None, None, None)
     assert kl.power(torch.tensor(5.0)).item() == pytest.approx(5**0.6, rel=1e-5)
 
 
@@ -187,18 +217,28 @@ def test_recorded_rows_are_in_the_tree_before_the_first_tick(tmp_path):
     session.train()
 
 
+RESIDUAL = (  # BTR with images, and vectors of the spectral norm
+    "task=catch",
+    "algo.encoder.kind=resnet",
+    "algo.encoder.channels=[4]",
+    "algo.encoder.pool=3",
+    "algo.encoder.spectral_norm=true",
+)
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("algo", FAMILY)
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo):
+    more = RESIDUAL if algo == "btr" else ()
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steps = [16 * (8 + 2 * n) for n in (60, 120)]
-    train(whole, f"algo={algo}", f"budget.env_steps={steps[1]}")
-    assert train(parts, f"algo={algo}", f"budget.env_steps={steps[0]}").env_steps == steps[0]
+    train(whole, f"algo={algo}", *more, f"budget.env_steps={steps[1]}")
+    assert train(parts, f"algo={algo}", *more, f"budget.env_steps={steps[0]}").env_steps == steps[0]
     second = resume(parts, f"budget.env_steps={steps[1]}")
     (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
     assert differences(a, b) == []
     assert facts_a["sha256"] == facts_b["sha256"]
-    assert any("priorities/tree" in k for k in a) == (algo in ("rainbow", "eps_rainbow", "apex"))
+    assert any("priorities/tree" in k for k in a) == (algo in ("rainbow", "eps_rainbow", "apex", "btr"))
     assert (second.updates_v, second.updates_p) == (120, 0)
 
 
@@ -248,9 +288,10 @@ def test_a_policy_acts_greedily_in_the_values_without_noise(variant):
     policy.load_state_dict(snapshot(parts))
     obs = torch.randn(64, 4)
     net = parts.first.policy.module
-    for buffer in net.buffers():
-        if buffer is not net.atoms:
-            buffer.zero_()  # the learner's last draw
+    for layer in net.modules():
+        if isinstance(layer, NoisyLinear):
+            layer.noise_in.zero_()  # the learner's last draw
+            layer.noise_out.zero_()
     want = net.values(parts.first.collector.normalizer({"policy": obs}))
     got = policy(obs)
     best = want.gather(1, got.unsqueeze(1)).squeeze(1)
@@ -312,6 +353,25 @@ def test_an_exported_policy_agrees(tmp_path):
         assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
 
 
+@pytest.mark.parametrize("kind", ["resnet", "hadamax"])
+def test_an_exported_encoder_has_plain_convolutions(tmp_path, kind):
+    """Without the singular vectors; the actions of all frames are those of the live policy."""
+    pytest.importorskip("onnxruntime")
+    from pql.run.export.writer import export_policy
+
+    more = RESIDUAL if kind == "resnet" else ("task=catch", "algo.encoder.kind=hadamax", "algo.encoder.channels=[4,4]")
+    train(tmp_path / "run", "algo=btr", *more, "budget.env_steps=600")
+    out = export_policy(tmp_path / "run", tmp_path / "out", ("pt2", "onnx") if kind == "resnet" else ("onnx",))
+    live = load_policy(tmp_path / "run")
+    (shape,) = (s.shape for s in live.spec.obs.values())
+    obs = torch.randint(256, (50, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for file in out.files.values():
+        assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
+    if kind == "resnet":
+        assert "encoder.pictures.policy.net.2.first.left" in live.state_dict()["policy"]
+        assert not [k for k in torch.export.load(out.files["pt2"]).state_dict if k.endswith((".left", ".right"))]
+
+
 def test_a_run_starts_from_another_ones_network(tmp_path):
     train(tmp_path / "a", "algo=c51", "budget.env_steps=1000")
     again = [*WORDS, "algo=c51", "budget.env_steps=1000"]
@@ -350,7 +410,7 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algo.epsilon.kind=boltzmann"], "kind=boltzmann: expected one of annealed, ladder, fixed"),
+        (["algo.epsilon.kind=boltzmann"], "kind=boltzmann: expected one of annealed, decayed, ladder, fixed"),
         (["algo.epsilon.end=1.5"], "algo.epsilon.end=1.5: expected a number from 0 up to 1"),
         (["algo.epsilon.start=0.01"], "algo.epsilon.start=0.01: expected at least algo.epsilon.end=0.05"),
         (["algo.huber=0"], "algo.huber=0.0: expected a number above 0"),
@@ -360,8 +420,29 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
         (["algo.priority.beta=0.5"], "priority.beta=0.5: expected algo.priority.alpha above 0 with it"),
         (["algo.rms_decay=0.9"], "rms_decay=0.9: expected algo.optimizer=rmsprop with it"),
         (["algo=c51", "algo.huber=2"], "huber=2.0: expected algo.critic.atoms=null with it"),
+        (["algo.munchausen.tau=0.1"], "munchausen.tau=0.1: expected algo.munchausen.alpha above 0 with it"),
+        (["algo.munchausen.alpha=0.9", "algo.double=true"], "double=true: expected false with algo.munchausen.alpha"),
+        (["algo=c51", "algo.munchausen.alpha=0.9"], "munchausen.alpha=0.9: expected 0 with algo.critic.atoms"),
+        (["algo.munchausen.clip=1"], "munchausen.clip=1.0: expected a number from -1000000.0 up to 0"),
+        (["algo=c51", "algo.critic.quantiles=8"], "critic.quantiles=8: expected null with algo.critic.atoms"),
+        (["algo.critic.quantiles=0"], "critic.quantiles=0: expected a number from 1 up to 1024"),
+        (["algo.critic.cosines=9"], "critic.cosines=9: expected algo.critic.quantiles with it"),
+        (["algo.critic.quantiles=8", "algo.huber=null"], "huber=null: expected a number with algo.critic.quantiles"),
+        (
+            ["algo=apex", "algo.critic.quantiles=8"],
+            "initial=actor: expected max with algo.critic.quantiles: there priorities are errors of all quantiles",
+        ),
+        (["algo.encoder.pool=6"], "encoder.pool=6: expected algo.encoder.kind=resnet with it"),
+        (["algo.encoder.spectral_norm=true"], "spectral_norm=true: expected algo.encoder.kind=resnet with it"),
+        (["algo=pqn", "algo.encoder.spectral_norm=true"], "algo=pqn does not read it; dqn, r2d2 would"),
+        (["algo=ppo", "algo.encoder.pool=0"], "encoder.pool=0: expected a number from 1 up to 1024"),
+        (
+            ["algo.epsilon.kind=none", "algo.epsilon.until=9"],
+            "until=9: expected algo.epsilon.kind=annealed or decayed or",
+        ),
+        (["algo.epsilon.kind=decayed", "algo.epsilon.start=0.01"], "start=0.01: expected at least algo.epsilon.end"),
         (["algo.critic.v_max=50"], "algo.critic.v_max=50.0: expected algo.critic.atoms with it"),
-        (["algo=apex", "algo.epsilon.steps=50"], "steps=50: expected algo.epsilon.kind=annealed with it"),
+        (["algo=apex", "algo.epsilon.steps=50"], "steps=50: expected algo.epsilon.kind=annealed or decayed with it"),
         (["algo.epsilon.base=0.5"], "base=0.5: expected algo.epsilon.kind=ladder with it"),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null: the V-learner's network is the policy"),
         (["algo.policy.lr=1e-3"], "algo=dqn does not read it: see algo.critic"),

@@ -243,6 +243,7 @@ def test_listing(capsys):
         "apex",
         "appo",
         "appo_replicas",
+        "btr",
         "c51",
         "ddpg",
         "dqn",

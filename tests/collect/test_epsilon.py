@@ -1,6 +1,8 @@
 """Epsilon-greedy exploration: values of the ladder, annealing by env steps, columns stored by an actor."""
 
 import copy
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +55,29 @@ def test_annealing_counts_env_steps_of_all_environments():
     assert epsilon.mean.item() == pytest.approx(0.1)
     fixed = Epsilon(EpsilonConfig(kind="fixed", end=0.25), 10, CPU)
     assert [fixed()[0].item() for _ in range(3)] == [0.25] * 3
+
+
+def test_decay_is_exponential_in_env_steps_of_all_environments():
+    """At each env step, a share 1 / steps of the distance from the end goes (BTR)."""
+    steps, wanted = 10_000, [1.0]
+    for _ in range(40_000):
+        wanted.append(max(wanted[-1] - (wanted[-1] - 0.01) / steps, 0.01))
+    epsilon = Epsilon(EpsilonConfig(kind="decayed", start=1.0, end=0.01, steps=steps), 100, CPU)
+    got = [epsilon()[7].item() for _ in range(401)]
+    assert got == pytest.approx(wanted[::100], abs=2e-5)
+    assert got[100] == pytest.approx(0.01 + 0.99 / math.e, abs=1e-6)
+    assert epsilon.mean.item() == pytest.approx(got[-1])
+
+
+@pytest.mark.parametrize("kind", ["decayed", "annealed", "fixed", "ladder"])
+def test_epsilon_is_off_from_an_env_step_on(kind):
+    config = EpsilonConfig(kind=kind, start=1.0, end=0.25, steps=90)
+    always, until = Epsilon(config, 10, CPU), Epsilon(replace(config, until=31), 10, CPU)
+    for step in range(6):
+        want, got = always(), until()
+        on = step * 10 < 31
+        assert torch.equal(got, want if on else torch.zeros(10))
+        assert until.mean.item() == (always.mean.item() if on else 0)
 
 
 def test_groups_of_environments_count_for_all():

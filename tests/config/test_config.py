@@ -123,7 +123,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
     ("word", "message"),
     [
         # unknown names, with the nearest known one
-        ("algo=pqll", "algo=pqll: expected one of a2c, a3c, apex, appo, appo_replicas, c51, ddpg, "),
+        ("algo=pqll", "algo=pqll: expected one of a2c, a3c, apex, appo, appo_replicas, btr, c51, "),
         ("algo=pqll", "td3, xqc (did you mean pql?)"),
         ("task=halfchetah", "(did you mean halfcheetah?)"),
         ("logger=tensorbord", "expected one of none, tensorboard, wandb (did you mean tensorboard?)"),
@@ -156,7 +156,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("task.reward_scale=inf", "task.reward_scale=inf: expected a finite number"),
         ("algo.policy.hidden=[64,0]", "algo.policy.hidden=[64, 0]: expected a list of layer widths, each from 1 to"),
         ("algo.encoder.channels=[]", "algo.encoder.channels=[]: expected a list of layer widths"),
-        ("algo.encoder.kind=natur", "expected one of small, nature, resnet (did you mean nature?)"),
+        ("algo.encoder.kind=natur", "expected one of small, nature, resnet, hadamax (did you mean nature?)"),
         ("algo.policy.eps=0", "algo.policy.eps=0.0: expected a number above 0 up to 1"),
         ("cuda_graphs=maybe", "cuda_graphs=maybe: expected one of auto, on, off"),
         # devices

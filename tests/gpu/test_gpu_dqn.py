@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import differences, everywhere, never_waiting, traces
+from dqn_runs import PIXELS as RESIDUAL
 from dqn_runs import VARIANTS, config_of
 from test_gpu import Ordered, learners, run, settle
 
@@ -16,8 +17,14 @@ from pql.run.build import build
 
 DEVICE = "cuda"
 PIXELS = {"task": {"name": "catch", "kwargs": {}}, "algo": {"encoder": {"channels": [8], "features": 0}}}
-CASES = {**{k: (v,) for k, v in VARIANTS.items()}, "rainbow, pixels": (VARIANTS["rainbow"], PIXELS)}
-HERE = ("prioritized", "rainbow, pixels")
+PRODUCTS = {**PIXELS, "algo": {"encoder": {"kind": "hadamax", "channels": [4, 4], "features": 8}}}
+CASES = {
+    **{k: (v,) for k, v in VARIANTS.items()},
+    "rainbow, pixels": (VARIANTS["rainbow"], PIXELS),
+    "btr, pixels": (VARIANTS["btr"], RESIDUAL),
+    "munchausen, hadamax": (VARIANTS["munchausen"], PRODUCTS),
+}
+HERE = ("prioritized", "rainbow, pixels", "btr, pixels", "munchausen, hadamax")
 EVERY_CASE = everywhere(CASES, name="case")
 
 

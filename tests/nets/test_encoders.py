@@ -15,7 +15,7 @@ import pql
 from pql.algos.off_policy import make_critic
 from pql.algos.on_policy import make_body
 from pql.cli.main import main
-from pql.config import from_dict
+from pql.config import EncoderConfig, from_dict
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.registry import register
 from pql.errors import ConfigError
@@ -105,7 +105,7 @@ def error_after_training(seed):
 )
 def test_images_of_every_layout_become_features_whatever_stands_before_them(shape, dtype):
     torch.manual_seed(0)
-    net = Pictures(shape, "small", (4, 6), 10)
+    net = Pictures(shape, EncoderConfig("small", [4, 6], 10))
     x = torch.randint(256, (3, 2, *shape)).to(dtype)
     together = net(x)
     assert together.shape == (3, 2, 10)
@@ -115,7 +115,7 @@ def test_images_of_every_layout_become_features_whatever_stands_before_them(shap
 
 def test_channels_first_and_last_are_the_same_picture_and_bytes_are_scaled():
     torch.manual_seed(0)
-    first, last = (Pictures(s, "small", (4,), 6) for s in ((3, 9, 7), (9, 7, 3)))
+    first, last = (Pictures(s, EncoderConfig("small", [4], 6)) for s in ((3, 9, 7), (9, 7, 3)))
     last.load_state_dict(first.state_dict())
     x = torch.randint(256, (5, 3, 9, 7), dtype=torch.uint8)
     torch.testing.assert_close(first(x), last(x.permute(0, 2, 3, 1)))
@@ -124,12 +124,12 @@ def test_channels_first_and_last_are_the_same_picture_and_bytes_are_scaled():
 
 def test_vectors_pass_an_encoder_unchanged_in_the_order_asked_for():
     specs = {"a": ObsSpec((2,)), "b": ObsSpec((3,)), "c": ObsSpec((4, 4), torch.uint8), "d": ObsSpec((1,), torch.uint8)}
-    encoder = Encoder(specs, ("b", "d", "a"), "small", (4,), 6)
+    encoder = Encoder(specs, ("b", "d", "a"), EncoderConfig("small", [4], 6))
     assert (encoder.size, encoder.groups) == (6, ("b", "d", "a"))
     assert flatten(encoder.state_dict()) == {}
     obs = {"a": torch.tensor([[1.0, 2]]), "b": torch.tensor([[3.0, 4, 5]]), "d": torch.tensor([[9]], dtype=torch.uint8)}
     assert encoder(obs).tolist() == [[3, 4, 5, 9, 1, 2]]
-    assert Encoder(specs, ("b", "c"), "small", (4,), 6).size == 9
+    assert Encoder(specs, ("b", "c"), EncoderConfig("small", [4], 6)).size == 9
 
 
 def spec_with(**groups: tuple[int, ...]) -> EnvSpec:

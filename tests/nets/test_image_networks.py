@@ -1,6 +1,7 @@
 """Image networks against their papers' layers, computed position by position; sizes, initialisation, errors."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from pql.algos.on_policy import make_body, make_stochastic_policy
-from pql.config import EncoderConfig, PlacementConfig, from_dict, to_dict
+from pql.config import EncoderConfig, PlacementConfig, ValueEncoderConfig, from_dict, to_dict
 from pql.config.validate import validate
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.engine.optim import AdamW
 from pql.engine.placement import set_precision
 from pql.errors import ConfigError
-from pql.nets.encoders import Encoder, Pictures, Residual, convolvable, groups_of, least_side
+from pql.nets.cnn import MaxPoolTo, Residual, SpectralConv2d, fold, least_side
+from pql.nets.encoders import Encoder, Pictures, convolvable, groups_of
+from pql.nets.mlp import Flat
 
 CPU = torch.device("cpu")
 
@@ -75,14 +79,14 @@ def frames(batch, side, gen_seed=3):
 @torch.no_grad()
 def test_nature_is_the_network_of_mnih_et_al_2015():
     torch.manual_seed(0)
-    net = Pictures((4, 84, 84), "nature")
+    net = Pictures((4, 84, 84), EncoderConfig("nature"))
     assert [(c.out_channels, c.kernel_size[0], c.stride[0], c.padding[0]) for c in layers(net, nn.Conv2d)] == [
         (32, 8, 4, 0),
         (64, 4, 2, 0),
         (64, 3, 1, 0),
     ]
     assert (net.size, sum(p.numel() for p in net.parameters())) == (512, 8224 + 32832 + 36928 + 3136 * 512 + 512)
-    net, x = Pictures((4, 44, 44), "nature"), frames(2, 44)
+    net, x = Pictures((4, 44, 44), EncoderConfig("nature")), frames(2, 44)
     y = x.double() / 255
     for conv in layers(net, nn.Conv2d):
         y = convolved(y, conv).relu()
@@ -94,14 +98,14 @@ def test_nature_is_the_network_of_mnih_et_al_2015():
 @pytest.mark.parametrize(("kind", "size"), [("nature", 64 * 2 * 2), ("small", 32 * 6 * 6), ("resnet", 32 * 6 * 6)])
 def test_without_features_a_network_ends_with_its_last_image(kind, size):
     torch.manual_seed(0)
-    net, x = Pictures((4, 44, 44), kind, features=0), frames(3, 44)
+    net, x = Pictures((4, 44, 44), EncoderConfig(kind, features=0)), frames(3, 44)
     assert net.size == size
     assert not layers(net, nn.Linear)
     y = net(x)
     assert y.shape == (3, size)
     assert y.min() == 0  # rectified
     torch.manual_seed(0)
-    whole = Pictures((4, 44, 44), kind)
+    whole = Pictures((4, 44, 44), EncoderConfig(kind))
     linear = layers(whole, nn.Linear)[0]
     seen = []
     linear.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
@@ -112,9 +116,9 @@ def test_without_features_a_network_ends_with_its_last_image(kind, size):
 @torch.no_grad()
 def test_resnet_is_the_deep_network_of_espeholt_et_al_2018():
     torch.manual_seed(0)
-    net, side = Pictures((4, 21, 21), "resnet"), 21
+    net, side = Pictures((4, 21, 21), EncoderConfig("resnet")), 21
     assert [c.out_channels for c in layers(net, nn.Conv2d)] == [16] * 5 + [32] * 10
-    assert sum(p.numel() for p in Pictures((4, 84, 84), "resnet").parameters()) == 1_089_232
+    assert sum(p.numel() for p in Pictures((4, 84, 84), EncoderConfig("resnet")).parameters()) == 1_089_232
     x, convs = frames(2, side), iter(layers(net, nn.Conv2d))
     y = x.double() / 255
     for _ in range(3):
@@ -128,10 +132,10 @@ def test_resnet_is_the_deep_network_of_espeholt_et_al_2018():
     torch.testing.assert_close(net(x).double(), want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["small", "nature", "resnet"])
+@pytest.mark.parametrize("kind", ["small", "nature", "resnet", "hadamax"])
 def test_gradients_are_those_of_channels_first_and_plain_division(kind):
     torch.manual_seed(0)
-    net, x = Pictures((4, 44, 44), kind, [4, 6], 8), frames(3, 44)
+    net, x = Pictures((4, 44, 44), EncoderConfig(kind, [4, 6], 8)), frames(3, 44)
     fast = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
     slow = torch.autograd.grad(net.net(x / 255).square().sum(), list(net.parameters()))
     for mine, want in zip(fast, slow, strict=True):
@@ -141,7 +145,7 @@ def test_gradients_are_those_of_channels_first_and_plain_division(kind):
 @torch.no_grad()
 def test_layer_norm_is_over_the_channels_of_each_place():
     torch.manual_seed(0)
-    net, x = Pictures((4, 44, 44), "nature", layer_norm=True), frames(2, 44)
+    net, x = Pictures((4, 44, 44), EncoderConfig("nature", layer_norm=True)), frames(2, 44)
     for p in net.parameters():
         p.add_(0.1 * torch.randn_like(p))  # gains and offsets that matter
     norms = layers(net, nn.LayerNorm)
@@ -156,12 +160,164 @@ def test_layer_norm_is_over_the_channels_of_each_place():
     y = (y - y.mean(1, keepdim=True)) / (y.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
     y = (y * norms[-1].weight.double() + norms[-1].bias.double()).relu()
     torch.testing.assert_close(net(x).double(), y, atol=1e-4, rtol=1e-4)
-    assert len(layers(Pictures((4, 44, 44), "small", layer_norm=True), nn.LayerNorm)) == 4
+    assert len(layers(Pictures((4, 44, 44), EncoderConfig("small", layer_norm=True)), nn.LayerNorm)) == 4
 
 
 def test_the_residual_network_has_no_layer_norm():
     with pytest.raises(ConfigError, match=r"algo\.encoder\.layer_norm=true: expected false"):
         validate(from_dict(to_dict(config_of(kind="resnet", layer_norm=True))))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(11, 11), (13, 7), (3, 6)])
+def test_adaptive_pooling_takes_the_maximum_of_each_window(shape):
+    x = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0))
+    y = MaxPoolTo(6)(x)
+    assert y.shape == (2, 3, 6, 6)
+    for i in range(6):
+        for j in range(6):
+            (top, bottom), (left, right) = (
+                (math.floor(k * n / 6), math.ceil((k + 1) * n / 6)) for k, n in ((i, shape[0]), (j, shape[1]))
+            )
+            assert torch.equal(y[:, :, i, j], x[:, :, top:bottom, left:right].amax((2, 3)))
+    assert torch.equal(y, F.adaptive_max_pool2d(x, 6))
+
+
+def test_the_gradient_of_adaptive_pooling_goes_to_the_maxima():
+    x = torch.randn(2, 3, 11, 11, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    mine, theirs = (
+        torch.autograd.grad((y * scale).sum(), x)[0] for y in (MaxPoolTo(6)(x), F.adaptive_max_pool2d(x, 6))
+    )
+    torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
+def test_a_resnet_that_ends_with_a_pooling_has_as_many_features_for_every_image():
+    for side in (40, 84):
+        net = Pictures((4, side, side), EncoderConfig("resnet", [4, 6], 0, pool=6))
+        assert net.size == 6 * 6 * 6
+    settings = ValueEncoderConfig("resnet", [32, 64, 64], 0, pool=6, spectral_norm=True)
+    assert Pictures((4, 84, 84), settings).size == 2304
+
+
+def spectral(seed=0):
+    torch.manual_seed(seed)
+    return SpectralConv2d(5, 7, 3, padding=1)
+
+
+def test_spectral_norm_divides_by_the_largest_singular_value():
+    conv, gen = spectral(), torch.Generator().manual_seed(1)
+    for _ in range(200):
+        conv.after_step()
+    matrix = conv.weight.detach().double().flatten(1)
+    largest = torch.linalg.svdvals(matrix)[0]
+    want = conv.weight.detach().double() / largest
+    torch.testing.assert_close(conv.normalized().double(), want, atol=1e-6, rtol=0)
+    assert torch.linalg.matrix_norm(conv.normalized().flatten(1), 2).item() == pytest.approx(1, abs=1e-5)
+    x = torch.randn(2, 5, 4, 4, generator=gen)
+    torch.testing.assert_close(conv(x), F.conv2d(x, want.float(), conv.bias, padding=1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(conv.folded()(x), conv(x), atol=1e-6, rtol=0)
+
+
+def test_spectral_norm_iterates_and_differentiates_as_torchs_parametrization():
+    conv = spectral().double()
+    theirs = nn.Conv2d(5, 7, 3, padding=1).double()
+    theirs.load_state_dict({"weight": conv.weight, "bias": conv.bias})
+    theirs = nn.utils.parametrizations.spectral_norm(theirs)
+    vectors = theirs.parametrizations.weight[0]
+    x = torch.randn(2, 5, 4, 4, dtype=torch.float64)
+    for step in range(3):
+        with torch.no_grad():
+            vectors._u.copy_(conv.left)
+            vectors._v.copy_(conv.right)
+            conv.weight += 0.3 * torch.randn_like(conv.weight)
+            theirs.parametrizations.weight.original.copy_(conv.weight)
+        conv.after_step()  # theirs is in the forward pass
+        want = theirs(x)
+        torch.testing.assert_close(conv(x), want, atol=1e-12, rtol=0)
+        torch.testing.assert_close(conv.right.detach(), vectors._v, atol=1e-12, rtol=0)
+        (grad,) = torch.autograd.grad(want.square().sum(), theirs.parametrizations.weight.original)
+        conv.zero_grad()
+        conv(x).square().sum().backward()
+        torch.testing.assert_close(conv.weight.grad, grad, atol=1e-10, rtol=0)
+        assert conv.left.grad is conv.right.grad is None, step
+
+
+def test_an_optimisers_step_is_followed_by_a_power_iteration():
+    conv, twin = spectral(), spectral()
+    flat = Flat(conv, trained=True)
+    optimizer = AdamW(flat, 0.1, weight_decay=0.5)  # its decay of the vectors does not show
+    conv(torch.ones(1, 5, 4, 4)).square().sum().backward()
+    before = conv.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(conv.weight, before)
+    with torch.no_grad():
+        twin.weight.copy_(conv.weight)
+    twin.after_step()
+    for mine, other in ((conv.left, twin.left), (conv.right, twin.right)):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
+        assert mine.norm().item() == pytest.approx(1, abs=1e-6)
+
+
+def test_spectral_norm_is_on_the_residual_convolutions_alone():
+    net = Pictures((4, 20, 20), ValueEncoderConfig("resnet", [4, 6], 8, spectral_norm=True))
+    assert len(layers(net, SpectralConv2d)) == 8
+    assert len(layers(net, nn.Conv2d)) == 10
+    x, before = frames(2, 20), None
+    before = net(x).detach()
+    names = [*net.state_dict()]
+    assert "net.2.first.left" in names
+    torch.testing.assert_close(fold(net)(x), before, atol=1e-6, rtol=0)
+    assert not layers(net, SpectralConv2d)
+    assert not [name for name in net.state_dict() if name.endswith(("left", "right"))]
+
+
+@torch.no_grad()
+def test_hadamax_is_the_network_of_kooi_et_al_2025():
+    """Every block by its formula; a map of 21 x 21 is pooled to 6, 3 and 3."""
+    torch.manual_seed(0)
+    net, x = Pictures((4, 21, 21), EncoderConfig("hadamax", [3, 5, 6], 9)), frames(2, 21)
+    for p in net.parameters():
+        p.add_(0.1 * torch.randn_like(p))  # gains and offsets that matter
+    convs, norms, linear = layers(net, nn.Conv2d), layers(net, nn.LayerNorm), layers(net, nn.Linear)[0]
+    y = x.double() / 255
+    for block, (kernel, window, stride) in enumerate(((8, 4, 4), (4, 2, 2), (3, 3, 1))):
+        branches = []
+        before, after = (kernel - 1) // 2, kernel - 1 - (kernel - 1) // 2
+        for k in (2 * block, 2 * block + 1):
+            z = convolved(F.pad(y, [before, after, before, after]), convs[k])
+            branches.append(gelu(normal(z, norms[k], 1)))
+        y = same_pooled(branches[0] * branches[1], window, stride)
+    assert y.shape == (2, 6, 3, 3)
+    want = gelu(normal(dense(y, linear), norms[-1], 1))
+    torch.testing.assert_close(net(x).double(), want, atol=1e-5, rtol=1e-4)
+    assert Pictures((4, 84, 84), EncoderConfig("hadamax", features=0)).size == 7744
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def normal(x, norm, axis):
+    """x normalised over an axis, with epsilon 1e-6."""
+    mean, var = x.mean(axis, keepdim=True), x.var(axis, correction=0, keepdim=True)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    return (x - mean) / (var + 1e-6).sqrt() * norm.weight.double().view(shape) + norm.bias.double().view(shape)
+
+
+def same_pooled(x, window, stride):
+    """Maxima of ceil(side / stride) windows, which extend beyond both ends alike, or by one more beyond the second."""
+    side = x.shape[2]
+    count = math.ceil(side / stride)
+    first = -(max(0, (count - 1) * stride + window - side) // 2)
+    y = torch.empty(*x.shape[:2], count, count, dtype=x.dtype)
+    for i in range(count):
+        for j in range(count):
+            (top, bottom), (left, right) = (
+                (max(0, first + k * stride), min(side, first + k * stride + window)) for k in (i, j)
+            )
+            y[:, :, i, j] = x[:, :, top:bottom, left:right].amax((2, 3))
+    return y
 
 
 def image_spec(side, action=None):
@@ -176,30 +332,36 @@ def config_of(**encoder):
 def test_images_too_small_for_nature_are_refused_by_name(channels, least):
     config = config_of(kind="nature", channels=channels)
     assert groups_of(config, image_spec(least), "policy") == ("policy",)
-    net = Pictures((4, least, least), "nature", channels)
+    net = Pictures((4, least, least), EncoderConfig("nature", channels))
     assert net(frames(1, least)).shape == (1, 512)
     with pytest.raises(ConfigError) as caught:
         groups_of(config, image_spec(least - 1), "policy")
     assert str(caught.value) == (
-        f"algo.encoder.kind=nature: expected small or resnet: it takes images of at least {least} x {least}; "
+        f"algo.encoder.kind=nature: expected small, resnet or hadamax: it takes images of at least {least} x {least}; "
         f"'policy' is [4, {least - 1}, {least - 1}]"
     )
     assert least_side(len(channels or (32, 64, 64))) == least
-    for kind in ("small", "resnet"):
+    for kind in ("small", "resnet", "hadamax"):
         assert groups_of(config_of(kind=kind), image_spec(least - 1), "policy") == ("policy",)
 
 
-def test_nature_has_three_convolutions_at_most():
+@pytest.mark.parametrize("kind", ["nature", "hadamax"])
+def test_some_networks_have_three_layers_at_most(kind):
     with pytest.raises(ConfigError, match=r"algo\.encoder\.channels=\[8, 8, 8, 8\]: expected three at most"):
-        validate(from_dict(to_dict(config_of(kind="nature", channels=[8, 8, 8, 8]))))
+        validate(from_dict(to_dict(config_of(kind=kind, channels=[8, 8, 8, 8]))))
+
+
+def test_resnet_has_any_number_of_sections():
     validate(from_dict(to_dict(config_of(kind="resnet", channels=[8, 8, 8, 8]))))
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("small", (3, 128)), ("nature", (3, 512)), ("resnet", (15, 256))])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("small", (3, 128)), ("nature", (3, 512)), ("resnet", (15, 256)), ("hadamax", (6, 512))]
+)
 def test_each_kind_has_sizes_of_its_own_and_takes_others(kind, sizes):
-    net = Pictures((4, 40, 40), kind)
+    net = Pictures((4, 40, 40), EncoderConfig(kind))
     assert (len(layers(net, nn.Conv2d)), net.size) == sizes
-    other = Encoder({"x": ObsSpec((4, 40, 40), torch.uint8)}, ("x",), kind, [5, 7], 9)
+    other = Encoder({"x": ObsSpec((4, 40, 40), torch.uint8)}, ("x",), EncoderConfig(kind, [5, 7], 9))
     assert (other.size, layers(other, nn.Conv2d)[-1].out_channels) == (9, 7)
     assert other({"x": frames(2, 40)}).shape == (2, 9)
 
@@ -235,6 +397,11 @@ def test_on_policy_networks_begin_orthogonal_but_for_residual_ones():
     block = layers(deep, Residual)[0].second
     assert block.bias.any()
     assert block.weight.abs().max() <= (16 * 9) ** -0.5  # torch's own, uniform
+    product = make_body(config_of(kind="hadamax"), image_spec(40), "policy")
+    first, linear = layers(product, nn.Conv2d)[0], layers(product, nn.Linear)[0]
+    assert not first.bias.any()
+    assert first.weight.std().item() == pytest.approx((2 / ((4 + 32) * 64)) ** 0.5, rel=0.03)  # Xavier
+    assert linear.weight.std().item() == pytest.approx((2 / linear.in_features) ** 0.5, rel=0.03)  # He
 
 
 def test_exact_products_are_exact_in_convolutions_too():
@@ -250,5 +417,5 @@ def test_exact_products_are_exact_in_convolutions_too():
 
 def test_a_policy_of_an_older_config_is_read_as_it_was():
     old = {"channels": [16, 32, 32], "features": 128}
-    net = Pictures((4, 84, 84), **{**vars(EncoderConfig()), **old})
+    net = Pictures((4, 84, 84), replace(EncoderConfig(), **old))
     assert [*net.state_dict()] == [f"net.{i}.{w}" for i in (0, 2, 4, 7, 8) for w in ("weight", "bias")]

@@ -9,7 +9,7 @@ from oracles import dueling, noisy_linear
 from torch import nn
 
 from pql.nets.mlp import Flat, Layers, NetInput
-from pql.nets.q import NoisyLinear, QNetwork, redraw_noise
+from pql.nets.q import NoisyLinear, QNetwork, QuantileNetwork, redraw_noise
 
 D, N = 3, 4  # features, actions
 ATOMS = torch.linspace(-2, 2, 5)
@@ -178,3 +178,64 @@ def test_a_flat_copy_computes_the_same():
     for one in (net, same):
         redraw_noise(one, generator())
     torch.testing.assert_close(net(obs()), same(obs()), rtol=0, atol=1e-6)
+
+
+def quantile_network(dueling=False, hidden=(6, 5), noisy=None, shared_grad=1.0):
+    torch.manual_seed(0)
+    layers = Layers(hidden, noisy=noisy)
+    return QuantileNetwork(NetInput("policy", D), N, layers, 8, 6, dueling, shared_grad)
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+def test_quantiles_are_values_of_features_times_an_embedding(dueling):
+    """IQN, Eq. 4, element by element; the cosines begin with that of 0."""
+    net, gen = quantile_network(dueling), generator()
+    tau = torch.rand(7, 8, generator=gen)
+    got = net(obs(), tau)
+    assert got.shape == (7, N, 8)
+    weight, bias = net.embedding.weight.tolist(), net.embedding.bias.tolist()
+    features = net.trunk(obs()["policy"])
+    for b in range(7):
+        for k in range(8):
+            cosines = [math.cos(math.pi * i * tau[b, k].item()) for i in range(6)]
+            embedded = [
+                max(0.0, sum(w * c for w, c in zip(row, cosines, strict=True)) + offset)
+                for row, offset in zip(weight, bias, strict=True)
+            ]
+            x = torch.tensor([f * e for f, e in zip(features[b].tolist(), embedded, strict=True)])
+            values = net.advantage(x).tolist()
+            want = dueling_values(net, x, values) if dueling else values
+            assert got[b, :, k].tolist() == pytest.approx(want, abs=1e-5)
+
+
+def dueling_values(net, x, advantages):
+    return dueling(net.value(x).item(), advantages)
+
+
+def test_quantile_networks_act_on_the_mean_of_fixed_quantiles():
+    net = quantile_network()
+    middles = torch.tensor([(k + 0.5) / 8 for k in range(8)])
+    values = net(obs(), middles.expand(7, 8)).mean(-1)
+    torch.testing.assert_close(net.values(obs()), values, atol=1e-6, rtol=0)
+    assert torch.equal(net.mean_action(obs()), net.values(obs()).argmax(-1))
+    assert not torch.allclose(net(obs(), torch.rand(7, 8)).mean(-1), values, atol=1e-4)
+
+
+def test_the_last_hidden_layer_of_a_quantile_network_follows_the_product():
+    for kind in (False, True):
+        net = quantile_network(kind)
+        assert [m.out_features for m in net.trunk if isinstance(m, nn.Linear)] == [6]
+        assert net.embedding.weight.shape == (6, 6)
+    bare = quantile_network(hidden=())
+    assert (len(bare.trunk), bare.embedding.out_features) == (0, D)
+
+
+def test_the_embedding_is_shared_by_both_streams():
+    grads = []
+    for factor in (1.0, 0.5):
+        net = quantile_network(True, shared_grad=factor)
+        net(obs()).square().sum().backward()
+        grads.append({k: p.grad for k, p in net.named_parameters()})
+    for name, grad in grads[0].items():
+        want = grad * (0.5 if name.startswith(("trunk", "embedding")) else 1)
+        torch.testing.assert_close(grads[1][name], want, atol=1e-6, rtol=1e-5)

@@ -33,6 +33,15 @@ VARIANTS = {
         "priority": PRIORITIES,
         "epsilon": {"kind": "fixed", "end": 0.0},
     },
+    "munchausen": {"munchausen": {"alpha": 0.9}, "epsilon": {"kind": "decayed", "steps": 300, "until": 400}},
+    "btr": {
+        "critic": {"quantiles": 4, "cosines": 6},
+        "munchausen": {"alpha": 0.9},
+        "dueling": True,
+        "noisy": 0.5,
+        "priority": PRIORITIES,
+        "epsilon": {"kind": "decayed", "end": 0.01, "steps": 300, "until": 400},
+    },
     "ape-x": {
         "schedule": "concurrent",
         "double": True,
@@ -40,6 +49,11 @@ VARIANTS = {
         "priority": {**PRIORITIES, "initial": "actor"},
     },
 }
+PIXELS = {
+    "task": {"name": "catch", "kwargs": {}},
+    "algo": {"encoder": {"kind": "resnet", "channels": [4], "features": 0, "pool": 3, "spectral_norm": True}},
+}
+"""With a variant: images, and an encoder whose convolutions have vectors as state."""
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 

@@ -241,6 +241,36 @@ def huber(error: float, delta: float | None) -> float:
     return delta * abs(error) - delta * delta / 2
 
 
+def quantile_loss(taus: Sequence[float], q: Sequence[float], target: Sequence[float], delta: float) -> float:
+    """Dabney et al. 2018 (IQN), Eq. 3: sum over the predicted quantiles q of the mean over those of the target."""
+    total = 0.0
+    for tau, predicted in zip(taus, q, strict=True):
+        for goal in target:
+            error = goal - predicted
+            total += abs(tau - (1.0 if error < 0 else 0.0)) * huber(error, delta) / delta
+    return total / len(target)
+
+
+def soft_policy(values: Sequence[float], tau: float) -> list[float]:
+    """The softmax of values / tau."""
+    largest = max(values)
+    weights = [math.exp((v - largest) / tau) for v in values]
+    return [w / sum(weights) for w in weights]
+
+
+def munchausen_bonus(values: Sequence[float], action: int, alpha: float, tau: float, clip: float) -> float:
+    """Vieillard et al. 2020, section 3: alpha times tau log pi(a|s), clipped to [clip, 0]."""
+    largest = max(values)
+    log_sum = math.log(sum(math.exp((v - largest) / tau) for v in values))
+    log_pi = (values[action] - largest) / tau - log_sum
+    return alpha * min(0.0, max(clip, tau * log_pi))
+
+
+def munchausen_value(values: Sequence[float], policy: Sequence[float], tau: float) -> float:
+    """Vieillard et al. 2020, section 3: sum over a of pi(a) (q(a) - tau log pi(a))."""
+    return sum(p * (v - tau * math.log(p)) for v, p in zip(values, policy, strict=True) if p > 0)
+
+
 def kl_divergence(p: Sequence[float], q: Sequence[float]) -> float:
     """sum p log(p / q), with 0 log 0 = 0."""
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)

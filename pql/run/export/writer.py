@@ -24,6 +24,7 @@ from pql.config.trust import check_links
 from pql.contract.env import Box
 from pql.contract.spec_json import spec_to_dict
 from pql.errors import ConfigError, PqlWarning, RunError, nearest
+from pql.nets.cnn import fold
 from pql.run.export.policy import Function, need, open_export, quiet, unit_map
 from pql.run.export.program import UnknownOperatorError
 from pql.run.policy import POLICIES, Policy, policy_of
@@ -53,7 +54,7 @@ class Deployed(nn.Module):
 
     def __init__(self, policy: Policy, scale: bool):
         super().__init__()
-        self.net, self.norm = copy.deepcopy(policy.net).cpu(), copy.deepcopy(policy.norm).cpu()
+        self.net, self.norm = fold(copy.deepcopy(policy.net).cpu()), copy.deepcopy(policy.norm).cpu()
         self.groups, self.states = policy.groups, tuple(policy.state_shapes)
         self.box, space = isinstance(policy.spec.action, Box), policy.spec.action
         low, high = (torch.tensor(bound) for bound in (space.bounds if isinstance(space, Box) else ((), ())))
