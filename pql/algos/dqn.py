@@ -53,7 +53,7 @@ def value_scalar_loss(
     """Half the squared TD error, or the Huber loss. Returns (loss, TD error, value), [B] each."""
     values = net(batch.obs)
     with torch.no_grad():
-        target = targets(net, values, target_net(batch.next_obs), settings, batch)
+        target = value_targets(net, values, target_net(batch.next_obs), settings, batch)
     q = at(values, batch.action)
     error = target - q
     return huber(error, settings.huber), error.detach(), q.detach()
@@ -74,7 +74,7 @@ def value_quantile_loss(
     assert delta is not None
     quantiles = net(batch.obs, tau[0])  # [B, n, K]
     with torch.no_grad():
-        target = targets(net, quantiles.mean(-1), target_net(batch.next_obs, tau[1]), settings, batch)
+        target = value_targets(net, quantiles.mean(-1), target_net(batch.next_obs, tau[1]), settings, batch)
     q = at(quantiles, batch.action)
     error = target.unsqueeze(1) - q.unsqueeze(2)  # [B, K, K]: predicted, target
     slope = (tau[0].unsqueeze(2) - (error.detach() < 0).to(q.dtype)).abs()
@@ -99,7 +99,7 @@ def value_categorical_loss(
     return loss, kl.clamp(min=0), log_probs.detach().exp() @ atoms
 
 
-def targets(net: QNetwork, now: Tensor, ahead: Tensor, settings: DqnConfig, batch: Batch) -> Tensor:
+def value_targets(net: QNetwork, now: Tensor, ahead: Tensor, settings: DqnConfig, batch: Batch) -> Tensor:
     """Return r + discount * value of s', [B] or [B, K] as ``ahead``.
 
     Args:

@@ -282,4 +282,5 @@ def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
     layers, critic = replace(layers, noisy=algo.noisy), algo.critic
     if critic.quantiles is None:
         return QNetwork(source, actions, layers, atoms, algo.dueling, algo.shared_grad)
-    return QuantileNetwork(source, actions, layers, critic.quantiles, critic.cosines, algo.dueling, algo.shared_grad)
+    quantiles = (critic.quantiles, critic.cosines)
+    return QuantileNetwork(source, actions, layers, quantiles, algo.dueling, algo.shared_grad)

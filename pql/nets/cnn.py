@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ class SpectralConv2d(nn.Conv2d):
     def folded(self) -> nn.Conv2d:
         """Return an ordinary convolution with the weights W / sigma."""
         size, weight = self.kernel_size, self.normalized()
-        plain = nn.Conv2d(weight.shape[1], weight.shape[0], size, padding=self.padding)  # type: ignore[arg-type]
+        plain = nn.Conv2d(weight.shape[1], weight.shape[0], cast(Any, size), padding=cast(Any, self.padding))
         plain.load_state_dict({"weight": weight, "bias": self.bias})
         return plain
 
@@ -201,7 +201,7 @@ class ProductBlock(nn.Module):
         convs = [nn.Conv2d(inside, outside, kernel) for _ in range(2)]
         for conv in convs:
             nn.init.xavier_normal_(conv.weight)
-            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+            nn.init.zeros_(cast(Tensor, conv.bias))
         norms = [ChannelNorm(outside, eps=1e-6) for _ in convs]
         branches = [nn.Sequential(c, n, nn.GELU("tanh")) for c, n in zip(convs, norms, strict=True)]
         self.one, self.other = branches

@@ -106,7 +106,7 @@ class QuantileNetwork(QNetwork):
     the K fixed quantiles (k + 1/2) / K.
 
     Args:
-        quantiles: K.
+        quantiles: (K, number of cosines).
     """
 
     splits = True
@@ -116,14 +116,13 @@ class QuantileNetwork(QNetwork):
         source: NetInput,
         actions: int,
         layers: Layers,
-        quantiles: int,
-        cosines: int = 64,
+        quantiles: tuple[int, int],
         dueling: bool = False,
         shared_grad: float = 1.0,
     ):
         super().__init__(source, actions, layers, dueling=dueling, shared_grad=shared_grad)
-        self.embedding = nn.Linear(cosines, self.size)
-        self.quantiles, self.cosines = quantiles, cosines
+        self.quantiles, self.cosines = quantiles
+        self.embedding = nn.Linear(self.cosines, self.size)
 
     def forward(self, obs: Obs, tau: Tensor | None = None) -> Tensor:
         """Quantiles [B, n, K] at ``tau`` [B, K], in [0, 1]; None: at the fixed ones."""

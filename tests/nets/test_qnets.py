@@ -183,7 +183,7 @@ def test_a_flat_copy_computes_the_same():
 def quantile_network(dueling=False, hidden=(6, 5), noisy=None, shared_grad=1.0):
     torch.manual_seed(0)
     layers = Layers(hidden, noisy=noisy)
-    return QuantileNetwork(NetInput("policy", D), N, layers, 8, 6, dueling, shared_grad)
+    return QuantileNetwork(NetInput("policy", D), N, layers, (8, 6), dueling, shared_grad)
 
 
 @pytest.mark.parametrize("dueling", [False, True])
