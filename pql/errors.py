@@ -80,9 +80,13 @@ def brief(text: str, most: int = 300) -> str:
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ``" (did you mean x?)"`` for the closest of ``names``, or an empty string if none is close.
 
-    A dotted name that ends in ``name`` is the closest: ``gamma`` suggests ``algo.gamma``.
+    Names that differ only in case come first, then dotted names with the same last part: ``gamma`` suggests
+    ``algo.gamma``, and ``algo.lr`` both ``algo.critic.lr`` and ``algo.policy.lr``.
     """
     names = list(names)
-    ending = [n for n in names if n.endswith(f".{name}")]
-    near = ending[:1] or difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    same = [n for n in names if n.lower() == name.lower()]
+    last = name.rpartition(".")[2]
+    ending = [n for n in names if n.endswith(f".{last}")]
+    inside = [n for n in ending if n.partition(".")[0] == name.partition(".")[0]]
+    near = same[:1] or (inside or ending)[:2] or difflib.get_close_matches(name, names, n=1, cutoff=0.65)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""

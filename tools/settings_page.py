@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
 All settings of `pql train`, with the defaults of the schema. Presets (`pql/config/presets`) set other values for many
-of them. `pql train ... --cfg` prints a run's values and the source of each; `pql train --help algo=NAME` prints the
+of them. "With X" in the last column: the setting is read only if X holds, and refused otherwise. `pql train ... --cfg` prints a run's values and the source of each; `pql train --help algo=NAME` prints the
 settings that one algorithm reads at this machine's scale. `tools/settings_page.py` writes this page from the settings'
 declarations.
 """
@@ -26,17 +26,17 @@ def page() -> str:
     parts = [HEAD]
     shared = [one for one in settings(Config()) if not one.name.startswith("algo.")]
     parts += ["## Every run\n", *table(shared)]
-    known: set[str] = set()
+    known: dict[str, str] = {}
     for family, record in RECORDS.items():
         found = [*settings(record(), "algo.")]
-        names = {one.name for one in found}
-        new = [one for one in found if one.name not in known]
+        # Conditions and texts may differ between families, so a row is left out only where all of it is equal.
+        new = [one for one in found if known.get(one.name) != row(one)]
         parts += [f"\n## Algorithms of the family `{family}`\n", f"{(record.__doc__ or '').strip()}\n"]
         if len(new) < len(found):
-            again = ", ".join(f"`{one.name}`" for one in found if one.name in known)
-            parts.append(f"The settings above, partly with other defaults: {again}.\n")
+            again = ", ".join(f"`{one.name}`" for one in found if known.get(one.name) == row(one))
+            parts.append(f"As above: {again}.\n")
         parts += table(new)
-        known |= names
+        known = {**{one.name: row(one) for one in found}, **known}
     return "\n".join(parts) + "\n"
 
 
@@ -45,8 +45,13 @@ def table(found: Sequence[Setting]) -> Iterator[str]:
     yield "| setting | default | allowed | |"
     yield "|---|---|---|---|"
     for one in found:
-        cells = (f"`{one.name}`", f"`{shown(one.value)}`", allowed(one), f"{one.declaration.doc}{condition(one)}")
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield row(one)
+
+
+def row(one: Setting) -> str:
+    """Return a setting's row."""
+    cells = (f"`{one.name}`", f"`{shown(one.value)}`", allowed(one), f"{one.declaration.doc}{condition(one)}")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
 """The command line and its twin in Python: commands, completion, multirun, sweeps, benchmarks and the doctor.
 
-Imports torch and the rooms below it only when a command needs them. Start reading at ``main.py``.
+Imports torch and the packages below it only when a command needs them. Start reading at ``main.py``.
 """

@@ -72,6 +72,17 @@ def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
     return key, override.value()
 
 
+SYNONYMS = {
+    "buffer_size": "replay.capacity",
+    "total_steps": "budget.env_steps",
+    "total_timesteps": "budget.env_steps",
+    "learning_starts": "algo.warmup_steps",
+    "n_envs": "num_envs",
+    "max_episode_steps": "task.kwargs.max_episode_steps",
+}
+"""Names of other libraries' settings (docs/migrate.md)."""
+
+
 def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Parse overrides into (preset by group, value by setting); the last one for a name wins.
 
@@ -92,7 +103,9 @@ def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, s
         elif key in (*SPECIAL, *known) or (key.startswith(("algo.", *FREE)) and all(key.split("."))):
             values[key] = value
         else:
-            raise ConfigError(key, value, f"a known setting{nearest(key, [*known, *GROUPS, *SPECIAL])}")
+            near = SYNONYMS.get(key.rpartition(".")[2])
+            hint = f" (did you mean {near}?)" if near else nearest(key, [*known, *GROUPS, *SPECIAL])
+            raise ConfigError(key, value, f"a known setting{hint}")
     return presets, values
 
 
@@ -235,7 +248,9 @@ def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) ->
     others = [f for f, r in RECORDS.items() if name in (k for k, _ in leaves(r(), "algo."))]
     if others:
         raise ConfigError(name, value, f"no such setting: algo={preset} does not read it; {', '.join(others)} would")
-    raise ConfigError(name, value, f"a known setting{nearest(name, [one.name for one in mine])}")
+    near = SYNONYMS.get(name.rpartition(".")[2])
+    hint = f" (did you mean {near}?)" if near else nearest(name, [one.name for one in mine])
+    raise ConfigError(name, value, f"a known setting{hint}")
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
@@ -265,4 +280,30 @@ def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
         key = error.full_key or "override"
         raise ConfigError(key, given.get(key), f"a value ({str(error).splitlines()[0]})") from error
     assert isinstance(data, dict)
-    return validate(from_dict({str(k): v for k, v in data.items()}))
+    for layer in layers[:-1]:
+        check_nested(layer)
+    try:
+        return validate(from_dict({str(k): v for k, v in data.items()}))
+    except ConfigError as error:
+        files = [layer.source for layer in layers[:-1] if has(layer.tree, error.setting)]
+        if not error.allowed.startswith("a known setting") or not files:
+            raise
+        raise ConfigError(error.setting, error.value, f"{error.allowed}; it is in {files[-1]}") from error
+
+
+def check_nested(layer: Layer) -> None:
+    """Raise ``ConfigError`` for a dotted name in a file."""
+    for key, value in layer.tree.items():
+        if "." in str(key):
+            first, _, rest = str(key).partition(".")
+            raise ConfigError(str(key), value, f"nested settings in {layer.source}: {first}: {{{rest}: {show(value)}}}")
+
+
+def has(tree: Mapping[str, Any], name: str) -> bool:
+    """Return True if a layer's settings have the dotted ``name``."""
+    node: Any = tree
+    for part in name.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True

@@ -62,6 +62,9 @@ class Presets:
     def check(self, group: str, name: str, hint: str = "") -> None:
         """Raise ``ConfigError`` for a preset that does not exist."""
         if self._path(group, name) is None and not (group == "algo" and name in registered):
+            if group == "algo" and name in self.plugins:
+                missing = f"its preset {self.plugins[name]}, which the package has to install with the module"
+                raise ConfigError(group, name, missing)
             names = self.names(group)
             raise ConfigError(group, name, f"one of {', '.join(names)}{hint or nearest(name, names)}")
 

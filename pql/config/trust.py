@@ -48,6 +48,16 @@ def check_networks(config: Config, source: object, given: Collection[str] = ()) 
     _refuse(((name, net) for name, net in nets if net is not None and ":" in net), source, given)
 
 
+def names_foreign_code(config: Config) -> bool:
+    """Return True if a run with this configuration is refused without ``--trust`` when it is read from a file."""
+    try:
+        check_task(config, "")
+        check_networks(config, "")
+    except ConfigError:
+        return True
+    return False
+
+
 def check_links(run: Path, *names: str) -> None:
     """Raises ``ConfigError`` for a symbolic link out of a run directory where a command is about to write: in a run of
     somebody else it would lead astray.
@@ -74,8 +84,8 @@ def _refuse(found: Iterator[tuple[str, Any]], source: object, given: Collection[
         raise ConfigError(
             name,
             value,
-            f"only what is built in or registered, in a file: {where} names code, a program or a path of "
-            "its maker's. --trust (in Python trust=True) takes it as it is",
+            f"something built in or registered: {where} imports code, starts a program or opens a file by this "
+            "setting. If you trust its author, repeat the command with --trust (Python: trust=True); see docs/security.md",
         )
 
 

@@ -11,6 +11,7 @@ from pql.algos.registry import seeds
 from pql.collect.prefill import prefill
 from pql.config import Config
 from pql.config.fields import reads
+from pql.config.trust import names_foreign_code
 from pql.contract.env import VecEnv
 from pql.contract.optional import Measured, Resumable, WithEvaluation, supports
 from pql.engine.interrupt import Interrupt
@@ -523,7 +524,8 @@ class Session:
             self.console.close()
         seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
         kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
-        self.say(log.closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, kept))
+        code = names_foreign_code(self.config)
+        self.say(log.closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, kept, code))
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")

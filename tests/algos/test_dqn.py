@@ -49,7 +49,7 @@ def network(seed, **kwargs):
     torch.manual_seed(seed)
     kind = QuantileNetwork if "quantiles" in kwargs else QNetwork
     if "quantiles" in kwargs:
-        kwargs["cosines"] = 8  # float32 rounds the cosines of large arguments
+        kwargs["quantiles"] = (kwargs["quantiles"], 8)  # float32 rounds the cosines of large arguments
     net = kind(NetInput("policy", D), A, Layers((7, 6), noisy=kwargs.pop("noisy", None)), **kwargs)
     with torch.no_grad():  # values far enough apart: now one action is best, now another
         for p in net.parameters():

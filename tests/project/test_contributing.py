@@ -8,6 +8,7 @@ import pytest
 from pql.config import from_dict
 from pql.config.compose import compose
 from pql.config.fields import settings
+from pql.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -45,13 +46,17 @@ def test_a_setting_is_a_line():
     exec(compile(code, "CONTRIBUTING.md", "exec"), names)
     (one,) = (one for one in settings(names["NoisyConfig"](), "algo.") if one.name == "algo.target_noise")
     assert (one.value, str(one.declaration.range)) == (0.2, "from 0 up to 10")
+    config = compose(["device=cpu"])
+    names["NoisyConfig"](smoothing=0.3).check(config)
+    with pytest.raises(ConfigError, match=r"^algo.target_noise=0.2: expected at most algo.smoothing=0.1$"):
+        names["NoisyConfig"](smoothing=0.1).check(config)
     assert "target_noise" not in from_dict({}).algo.__dataclass_fields__
 
 
-def test_the_rooms_are_those_of_the_table():
-    rooms = re.findall(r"`(\w+)/`", re.search(r"^\| room .*?\n\n", TEXT, re.M | re.S)[0])
+def test_the_packages_are_those_of_the_table():
+    packages = re.findall(r"`(\w+)/`", re.search(r"^\| package .*?\n\n", TEXT, re.M | re.S)[0])
     found = {p.name for p in (ROOT / "pql").iterdir() if p.is_dir() and p.name != "__pycache__"}
-    assert {*rooms} - {"log", "store", "export"} == found
+    assert {*packages} - {"log", "store", "export"} == found
 
 
 def test_every_file_that_is_named_exists():

@@ -113,7 +113,7 @@ MANIFESTS = [
     (put("\x9b2J", "spec", "name"), r"spec is not without control characters: \x9b2J"),
     (put("\x1b[2J", "kind"), "kind is not policy or resume"),
     (put(float("nan"), "config", "eval", "epsilon"), "config is not without NaN"),
-    (put({"device": "cuda:0"}, "config", "task", "kwargs"), "task.kwargs.device=cuda:0: expected only what is"),
+    (put({"device": "cuda:0"}, "config", "task", "kwargs"), "task.kwargs.device=cuda:0: expected something built in"),
     (put({"device": "cpu"}, "config", "task", "kwargs"), "task.kwargs.device=cpu: expected no such keyword"),
     (put({"num_envs": 2}, "config", "task", "kwargs"), "task.kwargs.num_envs=2: expected no such keyword"),
     (put({"name": "a"}, "config", "task", "kwargs"), "task.kwargs.name=a: expected no such keyword"),
@@ -382,7 +382,7 @@ def test_a_network_by_module_is_refused(run: Path, mark: Path, capsys, setting: 
         ("export", run, "formats=pt2"),
         ("resume", run, "budget.env_steps=900"),
     ):
-        assert f"pql: {setting}=evil_module:make: expected only what is" in refused(*command, capsys=capsys)
+        assert f"pql: {setting}=evil_module:make: expected something built in" in refused(*command, capsys=capsys)
     with pytest.raises(ConfigError, match="trust=True"):
         pql.load_policy(run)
     assert not mark.exists()

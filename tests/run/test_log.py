@@ -52,6 +52,8 @@ def test_closing_words_name_the_worker_that_bounds_the_tick():
     assert "pql resume runs/x budget.seconds=100 budget.env_steps=40000" in text
     assert max(map(len, text.splitlines())) <= 100
     full = dataclasses.replace(summary, return_median=-1.0, length_mean=12.0, success=0.25)
+    text = log.closing_words(summary, busy, 10.0, 300, BudgetConfig(seconds=50.0), code=True)
+    assert [line.endswith(" --trust") for line in text.splitlines()[-2:]] == [True, True]
     text = log.closing_words(full, busy, 10.0, 300, BudgetConfig(seconds=50.0))
     assert "done: return -1.2 (median -1.0, IQM -1.5), success 25% over 16 episodes of 12.0 steps" in text
     stopped = Summary("runs/x", None, None, 0, 50.0, 20_000, 2_400, 1_200, "c", interrupted=True)

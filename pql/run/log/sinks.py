@@ -269,6 +269,7 @@ def closing_words(
     ticks: int,
     budget: BudgetConfig,
     kept: tuple[bool, bool] = (True, True),
+    code: bool = False,
 ) -> str:
     """Return the last lines of a run: result, bottleneck, directory and the commands to use next.
 
@@ -276,13 +277,15 @@ def closing_words(
         busy: worker -> seconds of work in this sitting.
         seconds: duration of the sitting's ``ticks``.
         kept: (policy, resume point): True for each one on disk; commands that need a missing one are not shown.
+        code: the run's configuration names code, so that the commands need ``--trust``.
     """
     policy, point = kept
     score = "not evaluated" if summary.return_mean is None else scores(summary)
     run = shlex.quote(summary.run_dir)
     ended = f"interrupted{', saved' if point or policy else ''}" if summary.interrupted else "done"
     again = f"pql resume {run}{'' if summary.interrupted else more(summary, budget)}"
-    commands = [*([f"pql eval {run}"] if policy else []), *([again] if point else [])]
+    trust = " --trust" if code else ""
+    commands = [*([f"pql eval {run}{trust}"] if policy else []), *([f"{again}{trust}"] if point else [])]
     return "\n".join(
         [
             f"{ended}: {score}",
