@@ -39,13 +39,13 @@ from pql.algos.registry import seeds
 from pql.config import (
     Config,
     DqnConfig,
-    EncoderConfig,
     EpsilonConfig,
     PlacementConfig,
     QuantileNetConfig,
     ReplayConfig,
     TaskConfig,
     ThreadsConfig,
+    ValueEncoderConfig,
 )
 from pql.data.sizes import ReplayLayout, replay_bytes
 from pql.engine.placement import available_cores
@@ -75,7 +75,7 @@ def make_config(args: Any, num_envs: int, batch: int, groups: int | None = None,
         warmup_steps=32,
         v_per_step=INTENSITY * num_envs / batch,
         normalize_obs=False,
-        encoder=EncoderConfig("nature", features=0),
+        encoder=ValueEncoderConfig("nature", features=0),
         critic=QuantileNetConfig(hidden=[512], activation="relu", lr=1e-4, weight_decay=0.0, grad_clip=10.0),
         target_period=num_envs * 1000,
         epsilon=EpsilonConfig("fixed", end=0.01),

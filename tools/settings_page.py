@@ -15,7 +15,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
 All settings of `pql train`, with the defaults of the schema. Presets (`pql/config/presets`) set other values for many
-of them. "With X" in the last column: the setting is read only if X holds, and refused otherwise. `pql train ... --cfg` prints a run's values and the source of each; `pql train --help algo=NAME` prints the
+of them. "With X" in the last column: the setting is read only if X holds, and refused otherwise.
+`pql train ... --cfg` prints a run's values and the source of each; `pql train --help algo=NAME` prints the
 settings that one algorithm reads at this machine's scale. `tools/settings_page.py` writes this page from the settings'
 declarations.
 """

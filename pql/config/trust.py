@@ -84,8 +84,8 @@ def _refuse(found: Iterator[tuple[str, Any]], source: object, given: Collection[
         raise ConfigError(
             name,
             value,
-            f"something built in or registered: {where} imports code, starts a program or opens a file by this "
-            "setting. If you trust its author, repeat the command with --trust (Python: trust=True); see docs/security.md",
+            f"something built in or registered: {where} imports code, starts a program or opens a file by this setting."
+            " If you trust its author, repeat the command with --trust (in Python trust=True); see docs/security.md",
         )
 
 
