@@ -88,5 +88,5 @@ def nearest(name: str, names: Iterable[str]) -> str:
     last = name.rpartition(".")[2]
     ending = [n for n in names if n.endswith(f".{last}")]
     inside = [n for n in ending if n.partition(".")[0] == name.partition(".")[0]]
-    near = same[:1] or (inside or ending)[:2] or difflib.get_close_matches(name, names, n=1, cutoff=0.65)
+    near = same[:1] or (inside or ending)[:2] or difflib.get_close_matches(name, names, n=1, cutoff=0.62)
     return f" (did you mean {' or '.join(near)}?)" if near else ""

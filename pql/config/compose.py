@@ -78,6 +78,9 @@ SYNONYMS = {
     "total_timesteps": "budget.env_steps",
     "learning_starts": "algo.warmup_steps",
     "n_envs": "num_envs",
+    "learning_rate": "algo.critic.lr or algo.policy.lr",
+    "actor_lr": "algo.policy.lr",
+    "critic_lr": "algo.critic.lr",
     "max_episode_steps": "task.kwargs.max_episode_steps",
 }
 """Names of other libraries' settings (docs/migrate.md)."""
@@ -208,6 +211,10 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
     if (batch := values.pop(BATCH, None)) is not None:
         values = {**large_batch(chosen.get("algo", DEFAULT["algo"]), batch), **values}
     given = dict(values)
+    if "algo.family" in values:
+        raise ConfigError("algo.family", values["algo.family"], "a preset instead: algo=NAME chooses the family, too")
+    if "task.name" in values:
+        chosen.setdefault("task", "env")  # another simulator has nothing of the default task's preset
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # an explicit budget replaces the scale's
     chosen = {**DEFAULT, "scale": "cpu" if device == "cpu" else "gpu", **chosen}
@@ -286,7 +293,7 @@ def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
         return validate(from_dict({str(k): v for k, v in data.items()}))
     except ConfigError as error:
         files = [layer.source for layer in layers[:-1] if has(layer.tree, error.setting)]
-        if not error.allowed.startswith("a known setting") or not files:
+        if error.setting in given or not files:
             raise
         raise ConfigError(error.setting, error.value, f"{error.allowed}; it is in {files[-1]}") from error
 

@@ -42,7 +42,7 @@ def test_an_implicit_network_learns_the_quantiles_of_rewards(learns):
 
 def error_of_quantiles(seed):
     gen = torch.Generator().manual_seed(seed)
-    net = seeded(lambda: QuantileNetwork(NetInput("policy", 1), 3, Layers((16, 32), "relu"), 8, 16), seed)
+    net = seeded(lambda: QuantileNetwork(NetInput("policy", 1), 3, Layers((16, 32), "relu"), (8, 16)), seed)
     flat = Flat(net, trained=True)
     state = ValueState(flat, Flat(copy.deepcopy(net)), AdamW(flat, 3e-3), Clock(torch.device("cpu")), 1000)
     obs, one = {"policy": torch.ones(64, 1)}, torch.ones(64)

@@ -504,6 +504,16 @@ def test_the_groups_are_those_with_presets():
     assert all(Presets().names(group) for group in GROUPS)
 
 
+def test_the_family_follows_the_preset():
+    assert refusal("algo.family=sac") == "algo.family=sac: expected a preset instead: algo=NAME chooses the family, too"
+
+
+def test_another_simulator_has_nothing_of_the_default_tasks_preset():
+    config = compose(["task.name=pendulum", "device=cpu"])
+    assert (config.task.name, config.task.reward_scale) == ("pendulum", 1.0)
+    assert compose(["device=cpu"]).task.reward_scale == 0.1
+
+
 def test_networks_of_the_user_have_no_bfloat16():
     message = refusal("algo.amp=true", "algo.critic.net=nets:Critic")
     assert message.startswith("algo.amp=true: expected false with the custom network algo.critic.net=nets:Critic")

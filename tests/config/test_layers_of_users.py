@@ -16,6 +16,7 @@ from pql.errors import ConfigError
             "algo.gamma: 0.9",
             r"^algo.gamma=0.9: expected nested settings in tuned/pendulum/pql.yaml: algo: \{gamma: 0.9\}$",
         ),
+        ("algo: {gamma: 9}", r"^algo.gamma=9.0: expected a number .*; it is in tuned/pendulum/pql.yaml$"),
         ("algo: {gama: 0.9}", r"^algo.gama=0.9: expected a known setting.*; it is in tuned/pendulum/pql.yaml$"),
     ],
 )

@@ -271,7 +271,10 @@ def test_the_full_state_of_an_older_release_is_taken(depth):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s | {"reward": s["reward"][:9]}, "checkpoint=reward: expected 12 to 36 rows, as this run's"),
+        (
+            lambda s: s | {"reward": s["reward"][:9]},
+            "checkpoint=reward: expected 12 to 36 rows, from this run's settings",
+        ),
         (lambda s: s | {"flags": s["flags"].repeat(20)}, "checkpoint=flags: expected 12 to 36 rows, .*, not 360"),
         (
             lambda s: s | {"final_obs.policy": s["final_obs.policy"][:0]},
