@@ -130,7 +130,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(sorted(args or (), key=lambda word: word not in self.flags), namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError("command", self.prog, f"other words: {message} ({self.prog} --help)")
+        hint = "; settings have no dashes: seed=3" if "unrecognized arguments: --" in message else ""
+        raise ConfigError("command", self.prog, f"other words: {message} ({self.prog} --help){hint}")
 
 
 def parser() -> argparse.ArgumentParser:

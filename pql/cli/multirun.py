@@ -89,7 +89,9 @@ def plan(words: Sequence[str]) -> tuple[Path, list[Job]]:
 def make_job(root: Path, chosen: dict[str, str], swept: Sequence[str]) -> Job:
     words = tuple(f"{key}={value}" for key, value in chosen.items())
     config = compose(words)
-    parts = [plain(config.task.name), plain(config.algo.name), *(f"{key}={plain(chosen[key])}" for key in swept)]
+    task = chosen.get("task", "env")
+    task = config.task.name if task == "env" else Path(task).stem  # presets of one simulator have different names
+    parts = [plain(task), plain(config.algo.name), *(f"{key}={plain(chosen[key])}" for key in swept)]
     name = "-".join([*parts, f"seed{config.seed}"])
     return Job(root / name, words, config)
 

@@ -215,6 +215,8 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
         raise ConfigError("algo.family", values["algo.family"], "a preset instead: algo=NAME chooses the family, too")
     if "task.name" in values:
         chosen.setdefault("task", "env")  # another simulator has nothing of the default task's preset
+    if chosen.get("task") == "env" and values.get("task.name") is None:
+        raise ConfigError("task", "env", "task.name=NAME or task.name=module:Class with it")
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # an explicit budget replaces the scale's
     chosen = {**DEFAULT, "scale": "cpu" if device == "cpu" else "gpu", **chosen}

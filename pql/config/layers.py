@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from pql.config.families import GROUP
 from pql.contract.plugins import entry_points
+from pql.contract.registry import env_names
 from pql.errors import ConfigError, nearest
 
 GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
@@ -66,6 +67,8 @@ class Presets:
                 missing = f"its preset {self.plugins[name]}, which the package has to install with the module"
                 raise ConfigError(group, name, missing)
             names = self.names(group)
+            if group == "task" and (":" in name or name in env_names()):
+                hint = f" (did you mean task=env task.name={name}?)"
             raise ConfigError(group, name, f"one of {', '.join(names)}{hint or nearest(name, names)}")
 
     def about(self, group: str, name: str) -> str:

@@ -62,7 +62,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     [
         (["trian"], f"pql: command=trian: expected one of {', '.join(COMMANDS)} (did you mean train?)"),
         (["--verbose"], "pql: command=pql: expected other words:"),
-        (["train", "--fast"], "unrecognized arguments: --fast (pql --help)"),
+        (["train", "--seed", "3"], "unrecognized arguments: --seed (pql --help); settings have no dashes: seed=3"),
         (["resume"], "pql: command=pql resume: expected other words: the following arguments are required: RUN"),
         (["list", "robots"], "argument what: invalid choice: 'robots'"),
         (["doctor", "--num-envs", "x"], "argument --num-envs: invalid int value: 'x'"),
@@ -80,7 +80,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         (["train", "algo.critic.hidden=[64,"], "pql: algo.critic.hidden=[64,: expected a value such as"),
         (["train", "~algo"], "pql: override=~algo: expected the form key=value"),
         (["train", "device=cuda:9"], "pql: device=cuda:9: expected a device of this machine: auto, cpu"),
-        (["train", "task=env"], "pql: task.name=null: expected text"),
+        (["train", "task=env"], "pql: task=env: expected task.name=NAME or task.name=module:Class with it"),
         (["train", "task=env", "task.name=pendulun"], "(did you mean pendulum?)"),
         (["train", "task=lqr", "task.kwargs.max_steps=3"], "task.kwargs.max_steps=3: expected one of the keywords "),
         (["train", "task=lqr", "task.kwargs.max_episode_steps=no"], "task.kwargs.max_episode_steps=no: expected a"),

@@ -89,6 +89,13 @@ def test_a_run_for_every_combination_with_a_place_of_its_own():
     assert (config.algo.name, config.algo.critic.hidden, config.seed) == ("sac", [8, 8], 2)
 
 
+def test_presets_of_one_simulator_are_different_runs(tmp_path):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "short.yaml").write_text("like: pendulum\nkwargs: {max_episode_steps: 50}\n")
+    _, found = multirun.plan((f"presets={tmp_path}", "task=pendulum,short", "device=cpu"))
+    assert [job.run_dir.name for job in found] == ["pendulum-pql-seed0", "short-pql-seed0"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

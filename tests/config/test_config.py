@@ -187,7 +187,8 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("seed=1,2", "seed=1,2: expected a single value"),
         ("seed=range(1,3)", "seed=range(1,3): expected a single value"),
         ("run_dir=${nowhere}", "run_dir=${nowhere}: expected a value (Interpolation key 'nowhere' not found)"),
-        ("task=env", "task.name=null: expected text"),
+        ("task=env", "task=env: expected task.name=NAME or task.name=module:Class with it"),
+        ("task=points:Points", "(did you mean task=env task.name=points:Points?)"),
     ],
 )
 def test_a_wrong_word_is_named_with_what_is_allowed(word, message):

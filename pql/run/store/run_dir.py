@@ -63,6 +63,7 @@ def claim_directory(config: Config, resume: bool = False) -> Claim:
     """
     if config.run_dir is None:
         task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
+        task = task.replace(":", ".")  # a colon would read as a host's name in scp, and Windows refuses it
         return claim_new(Path("runs") / f"{task}-{config.algo.name}-s{config.seed}-{now}")
     held = claim(Path(config.run_dir).expanduser())
     if not resume:
