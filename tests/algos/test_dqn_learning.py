@@ -1,4 +1,4 @@
-"""The DQN presets learn Catch, from pixels, within its budget of env steps, and cart-pole balance."""
+"""DQN, Rainbow and Ape-X learn Catch from pixels within its budget of env steps; all variants learn known values."""
 
 import copy
 
@@ -21,7 +21,8 @@ from pql.nets.q import QuantileNetwork
 from pql.types import Batch
 
 
-@pytest.mark.parametrize("algo", ["dqn", "c51", "rainbow", "apex", "btr"])
+# c51 learns values and btr's network quantiles below; here they take three quarters of a minute.
+@pytest.mark.parametrize("algo", ["dqn", "rainbow", "apex"])
 def test_catch_is_solved_from_pixels(algo, learns):
     learns(lambda seed: catch(algo, seed), 0.85)  # of 1: one ball in thirteen may fall
 
