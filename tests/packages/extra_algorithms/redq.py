@@ -1,7 +1,7 @@
 """DDPG(n) with a randomised ensemble: targets are the least of a few critics, drawn anew for each update.
 
-Source: Chen et al. 2021 (REDQ), without its entropy bonus and its update-to-data ratio. It is an example of an algorithm in
-its own package; for training use `algo.critic.subset`, which the library has.
+Source: Chen et al. 2021 (REDQ), without its entropy bonus and its update-to-data ratio. It is an example of an
+algorithm in its own package; for training use ``algo.critic.subset``, which the library has.
 """
 
 from dataclasses import dataclass
