@@ -101,7 +101,7 @@ def catch_config(args: Any, num_envs: int) -> Config:
 def ready(config: Config, schedule: str, graphs: bool, warm_ticks: int = 5, executor: Executor | None = None) -> Parts:
     """A run after its first ticks."""
     algo = replace(config.algo, schedule=schedule)
-    parts = build(replace(config, algo=algo, cuda_graphs="auto" if graphs else "off"), executor=executor)
+    parts = build(replace(config, algo=algo, graphs="auto" if graphs else "off"), executor=executor)
     parts.prepare()
     parts.first.collector.start(seeds(config.seed)["env"])
     parts.first.collector.warm_up(config.algo.warmup_steps)

@@ -24,6 +24,7 @@ from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
 from pql.data.replay import Cursor, Replay
 from pql.data.sizes import ReplayLayout, preflight
+from pql.engine.graph import Capture
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner
@@ -56,7 +57,7 @@ class Setup:
         env: a live environment.
         rows: storage rows per environment, as the family's ``check`` returned them.
         devices: devices by worker.
-        capture: whether CUDA graphs may be captured.
+        capture: whether graphs are captured.
     """
 
     config: Config
@@ -64,7 +65,7 @@ class Setup:
     counts: Counts
     rows: int
     devices: Devices
-    capture: bool
+    capture: Capture
 
     @property
     def spec(self) -> EnvSpec:

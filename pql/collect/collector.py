@@ -24,6 +24,7 @@ from pql.contract.env import VecEnv, check_answer, make_ready
 from pql.contract.optional import PartialReset, Resumable, supports
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
+from pql.engine.graph import Capture
 from pql.types import Memory, Obs, Step
 
 
@@ -67,7 +68,7 @@ class Collector:
         actor: the collecting policy.
         stores: destinations of rows: rings (all but the first are observation-only copies on other devices) or a
             rollout.
-        capture: capture acting and recording in CUDA graphs, with the simulator's step if it can be captured.
+        capture: acting and recording in graphs, with the simulator's step if possible; on the CPU, acting only.
 
     Attributes:
         overlap: step some env slices while others' actions are computed; False: one after the other, with the same
@@ -84,7 +85,7 @@ class Collector:
         normalizer: Normalizer,
         stores: Sequence[Store],
         gen: Generator,
-        capture: bool = False,
+        capture: Capture = "off",
     ):
         self.env, self.actor, self.normalizer, self.gen = env, actor, normalizer, gen
         self.stores = stores

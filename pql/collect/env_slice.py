@@ -20,7 +20,8 @@ from pql.contract.env import Discrete, capturable, check_answer
 from pql.contract.optional import Capturable, GroupedEnv
 from pql.data.normalize import ALL
 from pql.engine import watchdog
-from pql.engine.graph import Graph
+from pql.engine.cpu_graph import make_graph
+from pql.engine.graph import Capture, Graph
 from pql.types import Step
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class EnvSlice:
             it can be captured (``Capturable``).
     """
 
-    def __init__(self, collector: "Collector", columns: slice | None, capture: bool):
+    def __init__(self, collector: "Collector", columns: slice | None, capture: Capture):
         self.env, self.normalizer, self.stores = collector.env, collector.normalizer, collector.stores
         self.box, self.quarantine = collector.box, collector.quarantine
         self.gen, self.device = collector.gen, collector.device
@@ -62,27 +63,27 @@ class EnvSlice:
         self.now: Step | None = None
         # A copy to another device joins that device's current stream, which is not allowed during capture.
         here = all(store.device == self.actor.action.device for store in self.stores)
-        whole_step = capture and here and self.ids is None and not self.bridged and capturable(self.env)
+        alone = here and self.ids is None and not self.bridged and Graph.possible(self.device)
+        whole_step = capture != "off" and alone and capturable(self.env)
         drawn = [self.gen, *(cast(Capturable, self.env).generators if whole_step else ())]
-        self._act = Graph(self._act_body, self.device, [self.gen], _ActState(self), capture and not whole_step)
-        self._record = Graph(
-            self._record_body, self.device, [], _RecordState(self), capture and here and not whole_step
-        )
-        self._step = Graph(self._step_body, self.device, drawn, _StepState(self), whole_step)
+        part: Capture = "off" if whole_step else capture
+        self._act = make_graph(self._act_body, self.device, [self.gen], _ActState(self), part, "acting")
+        self._record = Graph(self._record_body, self.device, [], _RecordState(self), part if here else "off")
+        self._step = Graph(self._step_body, self.device, drawn, _StepState(self), capture if whole_step else "off")
         self._answer: Step | None = None  # the captured step's output, at the graph's addresses
 
     def prepare(self) -> None:
         """Capture graphs if enabled. Call it before the first reset, while the stores are empty."""
         self._step.prepare()
         self._answer = self.now
-        if self._act.capture:
+        self._act.prepare()
+        if self._record.capture:
             zero = torch.zeros(self.actor.action.shape[0], device=self.device)
             obs = {k: v.clone() for k, v in self.obs.items()}
             final = {k: v.clone() for k, v in self.obs.items()}
             log = {k: zero.clone() for k in self.env.spec.log}
             flags = [zero.bool() for _ in range(5)]
             self.now = Step(obs, zero, flags[0], flags[1], flags[2], final, flags[3], flags[4], log)
-            self._act.prepare()
             self._record.prepare()
 
     # -- one step ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pql.engine.graph import Graph
+from pql.engine.graph import Graph, host_reads
 from pql.errors import RunError
 from pql.types import Obs, Step, chosen, column
 
@@ -94,7 +94,7 @@ class Quarantine:
             made: the actor's float outputs, [n, ...] each.
             mask: [n] bool; environments that it acted for; None: all.
         """
-        if self.host and all_finite(made) and not self.void.any():
+        if host_reads(self.void.device) and all_finite(made) and not self.void.any():
             return
         bad = ~finite_rows(made, self.out)
         self.void.copy_(bad if mask is None else torch.where(mask, bad, self.void))

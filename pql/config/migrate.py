@@ -26,6 +26,8 @@ def migrated(data: Any) -> Any:
     Raises:
         ConfigError: an unknown family, or a value in the place of a group.
     """
+    if isinstance(data, Mapping) and "cuda_graphs" in data:  # its name up to version 0.2.0
+        data = {("graphs" if k == "cuda_graphs" else k): v for k, v in data.items()}
     algo = data.get("algo") if isinstance(data, Mapping) else None
     if not isinstance(algo, Mapping) or not all(isinstance(algo.get(k), Mapping) for k in ("ppo", "dqn", "sac")):
         return data

@@ -196,7 +196,11 @@ class Config:
     num_envs: int = setting(4096, "Number of environments.", low=1, high=1_000_000, ranks="divide")
     device: str = setting("auto", "auto, cpu, cuda, cuda:0, ...")
     seed: int = setting(0, "Seed of network initialisation, environments and sampling.", low=0, high=2**62)
-    cuda_graphs: str = setting("auto", "Capture updates and steps as CUDA graphs.", choices=("auto", "on", "off"))
+    graphs: str = setting(
+        "auto",
+        "Capture updates and steps: as CUDA graphs; on the CPU, as programs without Python.",
+        choices=("auto", "on", "off"),
+    )
     run_dir: str | None = setting(None, "Run directory; null: runs/<task>-<algo>-s<seed>-<time>.")
     init_from: str | None = setting(None, "Run or checkpoint whose weights a new run starts from.")
 

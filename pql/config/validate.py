@@ -117,8 +117,8 @@ def _check_replicas(config: Config) -> None:
     central: CentralConfig = algo.central  # type: ignore[attr-defined]
     if place.executor == "inline" and central.order == "turns" and count > 1:
         raise ConfigError("algo.central.order", "turns", "free with placement.executor=inline: whole ticks take turns")
-    if config.cuda_graphs == "on":
-        raise ConfigError("cuda_graphs", "on", "auto or off with algo.schedule=replicas: a push takes locks")
+    if config.graphs == "on":
+        raise ConfigError("graphs", "on", "auto or off with algo.schedule=replicas: a push takes locks")
 
 
 def likely_device(name: str) -> str:

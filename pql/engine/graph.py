@@ -4,14 +4,17 @@ A capture is made after a warm-up that leaves no trace, on a separate capture st
 workspace per stream, so graphs captured on the same stream must not be replayed concurrently.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Generator, Tensor
 
 WARMUP = 3
+
+Capture = Literal["auto", "on", "off"]
 
 
 class Restorable(Protocol):
@@ -32,6 +35,24 @@ def clone_state(state: Any) -> Any:
     return state
 
 
+_here = threading.local()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Have bodies run in the block as when they are captured: :func:`host_reads` is False in this thread."""
+    _here.recording = True
+    try:
+        yield
+    finally:
+        _here.recording = False
+
+
+def host_reads(device: torch.device) -> bool:
+    """Return True if a body on ``device`` may read values of tensors: it is eager, and no device must be waited for."""
+    return not (Graph.possible(device) or getattr(_here, "recording", False))
+
+
 class Graph:
     """A body of device work that reads and writes fixed addresses.
 
@@ -39,7 +60,8 @@ class Graph:
         body: without host syncs, allocations that outlive it, or branches on tensors.
         generators: all generators that it draws from.
         owner: its state is saved before the warm-up and restored in place after it.
-        capture: False: ``body`` always runs eagerly (the CPU, or ``cuda_graphs=off``).
+        capture: ``off``: ``body`` always runs eagerly; ``on``: it is an error if it cannot be captured.
+        name: for messages.
     """
 
     def __init__(
@@ -48,10 +70,12 @@ class Graph:
         device: torch.device,
         generators: Sequence[Generator],
         owner: Restorable,
-        capture: bool,
+        capture: Capture,
+        name: str = "a graph",
     ):
         self.body, self.device, self.generators, self.owner = body, device, generators, owner
-        self.capture = capture and self.possible(device)
+        self.capture, self.required = capture != "off" and self.possible(device), capture == "on"
+        self.name = name
         self.graph: Captured | None = None
 
     # Only the four methods below call CUDA; a CPU stand-in (``tape.py``) replaces them.
@@ -64,7 +88,7 @@ class Graph:
         """Make the device current: a generator's seed is stored there."""
         return torch.cuda.device(self.device)
 
-    def take(self) -> Captured:
+    def take(self) -> Captured | None:
         """Warm up and capture, on a separate stream."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pql.engine.collectives import ALONE, Group
-from pql.engine.graph import Graph
+from pql.engine.graph import host_reads
 from pql.nets.mlp import Flat
 
 
@@ -57,7 +57,7 @@ class Optimizer:
         skip = self._guard(norm, skip)
         if self.clip is not None:
             scale = (self.clip / (norm + 1e-6)).clamp_(max=1.0)
-            if Graph.possible(scale.device) or not scale >= 1:  # eager: reading it saves a pass over all gradients
+            if not host_reads(scale.device) or not scale >= 1:  # eager: reading it saves a pass over all gradients
                 grad.mul_(scale)
         self.apply(grad, skip)
         for after in self.flat.after:
@@ -68,7 +68,7 @@ class Optimizer:
 
     def _guard(self, norm: Tensor, skip: Tensor | None) -> Tensor | None:
         """Return ``skip``, or 1 if ``norm`` is not finite."""
-        if not Graph.possible(norm.device) and math.isfinite(norm):  # eager: the value may be read
+        if host_reads(norm.device) and math.isfinite(norm):  # eager: the value may be read
             self.broken = self._whole
             return skip
         self.broken = (norm - norm != 0).to(norm)

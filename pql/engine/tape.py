@@ -10,7 +10,7 @@ Does not depend on environments, networks or workers.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from pql.engine.graph import WARMUP, Graph
 from pql.errors import RunError
+
+Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
 INDEXING = ("index", "index_put", "index_put_")
 """Operations whose shape depends on values only if an index is a mask."""
@@ -79,6 +81,14 @@ FREE = (
 """Operations that launch no kernel: they allocate memory or create a view."""
 
 
+def undecorated(mode: type[Mode]) -> type[Mode]:
+    """Remove torch's decorator from a mode: it imports ``torch._dynamo``, which takes a second or two."""
+    dispatch = mode.__torch_dispatch__
+    mode.__torch_dispatch__ = getattr(dispatch, "__wrapped__", dispatch)  # type: ignore[method-assign]
+    return mode
+
+
+@undecorated
 class Tape(TorchDispatchMode):
     """Records the operations inside it; :meth:`replay` runs them again.
 
@@ -91,7 +101,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, generators: Sequence[Generator] = ()):
         super().__init__()
         self.generators = {_identity(g): g for g in generators}  # keeps the objects alive: an id may be reused
-        self.calls: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
+        self.calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []  # operation, arguments, result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,15 +111,14 @@ class Tape(TorchDispatchMode):
         if drawn is not None and _identity(drawn) not in self.generators:
             raise RunError(f"{func} cannot be captured: it draws from a generator that is not among the registered")
         out = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, [t for t in tree_leaves(out) if isinstance(t, Tensor)]))
+        self.calls.append((func, args, kwargs, out))
         return out
 
     def replay(self) -> None:
         """Run all operations again on the current contents of memory."""
         with torch.no_grad():
             for func, args, kwargs, made in self.calls:
-                new = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
-                for old, value in zip(made, new, strict=True):
+                for old, value in zip(tensors(made), tensors(func(*args, **kwargs)), strict=True):
                     if old.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
                         old.copy_(value)
 
@@ -133,6 +142,11 @@ class TapedGraph(Graph):
 
     def finish(self) -> None:
         pass
+
+
+def tensors(out: Any) -> list[Tensor]:
+    """Return the tensors in an operation's result."""
+    return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
 
 
 def _identity(generator: Any) -> int:

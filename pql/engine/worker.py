@@ -15,7 +15,8 @@ from torch import Generator, Tensor
 
 from pql.engine import watchdog
 from pql.engine.collectives import ALONE, Group
-from pql.engine.graph import Graph
+from pql.engine.cpu_graph import CpuGraph, make_graph
+from pql.engine.graph import Capture
 from pql.engine.optim import Optimizer
 from pql.engine.slots import WeightSlot
 from pql.types import Metrics
@@ -102,14 +103,16 @@ class MetricSum:
 
 
 class LearnerJob:
-    """A burst of ``size`` updates: eager on the CPU, one captured graph on CUDA."""
+    """A burst of ``size`` updates in one graph, or eager (``Graph``)."""
 
-    def __init__(self, learner: Learner, size: int, device: torch.device, capture: bool):
+    def __init__(self, learner: Learner, size: int, device: torch.device, capture: Capture):
         self.learner, self.size = learner, size
         self.metrics = MetricSum()
         self.updates = 0
         self.group = ALONE
-        self.graph = Graph(self._burst, device, [learner.gen], self, capture)
+        self.graph = make_graph(
+            self._burst, device, [learner.gen], self, capture, f"the updates of worker {learner.name}"
+        )
 
     def _burst(self) -> None:
         one = self.learner
@@ -131,6 +134,8 @@ class LearnerJob:
         """Train jointly with all processes of ``group``. Call it before the graph is captured."""
         self.group = group
         self.learner.state.connect(group)
+        if isinstance(self.graph, CpuGraph) and group is not ALONE:  # a program has no collective operations
+            self.graph.capture = False
 
     # the graph's warm-up must leave this state unchanged
     def state_dict(self) -> dict[str, Any]:

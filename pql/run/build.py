@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from pql.algos.registry import Setup, Wiring, family_of
 from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
-from pql.engine.graph import Graph
+from pql.engine.graph import Capture
 from pql.engine.placement import (
     keep_freed_memory,
     make_executor,
@@ -46,8 +47,6 @@ def build(
     devices = [worker_devices(share, learners) for share in each]
     set_precision(config.placement)
     keep_freed_memory()
-    if config.cuda_graphs == "on" and not all(Graph.possible(d) for d in devices[0].values()):
-        raise ConfigError("cuda_graphs", "on", "auto or off where a worker sits on the CPU")
     counts = family.counts(config)
     home, together = devices[0][learners[0]], all(d == devices[0] for d in devices)
     spec = env.spec if env is not None else describe_env(config if together else each[0], devices[0]["collector"])
@@ -60,7 +59,7 @@ def build(
             if env is None:
                 opened.callback(started.close)
             rows = rows or _check(share, started.spec, counts, home, env)
-            setup = Setup(share, started, counts, rows, places, capture=config.cuda_graphs != "off")
+            setup = Setup(share, started, counts, rows, places, capture=cast(Capture, config.graphs))
             replicas.append(_assemble(setup, family.wire(setup), trace, executor))
         schedule = replicas[0].schedule
         if config.algo.schedule == "replicas":
@@ -102,7 +101,7 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
     lag = {"policy": getattr(config.algo, "policy_lag", 0)}
     slots = {name: WeightSlot(name, source, lag.get(name, 0)) for name, source in owned.items()}
     rounds = 1 if kind == "concurrent" else counts.rounds
-    capture = config.cuda_graphs != "off" and kind != "replicas"  # replicas take locks, which cannot be captured
+    capture: Capture = "off" if kind == "replicas" else setup.capture  # replicas take locks, which cannot be captured
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
     jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
     threads = thread_counts(config)

@@ -99,7 +99,7 @@ def test_a_run_measures_what_its_policy_gave_before_noise(monkeypatch, groups):
         seen.append((self.squashed.clone(), self.action.clone()))
 
     monkeypatch.setattr(NoisyActor, "act", spy)
-    parts = start(small_config(placement={"groups": groups}), Inline())
+    parts = start(small_config(graphs="off", placement={"groups": groups}), Inline())
     parts.drain()
     seen.clear()
     for name, weight in parts.first.collector.actor.policy.named_parameters():

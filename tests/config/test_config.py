@@ -162,7 +162,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("algo.encoder.channels=[]", "algo.encoder.channels=[]: expected a list of layer widths"),
         ("algo.encoder.kind=natur", "expected one of small, nature, resnet, hadamax (did you mean nature?)"),
         ("algo.policy.eps=0", "algo.policy.eps=0.0: expected a number above 0 up to 1"),
-        ("cuda_graphs=maybe", "cuda_graphs=maybe: expected one of auto, on, off"),
+        ("graphs=maybe", "graphs=maybe: expected one of auto, on, off"),
         # devices
         ("device=cuda:7", "device=cuda:7: expected a device of this machine: auto, cpu"),
         ("device=gpu", "device=gpu: expected a device of this machine: auto, cpu"),

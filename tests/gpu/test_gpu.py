@@ -173,7 +173,7 @@ class Ordered(Streams):
 
 @everywhere(ALGOS, ALGOS)
 def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
-    captured, eager = (start(gpu_config(algo=algo, cuda_graphs=g)) for g in ("on", "off"))
+    captured, eager = (start(gpu_config(algo=algo, graphs=g)) for g in ("on", "off"))
     assert all(job.graph.graph is not None for job in captured.first.jobs.values())
     assert all(job.graph.graph is None for job in eager.first.jobs.values())
     ours, theirs = (parts.first.collector.replays[0] for parts in (captured, eager))
@@ -196,7 +196,7 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
 
 @everywhere(BOTH, BOTH)
 def test_a_captured_run_equals_an_eager_one(algo):
-    captured, eager = (run(gpu_config(algo=algo, cuda_graphs=g), ticks=TICKS) for g in ("on", "off"))
+    captured, eager = (run(gpu_config(algo=algo, graphs=g), ticks=TICKS) for g in ("on", "off"))
     assert differences(captured, eager) == []
 
 
@@ -225,9 +225,9 @@ class Turns:
 @everywhere({k: BOTH[k] for k in (HELD, "ppo, lstm")}, [HELD])
 def test_groups_by_turns_are_captured_each(algo):
     config = gpu_config(algo=algo)
-    serial = run(gpu_config(algo=algo, cuda_graphs="off", placement={"overlap": False}), TICKS, env=Turns(config))
+    serial = run(gpu_config(algo=algo, graphs="off", placement={"overlap": False}), TICKS, env=Turns(config))
     for graphs in ("on", "off"):
-        assert differences(serial, run(replace(config, cuda_graphs=graphs), TICKS, env=Turns(config))) == [], graphs
+        assert differences(serial, run(replace(config, graphs=graphs), TICKS, env=Turns(config))) == [], graphs
 
 
 @everywhere(BOTH, FEW)
@@ -236,7 +236,7 @@ def test_what_is_not_finite_is_left_out_by_a_graph_too(algo):
     late, ticks = (config.num_envs * 200) // 256, 2 * TICKS
     faults = {config.algo.warmup_steps + 1: [("state", [5, late])], config.algo.warmup_steps + 3: [("reward", [7])]}
     captured, eager = (
-        run(replace(config, cuda_graphs=g), ticks, env=Breaking(build_env(config), faults)) for g in ("on", "off")
+        run(replace(config, graphs=g), ticks, env=Breaking(build_env(config), faults)) for g in ("on", "off")
     )
     assert differences(captured, eager) == []
     assert 0 < int(captured["collector/quarantine/restarted"]) <= 3  # or its pole ends the episode first
@@ -246,7 +246,7 @@ def test_what_is_not_finite_is_left_out_by_a_graph_too(algo):
 
 @everywhere(BOTH, FEW)
 def test_warm_up_and_capture_leave_no_trace(algo):
-    parts = build(gpu_config(algo=algo, cuda_graphs="on"))
+    parts = build(gpu_config(algo=algo, graphs="on"))
     before, generator = settle(parts), torch.cuda.get_rng_state()
     parts.prepare()
     assert traces(before, settle(parts)) == []
@@ -280,7 +280,7 @@ DISCRETE = {
 def test_discrete_actions_are_captured(case):
     algo, task = case
     config = gpu_config(task={"name": task, "kwargs": {"stagger": True} if task == "cartpole" else {}}, algo=algo)
-    captured, eager = (run(replace(config, cuda_graphs=g), ticks=TICKS) for g in ("on", "off"))
+    captured, eager = (run(replace(config, graphs=g), ticks=TICKS) for g in ("on", "off"))
     assert differences(captured, eager) == []
 
 
@@ -391,7 +391,7 @@ def test_three_graphs_replayed_together_equal_three_replayed_one_after_another()
 @everywhere({f"{k}, {g}": (v, g) for k, v in BOTH.items() for g in ("on", "off")}, [f"{k}, off" for k in FEW], "case")
 def test_a_tick_never_waits_for_the_device(case):
     algo, graphs = case
-    parts = start(gpu_config(algo=algo, cuda_graphs=graphs))
+    parts = start(gpu_config(algo=algo, graphs=graphs))
     parts.schedule.tick()  # objects that are created on first use are created here
     with never_waiting():
         for _ in range(4):
@@ -532,7 +532,7 @@ def held_up(job, count):
 
 
 def test_one_replica_is_lockstep_bit_for_bit():
-    eager = run(gpu_config(algo=ON_POLICY["ppo"], cuda_graphs="off"), 6)
+    eager = run(gpu_config(algo=ON_POLICY["ppo"], graphs="off"), 6)
     for order in ("turns", "free"):
         assert differences(eager, run_replicas(replicas(1, order), 2)[0]) == []
 

@@ -52,13 +52,13 @@ def gpu_config(*changes, **settings):
 @everywhere(CASES, HERE, "case")
 def test_a_captured_run_equals_an_eager_one(case):
     ticks = 20 if DEVICE == "cuda" else 4
-    captured, eager = (run(gpu_config(*case, cuda_graphs=g), ticks) for g in ("on", "off"))
+    captured, eager = (run(gpu_config(*case, graphs=g), ticks) for g in ("on", "off"))
     assert differences(captured, eager) == []
 
 
 @EVERY_CASE
 def test_warm_up_and_capture_leave_no_trace(case):
-    parts = build(gpu_config(*case, cuda_graphs="on"))
+    parts = build(gpu_config(*case, graphs="on"))
     before = settle(parts)
     parts.prepare()
     assert traces(before, settle(parts)) == []
@@ -68,7 +68,7 @@ def test_warm_up_and_capture_leave_no_trace(case):
 @EVERY_CASE
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_a_tick_never_waits_for_the_device(case, graphs):
-    parts = build(gpu_config(*case, cuda_graphs=graphs))
+    parts = build(gpu_config(*case, graphs=graphs))
     parts.prepare()
     parts.first.collector.start(seeds(parts.config.seed)["env"])
     parts.first.collector.warm_up(parts.config.algo.warmup_steps)

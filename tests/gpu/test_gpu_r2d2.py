@@ -41,12 +41,12 @@ def gpu_config(*changes, **settings):
 @HERE_TOO
 def test_a_captured_run_equals_an_eager_one():
     ticks = 20 if DEVICE == "cuda" else 3
-    captured, eager = (run(gpu_config(cuda_graphs=g), ticks) for g in ("on", "off"))
+    captured, eager = (run(gpu_config(graphs=g), ticks) for g in ("on", "off"))
     assert differences(captured, eager) == []
 
 
 def test_warm_up_and_capture_leave_no_trace():
-    parts = build(gpu_config(cuda_graphs="on"))
+    parts = build(gpu_config(graphs="on"))
     before = settle(parts)
     parts.prepare()
     assert traces(before, settle(parts)) == []
@@ -55,7 +55,7 @@ def test_warm_up_and_capture_leave_no_trace():
 
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_a_tick_never_waits_for_the_device(graphs):
-    parts = build(gpu_config(cuda_graphs=graphs))
+    parts = build(gpu_config(graphs=graphs))
     parts.prepare()
     parts.first.collector.start(seeds(parts.config.seed)["env"])
     parts.first.collector.warm_up(parts.config.algo.warmup_steps)

@@ -81,7 +81,15 @@ def weights(run_dir):
 def test_a_run_goes_on_after_updates_that_are_not_finite_and_counts_them(tmp_path, monkeypatch, schedule):
     spoil(monkeypatch, lambda number: number in (3, 4, 40))
     with pytest.warns(PqlWarning, match="updates of v left out: gradient not finite"):
-        run(*words(tmp_path / "run", f"algo.schedule={schedule}", "budget.env_steps=3200", "logger.every_seconds=1e6"))
+        run(
+            *words(
+                tmp_path / "run",
+                f"algo.schedule={schedule}",
+                "budget.env_steps=3200",
+                "logger.every_seconds=1e6",
+                "graphs=off",
+            )
+        )
     (row,) = rows(tmp_path / "run")
     assert row["updates/v"] > 100
     assert row["skipped/v"] * row["updates/v"] == pytest.approx(3)

@@ -317,7 +317,7 @@ def test_live_environments_are_one_to_each(both: Pair, tmp_path):
 @pytest.mark.parametrize("graphs", ["on", "off"])
 @pytest.mark.parametrize("case", ["pql", "sac", "ppo"])
 def test_two_gpus_hold_the_same_weights(both: Pair, tmp_path, case, graphs):
-    more = ("device=cuda", f"cuda_graphs={graphs}", "budget.env_steps=640")
+    more = ("device=cuda", f"graphs={graphs}", "budget.env_steps=640")
     first, second = both(run, *settings(tmp_path, case, *more))
     mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
     assert differences(mine, {k: v.to(mine[k].device) for k, v in theirs.items()}) == []

@@ -161,7 +161,7 @@ def test_a_new_run_starts_from_a_replicas_run_and_the_other_way_round(tmp_path):
         (["algo.central.order=random"], "algo.central.order=random: expected one of free, turns"),
         (["algo.central.ticks=0"], "algo.central.ticks=0: expected a number from 1 up to"),
         (["algo.central.chunk=0"], "algo.central.chunk=0: expected a number from 1 up to"),
-        (["cuda_graphs=on"], "cuda_graphs=on: expected auto or off with algo.schedule=replicas: a push takes locks"),
+        (["graphs=on"], "graphs=on: expected auto or off with algo.schedule=replicas: a push takes locks"),
     ],
 )
 def test_a_wrong_word_is_named_with_what_is_allowed(tmp_path, change, message):

@@ -1,0 +1,23 @@
+"""Small runs of every family, as the tests of several folders use them."""
+
+import dqn_runs
+import impala_runs
+import ppo_runs
+import r2d2_runs
+import reppo_runs
+from conftest import configured
+from test_pqn import BASE as PQN
+
+PRIORITIES = {"alpha": 0.6, "beta": 0.4, "initial": "actor"}
+FAMILIES = {
+    "pql": configured({}, {"normalize_reward": True, "n_step": 3}),
+    "sac": configured({}, {"family": "sac", "normalize_reward": True, "explore": {"kind": "none"}}),
+    "rainbow": dqn_runs.config_of(dqn_runs.VARIANTS["rainbow"]),
+    "ape-x": dqn_runs.config_of(dqn_runs.VARIANTS["ape-x"], {"normalize_reward": True}),
+    "r2d2": r2d2_runs.config_of({"priority": PRIORITIES}, {"schedule": "concurrent"}),
+    "ppo": ppo_runs.config_of(ppo_runs.VARIANTS["squashed"], {"normalize_reward": True}),
+    "ppo, lstm": ppo_runs.config_of(ppo_runs.VARIANTS["lstm"]),
+    "impala, lstm": impala_runs.config_of(impala_runs.VARIANTS["lstm"]),
+    "pqn": configured(PQN),
+    "reppo": reppo_runs.config_of(),
+}
