@@ -252,7 +252,7 @@ def step_rows(task: str, counts: list[int], args: Any) -> Found:
         env: Any = make_env(task, n, args.device)
         env.reset(0)
         action = action_buffer(env.spec)
-        graph = Graph(partial(env.step, action), env.spec.device, env.generators, env, capture=True)
+        graph = Graph(partial(env.step, action), env.spec.device, env.generators, env, capture="on")
         graph.prepare()
         fns = {"captured": graph, "eager": partial(env.step, action)}
         times = alternate({k: microseconds(fn, args.seconds, env.spec.device) for k, fn in fns.items()}, args.rounds)

@@ -20,8 +20,7 @@ from pql.contract.env import Discrete, capturable, check_answer
 from pql.contract.optional import Capturable, GroupedEnv
 from pql.data.normalize import ALL
 from pql.engine import watchdog
-from pql.engine.cpu_graph import make_graph
-from pql.engine.graph import Capture, Graph
+from pql.engine.graph import Capture, Graph, make_graph
 from pql.types import Step
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ Does not depend on environments, networks or workers.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,6 @@ from torch import Generator, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pql.engine.graph import WARMUP, Graph
 from pql.errors import RunError
 
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
@@ -118,33 +116,12 @@ class Tape(TorchDispatchMode):
         """Run all operations again on the current contents of memory."""
         with torch.no_grad():
             for func, args, kwargs, made in self.calls:
-                for old, value in zip(tensors(made), tensors(func(*args, **kwargs)), strict=True):
+                for old, value in zip(tensors_of(made), tensors_of(func(*args, **kwargs)), strict=True):
                     if old.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
                         old.copy_(value)
 
 
-class TapedGraph(Graph):
-    """A graph whose capture is a tape, on any device."""
-
-    @staticmethod
-    def possible(device: torch.device) -> bool:
-        return True
-
-    def place(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def take(self) -> Tape:
-        for _ in range(WARMUP):
-            self.body()
-        with Tape(self.generators) as tape:
-            self.body()
-        return tape
-
-    def finish(self) -> None:
-        pass
-
-
-def tensors(out: Any) -> list[Tensor]:
+def tensors_of(out: Any) -> list[Tensor]:
     """Return the tensors in an operation's result."""
     return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
 

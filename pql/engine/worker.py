@@ -15,8 +15,7 @@ from torch import Generator, Tensor
 
 from pql.engine import watchdog
 from pql.engine.collectives import ALONE, Group
-from pql.engine.cpu_graph import CpuGraph, make_graph
-from pql.engine.graph import Capture
+from pql.engine.graph import Capture, CpuGraph, make_graph
 from pql.engine.optim import Optimizer
 from pql.engine.slots import WeightSlot
 from pql.types import Metrics

@@ -9,9 +9,9 @@ from conftest import bits, differences, small_config, start, ticks
 from families import FAMILIES
 from torch import Generator, nn
 
-from pql.engine import cpu_graph
-from pql.engine.cpu_graph import CpuGraph, Program, make_graph
+from pql.engine import graph as graphs
 from pql.engine.executors import Inline
+from pql.engine.graph import CpuGraph, Recorded, make_graph
 from pql.engine.tape import Tape
 from pql.errors import ConfigError, PqlWarning
 
@@ -54,7 +54,7 @@ def test_a_program_gives_the_bits_of_its_body():
     one, two, new = (Owner(x=torch.zeros(4, 3), out=torch.ones(4, 1), count=torch.zeros(1)) for _ in range(3))
     graph = graph_of(lambda: every_kind_of_argument(one), one)
     graph.prepare()
-    assert isinstance(graph.graph, Program)
+    assert isinstance(graph.graph, Recorded)
     assert differences(bits(one), bits(new)) == []
     for _ in range(5):
         graph()
@@ -79,7 +79,7 @@ def test_gradients_and_a_fused_optimiser_are_part_of_it():
         body(net, owner)  # creates the gradients, at fixed addresses from here on
     graph = graph_of(lambda: body(nets[0], owners[0]), owners[0])
     graph.prepare()
-    assert isinstance(graph.graph, Program)
+    assert isinstance(graph.graph, Recorded)
     before = nets[0][0].weight.detach().clone()
     for _ in range(5):
         graph()
@@ -132,7 +132,7 @@ def test_a_body_that_cannot_become_a_program_stays_eager(make, why):
 
 
 def test_a_body_with_large_results_stays_eager_without_a_word(monkeypatch, recwarn):
-    monkeypatch.setattr(cpu_graph, "ROOM", 4000)
+    monkeypatch.setattr(graphs, "ROOM", 4000)
     for size, captured in ((100, True), (1001, False)):
         owner = Owner(x=torch.ones(size))
         graph = graph_of(lambda owner=owner: owner.tensors["x"].copy_(owner.tensors["x"] * 2), owner)
@@ -149,7 +149,7 @@ def test_captured_runs_equal_eager_ones(family, recwarn):
     for parts, program in ((captured, True), (eager, False)):
         graphs = [job.graph for job in parts.first.jobs.values()] + [lane._act for lane in parts.first.collector.lanes]
         assert len(graphs) >= 2
-        assert {type(graph.graph) for graph in graphs} == {Program if program else type(None)}
+        assert {type(graph.graph) for graph in graphs} == {Recorded if program else type(None)}
     ticks(captured, 6)
     ticks(eager, 6)
     assert differences(bits(captured), bits(eager)) == []
@@ -161,7 +161,7 @@ def test_operations_that_change_lists_are_kept():
     x, y = torch.zeros(2), torch.zeros(3)
     with Tape() as tape:
         torch._foreach_add_([x, y], 1.0)
-    program = Program(tape)
+    program = Recorded(tape)
     program.replay()
     assert (x.sum().item(), y.sum().item()) == (4, 6)
 
@@ -175,4 +175,4 @@ def test_off_means_eager():
 
 def test_small_runs_are_captured_by_default():
     parts = start(small_config(), Inline())
-    assert all(isinstance(job.graph.graph, Program) for job in parts.first.jobs.values())
+    assert all(isinstance(job.graph.graph, Recorded) for job in parts.first.jobs.values())

@@ -306,7 +306,7 @@ class Draws:
         self.gen = Generator(DEVICE).manual_seed(11)
         self.normal = torch.zeros(1000, device=DEVICE)
         self.whole = torch.zeros(1000, dtype=torch.int64, device=DEVICE)
-        self.graph = Graph(self.body, torch.device(DEVICE, 0), [self.gen], self, capture)
+        self.graph = Graph(self.body, torch.device(DEVICE, 0), [self.gen], self, "on" if capture else "off")
         self.graph.prepare()
 
     def body(self):
@@ -347,7 +347,7 @@ class Product:
         self.left = torch.randn(64, 16384, generator=gen, device=DEVICE)
         self.right = torch.randn(16384, 64, generator=gen, device=DEVICE)
         self.total = torch.zeros(64, 64, device=DEVICE)
-        self.graph = Graph(self.body, torch.device(DEVICE, 0), [], self, capture=True)
+        self.graph = Graph(self.body, torch.device(DEVICE, 0), [], self, capture="on")
         self.graph.prepare()
 
     def body(self):

@@ -6,14 +6,15 @@ wherever it would wait for a device. Real concurrency and speed are not tested.
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from pql.engine.executors import Streams
-from pql.engine.graph import Graph
-from pql.engine.tape import TapedGraph
+from pql.engine.graph import WARMUP, Graph
+from pql.engine.tape import Tape
 
 HELD = 30
 """Number of queries until an event recorded on a delayed device has happened."""
@@ -81,6 +82,27 @@ class FakeEvent(str):
 
     def elapsed_time(self, end: str) -> float:
         return 1000.0 * (int(end[5:]) - int(self[5:]))  # in milliseconds: a second between events
+
+
+class TapedGraph(Graph):
+    """A graph whose capture is a tape, on any device."""
+
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        return True
+
+    def place(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def take(self) -> Tape:
+        for _ in range(WARMUP):
+            self.body()
+        with Tape(self.generators) as tape:
+            self.body()
+        return tape
+
+    def finish(self) -> None:
+        pass
 
 
 def pretend(patch: pytest.MonkeyPatch) -> Device:
