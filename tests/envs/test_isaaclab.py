@@ -2,6 +2,7 @@
 ``make test-adapters`` runs mjlab in a separate environment."""
 
 import contextlib
+import math
 import sys
 import types
 
@@ -106,11 +107,56 @@ def test_actions_reach_the_bound_or_the_spaces_own():
     assert env.env.actions[-1].tolist() == [[1.5, -3.0, 3.0]] * 4
     assert env.spec.action.bounds == ((-3.0,) * 3, (3.0,) * 3)
     space = gymnasium.spaces.Box(torch.tensor([0.0, -2.0]).numpy(), torch.tensor([1.0, 4.0]).numpy())
-    assert Actions(space, 1.0)(torch.tensor([[0.0, 1.0]])).tolist() == [[0.5, 4.0]]
+    bounded, discrete = (types.SimpleNamespace(single_action_space=s) for s in (space, gymnasium.spaces.Discrete(2)))
+    assert Actions(bounded, 1.0)(torch.tensor([[0.0, 1.0]])).tolist() == [[0.5, 4.0]]
     with pytest.raises(ConfigError, match=r"action_bound=0: expected a number above 0"):
-        Actions(space, 0)
+        Actions(bounded, 0)
     with pytest.raises(ConfigError, match=r"task=Discrete\(2\): expected a task whose actions are one array"):
-        Actions(gymnasium.spaces.Discrete(2), 1.0)
+        Actions(discrete, 1.0)
+
+
+class JointPositionAction:
+    """A term of the action manager, with Isaac Lab's names for its parts or mjlab's."""
+
+    def __init__(self, limits, names, scale, offset):
+        owner = types.SimpleNamespace(data=types.SimpleNamespace(soft_joint_pos_limits=torch.tensor([limits] * 4)))
+        setattr(self, names[0], owner)
+        setattr(self, names[1], torch.tensor([2, 0, 1]))
+        self._scale, self._offset = scale, offset
+
+
+class JointEffortAction(JointPositionAction):
+    pass
+
+
+@pytest.mark.parametrize("make", [IsaacLabVec, MjlabVec])
+def test_actions_of_one_reach_the_joints_limits(make):
+    mine = make is IsaacLabVec
+    names = ("_asset", "_joint_ids") if mine else ("_entity", "_target_ids")
+    limits = [[-1.0, 2.0], [-3.0, 0.0], [-0.5, 0.5]]  # of the joints 0, 1, 2; the action's order is 2, 0, 1
+    each = torch.tensor([[0.25, 0.5, 1.0]] * 4)
+    for scale, offset, bound in (
+        (0.5, 0.0, [1.0, 4.0, 6.0]),
+        (each, torch.tensor([[0.1, -0.5, -3.0]] * 4), [0.6 / 0.25, 2.5 / 0.5, 3.0 / 1.0]),
+    ):
+        inner = (FakeLabEnv if mine else FakeMjlabEnv)(Config(auto_reset=mine))
+        terms = {"joint_pos": JointPositionAction(limits, names, scale, offset)}
+        inner.action_manager = types.SimpleNamespace(active_terms=[*terms], get_term=terms.__getitem__)
+        env = make(inner, "Fake", action_bound="limits")
+        assert env.spec.action.bounds[1] == pytest.approx(bound)
+        assert env.spec.action.bounds[0] == pytest.approx([-b for b in bound])
+        for kind, edges, why in (
+            (JointEffortAction, limits, "a number: the action term joint_pos is a JointEffortAction"),
+            (JointPositionAction, [[-1.0, math.inf], *limits[1:]], "some joints have no limits"),
+        ):
+            terms["joint_pos"] = kind(edges, names, scale, offset)
+            with pytest.raises(ConfigError, match=f"action_bound=limits: expected .*{why}"):
+                Actions(inner, "limits")
+        inner.close()
+    with pytest.raises(ConfigError, match="this task's actions are not joint positions"):
+        Actions(types.SimpleNamespace(single_action_space=inner.single_action_space), "limits")
+    with pytest.raises(ConfigError, match="action_bound=limit: expected a number above 0, or limits"):
+        Actions(inner, "limit")
 
 
 def test_mjlabs_space_says_its_bounds_once_for_all_actions():

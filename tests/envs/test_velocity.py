@@ -139,11 +139,33 @@ def test_actions_reach_as_far_as_asked_for() -> None:
     assert build("anymal", 1).model.actuator_ctrlrange[0] == pytest.approx([0.03 - 0.5, 0.03 + 0.5])  # Isaac's clip
 
 
+@pytest.mark.parametrize("name", ["go1_velocity", "g1_velocity", "anymal"])
+def test_actions_reach_the_joints_limits(name: str) -> None:
+    env = build(name, 1, action_scale="limits")
+    task, model = task_of(env), env.model
+    for sign in (-1.0, 1.0):
+        ends = task.control(torch.full((1, len(task.joints)), sign, dtype=DOUBLE), {}, {})[0]
+        for end, (joint, (pose, _)) in zip(ends.tolist(), task.joints.items(), strict=True):
+            low, high = model.joint(joint).range
+            assert end == pytest.approx(pose + sign * max(high - pose, pose - low), abs=1e-5)
+    if name != "anymal":  # whose reward has no cost of changed actions in the original's units
+        place(env)
+        size = len(task.joints)
+        half = torch.full((1, size), 0.5, dtype=DOUBLE)
+        reaches = [
+            max(abs(end - pose) for end in model.joint(joint).range) / servo.reach
+            for joint, (pose, servo) in task.joints.items()
+        ]
+        rough = judged(env, (0.0, 0.0, 0.0), before=half)["action_rate"]
+        assert rough == pytest.approx(-0.02 * 0.1 * sum((0.5 * r) ** 2 for r in reaches), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "scale", "named"),
     [
         ("go1_velocity", 0, "action_scale=0: expected a number above 0"),
-        ("go1_velocity", True, "a number above 0"),
+        ("go1_velocity", True, "a number above 0, or limits"),
+        ("go1_velocity", "limit", "action_scale=limit: expected a number above 0, or limits"),
         ("go1_velocity", math.inf, "a number above 0"),
         ("isaac_ant", 2, "action_scale=2: expected nothing with isaac_ant: it is for velocity tasks"),
     ],

@@ -38,7 +38,7 @@ def isaaclab(
     num_envs: int = 4096,
     device: str | torch.device = "cuda:0",
     task: str = "Isaac-Ant",
-    action_bound: float = 1.0,
+    action_bound: float | str = 1.0,
     final_obs: bool = False,
     settings: Mapping[str, Any] | None = None,
     random_lengths: bool = False,
@@ -51,7 +51,8 @@ def isaaclab(
         num_envs: N.
         device: device of the simulator and the tensors.
         task: its gymnasium id, with or without ``-v0``.
-        action_bound: the simulator's action for an action of 1 here, if its space has no bounds.
+        action_bound: the simulator's action for an action of 1 here, if its space has no bounds; or ``limits``: the
+            joints'.
         final_obs: compute final observations, if this version can.
         settings: attributes of its configuration, by dotted name: ``{"episode_length_s": 10.0}``.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
@@ -160,13 +161,15 @@ class IsaacLabVec:
         ConfigError: observation groups that are not flat, or final observations that would be wrong.
     """
 
-    def __init__(self, env: Any, name: str, action_bound: float = 1.0, random_lengths: bool = False, app: Any = None):
+    def __init__(
+        self, env: Any, name: str, action_bound: float | str = 1.0, random_lengths: bool = False, app: Any = None
+    ):
         self.env, self.app, self.random_lengths = env, app, random_lengths
         self.finite = bool(getattr(env.cfg, "is_finite_horizon", False))
         self.computes_final = bool(getattr(env.cfg, "compute_final_obs", False))
         if self.computes_final and (group := group_with_history(env.cfg)):
             raise ConfigError("final_obs", True, f"false: {group} keeps a history, whose newest frame it would lack")
-        self.actions = Actions(env.single_action_space, action_bound)
+        self.actions = Actions(env, action_bound)
         obs, extras = env.reset(seed=None)  # the first reset shows the log's terms
         self.log = Log(extras)
         self.spec = EnvSpec(

@@ -74,7 +74,7 @@ class ManiSkillVec:
         self, env: Any, name: str, limit: int | None, device: str | torch.device, random_lengths: bool = False
     ):
         self.env, self.limit, self.random_lengths = env, limit, random_lengths
-        self.actions = Actions(env.single_action_space, 1.0)
+        self.actions = Actions(env, 1.0)
         if not self.actions.bounded:
             raise ConfigError("control_mode", env.base_env.control_mode, "a controller with bounds")
         seen, info = env.reset(seed=0)

@@ -25,7 +25,7 @@ def mjlab(
     num_envs: int = 1024,
     device: str | torch.device = "cuda:0",
     task: str = "Mjlab-Velocity-Flat-Unitree-Go1",
-    action_bound: float = 1.0,
+    action_bound: float | str = 1.0,
     settings: Mapping[str, Any] | None = None,
     random_lengths: bool = False,
 ) -> "MjlabVec":
@@ -35,7 +35,8 @@ def mjlab(
         num_envs: N.
         device: device of the simulator and the tensors.
         task: its id.
-        action_bound: the simulator's action for an action of 1; its action space has no bounds.
+        action_bound: the simulator's action for an action of 1, as its action space has no bounds; or ``limits``:
+            the joints'.
         settings: attributes of its configuration, by dotted name: ``{"episode_length_s": 10.0}``.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
 
@@ -56,10 +57,10 @@ def mjlab(
 class MjlabVec:
     """``ManagerBasedRlEnv`` without automatic resets as a ``pql.contract.env.VecEnv``."""
 
-    def __init__(self, env: Any, name: str, action_bound: float = 1.0, random_lengths: bool = False):
+    def __init__(self, env: Any, name: str, action_bound: float | str = 1.0, random_lengths: bool = False):
         self.env, self.random_lengths = env, random_lengths
         self.finite = bool(getattr(env.cfg, "is_finite_horizon", False))
-        self.actions = Actions(env.single_action_space, action_bound)
+        self.actions = Actions(env, action_bound)
         obs, extras = env.reset()
         self.log = Log(extras)
         self.spec = EnvSpec(

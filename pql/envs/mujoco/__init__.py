@@ -43,8 +43,8 @@ class MujocoSettings:
         stagger: start the first episodes at random points of the time limit, so that not all end on the same step.
         contacts: the most contacts and constraint rows of one simulation, (N, N), for Warp's buffers; None: the task's.
         contact_forces: false: observe only positions and velocities; for tasks with a ``joints`` variant.
-        action_scale: factor on how far an action of 1 moves a servo's target, relative to the original task; for
-            velocity tasks; None: the task's.
+        action_scale: for velocity tasks: factor on how far an action of 1 moves a servo's target, relative to the
+            original task; or ``limits``: as far as the joint's limit. None: the task's.
     """
 
     threads: int = 0
@@ -56,7 +56,7 @@ class MujocoSettings:
     engine: str = "auto"
     contacts: Sequence[int] | None = None
     contact_forces: bool = True
-    action_scale: float | None = None
+    action_scale: float | str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,20 @@ class Maker:
         return scaled(self.joints, action_scale)
 
 
-def scaled(task: type[Task], action_scale: float | None) -> type[Task]:
+def scaled(task: type[Task], action_scale: float | str | None) -> type[Task]:
     """Return ``task`` with ``action_scale`` as its class constant (None: unchanged).
 
     Raises:
-        ConfigError: not a number above 0, or a task whose actions are not servo targets.
+        ConfigError: neither a number above 0 nor ``limits``, or a task whose actions are not servo targets.
     """
     if action_scale is None:
         return task
     if not issubclass(task, Velocity):
         raise ConfigError("action_scale", action_scale, f"nothing with {task.name}: it is for velocity tasks")
-    number = isinstance(action_scale, int | float) and not isinstance(action_scale, bool)
-    if not (number and 0 < action_scale < math.inf):
-        raise ConfigError("action_scale", action_scale, "a number above 0")
+    if action_scale == "limits":
+        return type(task.__name__, (task,), {"action_scale": action_scale, "__doc__": task.__doc__})
+    if isinstance(action_scale, (bool, str)) or not 0 < action_scale < math.inf:
+        raise ConfigError("action_scale", action_scale, "a number above 0, or limits")
     return type(task.__name__, (task,), {"action_scale": float(action_scale), "__doc__": task.__doc__})
 
 

@@ -89,7 +89,7 @@ class Unitree(Velocity):
         beyond = (joints - joints.clamp(self._low, self._high)).abs()
         change = self.action(fields) - memory["action"]
         rates = (near * self._worth).unbind(0)
-        rough = self.action_scale**2 * change.square().sum(1)  # in mjlab's units
+        rough = (self._reach * change).square().sum(1)  # in mjlab's units
         costs = (-self.dt * beyond.sum(1), -0.1 * self.dt * rough)
         return dict(zip(self.terms, (*rates, *costs), strict=True))
 

@@ -113,7 +113,8 @@ class Velocity(Task):
         resting: share of the commands that are zero.
         height: height of the base at the start of an episode, metres.
         spread: joints start within this share of the pose.
-        action_scale: targets are within this many times the servo's ``reach`` of the pose.
+        action_scale: targets are within this many times the servo's ``reach`` of the pose; ``limits``: an action of 1
+            reaches the limit of the joint that is further from the pose (FastSAC; arXiv 2512.01996).
     """
 
     dt = 0.02
@@ -132,7 +133,7 @@ class Velocity(Task):
     resting: ClassVar[float] = 0.0
     height: ClassVar[float]
     spread: ClassVar[float]
-    action_scale: ClassVar[float] = 1.0
+    action_scale: ClassVar[float | str] = 1.0
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
@@ -143,6 +144,9 @@ class Velocity(Task):
         self._felt = torch.tensor([model.sensor(f"{body} contact").adr[0] for body in self.fragile], device=there)
         self._felt = self._felt[:, None] + torch.arange(3, device=there)
         self._fastest = robot.tensor(self.fastest)
+        low, high = robot.model.actuator_ctrlrange.T
+        reaches = [joint.servo.reach for joint in self.joints.values()]
+        self._reach = robot.tensor((high - low) / 2 / reaches)  # of an action of 1, in the original's units, [A]
         self._scale = robot.tensor([2.0, 2.0, 0.25])  # scales of the commands, as for the observed velocities
 
     @classmethod
@@ -155,7 +159,8 @@ class Velocity(Task):
         for name, (pose, servo) in cls.joints.items():
             joint = spec.joint(name)
             joint.armature, joint.damping, joint.frictionloss = servo.armature, [0, 0, 0], 0
-            reach = cls.action_scale * servo.reach
+            far = cls.action_scale
+            reach = max(abs(end - pose) for end in joint.range) if isinstance(far, str) else far * servo.reach
             drive = spec.add_actuator(
                 name=name,
                 target=name,
