@@ -41,9 +41,9 @@ peers: .peers/.installed
 	.peers/bin/pip install --quiet --constraint constraints.txt --requirement requirements/peers.txt --editable '.[mujoco,peers]'
 	touch $@
 
-# PQL on HalfCheetah: about four minutes on two CPU cores; on a GPU by itself where there is one.
+# The default algorithm on HalfCheetah: about four minutes on two CPU cores; on a GPU by itself where there is one.
 train: setup
-	$(BIN)/pql train task=halfcheetah algo=pql budget.seconds=240 $(ARGS)
+	$(BIN)/pql train task=halfcheetah budget.seconds=240 $(ARGS)
 
 # Two processes: most tests need one core. Without the robots' models their tasks' tests are skipped.
 test: setup warp robots

@@ -184,7 +184,7 @@ def profile(preset: str, config: Config, args: Any) -> None:
 def presets(args: Any) -> dict[str, Config]:
     """Return name -> config, with CUDA graphs on if ``--device`` is CUDA."""
     cpu, gpu = (
-        compose([f"scale={scale}", f"device={args.device}", "budget.seconds=1", "algo.warmup_steps=32"])
+        compose(["algo=pql", f"scale={scale}", f"device={args.device}", "budget.seconds=1", "algo.warmup_steps=32"])
         for scale in ("cpu", "gpu")
     )
     wider = {"algo.batch_size": 512, "algo.critic.hidden": [256, 256], "algo.policy.hidden": [256, 256]}

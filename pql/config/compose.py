@@ -20,7 +20,9 @@ from pql.errors import ConfigError, nearest, show
 
 BATCH = "batch"  # batch=512: sizes and rates from the rules of pql.config.large_batch
 ATARI = "atari"  # the task with protocols, which are presets in a group of this name
-DEFAULT = {"algo": "pql", "task": "halfcheetah", "placement": "auto", "logger": "none"}
+DEFAULT = {"task": "halfcheetah", "placement": "auto", "logger": "none"}
+DEFAULT_ALGO = {"cpu": "pql2", "gpu": "pql"}
+"""By scale: the recipe that was measured on CPUs, and the paper's algorithm."""
 PRESETS = "presets"  # presets=DIR: a folder of the user's presets
 SPECIAL = (BATCH, PRESETS)
 FREE = ("task.kwargs.", "task.remote.")  # names below these belong to the simulator
@@ -190,8 +192,9 @@ def whole_numbers() -> list[str]:
 def compose(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> Config:
     """Compose presets and ``key=value`` overrides into a checked :class:`Config`.
 
-    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU. Atari
-    games come in the protocol ``atari=paper`` unless another is chosen.
+    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU; where
+    ``algo`` is not chosen, it follows the scale (``DEFAULT_ALGO``). Atari games come in the protocol ``atari=paper``
+    unless another is chosen.
 
     Args:
         resolve: says what ``device=auto`` is; None: ``resolve_device``, which may have to import torch.
@@ -208,8 +211,10 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
     for group, name in chosen.items():
         presets.check(group, name, SEVERAL if "," in name else "")
     device = (resolve or resolve_device)(str(values.get("device", "auto")))
+    scale = chosen.setdefault("scale", "cpu" if device == "cpu" else "gpu")
+    chosen.setdefault("algo", DEFAULT_ALGO.get(scale, "pql"))
     if (batch := values.pop(BATCH, None)) is not None:
-        values = {**large_batch(chosen.get("algo", DEFAULT["algo"]), batch), **values}
+        values = {**large_batch(chosen["algo"], batch), **values}
     given = dict(values)
     if "algo.family" in values:
         raise ConfigError("algo.family", values["algo.family"], "a preset instead: algo=NAME chooses the family, too")
@@ -219,7 +224,7 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
         raise ConfigError("task", "env", "task.name=NAME or task.name=module:Class with it")
     if any(k.startswith("budget.") for k in values):
         values = {"budget.seconds": None, **values}  # an explicit budget replaces the scale's
-    chosen = {**DEFAULT, "scale": "cpu" if device == "cpu" else "gpu", **chosen}
+    chosen = {**DEFAULT, **chosen}
     if ATARI in presets.line("task", chosen["task"]):
         chosen.setdefault(ATARI, "paper")
     elif ATARI in chosen:

@@ -262,6 +262,7 @@ GAUSSIAN = {
     "xqc": ("lower", "min", "linear", (0.9, 0.999), 0.0, 0.005, -0.5, (-10, 2)),
     "fastsac": ("own", "mean", "none", (0.9, 0.95), 0.001, 0.125, 0.0, (-5, 0)),
     "simba_sac": ("scalar", "min", "none", (0.9, 0.999), 0.01, 0.005, -0.5, (-10, 2)),
+    "pql2": ("own", "mean", "none", (0.9, 0.95), 0.001, 0.05, -0.5, (-5, 0)),
 }
 
 
@@ -272,7 +273,7 @@ def rate(name, update, per_update=1.0):
         return 3e-4 * (0.5 + 0.5 * 0.5 * (1 + math.cos(math.pi * done)))
     if name == "xqc":
         return 3e-4 * (0.1 + 0.9 * (1 - min(update / (200_000 * per_update), 1.0)))
-    return {"fastsac": 3e-4, "simba_sac": 1e-4}[name]
+    return {"fastsac": 3e-4, "simba_sac": 1e-4, "pql2": 1e-3}[name]
 
 
 @pytest.mark.parametrize("name", GAUSSIAN)
@@ -293,7 +294,7 @@ def test_gaussian_recipes(name):
     critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], 1.0, betas, weight_decay=decay)
     actor_optim = torch.optim.AdamW(actor.parameters(), 1.0, betas, weight_decay=decay)
     alpha_optim = torch.optim.AdamW([alpha], 1.0, betas, weight_decay=0.0)
-    bound = {"flashsac": 5, "xqc": 5, "fastsac": 20, "simba_sac": 0}[name]
+    bound = {"flashsac": 5, "xqc": 5, "fastsac": 20, "simba_sac": 0, "pql2": 5}[name]
     atoms = torch.linspace(-bound, bound, 11).double()
     every = round(1 / config.algo.p_per_v)
     batch_norm = name in ("flashsac", "xqc")
@@ -355,7 +356,7 @@ def test_gaussian_recipes(name):
             for critic, target in zip(critics, targets, strict=True):
                 for p, q in zip(critic.parameters(), target.parameters(), strict=True):
                     q += tau * (p - q)
-        if name == "fastsac":
+        if name in ("fastsac", "pql2"):
             temper(log_prob, update, 1.0)
         exchange(value, improve)
         if update % every == every - 1:
@@ -374,7 +375,7 @@ def test_gaussian_recipes(name):
             actor_optim.step()
             normalize_weights(actor, unit)
             assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=1e-6)
-            if name != "fastsac":
+            if name not in ("fastsac", "pql2"):
                 temper(log_prob, step, 1 / every)
             exchange(value, improve)
             assert metrics["policy/alpha"].item() == pytest.approx(alpha.exp().item(), abs=1e-6)

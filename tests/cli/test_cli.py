@@ -257,6 +257,7 @@ def test_listing(capsys):
         "ppo_franka",
         "ppo_hand",
         "pql",
+        "pql2",
         "pql_d",
         "pql_sac",
         "pqn",

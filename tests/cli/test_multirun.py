@@ -36,7 +36,7 @@ SHORT = [w for w in WORDS if not w.startswith("task=")]
         ("algo.critic.hidden=[64,64],[32]", Space("[64,64],[32]", ("[64,64]", "[32]"))),
         ("algo.policy.grad_clip=null,0.5", Space("null,0.5", ("null", "0.5"))),
         ("task.id='A B',ALE/Pong-v5", Space("'A B',ALE/Pong-v5", ("A B", "ALE/Pong-v5"))),
-        ("algo=glob(pql*, exclude=pql_sac)", Space("glob(pql*, exclude=pql_sac)", ("pql", "pql_d"))),
+        ("algo=glob(pql*, exclude=pql_sac)", Space("glob(pql*, exclude=pql_sac)", ("pql", "pql2", "pql_d"))),
         ("algo.critic.lr=interval(1e-4,1e-2)", Space("interval(1e-4,1e-2)", (), 1e-4, 1e-2)),
         ("algo.n_step=int(interval(1,5))", Space("int(interval(1,5))", (), 1, 5, integer=True)),
         ("algo.gamma=tag(log,interval(0.9,1))", Space("tag(log,interval(0.9,1))", (), 0.9, 1, log=True)),
@@ -93,7 +93,7 @@ def test_presets_of_one_simulator_are_different_runs(tmp_path):
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "short.yaml").write_text("like: pendulum\nkwargs: {max_episode_steps: 50}\n")
     _, found = multirun.plan((f"presets={tmp_path}", "task=pendulum,short", "device=cpu"))
-    assert [job.run_dir.name for job in found] == ["pendulum-pql-seed0", "short-pql-seed0"]
+    assert [job.run_dir.name for job in found] == ["pendulum-pql2-seed0", "short-pql2-seed0"]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_pql_refuses_a_temperature():
 
 def test_the_policy_that_sees_the_ball_is_kept_from_saturating():
     def penalty(*words):
-        return compose(["device=cpu", *words]).algo.policy.saturation_penalty
+        return compose(["device=cpu", "algo=pql", *words]).algo.policy.saturation_penalty
 
     assert [penalty("task=ballbalance_pixels", f"algo={a}") for a in ("pql", "pql_d", "ddpg", "td3")] == 4 * [0.01]
     assert penalty("task=ballbalance_pixels", "algo.policy.saturation_penalty=0") == 0
@@ -71,7 +71,7 @@ def test_the_policy_that_sees_the_ball_is_kept_from_saturating():
 def test_robots_that_follow_commands_have_presets_of_their_own():
     """Small against saturation; actions of Go1 reach as far as mjlab's, which are not cut off at 1."""
     for task, penalty, reach in (("go1_velocity", 0.01, {"action_scale": 2}), ("anymal", 0.005, {})):
-        config = compose(["device=cpu", f"task={task}"])
+        config = compose(["device=cpu", "algo=pql", f"task={task}"])
         algo = config.algo
         assert (algo.policy.saturation_penalty, algo.n_step, algo.gamma) == (penalty, 3, 0.97)
         assert (algo.explore.high, algo.explore.repeat) == (0.3, True)
@@ -79,7 +79,7 @@ def test_robots_that_follow_commands_have_presets_of_their_own():
         compose(["device=cpu", f"task={task}", "algo=sac"])
     sizes = [
         (c.num_envs, c.algo.batch_size)
-        for c in (compose(["device=cpu", "task=anymal", f"scale={s}"]) for s in ("cpu", "gpu"))
+        for c in (compose(["device=cpu", "algo=pql", "task=anymal", f"scale={s}"]) for s in ("cpu", "gpu"))
     ]
     assert sizes == [(128, 512), (4096, 8192)]  # of the task's file, at only one scale
     assert compose(["device=cpu", "task=g1_velocity", "task.kwargs.action_scale=1"]).task.kwargs == {"action_scale": 1}
@@ -87,7 +87,7 @@ def test_robots_that_follow_commands_have_presets_of_their_own():
 
 def test_a_task_may_have_sizes_of_its_own_at_a_scale():
     for scale, sizes in (("cpu", (128, 512, 4)), ("gpu", (4096, 8192, 8))):
-        config = compose(["device=cpu", "task=anymal", f"scale={scale}"])
+        config = compose(["device=cpu", "algo=pql", "task=anymal", f"scale={scale}"])
         assert (config.num_envs, config.algo.batch_size, config.algo.v_per_step) == sizes
         assert config.algo.critic.layer_norm
 
@@ -192,7 +192,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
     ],
 )
 def test_a_wrong_word_is_named_with_what_is_allowed(word, message):
-    assert message in refusal(word)
+    assert message in refusal("algo=pql", word)
 
 
 def test_a_target_return_needs_evaluations():
@@ -528,3 +528,10 @@ def test_weights_of_fixed_norm_have_no_small_head():
 def test_residual_blocks_have_one_width():
     message = refusal("algo.policy.trunk=residual", "algo.policy.hidden=[64,32]")
     assert message.startswith("algo.policy.hidden=[64, 32]: expected one width for all residual blocks")
+
+
+@pytest.mark.parametrize(("scale", "algo"), [("cpu", "pql2"), ("gpu", "pql")])
+def test_the_default_algorithm_follows_the_scale(scale, algo):
+    assert compose(["device=cpu", f"scale={scale}"]).algo.name == algo
+    assert compose(["device=cpu", f"scale={scale}", "algo=sac"]).algo.name == "sac"
+    assert compose(["device=cpu"]).algo.name == "pql2"

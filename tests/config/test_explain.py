@@ -19,7 +19,7 @@ def printed(capsys, *words):
 
 
 def test_the_whole_configuration_is_printed_with_sources(capsys):
-    words = ["task=anymal", "device=cpu", "algo.gamma=0.9", "task.kwargs.a=1"]
+    words = ["task=anymal", "algo=pql", "device=cpu", "algo.gamma=0.9", "task.kwargs.a=1"]
     lines = printed(capsys, *words, "--cfg")
     found = dict(re.fullmatch(r"(\S+?)=.*?  # (.*)", line).groups() for line in lines)
     assert found.keys() == dict(leaves(compose(words))).keys()
@@ -64,7 +64,7 @@ def test_help_alone_shows_the_command(capsys):
     ("words", "row", "tick"),
     [
         (
-            ["task=pendulum", "num_envs=4", "budget.env_steps=1e5"],
+            ["task=pendulum", "algo=pql", "num_envs=4", "budget.env_steps=1e5"],
             "ratios        v_per_step=2, p_per_v=0.5",
             "4 env steps",
         ),

@@ -12,6 +12,7 @@ from pql.run.store.run_dir import Summary
 
 WORDS = (
     "task=pendulum",
+    "algo=pql",
     "scale=cpu",
     "device=cpu",
     "num_envs=16",
