@@ -181,15 +181,16 @@ def own_seed(seed: int, number: int) -> int:
 def make_normalizer(setup: Setup) -> Normalizer:
     """Create the collector's normaliser."""
     config, spec, algo = setup.config, setup.spec, setup.config.algo
+    cap = getattr(algo, "return_cap", None) if algo.normalize_reward else None
     return Normalizer(
         spec.obs,
         spec.num_envs,
         setup.devices["collector"],
         algo.normalize_obs,
-        config.task.reward_scale * algo.reward_scale,
+        algo.reward_scale * (config.task.reward_scale if cap is None else 1.0),  # the cap is in the learner's units
         algo.gamma if algo.normalize_reward else None,
         config.task.reward_clip,
-        getattr(algo, "return_cap", None) if algo.normalize_reward else None,
+        cap,
     )
 
 

@@ -144,7 +144,8 @@ class ActorCriticConfig(ReplayAlgoConfig):
     p_per_v: float = setting(0.5, "Policy updates per critic update (beta_p:v of the PQL paper).", above=0, high=1000)
     return_cap: float | None = setting(
         None,
-        "Rewards are also scaled so that the largest return so far is at most this (FlashSAC: 5); null: no cap.",
+        "Rewards are also scaled so that the largest return so far is at most this (FlashSAC: 5); task.reward_scale "
+        "then has no effect. null: no cap.",
         above=0,
         high=1e9,
         when="normalize_reward",

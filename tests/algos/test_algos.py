@@ -505,3 +505,11 @@ def test_an_update_touches_its_state_only(name):
         not torch.equal(a, b) for a, b in zip(leaves(state.state_dict()), leaves(make().state_dict()), strict=True)
     )
     assert not any(v.requires_grad for v in metrics.values())
+
+
+@pytest.mark.parametrize(("cap", "expected"), [(None, 0.1 * 3), (5.0, 3.0)])
+def test_a_tasks_reward_scale_does_not_shrink_capped_returns(cap, expected):
+    """The cap is the largest return that the learner sees, whatever the task's constant factor is."""
+    algo = {"normalize_reward": True, "return_cap": cap, "reward_scale": 3.0}
+    parts = start(small_config(task={"reward_scale": 0.1}, algo=algo), Inline())
+    assert parts.first.collector.normalizer.base_scale == pytest.approx(expected)
