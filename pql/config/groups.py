@@ -288,8 +288,9 @@ class EncoderConfig:
 
     kind: str = setting(
         "small",
-        "small, nature (Mnih et al. 2015), resnet (Espeholt et al. 2018) or hadamax (Kooi et al. 2025).",
-        choices=("small", "nature", "resnet", "hadamax"),
+        "small, squint (arXiv 2602.21203), nature (Mnih et al. 2015), resnet (Espeholt et al. 2018) or hadamax (Kooi "
+        "et al. 2025).",
+        choices=("small", "squint", "nature", "resnet", "hadamax"),
         weights="policy",
     )
     channels: list[int] | None = setting(
@@ -297,8 +298,8 @@ class EncoderConfig:
     )
     features: int | None = setting(
         None,
-        "Output features per image; null: the default of the kind (small 128, nature 512, resnet 256, hadamax "
-        "512); 0: the flattened last convolution.",
+        "Output features per image; null: the default of the kind (small 128, squint 50, nature 512, resnet 256, "
+        "hadamax 512); 0: the flattened last convolution.",
         low=0,
         high=65536,
         weights="policy",
@@ -315,6 +316,13 @@ class EncoderConfig:
         low=1,
         high=1024,
         when="kind=resnet",
+        weights="policy",
+    )
+    size: int | None = setting(
+        None,
+        "Side to which images are reduced before the first convolution, by averages over areas; null: full size.",
+        low=1,
+        high=4096,
         weights="policy",
     )
 

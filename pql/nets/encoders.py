@@ -14,7 +14,7 @@ from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
-from pql.nets.cnn import NETWORKS, ProductBlock, Residual, Size, least_side, make_cnn
+from pql.nets.cnn import CONVOLUTIONS, NETWORKS, ProductBlock, Residual, Size, least_side, make_cnn
 from pql.nets.mlp import Layers, NetInput
 from pql.types import Obs
 
@@ -58,7 +58,8 @@ class Pictures(nn.Module):
     Args:
         settings: ``channels`` are per convolution (``resnet``: per section; ``hadamax``: per block); ``features`` 0: no
             final linear layer, the output is the flattened last feature map; ``layer_norm``: before every activation,
-            but ``small`` always ends with one, ``resnet`` ignores it, and ``hadamax`` always has it.
+            but ``small`` and ``squint`` always end with one, ``resnet`` ignores it, and ``hadamax`` always has it;
+            ``size``: images are first reduced to this side, by averages over areas.
 
     Attributes:
         size: number of features.
@@ -135,12 +136,16 @@ def groups_of(config: Config, spec: EnvSpec, which: str) -> tuple[str, ...]:
 
 
 def _check_image(encoder: EncoderConfig, group: str, shape: tuple[int, ...]) -> None:
-    if encoder.kind != "nature":
+    kind, side = encoder.kind, min(image_size(shape)[1:])
+    if encoder.size is not None and encoder.size > side:
+        raise ConfigError("algo.encoder.size", encoder.size, f"at most {side}: {group!r} is {list(shape)}")
+    if kind not in CONVOLUTIONS:
         return
-    least = least_side(len(encoder.channels or NETWORKS["nature"].channels))
-    if min(image_size(shape)[1:]) < least:
-        allowed = f"small, resnet or hadamax: it takes images of at least {least} x {least}; {group!r} is {list(shape)}"
-        raise ConfigError("algo.encoder.kind", "nature", allowed)
+    least = least_side(kind, len(encoder.channels or NETWORKS[kind].channels))
+    if (encoder.size or side) < least:
+        known = f"{group!r} is {list(shape)}" if encoder.size is None else f"algo.encoder.size={encoder.size}"
+        allowed = f"small, resnet or hadamax: it takes images of at least {least} x {least}; {known}"
+        raise ConfigError("algo.encoder.kind", kind, allowed)
 
 
 def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
