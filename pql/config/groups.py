@@ -84,7 +84,8 @@ class TrunkConfig:
     )
     init: str = setting(
         "default",
-        "Initial weights: torch's default, or orthogonal with gain 1 and biases of 0.",
+        "Initial weights, also of an encoder without blocks: torch's default, or orthogonal with gain 1 and biases of "
+        "0.",
         choices=("default", "orthogonal"),
         when="net=null",
     )
@@ -251,6 +252,13 @@ class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, TrunkConfig):
     """A policy that is trained to maximise a critic."""
 
     reduce: str = setting("min", "Reduction over the ensemble in the policy's loss.", choices=("min", "mean", "first"))
+    encoder: str = setting(
+        "own",
+        "Encoder of images: own; critic: that of the critics, which they alone train.",
+        choices=("own", "critic"),
+        when="net=null",
+        weights="policy",
+    )
 
 
 @dataclass(frozen=True)
@@ -324,6 +332,26 @@ class EncoderConfig:
         low=1,
         high=4096,
         weights="policy",
+    )
+
+
+@dataclass(frozen=True)
+class AugmentedEncoderConfig(EncoderConfig):
+    """Encoder that is trained on augmented images."""
+
+    shift: int = setting(
+        0,
+        "Pixels by which the images of a sampled row are shifted at most, in both directions; borders are repeated "
+        "(DrQ-v2).",
+        low=0,
+        high=4096,
+    )
+    jitter: float = setting(
+        0.0,
+        "Brightness and contrast of the images of a sampled row are multiplied by factors from 1 - jitter to 1 + "
+        "jitter.",
+        low=0,
+        high=1,
     )
 
 

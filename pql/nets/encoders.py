@@ -15,7 +15,7 @@ from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
 from pql.nets.cnn import CONVOLUTIONS, NETWORKS, ProductBlock, Residual, Size, least_side, make_cnn
-from pql.nets.mlp import Layers, NetInput
+from pql.nets.mlp import Layers, NetInput, Reads
 from pql.types import Obs
 
 
@@ -104,6 +104,11 @@ def convolvable(x: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> T
     return x if x.is_floating_point() else x.to(dtype).mul_(1 / 255)
 
 
+def is_image(spec: ObsSpec) -> bool:
+    """Return True if a group has the shape of an image."""
+    return 2 <= len(spec.shape) <= 3
+
+
 def channels_last(shape: tuple[int, ...]) -> bool:
     """Return True if the last axis of an image's shape holds the channels: it is shorter than the first."""
     return len(shape) == 3 and shape[2] < shape[0]
@@ -154,7 +159,12 @@ def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
     first = spec.obs[groups[0]]
     if len(groups) == 1 and len(first.shape) == 1 and first.dtype.is_floating_point:
         return None
-    return Encoder(spec.obs, groups, config.algo.encoder)
+    encoder = Encoder(spec.obs, groups, config.algo.encoder)
+    if getattr(getattr(config.algo, which), "init", "default") == "orthogonal":
+        for layer in encoder.plain_layers():
+            nn.init.orthogonal_(layer.weight)
+            nn.init.zeros_(cast(Tensor, layer.bias))
+    return encoder
 
 
 def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:
@@ -179,6 +189,12 @@ def make_layers(net: NetConfig) -> Layers:
         init=net.init,
         head=net.head,
     )
+
+
+def lend_encoder(critic: nn.Module, policy: nn.Module) -> None:
+    """Let the policy use the CNNs of ``critic``, the same modules, if it is to have none of its own."""
+    if isinstance(policy, Reads) and policy.borrows:
+        cast(Encoder, policy.encoder).pictures = cast(Encoder, critic.encoder).pictures
 
 
 # -- networks supplied by the user ------------------------------------------------------------------------------------
