@@ -267,9 +267,6 @@ NETWORKS = {
 
 def make_cnn(size: Size, settings: EncoderConfig) -> nn.Sequential:
     """Build the network that ``settings`` choose, for images of ``size``."""
-    network, side = NETWORKS[settings.kind], settings.size
+    network = NETWORKS[settings.kind]
     features = network.features if settings.features is None else settings.features
-    settings = replace(settings, features=features)
-    reduced = size if side is None else (size[0], side, side)
-    net = network.make(reduced, settings.channels or network.channels, settings)
-    return net if side is None else nn.Sequential(nn.AdaptiveAvgPool2d(side), *net)
+    return network.make(size, settings.channels or network.channels, replace(settings, features=features))
