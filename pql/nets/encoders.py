@@ -82,8 +82,8 @@ class Pictures(nn.Module):
         x = x.flatten(0, -self.axes - 1) if len(lead) != 1 else x
         x = x.movedim(-1, 1) if self.last else x.unsqueeze(1) if self.axes == 2 else x
         if self.side is not None:  # in the layout of the environment, and in float32: both are faster on a CPU
-            unit = 1.0 if x.is_floating_point() else 1 / 255
-            x = F.adaptive_avg_pool2d(x.float(), self.side) * unit
+            whole = x if x.is_floating_point() else x.float()
+            x = F.adaptive_avg_pool2d(whole, self.side) * (1.0 if whole is x else 1 / 255)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         # Convolutions are fastest in channels-last layout, except on a CPU, where the large strides of the Nature

@@ -8,7 +8,7 @@ import torch
 from conftest import bits, configured, differences, go_on, start, ticks
 from dial import PIXELS, RECIPES, SIDE, Dial
 from run_files import points, words
-from torch import Generator
+from torch import Generator, nn
 from torch.nn import functional as F
 
 import pql
@@ -86,6 +86,17 @@ def test_updates_of_the_policy_leave_the_encoder_alone(recipe):
     assert not torch.equal(flat.data, head)
     assert [p for p in shared if p.grad is not None or p.requires_grad] == []
     assert bool(batch_norms(policy)) == (len(flat.tensors()) > 1 + len(shared))
+
+
+def test_orthogonal_weights_are_those_of_the_encoder_too():
+    critic = start(config_of("squint"), Inline()).first.learners["v"].state.critic.module
+    layers = [m for m in critic.encoder.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len(layers) == 3
+    for layer in layers:
+        rows = layer.weight.flatten(1)
+        rows = rows if len(rows) <= rows.shape[1] else rows.T
+        torch.testing.assert_close(rows @ rows.T, torch.eye(len(rows)), atol=1e-5, rtol=0)
+        assert not layer.bias.any()
 
 
 def test_by_default_the_policy_has_an_encoder_of_its_own():
