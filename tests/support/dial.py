@@ -41,7 +41,7 @@ class Dial(Pendulum):
 
     def seen(self, obs):
         state = obs["policy"]
-        line = torch.linspace(-1, 1, SIDE)
+        line = torch.linspace(-1, 1, SIDE, device=state.device)
         far = (line.view(-1, 1) + state[:, 0].view(-1, 1, 1)).square() + (line - state[:, 1].view(-1, 1, 1)).square()
         return {"policy": (255 * (-4 * far).exp()).to(torch.uint8).unsqueeze(1), "critic": state}
 
