@@ -20,7 +20,7 @@ from pql.contract.env import EnvSpec
 from pql.engine.optim import AdamW, polyak
 from pql.engine.worker import State
 from pql.errors import ConfigError
-from pql.nets.encoders import Outputs, squashes
+from pql.nets.encoders import Outputs, lend_encoder, squashes
 from pql.nets.layers import batch_statistics
 from pql.nets.mlp import Critic, DeterministicPolicy, Flat
 from pql.types import Batch, Metrics, Obs, ObsBatch
@@ -136,8 +136,11 @@ def ddpg_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size:
     net, optimizer = algo.policy, make_adam(config, flat, algo.policy, algo.p_per_v)
     pulls: Tensors = {"critic": Flat(critic).tensors()}
     owns: Tensors = {"policy": flat.tensors()}
-    target = Flat(copy.deepcopy(policy)) if net.target else None
-    if target is not None:
+    target = None
+    if net.target:
+        follower = copy.deepcopy(policy)
+        lend_encoder(critic, follower)
+        target = Flat(follower)
         owns["target_policy"] = target.tensors()
     state = PolicyState(flat, target, optimizer, net.tau, net.reduce, net.saturation_penalty)
     return Trainer(state, ddpg_policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)

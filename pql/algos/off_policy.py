@@ -31,12 +31,25 @@ from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
 from pql.config.groups import ClimbingPolicyConfig, CriticConfig
 from pql.contract.env import Box, EnvSpec
+from pql.data.augment import Augment
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
 from pql.engine.optim import AdamW, LrSchedule
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner, State
-from pql.nets.encoders import Outputs, Probe, custom_network, make_input, make_layers
+from pql.errors import ConfigError
+from pql.nets.encoders import (
+    Outputs,
+    Probe,
+    channels_last,
+    custom_network,
+    groups_of,
+    image_size,
+    is_image,
+    lend_encoder,
+    make_input,
+    make_layers,
+)
 from pql.nets.layers import project_weights
 from pql.nets.mlp import Critic, Flat, Reads, seeded
 from pql.types import Batch, Metrics, Obs, ObsBatch, split
@@ -102,13 +115,39 @@ def check_off_policy(config: Config, spec: EnvSpec, counts: Counts, device: torc
     """
     check_continuous(config, spec)
     check_obs(config, spec)
+    check_images(config, spec)
     return ring_rows(config, spec, counts, device)
+
+
+def check_images(config: Config, spec: EnvSpec) -> None:
+    """Check settings of images.
+
+    Raises:
+        ConfigError: policy and critic should share an encoder and read different images, or an augmentation does not
+            fit the images.
+    """
+    algo = own(config, ActorCriticConfig)
+    images = {k: s for k, s in spec.obs.items() if is_image(s)}
+    if algo.policy.encoder == "critic":
+        policy, critic = ({*groups_of(config, spec, which)} & {*images} for which in ("policy", "critic"))
+        if not policy or policy != critic:
+            seen = [", ".join(sorted(groups)) or "none" for groups in (policy, critic)]
+            allowed = f"own, or the same images for both: the policy reads {seen[0]}, the critic {seen[1]}"
+            raise ConfigError("algo.policy.encoder", "critic", f"{allowed} (algo.policy.obs, algo.critic.obs)")
+    for group, one in images.items():
+        side = min(image_size(one.shape)[1:])
+        if algo.encoder.shift >= side:
+            raise ConfigError("algo.encoder.shift", algo.encoder.shift, f"below {side}: {group!r} is {list(one.shape)}")
+        if algo.encoder.jitter > 0 and one.dtype != torch.uint8:
+            kind = str(one.dtype).removeprefix("torch.")
+            raise ConfigError("algo.encoder.jitter", algo.encoder.jitter, f"0: {group!r} is {kind}, not bytes (uint8)")
 
 
 def wire_off_policy(kind: OffPolicy, setup: Setup) -> Wiring:
     """Create networks, replay and workers. A P-learner on another device has a replay of observations only."""
     config, spec, devices = setup.config, setup.spec, setup.devices
     nets = seeded(lambda: (kind.policy(config, spec), make_critic(config, spec)), setup.init_seed)
+    lend_encoder(nets[1], nets[0])  # copies of both begin with the same weights
     normalizer = make_normalizer(setup)
     replays = [make_ring(setup, "v")]
     if devices["p"] != devices["v"]:
@@ -137,7 +176,7 @@ def critic_role(
     algo = own(config, ActorCriticConfig)
     trainer = kind.value(config, private(critic, algo, device), private(policy, algo, device), device)
     replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
-    draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
+    draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
     learner = Learner("v", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("v"))
     return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
 
@@ -148,8 +187,10 @@ def policy_role(
     """Create the P-learner: policy, and private copies of critic, normaliser and cursor."""
     config, device, size = setup.config, replay.device, cast(Box, setup.spec.action).size
     algo = own(config, ActorCriticConfig)
-    trainer = kind.improve(config, private(policy, algo, device), private(critic, algo, device), size, device)
-    draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device))
+    policy, critic = private(policy, algo, device), private(critic, algo, device)
+    lend_encoder(critic, policy)
+    trainer = kind.improve(config, policy, critic, size, device)
+    draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
     learner = Learner("p", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("p"))
     return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
 
@@ -162,6 +203,7 @@ class PolicyDraw:
     replay: Replay
     cursor: Cursor
     norm: Normalizer
+    augment: Augment
 
     def pulls(self) -> Tensors:
         """Return the tensors to pull, by slot."""
@@ -170,7 +212,8 @@ class PolicyDraw:
     def __call__(self, count: int, gen: Generator) -> list[ObsBatch]:
         """Return ``count`` batches of observations [B, ...]."""
         batch = self.replay.sample_obs(self.cursor, count * self.algo.batch_size, gen)
-        return split(batch._replace(obs=self.norm(batch.obs)), count)
+        batches = split(batch._replace(obs=self.norm(batch.obs)), count)
+        return [one._replace(obs=self.augment(one.obs, gen)) for one in batches]
 
 
 class ValueDraw(PolicyDraw):
@@ -181,7 +224,17 @@ class ValueDraw(PolicyDraw):
         algo, norm = self.algo, self.norm
         batch = self.replay.sample(self.cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)
         reward = batch.reward * norm.reward_scale
-        return split(batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward), count)
+        batches = split(batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward), count)
+        return [
+            one._replace(obs=self.augment(one.obs, gen), next_obs=self.augment(one.next_obs, gen)) for one in batches
+        ]
+
+
+def make_augment(setup: Setup) -> Augment:
+    """Create the augmentation of all images of an environment."""
+    encoder = own(setup.config, ActorCriticConfig).encoder
+    images = {k: channels_last(s.shape) for k, s in setup.spec.obs.items() if is_image(s)}
+    return Augment(images, encoder.shift, encoder.jitter)
 
 
 def private(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
@@ -222,12 +275,14 @@ def make_atoms(config: Config, device: torch.device) -> Tensor | None:
     return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)
 
 
-def make_deterministic_policy(config: Config, spec: EnvSpec, kind: Callable[..., nn.Module], probe: Probe) -> nn.Module:
+def make_deterministic_policy(config: Config, spec: EnvSpec, kind: Callable[..., Reads], probe: Probe) -> nn.Module:
     """Create a ``kind`` network, or the custom ``algo.policy.net``, whose outputs are checked by ``probe``."""
     net = own(config, ActorCriticConfig).policy
     if net.net is not None:
         return custom_network(config, spec, "policy", probe)
-    return kind(make_input(config, spec, "policy"), cast(Box, spec.action).size, make_layers(net))
+    policy = kind(make_input(config, spec, "policy"), cast(Box, spec.action).size, make_layers(net))
+    policy.borrows = net.encoder == "critic"
+    return policy
 
 
 def make_critic(config: Config, spec: EnvSpec) -> Critic:

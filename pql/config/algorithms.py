@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pql.config.fields import group, setting
 from pql.config.groups import (
+    AugmentedEncoderConfig,
     CentralConfig,
     ClimbingPolicyConfig,
     CriticConfig,
@@ -167,6 +168,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
         0.5, "Factor of the learning rates from then on.", low=0, high=1, when="lr_schedule=cosine|linear"
     )
     amp: bool = setting(False, "Run the learners' networks in bfloat16 (autocast); collection uses float32.")
+    encoder: AugmentedEncoderConfig = group(AugmentedEncoderConfig, "Convolutional encoder of each image observation.")
     critic: CriticConfig = group(CriticConfig, "Critics.")
     policy: ClimbingPolicyConfig = group(ClimbingPolicyConfig, "Policy.")
     explore: ExploreConfig = group(ExploreConfig, "Exploration noise.")
@@ -186,6 +188,9 @@ class ActorCriticConfig(ReplayAlgoConfig):
                 raise ConfigError(
                     f"algo.{name}.hidden", net.hidden, "one width for all residual blocks, such as [256,256]"
                 )
+            if net.net is not None and self.policy.encoder == "critic":
+                custom = f"own with the custom network algo.{name}.net={net.net}"
+                raise ConfigError("algo.policy.encoder", "critic", custom)
         if self.critic.subset is not None and self.critic.subset > self.critic.ensemble:
             allowed = f"at most algo.critic.ensemble={self.critic.ensemble}"
             raise ConfigError("algo.critic.subset", self.critic.subset, allowed)

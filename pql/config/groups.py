@@ -84,7 +84,8 @@ class TrunkConfig:
     )
     init: str = setting(
         "default",
-        "Initial weights: torch's default, or orthogonal with gain 1 and biases of 0.",
+        "Initial weights, also of an encoder without blocks: torch's default, or orthogonal with gain 1 and biases of "
+        "0.",
         choices=("default", "orthogonal"),
         when="net=null",
     )
@@ -251,6 +252,13 @@ class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, TrunkConfig):
     """A policy that is trained to maximise a critic."""
 
     reduce: str = setting("min", "Reduction over the ensemble in the policy's loss.", choices=("min", "mean", "first"))
+    encoder: str = setting(
+        "own",
+        "Encoder of images: own; critic: that of the critics, which they alone train.",
+        choices=("own", "critic"),
+        when="net=null",
+        weights="policy",
+    )
 
 
 @dataclass(frozen=True)
@@ -288,8 +296,9 @@ class EncoderConfig:
 
     kind: str = setting(
         "small",
-        "small, nature (Mnih et al. 2015), resnet (Espeholt et al. 2018) or hadamax (Kooi et al. 2025).",
-        choices=("small", "nature", "resnet", "hadamax"),
+        "small, squint (arXiv 2602.21203), nature (Mnih et al. 2015), resnet (Espeholt et al. 2018) or hadamax (Kooi "
+        "et al. 2025).",
+        choices=("small", "squint", "nature", "resnet", "hadamax"),
         weights="policy",
     )
     channels: list[int] | None = setting(
@@ -297,8 +306,8 @@ class EncoderConfig:
     )
     features: int | None = setting(
         None,
-        "Output features per image; null: the default of the kind (small 128, nature 512, resnet 256, hadamax "
-        "512); 0: the flattened last convolution.",
+        "Output features per image; null: the default of the kind (small 128, squint 50, nature 512, resnet 256, "
+        "hadamax 512); 0: the flattened last convolution.",
         low=0,
         high=65536,
         weights="policy",
@@ -316,6 +325,33 @@ class EncoderConfig:
         high=1024,
         when="kind=resnet",
         weights="policy",
+    )
+    size: int | None = setting(
+        None,
+        "Side to which images are reduced before the first convolution, by averages over areas; null: full size.",
+        low=1,
+        high=4096,
+        weights="policy",
+    )
+
+
+@dataclass(frozen=True)
+class AugmentedEncoderConfig(EncoderConfig):
+    """Encoder that is trained on augmented images."""
+
+    shift: int = setting(
+        0,
+        "Pixels by which the images of a sampled row are shifted at most, in both directions; borders are repeated "
+        "(DrQ-v2).",
+        low=0,
+        high=4096,
+    )
+    jitter: float = setting(
+        0.0,
+        "Brightness and contrast of the images of a sampled row are multiplied by factors from 1 - jitter to 1 + "
+        "jitter.",
+        low=0,
+        high=1,
     )
 
 

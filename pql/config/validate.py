@@ -75,9 +75,11 @@ def _check_together(config: Config) -> None:
     if config.task.remote and config.task.process.python is not None:
         raise ConfigError("task.process.python", config.task.process.python, "null: actors step it, by task.remote")
     kind = algo.encoder.kind
-    if kind in ("nature", "hadamax") and len(algo.encoder.channels or ()) > 3:
+    most = {"nature": 3, "hadamax": 3, "squint": 2}.get(kind, WIDEST)
+    if len(algo.encoder.channels or ()) > most:
+        number = {2: "two", 3: "three"}[most]
         raise ConfigError(
-            "algo.encoder.channels", algo.encoder.channels, f"three at most with algo.encoder.kind={kind}"
+            "algo.encoder.channels", algo.encoder.channels, f"{number} at most with algo.encoder.kind={kind}"
         )
     if kind == "resnet" and algo.encoder.layer_norm:
         raise ConfigError("algo.encoder.layer_norm", True, "false: the residual network is taken as it is published")

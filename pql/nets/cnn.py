@@ -39,27 +39,40 @@ def small_layers(size: Size, channels: Sequence[int], settings: EncoderConfig) -
     return nn.Sequential(*layers, *feature_head(inside * rows * columns, features, nn.LayerNorm(features), nn.Tanh()))
 
 
-NATURE = ((8, 4), (4, 2), (3, 1))
-"""(kernel, stride) of the convolutions of Mnih et al. 2015."""
+CONVOLUTIONS = {"nature": ((8, 4), (4, 2), (3, 1)), "squint": ((4, 2), (4, 1))}
+"""(kernel, stride) of the convolutions without padding, by kind."""
+
+
+def unpadded(size: Size, channels: Sequence[int], settings: EncoderConfig) -> tuple[list[nn.Module], int]:
+    """Build convolutions without padding, each followed by ReLU. Returns them and the elements of the last map."""
+    layers: list[nn.Module] = []
+    inside, rows, columns = size
+    for outside, (kernel, stride) in zip(channels, CONVOLUTIONS[settings.kind], strict=False):
+        norms = [ChannelNorm(outside)] if settings.layer_norm else []
+        layers += [nn.Conv2d(inside, outside, kernel, stride), *norms, nn.ReLU(inplace=True)]
+        inside, rows, columns = outside, (rows - kernel) // stride + 1, (columns - kernel) // stride + 1
+    return layers, inside * rows * columns
 
 
 def nature(size: Size, channels: Sequence[int], settings: EncoderConfig) -> nn.Sequential:
     """Build the network of Mnih et al. 2015; channels [16, 32] and 256 features give A3C's (Mnih et al. 2016)."""
-    layers: list[nn.Module] = []
-    inside, rows, columns = size
-    for outside, (kernel, stride) in zip(channels, NATURE, strict=False):
-        norms = [ChannelNorm(outside)] if settings.layer_norm else []
-        layers += [nn.Conv2d(inside, outside, kernel, stride), *norms, nn.ReLU(inplace=True)]
-        inside, rows, columns = outside, (rows - kernel) // stride + 1, (columns - kernel) // stride + 1
+    layers, count = unpadded(size, channels, settings)
     features = settings.features or 0
     norm = [nn.LayerNorm(features)] if settings.layer_norm and features else []
-    return nn.Sequential(*layers, *feature_head(inside * rows * columns, features, *norm, nn.ReLU(inplace=True)))
+    return nn.Sequential(*layers, *feature_head(count, features, *norm, nn.ReLU(inplace=True)))
 
 
-def least_side(count: int) -> int:
-    """Return the smallest image side, in pixels, that ``count`` convolutions of ``nature`` accept."""
+def squint(size: Size, channels: Sequence[int], settings: EncoderConfig) -> nn.Sequential:
+    """Build the network of Squint (arXiv 2602.21203) for images of 16 x 16: it ends with Linear, LayerNorm, tanh."""
+    layers, count = unpadded(size, channels, settings)
+    features = settings.features or 0
+    return nn.Sequential(*layers, *feature_head(count, features, nn.LayerNorm(features), nn.Tanh()))
+
+
+def least_side(kind: str, count: int) -> int:
+    """Return the smallest image side, in pixels, that ``count`` convolutions of ``nature`` or ``squint`` accept."""
     side = 1
-    for kernel, stride in reversed(NATURE[:count]):
+    for kernel, stride in reversed(CONVOLUTIONS[kind][:count]):
         side = (side - 1) * stride + kernel
     return side
 
@@ -245,6 +258,7 @@ class Network(NamedTuple):
 
 NETWORKS = {
     "small": Network(small_layers, (16, 32, 32), 128),
+    "squint": Network(squint, (32, 64), 50),
     "nature": Network(nature, (32, 64, 64), 512),
     "resnet": Network(resnet, (16, 32, 32), 256),
     "hadamax": Network(hadamax, (32, 64, 64), 512),

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pql.config import Config, EncoderConfig
 from pql.config.groups import NetConfig, NormConfig, TrunkConfig
@@ -14,8 +15,8 @@ from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
-from pql.nets.cnn import NETWORKS, ProductBlock, Residual, Size, least_side, make_cnn
-from pql.nets.mlp import Layers, NetInput
+from pql.nets.cnn import CONVOLUTIONS, NETWORKS, ProductBlock, Residual, Size, least_side, make_cnn
+from pql.nets.mlp import Layers, NetInput, Reads
 from pql.types import Obs
 
 
@@ -58,7 +59,8 @@ class Pictures(nn.Module):
     Args:
         settings: ``channels`` are per convolution (``resnet``: per section; ``hadamax``: per block); ``features`` 0: no
             final linear layer, the output is the flattened last feature map; ``layer_norm``: before every activation,
-            but ``small`` always ends with one, ``resnet`` ignores it, and ``hadamax`` always has it.
+            but ``small`` and ``squint`` always end with one, ``resnet`` ignores it, and ``hadamax`` always has it;
+            ``size``: images are first reduced to this side, by averages over areas.
 
     Attributes:
         size: number of features.
@@ -68,7 +70,9 @@ class Pictures(nn.Module):
         super().__init__()
         self.kind = settings.kind
         self.axes, self.last = len(shape), channels_last(shape)
-        size = image_size(shape)
+        size, self.side = image_size(shape), settings.size
+        if self.side is not None:
+            size = (size[0], self.side, self.side)
         self.net = make_cnn(size, settings)
         with torch.no_grad():
             self.size: int = self.net(torch.zeros(1, *size)).shape[1]
@@ -77,6 +81,9 @@ class Pictures(nn.Module):
         lead = x.shape[: -self.axes]
         x = x.flatten(0, -self.axes - 1) if len(lead) != 1 else x
         x = x.movedim(-1, 1) if self.last else x.unsqueeze(1) if self.axes == 2 else x
+        if self.side is not None:  # in the layout of the environment, and in float32: both are faster on a CPU
+            whole = x if x.is_floating_point() else x.float()
+            x = F.adaptive_avg_pool2d(whole, self.side) * (1.0 if whole is x else 1 / 255)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         # Convolutions are fastest in channels-last layout, except on a CPU, where the large strides of the Nature
@@ -101,6 +108,11 @@ def convolvable(x: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> T
     else:
         x = x.contiguous(memory_format=layout)  # before the cast: uint8 is cheaper to move
     return x if x.is_floating_point() else x.to(dtype).mul_(1 / 255)
+
+
+def is_image(spec: ObsSpec) -> bool:
+    """Return True if a group has the shape of an image."""
+    return 2 <= len(spec.shape) <= 3
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:
@@ -135,12 +147,16 @@ def groups_of(config: Config, spec: EnvSpec, which: str) -> tuple[str, ...]:
 
 
 def _check_image(encoder: EncoderConfig, group: str, shape: tuple[int, ...]) -> None:
-    if encoder.kind != "nature":
+    kind, side = encoder.kind, min(image_size(shape)[1:])
+    if encoder.size is not None and encoder.size > side:
+        raise ConfigError("algo.encoder.size", encoder.size, f"at most {side}: {group!r} is {list(shape)}")
+    if kind not in CONVOLUTIONS:
         return
-    least = least_side(len(encoder.channels or NETWORKS["nature"].channels))
-    if min(image_size(shape)[1:]) < least:
-        allowed = f"small, resnet or hadamax: it takes images of at least {least} x {least}; {group!r} is {list(shape)}"
-        raise ConfigError("algo.encoder.kind", "nature", allowed)
+    least = least_side(kind, len(encoder.channels or NETWORKS[kind].channels))
+    if (encoder.size or side) < least:
+        known = f"{group!r} is {list(shape)}" if encoder.size is None else f"algo.encoder.size={encoder.size}"
+        allowed = f"small, resnet or hadamax: it takes images of at least {least} x {least}; {known}"
+        raise ConfigError("algo.encoder.kind", kind, allowed)
 
 
 def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
@@ -149,7 +165,12 @@ def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
     first = spec.obs[groups[0]]
     if len(groups) == 1 and len(first.shape) == 1 and first.dtype.is_floating_point:
         return None
-    return Encoder(spec.obs, groups, config.algo.encoder)
+    encoder = Encoder(spec.obs, groups, config.algo.encoder)
+    if getattr(getattr(config.algo, which), "init", "default") == "orthogonal":
+        for layer in encoder.plain_layers():
+            nn.init.orthogonal_(layer.weight)
+            nn.init.zeros_(cast(Tensor, layer.bias))
+    return encoder
 
 
 def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:
@@ -174,6 +195,12 @@ def make_layers(net: NetConfig) -> Layers:
         init=net.init,
         head=net.head,
     )
+
+
+def lend_encoder(critic: nn.Module, policy: nn.Module) -> None:
+    """Let the policy use the CNNs of ``critic``, the same modules, if it is to have none of its own."""
+    if isinstance(policy, Reads) and policy.borrows:
+        cast(Encoder, policy.encoder).pictures = cast(Encoder, critic.encoder).pictures
 
 
 # -- networks supplied by the user ------------------------------------------------------------------------------------

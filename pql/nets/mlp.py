@@ -225,9 +225,11 @@ class Reads(nn.Module):
     Attributes:
         groups: names of the observation groups that it reads.
         amp: compute matrix products in bfloat16 (parameters and outputs stay float32).
+        borrows: the encoder's weights are another network's and not trained with this one.
     """
 
     amp: bool = False
+    borrows: bool = False
     net: nn.Sequential
 
     def __init__(self, source: NetInput):
@@ -331,6 +333,7 @@ class Flat:
         statistics: [S] running statistics of all BatchNorm layers.
         sent: [P + S + 1] gradient, statistics and one extra element, averaged over processes together; empty if not
             trained.
+        borrowed: parameters that belong to another network (:class:`Reads`); not in ``data``, but published with it.
         after: methods ``after_step`` of the module and its parts, which its optimiser calls after each step.
     """
 
@@ -339,7 +342,9 @@ class Flat:
         self.after: list[Callable[[], None]] = [
             cast(Any, m).after_step for m in module.modules() if hasattr(m, "after_step")
         ]
-        parameters, buffers = list(module.parameters()), running_statistics(module)
+        self.borrowed, buffers = borrowed_parameters(module), running_statistics(module)
+        others = {id(p.requires_grad_(False)) for p in self.borrowed}
+        parameters = [p for p in module.parameters() if id(p) not in others]
         values = torch.cat([p.detach().reshape(-1) for p in parameters])
         self.data, size = nn.Parameter(values, requires_grad=trained), values.numel()
         statistics = torch.cat([values[:0], *(getattr(layer, name).reshape(-1) for layer, name in buffers)])
@@ -361,8 +366,9 @@ class Flat:
             start = stop
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that are published: parameters, and statistics if there are any."""
-        return [self.data, self.statistics] if self.statistics.numel() else [self.data]
+        """Return the tensors that are published: parameters, statistics if there are any, borrowed parameters."""
+        own = [self.data, self.statistics] if self.statistics.numel() else [self.data]
+        return [*own, *self.borrowed]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the module's state dict, under its own names."""
@@ -371,6 +377,12 @@ class Flat:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load in place: views and captured CUDA graphs stay valid."""
         self.module.load_state_dict(state)
+
+
+def borrowed_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of encoders that are lent to networks in ``module``."""
+    readers = [m for m in module.modules() if isinstance(m, Reads) and m.borrows and m.encoder is not None]
+    return [p for m in readers for p in cast(nn.Module, m.encoder).parameters()]
 
 
 def running_statistics(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -229,6 +229,9 @@ def init_from(parts: Parts, source: Path) -> None:
         if spec[what] != old[what]:
             raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
     resume = manifest["kind"] == "resume"
+    if not resume and getattr(parts.first.policy, "borrowed", []):
+        wanted = "a run with a resume point: its critics have the encoder of the policy (algo.policy.encoder=critic)"
+        raise ConfigError("init_from", source, wanted)
     saved = dict(leaves(from_dict(manifest["config"])))
     same = deciding(parts.config, resume or not reads(parts.config, "algo.policy.hidden"))
     mine = dict(leaves(parts.config))

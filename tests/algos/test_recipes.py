@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from pql.algos.registry import family_of
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.nets.encoders import lend_encoder
 from pql.nets.layers import BatchNorm, EnsembleLayerNorm, EnsembleLinear, EnsembleRMSNorm
 from pql.nets.mlp import BatchNormBlock, ResidualBlock
 from pql.types import Batch, ObsBatch
@@ -51,11 +52,12 @@ def batches(gen):
         yield Batch(obs, action, reward, discount, next_obs, one, one, torch.arange(B))
 
 
-def trainers(*words):
+def trainers(*words, spec=SPEC):
     """The config, and the V- and the P-learner's trainers in float64, each with its copy of the other's network."""
     sizes = [] if any("hidden" in word for word in words) else ["algo.critic.hidden=[7,6]", "algo.policy.hidden=[7,6]"]
     config = compose(["task=pendulum", "device=cpu", *words, *sizes])
-    policy, critic = (net.double() for net in make_networks(config, SPEC, 3))
+    policy, critic = (net.double() for net in make_networks(config, spec, 3))
+    lend_encoder(critic, policy)
     kind = family_of(config).wire.args[0]
     value = kind.value(config, copy.deepcopy(critic), copy.deepcopy(policy), CPU)
     improve = kind.improve(config, policy, critic, A, CPU)
@@ -394,3 +396,105 @@ def assert_same(ours: nn.Module, theirs: list[nn.Sequential], statistics: bool =
         for a, b in zip(*norms, strict=True):
             if statistics:
                 torch.testing.assert_close((a.mean, a.var), (b.mean, b.var), rtol=0, atol=1e-6)
+
+
+# -- Squint ------------------------------------------------------------------------------------------------------------
+
+
+class Eye(nn.Module):
+    """Squint's encoder in float64: averages over areas, two convolutions, Linear, LayerNorm, tanh."""
+
+    def __init__(self, weights, side):
+        super().__init__()
+        self.weights, self.side = nn.ParameterList([nn.Parameter(w.clone()) for w in weights]), side
+
+    def forward(self, x):
+        w = self.weights
+        x = F.interpolate(x, (self.side, self.side), mode="area")
+        x = F.relu(F.conv2d(x, w[0], w[1], stride=2))
+        x = F.relu(F.conv2d(x, w[2], w[3]))
+        x = F.linear(x.flatten(1), w[4], w[5])
+        return torch.tanh(F.layer_norm(x, x.shape[-1:], w[6], w[7]))
+
+
+def eye_of(net):
+    return Eye([p.data for p in net.encoder.parameters()], 10)
+
+
+def image_batches(gen, shape):
+    """Random batches of images in float64 without end."""
+    for batch in batches(gen):
+        obs, next_obs = ({"policy": torch.rand(B, *shape, generator=gen).double()} for _ in range(2))
+        yield batch._replace(obs=obs, next_obs=next_obs)
+
+
+def test_squint():
+    """Losses, temperature and weights over 20 updates, the policy's at every fourth one.
+
+    The critics' loss alone trains the encoder, by Adam like all else; the target networks have an average of it.
+    """
+    shape = (3, 20, 24)
+    spec = EnvSpec("made up", 8, {"policy": ObsSpec(shape)}, Box(A), CPU)
+    small = ("algo.encoder.size=10", "algo.encoder.channels=[4,6]", "algo.encoder.features=5")
+    config, value, improve = trainers("algo=squint", *small, "algo.critic.atoms=11", spec=spec)
+    algo = config.algo
+    assert (algo.gamma, algo.batch_size, algo.n_step, algo.alpha) == (0.9, 128, 1, 1)
+    eye, old = eye_of(value.state.critic.module), eye_of(value.state.target.module)
+    critics = [separate(value.state.critic.module, e) for e in range(2)]
+    targets = [separate(value.state.target.module, e) for e in range(2)]
+    actor = separate(value.inputs.policy)
+    alpha = nn.Parameter(torch.zeros(1).double())  # log(1)
+    critic_optim = torch.optim.Adam([p for net in (eye, *critics) for p in net.parameters()], 3e-4)
+    actor_optim, alpha_optim = torch.optim.Adam(actor.parameters(), 3e-4), torch.optim.Adam([alpha], 3e-4)
+    atoms = torch.linspace(-20, 20, 11).double()
+    gen, noise, theirs = (torch.Generator().manual_seed(seed) for seed in (5, 1, 1))
+    exchange(value, improve)
+    for update, batch in enumerate(itertools.islice(image_batches(gen, shape), UPDATES)):
+        metrics = value.update(value.state, value.inputs, batch, noise)
+        obs, ahead = batch.obs["policy"], batch.next_obs["policy"]
+        with torch.no_grad():
+            action, log_prob = sampled(actor, eye(ahead), theirs, -5, 2)
+            goals = [torch.empty(B, 11).double() for _ in range(2)]
+            for goal, target in zip(goals, targets, strict=True):
+                probs = F.softmax(target(torch.cat((old(ahead), action), 1)), -1)
+                for i in range(B):
+                    support = [
+                        float(batch.reward[i] + batch.discount[i] * (z - alpha.exp() * log_prob[i])) for z in atoms
+                    ]
+                    goal[i] = torch.tensor(c51_projection(support, probs[i].tolist(), atoms.tolist()))
+        x = torch.cat((eye(obs), batch.action), 1)
+        logs = [F.log_softmax(critic(x), -1) for critic in critics]
+        loss = sum(-(goal * log).sum(-1).mean() for goal, log in zip(goals, logs, strict=True))
+        critic_optim.zero_grad()
+        loss.backward()
+        critic_optim.step()
+        assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=1e-6)
+        with torch.no_grad():
+            for net, target in zip((eye, *critics), (old, *targets), strict=True):
+                for p, q in zip(net.parameters(), target.parameters(), strict=True):
+                    q += 0.01 * (p - q)
+        exchange(value, improve)
+        if update % 4 == 3:
+            part = ObsBatch(batch.obs, batch.mask, batch.weight)
+            metrics = improve.update(improve.state, improve.inputs, part, noise)
+            seen = eye(obs).detach()
+            action, log_prob = sampled(actor, seen, theirs, -5, 2)
+            x = torch.cat((seen, action), 1)
+            q = torch.stack([F.softmax(critic(x), -1) @ atoms for critic in critics]).mean(0)
+            loss = (alpha.detach().exp() * log_prob - q).mean()
+            actor_optim.zero_grad()
+            loss.backward()
+            actor_optim.step()
+            assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=1e-6)
+            alpha_optim.zero_grad()
+            (alpha * (-log_prob.detach().mean() + A)).sum().backward()  # target entropy: -A
+            alpha_optim.step()
+            exchange(value, improve)
+    assert_same(value.state.critic.module, critics)
+    assert_same(value.state.target.module, targets)
+    assert_same(improve.state.policy.module, [actor])
+    nets = (value.state.critic.module, value.state.target.module, improve.state.policy.module)
+    for net, theirs in zip(nets, (eye, old, eye), strict=True):
+        for p, q in zip(net.encoder.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.data, q.data, rtol=0, atol=1e-6)
+    assert improve.state.log_alpha().item() == pytest.approx(alpha.item(), abs=1e-6)

@@ -266,6 +266,7 @@ def test_listing(capsys):
         "reppo",
         "sac",
         "simba_sac",
+        "squint",
         "td3",
         "xqc",
     ]

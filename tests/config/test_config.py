@@ -160,7 +160,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("task.reward_scale=inf", "task.reward_scale=inf: expected a finite number"),
         ("algo.policy.hidden=[64,0]", "algo.policy.hidden=[64, 0]: expected a list of layer widths, each from 1 to"),
         ("algo.encoder.channels=[]", "algo.encoder.channels=[]: expected a list of layer widths"),
-        ("algo.encoder.kind=natur", "expected one of small, nature, resnet, hadamax (did you mean nature?)"),
+        ("algo.encoder.kind=natur", "expected one of small, squint, nature, resnet, hadamax (did you mean nature?)"),
         ("algo.policy.eps=0", "algo.policy.eps=0.0: expected a number above 0 up to 1"),
         ("graphs=maybe", "graphs=maybe: expected one of auto, on, off"),
         # devices

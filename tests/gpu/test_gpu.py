@@ -30,6 +30,7 @@ from conftest import (
     start,
     traces,
 )
+from dial import PIXELS, RECIPES
 from torch import Generator
 
 from pql.algos.registry import seeds
@@ -393,6 +394,21 @@ def test_a_tick_never_waits_for_the_device(case):
     algo, graphs = case
     parts = start(gpu_config(algo=algo, graphs=graphs))
     parts.schedule.tick()  # objects that are created on first use are created here
+    with never_waiting():
+        for _ in range(4):
+            parts.schedule.tick()
+
+
+@everywhere(RECIPES, ["squint"])
+def test_shared_encoders_and_augmented_images_are_captured(algo):
+    """The same bits as eager, in any order; no tick waits for the device."""
+    change = fit(PIXELS, {"algo": algo})
+    config = gpu_config(**change)
+    reference = run(gpu_config(**change, graphs="off"), TICKS)
+    assert differences(reference, run(config, TICKS)) == []
+    assert differences(reference, run(config, TICKS, Ordered(config, ORDERS[-1]))) == []
+    parts = start(gpu_config(**change, graphs="on"))
+    parts.schedule.tick()
     with never_waiting():
         for _ in range(4):
             parts.schedule.tick()

@@ -340,14 +340,14 @@ def test_images_too_small_for_nature_are_refused_by_name(channels, least):
         f"algo.encoder.kind=nature: expected small, resnet or hadamax: it takes images of at least {least} x {least}; "
         f"'policy' is [4, {least - 1}, {least - 1}]"
     )
-    assert least_side(len(channels or (32, 64, 64))) == least
+    assert least_side("nature", len(channels or (32, 64, 64))) == least
     for kind in ("small", "resnet", "hadamax"):
         assert groups_of(config_of(kind=kind), image_spec(least - 1), "policy") == ("policy",)
 
 
-@pytest.mark.parametrize("kind", ["nature", "hadamax"])
-def test_some_networks_have_three_layers_at_most(kind):
-    with pytest.raises(ConfigError, match=r"algo\.encoder\.channels=\[8, 8, 8, 8\]: expected three at most"):
+@pytest.mark.parametrize(("kind", "most"), [("nature", "three"), ("hadamax", "three"), ("squint", "two")])
+def test_some_networks_have_few_layers(kind, most):
+    with pytest.raises(ConfigError, match=rf"algo\.encoder\.channels=\[8, 8, 8, 8\]: expected {most} at most"):
         validate(from_dict(to_dict(config_of(kind=kind, channels=[8, 8, 8, 8]))))
 
 
@@ -356,7 +356,8 @@ def test_resnet_has_any_number_of_sections():
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("small", (3, 128)), ("nature", (3, 512)), ("resnet", (15, 256)), ("hadamax", (6, 512))]
+    ("kind", "sizes"),
+    [("small", (3, 128)), ("squint", (2, 50)), ("nature", (3, 512)), ("resnet", (15, 256)), ("hadamax", (6, 512))],
 )
 def test_each_kind_has_sizes_of_its_own_and_takes_others(kind, sizes):
     net = Pictures((4, 40, 40), EncoderConfig(kind))
@@ -364,6 +365,83 @@ def test_each_kind_has_sizes_of_its_own_and_takes_others(kind, sizes):
     other = Encoder({"x": ObsSpec((4, 40, 40), torch.uint8)}, ("x",), EncoderConfig(kind, [5, 7], 9))
     assert (other.size, layers(other, nn.Conv2d)[-1].out_channels) == (9, 7)
     assert other({"x": frames(2, 40)}).shape == (2, 9)
+
+
+# -- smaller images ---------------------------------------------------------------------------------------------------
+
+
+def averaged(x, side):
+    """Means over the pixels that each of ``side`` x ``side`` equal areas touches, position by position."""
+    y = torch.empty(*x.shape[:2], side, side, dtype=x.dtype)
+    for i in range(side):
+        for j in range(side):
+            (top, bottom), (left, right) = (
+                (k * size // side, math.ceil((k + 1) * size / side))
+                for k, size in zip((i, j), x.shape[2:], strict=True)
+            )
+            y[:, :, i, j] = x[:, :, top:bottom, left:right].mean((2, 3))
+    return y
+
+
+@pytest.mark.parametrize("shape", [(4, 84, 84), (3, 33, 20), (20, 33, 3), (16, 16)])
+def test_images_are_reduced_by_averages_over_areas(shape):
+    """Then come the layers of Squint: 4 x 4 with stride 2, 4 x 4, Linear to 50, LayerNorm, tanh."""
+    torch.manual_seed(0)
+    net = Pictures(shape, EncoderConfig("squint", size=16))
+    x = torch.randint(256, (2, *shape), dtype=torch.uint8)
+    planes = x.permute(0, 3, 1, 2) if net.last else x.view(2, -1, *shape[-2:])
+    small = averaged(planes.double() / 255, 16)
+    torch.testing.assert_close(F.interpolate(planes.double() / 255, (16, 16), mode="area"), small)
+    first, second = layers(net, nn.Conv2d)
+    assert [(c.kernel_size, c.stride, c.out_channels) for c in (first, second)] == [
+        ((4, 4), (2, 2), 32),
+        ((4, 4), (1, 1), 64),
+    ]
+    y = convolved(convolved(small, first).relu(), second).relu().flatten(1)
+    (linear,), (norm,) = layers(net, nn.Linear), layers(net, nn.LayerNorm)
+    assert tuple(linear.weight.shape) == (50, 64 * 4 * 4)
+    y = y @ linear.weight.double().T + linear.bias.double()
+    y = (y - y.mean(1, keepdim=True)) / (y.var(1, correction=0, keepdim=True) + norm.eps).sqrt()
+    torch.testing.assert_close(net(x).double(), torch.tanh(y), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["small", "nature", "resnet", "hadamax"])
+def test_every_kind_can_read_smaller_images(kind):
+    torch.manual_seed(0)
+    net, plain = (Pictures((3, side, side), EncoderConfig(kind, size=size)) for side, size in ((80, 40), (40, None)))
+    assert net.size == plain.size
+    assert [tuple(p.shape) for p in net.parameters()] == [tuple(p.shape) for p in plain.parameters()]
+    for p, q in zip(plain.parameters(), net.parameters(), strict=True):
+        p.data.copy_(q.data)
+    x = frames(2, 80)[:, :3]
+    torch.testing.assert_close(net(x), plain(averaged(x.double() / 255, 40).float()), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "side", "message"),
+    [
+        ({"size": 41}, 40, r"algo.encoder.size=41: expected at most 40: 'policy' is [4, 40, 40]"),
+        (
+            {"kind": "squint", "size": 9},
+            40,
+            "algo.encoder.kind=squint: expected small, resnet or hadamax: it takes images of at least 10 x 10; "
+            "algo.encoder.size=9",
+        ),
+        (
+            {"kind": "squint"},
+            9,
+            "algo.encoder.kind=squint: expected small, resnet or hadamax: it takes images of at least 10 x 10; "
+            "'policy' is [4, 9, 9]",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(encoder, side, message):
+    with pytest.raises(ConfigError) as caught:
+        groups_of(config_of(**encoder), image_spec(side), "policy")
+    assert str(caught.value) == message
+
+
+# -- the networks around them -----------------------------------------------------------------------------------------
 
 
 def test_without_hidden_layers_the_heads_stand_on_the_encoder():

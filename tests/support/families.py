@@ -1,5 +1,6 @@
 """Small runs of every family, as the tests of several folders use them."""
 
+import dial
 import dqn_runs
 import impala_runs
 import ppo_runs
@@ -12,6 +13,7 @@ PRIORITIES = {"alpha": 0.6, "beta": 0.4, "initial": "actor"}
 FAMILIES = {
     "pql": configured({}, {"normalize_reward": True, "n_step": 3}),
     "sac": configured({}, {"family": "sac", "normalize_reward": True, "explore": {"kind": "none"}}),
+    "squint": configured(dial.PIXELS, dial.RECIPES["squint"]),
     "rainbow": dqn_runs.config_of(dqn_runs.VARIANTS["rainbow"]),
     "ape-x": dqn_runs.config_of(dqn_runs.VARIANTS["ape-x"], {"normalize_reward": True}),
     "r2d2": r2d2_runs.config_of({"priority": PRIORITIES}, {"schedule": "concurrent"}),
