@@ -193,7 +193,6 @@ class Recorded:
         self.graph: Any = torch._C.Graph()
         self.values: dict[int, Any] = {}  # by id of a tensor
         self.inputs: list[Tensor] = []
-        self.kept: list[Any] = [tape]  # no id may be used again
         self.written: list[Any] = []  # lists with tensors that an operation changes
         for func, args, kwargs, out in tape.calls:
             self._call(func, args, kwargs, out)
@@ -201,6 +200,8 @@ class Recorded:
         self.graph.registerOutput(self._node("prim::TupleConstruct", self.written, self._tuple()))
         self.graph.lint()
         self.function = torch._C._create_function_from_graph("body", self.graph)
+        self.values.clear()  # the tape keeps all tensors, and so their ids, until here
+        self.written.clear()
 
     def replay(self) -> None:
         """Run all operations on the current contents of memory."""
@@ -274,7 +275,6 @@ class Recorded:
             value.setType(torch._C.TensorType.get())
             self.values[id(tensor)] = value
             self.inputs.append(tensor.detach())
-            self.kept.append(tensor)
         return self.values[id(tensor)]
 
 

@@ -1,7 +1,9 @@
 """Graphs on the CPU: programs give the bits of the eager body, and bodies that cannot become one stay eager."""
 
 import dataclasses
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -176,3 +178,17 @@ def test_off_means_eager():
 def test_small_runs_are_captured_by_default():
     parts = start(small_config(), Inline())
     assert all(isinstance(job.graph.graph, Recorded) for job in parts.first.jobs.values())
+
+
+def test_a_program_keeps_no_intermediate_results():
+    x = torch.ones(1000)
+    with Tape() as tape:
+        made = x * 2
+        x.add_(made)
+    alive = weakref.ref(made)
+    program = Recorded(tape)
+    del tape, made
+    gc.collect()
+    assert alive() is None
+    program.replay()
+    assert x[0].item() == 9
