@@ -178,7 +178,13 @@ def test_a_failed_trial_is_recorded_and_the_sweep_goes_on(tmp_path, capsys):
 
 def test_where_every_trial_fails_the_status_is_1(tmp_path, capsys):
     """Among them settings that cannot stand together: no process is started for those."""
-    words = ["algo.batch_size=choice(7)", "algo.explore.low=0.5", "algo.explore.high=choice(0.6,0.4,0.7)", "trials=4"]
+    words = [
+        "algo=pql",
+        "algo.batch_size=choice(7)",
+        "algo.explore.low=0.5",
+        "algo.explore.high=choice(0.6,0.4,0.7)",
+        "trials=4",
+    ]
     assert search(tmp_path, *words) == 1
     why = {row["why"] for row in found(tmp_path)}
     assert why == {
