@@ -4,7 +4,6 @@ PQL is DDPG under the ``Concurrent`` schedule; TD3 (smoothing, twin critics, del
 Sources: Lillicrap et al. 2016 (DDPG), Fujimoto et al. 2018 (TD3), Bellemare et al. 2017 (C51), Li et al. 2023 (PQL).
 """
 
-import copy
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,25 +11,32 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.critics import CriticState, critic_step, loss_share, value_state
-from pql.algos.off_policy import OffPolicy, Tensors, Trainer, make_adam, make_atoms, make_deterministic_policy
+from pql.algos.off_policy import (
+    AveragedState,
+    OffPolicy,
+    Tensors,
+    Trainer,
+    make_adam,
+    make_atoms,
+    make_deterministic_policy,
+    make_follower,
+)
 from pql.collect.actors import Noise
 from pql.config import Config, DdpgConfig
 from pql.config.families import own
 from pql.contract.env import EnvSpec
 from pql.engine.optim import AdamW, polyak
-from pql.engine.worker import State
 from pql.errors import ConfigError
-from pql.nets.encoders import Outputs, lend_encoder, squashes
+from pql.nets.encoders import Outputs, squashes
 from pql.nets.layers import batch_statistics
 from pql.nets.mlp import Critic, DeterministicPolicy, Flat
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
 
-@dataclass
-class PolicyState(State):
+@dataclass(kw_only=True)
+class PolicyState(AveragedState):
     """State of the P-learner. ``target`` is None if critic targets use the policy itself (PQL)."""
 
-    policy: Flat
     target: Flat | None
     optimizer: AdamW
     tau: float
@@ -81,6 +87,7 @@ def ddpg_policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch
     norm = state.optimizer.step(mask=batch.mask)
     if state.target is not None:
         polyak(state.target, state.policy, state.tau)
+    state.update_average()
     return {"loss/policy": loss.detach(), "grad_norm/policy": norm}
 
 
@@ -138,11 +145,16 @@ def ddpg_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size:
     owns: Tensors = {"policy": flat.tensors()}
     target = None
     if net.target:
-        follower = copy.deepcopy(policy)
-        lend_encoder(critic, follower)
-        target = Flat(follower)
+        target = make_follower(policy, critic)
         owns["target_policy"] = target.tensors()
-    state = PolicyState(flat, target, optimizer, net.tau, net.reduce, net.saturation_penalty)
+    state = PolicyState(
+        policy=flat,
+        target=target,
+        optimizer=optimizer,
+        tau=net.tau,
+        reduce=net.reduce,
+        saturation_penalty=net.saturation_penalty,
+    )
     return Trainer(state, ddpg_policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
 
 

@@ -34,7 +34,7 @@ from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
-from pql.engine.optim import AdamW, LrSchedule
+from pql.engine.optim import AdamW, LrSchedule, polyak
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
@@ -76,6 +76,25 @@ class Trainer:
     inputs: Any
     pulls: Tensors = field(default_factory=dict)
     owns: Tensors = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class AveragedState(State):
+    """A P-learner's policy and its running average, where ``algo.policy.average`` is set (Polyak & Juditsky 1992)."""
+
+    policy: Flat
+    average: Flat | None = None
+    average_weight: float = 0.0
+
+    def update_average(self) -> None:
+        """Move the average towards the policy."""
+        if self.average is not None:
+            polyak(self.average, self.policy, self.average_weight)
+
+    @property
+    def evaluated(self) -> Flat:
+        """The policy that is evaluated, saved and exported: the average, if there is one."""
+        return self.policy if self.average is None else self.average
 
 
 @dataclass(frozen=True)
@@ -165,7 +184,8 @@ def wire_off_policy(kind: OffPolicy, setup: Setup) -> Wiring:
     cursor, learner = roles["v"].cursor, roles["p"].learner
     assert cursor is not None
     assert learner is not None
-    return Wiring(collector, roles, learner.state.policy, {"replay/bootstrap_lost": cursor.lost})  # type: ignore[attr-defined]
+    policy = cast(AveragedState, learner.state).evaluated
+    return Wiring(collector, roles, policy, {"replay/bootstrap_lost": cursor.lost})
 
 
 def critic_role(
@@ -190,9 +210,19 @@ def policy_role(
     policy, critic = private(policy, algo, device), private(critic, algo, device)
     lend_encoder(critic, policy)
     trainer = kind.improve(config, policy, critic, size, device)
+    if algo.policy.average is not None:
+        state = cast(AveragedState, trainer.state)
+        state.average, state.average_weight = make_follower(policy, critic), algo.policy.average
     draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
     learner = Learner("p", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("p"))
     return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
+
+
+def make_follower(policy: nn.Module, critic: Critic) -> Flat:
+    """Return a copy of a policy that follows it by Polyak averaging; it shares an encoder that the critic has."""
+    follower = copy.deepcopy(policy)
+    lend_encoder(critic, follower)
+    return Flat(follower)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 from pql.algos.critics import CriticState, critic_step, loss_share, value_state
 from pql.algos.ddpg import PolicyInputs, ValueInputs, ensemble_value
 from pql.algos.off_policy import (
+    AveragedState,
     OffPolicy,
     Tensors,
     Trainer,
@@ -90,10 +91,9 @@ class SacCriticState(TemperatureState, CriticState):
 
 
 @dataclass(kw_only=True)
-class SacPolicyState(TemperatureState):
+class SacPolicyState(TemperatureState, AveragedState):
     """State of SAC's P-learner, with the temperature unless the V-learner has it."""
 
-    policy: Flat
     optimizer: AdamW
     reduce: str = "min"
 
@@ -124,6 +124,7 @@ def sac_policy_update(state: SacPolicyState, inputs: SacPolicyInputs, batch: Obs
     state.optimizer.zero_grad()
     loss.backward()
     norm = state.optimizer.step(mask=batch.mask)
+    state.update_average()
     entropy = -(share * log_prob.detach()).sum()
     state.temper(entropy, action.shape[-1], batch.mask)
     return {

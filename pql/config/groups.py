@@ -259,6 +259,13 @@ class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, TrunkConfig):
         when="net=null",
         weights="policy",
     )
+    average: float | None = setting(
+        None,
+        "Weight of the policy in an update of its running average (Polyak averaging), which is evaluated, saved and "
+        "exported in its place; null: no average.",
+        above=0,
+        high=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -204,8 +204,9 @@ def _policy_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) 
     """Return the policy's tensors of a policy checkpoint or resume point, by their names in a policy checkpoint."""
     if manifest["kind"] == "policy":
         return dict(tensors)
-    homes = {"policy/": r"learners/[^/]+/state/(?:policy|q)/", "norm/": "collector/normalizer/"}
-    found = ((new, re.match(old, k), k, t) for k, t in tensors.items() for new, old in homes.items())
+    state = r"learners/[^/]+/state/"
+    homes = {rf"{state}(?:policy|q)/": "policy/", rf"{state}average/": "policy/", "collector/normalizer/": "norm/"}
+    found = ((new, re.match(old, k), k, t) for old, new in homes.items() for k, t in tensors.items())  # averages last
     return {new + k[match.end() :]: t for new, match, k, t in found if match}
 
 
@@ -246,7 +247,7 @@ def init_from(parts: Parts, source: Path) -> None:
             prefix = f"learners/{worker}/state/{name}"
             if any(k.startswith(f"{prefix}/") for k in tensors):
                 flat.load_state_dict(checkpoint.unflatten(tensors, flat.state_dict(), prefix))
-            elif name == "target" and parts.first.policy in networks.values():  # of the acting network
+            elif name in ("policy", "target") and parts.first.policy in networks.values():  # of the evaluated network
                 flat.load_state_dict(policy)
     norm = parts.first.collector.normalizer.state_dict()
     prefix = "collector/normalizer" if resume else "norm"

@@ -70,7 +70,8 @@ def policy_inputs(atoms=None, kind=ddpg.PolicyInputs):
 
 def policy_state(reduce="min", **kwargs):
     flat = Flat(policy(2), trained=True)
-    return ddpg.PolicyState(flat, Flat(policy(4)), AdamW(flat, **OPTIMIZER), TAU, reduce, **kwargs)
+    adam = AdamW(flat, **OPTIMIZER)
+    return ddpg.PolicyState(policy=flat, target=Flat(policy(4)), optimizer=adam, tau=TAU, reduce=reduce, **kwargs)
 
 
 def sac_policy_state(target_entropy=-2.0, auto=True):
@@ -364,6 +365,22 @@ def test_ddpg_policy_update(reduce, atoms):
     metrics = ddpg.ddpg_policy_update(state, inputs, batch, generator())
     moved = check_step(state.policy, metrics, "policy", plain, loss)
     check_polyak(state.target, target.values(), moved)
+
+
+@pytest.mark.parametrize("kind", ["ddpg", "sac"])
+def test_the_average_follows_the_updated_policy(kind):
+    """theta' <- (1 - w) theta' + w theta after each update; the average, not the policy, is evaluated."""
+    network = ddpg.DeterministicPolicy if kind == "ddpg" else GaussianPolicy
+    state = policy_state() if kind == "ddpg" else sac_policy_state()
+    assert state.evaluated is state.policy
+    state.average, state.average_weight = Flat(policy(5, network)), TAU
+    assert state.evaluated is state.average
+    inputs = policy_inputs() if kind == "ddpg" else policy_inputs(kind=sac.SacPolicyInputs)
+    update = ddpg.ddpg_policy_update if kind == "ddpg" else sac.sac_policy_update
+    for _ in range(3):
+        before = state.average.data.tolist()
+        update(state, inputs, obs_part(make_batch()), generator())
+        check_polyak(state.average, before, state.policy.data.tolist())
 
 
 def test_a_penalty_on_what_the_tanh_takes():

@@ -64,6 +64,7 @@ RECIPE = (
     "algo.critic.subset=1",
     "algo.policy.trunk=residual",
     "algo.policy.norm=rms",
+    "algo.policy.average=0.01",
 )
 
 
@@ -91,6 +92,25 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, task, alg
     assert [facts_a["counters"][k] for k in counters] == [facts_b["counters"][k] for k in counters]
     assert second.updates_v == 34 * (config.algo.v_per_step)
     assert second.seconds > first.seconds
+
+
+@pytest.mark.parametrize("algo", ["pql", "sac"])
+def test_the_average_of_the_policy_is_the_policy_that_is_saved(tmp_path, algo):
+    """In policy checkpoints and resume points; a new run from either starts both networks with it, or has both."""
+    setting = (*TASKS["lqr"], f"algo={algo}", "algo.policy.average=0.2", f"budget.env_steps={16 * 25}")
+    run(*words(tmp_path / "run", *setting))
+    tensors, _ = checkpoint.load(points(tmp_path / "run")[-1])
+    for path in (tmp_path / "run", points(tmp_path / "run")[-1]):
+        for name, saved in load_policy(path).state_dict()["policy"].items():
+            assert torch.equal(saved, tensors[f"learners/p/state/average/{name}"])
+            assert not torch.equal(saved, tensors[f"learners/p/state/policy/{name}"])
+    for source, equal in ((tmp_path / "run", False), (tmp_path / "run" / "checkpoints" / "last", True)):
+        again = Session(compose(words(tmp_path / f"again{equal}", *setting, f"init_from={source}")), quiet=True)
+        state = again.parts.first.learners["p"].state
+        for name, average in state.average.state_dict().items():
+            assert torch.equal(average, tensors[f"learners/p/state/average/{name}"])
+        assert torch.equal(state.average.data, state.policy.data) is equal
+        again.closing.close()
 
 
 @pytest.mark.fault

@@ -11,7 +11,7 @@ from test_pqn import BASE as PQN
 
 PRIORITIES = {"alpha": 0.6, "beta": 0.4, "initial": "actor"}
 FAMILIES = {
-    "pql": configured({}, {"normalize_reward": True, "n_step": 3}),
+    "pql": configured({}, {"normalize_reward": True, "n_step": 3, "policy": {"average": 0.01}}),
     "sac": configured({}, {"family": "sac", "normalize_reward": True, "explore": {"kind": "none"}}),
     "squint": configured(dial.PIXELS, dial.RECIPES["squint"]),
     "rainbow": dqn_runs.config_of(dqn_runs.VARIANTS["rainbow"]),
