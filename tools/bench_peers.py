@@ -2,8 +2,8 @@
 
 Every (contender, task, seed) is one process; processes run one after the other, each with all cores, for the same
 training time (``--seconds``) or the same number of env steps (``--steps``) on the same batched environments. With
-``--by-steps``, for machines with other load, the time is converted to env steps first: three short runs of every
-contender on every task, in turn, give its median rate, and a run makes the env steps of its training time at that rate.
+``--by-steps``, for machines with other load, the time is converted to env steps first: short runs of every contender on
+every task, in turn (``--rate-runs``, three), give its median rate, and a run makes the env steps of its time at that rate.
 Its result then depends only on the seed and the number of steps, so only the short runs need an idle machine. (skrl's
 own sampling slows down as its replay fills; it then gets more steps than its time allows.)
 
@@ -212,13 +212,13 @@ def rate_of(run: Run) -> Rate:
 
 
 def rates_of(book: "Book", jobs: Sequence[Job]) -> dict[tuple[str, str], Rate]:
-    """Return (contender, task) -> the median rate of ``RATE_RUNS`` short runs, made in turn.
+    """Return (contender, task) -> the median rate of ``--rate-runs`` short runs, made in turn.
 
     A pair whose short runs failed is left out.
     """
     pairs = {(j.contender, j.task): j for j in jobs}
     rates: dict[tuple[str, str], list[Rate]] = {pair: [] for pair in pairs}
-    for turn, (pair, job) in itertools.product(range(RATE_RUNS), pairs.items()):
+    for turn, (pair, job) in itertools.product(range(book.rate_runs), pairs.items()):
         budget = Budget(book.rate_seconds * (2 if job.points > 1 else 1))
         short = job._replace(kind="rate", seed=turn, budget=budget, points=RATE_POINTS if job.points > 1 else 1)
         run, _ = book.get(short, RATE_EPISODES)
@@ -226,8 +226,10 @@ def rates_of(book: "Book", jobs: Sequence[Job]) -> dict[tuple[str, str], Rate]:
             rates[pair].append(rate_of(run))
     found = {}
     for pair, all_rates in rates.items():
-        if len(all_rates) == RATE_RUNS:
-            found[pair] = sorted(all_rates, key=lambda rate: rate.steps(pairs[pair].budget.seconds))[RATE_RUNS // 2]
+        if len(all_rates) == book.rate_runs:
+            found[pair] = sorted(all_rates, key=lambda rate: rate.steps(pairs[pair].budget.seconds))[
+                book.rate_runs // 2
+            ]
             print(f"{pair[0]} {pair[1]}: {found[pair].slope:,.0f} env steps/s")
     return found
 
@@ -243,7 +245,7 @@ class Book:
     def __init__(self, path: Path | None, args: argparse.Namespace):
         self.path, self.only_stored = path, args.table
         self.measure = measure if args.smoke else partial(measure_apart, python=args.python)
-        self.rate_seconds = args.seconds if args.smoke else RATE_SECONDS
+        self.rate_seconds, self.rate_runs = args.seconds if args.smoke else RATE_SECONDS, args.rate_runs
         self.runs = {tuple({"points": 1, **run}[k] for k in FACTS): run for run in stored(path)}
 
     def get(self, job: Job, episodes: int) -> tuple[Run | None, bool]:
@@ -290,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240, help="training time of every run")
     parser.add_argument("--by-steps", action="store_true", help="measure rates first, then train for that many steps")
+    parser.add_argument("--rate-runs", type=int, default=RATE_RUNS, help="short runs per contender and task")
     parser.add_argument("--tasks", nargs="+", default=["halfcheetah", "hopper", "walker2d"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--contenders", nargs="+", default=["on-policy"], help="names, or on-policy or off-policy")
