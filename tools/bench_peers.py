@@ -3,7 +3,7 @@
 Every (contender, task, seed) is one process; processes run one after the other, each with all cores, for the same
 training time (``--seconds``) or the same number of env steps (``--steps``) on the same batched environments. With
 ``--by-steps``, for machines with other load, the time is converted to env steps first: short runs of every contender on
-every task, in turn (``--rate-runs``, three), give its median rate, and a run makes the env steps of its time at that rate.
+every task, in turn (``--rate-runs``), give its median rate, and a run makes the env steps of its time at that rate.
 Its result then depends only on the seed and the number of steps, so only the short runs need an idle machine. (skrl's
 own sampling slows down as its replay fills; it then gets more steps than its time allows.)
 
