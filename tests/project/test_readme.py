@@ -9,7 +9,8 @@ import pql
 from pql.cli.main import COMMANDS
 from pql.config.layers import Presets
 
-TEXT = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
@@ -53,11 +54,12 @@ def test_the_three_calls_work(tmp_path):
     assert float(action.abs().max()) <= 1
 
 
-def test_every_preset_and_command_is_in_the_readme():
+def test_every_preset_and_command_is_documented():
+    algorithms, tasks = ((ROOT / "docs" / page).read_text() for page in ("algorithms.md", "tasks/README.md"))
     for algo in Presets().names("algo"):
-        assert f"`{algo}`" in TEXT
+        assert f"`{algo}`" in algorithms
     for task in Presets().names("task"):
-        assert re.search(rf"`[^`]*\b{task}\b", TEXT), task
+        assert re.search(rf"`[^`]*\b{task}\b", tasks), task
     for command in COMMANDS:
         assert f"pql {command}" in TEXT
 
