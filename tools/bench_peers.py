@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 import _bench
 from _course import Act, Budget, Course, Point, Settings
 from _peers import CONTENDERS, GROUPS, contender
+from _peers_picture import draw
 from _peers_report import curve_tables, rows_of, tables
 
 import pql
@@ -303,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="print the table of the finished runs; run nothing")
     parser.add_argument("--smoke", action="store_true", help="tiny and in this process, to test the script itself")
     parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--pictures", metavar="DIR", help="with --points: curves by seconds and env steps (matplotlib)")
     parser.add_argument("--steps", type=int, help="env steps of every run, instead of --seconds")
     parser.add_argument("--kind", default="run", help="of a run, with --one")
     parser.add_argument("--one", nargs=3, metavar=("CONTENDER", "TASK", "SEED"), help="one run, printed as JSON")
@@ -322,6 +324,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(tables(rows))
         if args.points > 1:
             print(f"\n{curve_tables(runs)}\n")
+            if args.pictures:
+                for axis in ("seconds", "env_steps"):
+                    draw(runs, axis, Path(args.pictures) / f"{axis}.png")
         _bench.report(rows, args.json)
     return 1 if failed or not runs else 0
 

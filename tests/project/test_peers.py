@@ -267,6 +267,24 @@ def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report)
     assert report.curve_tables([{"task": "hopper", "contender": "pql:sac", "budget": 1.0}]) == ""
 
 
+def test_a_picture_shows_the_median_and_the_range_as_far_as_all_seeds_have_come(tool, tmp_path):  # noqa: F811
+    picture = tool("_peers_picture")
+
+    def run(seed, ends, returns):
+        curve = [{"seconds": x, "env_steps": 10 * x, "return_mean": y} for x, y in zip(ends, returns, strict=True)]
+        return run_of("pql:pql2", "walker2d", seed, returns[-1]) | {"curve": curve}
+
+    runs = [run(0, (10, 20), (0, 100)), run(1, (5, 25), (30, 30)), run(2, (10, 20), (50, 250))]
+    grid, (low, middle, high) = picture.band(runs, "seconds")
+    assert (grid[0], grid[-1]) == (10, 20)
+    assert (low[0], middle[0], high[0]) == (0, 30, 50)
+    assert (low[-1], middle[-1], high[-1]) == (30, 100, 250)
+    assert high[100] == pytest.approx(np.interp(grid[100], (10, 20), (50, 250)))
+    pytest.importorskip("matplotlib")
+    picture.draw([*runs, *({**r, "task": "hopper"} for r in runs)], "env_steps", tmp_path / "new" / "steps.png")
+    assert (tmp_path / "new" / "steps.png").stat().st_size > 10_000
+
+
 def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp_path, capsys):
     pytest.importorskip("rsl_rl")
     path = tmp_path / "runs.jsonl"
