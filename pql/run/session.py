@@ -23,6 +23,7 @@ from pql.run.evaluation import Evaluation, EvaluationReport, Evaluator, StoppedE
 from pql.run.flight_recorder import dumping
 from pql.run.guard import FrozenPolicy, NonFiniteMonitor
 from pql.run.log import sinks as log
+from pql.run.log.closing import closing_words
 from pql.run.log.console import Console, announced
 from pql.run.policy import check_finite, fresh_policy, init_from, snapshot
 from pql.run.ranks import Ranks
@@ -525,7 +526,7 @@ class Session:
         seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
         kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
         code = names_foreign_code(self.config)
-        self.say(log.closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, kept, code))
+        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, kept, code))
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")

@@ -12,6 +12,7 @@ import time
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from run_files import points, rows, words
@@ -19,8 +20,9 @@ from run_files import points, rows, words
 from pql.config import BudgetConfig
 from pql.config.compose import compose
 from pql.errors import ConfigError, PqlWarning
+from pql.run.log import loggers, wandb_feed
 from pql.run.log import sinks as log
-from pql.run.log import wandb_feed
+from pql.run.log.closing import closing_words
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store.run_dir import Summary
@@ -46,22 +48,22 @@ ROW = {
 def test_closing_words_name_the_worker_that_bounds_the_tick():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "runs/x/checkpoints/last")
     busy = {"collector": 5.0, "v": 9.0, "p": 1.0}
-    text = log.closing_words(summary, busy, 10.0, 300, BudgetConfig(seconds=50.0, env_steps=20_000))
+    text = closing_words(summary, busy, 10.0, 300, BudgetConfig(seconds=50.0, env_steps=20_000))
     assert "done: return -1.2 (IQM -1.5) over 16 episodes" in text
     assert "the tick is bounded by v (busy: collector 50%, v 90%, p 10%): a smaller critic or batch" in text
     assert "pql resume runs/x budget.seconds=100 budget.env_steps=40000" in text
     assert max(map(len, text.splitlines())) <= 100
     full = dataclasses.replace(summary, return_median=-1.0, length_mean=12.0, success=0.25)
-    text = log.closing_words(summary, busy, 10.0, 300, BudgetConfig(seconds=50.0), code=True)
+    text = closing_words(summary, busy, 10.0, 300, BudgetConfig(seconds=50.0), code=True)
     assert [line.endswith(" --trust") for line in text.splitlines()[-2:]] == [True, True]
-    text = log.closing_words(full, busy, 10.0, 300, BudgetConfig(seconds=50.0))
+    text = closing_words(full, busy, 10.0, 300, BudgetConfig(seconds=50.0))
     assert "done: return -1.2 (median -1.0, IQM -1.5), success 25% over 16 episodes of 12.0 steps" in text
     stopped = Summary("runs/x", None, None, 0, 50.0, 20_000, 2_400, 1_200, "c", interrupted=True)
-    text = log.closing_words(stopped, busy, 10.0, 300, BudgetConfig(seconds=500.0))
+    text = closing_words(stopped, busy, 10.0, 300, BudgetConfig(seconds=500.0))
     assert text.startswith("interrupted, saved: not evaluated")
     assert text.endswith("pql resume runs/x")
     spaced = dataclasses.replace(stopped, run_dir="my runs/x")
-    text = log.closing_words(spaced, busy, 10.0, 300, BudgetConfig(seconds=5.0))
+    text = closing_words(spaced, busy, 10.0, 300, BudgetConfig(seconds=5.0))
     assert text.endswith("next: pql eval 'my runs/x'\n      pql resume 'my runs/x'")  # to be pasted as it stands
 
 
@@ -77,7 +79,7 @@ def test_closing_words_name_the_worker_that_bounds_the_tick():
 )
 def test_the_next_command_has_no_budget_below_the_runs_own(budget, words):
     summary = Summary("runs/x", None, None, 0, 3.0, 2048, 24, 12, "c")
-    assert log.closing_words(summary, {"v": 1.0}, 3.0, 5, budget).endswith(f"pql resume runs/x{words}")
+    assert closing_words(summary, {"v": 1.0}, 3.0, 5, budget).endswith(f"pql resume runs/x{words}")
 
 
 def test_no_command_is_named_that_would_find_nothing():
@@ -85,7 +87,7 @@ def test_no_command_is_named_that_would_find_nothing():
     stopped, budget = dataclasses.replace(summary, interrupted=True), BudgetConfig()
 
     def end(policy, point, summary=summary):
-        text = log.closing_words(summary, {"v": 1.0}, 3.0, 5, budget, (policy, point))
+        text = closing_words(summary, {"v": 1.0}, 3.0, 5, budget, (policy, point))
         return text.splitlines()[0], text[text.index("run: ") :].splitlines()[1:]
 
     policy, evaluate, resume = "policy: runs/x/checkpoints/last", "next: pql eval runs/x", "pql resume runs/x"
@@ -97,12 +99,12 @@ def test_no_command_is_named_that_would_find_nothing():
 
 def test_a_sitting_without_a_tick_names_no_worker():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "c")
-    text = log.closing_words(summary, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
+    text = closing_words(summary, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
     assert "bounded" not in text
     assert "nothing was learned in this sitting: the budget of the run was already used up" in text
     assert text.endswith("pql resume runs/x budget.seconds=100")
     cut = dataclasses.replace(summary, updates_v=0, updates_p=0)
-    text = log.closing_words(cut, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
+    text = closing_words(cut, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
     assert "nothing was learned in this sitting: it ended before the first tick" in text
 
 
@@ -162,6 +164,33 @@ def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):
         assert sorted((e.step, e.value) for e in events.Scalars(key)) == want, key
 
 
+def test_tensorboard_shows_a_video_as_a_small_gif(tmp_path):
+    pytest.importorskip("tensorboard")
+    imageio, image = pytest.importorskip("imageio.v2"), pytest.importorskip("PIL.Image")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    film = tmp_path / "film.mp4"
+    with imageio.get_writer(film, fps=30, macro_block_size=2) as video:
+        for i in range(45):  # 1.5 s, from black to white
+            video.append_data(np.full((48, 640, 3), i * 5, np.uint8))
+    sink = loggers.TensorBoard(tmp_path / "tensorboard")
+    sink.video(film, 640)
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (found,) = events.Images("eval/video")
+    gif = image.open(io.BytesIO(found.encoded_image_string))
+    assert (found.step, found.width, found.height) == (640, 320, 24)
+    assert (gif.size, gif.n_frames, gif.info["duration"]) == ((320, 24), 23, 60)  # GIFs count hundredths of seconds
+    gif.seek(22)
+    assert abs(np.asarray(gif.convert("L")).mean() - 220) < 8
+    bad = tmp_path / "bad.mp4"
+    bad.write_bytes(b"nothing")
+    sink = loggers.TensorBoard(tmp_path / "tensorboard")
+    sink.video(bad, 650)
+    with pytest.warns(PqlWarning, match="TensorBoard lacks a video: "):
+        sink.close()
+
+
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_a_logger_that_is_not_installed_is_refused_at_once(tmp_path, monkeypatch, kind):
     monkeypatch.delitem(sys.modules, kind, raising=False)
@@ -218,12 +247,20 @@ def note(what, value):
 class Settings:
     def __init__(self, **options):
         self.__dict__ = options
+class Video:
+    def __init__(self, path, format):
+        if not os.path.exists(path):
+            raise ValueError("no such file")
+        self.shown = [path, format]
 class Run:
     dir = path + "/files"
     def define_metric(self, name, step_metric):
         note("metric", [name, step_metric])
     def log(self, row):  # no step: wandb drops rows whose step is below the last one's
-        note("log", row)
+        if "eval/video" in row:
+            note("video", [*row["eval/video"].shown, row["steps/env"]])
+        else:
+            note("log", row)
     def finish(self):
         note("finish", None)
 def init(settings, **options):
@@ -259,7 +296,7 @@ def a_log(folder, count: int = 3) -> list[dict[str, float]]:
 
 def test_wandb_is_offline_and_gets_every_row_once(tmp_path, fake, monkeypatch, capsys):
     """Also those of a second sitting."""
-    monkeypatch.setattr(log, "PATIENCE", 60)
+    monkeypatch.setattr(loggers, "PATIENCE", 60)
     folder = tmp_path / "run"
     Session(compose(words(folder, "logger=wandb", "eval.final=true", "seed=4"))).train()
     (asked,) = fake("init")
@@ -274,12 +311,28 @@ def test_wandb_is_offline_and_gets_every_row_once(tmp_path, fake, monkeypatch, c
     assert rows(folder)[-1]["steps/env"] == 640
 
 
+def test_wandb_gets_the_videos_of_a_run(tmp_path, fake):
+    a_log(tmp_path / "run")
+    film = tmp_path / "run" / "film.mp4"
+    film.write_bytes(b"mp4")
+    sink = loggers.Wandb(tmp_path / "run", "pql", "offline", {}, patience=60)
+    both = log.Sinks([sink, types.SimpleNamespace(write=print, close=lambda: None)])  # one that shows no videos
+    both.video(film, 640)
+    both.video(tmp_path / "deleted.mp4", 650)
+    both.video(film, 660)
+    both.close()
+    assert fake("video") == [[str(film), "mp4", 640], [str(film), "mp4", 660]]
+    assert len(fake("log")) == 3
+    both.video(film, 670)  # after its end: nothing happens
+    assert not both.failed
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("stage", ["init", "log", "finish"])
 def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, stage):
     monkeypatch.setenv("WANDB_FAKE", f"{tmp_path / 'notes'}:{stage}")
     a_log(tmp_path / "run")
-    sink = log.Wandb(tmp_path / "run", "pql", "offline", {}, patience=60)
+    sink = loggers.Wandb(tmp_path / "run", "pql", "offline", {}, patience=60)
     with pytest.warns(PqlWarning, match=r"wandb stopped: ConnectionError: no server; the run is not affected") as told:
         sink.close()
     assert len(told) == 1
@@ -292,7 +345,7 @@ def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, s
 @pytest.mark.fault
 def test_wandb_that_dies_is_told_of_while_the_run_goes_on(tmp_path):
     a_log(tmp_path / "run")
-    sink = log.Wandb(tmp_path / "run", "pql", "offline", {})
+    sink = loggers.Wandb(tmp_path / "run", "pql", "offline", {})
     sink.process.kill()
     sink.process.wait()
     with pytest.warns(PqlWarning, match="wandb's process died; the run is not affected. .* wandb sync .*latest-run"):
@@ -304,10 +357,10 @@ def test_wandb_that_dies_is_told_of_while_the_run_goes_on(tmp_path):
 @pytest.mark.fault
 def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, fake, monkeypatch):
     monkeypatch.setenv("WANDB_FAKE", f"{tmp_path / 'notes'}:hanginit")
-    monkeypatch.setattr(log, "PATIENCE", 0.3)
+    monkeypatch.setattr(loggers, "PATIENCE", 0.3)
     start = time.perf_counter()
     session = Session(compose(words(tmp_path / "run", "logger=wandb")), quiet=True)
-    sink = next(s for s in session.sinks.sinks if isinstance(s, log.Wandb))
+    sink = next(s for s in session.sinks.sinks if isinstance(s, loggers.Wandb))
     for _ in range(1000):
         sink.write(ROW)
     assert time.perf_counter() - start < 5
@@ -388,7 +441,7 @@ def history(path) -> list[dict[str, float]]:
 def test_the_real_wandb_without_a_server_loses_nothing(tmp_path, monkeypatch):
     """Online, but the server cannot be reached: offline data of every row, and the run as without it."""
     pytest.importorskip("wandb")
-    monkeypatch.setattr(log, "PATIENCE", 120)  # a busy machine
+    monkeypatch.setattr(loggers, "PATIENCE", 120)  # a busy machine
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     config = compose(words(tmp_path, "logger=wandb", "logger.mode=online", "eval.final=true"))

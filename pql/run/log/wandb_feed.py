@@ -1,13 +1,15 @@
 """Process that feeds wandb from a run's metrics.jsonl: ``python -m pql.run.log.wandb_feed OPTIONS``.
 
 The run does not wait if wandb waits for a server, hangs or crashes. Data are written to disk first; if the server
-cannot be reached, ``wandb sync`` uploads all of them later. At its end the run closes this process's standard input and
-reads one line of JSON from its output: the directory of the data, and the error if there was one.
+cannot be reached, ``wandb sync`` uploads all of them later. Standard input has one line of JSON for each video: its
+path and env steps. At its end the run closes it and reads one line of JSON from the output: the directory of the data,
+and the error if there was one.
 """
 
 import contextlib
 import json
 import os
+import queue
 import sys
 import threading
 import time
@@ -24,21 +26,25 @@ INIT = 5.0  # limit for the start of an online run
 GRACE = 4.0  # limit for the end of a run while the server cannot be reached
 LIMIT = 120.0  # limit for this process after the end of its run
 
+Videos = queue.SimpleQueue[tuple[str, int]]
+
 
 def main(argv: list[str]) -> int:
-    """Begin a wandb run, log every row until standard input ends, and end it. ``argv[0]``: see ``log.Wandb``."""
+    """Begin a wandb run, log every row until standard input ends, and end it. ``argv[0]``: see ``loggers.Wandb``."""
     options = json.loads(argv[0])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep the output of libraries out of the pipe to the run
     with contextlib.suppress(OSError):
         os.nice(10)
     verdict = {"dir": options["folder"], "mode": options["mode"], "why": ""}
-    ended = threading.Event()
-    threading.Thread(target=wait_for_end, args=(ended,), daemon=True).start()
+    ended, videos = threading.Event(), Videos()
+    threading.Thread(target=wait_for_end, args=(ended, videos), daemon=True).start()
     try:
         run = begin(options, verdict)
         for row in rows(Path(options["metrics"]), options["offset"], ended):
             run.log(row)
+            log_videos(run, options["video"], videos)
+        log_videos(run, options["video"], videos)
         finish(run, verdict, out)
     except Exception as error:
         verdict["why"] = f"wandb stopped: {type(error).__name__}: {error}"
@@ -46,8 +52,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def wait_for_end(ended: threading.Event) -> None:
-    sys.stdin.buffer.read()
+def wait_for_end(ended: threading.Event, videos: Videos) -> None:
+    for line in sys.stdin.buffer:
+        videos.put(json.loads(line))
     ended.set()
     time.sleep(LIMIT)
     os._exit(1)
@@ -96,6 +103,16 @@ def rows(path: Path, offset: int, ended: threading.Event) -> Iterator[dict[str, 
             if last:
                 return
             ended.wait(POLL)
+
+
+def log_videos(run: Any, key: str, videos: Videos) -> None:
+    """Log the videos that have been named since the last call."""
+    import wandb
+
+    while not videos.empty():
+        path, step = videos.get()
+        with contextlib.suppress(OSError, ValueError):  # a file that was deleted
+            run.log({key: wandb.Video(path, format="mp4"), "steps/env": step})
 
 
 def finish(run: Any, verdict: dict[str, str], out: TextIO) -> None:

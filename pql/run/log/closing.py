@@ -1,0 +1,88 @@
+"""Last lines of a run on the console: result, bottleneck and the commands to use next."""
+
+import math
+import shlex
+import textwrap
+
+from pql.config import BudgetConfig
+from pql.run.log.console import WIDTH, Row
+from pql.run.store.run_dir import Summary
+
+ADVICE = {
+    "collector": "fewer environments or a faster simulator would speed it up; more updates per step would be free",
+    "v": "a smaller critic or batch, fewer updates per step or more threads for v would speed it up",
+    "p": "a smaller policy or batch, or fewer policy updates per critic update would speed it up",
+    "learner": "smaller networks, fewer epochs or more threads for v would speed it up",
+}
+
+
+def closing_words(
+    summary: Summary,
+    busy: Row,
+    seconds: float,
+    ticks: int,
+    budget: BudgetConfig,
+    kept: tuple[bool, bool] = (True, True),
+    code: bool = False,
+) -> str:
+    """Return the last lines of a run: result, bottleneck, directory and the commands to use next.
+
+    Args:
+        busy: worker -> seconds of work in this sitting.
+        seconds: duration of the sitting's ``ticks``.
+        kept: (policy, resume point): True for each one on disk; commands that need a missing one are not shown.
+        code: the run's configuration names code, so that the commands need ``--trust``.
+    """
+    policy, point = kept
+    score = "not evaluated" if summary.return_mean is None else scores(summary)
+    run = shlex.quote(summary.run_dir)
+    ended = f"interrupted{', saved' if point or policy else ''}" if summary.interrupted else "done"
+    again = f"pql resume {run}{'' if summary.interrupted else more(summary, budget)}"
+    trust = " --trust" if code else ""
+    commands = [*([f"pql eval {run}{trust}"] if policy else []), *([f"{again}{trust}"] if point else [])]
+    return "\n".join(
+        [
+            f"{ended}: {score}",
+            f"{summary.seconds:,.0f} s, {summary.env_steps:,} env steps, {summary.updates_v:,} critic and "
+            f"{summary.updates_p:,} policy updates",
+            bounded(busy, seconds) if ticks else idle(summary),
+            f"run: {summary.run_dir}",
+            *([f"policy: {summary.checkpoint}"] if policy else []),
+            *(f"{' ' * 6 if i else 'next: '}{command}" for i, command in enumerate(commands)),
+        ]
+    )
+
+
+def bounded(busy: Row, seconds: float) -> str:
+    """Return the busiest worker, for which ticks wait, with advice."""
+    bound = max(busy, key=lambda k: busy[k])
+    shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())
+    return textwrap.fill(f"the tick is bounded by {bound} (busy: {shares}): {ADVICE[bound]}", WIDTH)
+
+
+def idle(summary: Summary) -> str:
+    """Return why a sitting ran no tick."""
+    if summary.interrupted or summary.updates_v == 0:
+        return "nothing was learned in this sitting: it ended before the first tick"
+    return "nothing was learned in this sitting: the budget of the run was already used up"
+
+
+def more(summary: Summary, budget: BudgetConfig) -> str:
+    """Suggest a budget for resuming: twice the amount used, and no bound below the run's own."""
+    words = ""
+    if budget.seconds:
+        words += f" budget.seconds={math.ceil(max(2 * max(summary.seconds, 1), budget.seconds))}"
+    if budget.env_steps:
+        words += f" budget.env_steps={max(2 * summary.env_steps, budget.env_steps)}"
+    return words
+
+
+def scores(summary: Summary) -> str:
+    """Return the final evaluation as text."""
+    middle = "" if summary.return_median is None else f"median {summary.return_median:,.1f}, "
+    success = "" if summary.success is None else f", success {summary.success:.0%}"
+    length = "" if summary.length_mean is None else f" of {summary.length_mean:,.1f} steps"
+    return (
+        f"return {summary.return_mean:,.1f} ({middle}IQM {summary.return_iqm:,.1f}){success} "
+        f"over {summary.episodes} episodes{length}"
+    )
