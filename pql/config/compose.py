@@ -295,7 +295,7 @@ def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
         raise ConfigError(key, given.get(key), f"a value ({str(error).splitlines()[0]})") from error
     assert isinstance(data, dict)
     for layer in layers[:-1]:
-        check_nested(layer)
+        check_nested(layer.tree, layer.source)
     try:
         return validate(from_dict({str(k): v for k, v in data.items()}))
     except ConfigError as error:
@@ -305,12 +305,14 @@ def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
         raise ConfigError(error.setting, error.value, f"{error.allowed}; it is in {files[-1]}") from error
 
 
-def check_nested(layer: Layer) -> None:
-    """Raise ``ConfigError`` for a dotted name in a file."""
-    for key, value in layer.tree.items():
+def check_nested(tree: Mapping[str, Any], source: str, inner: bool = False) -> None:
+    """Raise ``ConfigError`` for a dotted name in a file: at the top, or anywhere in ``algo`` (``inner``)."""
+    for key, value in tree.items():
         if "." in str(key):
             first, _, rest = str(key).partition(".")
-            raise ConfigError(str(key), value, f"nested settings in {layer.source}: {first}: {{{rest}: {show(value)}}}")
+            raise ConfigError(str(key), value, f"nested settings in {source}: {first}: {{{rest}: {show(value)}}}")
+        if isinstance(value, Mapping) and (inner or key == "algo"):
+            check_nested(value, source, inner=True)
 
 
 def has(tree: Mapping[str, Any], name: str) -> bool:

@@ -107,9 +107,13 @@ class Presets:
         self.check(group, name)
         found = [name]
         while (base := self._read(group, found[-1]).get(LIKE)) is not None:
+            setting = f"{group}/{found[-1]}.yaml: {LIKE}"
             if base in found:
-                raise ConfigError(f"{group}.{LIKE}", base, f"a preset that is not like {name} itself")
-            self.check(group, base)
+                raise ConfigError(setting, base, f"a preset that is not like {name} itself")
+            try:
+                self.check(group, base)
+            except ConfigError as error:
+                raise ConfigError(setting, base, error.allowed) from error
             found.append(base)
         return found
 
