@@ -128,7 +128,11 @@ def report(
 
 
 def compare(
-    *runs: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
+    *runs: str | Path,
+    out: str | Path | None = None,
+    x: str = "seconds",
+    thresholds: Sequence[float] = (),
+    references: str | Path | None = None,
 ) -> dict[str, Any]:
     """Write a page that compares runs, as ``pql compare`` does: ``pql.compare("runs", x="env_steps")``.
 
@@ -136,20 +140,26 @@ def compare(
         runs: run directories, or folders of runs.
         out: the page's folder; None: ``comparison`` in the working directory.
         x, thresholds: as for :func:`report`; so are results and errors.
+        references: a file of returns that count as 0 and 1 (``docs/compare.md``).
     """
-    return _page(runs, out, x, thresholds, single=False)
+    return _page(runs, out, x, thresholds, single=False, references=references)
 
 
 def _page(
-    runs: Sequence[str | Path], out: str | Path | None, x: str, thresholds: Sequence[float], single: bool
+    runs: Sequence[str | Path],
+    out: str | Path | None,
+    x: str,
+    thresholds: Sequence[float],
+    single: bool,
+    references: str | Path | None = None,
 ) -> dict[str, Any]:
     from pql.reports import write
 
     if not runs:
         raise ConfigError("run", None, "run directories")
-    folder = None if out is None else Path(out).expanduser()
-    path, numbers = write([str(Path(run).expanduser()) for run in runs], folder, x, thresholds, single)
-    return {"page": str(path), **numbers}
+    folder, known = (None if path is None else Path(path).expanduser() for path in (out, references))
+    page, numbers = write([str(Path(run).expanduser()) for run in runs], folder, x, thresholds, single, known)
+    return {"page": str(page), **numbers}
 
 
 def launch(

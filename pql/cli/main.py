@@ -28,8 +28,8 @@ COMMANDS: dict[str, dict[str, type]] = {
     "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "out": str},
     "play": {"episodes": int, "steps": int, "width": int, "height": int, "seed": int, "device": str, "out": str},
     "export": {"formats": str, "scale": bool, "out": str},
-    "compare": {"x": str, "out": str, "thresholds": list},
-    "report": {"x": str, "out": str, "thresholds": list},
+    "compare": {"x": str, "out": str, "thresholds": list, "references": str},
+    "report": {"x": str, "out": str, "thresholds": list, "references": str},
     "sweep": {},
     "bench": {"seconds": int, "rounds": int},
     "actor": {},
@@ -165,7 +165,9 @@ def parser() -> argparse.ArgumentParser:
     add_trust(evaluate, "eval")
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
-    compare.add_argument("words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...]")
+    compare.add_argument(
+        "words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...] references="
+    )
     compare.set_defaults(run=run_report, single=False)
     report = sub.add_parser("report", help="a page about one run: pql report RUN out=DIR")
     report.add_argument("words", metavar="RUN", nargs="+", help="a run; x= out= thresholds=[...]")
@@ -340,7 +342,8 @@ def run_report(args: argparse.Namespace) -> int:
     if any(isinstance(v, bool) or not isinstance(v, int | float) for v in levels):
         raise ConfigError("thresholds", levels, "a list of numbers such as [100,200]")
     out = Path(asked["out"]).expanduser() if "out" in asked else None
-    path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single)
+    references = Path(asked["references"]).expanduser() if "references" in asked else None
+    path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single, references)
     reports.tell(numbers)
     print(f"page: {path}\nnumbers: {path.with_name('numbers.json')}")
     return 0

@@ -1,7 +1,8 @@
 """Reports: a page about one run, or a comparison of several. ``docs/compare.md`` describes its content and statistics.
 
-``stats`` has the statistics, ``runs`` reads runs, ``numbers`` computes all numbers of a page, ``draw`` and ``page`` lay
-it out. matplotlib, scipy and Jinja (the extra ``report``) are imported only when a page is written.
+``stats`` has the statistics, ``runs`` reads runs, ``numbers`` and ``overall`` compute all numbers of a page, ``draw``,
+``tables`` and ``page`` lay it out. matplotlib, scipy and Jinja (the extra ``report``) are imported only when a page is
+written.
 """
 
 import importlib.util
@@ -25,6 +26,7 @@ def write(
     x: str = "seconds",
     thresholds: Sequence[float] = (),
     single: bool = False,
+    references: Path | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Read runs, write ``index.html``, its figures as PNG and ``numbers.json`` into a folder.
 
@@ -34,6 +36,7 @@ def write(
         x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
         thresholds: returns for the time-to-threshold table.
         single: write a page about one run.
+        references: file of returns by which scores are normalised (``references.yaml`` shows its form).
     Returns:
         The page and its numbers.
     Raises:
@@ -42,9 +45,11 @@ def write(
     """
     check_packages()
     from pql.reports import numbers, page, runs
+    from pql.reports.references import known
 
     if x not in runs.AXES:
         raise ConfigError("x", x, f"one of {', '.join(runs.AXES)}{nearest(x, runs.AXES)}")
+    scales = known(references)
     paths, notes = runs.find(words)
     if single and len(paths) > 1:
         raise ConfigError(
@@ -58,7 +63,7 @@ def write(
     if single and out is None:
         check_links(paths[0], "report")
     _make(folder)  # before the work starts
-    analysis = numbers.analyse(found, x, thresholds, notes)
+    analysis = numbers.analyse(found, x, thresholds, notes, scales)
     series = numbers.clean(numbers.series(found[0])) if single else None
     parts = page.sections(analysis, series, found)
     text = page.render(analysis, parts, found[0].settings if single else None, pql.__version__)

@@ -138,8 +138,23 @@ def score_intervals(task: Mapping[str, Any], labels: Sequence[str], x: str) -> F
 
 def overall_intervals(overall: Mapping[str, Any], labels: Sequence[str]) -> Figure:
     """Draw the IQM of the normalised scores over all tasks."""
-    fig, ax = panel("all tasks: normalised score (IQM)", "0 lowest, 1 highest of each task")
+    fig, ax = panel("all tasks: normalised score (IQM)", "normalised score")
     interval_rows(ax, [(g["label"], g["score"]["iqm"], ()) for g in overall["groups"]], labels)
+    return fig
+
+
+def overall_curves(overall: Mapping[str, Any], labels: Sequence[str], axis: str) -> Figure:
+    """Draw the IQM of the normalised scores over all tasks, with its band."""
+    fig, ax = panel(f"all tasks: score over {AXIS_WORDS[axis]}", axis.replace("_", " "), "normalised score")
+    x, ends = overall["x"][axis], []
+    for group in overall["groups"]:
+        index, curve = labels.index(group["label"]), group["curves"][axis]
+        of = style(index)
+        band(ax, x, curve["low"], curve["high"], of["color"])
+        ax.plot(x, curve["iqm"], color=of["color"], ls=of["linestyle"], lw=1.7)
+        ax.plot(x[-1:], curve["iqm"][-1:], color=of["color"], marker=of["marker"], ms=4.5)
+        ends.append((curve["iqm"][-1], group["label"], index))
+    name_ends(ax, ends)
     return fig
 
 
@@ -147,7 +162,8 @@ def profiles(overall: Mapping[str, Any], task: Mapping[str, Any] | None, labels:
     """Draw performance profiles. With a single ``task``, the axis shows returns instead of normalised scores."""
     fig, ax = panel("share of runs above a score", "return" if task else "normalised score", "share of runs")
     tau, ends = np.array(overall["tau"]), []
-    x = tau if task is None else task["low"] + tau * (task["high"] - task["low"])
+    zero, one = (0.0, 1.0) if task is None else (task["scale"]["zero"], task["scale"]["one"])
+    x = zero + tau * (one - zero)
     for group in overall["groups"]:
         of = style(labels.index(group["label"]))
         line = group["profile"]

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from pql.errors import show
 from pql.reports import stats
+from pql.reports.overall import aggregates, at, improvements, overall, ranking
+from pql.reports.references import Scale, known, own_range, reference_of
 from pql.reports.runs import AXES, Run, configured, position
 
 Array = NDArray[np.float64]
@@ -16,17 +18,24 @@ GRID = 100  # points of a group's curve
 FRACTIONS = (0.5, 0.75, 0.9)  # thresholds, as shares of the range from a task's lowest to its highest evaluation
 FEW = 5  # with fewer runs, a bootstrap interval is hardly more than their minimum and maximum
 EVALUATED = ("eval.num_envs", "eval.epsilon")  # settings that change an evaluation
-STATISTICS = {"iqm": stats.iqm, "median": stats.median, "mean": stats.mean}
 UNITS = {"seconds": "s", "env_steps": "env steps", "updates": "updates"}
 
 
-def analyse(runs: Sequence[Run], x: str, thresholds: Sequence[float] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
+def analyse(
+    runs: Sequence[Run],
+    x: str,
+    thresholds: Sequence[float] = (),
+    notes: Sequence[str] = (),
+    references: Mapping[str, Scale] | None = None,
+) -> dict[str, Any]:
     """Return all numbers of a page about ``runs``.
 
     Args:
         x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
         thresholds: returns for the time-to-threshold table, instead of shares of each task's range.
         notes: additional remarks for the reader.
+        references: returns that count as 0 and 1, by task; default: those of ``references.yaml``. Used if every task
+            has one; if not, the scale of each task is the range of its evaluations.
     Returns:
         Plain dicts and lists; unknown values are None. ``docs/compare.md`` describes it.
     """
@@ -34,11 +43,14 @@ def analyse(runs: Sequence[Run], x: str, thresholds: Sequence[float] = (), notes
     by_task = {name: [r for r in runs if r.task == name] for name in names}
     scored = {t: [r for r in mine if len(r.evals["return_mean"])] for t, mine in by_task.items()}
     ends = {t: {axis: common_end(mine, axis) for axis in AXES} for t, mine in scored.items() if mine}
-    tasks = [task_numbers(t, by_task[t], ends.get(t), x, thresholds) for t in names]
+    scales = {t: scale for t in names if (scale := reference_of(t, known() if references is None else references))}
+    if len(scales) < len(names):
+        scales = {t: own_range(*task_range(by_task[t])) for t in names}
+    tasks = [task_numbers(by_task[t], ends.get(t), scales[t], x, thresholds) for t in names]
     order = ranking(tasks)
     for task in tasks:
         task["groups"].sort(key=lambda g: order.index(g["label"]))
-    together = overall([t for t in tasks if t["end"] is not None], order)
+    together = overall([t for t in tasks if t["end"] is not None], order, scored, scales)
     return clean(
         {
             "x": x,
@@ -69,33 +81,36 @@ def common_end(runs: Sequence[Run], axis: str) -> float:
     return max(lasts) if full and all(r.reached for r in full) else min(lasts)
 
 
-def at(run: Run, axis: str, x: float | Array) -> Array:
-    """Return the mean return at ``x``, in its shape: linear between evaluations, constant outside their range."""
-    return np.asarray(np.interp(x, run.evals[axis], run.evals["return_mean"]))
+def task_range(runs: Sequence[Run]) -> tuple[float, float]:
+    """Return the lowest and the highest evaluation of the runs; nan if there is none."""
+    returns = np.concatenate([r.evals["return_mean"] for r in runs])
+    return (float(returns.min()), float(returns.max())) if len(returns) else (math.nan, math.nan)
 
 
 def task_numbers(
-    name: str, runs: Sequence[Run], ends: Mapping[str, float] | None, x: str, thresholds: Sequence[float]
+    runs: Sequence[Run], ends: Mapping[str, float] | None, scale: Scale, x: str, thresholds: Sequence[float]
 ) -> dict[str, Any]:
-    """Numbers of one task: its range and its groups."""
-    returns = np.concatenate([r.evals["return_mean"] for r in runs])
-    low, high = (float(returns.min()), float(returns.max())) if len(returns) else (math.nan, math.nan)
+    """Numbers of one task: its range, its scale and its groups."""
+    low, high = task_range(runs)
     levels = [{"value": float(v), "share": None} for v in thresholds] or [
         {"value": low + f * (high - low), "share": f} for f in FRACTIONS
     ]
     out: dict[str, Any] = {
-        "task": name,
+        "task": runs[0].task,
         "low": low,
         "high": high,
+        "scale": scale.as_dict(),
         "end": dict(ends) if ends else None,
         "thresholds": levels if ends else [],
     }
     labels = list(dict.fromkeys(r.label for r in runs))
-    out["groups"] = [group_numbers([r for r in runs if r.label == text], out, x) for text in labels]
+    out["groups"] = [group_numbers([r for r in runs if r.label == text], out, scale, x) for text in labels]
+    for label, beats in improvements({g["label"]: [g["scores"]] for g in out["groups"] if g["scores"]}).items():
+        next(g for g in out["groups"] if g["label"] == label)["beats"] = beats
     return out
 
 
-def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], x: str) -> dict[str, Any]:
+def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], scale: Scale, x: str) -> dict[str, Any]:
     """Numbers of one algorithm on one task."""
     scored = [r for r in runs if len(r.evals["return_mean"])]
     out: dict[str, Any] = {
@@ -106,6 +121,9 @@ def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], x: str) -> dict[
         "speed": speed(runs),
         "score": None,
         "scores": [],
+        "independent": independent(scored),
+        "beats": {},
+        "at": {},
         "curves": {},
         "time_to": [],
         "final": {},
@@ -114,7 +132,8 @@ def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], x: str) -> dict[
         return out
     scores = [float(at(r, x, task["end"][x])) for r in scored]
     out |= {"scores": scores, "score": aggregates([np.array(scores)])}
-    out["normalised"] = [normalise(s, task) for s in scores]
+    out["normalised"] = [scale(s) for s in scores]
+    out["at"] = {a: iqm_at(scored, a, task["end"][a]) for a in AXES}
     out["final"] = {
         k: float(np.mean([r.evals[k][-1] for r in scored]))
         for k in ("return_mean", "return_median", "return_iqm", "length_mean", "success")
@@ -125,19 +144,17 @@ def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], x: str) -> dict[
     return out
 
 
-def aggregates(strata: Sequence[Array]) -> dict[str, dict[str, float]]:
-    """IQM, median and mean, each with its 95 % interval."""
-    out = {}
-    for name, statistic in STATISTICS.items():
-        low, high = stats.interval(strata, statistic)
-        out[name] = {"value": float(stats.measured(strata, statistic)), "low": float(low), "high": float(high)}
-    return out
+def iqm_at(runs: Sequence[Run], axis: str, x: float) -> dict[str, float]:
+    """IQM over the runs of the returns at ``x``, with its interval; nan if the runs do not record the axis."""
+    if not math.isfinite(x):
+        return {"value": math.nan, "low": math.nan, "high": math.nan}
+    return aggregates([np.array([float(at(r, axis, x)) for r in runs])])["iqm"]
 
 
-def normalise(value: float, task: Mapping[str, Any]) -> float:
-    """Scale a return so that the task's lowest evaluation of any run is 0 and the highest 1; 1 if they are equal."""
-    span = task["high"] - task["low"]
-    return (value - task["low"]) / span if span > 0 else 1.0
+def independent(runs: Sequence[Run]) -> int:
+    """Return the number of runs with different seeds; runs without a recorded seed count as different."""
+    seeds = [r.seed for r in runs]
+    return len({s for s in seeds if s is not None}) + seeds.count(None)
 
 
 def curve(runs: Sequence[Run], axis: str) -> dict[str, list[float]]:
@@ -238,49 +255,7 @@ def series(run: Run, points: int = 300) -> dict[str, dict[str, list[float]]]:
     return out
 
 
-# -- all tasks ------------------------------------------------------------------------------------------------------
-
-
-def ranking(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the labels, best first: by the number of tasks they ran on, then by the IQM of the normalised scores."""
-    known: dict[str, list[list[float]]] = {}
-    for task in tasks:
-        for group in task["groups"]:
-            known.setdefault(group["label"], []).append(group.get("normalised", []))
-    worth = {}
-    for label, strata in known.items():
-        scored = [s for s in strata if s]
-        worth[label] = (len(scored), float(stats.measured(scored, stats.iqm)) if scored else 0.0)
-    return sorted(known, key=lambda k: worth[k], reverse=True)
-
-
-def overall(tasks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
-    """Return normalised scores of the algorithms that ran on every task: aggregates, profiles, improvement."""
-    by_label: dict[str, list[Array]] = {}
-    for label in order:
-        found = [g for t in tasks for g in t["groups"] if g["label"] == label and g["scores"]]
-        if tasks and len(found) == len(tasks):
-            by_label[label] = [np.array(g["normalised"]) for g in found]
-    known = np.concatenate([s for strata in by_label.values() for s in strata]) if by_label else np.array([0.0, 1.0])
-    margin = 0.05 * float(np.ptp(known)) or 0.05
-    taus = np.linspace(known.min() - margin, known.max() + margin, 201)
-    groups = []
-    for label, strata in by_label.items():
-        low, high = stats.interval(strata, stats.profile(taus))
-        groups.append(
-            {
-                "label": label,
-                "score": aggregates(strata),
-                "runs": sum(map(len, strata)),
-                "profile": {
-                    "value": stats.measured(strata, stats.profile(taus)).tolist(),
-                    "low": low.tolist(),
-                    "high": high.tolist(),
-                },
-                "beats": {k: stats.improvement(strata, other) for k, other in by_label.items() if k != label},
-            }
-        )
-    return {"tasks": [t["task"] for t in tasks], "tau": taus.tolist(), "groups": groups}
+# -- remarks --------------------------------------------------------------------------------------------------------
 
 
 def remarks(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], together: Mapping[str, Any], x: str) -> list[str]:

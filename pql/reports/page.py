@@ -1,7 +1,7 @@
 """Layout of the page: text, tables, figures and HTML (``page.html``, ``page.css``)."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -11,29 +11,22 @@ from matplotlib.figure import Figure
 from pql.errors import show
 from pql.reports import draw, words
 from pql.reports.numbers import UNITS
-from pql.reports.runs import AXES, IGNORED, Run
+from pql.reports.runs import AXES, IDENTITY, IGNORED, Run
+from pql.reports.tables import (
+    Cell,
+    Table,
+    beats_table,
+    efficiency_table,
+    named,
+    overall_table,
+    scales_table,
+    score_table,
+    span,
+    speed_table,
+)
 from pql.reports.words import ABOUT, DASH, compact, num, percent, spoken
 
 Numbers = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A table's cell: its text, a note in small print below, and a share drawn as a bar."""
-
-    text: str
-    note: str = ""
-    bar: float | None = None
-    chip: int | None = None  # the group whose colour and marker precede it
-    left: bool = False  # text instead of a number
-    rows: int = 1  # number of rows that it spans
-
-
-@dataclass(frozen=True)
-class Table:
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,7 @@ class Section:
     tables: list[Table] = field(default_factory=list)
     folded: bool = False
     reading: str = ""  # next to the last figure
+    files: list[tuple[str, str]] = field(default_factory=list)  # name and content, folded
 
     @property
     def anchor(self) -> str:
@@ -130,13 +124,20 @@ def scores_section(numbers: Numbers) -> Section:
     x, labels, overall = numbers["x"], numbers["labels"], numbers["overall"]
     tasks = [t for t in numbers["tasks"] if scored(t, x)]
     out = Section("Scores", ABOUT["scores"].format(axis=words.AXIS_WORDS[x]))
-    out.tables += [score_table(t, labels, x) for t in tasks]
+    for task in tasks:
+        out.tables += [score_table(task, labels, x), efficiency_table(task, labels)]
+    if tasks:
+        out.tables.append(scales_table(tasks))
     if not overall["groups"]:
         return out
     if len(overall["tasks"]) > 1:
         out.tables.append(overall_table(overall, labels))
         alt = "; ".join(f"{g['label']} {spoken(g['score']['iqm'])}" for g in overall["groups"])
         out.pictures.append(picture("score-all", draw.overall_intervals(overall, labels), f"Normalised IQM: {alt}."))
+        for axis in ("seconds", "env_steps"):
+            if overall["x"][axis]:
+                alt = f"Normalised IQM over all tasks by {words.AXIS_WORDS[axis]}."
+                out.pictures.append(picture(f"all-{axis}", draw.overall_curves(overall, labels, axis), alt))
     alone = tasks[0] if len(tasks) == 1 else None
     half = (next(i for i, v in enumerate(g["profile"]["value"]) if v <= 0.5) for g in overall["groups"])
     middles = [f"{g['label']} {num(overall['tau'][i])}" for g, i in zip(overall["groups"], half, strict=True)]
@@ -243,11 +244,12 @@ def settings_section(runs: Sequence[Run], labels: Sequence[str]) -> Section:
     values: dict[str, dict[str, list[str]]] = {}  # setting -> label -> its values, in order of appearance
     for run in runs:
         for name, value in run.settings.items():
-            if not name.startswith(IGNORED):
+            if not name.startswith(IDENTITY):
                 mine = values.setdefault(name, {}).setdefault(run.label, [])
                 mine += [show(value)] if show(value) not in mine else []
-    differing = {k: v for k, v in values.items() if len({str(v.get(name)) for name in labels}) > 1}
-    alike = {k: next(iter(v.values())) for k, v in values.items() if k not in differing}
+    several = {k: v for k, v in values.items() if len({str(v.get(name)) for name in labels}) > 1}
+    differing = {k: v for k, v in values.items() if k in several or any(len(mine) > 1 for mine in v.values())}
+    alike = {k: next(iter(v.values())) for k, v in values.items() if k not in differing and not k.startswith(IGNORED)}
     out = Section("Settings", ABOUT["settings"], folded=len(differing) + len(alike) > 12)
     if differing:
         rows = [
@@ -258,100 +260,8 @@ def settings_section(runs: Sequence[Run], labels: Sequence[str]) -> Section:
     if alike:
         same = [[Cell(k, left=True), Cell(", ".join(v))] for k, v in sorted(alike.items())]
         out.tables.append(Table("Settings of all algorithms", ["setting", "value"], same))
+    out.files = [(f"{run.name}/config.yaml", run.config) for run in runs if run.config]
     return out
-
-
-# -- tables ---------------------------------------------------------------------------------------------------------
-
-
-def score_table(task: Numbers, labels: Sequence[str], x: str) -> Table:
-    groups = [g for g in task["groups"] if g["score"]]
-    more = [k for k in ("length_mean", "success") if any(k in g["final"] for g in groups)]
-    rows = [
-        [
-            named(g, labels),
-            Cell(str(len(g["scores"]))),
-            *(aggregate(g["score"][k]) for k in ("iqm", "median", "mean")),
-            *(Cell(num(g["final"].get(k)) if k != "success" else percent(g["final"].get(k))) for k in more),
-        ]
-        for g in groups
-    ]
-    called = {"length_mean": "episode length, last evaluation", "success": "success, last evaluation"}
-    caption = f"{task['task']}: return at {num(task['end'][x], whole=True)} {UNITS[x]}"
-    return Table(caption, ["algorithm", "runs", "IQM", "median", "mean", *(called[k] for k in more)], rows)
-
-
-def overall_table(overall: Numbers, labels: Sequence[str]) -> Table:
-    rows = [
-        [named(g, labels), Cell(str(g["runs"])), *(aggregate(g["score"][k]) for k in ("iqm", "median", "mean"))]
-        for g in overall["groups"]
-    ]
-    caption = "All tasks, normalised: 0 is the lowest evaluation of any run on a task, 1 the highest"
-    return Table(caption, ["algorithm", "runs", "IQM", "median of tasks", "mean"], rows)
-
-
-def beats_table(overall: Numbers, labels: Sequence[str]) -> Table:
-    names = [g["label"] for g in overall["groups"]]
-    rows = [
-        [named(g, labels), *(Cell(DASH if n == g["label"] else percent(g["beats"][n])) for n in names)]
-        for g in overall["groups"]
-    ]
-    return Table("How often a run of the row's algorithm scores above one of the column's", ["algorithm", *names], rows)
-
-
-LAGS = {
-    "lag/policy_ticks": "policy lag",
-    "lag/policy_mean": "policy lag, mean, pushes",
-    "lag/policy_max": "policy lag, largest",
-}
-
-
-def speed_table(task: Numbers, labels: Sequence[str]) -> Table:
-    each = [g["speed"] for g in task["groups"]]
-    keys = list(dict.fromkeys(k for s in each for k in s if s[k] is not None))
-
-    def prefixed(prefix: str) -> list[str]:
-        return [k for k in keys if k.startswith(prefix)]
-
-    columns: list[tuple[str, Callable[[Numbers], Cell]]] = [
-        ("env steps/s", lambda s: Cell(num(s.get("env_steps_per_s")))),
-        ("updates/s", lambda s: Cell(num(s.get("updates_per_s")))),
-    ]
-    for k in prefixed("ratio/"):
-        columns.append((k.removeprefix("ratio/").replace("_", " "), lambda s, k=k: ratio(s, k)))  # type: ignore[misc]
-    for k in prefixed("lag/"):
-        columns.append((LAGS.get(k, k), lambda s, k=k: Cell(num(s.get(k)))))  # type: ignore[misc]
-    for k in prefixed("busy/"):
-        columns.append((f"busy: {k.removeprefix('busy/')}", lambda s, k=k: Cell(percent(s.get(k)), bar=s.get(k))))  # type: ignore[misc]
-    for k, title in (("memory/host_gib", "memory, GiB"), ("memory/gpu_gib", "GPU memory, GiB")):
-        if k in keys:
-            columns.append((title, lambda s, k=k: Cell(num(s.get(k)))))  # type: ignore[misc]
-    if "dropped" in keys:
-        columns.append(("evaluations dropped", lambda s: Cell(num(s.get("dropped")))))
-    rows = [[named(g, labels), *(make(g["speed"]) for _, make in columns)] for g in task["groups"]]
-    return Table(task["task"], ["algorithm", *(title for title, _ in columns)], rows)
-
-
-# -- cells ----------------------------------------------------------------------------------------------------------
-
-
-def named(group: Numbers, labels: Sequence[str]) -> Cell:
-    return Cell(group["label"], chip=labels.index(group["label"]))
-
-
-def aggregate(value: Mapping[str, float | None]) -> Cell:
-    return Cell(num(value["value"]), "" if value["low"] is None else f"{num(value['low'])} to {num(value['high'])}")
-
-
-def ratio(speed: Numbers, key: str) -> Cell:
-    wanted = speed["configured"].get(key)
-    return Cell(num(speed.get(key)), "" if wanted is None or speed.get(key) is None else f"configured {num(wanted)}")
-
-
-def span(times: Mapping[str, float | None], of: int) -> str:
-    if of < 2 or times["min"] is None:
-        return ""
-    return f"{compact(times['min'])} to {compact(times['max']) if times['max'] is not None else 'never'}"
 
 
 # -- HTML -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pql.config import AlgoConfig, from_dict
 from pql.config.families import record_of
-from pql.config.files import read_bytes, read_json
+from pql.config.files import YAML_BYTES, read_bytes, read_json
 from pql.config.schema import nested
 from pql.errors import ConfigError, nearest, show
 from pql.run.store.run_dir import read_config
@@ -21,15 +21,11 @@ Row = dict[str, float]
 AXES = ("seconds", "env_steps", "updates")
 NAMED = 3  # settings in a label
 METRICS_BYTES = 256 << 20  # weeks of a row every two seconds
-# Settings that do not distinguish algorithms: identity, budget and logging.
+# Settings that say which run it is.
+IDENTITY = ("seed", "run_dir", "task.name", "task.id", "task.game", "task.model", "task.kwargs")
+# Settings that do not distinguish algorithms: also budget and logging.
 IGNORED = (
-    "seed",
-    "run_dir",
-    "task.name",
-    "task.id",
-    "task.game",
-    "task.model",
-    "task.kwargs",
+    *IDENTITY,
     "budget.",
     "eval.",
     "checkpoint.",
@@ -66,6 +62,7 @@ class Run:
     reached: bool
     machine: str | None = None
     notes: list[str] = field(default_factory=list)
+    config: str = ""  # text of config.yaml
 
     def end(self, axis: str) -> float:
         """Progress of the run; nan if no row records it."""
@@ -143,6 +140,7 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
         reached=target is not None and bool((evals["return_mean"] >= target).any()),
         machine=machine_of(_json(path / "env.json") or {}),
         notes=notes,
+        config=read_bytes(path / "config.yaml", YAML_BYTES).decode(errors="replace"),
     )
 
 

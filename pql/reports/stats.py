@@ -47,7 +47,7 @@ def profile(taus: ArrayLike) -> Statistic:
 
 def measured(scores: Sequence[ArrayLike], statistic: Statistic) -> Array:
     """Return the statistic of the measurements: one array ``[runs, ...]`` per task."""
-    return statistic([np.asarray(s, dtype=float)[None] for s in scores])[0]
+    return statistic(_one_draw(scores))[0]
 
 
 def interval(
@@ -91,15 +91,39 @@ def time_to(x: ArrayLike, y: ArrayLike, threshold: float) -> float:
 
 
 def improvement(first: Sequence[ArrayLike], second: Sequence[ArrayLike]) -> float:
-    """Return the probability that a run of the first algorithm beats one of the second on a task, averaged over tasks.
+    """Return the probability of improvement (section 4.3 of the paper), averaged over tasks.
+
+    For one task it is the share of pairs (a run of each algorithm) in which the first scores higher; ties count half.
 
     Args:
-        first, second: one array of scores ``[runs]`` per task; ties count half.
+        first, second: one array of scores ``[runs]`` per task.
     """
-    pairs = zip(first, second, strict=True)
-    return float(np.mean([_wins(np.asarray(a, dtype=float), np.asarray(b, dtype=float)) for a, b in pairs]))
+    return float(_improvement(_one_draw(first), _one_draw(second))[0])
 
 
-def _wins(a: Array, b: Array) -> float:
-    difference = a[:, None] - b[None, :]
-    return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
+def improvement_interval(
+    first: Sequence[ArrayLike], second: Sequence[ArrayLike], draws: int = DRAWS, seed: int = 0
+) -> tuple[float, float]:
+    """95 % percentile interval of :func:`improvement`: the runs of both are drawn independently, within each task.
+
+    Returns:
+        (low, high); nan if one of the algorithms has a single run on every task.
+    """
+    one, two = ([np.asarray(s, dtype=float) for s in scores] for scores in (first, second))
+    if any(max(map(len, strata)) < 2 for strata in (one, two)):
+        return float("nan"), float("nan")
+    rng = np.random.default_rng(seed)
+    drawn = _improvement(*([s[rng.integers(len(s), size=(draws, len(s)))] for s in strata] for strata in (one, two)))
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(drawn, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _one_draw(scores: Sequence[ArrayLike]) -> Strata:
+    return [np.asarray(s, dtype=float)[None] for s in scores]
+
+
+def _improvement(first: Strata, second: Strata) -> Array:
+    """Share of won pairs in each draw, [draws]: (1 + won - lost) / 2 counts ties half."""
+    balance = [np.sign(a[:, :, None] - b[:, None, :]).mean(axis=(1, 2)) for a, b in zip(first, second, strict=True)]
+    return (1 + np.mean(balance, axis=0)) / 2

@@ -4,12 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pql.reports.numbers import UNITS
+from pql.reports.numbers import FEW, UNITS
 
 Numbers = Mapping[str, Any]
 DASH = "–"
 UNITS_SHORT = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-ENOUGH = 5  # with fewer runs, bootstrap intervals are far too narrow
 AXIS_WORDS = {"seconds": "wall-clock time", "env_steps": "environment steps", "updates": "gradient updates"}
 
 
@@ -94,7 +93,7 @@ def shared(runs: Sequence[Numbers], key: str) -> Any:
 
 
 def findings(numbers: Numbers) -> list[tuple[str, str]]:
-    """Return (task, the leading algorithm, and if the intervals separate it)."""
+    """Return (task, the leading algorithm and the verdict on it), for each task and for all of them."""
     out = []
     for task in numbers["tasks"]:
         groups = sorted((g for g in task["groups"] if g["score"]), key=lambda g: -g["score"]["iqm"]["value"])
@@ -107,20 +106,46 @@ def findings(numbers: Numbers) -> list[tuple[str, str]]:
             text = f"{best['label']} has an IQM of {spoken(best['score']['iqm'])} at {where}, {runs}."
             out.append((task["task"], text))
             continue
-        leading, next_best = best["score"]["iqm"], groups[1]["score"]["iqm"]
+        second = groups[1]
         text = (
-            f"{best['label']} is ahead at {where}, IQM {spoken(leading)} over {runs}; "
-            f"next {groups[1]['label']} with {spoken(next_best)}. "
+            f"{best['label']} is ahead at {where}, IQM {spoken(best['score']['iqm'])} over {runs}; "
+            f"next {second['label']} with {spoken(second['score']['iqm'])}. {verdict(best, second)}"
         )
-        if leading["low"] is None or next_best["high"] is None:
-            text += "A single run gives no information about other seeds."
-        elif (fewest := min(len(g["scores"]) for g in groups[:2])) < ENOUGH:
-            text += f"{fewest} runs are too few for an interval that separates them: use {ENOUGH} seeds or more."
-        else:
-            overlap = leading["low"] <= next_best["high"]
-            text += "Their intervals overlap." if overlap else "Their intervals do not overlap."
         out.append((task["task"], text))
-    return out
+    return [*out, *over_all_tasks(numbers)]
+
+
+def over_all_tasks(numbers: Numbers) -> list[tuple[str, str]]:
+    """Return the finding over all tasks, if there are several with the same algorithms."""
+    overall = numbers["overall"]
+    groups = sorted(overall["groups"], key=lambda g: -g["score"]["iqm"]["value"])
+    if len(overall["tasks"]) < 2 or len(groups) < 2:
+        return []
+    best, second = groups[:2]
+    text = (
+        f"{best['label']} is ahead, normalised IQM {spoken(best['score']['iqm'])}; "
+        f"next {second['label']} with {spoken(second['score']['iqm'])}. {verdict(best, second)}"
+    )
+    return [(f"{len(overall['tasks'])} tasks", text)]
+
+
+def verdict(first: Numbers, second: Numbers) -> str:
+    """State if ``first`` is better than ``second``; with too few seeds, how many are missing.
+
+    It is better if the 95 % interval of the probability of improvement is above one half.
+    """
+    lacking = [f"{FEW - g['independent']} of {g['label']}" for g in (first, second) if g["independent"] < FEW]
+    if lacking:
+        return f"No verdict, which needs {FEW} seeds of each; missing: {listed(lacking)}."
+    a, b = first["score"]["iqm"], second["score"]["iqm"]
+    overlap = "overlap" if a["low"] <= b["high"] else "do not overlap"
+    chance = first["beats"][second["label"]]
+    likely = f"{chance['value']:.0%} ({chance['low']:.0%} to {chance['high']:.0%})"
+    shown = f"{first['label']} is better" if chance["low"] > 0.5 else "no difference is shown"
+    return (
+        f"Verdict: {shown}. The intervals {overlap}; the probability that a run of {first['label']} scores above one "
+        f"of {second['label']} is {likely}."
+    )
 
 
 def facts(run: Numbers) -> list[tuple[str, str]]:
@@ -148,7 +173,8 @@ ABOUT = {
     "curve": "Mean undiscounted return of each evaluation. Seconds count from the first env step on.",
     "scores": (
         "A run's score is the mean return of its curve at the {axis} that all finished runs of the task have reached. "
-        "Small print: the 95 % percentile interval of the stratified bootstrap over runs."
+        "Small print: the 95 % percentile interval of the stratified bootstrap over runs. Normalised scores are linear "
+        "in the return; their table says which returns count as 0 and 1."
     ),
     "profile": (
         "A performance profile shows, for every score, the share of runs above it: the further right, "
@@ -166,8 +192,8 @@ ABOUT = {
         "share of time in which a worker was at work."
     ),
     "settings": (
-        "From each run's config.yaml. If the runs of one algorithm differ, all their values are listed. Seeds and "
-        "directories are left out."
+        "From each run's config.yaml. If the runs of one algorithm differ, all their values are listed. Seeds, "
+        "directories and the task are left out. The files themselves are below the tables."
     ),
     "rest": "Everything else in metrics.jsonl.",
 }

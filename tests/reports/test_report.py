@@ -1,5 +1,6 @@
 """Statistics over runs, in closed form and manually; reading and reporting of run directories."""
 
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,9 @@ from run_files import write_run
 from pql.errors import ConfigError
 
 pytest.importorskip("scipy")
-from pql.reports import numbers, runs, stats
+from scipy.stats import mannwhitneyu
+
+from pql.reports import numbers, references, runs, stats
 from pql.reports.words import subtitle
 
 # -- statistics -----------------------------------------------------------------------------------------------------
@@ -112,6 +115,35 @@ def test_the_time_to_a_threshold_after_a_dip():
 def test_the_probability_of_improvement_by_hand():
     assert stats.improvement([[2, 3]], [[1, 3]]) == (1 + 0 + 1 + 0.5) / 4
     assert stats.improvement([[2, 3], [0]], [[1, 3], [1, 1, 1]]) == 0.625 / 2
+    rng = np.random.default_rng(1)
+    a, b = rng.integers(0, 6, 9), rng.integers(1, 7, 7)
+    u = mannwhitneyu(a, b).statistic  # the paper's definition is U / (N M)
+    assert stats.improvement([a], [b]) == pytest.approx(u / 63)
+
+
+def test_the_interval_of_the_probability_of_improvement_is_that_of_all_draws():
+    """Both algorithms are drawn, independently and within each task: 4 x 27 draws of (2 runs, 3 runs), two tasks."""
+    first, second = [[1.0, 5.0], [2.0, 2.0]], [[0.0, 3.0, 6.0], [1.0, 2.0, 9.0]]
+
+    def chance(a, b):
+        return np.mean([(x > y) + 0.5 * (x == y) for x in a for y in b])
+
+    each = [
+        [chance(a, b) for a in itertools.product(one, repeat=2) for b in itertools.product(two, repeat=3)]
+        for one, two in zip(first, second, strict=True)
+    ]
+    every = [(x + y) / 2 for x in each[0] for y in each[1]]
+    want = np.percentile(every, [2.5, 97.5])
+    got = stats.improvement_interval(first, second, draws=40_000)
+    assert got == pytest.approx(want, abs=0.021)  # neighbouring values differ by 1 / 24
+    assert np.isnan(stats.improvement_interval([[1.0]], [[0.0, 3.0]])).all()
+
+
+def test_what_the_interval_of_the_probability_of_improvement_is_worth():
+    """Of equal algorithms with ten runs each, it contains one half about 95 times in a hundred."""
+    rng = np.random.default_rng(5)
+    found = [stats.improvement_interval([rng.normal(size=10)], [rng.normal(size=10)], 300, i) for i in range(300)]
+    assert 0.88 < np.mean([low <= 0.5 <= high for low, high in found]) < 0.97
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
@@ -295,7 +327,8 @@ def test_over_all_tasks_scores_are_normalised_by_task(two):
     assert pql["score"]["iqm"]["value"] == pytest.approx((1 + 0.5 + 1) / 3)
     assert pql["score"]["mean"]["value"] == pytest.approx((1 + 0.75) / 2)
     assert slow["score"]["mean"]["value"] == pytest.approx((0.25 + (50 / 3 + 20) / 400) / 2)
-    assert (pql["beats"], slow["beats"]) == ({"slow": 1.0}, {"pql": 0.0})
+    assert pql["beats"] == {"slow": {"value": 1.0, "low": 1.0, "high": 1.0}}
+    assert slow["beats"] == {"pql": {"value": 0.0, "low": 0.0, "high": 0.0}}
     tau, share = np.array(page["overall"]["tau"]), np.array(pql["profile"]["value"])
     assert set(share[tau < 0.49]) == {1.0}
     assert set(share[(tau > 0.51) & (tau < 0.99)]) == {0.75}
@@ -303,6 +336,82 @@ def test_over_all_tasks_scores_are_normalised_by_task(two):
     assert any("One run only, hence no interval: pql on hopper" in note for note in page["notes"])
     left_out = "Not scored on every task, hence left out of the results over all tasks: there only."
     assert left_out in page["notes"]
+
+
+def test_scores_are_normalised_by_references_where_every_task_has_one(two):
+    def normalised(**more):
+        page = told(two, **more)
+        return page["tasks"][0]["scale"], group(page, "pql")["normalised"]
+
+    scale, scores = normalised()  # pendulum has no reference of the library: the range of the evaluations, 0 to 200
+    assert (scale["zero"], scale["one"], scale["source"], scores) == (0, 200, "", [0.5, 1])
+    ours = references.Scale(-100.0, 300.0, "a random policy", "the best known", "a paper")
+    scale, scores = normalised(references={"pendulum": ours})
+    assert (scale, scores) == (ours.as_dict(), [0.5, 0.75])
+    write_run(two / "h1", [(10.0, 1000, 0.0), (20.0, 2000, 60.0)], task="other")
+    page = told(two, references={"pendulum": ours})
+    assert [t["scale"]["source"] for t in page["tasks"]] == ["", ""]  # one kind of scale for all tasks
+    assert group(page, "pql", 1)["normalised"] == [0.5, 1]
+
+
+def test_the_library_s_references_name_their_sources(tmp_path):
+    known = references.known()
+    assert (known["pong"].zero, known["pong"].one, known["pong"].one_is) == (-20.7, 14.6, "a human")
+    assert "dqn_zoo" in known["pong"].source
+    assert len([s for s in known.values() if "dqn_zoo" in s.source]) == 57
+    assert references.reference_of("hopper (model=fast)", known)(3234.3) == 1
+    assert "D4RL" in known["hopper"].source
+    assert references.reference_of("hopper2", known) is None
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("- {zero: standing, one: our best, source: us, tasks: {hopper: [0, 1000], ant: [-5, 5.5]}}\n")
+    added = references.known(mine)
+    assert (added["hopper"], len(added)) == (references.Scale(0, 1000, "standing", "our best", "us"), len(known) + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "no list"),
+        ("[{tasks: {}}]", "an entry without exactly one, source, tasks, zero"),
+        ("[{zero: a, one: b, source: c, tasks: {hopper: [5, 1]}}]", r"hopper: \[5, 1\] is no pair of returns"),
+        ("[{zero: a, one: b, source: c, tasks: {hopper: [0, .inf]}}]", "is no pair of returns"),
+        ("[{zero: a, one: b, source: c, tasks: {hopper: 5}}]", "is no pair of returns"),
+    ],
+)
+def test_a_file_of_references_in_another_form_is_refused(tmp_path, text, said):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"references=.*expected a YAML list .*{said}"):
+        references.known(tmp_path / "r.yaml")
+
+
+def test_sample_efficiency_stands_beside_wall_clock(two):
+    """slow needs four times the steps a second: the same runs at 20 s and at 2,000 env steps."""
+    page = told(two)
+    slow = group(page, "slow")
+    assert slow["at"]["seconds"]["value"] == pytest.approx((50 / 3 + 20) / 2)
+    assert slow["at"]["env_steps"]["value"] == pytest.approx((50 / 7 + 60 / 7) / 2)
+    assert group(page, "pql")["at"]["seconds"] == group(page, "pql")["score"]["iqm"]
+
+
+def test_curves_over_all_tasks_are_iqms_of_normalised_returns(two):
+    """On pendulum (0 to 200) pql rises to 100 and 200, on hopper (-100 to 300) to 300, from 10 s to 20 s."""
+    write_run(two / "h1", [(10.0, 1000, -100.0), (20.0, 2000, 300.0)], task="hopper")
+    write_run(two / "h2", [(10.0, 1000, -100.0), (20.0, 2000, 0.0)], task="hopper", algo="slow")
+    whole = told(two)["overall"]
+    pql = next(g for g in whole["groups"] if g["label"] == "pql")["curves"]
+    for axis, scale in (("seconds", 1), ("env_steps", 100)):
+        x = np.array(whole["x"][axis])
+        assert (x[0], x[-1]) == (10 * scale, 20 * scale)
+        part = (x / scale - 10) / 10
+        np.testing.assert_allclose(pql[axis]["iqm"], (0.5 * part + part + part) / 3, atol=1e-12)
+    assert pql["seconds"]["low"][-1] == pytest.approx(2 / 3)  # twice the run that ends at 100, and hopper's one
+    assert pql["seconds"]["high"][-1] == 1
+
+
+def test_seeds_that_repeat_are_no_independent_runs(two):
+    write_run(two / "again", [(10.0, 1000, 0.0), (20.0, 2000, 200.0)], seed=2)
+    write_run(two / "unknown", [(10.0, 1000, 0.0), (20.0, 2000, 200.0)], seed=None)
+    assert (group(told(two), "pql")["independent"], len(group(told(two), "pql")["scores"])) == (3, 4)
 
 
 def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):

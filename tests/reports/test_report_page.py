@@ -1,6 +1,7 @@
 """The report page: self-contained, consistent with the numbers; and the commands that write it."""
 
 import base64
+import html
 import itertools
 import json
 import re
@@ -104,7 +105,8 @@ def test_every_picture_is_there_twice_and_says_what_it_shows(page):
     pictures = sorted(p.name for p in page.parent.glob("*.png"))
     curves = [f"curve-{i}-{axis}.png" for i in (0, 1) for axis in ("env_steps", "seconds", "updates")]
     speeds = [f"speed-{i}-{key}_per_s.png" for i in (0, 1) for key in ("env_steps", "updates")]
-    assert pictures == sorted([*curves, *speeds, "score-0.png", "score-1.png", "score-all.png", "profile.png"])
+    both = ["all-seconds.png", "all-env_steps.png"]
+    assert pictures == sorted([*curves, *speeds, *both, "score-0.png", "score-1.png", "score-all.png", "profile.png"])
     for path in page.parent.glob("*.png"):
         assert path.read_bytes().startswith(base64.b64decode("iVBORw0KGgo="))
     assert len(checked.images) == len(pictures)
@@ -142,9 +144,13 @@ def test_the_tables_say_what_the_numbers_say(page):
     rows = [[" ".join(c.split()) for c in row] for row in Checked(page.read_text()).cells]
     pql = numbers["tasks"][1]["groups"][0]
     assert (numbers["tasks"][1]["task"], pql["label"]) == ("pendulum", "pql")
-    assert ["pql", "2", "150 100 to 200", "150 100 to 200", "150 100 to 200"] in rows
-    assert ["pql", "–", "88%"] in rows  # 100 and 200 against 50 and 100: 3 of 4 and a tie
-    assert ["a<b>&", "12%", "–"] in rows
+    scores = ["pql", "2", "150 100 to 200", "150 100 to 200", "150 100 to 200"]
+    assert [*scores, "0.73 0.47 to 1"] in rows  # evaluations from 12.5 to 200
+    assert ["pql", "150 100 to 200", "150 100 to 200", "100"] in rows  # at 40 s, at 4,000 steps; steps/s
+    assert ["pendulum", "12.5 the lowest evaluation of these runs", "200 the highest", "these runs"] in rows
+    # 100 and 200 against 50 and 100: 3 of 4 and a tie. Interval: of both tasks, 1 / 256 of the draws is below 62 %.
+    assert ["pql", "–", "88% 62% to 100%"] in rows
+    assert ["a<b>&", "12% 0% to 38%", "–"] in rows
     cut = ["hopper-p-2 no summary.json: it is still running, or was cut off", "hopper", "pql", "2", "40", "4,000"]
     assert [*cut, "600", "4", "2,000", "2,000"] in rows
     assert ["pql", "100", "15"] in rows  # env steps and updates a second
@@ -153,35 +159,58 @@ def test_the_tables_say_what_the_numbers_say(page):
 
 def test_the_first_words_are_the_findings(page):
     numbers = json.loads((page.parent / "numbers.json").read_text())
-    assert findings(numbers)[1] == (
-        "pendulum",
-        "pql is ahead at 40 s, IQM 150 (100 to 200) over 2 runs; next a<b>& with 75 (50 to 100). "
-        "2 runs are too few for an interval that separates them: use 5 seeds or more.",
-    )
-    slow = numbers["tasks"][1]["groups"][1]["score"]["iqm"]
-    slow |= {"low": None, "high": None}  # one run against two
-    assert findings(numbers)[1][1].endswith("next a<b>& with 75. A single run gives no information about other seeds.")
+    ahead = "pql is ahead at 40 s, IQM 150 (100 to 200) over 2 runs; next a<b>& with 75 (50 to 100). "
+    missing = "No verdict, which needs 5 seeds of each; missing: 3 of pql and 3 of a<b>&."
+    assert findings(numbers)[1] == ("pendulum", ahead + missing)
+    name, text = findings(numbers)[2]
+    assert (name, text[-len(missing) :]) == ("2 tasks", missing)
+    assert text.startswith("pql is ahead, normalised IQM 0.73 (")
+    numbers["tasks"][1]["groups"][1] |= {"independent": 5}
+    assert findings(numbers)[1][1].endswith("missing: 3 of pql.")
     text = page.read_text()
     assert "<h1>pql and a&lt;b&gt;&amp; on hopper and pendulum</h1>" in text
-    assert "next a&lt;b&gt;&amp; with 75 (50 to 100). 2 runs are too few" in text
+    assert "next a&lt;b&gt;&amp; with 75 (50 to 100). No verdict, which needs 5 seeds" in text
     assert "8 runs · 2 algorithms · 2 tasks · compared at equal wall-clock time" in text
 
 
 @pytest.mark.parametrize(
-    ("runs", "low", "said"),
+    ("seeds", "low", "chance", "said"),
     [
-        (5, 120.0, "Their intervals do not overlap."),
-        (5, 90.0, "Their intervals overlap."),
-        (4, 120.0, "4 runs are too few"),
+        ((5, 9), 120.0, 0.6, "Verdict: a is better. The intervals do not overlap; the probability that a run of a"),
+        ((5, 5), 90.0, 0.6, "Verdict: a is better. The intervals overlap; the probability that a run of a scores"),
+        ((5, 5), 90.0, 0.5, "Verdict: no difference is shown. The intervals overlap; the probability"),
+        ((5, 5), 90.0, 0.5, "that a run of a scores above one of b is 84% (50% to 100%)."),
+        ((4, 5), 120.0, 0.6, "No verdict, which needs 5 seeds of each; missing: 1 of a."),
+        ((1, 3), 120.0, 0.6, "missing: 4 of a and 2 of b."),
     ],
 )
-def test_intervals_are_compared_from_five_runs_on(runs, low, said):
+def test_a_verdict_needs_five_seeds_and_a_probability_above_one_half(seeds, low, chance, said):
     groups = [
-        {"label": label, "scores": [0.0] * runs, "score": {"iqm": {"value": value, "low": least, "high": most}}}
+        {"label": label, "scores": [0.0] * 5, "score": {"iqm": {"value": value, "low": least, "high": most}}}
         for label, value, least, most in (("a", 150.0, low, 180.0), ("b", 75.0, 50.0, 100.0))
     ]
-    numbers = {"x": "seconds", "tasks": [{"task": "t", "groups": groups, "end": {"seconds": 40.0}}]}
-    assert said in findings(numbers)[0][1]
+    for group, count in zip(groups, seeds, strict=True):
+        group |= {"independent": count, "beats": {"b": {"value": 0.84, "low": chance, "high": 1.0}}}
+    numbers = {
+        "x": "seconds",
+        "tasks": [{"task": "t", "groups": groups, "end": {"seconds": 40.0}}],
+        "overall": {"tasks": ["t"], "groups": groups},
+    }
+    (finding,) = findings(numbers)
+    assert said in finding[1]
+
+
+def test_each_run_s_file_of_settings_is_on_the_page(tmp_path):
+    for seed in (1, 2):
+        path = write_run(tmp_path / "runs" / f"a{seed}", [(1.0, 10, 0.0)], seed=seed, lr=0.5, net="</pre><b>")
+    (path / "config.yaml").write_text((path / "config.yaml").read_text() + "# by hand\n")
+    page, _ = write([str(tmp_path / "runs")], tmp_path / "out")
+    text = page.read_text()
+    found = re.findall(r'<details class="file"><summary>(.*?)</summary><pre tabindex="0">(.*?)</pre>', text, re.S)
+    assert [name for name, _ in found] == ["a1/config.yaml", "a2/config.yaml"]
+    assert html.unescape(found[1][1]) == (path / "config.yaml").read_text()
+    assert "# by hand" in found[1][1]
+    assert "</pre><b>" not in text
 
 
 def test_settings_stand_side_by_side_where_algorithms_differ(tmp_path):
@@ -189,6 +218,9 @@ def test_settings_stand_side_by_side_where_algorithms_differ(tmp_path):
         for seed in (1, 2):
             more = {"batch_size": 512} if algo == "pql" else {}
             write_run(tmp_path / f"{algo}{seed}", [(1.0, 10, 0.0)], algo=algo, seed=seed, lr=rate, gamma=0.99, **more)
+            file = tmp_path / f"{algo}{seed}" / "config.yaml"
+            budget = {"seconds": 30 if algo == "pql" else 60}
+            file.write_text(json.dumps({**json.loads(file.read_text()), "budget": budget}))
     path, _ = write([str(tmp_path)], tmp_path / "out")
     rows = [[" ".join(c.split()) for c in row] for row in Checked(path.read_text()).cells]
     labels = next(row[1:] for row in rows if row and row[0] == "setting" and len(row) == 3)
@@ -197,6 +229,7 @@ def test_settings_stand_side_by_side_where_algorithms_differ(tmp_path):
     assert told["algo.batch_size"] == {"pql": "512", "ppo": "–"}
     assert "algo.gamma" not in told
     assert ["algo.gamma", "0.99"] in rows
+    assert told["budget.seconds"] == {"pql": "30", "ppo": "60"}
     assert not any(row and row[0] == "seed" for row in rows if len(row) < 5)
 
 
@@ -357,7 +390,10 @@ def test_comparing_two_real_runs_and_reporting_one(tmp_path, monkeypatch, capsys
             ["compare", "{}", "x=second"],
             "x=second: expected one of seconds, env_steps, updates (did you mean seconds?)",
         ),
-        (["compare", "{}", "xx=seconds"], "xx=seconds: expected one of x, out, thresholds (did you mean x?)"),
+        (
+            ["compare", "{}", "xx=seconds"],
+            "xx=seconds: expected one of x, out, thresholds, references (did you mean x?)",
+        ),
         (["compare", "{}", "thresholds=5"], "thresholds=5: expected a list of numbers such as [100,200]"),
         (["compare", "{}", "thresholds=[a]"], "thresholds=['a']: expected a list of numbers such as [100,200]"),
         (["compare", "{}", "out=/proc/x"], "out=/proc/x: expected a folder that can be written"),
