@@ -1,0 +1,217 @@
+"""Every example of ``examples/`` runs, with a small budget, and does what it says."""
+
+import ast
+import csv
+import json
+import re
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import pql
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES = sorted(EXAMPLES.glob("*.py"))
+NETS = ["algo.batch_size=32", "algo.critic.hidden=[16,16]", "algo.policy.hidden=[16,16]", "algo.warmup_steps=16"]
+STEPS = ["device=cpu", "budget.seconds=null", "budget.env_steps=2048", "num_envs=32", "eval.num_envs=4"]
+SMALL = [*STEPS, *NETS]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    """Run in a folder of its own; examples import themselves by name, as where they lie."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Leave the pictures of reports out, which take ten seconds: other tests draw them."""
+    draw = pytest.importorskip("pql.reports.draw")
+    monkeypatch.setattr(draw, "png", lambda figure: b"")
+    monkeypatch.setattr(draw, "svg", lambda figure, name, alt: "<svg></svg>")
+
+
+def example(name):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def rows(run):
+    return [json.loads(line) for line in (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_is_short_says_how_to_run_it_and_is_listed(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 60
+    assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
+    assert f"({path.name})" in (EXAMPLES / "README.md").read_text()
+
+
+def test_own_simulator_keeps_the_contract_and_trains():
+    report, run = example("own_simulator")["main"]("algo=pql", *SMALL)
+    assert report.ok, str(report)
+    assert (run.env_steps, run.episodes) == (2048, 4)
+    assert run.success is not None
+    env = pql.make_env("own_simulator:Dock", num_envs=2)
+    env.reset(seed=1)
+    step = env.step(torch.zeros(2, 2))
+    assert step.reward == pytest.approx(1 - step.final_obs["policy"][:, :2].norm(dim=1).tanh())
+    for _ in range(60):
+        step = env.step(torch.full((2, 2), -1.0))
+        if step.terminated.any():
+            assert step.final_obs["policy"][step.terminated][0, :2].norm() > 2
+            return
+    raise AssertionError("nothing ended a mass that flew away")
+
+
+def test_own_mujoco_task_rewards_a_ball_in_the_middle():
+    pytest.importorskip("mujoco")
+    scope = example("own_mujoco_task")
+    assert pql.check_env(scope["beam"](8), steps=60).ok
+    env = pql.make_env("own_mujoco_task:beam", num_envs=64)
+    returns = {}
+    for name, gain in {"still": (0.0, 0.0), "held": (3.0, 1.5)}.items():
+        obs, total = env.reset(seed=0)["policy"], 0.0
+        for _ in range(100):
+            action = -gain[0] * obs[:, 1:2] - gain[1] * obs[:, 3:4]
+            step = env.step(action.clamp(-1, 1))
+            obs, total = step.obs["policy"], total + step.reward.mean().item()
+        returns[name] = total
+    assert returns["held"] > 85 > 70 > returns["still"]
+    run = scope["main"]("algo=pql", *SMALL, "task.kwargs.randomize.mass=[0.5,2]")
+    assert run.env_steps == 2048
+    assert "eval/step/distance" in rows(run)[-1]
+
+
+def test_own_network_is_the_one_that_learns():
+    run = example("own_network")["main"](*SMALL)
+    saved = load_file(next(Path(run.checkpoint).glob("*.safetensors")))
+    shapes = {name: list(value.shape) for name, value in saved.items() if "waves" in name}
+    assert list(shapes.values()) == [[16], [16, 3]] or list(shapes.values()) == [[16, 3], [16]]
+    assert pql.load_policy(run.run_dir, trust=True)(torch.randn(5, 3)).abs().max() <= 1
+
+
+def test_own_algorithm_makes_a_smoother_policy():
+    scope = example("own_algorithm")
+    last = {}
+    for weight in (0, 100):
+        run = scope["main"](*SMALL, f"algo.smoothness={weight}", "algo.policy.lr=1e-2")
+        last[weight] = [row["policy/roughness"] for row in rows(run) if "policy/roughness" in row][-1]
+    assert last[100] < 0.5 * last[0]
+    with pytest.raises(pql.ConfigError, match="smoothness"):
+        scope["main"](*SMALL, "algo.smoothness=-1")
+
+
+class Session:
+    """Stands in for a run in a test of a callback."""
+
+    stop = False
+
+    def say(self, text):
+        self.text = text
+
+
+def test_the_callback_ends_a_run_that_no_longer_improves():
+    scope = example("callback")
+    stop, session = scope["StopOnPlateau"]("log.csv", patience=2), Session()
+    for step, value in enumerate([1.0, 3.0, 2.0, 4.0, 4.0]):
+        stop(session, {"steps/env": 10.0 * step, "eval/return_mean": value})
+        stop(session, {"steps/env": 10.0 * step})
+        assert not session.stop
+    stop(session, {"steps/env": 50.0, "eval/return_mean": 3.9})
+    assert session.stop
+    assert "4.0" in session.text
+    with open("log.csv") as file:
+        assert list(csv.reader(file))[-2:] == [["40", "4.0"], ["50", "3.9"]]
+    # A policy that does not change cannot improve, so a run without end ends.
+    still = ["algo.policy.lr=1e-12", "algo.normalize_obs=false", "eval.every_seconds=0.05"]
+    small = [word for word in SMALL if not word.startswith("budget")]
+    stop, run = scope["main"](*small, *still, "budget.seconds=60", patience=2)
+    assert stop.worse >= 2
+    assert run.seconds < 30
+    assert stop.history[0][1] == stop.best
+
+
+def test_an_exported_policy_acts_with_onnx_alone(capsys):
+    pytest.importorskip("onnxruntime")
+    scope = example("export_onnx")
+    run, file = scope["train_and_export"](*SMALL)
+    rewards, torques = scope["swing_up"](str(file), steps=50)
+    hanging = pql.load_policy(run.run_dir)(torch.tensor([[-1.0, 0.0, 0.0]])).item()  # in [-1, 1]
+    assert torques[0] == pytest.approx(2 * hanging, abs=1e-4)
+    assert max(abs(t) for t in torques) <= 2
+    assert rewards[0] == pytest.approx(-(np.pi**2) - 0.001 * torques[0] ** 2)
+    scope["main"]("run", str(file))
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{file}: return -")
+
+
+def test_two_algorithms_are_compared(monkeypatch, no_pictures):
+    scope = example("compare_algorithms")
+    short = [
+        "device=cpu",
+        "budget.seconds=null",
+        "budget.env_steps=600",
+        "num_envs=8",
+        "eval.num_envs=2",
+        "algo.warmup_steps=16",
+    ]
+    found = scope["main"]("task=lqr", *short, folder="runs/x", algorithms=("pql", "ppo"), seeds=(1, 2))
+    groups = {group["label"]: group for group in found["tasks"][0]["groups"]}
+    assert groups.keys() == {"pql", "ppo"}
+    assert all(group["seeds"] == [1, 2] for group in groups.values())
+    for path in Path("runs/x").glob("p*-*/summary.json"):
+        summary = json.loads(path.read_text())
+        scores = groups[path.parent.name[:3]]["scores"]
+        assert any(score == pytest.approx(summary["return_mean"]) for score in scores)
+    assert "pql" in Path(found["page"]).read_text()
+    monkeypatch.setattr(pql, "train", None)  # nothing is missing: no run is made again
+    scope["main"]("task=lqr", folder="runs/x", algorithms=("pql", "ppo"), seeds=(1, 2))
+
+
+def test_a_sweep_finds_settings_for_its_own_objective():
+    pytest.importorskip("optuna")
+    scope = example("sweep")
+    study = scope["main"](*SMALL, trials=2)
+    assert len(study.trials) == 2
+    assert all(1e-4 <= trial.params["algo.critic.lr"] <= 1e-2 for trial in study.trials)
+    runs = [json.loads(path.read_text()) for path in Path("runs").glob("*/summary.json")]
+    prices = [run["return_mean"] - trial.value for run, trial in zip(sorted_by_age(runs), study.trials, strict=True)]
+    assert all(0 <= price <= 500 for price in prices)  # the mean square of actions in [-1, 1], times 500
+    steady = scope["effort"](lambda obs: torch.full((len(obs), 1), 0.5), pql.make_env("pendulum", num_envs=3), steps=4)
+    assert steady == pytest.approx(0.25)
+
+
+def sorted_by_age(runs):
+    return sorted(runs, key=lambda run: Path(run["checkpoint"]).stat().st_mtime)
+
+
+def test_demonstrations_are_good_and_fill_the_replay(capsys):
+    shown, run = example("demonstrations")["main"](*SMALL)
+    assert shown > -200  # random actions: about -1,200
+    columns = load_file("demonstrations.safetensors")
+    assert columns["obs.policy"].shape == columns["next_obs.policy"].shape == (12_800, 3)
+    inner = ~columns["truncated"][:-1]
+    assert torch.equal(columns["next_obs.policy"][:-1][inner], columns["obs.policy"][1:][inner])
+    assert columns["truncated"].sum() == 64
+    assert "12,800" in capsys.readouterr().out
+    assert run.env_steps == 2048
+
+
+def test_the_page_of_an_evaluation(no_pictures):
+    pytest.importorskip("imageio")
+    scope = example("evaluation_page")
+    run = pql.train("task=pendulum", "algo=pql", *SMALL, quiet=True)
+    page = scope["main"](run.run_dir, episodes=8)
+    text = page.read_text()
+    returns = pql.evaluate(run.run_dir, episodes=8)["returns"]
+    assert f"8 episodes: mean return {np.mean(returns):,.1f}" in text
+    assert len(re.findall("<rect", text)) == 20
+    assert (page.parent / re.findall('href="([^"]+)"', text)[0]).exists()
+    assert len(re.findall("base64,([A-Za-z0-9+/=]+)", text)[0]) > 5_000
+    heights = re.findall(r'height="([\d.]+)"', scope["bars"]([1.0, 2.0, 2.0, 3.0], count=2))
+    assert heights == ["13.33", "40.00"]
