@@ -21,6 +21,8 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cluster": ("pql fleet", ("ray", "grpcio")),
     "tensorboard": ("logger=tensorboard", ("tensorboard",)),
     "wandb": ("logger=wandb", ("wandb",)),
+    "trackio": ("logger=trackio", ("trackio",)),
+    "swanlab": ("logger=swanlab", ("swanlab",)),
     "report": ("pql report and compare", ("matplotlib", "scipy", "jinja2")),
     "sweep": ("pql sweep", ("optuna",)),
     "export": ("pql export", ("onnx", "onnxscript", "onnxruntime")),

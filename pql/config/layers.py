@@ -58,10 +58,13 @@ class Presets:
     def names(self, group: str) -> list[str]:
         """Return the names of the presets of a group."""
         found = {p.stem for folder in self.folders for p in (folder / group).glob("*.yaml")}
-        return sorted(found | ({*self.plugins, *registered} if group == "algo" else set()))
+        more = {"algo": {*self.plugins, *registered}, "logger": {e.name for e in entry_points(group="pql.loggers")}}
+        return sorted(found | more.get(group, set()))
 
     def check(self, group: str, name: str, hint: str = "") -> None:
         """Raise ``ConfigError`` for a preset that does not exist."""
+        if group == "logger" and name in self.names("logger"):
+            return
         if self._path(group, name) is None and not (group == "algo" and name in registered):
             if group == "algo" and name in self.plugins:
                 missing = f"its preset {self.plugins[name]}, which the package has to install with the module"
@@ -169,6 +172,8 @@ class Presets:
 
     def _read(self, group: str, name: str) -> Mapping[str, Any]:
         path = self._path(group, name)
+        if path is None and group == "logger":  # of an installed package, which has no file
+            return {"kind": name}
         return registered[name] if path is None else read_preset(path)
 
 

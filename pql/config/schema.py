@@ -14,6 +14,7 @@ from pql.config.algorithms import AlgoConfig, DdpgConfig
 from pql.config.families import record_of
 from pql.config.fields import group, setting, settings, types_of
 from pql.config.migrate import migrated
+from pql.contract.plugins import entry_points
 from pql.errors import ConfigError, nearest
 
 MANY = 10**15
@@ -171,14 +172,25 @@ class CheckpointConfig:
     replay: bool = setting(True, "Store the replay in resume points, so that resuming continues bit for bit.")
 
 
+LOGGERS = ("none", "tensorboard", "wandb", "trackio", "swanlab")
+PLUGINS = "pql.loggers"  # entry-point group of packages' loggers
+
+
+def logger_names() -> list[str]:
+    """Return the names of all loggers: of this library and of installed packages."""
+    return [*LOGGERS, *sorted({e.name for e in entry_points(group=PLUGINS)} - {*LOGGERS})]
+
+
 @dataclass(frozen=True)
 class LoggerConfig:
     """Logging of metrics, in addition to the console and metrics.jsonl."""
 
-    kind: str = setting("none", "Logger.", choices=("none", "tensorboard", "wandb"))
+    kind: str = setting("none", f"Logger: {', '.join(LOGGERS)}, or one of an installed package.")
     every_seconds: float = setting(2.0, "Interval between rows of the log.", above=0, high=1e6)
-    project: str = setting("pql", "wandb project.")
-    mode: str = setting("offline", "wandb mode.", choices=("offline", "online"))
+    project: str = setting("pql", "Project of wandb, trackio and swanlab.")
+    mode: str = setting(
+        "offline", "Uploads of wandb, trackio and swanlab: later, or during the run.", choices=("offline", "online")
+    )
 
 
 @dataclass(frozen=True)

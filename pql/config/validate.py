@@ -13,6 +13,7 @@ from typing import Any
 from pql.config import Config
 from pql.config.fields import Range, settings
 from pql.config.groups import CentralConfig
+from pql.config.schema import logger_names
 from pql.contract.registry import check_chosen
 from pql.errors import ConfigError, nearest, show
 
@@ -45,6 +46,9 @@ def validate(config: Config) -> Config:
     for name in ("device", "placement.collector", "placement.v_learner", "placement.p_learner"):
         if found[name].value is not None:
             resolve_device(found[name].value, name)
+    if config.logger.kind not in (known := logger_names()):
+        kind = config.logger.kind
+        raise ConfigError("logger.kind", kind, f"one of {', '.join(known)}{nearest(kind, known)}")
     config.algo.check_schedule()
     _check_replicas(config)
     _check_together(config)

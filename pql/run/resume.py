@@ -22,7 +22,7 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     Args:
         overrides: may repeat settings that name code with their old values, which then need no trust. The simulator's
             interpreter may differ.
-        trust: accept settings of the run that name code, programs or paths, and its uploads to wandb.
+        trust: accept settings of the run that name code, programs or paths, and its uploads.
     Raises:
         ConfigError: no such run, an override of a setting that must not change, or untrusted settings.
     """
@@ -55,11 +55,12 @@ def counts_when_typed(word: str) -> bool:
 
 
 def _offline(config: Config) -> Config:
-    """Return the config with wandb offline: uploads would use the user's login for a project that the config names."""
-    if (config.logger.kind, config.logger.mode) != ("wandb", "online"):
+    """Return the config with its tracker offline: uploads would use the user's login for a project that it names."""
+    kind = config.logger.kind
+    if kind in ("none", "tensorboard") or config.logger.mode != "online":
         return config
     what = (
-        f"wandb stays offline: that it uploads with your login is the run directory's word; {UPLOADING}=online says so"
+        f"{kind} stays offline: that it uploads with your login is the run directory's word; {UPLOADING}=online says so"
     )
     warnings.warn(what, PqlWarning, stacklevel=3)
     return dataclasses.replace(config, logger=dataclasses.replace(config.logger, mode="offline"))

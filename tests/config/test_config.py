@@ -130,7 +130,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("algo.lr=1", "algo.lr=1: expected a known setting (did you mean algo.critic.lr or algo.policy.lr?)"),
         ("algo.buffer_size=1", "a known setting (did you mean replay.capacity?)"),
         ("total_steps=1", "a known setting (did you mean budget.env_steps?)"),
-        ("logger=tensorbord", "expected one of none, tensorboard, wandb (did you mean tensorboard?)"),
+        ("logger=tensorbord", "expected one of none, swanlab, tensorboard, trackio, wandb (did you mean tensorboard?)"),
         ("scale=huge", "scale=huge: expected one of cpu, gpu"),
         ("algo.gama=0.9", "algo.gama=0.9: expected a known setting (did you mean algo.gamma?)"),
         ("gamma=0.9", "gamma=0.9: expected a known setting (did you mean algo.gamma?)"),

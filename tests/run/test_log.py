@@ -1,9 +1,11 @@
 """Log sinks: where metrics are written, and that a failing sink does not affect the run."""
 
 import dataclasses
+import importlib.metadata
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import sys
@@ -11,22 +13,25 @@ import threading
 import time
 import types
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from run_files import points, rows, words
 
-from pql.config import BudgetConfig
+from pql.config import BudgetConfig, Config
 from pql.config.compose import compose
+from pql.config.schema import LoggerConfig
 from pql.errors import ConfigError, PqlWarning
-from pql.run.log import loggers, wandb_feed
+from pql.run.log import feed, loggers, trackers
 from pql.run.log import sinks as log
 from pql.run.log.closing import closing_words
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store.run_dir import Summary
 
+ROOT = Path(__file__).resolve().parents[2]
 ROW = {
     "time/seconds": 50.0,
     "steps/env": 20_000,
@@ -191,7 +196,7 @@ def test_tensorboard_shows_a_video_as_a_small_gif(tmp_path):
         sink.close()
 
 
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio", "swanlab"])
 def test_a_logger_that_is_not_installed_is_refused_at_once(tmp_path, monkeypatch, kind):
     monkeypatch.delitem(sys.modules, kind, raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -252,8 +257,17 @@ class Video:
         if not os.path.exists(path):
             raise ValueError("no such file")
         self.shown = [path, format]
+class Artifact:
+    def __init__(self, name, type):
+        self.content = [name, type]
+    def add_dir(self, path, name):
+        self.content.append([name, sorted(os.listdir(path))])
+    def add_file(self, path, name):
+        self.content.append([name, os.path.isfile(path)])
 class Run:
-    dir = path + "/files"
+    dir, id = path + "/files", "mine"
+    def log_artifact(self, artifact):
+        note("artifact", artifact.content)
     def define_metric(self, name, step_metric):
         note("metric", [name, step_metric])
     def log(self, row):  # no step: wandb drops rows whose step is below the last one's
@@ -269,11 +283,41 @@ def init(settings, **options):
 """
 
 
+# In place of trackio and swanlab: their functions of the same names, as documented (trackio 0.43, swanlab 0.10).
+OTHERS = """
+import json, os
+def note(what, value):
+    with open(os.environ["WANDB_FAKE"].rpartition(":")[0], "a") as file:
+        file.write(json.dumps([what, value]) + "\\n")
+class Video:
+    def __init__(self, path):
+        self.path = path
+        self.head = open(path, "rb").read(6).decode("latin-1")
+class Run:
+    def log(self, row, step=None):
+        shown = {k: [v.path, v.head] if isinstance(v, Video) else v for k, v in row.items()}
+        note("video" if "eval/video" in row else "log", [shown, step])
+    def finish(self):
+        note("finish", None)
+def init(**options):
+    note("init", options | {"space": os.environ.get("TRACKIO_SPACE_ID")})
+    return Run()
+"""
+
+
+def tracker(folder, kind="wandb", mode="offline", offset=0):
+    """The sink of a run in ``folder``, with enough patience for a busy machine."""
+    config = dataclasses.replace(Config(), logger=LoggerConfig(kind=kind, mode=mode))
+    return loggers.Tracker(config, folder, offset, patience=60)
+
+
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """stage -> nothing; afterwards, what the fake package was asked: stage -> values."""
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "wandb.py").write_text(FAKE)
+    for name in ("trackio", "swanlab"):
+        (tmp_path / "fake" / f"{name}.py").write_text(OTHERS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
     monkeypatch.syspath_prepend(str(tmp_path / "fake"))
     notes = tmp_path / "notes"
@@ -305,17 +349,23 @@ def test_wandb_is_offline_and_gets_every_row_once(tmp_path, fake, monkeypatch, c
     assert fake("log") == rows(folder)
     assert fake("metric") == [["*", "steps/env"]]
     assert fake("finish") == [None]
-    assert f"wandb: offline; to upload: wandb sync {tmp_path / 'notes'}" in capsys.readouterr().out
+    assert f"wandb: offline. To upload what is missing: wandb sync {tmp_path / 'notes'}" in capsys.readouterr().out
+    policy = sorted(path.name for path in (folder / "checkpoints" / "last").iterdir())
+    kept = ["policy-mine", "model", ["checkpoints/last", policy], ["config.yaml", True]]
+    assert fake("artifact") == [kept]
     Session(resume_config(folder, ["budget.env_steps=640"]), resume=True, quiet=True).train()
     assert fake("log") == rows(folder)
     assert rows(folder)[-1]["steps/env"] == 640
+    first, second = fake("init")
+    assert first["id"] == second["id"] == (folder / "wandb" / "run-id").read_text().strip()
+    assert len(first["id"]) == 16
 
 
 def test_wandb_gets_the_videos_of_a_run(tmp_path, fake):
     a_log(tmp_path / "run")
     film = tmp_path / "run" / "film.mp4"
     film.write_bytes(b"mp4")
-    sink = loggers.Wandb(tmp_path / "run", "pql", "offline", {}, patience=60)
+    sink = tracker(tmp_path / "run")
     both = log.Sinks([sink, types.SimpleNamespace(write=print, close=lambda: None)])  # one that shows no videos
     both.video(film, 640)
     both.video(tmp_path / "deleted.mp4", 650)
@@ -332,7 +382,7 @@ def test_wandb_gets_the_videos_of_a_run(tmp_path, fake):
 def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, stage):
     monkeypatch.setenv("WANDB_FAKE", f"{tmp_path / 'notes'}:{stage}")
     a_log(tmp_path / "run")
-    sink = loggers.Wandb(tmp_path / "run", "pql", "offline", {}, patience=60)
+    sink = tracker(tmp_path / "run")
     with pytest.warns(PqlWarning, match=r"wandb stopped: ConnectionError: no server; the run is not affected") as told:
         sink.close()
     assert len(told) == 1
@@ -345,7 +395,7 @@ def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, s
 @pytest.mark.fault
 def test_wandb_that_dies_is_told_of_while_the_run_goes_on(tmp_path):
     a_log(tmp_path / "run")
-    sink = loggers.Wandb(tmp_path / "run", "pql", "offline", {})
+    sink = tracker(tmp_path / "run")
     sink.process.kill()
     sink.process.wait()
     with pytest.warns(PqlWarning, match="wandb's process died; the run is not affected. .* wandb sync .*latest-run"):
@@ -360,7 +410,7 @@ def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(loggers, "PATIENCE", 0.3)
     start = time.perf_counter()
     session = Session(compose(words(tmp_path / "run", "logger=wandb")), quiet=True)
-    sink = next(s for s in session.sinks.sinks if isinstance(s, loggers.Wandb))
+    sink = next(s for s in session.sinks.sinks if isinstance(s, loggers.Tracker))
     for _ in range(1000):
         sink.write(ROW)
     assert time.perf_counter() - start < 5
@@ -378,20 +428,19 @@ def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, fake, monkeypatch):
 def test_a_server_that_goes_while_wandb_finishes(monkeypatch):
     """It is left, with a word on it, after a while."""
     left = threading.Event()
-    monkeypatch.setattr(wandb_feed, "GRACE", 0.05)
-    monkeypatch.setattr(wandb_feed, "reachable", lambda url: False)
-    monkeypatch.setattr(wandb_feed.os, "_exit", lambda status: left.set())
+    monkeypatch.setattr(trackers, "GRACE", 0.05)
+    monkeypatch.setattr(trackers, "reachable", lambda url: False)
+    monkeypatch.setattr(trackers.os, "_exit", lambda status: left.set())
     server = types.SimpleNamespace(settings=types.SimpleNamespace(base_url="http://127.0.0.1:9"))
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(setup=lambda: server))
-    out = io.StringIO()
-    run = types.SimpleNamespace(finish=lambda: left.wait(10))
-    wandb_feed.finish(run, {"dir": "d", "mode": "online", "why": ""}, out)
+    done = []
+    tracker = trackers.Wandb.__new__(trackers.Wandb)
+    tracker.wandb, tracker.options = sys.modules["wandb"], {"folder": "nowhere"}
+    tracker.verdict = {"dir": "d", "mode": "online", "why": ""}
+    tracker.run = types.SimpleNamespace(finish=lambda: left.wait(10))
+    tracker.finish(lambda: done.append(dict(tracker.verdict)))
     assert left.is_set()
-    assert json.loads(out.getvalue()) == {
-        "dir": "d",
-        "mode": "offline",
-        "why": "wandb's server is unreachable",
-    }
+    assert done == [{"dir": "d", "mode": "offline", "why": "wandb's server is unreachable"}]
 
 
 def test_a_server_that_answers_anything_can_be_reached():
@@ -400,15 +449,15 @@ def test_a_server_that_answers_anything_can_be_reached():
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        assert wandb_feed.reachable(url)  # with "not implemented"
-    assert not wandb_feed.reachable(url)
-    assert not wandb_feed.reachable("nonsense")
+        assert trackers.reachable(url)  # with "not implemented"
+    assert not trackers.reachable(url)
+    assert not trackers.reachable("nonsense")
 
 
 def test_rows_are_read_while_they_are_written(tmp_path):
     path, ended = tmp_path / "metrics.jsonl", threading.Event()
     path.write_text('{"old": 1}\n{"a": 1}\n{"b"')
-    found = wandb_feed.rows(path, len('{"old": 1}\n'), ended)
+    found = feed.rows(path, len('{"old": 1}\n'), ended)
     assert next(found) == {"a": 1}
     with path.open("a") as file:
         file.write(': 2}\n{"c": 3}\n')
@@ -453,6 +502,85 @@ def test_the_real_wandb_without_a_server_loses_nothing(tmp_path, monkeypatch):
     assert len(told) >= 2
     assert "eval/return_mean" in told[-1]
     assert history(path) == told
+
+
+def test_wandb_continues_its_own_run_and_an_agent_s(tmp_path, monkeypatch):
+    file = tmp_path / "wandb" / "run-id"
+    assert trackers.own_id(file) == trackers.own_id(file) == file.read_text().strip()
+    for text in ("short\n", "../../../etc/passwd\n", "x" * 200):
+        file.write_text(text)
+        assert trackers.own_id(file) != text.strip()
+    monkeypatch.setenv("WANDB_RUN_ID", "agents01")
+    assert trackers.own_id(file) == "agents01"
+
+
+@pytest.mark.parametrize("kind", ["trackio", "swanlab"])
+def test_trackio_and_swanlab_get_every_row_and_video_by_env_step(tmp_path, fake, monkeypatch, kind):
+    imageio = pytest.importorskip("imageio.v2")
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "somebody/space")
+    told = a_log(tmp_path / "run")
+    film = tmp_path / "film.mp4"
+    with imageio.get_writer(film, fps=30, macro_block_size=2) as video:
+        video.append_data(np.zeros((16, 16, 3), np.uint8))
+    sink = tracker(tmp_path / "run", kind)
+    sink.video(film, 640)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sink.close()
+    (asked,) = fake("init")
+    assert (asked["project"], asked["name"], asked["config"]["logger"]["kind"]) == ("pql", "run", kind)
+    assert fake("log") == [[row, int(row["steps/env"])] for row in told]
+    ((shown, step),) = fake("video")
+    path, head = shown["eval/video"]
+    assert (step, fake("finish")) == (640, [None])
+    if kind == "trackio":
+        assert (asked["space"], asked["resume"], path) == (None, "never", str(film))  # offline: no upload
+    else:
+        assert (asked["mode"], asked["log_dir"]) == ("offline", str(tmp_path / "run" / "swanlab"))
+        assert head == "GIF89a"  # the only kind that swanlab shows
+
+
+def test_trackers_resume_under_their_own_name_or_id(tmp_path, fake, monkeypatch):
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "my/space")
+    a_log(tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    tracker(tmp_path / "run", "trackio", "online", offset=before).close()
+    assert fake("log") == []  # of an earlier sitting
+    for _ in range(2):
+        tracker(tmp_path / "run", "swanlab", "online").close()
+    trackio, *swanlab = fake("init")
+    assert (trackio["resume"], trackio["space"]) == ("allow", "my/space")
+    assert [(s["resume"], s["id"]) for s in swanlab] == [("allow", swanlab[0]["id"])] * 2
+    monkeypatch.delenv("TRACKIO_SPACE_ID")
+    with pytest.warns(PqlWarning, match="trackio is local: neither TRACKIO_SPACE_ID nor TRACKIO_SERVER_URL is set"):
+        tracker(tmp_path / "run", "trackio", "online").close()
+
+
+def test_the_example_of_a_logger_in_the_docs_receives_every_row(tmp_path, monkeypatch):
+    """docs/logging.md: its class as an installed package, used by name."""
+    text = (ROOT / "docs" / "logging.md").read_text()
+    code = re.search(r"```python\n# csv_logger\.py\n(.*?)```", text, re.S)[1]
+    point = re.search(r'```toml\n\[project\.entry-points\."(pql\.loggers)"\]\n(\w+) = "(.*?)"\n```', text)
+    assert len(code.splitlines()) <= 20
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "csv_logger.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    entry = importlib.metadata.EntryPoint(point[2], point[3], point[1])
+    found = lambda group: [entry] if group == point[1] else []  # noqa: E731
+    for module in ("pql.config.schema", "pql.config.layers", "pql.run.log.sinks"):
+        monkeypatch.setattr(f"{module}.entry_points", found)
+    with pytest.raises(ConfigError, match=r"logger=csw: expected one of csv, none, .* \(did you mean csv\?\)"):
+        compose(words(tmp_path / "run", "logger=csw"))
+    Session(compose(words(tmp_path / "run", "logger=csv", "eval.final=true")), quiet=True).train()
+    lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert lines[0] == "steps/env,time/seconds,train/return_mean,eval/return_mean"
+    assert [float(line.split(",")[0]) for line in lines[1:]] == [row["steps/env"] for row in rows(tmp_path / "run")]
+    assert float(lines[-1].split(",")[3]) == pytest.approx(rows(tmp_path / "run")[-1]["eval/return_mean"])
+    broken = importlib.metadata.EntryPoint("csv", "no_such_module:Csv", "pql.loggers")
+    monkeypatch.setattr("pql.run.log.sinks.entry_points", lambda group: [broken])
+    with pytest.raises(ConfigError, match="logger=csv: expected a logger that can be imported: no_such_module:Csv"):
+        Session(compose(words(tmp_path / "other", "logger=csv")), quiet=True)
+    assert not (tmp_path / "other").exists()
 
 
 # -- device values --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Loggers that a run writes to on request: TensorBoard and wandb."""
+"""Loggers that a run writes to on request: TensorBoard, and trackers in a separate process."""
 
 import io
 import json
@@ -12,12 +12,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pql.config import Config, to_dict
 from pql.errors import PqlWarning, first_line
 from pql.run.log.console import Row
 
 VIDEO = "eval/video"  # name of videos in every logger
 GIF_FPS, GIF_FRAMES, GIF_WIDTH = 12, 150, 320  # at most: TensorBoard shows videos as GIFs, which are large
-PATIENCE = 5.0  # seconds that a run waits for wandb at its end
+PATIENCE = 5.0  # seconds that a run waits for a tracker at its end
+LATER = {
+    "wandb": "To upload what is missing: wandb sync {}",
+    "swanlab": "To upload what is missing: swanlab sync {}/*",
+    "trackio": "To see it: trackio show",
+}
 
 
 class TensorBoard:
@@ -73,39 +79,40 @@ def as_gif(path: Path) -> tuple[bytes, tuple[int, int]]:
     return out.getvalue(), frames[0].size
 
 
-class Wandb:
-    """wandb, offline by default, in a separate process that reads metrics.jsonl (``wandb_feed.py``).
+class Tracker:
+    """A tracker, offline by default, in a separate process that reads metrics.jsonl (``feed.py``).
 
     Args:
+        config: settings of the run; ``logger.kind`` names the tracker.
         folder: the run directory.
-        offset: byte in metrics.jsonl at which this sitting begins.
+        offset: byte in metrics.jsonl at which this sitting begins; above 0, the run continues.
         say: receives the place of the data and the command that uploads them.
         patience: seconds that ``close`` waits for the process. If it needs longer, it finishes after the run.
     """
 
     def __init__(
         self,
+        config: Config,
         folder: Path,
-        project: str,
-        mode: str,
-        config: dict[str, Any],
         offset: int = 0,
         say: Callable[[str], None] | None = None,
         patience: float | None = None,
     ):
-        self.folder, self.say, self.ended = folder, say, False
+        self.kind, self.folder, self.say, self.ended = config.logger.kind, folder, say, False
         self.patience = PATIENCE if patience is None else patience
         options = {
+            "kind": self.kind,
             "folder": str(folder),
             "metrics": str(folder / "metrics.jsonl"),
             "offset": offset,
-            "project": project,
-            "mode": mode,
-            "config": config,
+            "resumed": offset > 0,
+            "project": config.logger.project,
+            "mode": config.logger.mode,
+            "config": to_dict(config),
             "video": VIDEO,
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pql.run.log.wandb_feed", json.dumps(options, default=str)],
+            [sys.executable, "-m", "pql.run.log.feed", json.dumps(options, default=str)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -116,12 +123,12 @@ class Wandb:
         os.set_blocking(self.process.stdin.fileno(), False)
 
     def write(self, row: Row) -> None:
-        """Write nothing: metrics.jsonl has the row. Warn if wandb has ended before the run."""
+        """Write nothing: metrics.jsonl has the row. Warn if the tracker has ended before the run."""
         if not self.ended and self.process.poll() is not None:
             self.close()
 
     def video(self, path: Path, step: int) -> None:
-        """Name the video to wandb's process.
+        """Name the video to the tracker's process.
 
         Raises:
             BlockingIOError: the process has not read for so long that the pipe is full.
@@ -134,17 +141,19 @@ class Wandb:
         if self.ended:
             return
         self.ended = True
-        verdict = {"dir": str(self.folder / "wandb" / "latest-run"), "why": "wandb's process died", "mode": ""}
+        verdict = {"dir": str(self.folder / self.kind), "why": f"{self.kind}'s process died", "mode": ""}
+        if self.kind == "wandb":
+            verdict["dir"] += "/latest-run"
         try:
             reply, _ = self.process.communicate(timeout=self.patience)
             verdict = json.loads(reply)
         except subprocess.TimeoutExpired:
-            verdict["why"] = "wandb is still uploading and continues in the background"
+            verdict["why"] = f"{self.kind} is still uploading and continues in the background"
         except ValueError:
             pass
-        upload = f"wandb sync {shlex.quote(verdict['dir'])}"
+        later = LATER[self.kind].format(shlex.quote(verdict["dir"]))
         if verdict["why"]:
-            what = f"{verdict['why']}; the run is not affected. To upload what is missing: {upload}"
+            what = f"{verdict['why']}; the run is not affected. {later}"
             warnings.warn(what, PqlWarning, stacklevel=2)
         elif verdict["mode"] == "offline" and self.say:
-            self.say(f"wandb: offline; to upload: {upload}")
+            self.say(f"{self.kind}: offline. {later}")

@@ -1,4 +1,4 @@
-"""Metric sinks: metrics.jsonl and the console always; TensorBoard or wandb on request.
+"""Metric sinks: metrics.jsonl and the console always; TensorBoard, a tracker or a package's logger on request.
 
 Workers sum their metrics on the device. A row is assembled at a tick boundary, copied to the host asynchronously and
 written one tick later, so that no sink makes a worker wait.
@@ -10,7 +10,7 @@ import json
 import resource
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from pql.config import Config, to_dict
 from pql.config.files import check_ordinary, create_file
+from pql.config.schema import LOGGERS, PLUGINS
+from pql.contract.plugins import entry_points
 from pql.errors import ConfigError, PqlWarning, first_line
 from pql.run.log.console import Console, Row
-from pql.run.log.loggers import TensorBoard, Wandb
+from pql.run.log.loggers import LATER, TensorBoard, Tracker
 
 LINE = 1 << 20  # upper limit of a row's characters; rows are far shorter
 
@@ -167,18 +169,37 @@ def make_sinks(config: Config, run_dir: Path, console: Console | None, resumed_a
     """
     metrics = run_dir / "metrics.jsonl"
     sinks: list[Sink] = [Jsonl(metrics, resumed_at)]
-    if config.logger.kind == "tensorboard":
+    kind, offset = config.logger.kind, metrics.stat().st_size
+    if kind == "tensorboard":
         sinks.append(TensorBoard(run_dir / "tensorboard", resumed_at))
-    elif config.logger.kind == "wandb":
-        say, offset = console.say if console else None, metrics.stat().st_size
-        sinks.append(Wandb(run_dir, config.logger.project, config.logger.mode, to_dict(config), offset, say))
+    elif kind in LATER:
+        sinks.append(Tracker(config, run_dir, offset, console.say if console else None))
+    elif kind != "none":
+        sinks.append(find_logger(kind)(run_dir, to_dict(config), resumed_at))
     return Sinks([*sinks, console] if console else sinks)
+
+
+def find_logger(kind: str) -> Callable[[Path, dict[str, Any], int | None], Sink]:
+    """Return the logger of an installed package (entry-point group ``pql.loggers``).
+
+    It is called with the run directory, the settings and the env steps of a resumed run, and returns a sink.
+
+    Raises:
+        ConfigError: its package cannot be imported.
+    """
+    entry = next(e for e in entry_points(group=PLUGINS) if e.name == kind)
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("logger", kind, f"a logger that can be imported: {entry.value} ({error})") from error
 
 
 def check_logger(config: Config) -> None:
     """Raise ``ConfigError`` if the logger's package is not installed."""
     kind = config.logger.kind
-    if kind != "none" and kind not in sys.modules and importlib.util.find_spec(kind) is None:
+    if kind not in LOGGERS:
+        find_logger(kind)
+    elif kind != "none" and kind not in sys.modules and importlib.util.find_spec(kind) is None:
         raise ConfigError("logger", kind, f"the package {kind!r}, which is not installed: pip install 'pql-rl[{kind}]'")
 
 
