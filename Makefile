@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,dev
+EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,docs,dev
 
 .NOTPARALLEL:
-.PHONY: setup robots warp peers train test test-warp test-adapters check clean
+.PHONY: setup robots warp peers train test test-warp test-adapters check docs clean
 
 setup: $(STAMP)
 
@@ -71,7 +71,11 @@ test-adapters: setup $(ADAPTERS:%=.adapters/%/.installed)
 		.adapters/$*/bin/pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0+cpu' numpy $($*_WANTS)
 	touch $@
 
-check: setup
+# The documentation site: build/site/index.html, which works without a server. Broken links are errors.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: setup docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -21,10 +21,9 @@ LABELS = {"seconds": "seconds of training", "env_steps": "environment steps"}
 
 def band(runs: Sequence[Run], axis: str) -> tuple[np.ndarray, np.ndarray]:
     """Return grid [G] and, on it, the lowest, median and highest return of the runs [3, G], as far as all have come."""
-    curves = [[(point[axis], point["return_mean"]) for point in timed(run)] for run in runs]
-    begin, end = max(c[0][0] for c in curves), min(c[-1][0] for c in curves)
-    grid = np.linspace(begin, end, 200)
-    returns = np.stack([np.interp(grid, *zip(*curve, strict=True)) for curve in curves])
+    curves = [np.array([(point[axis], point["return_mean"]) for point in timed(run)]).T for run in runs]  # [2, points]
+    grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
+    returns = np.stack([np.interp(grid, x, y) for x, y in curves])
     return grid, np.quantile(returns, [0, 0.5, 1], axis=0)
 
 

@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md work as described."""
+"""The worked examples of docs/contributing.md work as described."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from pql.config.fields import settings
 from pql.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+TEXT = (ROOT / "docs" / "contributing.md").read_text()
 
 
 def blocks(language):
@@ -43,7 +43,7 @@ def test_a_task_is_a_file(presets):
 def test_a_setting_is_a_line():
     (code,) = (block for block in blocks("python") if "class NoisyConfig" in block)
     names: dict[str, object] = {"__name__": "example"}
-    exec(compile(code, "CONTRIBUTING.md", "exec"), names)
+    exec(compile(code, "contributing.md", "exec"), names)
     (one,) = (one for one in settings(names["NoisyConfig"](), "algo.") if one.name == "algo.target_noise")
     assert (one.value, str(one.declaration.range)) == (0.2, "from 0 up to 10")
     config = compose(["device=cpu"])

@@ -1,0 +1,81 @@
+"""The documentation site: complete navigation, every metric documented, generated pages up to date."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from test_tools import tool  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+METRIC = re.compile(r"[a-z_]+/[a-z_]+")
+NO_METRICS = {"text/plain", "restarts/mask", "restarts/step"}  # a MIME type, and columns of a recorded failure
+WITHOUT = ("reports", "cli", "config", "envs")  # packages that log nothing
+
+
+def logged():
+    """Names of metrics in the code: constant keys of dictionaries with a slash."""
+    names = set()
+    for path in (ROOT / "pql").rglob("*.py"):
+        if path.relative_to(ROOT / "pql").parts[0] in WITHOUT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            keys = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
+            values = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            names |= {value for value in values if METRIC.fullmatch(value)}
+    return names - NO_METRICS
+
+
+def pages(nav):
+    """Files of a navigation."""
+    for entry in nav:
+        value = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        yield from [value] if isinstance(value, str) else pages(value)
+
+
+def test_every_metric_is_documented():
+    text = (DOCS / "reference" / "metrics.md").read_text()
+    documented = set(re.findall(r"`([a-z_]+/[a-z_]+)`", text))
+    names = logged()
+    assert len(names) > 40
+    assert names - documented == set()
+    written = {"train/return_mean", "train/length_mean", "eval/return_mean", "eval/return_median", "eval/return_iqm"}
+    assert documented - names - written == {"eval/length_mean", "eval/success"}  # of these, the code joins the parts
+
+
+def test_every_page_is_in_the_navigation_once():
+    class Loader(yaml.SafeLoader):
+        """Reads the file without the tags of plugins."""
+
+    Loader.add_multi_constructor("tag:", lambda loader, suffix, node: None)
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+    listed = [*pages(config["nav"])]
+    assert len(listed) == len({*listed})
+    assert {*listed} == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+def test_the_reference_of_the_command_line_is_up_to_date(tool):  # noqa: F811
+    assert (DOCS / "reference" / "commands.md").read_text() == tool("commands_page").page()
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_links_between_pages_exist(page):
+    """Files and anchors of relative links; ``make docs`` checks the same on the built site."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.S)):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), target
+        assert path.is_relative_to(DOCS), f"{target} is outside of the site"
+        if anchor:
+            assert anchor in anchors(path), target
+
+
+def anchors(path):
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), re.M)
+    plain = (re.sub(r"[^\w\s-]", "", re.sub(r"[`*]|\[|\]\([^)]*\)", "", one)).strip().lower() for one in headings)
+    return {re.sub(r"\s", "-", one) for one in plain}
