@@ -57,7 +57,15 @@ OWN = {
     "scale": ("true", "false"),
     BATCH: tuple(str(2**i) for i in range(5, 12)),
 }
-RUN_FIRST = ("resume", "eval", "play", "export", "compare", "report")  # the first word is a path, for the shell
+RUN_FIRST = (
+    "resume",
+    "eval",
+    "play",
+    "export",
+    "compare",
+    "report",
+    "watch",
+)  # the first word is a path, for the shell
 
 
 def candidates(

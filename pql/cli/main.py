@@ -30,6 +30,7 @@ COMMANDS: dict[str, dict[str, type]] = {
     "export": {"formats": str, "scale": bool, "out": str},
     "compare": {"x": str, "out": str, "thresholds": list, "references": str},
     "report": {"x": str, "out": str, "thresholds": list, "references": str},
+    "watch": {"port": int, "open": bool},
     "sweep": {},
     "bench": {"seconds": int, "rounds": int},
     "actor": {},
@@ -172,6 +173,10 @@ def parser() -> argparse.ArgumentParser:
     report = sub.add_parser("report", help="a page about one run: pql report RUN out=DIR")
     report.add_argument("words", metavar="RUN", nargs="+", help="a run; x= out= thresholds=[...]")
     report.set_defaults(run=run_report, single=True)
+    watch = sub.add_parser("watch", help="a live page about runs, on this machine: pql watch RUN|FOLDER port=8421")
+    watch.add_argument("path", metavar="RUN|FOLDER")
+    watch.add_argument("overrides", nargs="*", help="port=8421 open=true (in a browser)")
+    watch.set_defaults(run=run_watch)
     sweep = sub.add_parser("sweep", help="search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20")
     sweep.add_argument(
         "overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir="
@@ -353,6 +358,16 @@ def run_sweep(args: argparse.Namespace) -> int:
     from pql.cli import sweep
 
     return sweep.sweep_command(args.overrides)
+
+
+def run_watch(args: argparse.Namespace) -> int:
+    from pql.reports.watch.server import PORT, watch
+
+    asked = {"port": PORT, "open": False} | parse_pairs(args.overrides, COMMANDS["watch"])
+    if not 0 <= asked["port"] <= 65535:
+        raise ConfigError("port", asked["port"], "from 0 (any free port) up to 65535")
+    watch(Path(args.path).expanduser(), asked["port"], asked["open"])
+    return 0
 
 
 def run_play(args: argparse.Namespace) -> int:

@@ -60,8 +60,9 @@ def test_every_preset_and_command_is_documented():
         assert f"`{algo}`" in algorithms
     for task in Presets().names("task"):
         assert re.search(rf"`[^`]*\b{task}\b", tasks), task
+    commands = (ROOT / "docs" / "reference" / "commands.md").read_text()
     for command in COMMANDS:
-        assert f"pql {command}" in TEXT
+        assert f"\n## pql {command}\n" in commands
 
 
 def test_the_contracts_names_are_at_hand():
