@@ -85,7 +85,7 @@ SYNONYMS = {
     "critic_lr": "algo.critic.lr",
     "max_episode_steps": "task.kwargs.max_episode_steps",
 }
-"""Names of other libraries' settings (docs/migrate.md)."""
+"""Names of other libraries' settings (docs/migrate)."""
 
 
 def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Every name in docs/migrate.md exists: in pql's schema, or in the other libraries if installed."""
+"""Every name in the tables of docs/migrate exists: in pql's schema, or in the other libraries if installed."""
 
 import inspect
 import re
@@ -10,17 +10,28 @@ from pql.cli.completion import choices_of
 from pql.config.compose import known_settings
 from pql.config.layers import GROUPS, Presets
 
-TEXT = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
+PAGES = Path(__file__).parents[2] / "docs/migrate"
+LIBRARIES = {
+    "rsl_rl": ("rsl_rl", "Settings"),
+    "Stable-Baselines3": ("sb3", "Settings"),
+    "skrl": ("rl_games_skrl", "Settings of skrl"),
+    "rl_games": ("rl_games_skrl", "Settings of rl_games"),
+    "FastTD3": ("fasttd3_flashsac", "Settings of FastTD3"),
+    "FlashSAC": ("fasttd3_flashsac", "Settings of FlashSAC"),
+    "PQL": ("pql_reference", "Settings"),
+}
+"""Library -> page and section of its table."""
 KNOWN = known_settings()
 
 
 def tables():
     """Return library -> rows of [its name, pql's name, notes], markup included."""
-    parts = re.split(r"^## (.*)$", TEXT, flags=re.M)
     found = {}
-    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+    for library, (page, title) in LIBRARIES.items():
+        parts = re.split(r"^## (.*)$", (PAGES / f"{page}.md").read_text(), flags=re.M)
+        body = dict(zip(parts[1::2], parts[2::2], strict=True))[title]
         rows = [[c.strip() for c in line.strip("|").split("|")] for line in body.splitlines() if line.startswith("|")]
-        found[title] = rows[2:]
+        found[library] = rows[2:]
     return found
 
 
@@ -28,11 +39,13 @@ def quoted(cell):
     return re.findall(r"`([^`]*)`", cell)
 
 
-def test_there_are_four_tables_of_three_columns():
-    found = tables()
-    assert list(found) == ["rsl_rl", "skrl", "Stable-Baselines3", "The PQL reference code"]
+def test_every_page_has_its_tables_of_three_columns_and_is_listed():
+    found, index = tables(), (PAGES / "README.md").read_text()
+    for page in PAGES.glob("*.md"):
+        assert page.stem == "README" or page.stem in {page for page, _ in LIBRARIES.values()}
+        assert page.stem == "README" or f"({page.name})" in index
     for title, rows in found.items():
-        assert len(rows) > 25, title
+        assert len(rows) > 20, title
         assert {len(row) for row in rows} == {3}, title
         assert all(quoted(row[0]) for row in rows), title
 
@@ -43,7 +56,7 @@ def ours():
         for _, here, notes in rows:
             yield from ((title, word) for word in quoted(here))
             yield from ((title, word) for word in quoted(notes) if re.match(r"(algo|budget|replay|task|eval)\.", word))
-    intro = TEXT.split("## rsl_rl")[0]
+    intro = (PAGES / "README.md").read_text()
     yield from (("intro", word) for word in quoted(intro) if re.match(r"(algo|budget|replay|task|eval)\.", word))
 
 
@@ -107,3 +120,28 @@ def test_stable_baselines_names_are_its_own():
             assert name in known, name
             for of in re.findall(r"\b(PPO|A2C|SAC|TD3|DQN)\b", theirs.replace(f"`{name}`", "")):
                 assert name in parameters(algorithms[of]) or name in algorithms, (name, of)
+
+
+def test_rl_games_names_are_its_own():
+    """It reads its settings by string from dictionaries, so its source is searched."""
+    rl_games = pytest.importorskip("rl_games")
+    folder = Path(rl_games.__path__[0])
+    source = "".join(path.read_text() for name in ("algos_torch", "common") for path in folder.glob(f"{name}/*.py"))
+    source += (folder / "torch_runner.py").read_text()
+    for theirs, *_ in tables()["rl_games"]:
+        for name in quoted(theirs):
+            assert f"'{name}'" in source or f'"{name}"' in source, name
+
+
+def test_skrls_names_are_its_own():
+    pytest.importorskip("skrl")
+    from dataclasses import fields
+
+    from skrl.agents.torch import a2c, ddpg, ppo, sac, td3
+
+    configs = a2c.A2C_CFG, ddpg.DDPG_CFG, ppo.PPO_CFG, sac.SAC_CFG, td3.TD3_CFG
+    known = {field.name for config in configs for field in fields(config)} | {config.__name__ for config in configs}
+    elsewhere = {"timesteps", "memory_size"}  # of the trainer and of the memory
+    for theirs, *_ in tables()["skrl"]:
+        for name in quoted(re.sub(r"\(.*\)", "", theirs)):
+            assert name in known | elsewhere or name.startswith("experiment."), name

@@ -1,0 +1,135 @@
+"""The scripts of docs/migrate run: before, where the other library is installed, and after, with the same sizes.
+
+Budgets are shortened by replacing text of the scripts. FastTD3 and FlashSAC are programs of repositories, not packages:
+their commands are not run, and their options are looked up in the page's table.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from test_migrate import quoted, tables
+
+import pql
+from pql.config import leaves
+from pql.config.compose import compose
+
+PAGES = Path(__file__).parents[2] / "docs/migrate"
+SHORTER = {
+    "rsl_rl": {"num_envs=64": "num_envs=4", '"num_envs": 64': '"num_envs": 4', "iterations=100": "iterations=2"}
+    | {"100 * 32 * 64": "2 * 32 * 4"},
+    "sb3": {"_timesteps=50_000": "_timesteps=400", "=1_600": "=160", "=200_000": "=4_000"}
+    | {'": 50_000': '": 400', '": 100,': '": 10,', '": 200_000': '": 4_000'},
+    "rl_games_skrl": {'"timesteps": 3_200': '"timesteps": 64', "3_200 * 16": "64 * 16"},
+}
+NEEDS = {"rsl_rl": ("rsl_rl", "mujoco"), "sb3": ("stable_baselines3",), "rl_games_skrl": ("skrl", "gymnasium")}
+QUICK = ["device=cpu", "eval.num_envs=2", "eval.every_seconds=null"]
+
+
+def blocks(page, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.S)
+
+
+def scripts(page):
+    """(before, after), shortened."""
+    texts = blocks(page)
+    for long, short in SHORTER[page].items():
+        assert sum(text.count(long) for text in texts) == 1, long
+        texts = [text.replace(long, short) for text in texts]
+    before, after = texts
+    return before, after
+
+
+def run_script(text):
+    scope = {}
+    exec(compile(text, "script", "exec"), scope)
+    return scope
+
+
+def layers(named):
+    """Shapes of the weight matrices among (name, tensor) pairs."""
+    return sorted(tuple(value.shape) for _, value in named if value.dim() == 2)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", SHORTER)
+def test_the_script_before_runs(page):
+    before, _ = scripts(page)
+    compile(before, page, "exec")
+    for package in NEEDS[page]:
+        pytest.importorskip(package)
+    scope = run_script(before)
+    if page == "rsl_rl":
+        assert scope["runner"].logger.tot_timesteps == 2 * 32 * 4
+        assert layers(scope["runner"].alg.actor.named_parameters()) == [(6, 64), (64, 17), (64, 64)]
+    elif page == "sb3":
+        assert scope["model"].num_timesteps == 400
+        assert scope["model"]._n_updates == 4 * (400 // 16 - 160 // 16)
+        assert layers(scope["model"].actor.named_parameters()) == [(1, 128), (1, 128), (128, 3), (128, 128)]
+    else:
+        assert layers(scope["runner"].agent.policy.named_parameters()) == [(1, 64), (64, 3), (64, 64)]
+
+
+@pytest.mark.parametrize("page", SHORTER)
+def test_the_script_after_makes_the_same_run(page, monkeypatch):
+    pytest.importorskip("mujoco" if page == "rsl_rl" else "gymnasium")
+    _, after = scripts(page)
+    train = pql.train
+    monkeypatch.setattr(pql, "train", lambda *words: train(*words, *QUICK, quiet=True))
+    scope = run_script(after)
+    run, shapes = scope["run"], layers(scope["policy"].net.named_parameters())
+    if page == "rsl_rl":
+        assert run.env_steps == 2 * 32 * 4 + 16 * 4  # with the warm-up, which fills the observation statistics
+        assert {(64, 17), (64, 64), (6, 64)} <= set(shapes)
+    elif page == "sb3":
+        assert run.env_steps == 400
+        assert run.updates_v == run.updates_p == 4 * (400 // 16 - 160 // 16)
+        assert {(128, 3), (128, 128)} <= set(shapes)
+    else:
+        assert run.env_steps == 64 * 16 + 16 * 16
+        assert {(64, 3), (64, 64), (1, 64)} <= set(shapes)
+
+
+def commands(text):
+    return [shlex.split(line) for line in text.replace("\\\n", " ").splitlines()]
+
+
+@pytest.mark.parametrize(("library", "first"), [("FastTD3", 0), ("FlashSAC", 2)])
+def test_a_command_after_sets_what_the_command_before_set(library, first, monkeypatch):
+    texts = blocks("fasttd3_flashsac", "sh")
+    (before,), (after,) = commands(texts[first]), commands(texts[first + 1])
+    if library == "FastTD3":
+        theirs = {k.removeprefix("--"): v for k, v in zip(before[2::2], before[3::2], strict=True)}
+    else:
+        theirs = dict(word.split("=", 1) for word in before if "=" in word)
+    here = {
+        quoted(row[0])[i]: (quoted(row[1]), i, row[2]) for row in tables()[library] for i in range(len(quoted(row[0])))
+    }
+    assert after[:2] == ["pql", "train"]
+    found, checked = dict(leaves(compose([*after[2:], "device=cpu"]))), 0
+    for name, value in theirs.items():
+        if name in ("env", "env.env_name", "env_name"):
+            continue
+        ours, index, note = here[name]
+        if not note or note.startswith(("transitions", "in both")):
+            assert float(found[ours[index if len(ours) > 1 else 0]]) == float(value), name
+            checked += 1
+    assert checked >= 3
+    small = [
+        "num_envs=8",
+        "algo.batch_size=16",
+        "algo.critic.hidden=[16]",
+        "algo.policy.hidden=[16]",
+        "replay.capacity=4000",
+    ]
+    task = ["task=pendulum" if word.startswith("task=") else word for word in after[2:] if "task.kwargs" not in word]
+    short = ["budget.seconds=null", "budget.env_steps=160", "algo.warmup_steps=10", "algo.amp=false"]
+    run = pql.train(*task, *small, *short, *QUICK, quiet=True)
+    assert run.env_steps == 160
+    assert json.loads((Path(run.run_dir) / "summary.json").read_text())["updates_v"] > 0
