@@ -65,6 +65,8 @@ RUN_FIRST = (
     "compare",
     "report",
     "watch",
+    "pull",
+    "push",
 )  # the first word is a path, for the shell
 
 

@@ -26,6 +26,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "report": ("pql report and compare", ("matplotlib", "scipy", "jinja2")),
     "sweep": ("pql sweep", ("optuna",)),
     "export": ("pql export", ("onnx", "onnxscript", "onnxruntime")),
+    "hub": ("pql pull and push", ("huggingface-hub",)),
     "video": ("pql play", ("imageio", "imageio-ffmpeg", "pillow")),
     "peers": ("pql.wrap for rsl_rl and Stable-Baselines3", ("rsl-rl-lib", "stable-baselines3", "gymnasium")),
     "bench": ("comparisons with other simulators", ("envpool",)),

@@ -5,6 +5,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -31,6 +32,8 @@ COMMANDS: dict[str, dict[str, type]] = {
     "compare": {"x": str, "out": str, "thresholds": list, "references": str},
     "report": {"x": str, "out": str, "thresholds": list, "references": str},
     "watch": {"port": int, "open": bool},
+    "pull": {"out": str, "revision": str},
+    "push": {"private": bool, "message": str},
     "sweep": {},
     "bench": {"seconds": int, "rounds": int},
     "actor": {},
@@ -177,6 +180,15 @@ def parser() -> argparse.ArgumentParser:
     watch.add_argument("path", metavar="RUN|FOLDER")
     watch.add_argument("overrides", nargs="*", help="port=8421 open=true (in a browser)")
     watch.set_defaults(run=run_watch)
+    pull = sub.add_parser("pull", help="a policy from a model hub: pql pull OWNER/NAME revision=COMMIT")
+    pull.add_argument("repo", metavar="OWNER/NAME")
+    pull.add_argument("overrides", nargs="*", help="revision=COMMIT out=FOLDER")
+    pull.set_defaults(run=run_pull)
+    push = sub.add_parser("push", help="a policy to a model hub: pql push RUN OWNER/NAME private=false")
+    push.add_argument("path", metavar="RUN|CHECKPOINT")
+    push.add_argument("repo", metavar="OWNER/NAME")
+    push.add_argument("overrides", nargs="*", help="private=true message=TEXT")
+    push.set_defaults(run=run_push)
     sweep = sub.add_parser("sweep", help="search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20")
     sweep.add_argument(
         "overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir="
@@ -351,6 +363,24 @@ def run_report(args: argparse.Namespace) -> int:
     path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single, references)
     reports.tell(numbers)
     print(f"page: {path}\nnumbers: {path.with_name('numbers.json')}")
+    return 0
+
+
+def run_pull(args: argparse.Namespace) -> int:
+    from pql.run.hub.repo import pull
+
+    found = pull(args.repo, **parse_pairs(args.overrides, COMMANDS["pull"]))
+    print(f"policy: {found.folder}\nagain: pql pull {args.repo} revision={found.commit}")
+    trust = " --trust" if found.foreign else ""
+    print(f"next: pql eval {shlex.quote(str(found.folder))}{trust}")
+    return 0
+
+
+def run_push(args: argparse.Namespace) -> int:
+    from pql.run.hub.repo import push
+
+    commit = push(args.path, args.repo, **parse_pairs(args.overrides, COMMANDS["push"]))
+    print(f"pushed: pql pull {args.repo} revision={commit}")
     return 0
 
 

@@ -1,0 +1,5 @@
+"""Policies on a model hub: ``pql pull`` and ``pql push``, with the extra ``hub`` (huggingface_hub).
+
+Only data are exchanged: safetensors, JSON and a text. ``docs/hub.md`` describes the files. Start reading at
+``repo.py``.
+"""
