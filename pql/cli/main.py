@@ -83,13 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def presets_as_setting(words: Sequence[str]) -> list[str]:
-    """Rewrite ``--presets DIR``, which may be anywhere among the settings, as the setting ``presets=DIR``."""
+    """Rewrite ``--presets DIR``, which may be anywhere among the settings, as ``presets=DIR``.
+
+    Likewise, of ``pql sweep``, ``--backend NAME`` as ``backend=NAME`` and ``--start`` as ``start=true``.
+    """
+    names = ("--presets", "--backend") if words[0] == "sweep" else ("--presets",)
     out: list[str] = []
     for word in words:
-        if out and out[-1] == "--presets":
-            out[-1] = f"presets={word}"
+        if out and out[-1] in names:
+            out[-1] = f"{out[-1].removeprefix('--')}={word}"
+        elif word == "--start" and "--backend" in names:
+            out.append("start=true")
         else:
-            out.append(word.removeprefix("--") if word.startswith("--presets=") else word)
+            out.append(word.removeprefix("--") if word.partition("=")[0] in names and "=" in word else word)
     return out
 
 
@@ -191,7 +197,7 @@ def parser() -> argparse.ArgumentParser:
     push.set_defaults(run=run_push)
     sweep = sub.add_parser("sweep", help="search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20")
     sweep.add_argument(
-        "overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir="
+        "overrides", nargs="*", help="as for train; trials= seeds= sampler= objective= prune= sweep_dir= backend="
     )
     sweep.set_defaults(run=run_sweep)
     play = sub.add_parser("play", help="a video of a policy: pql play RUN|CHECKPOINT episodes=1")
