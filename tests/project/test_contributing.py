@@ -56,7 +56,7 @@ def test_a_setting_is_a_line():
 def test_the_packages_are_those_of_the_table():
     packages = re.findall(r"`(\w+)/`", re.search(r"^\| package .*?\n\n", TEXT, re.M | re.S)[0])
     found = {p.name for p in (ROOT / "pql").iterdir() if p.is_dir() and p.name != "__pycache__"}
-    assert {*packages} - {"log", "store", "export", "hub"} == found
+    assert {*packages} - {"log", "store", "export", "hub", "watch"} == found
 
 
 def test_every_file_that_is_named_exists():
