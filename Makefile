@@ -47,6 +47,7 @@ train: setup
 
 # Two processes: most tests need one core. Without the robots' models their tasks' tests are skipped.
 test: setup warp robots
+	$(BIN)/pytest -n 2 --nbmake --nbmake-timeout 300 examples/notebooks
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # MuJoCo Warp's engine against C on every robot, on the CPU: ten minutes, most of them compiling kernels.
