@@ -103,14 +103,14 @@ def test_the_card_has_task_algorithm_returns_and_commands(pushed, trained):
 def test_the_newest_commit_or_the_named_one_is_pulled_as_a_whole(pushed, tmp_path, capsys):
     first = pushed.name(NAME, 0)
     second = pushed.commit(NAME, {"README.md": b"newer"})
-    assert hub_repo.pull(NAME, "new").commit == second
-    assert Path("new/README.md").read_text() == "newer"
     pushed.asked.clear()
+    assert hub_repo.pull(NAME, "new").commit == second
+    got = [path for _, path in pushed.asked if "/resolve/" in path]
+    assert got
+    assert all(f"/resolve/{second}/" in path for path in got)  # not the branch, which may move meanwhile
+    assert Path("new/README.md").read_text() == "newer"
     assert main(["pull", NAME, f"revision={first}", "out=old"]) == 0
     assert "newer" not in Path("old/README.md").read_text()
-    got = [path for method, path in pushed.asked if "/resolve/" in path]
-    assert got
-    assert all(f"/resolve/{first}/" in path for path in got)  # not a branch, which may move meanwhile
     assert main(["pull", NAME, f"revision={'0' * 40}", "out=none"]) == 2
     assert "RevisionNotFound" in capsys.readouterr().err
     assert not Path("none").exists()
