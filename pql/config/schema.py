@@ -159,6 +159,10 @@ class EvalConfig:
     )
     final: bool = setting(True, "Evaluate at the end of the run.")
     epsilon: float = setting(0.0, "Probability of a random action, for discrete actions.", low=0, high=1)
+    video_every_seconds: float | None = setting(
+        None, "Interval between videos of an episode (tasks that render); null: none.", above=0, high=1e9
+    )
+    videos_kept: int = setting(5, "Number of these videos kept.", low=1, high=10_000, when="video_every_seconds")
 
 
 @dataclass(frozen=True)

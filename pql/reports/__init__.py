@@ -7,6 +7,7 @@ written.
 
 import importlib.util
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ def write(
     check_packages()
     from pql.reports import numbers, page, runs
     from pql.reports.references import known
+    from pql.reports.watch.feed import newest
+    from pql.reports.words import symptoms
 
     if x not in runs.AXES:
         raise ConfigError("x", x, f"one of {', '.join(runs.AXES)}{nearest(x, runs.AXES)}")
@@ -65,8 +68,12 @@ def write(
     _make(folder)  # before the work starts
     analysis = numbers.analyse(found, x, thresholds, notes, scales)
     series = numbers.clean(numbers.series(found[0])) if single else None
+    if single:
+        analysis["notes"] = [*analysis["notes"], *symptoms(found[0].rows)]
     parts = page.sections(analysis, series, found)
-    text = page.render(analysis, parts, found[0].settings if single else None, pql.__version__)
+    film = newest(paths[0] / "videos", ".mp4") if single else None
+    video = os.path.relpath(film, folder) if film else None
+    text = page.render(analysis, parts, found[0].settings if single else None, pql.__version__, video)
     figures = {f"{p.name}.png": p.png for part in parts for p in part.pictures}
     for name in set(_figures(folder)) - set(figures):  # of an earlier page, which this one replaces
         (folder / name).unlink(missing_ok=True)

@@ -267,8 +267,19 @@ def settings_section(runs: Sequence[Run], labels: Sequence[str]) -> Section:
 # -- HTML -----------------------------------------------------------------------------------------------------------
 
 
-def render(numbers: Numbers, parts: Sequence[Section], settings: Mapping[str, Any] | None, version: str) -> str:
-    """Return the page as one self-contained HTML text. ``settings``: the config of a page about one run."""
+def render(
+    numbers: Numbers,
+    parts: Sequence[Section],
+    settings: Mapping[str, Any] | None,
+    version: str,
+    video: str | None = None,
+) -> str:
+    """Return the page as HTML text, self-contained but for a video.
+
+    Args:
+        settings: the config of a page about one run.
+        video: path of a video, relative to the page.
+    """
     import jinja2
 
     source = files("pql.reports")
@@ -283,6 +294,7 @@ def render(numbers: Numbers, parts: Sequence[Section], settings: Mapping[str, An
         lead=[] if single else words.findings(numbers),
         facts=words.facts(numbers["runs"][0]) if single else [],
         labels=numbers["labels"],
+        video=video,
         parts=parts,
         colors=len(draw.COLORS),
         css=source.joinpath("page.css").read_text(),

@@ -1,5 +1,6 @@
 """Watch a policy: record a video of its episodes or show them in a window. Recording needs ``render``."""
 
+import importlib
 import inspect
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from pql.config import Config
+from pql.config.schema import TaskConfig
 from pql.config.validate import EPISODES, STEPS, limits, resolve_device
 from pql.contract.env import VecEnv, find_factory
 from pql.contract.optional import Renderable, Viewable, supports
@@ -59,7 +62,9 @@ def record_video(
         HungError: the simulator exceeds the time limits of the run's ``placement``.
     """
     check_numbers(episodes, steps, width, height, seed)
-    imageio, frames, size = _imageio(), 0, (0, 0)
+    check_video_packages("play", "video")
+    imageio: Any = importlib.import_module("imageio.v2")
+    frames, size = 0, (0, 0)
     with Stage(path, seed, device, trust) as stage:
         file = Path(out).expanduser() if out is not None else stage.default_file()
         if file.suffix != ".mp4":
@@ -156,10 +161,18 @@ class Stage:
 
 def filmed_env(stored: Stored) -> VecEnv:
     """Build one environment of the task, with rendering requested if its factory requires that."""
-    task = stored.config.task
+    return stored.make_env(1, **({"render_mode": "rgb_array"} if takes_render_mode(stored.config.task) else {}))
+
+
+def takes_render_mode(task: TaskConfig) -> bool:
+    """Return True if the task's factory has to be asked for rendering."""
     near = not task.live and task.process.python is None
-    wanted = near and "render_mode" in inspect.signature(find_factory(task.name)).parameters
-    return stored.make_env(1, **({"render_mode": "rgb_array"} if wanted else {}))
+    return near and "render_mode" in inspect.signature(find_factory(task.name)).parameters
+
+
+def can_film(config: Config, env: VecEnv) -> bool:
+    """Return True if ``pql play`` can record the task of which ``env`` is an instance."""
+    return not config.task.live and (supports(env, Renderable) or takes_render_mode(config.task))
 
 
 def cadence(dt: float | None) -> tuple[int, float]:
@@ -182,16 +195,15 @@ def check_numbers(episodes: int, steps: int | None, width: int | None, height: i
             raise ConfigError(name, value, f"an even number of pixels from {SIZES[0]} to {SIZES[-1]}")
 
 
-def _imageio() -> Any:
+def check_video_packages(setting: str, value: object) -> None:
+    """Raise ``ConfigError`` for a setting that needs the extra ``video`` if it is not installed."""
     try:
-        import imageio.v2
+        import imageio.v2  # noqa: F401
         import imageio_ffmpeg  # noqa: F401
     except ModuleNotFoundError as error:
-        what = (
-            f"the package {(error.name or '').replace('_', '-')!r}, which is not installed: pip install 'pql-rl[video]'"
-        )
-        raise ConfigError("play", "video", what) from error
-    return imageio.v2
+        name = (error.name or "").replace("_", "-")
+        what = f"the package {name!r}, which is not installed: pip install 'pql-rl[video]'"
+        raise ConfigError(setting, value, what) from error
 
 
 @contextmanager

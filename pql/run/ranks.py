@@ -35,7 +35,7 @@ from pql.nets.mlp import Flat
 from pql.run.components import Parts
 from pql.run.store import checkpoint
 
-ACTIONS = ("log", "save", "eval", "stop", "interrupt")
+ACTIONS = ("log", "save", "eval", "video", "stop", "interrupt")
 PATIENT = timedelta(minutes=30)  # time limit outside ticks: starting simulators, checkpoints
 LAST_WORDS = 3.0  # seconds that a failing rank waits for the errors of others
 PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")

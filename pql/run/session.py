@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 
 from pql.algos.registry import seeds
@@ -25,6 +26,8 @@ from pql.run.guard import FrozenPolicy, NonFiniteMonitor
 from pql.run.log import sinks as log
 from pql.run.log.closing import closing_words
 from pql.run.log.console import Console, announced
+from pql.run.log.film import Filmer
+from pql.run.play import can_film, check_video_packages
 from pql.run.policy import check_finite, fresh_policy, init_from, snapshot
 from pql.run.ranks import Ranks
 from pql.run.store import checkpoint
@@ -37,6 +40,7 @@ from pql.run.task import build_env, staggered
 Callback = Callable[["Session", log.Row], None]
 Callbacks = Callback | Sequence[Callback]
 AGREE_EVERY = 32  # warm-up steps between checks of all ranks for its end
+LAST_VIDEO = 60.0  # seconds that the end of a run waits for a video that is being recorded
 
 
 class Session:
@@ -121,6 +125,9 @@ class Session:
             self.evaluator = self._make_evaluator()
         if self.evaluator:
             opened.callback(self.evaluator.close)
+        self.filmer = self._make_filmer()
+        if self.filmer:
+            opened.callback(self.filmer.close)
         ranks.check_same(self.parts)
         rundir.check_shared(self.run_dir)
         self._window = self._begun = self._totals()
@@ -280,6 +287,7 @@ class Session:
             "log": config.logger.every_seconds,
             "save": config.checkpoint.every_seconds,
             "eval": config.eval.every_seconds if self.evaluator else None,
+            "video": config.eval.video_every_seconds,
         }
         due = {k: before + v for k, v in every.items() if v is not None and self.ranks.first}
         pending: log.Pending | None = None
@@ -305,6 +313,8 @@ class Session:
                     self.save(background=True)
                 elif what == "eval":
                     self._request_evaluation()
+                elif what == "video":
+                    self._request_video()
                 else:
                     self._ending = True
                     self.interrupt.asked |= what == "interrupt"
@@ -408,7 +418,29 @@ class Session:
             with self.parts.schedule.executor.exclusive():
                 self.evaluator.request(snapshot(self.parts), self._now())
 
+    def _make_filmer(self) -> Filmer | None:
+        wanted = self.config.eval.video_every_seconds
+        if wanted is None:
+            return None
+        if self.given_env is not None or not can_film(self.config, self.parts.first.env):
+            raise ConfigError(
+                "eval.video_every_seconds", wanted, "null: this environment does not render (docs/play.md)"
+            )
+        check_video_packages("eval.video_every_seconds", wanted)
+        kept = self.config.eval.videos_kept
+        return Filmer(self.run_dir, self.config.device, kept, self.warn) if self.ranks.first else None
+
+    def _request_video(self) -> None:
+        """Record the current policy, unless a video is being recorded."""
+        if self.filmer and not self.filmer.busy:
+            self.filmer.busy = True
+            with self.parts.schedule.executor.exclusive():
+                start = partial(self.filmer.start, self.env_steps)
+                self.archive.copy_policy(self.parts, self.filmer.policy, start)
+
     def _collect_evaluations(self) -> None:
+        if self.filmer and (video := self.filmer.finished()):
+            self.sinks.video(*video)
         while self.evaluator and not self.evaluator.reports.empty():
             self._record(self.evaluator.reports.get())
         if self.evaluator and self._failed is None:
@@ -437,6 +469,10 @@ class Session:
 
     def _final_evaluation(self) -> Evaluation | None:
         """Evaluate the current policy; None if disabled or after Ctrl-C."""
+        if self.filmer:
+            with self.doing("the last video"):
+                self.filmer.wait(lambda: self.interrupted, LAST_VIDEO)
+                self._collect_evaluations()
         if self.evaluator:
             with self.doing("the last evaluation during training", self._episodes):
                 self._wait_for_evaluator()

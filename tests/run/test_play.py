@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from run_files import words
+from run_files import manifest, points, words
+from run_files import run as run_words
 
 import pql
 from pql.cli.main import main
@@ -15,10 +16,11 @@ from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec, find_factory, make_env
 from pql.contract.registry import register
 from pql.envs.draw import Drawn
-from pql.errors import ConfigError
+from pql.errors import ConfigError, PqlWarning
 from pql.run.evaluation import EvaluationPlan, evaluate_saved, run_episodes
 from pql.run.play import cadence, filmed_env, record_video
 from pql.run.policy import Stored, fresh_policy
+from pql.run.session import Session
 
 iio = pytest.importorskip("imageio.v2")
 pytest.importorskip("PIL")
@@ -353,3 +355,55 @@ def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypat
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ConfigError, match=r"the package 'pillow': pip install 'pql-rl\[video\]'"):
         make_env("pendulum", num_envs=1).render()
+
+
+# -- during a run -----------------------------------------------------------------------------------------------------
+
+
+def film_words(run_dir, *more):
+    short = "task.kwargs.max_episode_steps=12"
+    return words(run_dir, short, "eval.video_every_seconds=0.01", "budget.env_steps=640", *more)
+
+
+def test_a_video_of_an_episode_is_recorded_beside_the_training_and_changes_no_bits(tmp_path):
+    shown = []
+    session = Session(compose(film_words(tmp_path / "film", "eval.videos_kept=1")), quiet=True)
+    (tmp_path / "film" / "videos").mkdir()
+    (tmp_path / "film" / "videos" / "steps-000000000001.mp4").touch()  # of an earlier sitting
+    session.sinks.sinks.append(Shown(shown))
+    session.train()
+    run_words(*words(tmp_path / "plain", "task.kwargs.max_episode_steps=12", "budget.env_steps=640"))
+    ((path, steps),) = shown
+    assert path.name == f"steps-{steps:012d}.mp4"
+    assert 128 < steps <= 640
+    assert path.read_bytes()[4:8] == b"ftyp"
+    assert [*(tmp_path / "film" / "videos").iterdir()] == [path]  # neither the older video nor the copy of the policy
+    hashes = {manifest(points(tmp_path / name)[-1])["sha256"] for name in ("film", "plain")}
+    assert len(hashes) == 1
+
+
+class Shown:
+    def __init__(self, shown):
+        self.shown = shown
+
+    def write(self, row):
+        pass
+
+    def video(self, path, step):
+        self.shown.append((path, step))
+
+    def close(self):
+        pass
+
+
+def test_a_recording_that_fails_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr("pql.run.log.film.sys.executable", "/bin/false")
+    with pytest.warns(PqlWarning, match="no video of .* env steps: exit status 1"):
+        run_words(*film_words(tmp_path / "run"))
+
+
+def test_a_task_that_does_not_render_is_refused_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match=r"^eval.video_every_seconds=0.01: expected null: this environment does not"):
+        Session(compose(film_words(tmp_path, "task=lqr")), quiet=True)
+    with pytest.raises(ConfigError, match=r"eval\.videos_kept=3: expected eval\.video_every_seconds with it"):
+        compose(["task=pendulum", "eval.videos_kept=3", "device=cpu"])

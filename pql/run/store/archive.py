@@ -79,6 +79,11 @@ class Archive:
         """Write the policy of the best evaluation."""
         self._save(self.folder / "best", "policy", state, parts, facts, True)
 
+    def copy_policy(self, parts: Parts, path: Path, then: Callable[[], None]) -> None:
+        """Write the current policy to ``path`` in the background, and call ``then`` in the thread that wrote it."""
+        self._save(path, "policy", self._policy_state(parts), parts, {"counters": {}, "ranks": self.ranks.size}, True)
+        self.saver.do(path.name, then)
+
     def save_replay(self, parts: Parts) -> None:
         """Write replay.safetensors."""
         name = "replay.safetensors" if self.ranks.first else f"replay-rank{self.ranks.rank}.safetensors"

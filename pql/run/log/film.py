@@ -1,0 +1,89 @@
+"""Videos beside the training: now and then an episode of the current policy, recorded by a process of its own.
+
+The process is ``pql play`` on a copy of the policy, with low priority: a simulator that draws slowly, crashes or hangs
+does not touch the run.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LONGEST = 900.0  # seconds a recording may take
+PATTERN = "steps-*.mp4"
+
+
+class Filmer:
+    """Records one video at a time below ``RUN/videos``, and keeps the newest.
+
+    Args:
+        run_dir: the run directory.
+        device: device of the policy and its environment.
+        kept: number of videos that are kept.
+        warn: receives warnings.
+
+    Attributes:
+        policy: path at which :meth:`start` expects the policy checkpoint.
+        busy: a recording has been announced or is running.
+    """
+
+    def __init__(self, run_dir: Path, device: str, kept: int, warn: Callable[[str], None]):
+        self.folder, self.device, self.kept, self.warn = run_dir / "videos", device, kept, warn
+        self.policy = self.folder / ".policy"
+        self.busy = False
+        self._process: subprocess.Popen[str] | None = None
+        self._file, self._steps, self._due = self.folder / "", 0, 0.0
+
+    def start(self, steps: int) -> None:
+        """Begin to record the policy of ``steps`` env steps. Any thread; ``busy`` was set before."""
+        self._file, self._steps, self._due = self.folder / f"steps-{steps:012d}.mp4", steps, time.monotonic() + LONGEST
+        command = [sys.executable, "-m", "pql", "play", str(self.policy), f"out={self._file}", f"device={self.device}"]
+        low = ["nice", "-n", "10"] if shutil.which("nice") else []
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(  # the run's own settings: they may name code
+            [*low, *command, "--trust"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=one_thread,
+            start_new_session=True,
+        )
+
+    def finished(self) -> tuple[Path, int] | None:
+        """Return (file, env steps) of a video once, when it is complete; None otherwise. Never waits."""
+        process = self._process
+        if process is None or (process.poll() is None and time.monotonic() < self._due):
+            return None
+        self._process = None
+        if process.poll() is None:
+            process.kill()
+        _, said = process.communicate()
+        self.busy = False
+        if process.returncode != 0:
+            last = (said.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            self.warn(f"no video of {self._steps:,} env steps: {last}")
+            return None
+        for old in sorted(self.folder.glob(PATTERN))[: -self.kept]:
+            old.unlink(missing_ok=True)
+        return self._file, self._steps
+
+    def wait(self, stop: Callable[[], bool], seconds: float) -> None:
+        """Wait for the current recording, until ``stop()`` or for ``seconds``."""
+        end = time.monotonic() + seconds
+        while self.busy and not stop() and time.monotonic() < end:
+            if self._process is not None and self._process.poll() is not None:
+                return
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End the recording and remove what is unfinished."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+        for left in (self.folder.glob(".writing-*.mp4"), (p for p in [self.policy] if p.exists())):
+            for path in left:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
