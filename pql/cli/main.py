@@ -27,7 +27,16 @@ COMMANDS: dict[str, dict[str, type]] = {
     "train": {},
     "resume": {},
     "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "out": str},
-    "play": {"episodes": int, "steps": int, "width": int, "height": int, "seed": int, "device": str, "out": str},
+    "play": {
+        "episodes": int,
+        "steps": int,
+        "width": int,
+        "height": int,
+        "seed": int,
+        "device": str,
+        "out": str,
+        "port": int,
+    },
     "export": {"formats": str, "scale": bool, "out": str},
     "compare": {"x": str, "out": str, "thresholds": list, "references": str},
     "report": {"x": str, "out": str, "thresholds": list, "references": str},
@@ -46,7 +55,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "train": ("-m", "--multirun", "--cfg", "--dry-run", "--presets", "-h", "--help"),
     "resume": ("--trust",),
     "eval": ("--trust",),
-    "play": ("--live", "--trust"),
+    "play": ("--live", "--browser", "--trust"),
     "export": ("--trust",),
 }
 """Options that may stand anywhere among a command's words."""
@@ -205,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
     play.add_argument("overrides", nargs="*", help="out=FILE.mp4 episodes=1 steps=N width=N height=N seed=0 device=cpu")
     add_trust(play, "play")
     play.add_argument("--live", action="store_true", help="the simulator's own window instead of a video (MuJoCo)")
+    play.add_argument("--browser", action="store_true", help="a live page on this machine instead of a video")
     play.set_defaults(run=run_play)
     export = sub.add_parser("export", help="a policy as .pt2 and .onnx files: pql export RUN|CHECKPOINT formats=onnx")
     export.add_argument("path", metavar="RUN|CHECKPOINT")
@@ -400,18 +410,32 @@ def run_watch(args: argparse.Namespace) -> int:
     from pql.reports.watch.server import PORT, watch
 
     asked = {"port": PORT, "open": False} | parse_pairs(args.overrides, COMMANDS["watch"])
-    if not 0 <= asked["port"] <= 65535:
-        raise ConfigError("port", asked["port"], "from 0 (any free port) up to 65535")
+    check_port(asked["port"])
     watch(Path(args.path).expanduser(), asked["port"], asked["open"])
     return 0
+
+
+def check_port(port: int) -> None:
+    """Raises ``ConfigError`` for a number that is no port."""
+    if not 0 <= port <= 65535:
+        raise ConfigError("port", port, "from 0 (any free port) up to 65535")
 
 
 def run_play(args: argparse.Namespace) -> int:
     from pql.run.play import record_video, watch_live
 
-    of_videos = ("width", "height", "out")
-    kinds = {k: kind for k, kind in COMMANDS["play"].items() if not (args.live and k in of_videos)}
-    asked: dict[str, Any] = {"episodes": 1, "seed": 0, "device": "cpu"} | parse_pairs(args.overrides, kinds)
+    others = ("width", "height", "out", "steps") if args.browser else ("width", "height", "out", "port")
+    left_out = others if args.live or args.browser else ("port",)
+    kinds = {k: kind for k, kind in COMMANDS["play"].items() if k not in left_out}
+    asked: dict[str, Any] = parse_pairs(args.overrides, kinds)
+    if args.browser:
+        from pql.reports.watch.stream import PORT, stream
+
+        port = asked.pop("port", PORT)
+        check_port(port)
+        stream(args.path, port, **asked, trust=args.trust)
+        return 0
+    asked = {"episodes": 1, "seed": 0, "device": "cpu", **asked}
     if args.live:
         watch_live(args.path, **asked, trust=args.trust)
         return 0

@@ -1,7 +1,10 @@
 """Images and videos: rendering agrees with the state, and a file has the expected frames."""
 
+import http.client
 import math
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -407,3 +410,35 @@ def test_a_task_that_does_not_render_is_refused_at_the_start(tmp_path):
         Session(compose(film_words(tmp_path, "task=lqr")), quiet=True)
     with pytest.raises(ConfigError, match=r"eval\.videos_kept=3: expected eval\.video_every_seconds with it"):
         compose(["task=pendulum", "eval.videos_kept=3", "device=cpu"])
+
+
+def test_a_policy_in_a_browser_is_a_stream_of_images(run):
+    from pql.reports.watch import stream as streams
+
+    found = {}
+
+    def look():
+        while not (server := found.get("server")):
+            time.sleep(0.01)
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        connection.request("GET", "/frames")
+        answer = connection.getresponse()
+        found["type"], found["bytes"] = answer.headers["Content-Type"], answer.read(20_000)
+        connection.close()
+
+    class Server(streams.Server):
+        def __init__(self, *args):
+            super().__init__(*args)
+            found["server"] = self
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "Server", Server)
+        streams.stream(str(run), port=0, episodes=8)
+    thread.join()
+    assert found["type"] == "multipart/x-mixed-replace; boundary=frame"
+    parts = found["bytes"].split(b"--frame\r\n")[1:]
+    assert len(parts) > 1
+    image = parts[0].partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
+    assert iio.imread(image).shape[2] == 3
