@@ -11,12 +11,16 @@ from pql.config.layers import Presets
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+
+
+def blocks(page):
+    """Python blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
 
 
 def test_the_example_simulator_passes_the_conformance_test_and_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = next(b for b in BLOCKS if "class Drift" in b)
+    code = next(b for b in blocks("docs/start/own-simulator.md") if "class Drift" in b)
     simulator, usage = code.split("print(pql.check_env", 1)
     scope: dict = {}
     exec(simulator, scope)
@@ -36,22 +40,34 @@ def test_the_example_simulator_passes_the_conformance_test_and_trains(tmp_path, 
     assert run.episodes == 64
 
 
-def test_the_three_calls_work(tmp_path):
+def test_the_python_example_runs(tmp_path, monkeypatch):
+    """Line by line, with a small budget; the last two lines need extras."""
     pytest.importorskip("mujoco")
-    env = pql.make_env("halfcheetah", num_envs=2)
-    small = [
-        "num_envs=4",
-        "budget.seconds=null",
-        "budget.env_steps=200",
-        "algo.warmup_steps=16",
-        "algo.batch_size=16",
-        "eval.num_envs=1",
-    ]
-    run = pql.train("task=halfcheetah", "algo=pql", *small, f"run_dir={tmp_path / 'run'}", quiet=True)
-    policy = pql.load_policy(run.run_dir)
-    action = policy(env.reset(0)["policy"])
-    assert action.shape == (2, 6)
-    assert float(action.abs().max()) <= 1
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    code = next(b for b in blocks("README.md") if "pql.make_env" in b)
+    small = '"scale=cpu", "num_envs=4", "budget.seconds=null", "budget.env_steps=600", "algo.batch_size=16"'
+    for old, new in (
+        ('"budget.seconds=60"', f'{small}, "algo.warmup_steps=16", "device=cpu", "run_dir=runs/x", quiet=True'),
+        ("episodes=100", "episodes=2, num_envs=2"),
+        ('{"budget": {"seconds": 120}}', '{"budget": {"env_steps": 700}}, quiet=True'),
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    scope: dict = {}
+    exec(code, scope)
+    assert scope["action"].shape == (64, 6)
+    assert scope["run"].env_steps == 600
+    assert (tmp_path / "comparison" / "index.html").exists()
+    assert {path.suffix for path in (tmp_path / "runs" / "x" / "export").iterdir()} >= {".onnx", ".pt2"}
+
+
+def test_the_readme_is_short_and_its_links_exist():
+    assert len(TEXT.splitlines()) <= 120
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", TEXT):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+    assert (ROOT / "docs" / "policies.gif").stat().st_size < 3_000_000
 
 
 def test_every_preset_and_command_is_documented():
