@@ -38,7 +38,8 @@ peers: .peers/.installed
 .peers/.installed: pyproject.toml constraints.txt requirements/peers.txt
 	test -x .peers/bin/python || $(PYTHON) -m venv .peers
 	.peers/bin/pip install --quiet --constraint constraints.txt torch
-	.peers/bin/pip install --quiet --constraint constraints.txt --requirement requirements/peers.txt --editable '.[mujoco,peers]'
+	grep -v '^psutil==' constraints.txt > .peers/constraints.txt
+	.peers/bin/pip install --quiet --constraint .peers/constraints.txt --requirement requirements/peers.txt --editable '.[mujoco,peers]'
 	touch $@
 
 # The default algorithm on HalfCheetah: about four minutes on two CPU cores; on a GPU by itself where there is one.
