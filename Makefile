@@ -73,9 +73,11 @@ test-adapters: setup $(ADAPTERS:%=.adapters/%/.installed)
 		.adapters/$*/bin/pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0+cpu' numpy $($*_WANTS)
 	touch $@
 
-# The documentation site: build/site/index.html, which works without a server. Broken links are errors.
+# The documentation site: build/site/index.html, which works without a server and without a network. Broken links, and
+# scripts and pictures of other hosts, are errors.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	! grep -rnE '\bsrc="(https?:)?//' build/site --include=*.html
 
 check: setup docs
 	$(BIN)/ruff check .

@@ -56,6 +56,12 @@ def test_every_page_is_in_the_navigation_once():
     assert {*listed} == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
 
 
+def test_the_search_needs_no_other_host():
+    """The plugin ``offline`` names a script of another host, unless one of that name is given."""
+    script = re.search(r"polyfills: \[(\S*iframe-worker\S*)\]", (ROOT / "mkdocs.yml").read_text())[1]
+    assert (DOCS / script).is_file()
+
+
 def test_the_reference_of_the_command_line_is_up_to_date(tool):  # noqa: F811
     assert (DOCS / "reference" / "commands.md").read_text() == tool("commands_page").page()
 
