@@ -8,8 +8,13 @@ import pytest
 import yaml
 from test_tools import tool  # noqa: F401
 
+from pql.config.compose import known_settings
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+SETTING = re.compile(
+    r"(?<![\w./:-])(?:algo|task|replay|eval|budget|placement|logger|checkpoint)\.(?!py\b)[a-z_][\w.]*\b"
+)
 METRIC = re.compile(r"[a-z_]+/[a-z_]+")
 NO_METRICS = {"text/plain", "restarts/mask", "restarts/step"}  # a MIME type, and columns of a recorded failure
 WITHOUT = ("reports", "cli", "config", "envs")  # packages that log nothing
@@ -54,6 +59,24 @@ def test_every_page_is_in_the_navigation_once():
     listed = [*pages(config["nav"])]
     assert len(listed) == len({*listed})
     assert {*listed} == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_settings_named_in_the_text_exist(page):
+    known = {".".join(one.split(".")[: i + 1]) for one in known_settings() for i in range(one.count(".") + 1)}
+    for code in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+        for name in SETTING.findall(code):
+            assert name in known or name.startswith(("task.kwargs.", "task.remote.", "task.process.")), code
+
+
+def test_troubleshooting_names_documented_metrics():
+    documented, named = (
+        set(re.findall(r"`([a-z_]+/[a-z_]+)`", (DOCS / page).read_text()))
+        for page in ("reference/metrics.md", "troubleshooting.md")
+    )
+    others = ("busy/", "skipped/", "checkpoints/")  # a name for each worker; a folder
+    assert len(named) > 25
+    assert {name for name in named - documented if not name.startswith(others)} == set()
 
 
 def test_the_search_needs_no_other_host():
