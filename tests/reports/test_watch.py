@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from run_files import run, words
@@ -42,9 +43,9 @@ def row(i, **more):
     return {k: float(v) for k, v in names.items()} | more
 
 
-def get(server, path, host=None, method="GET"):
+def get(server, path, host=None, method="GET", **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    connection.request(method, path, headers={"Host": host} if host else {})
+    connection.request(method, path, headers=headers | ({"Host": host} if host else {}))
     answer = connection.getresponse()
     body = answer.read()
     connection.close()
@@ -135,8 +136,11 @@ def test_the_page_shows_a_real_run_and_leaves_its_directory_as_it_is(tmp_path):
         assert body["training"]["steps/env"][-1] == body["latest"]["steps/env"] == 320
         assert len(body["evaluations"]["eval/return_mean"]) == 1
         assert body["capacity"] == 4096
-        assert asked(server, f"/api/run?id=run&version={body['version']}") == {"version": body["version"]}
-    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+        known = f"/api/run?id=run&version={quote(body['version'])}"
+        assert asked(server, known) == {"version": body["version"]}
+        assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+        (tmp_path / "run.log").write_text("a line")
+        assert asked(server, known)["log"] == "a line"
 
 
 def test_only_this_machines_browser_is_answered(tmp_path):
@@ -155,9 +159,30 @@ def test_only_this_machines_browser_is_answered(tmp_path):
         status, headers, film = get(server, "/video?id=run")
         assert (status, headers["Content-Type"], film) == (200, "video/mp4", b"frames")
         assert asked(server, "/api/run?id=run")["video"].startswith("own.mp4 ")
+        (path / "videos" / ".writing-own.mp4").write_bytes(b"half")
+        assert get(server, "/video?id=run")[2] == b"frames"
+        status, headers, part = get(server, "/video?id=run", Range="bytes=2-3")
+        assert (status, headers["Content-Range"], part) == (206, "bytes 2-3/6", b"am")
+        assert get(server, "/video?id=run", Range="bytes=9-")[0] == 200
         status, headers, body = get(server, "/", method="HEAD")
         assert (status, body) == (200, b"")
         assert "default-src 'none'" in headers["Content-Security-Policy"]
+
+
+def test_a_hostile_run_directory_does_not_disturb_the_others(tmp_path):
+    write_run(tmp_path / "good")
+    os.mkfifo(write_run(tmp_path / "fifo") / "fifo")
+    (tmp_path / "fifo" / "metrics.jsonl").unlink()
+    os.rename(tmp_path / "fifo" / "fifo", tmp_path / "fifo" / "metrics.jsonl")
+    (write_run(tmp_path / "text") / "config.yaml").write_text("replay: text\nalgo: [1]\n")
+    with (write_run(tmp_path / "deep") / "metrics.jsonl").open("a") as file:
+        file.write("[" * 200_000 + "\n" + json.dumps(row(9)) + "\n")
+    with serving(tmp_path, 0) as server:
+        assert {one["id"] for one in asked(server, "/api/runs")["runs"]} == {"good", "fifo", "text", "deep"}
+        for name in ("good", "fifo", "text", "deep"):
+            body = asked(server, f"/api/run?id={name}")
+            assert body["capacity"] == (None if name in ("fifo", "text") else 100)
+        assert body["latest"]["train/return_mean"] == 81
 
 
 def test_a_missing_folder_and_a_taken_port_are_named(tmp_path, capsys):

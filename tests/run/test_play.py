@@ -412,6 +412,12 @@ def test_a_task_that_does_not_render_is_refused_at_the_start(tmp_path):
         compose(["task=pendulum", "eval.videos_kept=3", "device=cpu"])
 
 
+@pytest.mark.parametrize("word", ["seed=-5", "episodes=0", "port=70000", "width=64"])
+def test_wrong_numbers_for_a_live_page_are_named(run, word, capsys):
+    assert main(["play", str(run), "--browser", word]) == 2
+    assert f"pql: {word}: expected" in capsys.readouterr().err
+
+
 def test_a_policy_in_a_browser_is_a_stream_of_images(run):
     from pql.reports.watch import stream as streams
 

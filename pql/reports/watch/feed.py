@@ -55,6 +55,8 @@ class Feed:
     def update(self) -> None:
         """Read the rows that were appended since the last call; all of them if the file was replaced."""
         file = self.path / "metrics.jsonl"
+        if not ordinary(file):
+            return
         try:
             with file.open("rb") as stream:
                 if os.fstat(stream.fileno()).st_size < self.offset:
@@ -88,6 +90,20 @@ class Feed:
             return "finished"
         return "running" if age < ALIVE and summary is None else "stopped"
 
+    def version(self) -> str:
+        """Return a text that changes whenever :meth:`body` does."""
+        video, log = self.video(), self.log()
+        return f"{self.offset} {described(video)} {described(log)}"
+
+    def video(self) -> Path | None:
+        """Return the newest complete video."""
+        return newest(self.path / "videos", ".mp4")
+
+    def log(self) -> Path | None:
+        """Return the log of the run: a file in its directory, or next to it with its name, as sweeps write."""
+        beside = self.path.with_suffix(".log")
+        return newest(self.path, ".log") or (beside if ordinary(beside) else None)
+
     def head(self) -> dict[str, Any]:
         """Return the run's line in the list of runs."""
         names = ("time/seconds", "steps/env", "train/return_mean", "eval/return_mean", "throughput/env_steps_per_s")
@@ -99,21 +115,29 @@ class Feed:
 
     def body(self) -> dict[str, Any]:
         """Return the curves and everything else about the run."""
-        video = newest(self.path / "videos", ".mp4")
-        capacity = self.settings.get("replay", {}).get("capacity")
+        replay = self.settings.get("replay")
+        capacity = replay.get("capacity") if isinstance(replay, Mapping) else None
         return {
             **self.head(),
-            "version": self.offset,
+            "version": self.version(),
             "training": columns(self.training.rows),
             "evaluations": columns(self.evaluations.rows),
             "latest": self.latest,
             "capacity": capacity if isinstance(capacity, int) else None,
-            "video": f"{video.name} {video.stat().st_mtime_ns}" if video else None,
-            "log": tail(newest(self.path, ".log")),
+            "video": described(self.video()) or None,
+            "log": tail(self.log()),
         }
 
 
 TEXTS = {"task": ("task", "name"), "algo": ("algo", "name"), "seed": ("seed",)}
+
+
+def modified(path: Path) -> float:
+    """Return the time at which a run directory last changed; 0 if it has gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -138,7 +162,7 @@ def numbers(line: bytes) -> Row:
     """Return the finite numbers of a line of metrics.jsonl; {} for a line that is damaged."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     if not isinstance(row, dict):
         return {}
@@ -152,13 +176,26 @@ def columns(rows: list[Row]) -> dict[str, list[float | None]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
+def ordinary(path: Path) -> bool:
+    """Return True for a file that is no link, so that opening it neither waits nor leads elsewhere."""
+    return path.is_file() and not path.is_symlink()
+
+
 def newest(folder: Path, suffix: str) -> Path | None:
-    """Return the newest ordinary file with the suffix; None if there is none. Links are left out."""
+    """Return the newest ordinary, complete file with the suffix; None if there is none."""
     try:
-        found = [p for p in folder.iterdir() if p.suffix == suffix and p.is_file() and not p.is_symlink()]
+        found = [p for p in folder.iterdir() if p.suffix == suffix and p.name[0] != "." and ordinary(p)]
         return max(found, key=lambda p: p.stat().st_mtime_ns, default=None)
     except OSError:
         return None
+
+
+def described(file: Path | None) -> str:
+    """Return name, size and time of a file; "" for none, or one that has just gone."""
+    try:
+        return "" if file is None else f"{file.name} {(facts := file.stat()).st_size} {facts.st_mtime_ns}"
+    except OSError:
+        return ""
 
 
 def tail(file: Path | None) -> str:
@@ -182,10 +219,10 @@ class Folder:
 
     def update(self) -> None:
         """Find new runs and read the new rows of all."""
-        for path in sorted(self._paths())[:RUNS]:
+        for path in sorted(self._paths(), key=lambda p: (-modified(p), p))[:RUNS]:
             name = str(path.relative_to(self.root)) if path != self.root else path.name
             self.feeds.setdefault(name, Feed(path))
-        self.feeds = {name: feed for name, feed in self.feeds.items() if feed.path.is_dir()}
+        self.feeds = {name: feed for name, feed in sorted(self.feeds.items()) if feed.path.is_dir()}
         for feed in self.feeds.values():
             feed.update()
 

@@ -1,7 +1,9 @@
 """HTTP on the loopback address: only requests that name it are answered, which pages of other sites cannot make."""
 
+import re
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,8 +16,12 @@ HEADERS = {
     "media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+
+EMPTY: Mapping[str, str] = {}
 
 
 class LoopbackServer(ThreadingHTTPServer):
@@ -35,6 +41,11 @@ class LoopbackServer(ThreadingHTTPServer):
         except OSError as error:
             raise ConfigError("port", port, f"a free port, or 0 for any ({error.strerror})") from error
         self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing about browsers that leave in the middle of an answer."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
@@ -73,10 +84,22 @@ class LoopbackHandler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
-    def head(self, status: int, kind: str, size: int | None = None) -> None:
+    def send_part(self, body: bytes, kind: str) -> None:
+        """Send the part of an answer that the request asks for (``Range: bytes=A-B``), or all of it."""
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        first, last = (int(asked[1]), int(asked[2] or len(body) - 1)) if asked else (0, len(body) - 1)
+        if not asked or not first <= last < len(body):
+            self.send(200, body, kind)
+            return
+        part = body[first : last + 1]
+        self.head(206, kind, len(part), {"Content-Range": f"bytes {first}-{last}/{len(body)}"})
+        if self.command != "HEAD":
+            self.wfile.write(part)
+
+    def head(self, status: int, kind: str, size: int | None = None, more: Mapping[str, str] = EMPTY) -> None:
         """Send status and headers."""
         self.send_response(status)
-        for name, value in HEADERS.items():
+        for name, value in {**HEADERS, **more, "Accept-Ranges": "bytes"}.items():
             self.send_header(name, value)
         text = kind.startswith(("text/", "application/"))
         self.send_header("Content-Type", f"{kind}; charset=utf-8" if text else kind)

@@ -54,9 +54,8 @@ function ticks(low, high, count, clocked = false) {
   const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
   const round = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw);
   const step = (clocked && CLOCK.find((n) => n >= raw)) || round;
-  const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-6; at += step) found.push(Math.abs(at) < step * 1e-6 ? 0 : at);
-  return found;
+  const first = Math.ceil(low / step), many = Math.min(50, Math.floor(high / step + 1e-6) - first + 1);  // numbers may be huge
+  return Array.from({length: Math.max(0, many || 0)}, (_, i) => (first + i) * step);
 }
 
 function short(value) {
@@ -212,7 +211,8 @@ async function refresh() {
     const wanted = new Set([...visible().map((run) => run.id), state.focus].filter((id) => id !== null));
     await Promise.all([...wanted].map(async (id) => {
       const known = state.data.get(id);
-      const found = await fetched(`/api/run?id=${encodeURIComponent(id)}&version=${known ? known.version : ""}`);
+      const version = encodeURIComponent(known ? known.version : "");
+      const found = await fetched(`/api/run?id=${encodeURIComponent(id)}&version=${version}`).catch(() => ({}));
       if (found.training) state.data.set(id, found);
     }));
     const running = state.runs.filter((run) => run.state === "running").length;

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pql.errors import ConfigError
-from pql.reports.watch.feed import Folder, newest
+from pql.reports.watch.feed import Folder
 from pql.reports.watch.loopback import LoopbackHandler, LoopbackServer
 
 PORT = 8421
@@ -60,17 +60,19 @@ class Handler(LoopbackHandler):
             feed = self.server.folder.feeds.get(asked.get("id", ""))
             if feed is None:
                 return None
-            if asked.get("version") == str(feed.offset):
-                return {"version": feed.offset}
+            if asked.get("version") == (version := feed.version()):
+                return {"version": version}
             return feed.body()
 
     def video(self, name: str) -> None:
         feed = self.server.folder.feeds.get(name)  # names of runs only: no path of a request is ever opened
-        file = newest(feed.path / "videos", ".mp4") if feed else None
-        if file is None or file.stat().st_size > VIDEO_BYTES:
+        file = feed.video() if feed else None
+        try:
+            if file is None or file.stat().st_size > VIDEO_BYTES:
+                raise FileNotFoundError
+            self.send_part(file.read_bytes(), "video/mp4")
+        except FileNotFoundError:
             self.send(404, b"not found", "text/plain")
-        else:
-            self.send(200, file.read_bytes(), "video/mp4")
 
     def json(self, data: dict[str, Any] | None) -> None:
         self.send(404 if data is None else 200, json.dumps(data, allow_nan=False).encode(), "application/json")

@@ -8,14 +8,16 @@ from typing import Any
 
 from pql.errors import ConfigError
 from pql.reports.watch.loopback import LoopbackHandler, LoopbackServer
-from pql.run.play import Stage, cadence
+from pql.run.play import Stage, cadence, check_numbers
 
 PORT = 8422
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><link rel="icon" href="data:,"></head>
+<title>{title}</title><link rel="icon" href="data:,"><link rel="stylesheet" href="/style.css"></head>
 <body><h1>{title}</h1><img src="/frames" alt="live frames of the policy"></body></html>
 """
+STYLE = b"body { margin: 16px; font-family: system-ui, sans-serif; } img { max-width: 100%; height: auto; }"
+FRAMES = "multipart/x-mixed-replace; boundary=frame"
 QUALITY = 80  # of JPEG
 PATIENCE = 5.0  # seconds that a browser waits for a frame
 
@@ -45,14 +47,18 @@ class Handler(LoopbackHandler):
     def reply(self, path: str, asked: dict[str, str]) -> None:
         if path == "/":
             self.send(200, PAGE.format(title=escape(self.server.title)).encode(), "text/html")
+        elif path == "/style.css":
+            self.send(200, STYLE, "text/css")
         elif path != "/frames":
             self.send(404, b"not found", "text/plain")
-        elif self.command == "GET":
+        elif self.command == "HEAD":
+            self.head(200, FRAMES, 0)
+        else:
             self.frames()
 
     def frames(self) -> None:
         self.close_connection = True
-        self.head(200, "multipart/x-mixed-replace; boundary=frame")
+        self.head(200, FRAMES)
         number, data = self.server.frames.after(0)
         while data:
             try:
@@ -82,6 +88,7 @@ def stream(
     Raises:
         ConfigError: as :func:`pql.record_video`; the port is taken.
     """
+    check_numbers(episodes, None, None, None, seed)
     encode = encoder()
     with (
         Stage(path, seed, device, trust) as stage,

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,8 @@ class Filmer:
         self.folder, self.device, self.kept, self.warn = run_dir / "videos", device, kept, warn
         self.policy = self.folder / ".policy"
         self.busy = False
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close; a pipe would block on many warnings)
         self._file, self._steps, self._due = self.folder / "", 0, 0.0
 
     def start(self, steps: int) -> None:
@@ -43,15 +45,19 @@ class Filmer:
         command = [sys.executable, "-m", "pql", "play", str(self.policy), f"out={self._file}", f"device={self.device}"]
         low = ["nice", "-n", "10"] if shutil.which("nice") else []
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(  # the run's own settings: they may name code
-            [*low, *command, "--trust"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env=one_thread,
-            start_new_session=True,
-        )
+        self._said.truncate(0)
+        try:
+            self._process = subprocess.Popen(  # the run's own settings: they may name code
+                [*low, *command, "--trust"],
+                stdout=subprocess.DEVNULL,
+                stderr=self._said,
+                stdin=subprocess.DEVNULL,
+                env=one_thread,
+                start_new_session=True,
+            )
+        except OSError:
+            self.busy = False
+            raise
 
     def finished(self) -> tuple[Path, int] | None:
         """Return (file, env steps) of a video once, when it is complete; None otherwise. Never waits."""
@@ -61,10 +67,13 @@ class Filmer:
         self._process = None
         if process.poll() is None:
             process.kill()
-        _, said = process.communicate()
+        process.wait()
         self.busy = False
+        shutil.rmtree(self.policy, ignore_errors=True)  # never recorded again under another number of steps
         if process.returncode != 0:
-            last = (said.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace").strip()
+            last = (said.splitlines() or [f"exit status {process.returncode}"])[-1]
             self.warn(f"no video of {self._steps:,} env steps: {last}")
             return None
         for old in sorted(self.folder.glob(PATTERN))[: -self.kept]:
@@ -83,7 +92,8 @@ class Filmer:
         """End the recording and remove what is unfinished."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
+        self._said.close()
         for left in (self.folder.glob(".writing-*.mp4"), (p for p in [self.policy] if p.exists())):
             for path in left:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
