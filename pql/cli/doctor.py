@@ -30,7 +30,11 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "video": ("pql play", ("imageio", "imageio-ffmpeg", "pillow")),
     "peers": ("pql.wrap for rsl_rl and Stable-Baselines3", ("rsl-rl-lib", "stable-baselines3", "gymnasium")),
     "bench": ("comparisons with other simulators", ("envpool",)),
-    "dev": ("the test suite", ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy", "ruff", "mypy")),
+    "docs": ("the documentation site", ("mkdocs-material", "mkdocstrings")),
+    "dev": (
+        "the test suite",
+        ("pytest", "pytest-timeout", "pytest-xdist", "nbmake", "ipykernel", "hypothesis", "scipy", "ruff", "mypy"),
+    ),
 }
 
 

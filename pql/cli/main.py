@@ -7,8 +7,10 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -410,9 +412,16 @@ def run_watch(args: argparse.Namespace) -> int:
     from pql.reports.watch.server import PORT, watch
 
     asked = {"port": PORT, "open": False} | parse_pairs(args.overrides, COMMANDS["watch"])
+    obey_interrupts()
     check_port(asked["port"])
     watch(Path(args.path).expanduser(), asked["port"], asked["open"])
     return 0
+
+
+def obey_interrupts() -> None:
+    """Let Ctrl-C raise ``KeyboardInterrupt`` also where a shell has started the command with it ignored (``&``)."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def check_port(port: int) -> None:
@@ -433,6 +442,7 @@ def run_play(args: argparse.Namespace) -> int:
 
         port = asked.pop("port", PORT)
         check_port(port)
+        obey_interrupts()
         stream(args.path, port, **asked, trust=args.trust)
         return 0
     asked = {"episodes": 1, "seed": 0, "device": "cpu", **asked}

@@ -178,7 +178,7 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
         ("pql eval runs/x s", ["seed="]),
         ("pql eval runs/x ep", ["episodes=", "epsilon="]),
         ("pql play runs/x w", ["width="]),
-        ("pql play runs/x --", ["--live", "--trust"]),
+        ("pql play runs/x --", ["--live", "--browser", "--trust"]),
         ("pql eval runs/x --", ["--trust"]),
         ("pql train task=ant --", ["--multirun", "--cfg", "--dry-run", "--presets", "--help"]),
         ("pql export ", []),  # a path

@@ -96,7 +96,21 @@ def test_own_network_is_the_one_that_learns():
     assert pql.load_policy(run.run_dir, trust=True)(torch.randn(5, 3)).abs().max() <= 1
 
 
-def test_own_algorithm_makes_a_smoother_policy():
+@pytest.fixture
+def unregistered(monkeypatch):
+    """Forgets algorithms that a program registers."""
+    from pql.algos import registry
+    from pql.config import families, layers
+
+    for table in (registry._registered, families.registered, layers.registered):
+        for name in {*table}:
+            monkeypatch.delitem(table, name)
+    yield
+    for table in (registry._registered, families.registered, layers.registered):
+        table.clear()
+
+
+def test_own_algorithm_makes_a_smoother_policy(unregistered):
     scope = example("own_algorithm")
     last = {}
     for weight in (0, 100):

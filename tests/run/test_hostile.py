@@ -452,7 +452,7 @@ def test_a_report_shows_odd_facts_as_text(run: Path, capsys) -> None:
         (run / "env.json").write_text(json.dumps(facts))
         machine = runs.read([run])[0].machine
     assert machine == "\\x1b[2J, 2 cores"
-    tell({"tasks": [], "notes": ["runs/a\x1b[2J: left out"]})  # a folder's name
+    tell({"tasks": [], "overall": {"groups": [], "tasks": []}, "notes": ["runs/a\x1b[2J: left out"]})  # a folder's name
     assert "note: runs/a\\x1b[2J: left out" in capsys.readouterr().out
 
 
