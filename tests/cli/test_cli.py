@@ -563,3 +563,12 @@ foreign = {"hydra", "omegaconf", "rich", "yaml", "mujoco", "gymnasium", "tensorb
 print(sorted(foreign & set(sys.modules)), parts.first.env.spec.name)
 """
     assert python("-c", script).strip() == "[] pendulum"
+
+
+def test_a_reader_that_has_enough_ends_a_listing_quietly():
+    """``pql list tasks | head -1``: the pipe is closed before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "pql", "list", "tasks"], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
