@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,docs,dev
 
 .NOTPARALLEL:
-.PHONY: setup robots warp peers train test test-warp test-adapters check docs clean
+.PHONY: setup robots warp peers train test faults test-warp test-adapters check docs clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,11 @@ train: setup
 test: setup warp robots
 	$(BIN)/pytest -n 2 --nbmake --nbmake-timeout 300 examples/notebooks
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+# The fault matrix at its full counts (up to 90 minutes, resumable): make faults ROWS=12,20-24 for some rows, FRESH=1 to
+# forget earlier outcomes. Writes docs/results/faults.md.
+faults: setup
+	$(BIN)/python tools/faults.py --rows '$(ROWS)' $(if $(FRESH),--fresh) --page docs/results/faults.md $(ARGS)
 
 # MuJoCo Warp's engine against C on every robot, on the CPU: ten minutes, most of them compiling kernels.
 test-warp: setup warp robots

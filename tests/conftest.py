@@ -11,8 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import fault_rows
 import pytest
 import torch
+from fault_rows import *  # noqa: F403
 from gates import LearningGate
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,6 +171,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line("\n".join(["", head, *(f"  {row}" for row in rows)]))
 
 
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    return [*fault_rows.listed(items)] if config.option.markexpr == "fault" else []
+
+
 @pytest.fixture(autouse=True)
 def _no_watchdog_left() -> Iterator[None]:
     """Fail if a test leaves a watchdog, which would end the process of a later test that hangs on purpose."""
@@ -182,7 +188,12 @@ def learns(record_property: Callable[[str, object], None]) -> LearningGate:
     return LearningGate(record_property)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    fault_rows.begin(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = fault_rows.chosen(config, items)
     for item in items:
         if "learns" in getattr(item, "fixturenames", ()):
             item.add_marker("learning")

@@ -304,7 +304,7 @@ def run(run_dir, *more):
     return run_files.run(*words)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
     ahead = 0 if "algo.schedule=lockstep" in case else 4

@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -226,7 +226,7 @@ RESIDUAL = (  # BTR with images, and vectors of the spectral norm
 )
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("algo", FAMILY)
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo):
     more = RESIDUAL if algo == "btr" else ()

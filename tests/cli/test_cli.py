@@ -150,7 +150,7 @@ def test_a_logger_that_is_not_installed(capsys, monkeypatch, tmp_path):
     assert "pip install 'pql-rl[wandb]'" in mistake(capsys, "train", *words(tmp_path / "x", "logger=wandb"))
 
 
-@pytest.mark.fault
+@pytest.mark.fault(12)
 @pytest.mark.parametrize("name", ["tensors.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_policy_is_named(capsys, finished, name, damage):
@@ -165,7 +165,7 @@ def test_a_damaged_policy_is_named(capsys, finished, name, damage):
     assert f"checkpoint={path.parent}: expected a" in text
 
 
-@pytest.mark.fault
+@pytest.mark.fault(12)
 def test_a_run_whose_only_resume_point_is_damaged(capsys, finished):
     (points(finished)[-1] / "tensors.safetensors").unlink()
     with pytest.warns(PqlWarning, match="trying the previous one"):
@@ -373,7 +373,7 @@ class Broken(Counter):
         return super().step(action)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(5)
 @pytest.mark.parametrize("executor", ["threads", "inline"])
 def test_a_run_that_fails_has_status_1_and_shows_the_cause(tmp_path, executor):
     script = (
@@ -402,7 +402,7 @@ def test_an_interrupt_is_a_flag_and_the_handlers_come_back():
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@pytest.mark.fault
+@pytest.mark.fault(8, 9)
 def test_a_run_that_is_summed_up_ends_at_a_signal(tmp_path, ctrl_c):
     """While a simulator is closed, which may hang, Ctrl-C and SIGTERM do what they did before the run."""
     before, seen = signal.getsignal(signal.SIGTERM), []
@@ -496,7 +496,7 @@ def slow(num_envs: int, device: object, stuck_at: int, mark: str) -> Slow:
     return Slow(num_envs, device, stuck_at, mark)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(8, 9)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_exits_130(start, tmp_path, number):
     run_dir = tmp_path / "run"
@@ -514,7 +514,7 @@ def test_a_signal_saves_and_exits_130(start, tmp_path, number):
     assert rows(run_dir)[-1]["steps/env"] == summary["env_steps"]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(8)
 def test_a_second_ctrl_c_leaves_at_once(start, tmp_path):
     process = start(tmp_path / "run", "placement.watchdog_seconds=100", stuck_at=15)
     process.send_signal(signal.SIGINT)

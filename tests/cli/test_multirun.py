@@ -300,7 +300,7 @@ def parent(tmp_path: Path, status: int) -> "tuple[subprocess.Popen[bytes], Path,
     return process, tmp_path / "child", int(wait_for(tmp_path / "child"))
 
 
-@pytest.mark.fault
+@pytest.mark.fault(8, 9, 10)
 def test_signals_are_passed_on_once_each_and_with_the_parent_goes_the_process(tmp_path):
     process, mark, pid = parent(tmp_path, -1)
     try:
@@ -316,7 +316,7 @@ def test_signals_are_passed_on_once_each_and_with_the_parent_goes_the_process(tm
         os.kill(pid, 0)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(10)
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_killed_parent_leaves_no_process(tmp_path):
     process, mark, pid = parent(tmp_path, 130)
@@ -329,7 +329,7 @@ def test_a_killed_parent_leaves_no_process(tmp_path):
         time.sleep(0.02)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(8)
 def test_ctrl_c_of_a_real_command_saves_and_the_next_one_goes_on(here, tmp_path, capsys):
     """The whole way: two processes, a signal, the exit status, and the run resumed from where it was saved."""
     long = ["algo=pql", "seed=1", "budget.env_steps=8000"]
@@ -376,7 +376,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.fault
+@pytest.mark.fault(5, 29)
 @pytest.mark.parametrize(
     ("how", "name"), [("abort", "SIGABRT"), pytest.param("read", "SIGSEGV", marks=pytest.mark.slow)]
 )

@@ -338,7 +338,7 @@ def test_another_search_in_the_same_folder_is_refused(tmp_path):
             search(tmp_path, *words)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(8)
 def test_ctrl_c_ends_the_trial_and_the_next_command_takes_it_up_again(tmp_path):
     """With the same settings, and only for the seeds that are missing."""
     script = (

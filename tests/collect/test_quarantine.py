@@ -116,20 +116,20 @@ def trial(seed):
     assert all(v.isfinite().all() for v in collector.episodes.state_dict().values())
 
 
-@pytest.mark.fault
+@pytest.mark.fault(1, 2)
 @pytest.mark.parametrize("seed", range(9))
 def test_a_fault_costs_its_environment_a_row_and_the_others_nothing(seed):
     trial(seed)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(1, 2)
 @pytest.mark.slow
 def test_a_hundred_faults():
     for seed in range(300):  # a hundred of each kind
         trial(seed)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("kind", ["state", "reward"])
 def test_windows_end_before_the_row_with_the_value_of_what_it_was_acted_on(kind):
     t, i = 12, 2
@@ -150,7 +150,7 @@ def test_windows_end_before_the_row_with_the_value_of_what_it_was_acted_on(kind)
     assert batch.obs["policy"][5].tolist() == [1, 0]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(1)
 def test_a_simulator_that_restarts_no_single_environment_is_waited_for():
     """Counter's episodes are of seven rows: what breaks in row 2 of one is out for five, its own end included."""
     env = Breaking(Counter(8, terminate_every=0), {9: [("state", [3])]}, restarts=False)
@@ -165,7 +165,7 @@ def test_a_simulator_that_restarts_no_single_environment_is_waited_for():
     assert (float(episodes["train/episodes"]), float(episodes["train/length_mean"])) == (8 * 4 - 1, 7.0)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(1)
 def test_who_is_broken_from_the_start_is_restarted_with_the_first_row():
     env = Breaking(Counter(8, terminate_every=0), {}, born=[1, 6])
     collector = collected(env)
@@ -176,7 +176,7 @@ def test_who_is_broken_from_the_start_is_restarted_with_the_first_row():
     assert all(v.isfinite().all() for v in found.values())
 
 
-@pytest.mark.fault
+@pytest.mark.fault(1)
 def test_groups_are_mended_between_ticks():
     broken = Breaking(Pendulum(4), {20: [("state", [1])], 25: [("reward", [0, 3])]})
     parts = begun(small_config(algo={"normalize_reward": True}), Grouped([broken, Breaking(Pendulum(4), {})]))
@@ -225,7 +225,7 @@ def spoil(parts, faults):
     actor.act = acting
 
 
-@pytest.mark.fault
+@pytest.mark.fault(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_that_is_not_finite_reaches_anything(family):
     config, draw, rows_made = replace(FAMILIES[family], graphs="off"), random.Random(family), 60
@@ -259,7 +259,7 @@ class Lame(Late):
         self.steps = self.steps._replace(obs=obs, final_obs=final)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("family", ["pql", "impala"])
 def test_environments_that_answer_late_are_waited_for(family):
     task = {"task": {"name": "counter", "kwargs": {}}, "num_envs": 8, "replay": {"capacity": 8 * 4096}}
@@ -312,7 +312,7 @@ def test_moments_of_rows_that_all_count_are_those_without_a_mask():
         torch.testing.assert_close(a, b, rtol=1e-15, atol=0)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(1, 14)
 def test_a_run_that_was_resumed_while_an_environment_was_out_is_the_one_that_was_not():
     config = configured({}, {"normalize_reward": True})
 
@@ -350,7 +350,7 @@ class Passed:
         return True
 
 
-@pytest.mark.fault
+@pytest.mark.fault(1)
 def test_a_gpu_is_asked_late_and_its_environments_are_restarted_between_ticks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Passed())
     parts = begun(small_config(), env := Breaking(Pendulum(8), {20: [("state", [4])]}))
@@ -405,14 +405,14 @@ def check_dump(dump, at, num_envs=16):
     assert num_envs == len(last.reward)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(3)
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
 def test_a_run_without_a_finite_environment_ends_with_what_led_to_it(tmp_path, schedule):
     dump = broken_off(tmp_path, 40, "seed=1", f"algo.schedule={schedule}")
     check_dump(dump, 40)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(3)
 @pytest.mark.slow
 def test_twenty_such_runs(tmp_path):
     for seed in range(20):
@@ -420,7 +420,7 @@ def test_twenty_such_runs(tmp_path):
         check_dump(broken_off(tmp_path / str(seed), at, "seed=1"), at)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(3)
 def test_it_may_end_in_the_warm_up(tmp_path):
     with pytest.raises(RunError, match="what led to it"):
         run(*words(tmp_path, "task=env", "task.name=breaking", "task.kwargs.at=3", "seed=1"))

@@ -215,7 +215,7 @@ def test_the_parts_of_an_actor_are_views_with_the_rungs_of_the_whole():
     assert stats.running[:, 4:].eq(0).all()
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("case", [(), ("algo.lstm=8", "algo.normalize_reward=true")], ids=["pql", "ppo"])
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
     if case:
@@ -274,7 +274,7 @@ class Falls(Pendulum):
         raise ZeroDivisionError("the simulator fell over")
 
 
-@pytest.mark.fault
+@pytest.mark.fault(6)
 def test_a_group_that_fails_ends_the_run_with_its_error():
     parts = build(small_config(), Grouped([Pendulum(4), Falls(4)]), executor=Inline())
     parts.first.collector.start(0)

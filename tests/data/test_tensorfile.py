@@ -55,7 +55,7 @@ def test_every_tensor_is_aligned_to_its_type(tmp_path):
     assert set(places.values()) == {0}
 
 
-@pytest.mark.fault
+@pytest.mark.fault(13)
 def test_a_full_disk_is_an_os_error(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))

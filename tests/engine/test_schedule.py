@@ -226,7 +226,7 @@ def test_exclusive_work_is_ordered_against_the_ticks_around_it():
 
 
 @pytest.mark.parametrize("name", ["collector", "v", "p"])
-@pytest.mark.fault
+@pytest.mark.fault(6)
 def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name, threads_left):
     parts = start(small_config(), Threads(("collector", "v", "p")))
     parts.schedule.tick()
@@ -251,7 +251,7 @@ def _frames(tb):
     return traceback.extract_tb(tb)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(7)
 def test_a_hung_worker_is_named_with_all_stacks(threads_left):
     parts = start(small_config(), Threads(("collector", "v", "p"), watchdog=0.3))
     release = threading.Event()
@@ -286,7 +286,7 @@ def test_workers_that_draw_from_one_supply_do_all_of_it_once():
     assert seconds["fast"] >= 0.002 * own["fast"]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(7)
 def test_the_watchdog_is_for_each_job_and_a_failure_ends_the_supply():
     executor, done = Threads(("a", "b"), watchdog=0.5), []
     executor.share({n: supply(n, 0.1, range(8), done) for n in "ab"})  # 0.8 s in all
@@ -311,7 +311,7 @@ def test_inline_workers_take_their_jobs_in_turn():
     assert done == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(7)
 def test_whoever_waits_for_others_does_not_hang_and_has_its_time_afterwards():
     executor, release = Threads(("busy", "patient"), watchdog=0.5), threading.Event()
 

@@ -315,7 +315,7 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault(21)
 def test_a_lost_node_s_actor_comes_back_elsewhere_and_the_run_goes_on(cluster, tmp_path):
     address, log = f"unix:{tmp_path}/s", tmp_path / "log"
     words = ["fleet", "--ray", cluster.address, "--connect", address, "--actors", "2", "--num-envs", "2"]

@@ -290,7 +290,7 @@ def walk_words(folder, python, *more):
     return [w for w in words(folder, *task(python, *more)) if w != "task=pendulum"]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 def test_a_run_in_another_python_resumes_bit_for_bit_and_is_evaluated(tmp_path, python, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps, more in ((whole, 640, ()), (parts, 320, ("eval.final=true",))):
@@ -418,7 +418,7 @@ def test_a_package_of_somebody_elses_trains_here_and_in_a_process(tmp_path, monk
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault
+@pytest.mark.fault(5)
 @pytest.mark.parametrize(
     ("fault", "last", "within"),
     [
@@ -445,7 +445,7 @@ def test_a_fault_there_is_an_error_here(walk, fault, last, within):
         env.reset(0)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(10)
 def test_a_script_may_start_the_interpreter(tmp_path, python):
     """As Isaac Sim's python.sh does: what hangs is then a child of the child, and ends as well."""
     script = tmp_path / "python.sh"
@@ -460,7 +460,7 @@ def test_a_script_may_start_the_interpreter(tmp_path, python):
     assert gone(pid)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(5)
 def test_a_run_ends_with_the_simulators_traceback(tmp_path, python, capsys):
     made = walk_words(tmp_path / "run", python, "task.kwargs.fault=raise", "task.kwargs.at=15")
     assert main(["train", *made]) == 1
@@ -469,7 +469,7 @@ def test_a_run_ends_with_the_simulators_traceback(tmp_path, python, capsys):
     assert any("far_sims.py" in line for line in said)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(5)
 def test_a_cause_of_several_lines_stays_the_last_one(python):
     env = ProcessVec("far_sims:Walk", 2, python=python, kwargs={"fault": "lines", "at": 1})
     with pytest.raises(RunError) as caught:
@@ -478,7 +478,7 @@ def test_a_cause_of_several_lines_stays_the_last_one(python):
     assert str(caught.value).splitlines()[-3:] == [why, "and broke", why]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(10)
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_killed_parent_leaves_no_child(python, busy):
     read, write = os.pipe()

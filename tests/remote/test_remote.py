@@ -334,7 +334,7 @@ def test_more_environments_than_slots_wait_for_room(address):
         raw.close()
 
 
-@pytest.mark.fault
+@pytest.mark.fault(24)
 def test_garbage_ends_its_own_stream_alone(address):
     """Row 24, short: random bytes, frames cut or changed at random, in place of a HELLO and of an answer."""
     rng, sim = np.random.RandomState(3), make_sim("counter", 2, {})
@@ -377,7 +377,7 @@ def test_beyond_this_machine_it_takes_a_token_and_tls(tmp_path):
         ActorClient("far.away:5555", make_sim("counter", 2, {}), token="secret")
 
 
-@pytest.mark.fault
+@pytest.mark.fault(24)
 def test_a_token_and_tls(tmp_path):
     files = {k: str(tmp_path / f"{k}.pem") for k in ("cert", "key")}
     words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"

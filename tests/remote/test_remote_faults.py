@@ -18,8 +18,6 @@ from pql.engine.interrupt import Interrupt
 from pql.remote.actor.sims import make_sim
 from pql.remote.env import Remote
 
-pytestmark = pytest.mark.fault
-
 
 @pytest.fixture
 def actor(tmp_path):
@@ -42,6 +40,7 @@ def film():
     return make_sim("film:Film", 2, {})
 
 
+@pytest.mark.fault(21)
 def test_a_killed_actor_s_slots_are_free_within_two_seconds(actor, tmp_path):
     """Row 21: another actor then has them, and begins an episode there."""
     with remote(f"unix:{tmp_path}/s", [film()], 4) as env:
@@ -60,6 +59,7 @@ def test_a_killed_actor_s_slots_are_free_within_two_seconds(actor, tmp_path):
         assert taken.rows.flags is None  # first observations: rows that begin an episode
 
 
+@pytest.mark.fault(22)
 def test_a_stopped_actor_is_noticed_within_fifteen_seconds_and_comes_back(actor, tmp_path):
     """Row 22: it takes no CPU while this waits."""
     with remote(f"unix:{tmp_path}/s", [film()], 4) as env:
@@ -73,6 +73,7 @@ def test_a_stopped_actor_is_noticed_within_fifteen_seconds_and_comes_back(actor,
     assert "connected" in process.stderr.read()
 
 
+@pytest.mark.fault(23)
 def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path):
     """Row 23: with a new run, from the beginning of an episode."""
     address, process = f"unix:{tmp_path}/s", actor()
@@ -90,6 +91,7 @@ def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path):
     assert process.wait(10) == 0
 
 
+@pytest.mark.fault(30)
 @pytest.mark.parametrize("at", [1, 3])
 def test_an_actor_whose_simulator_hangs_is_dropped_and_ends(actor, tmp_path, capfd, at):
     """Row 30: it still answers pings. The other actors' steps continue, and only present environments are counted."""
@@ -160,6 +162,7 @@ def test_wrong_words_are_one_line(words, why, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.fault(30)
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
 def test_a_signal_ends_the_wait_for_the_first_actor(tmp_path, capfd, signals):
     """Long before the wait would end by itself, and nothing is left."""

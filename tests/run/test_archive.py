@@ -25,7 +25,7 @@ def content(path):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-@pytest.mark.fault
+@pytest.mark.fault(33)
 @pytest.mark.parametrize("delete", [everything, content])
 def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_path, delete):
     folder, seen = tmp_path / "run", []
@@ -52,7 +52,7 @@ def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_pat
     assert resume(folder, "budget.env_steps=2480").env_steps == 2480
 
 
-@pytest.mark.fault
+@pytest.mark.fault(33)
 def test_a_deletion_is_noticed_at_the_next_row_and_saved_at_once(tmp_path):
     folder, found = tmp_path / "run", []
 
@@ -71,7 +71,7 @@ def test_a_deletion_is_noticed_at_the_next_row_and_saved_at_once(tmp_path):
     assert len(found[1][1]) == 1
 
 
-@pytest.mark.fault
+@pytest.mark.fault(33)
 def test_the_policy_is_kept_where_the_directory_went_during_the_final_evaluation(tmp_path, monkeypatch):
     folder, real = tmp_path / "run", Session._final_evaluation
 
@@ -87,7 +87,7 @@ def test_the_policy_is_kept_where_the_directory_went_during_the_final_evaluation
     assert read_summary(folder)["env_steps"] == 320
 
 
-@pytest.mark.fault
+@pytest.mark.fault(32, 33)
 def test_a_directory_that_another_run_has_taken_is_left_alone(tmp_path):
     folder, other = tmp_path / "run", tmp_path / "other"
     run(*words(other))
@@ -104,7 +104,7 @@ def test_a_directory_that_another_run_has_taken_is_left_alone(tmp_path):
     assert len(points(folder)) == 1
 
 
-@pytest.mark.fault
+@pytest.mark.fault(33)
 @pytest.mark.parametrize(
     ("broken", "said"),
     [

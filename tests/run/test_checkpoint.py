@@ -119,7 +119,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
 STAGES = ("tensors", "manifest", "sync", "before the first rename", "between the renames")
 
 
-@pytest.mark.fault
+@pytest.mark.fault(11)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_crash_while_replacing_leaves_the_one_before(tmp_path, monkeypatch, stage):
     save(tmp_path / "last", tree(1.0), {})
@@ -136,7 +136,7 @@ def test_a_crash_while_replacing_leaves_the_one_before(tmp_path, monkeypatch, st
     assert [p.name for p in tmp_path.iterdir()] == ["last"]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(11)
 @pytest.mark.parametrize("stage", [s for s in STAGES if s != "between the renames"])
 def test_a_crash_while_adding_leaves_the_points_before(tmp_path, monkeypatch, stage):
     save(tmp_path / "tick-1", tree(1.0), {})
@@ -149,7 +149,7 @@ def test_a_crash_while_adding_leaves_the_points_before(tmp_path, monkeypatch, st
     assert [p.name for p in tmp_path.iterdir()] == ["tick-1"]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(11)
 def test_rotation_after_a_crash_keeps_what_was_being_replaced(tmp_path):
     """``best`` is not written again by the next save: were its old copy deleted, it would be lost for good."""
     save(tmp_path / "best", tree(1.0), {})
@@ -197,7 +197,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.fault
+@pytest.mark.fault(12)
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_seen_and_the_point_before_is_used(tmp_path, damage):
     for i in (1, 2):
@@ -212,7 +212,7 @@ def test_damage_is_seen_and_the_point_before_is_used(tmp_path, damage):
     assert (manifest["ticks"], path.name, tensors["a/w"][0, 0].item()) == (1, "tick-1", 1.0)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(12)
 def test_a_flipped_bit_in_any_byte_of_a_manifest_is_seen(tmp_path):
     save(tmp_path / "x", {"a": torch.zeros(1)}, {"ticks": 1, "seconds": 0.5})
     path = tmp_path / "x" / "manifest.json"
@@ -264,7 +264,7 @@ class Payload:
         return (os.system, (f"touch {self.mark}",))
 
 
-@pytest.mark.fault
+@pytest.mark.fault(16)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_is_never_executed(tmp_path, protocol):
     """With hashes that match, as an attacker would write them."""
@@ -285,7 +285,7 @@ def test_a_pickle_is_never_executed(tmp_path, protocol):
 # -- full disks -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault
+@pytest.mark.fault(13)
 def test_a_full_disk_is_an_os_error_and_the_one_before_stays(tmp_path):
     """A file size limit stands in for the full disk: the library that writes reports both in its own class."""
     save(tmp_path / "last", tree(1.0), {})
@@ -300,7 +300,7 @@ def test_a_full_disk_is_an_os_error_and_the_one_before_stays(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["last"]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(11)
 def test_a_failed_last_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     save(tmp_path / "last", tree(1.0), {})
     real = Path.rename

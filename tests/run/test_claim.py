@@ -46,7 +46,7 @@ def racing(start, count=4):
     return claims, errors
 
 
-@pytest.mark.fault
+@pytest.mark.fault(32)
 def test_of_runs_that_start_together_in_one_directory_one_holds_it_twenty_times(tmp_path):
     for i in range(20):
         path = tmp_path / "runs" / str(i)
@@ -60,7 +60,7 @@ def test_of_runs_that_start_together_in_one_directory_one_holds_it_twenty_times(
         assert not path.exists() or not list(path.iterdir())  # another than its holder may have made it
 
 
-@pytest.mark.fault
+@pytest.mark.fault(32)
 def test_runs_of_the_same_second_get_directories_of_their_own_twenty_times(tmp_path):
     for i in range(20):
         stem = tmp_path / "runs" / f"pendulum-{i}"
@@ -103,7 +103,7 @@ def test_automatic_names_are_below_runs(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.fault
+@pytest.mark.fault(32)
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
     script = (
         "import sys, time, pathlib; from pql.run.store.claim import claim; one = claim(pathlib.Path(sys.argv[1])); "
@@ -119,7 +119,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     claim.claim(tmp_path / "run").close()
 
 
-@pytest.mark.fault
+@pytest.mark.fault(32)
 def test_what_a_process_has_forked_does_not_hold_its_directory(tmp_path):
     one = claim.claim(tmp_path / "run")
     child = os.fork()
@@ -145,7 +145,7 @@ def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch
     assert claim.holder(tmp_path) is None
 
 
-@pytest.mark.fault
+@pytest.mark.fault(32)
 def test_several_runs_by_one_command_leave_a_run_alone_that_is_at_work(tmp_path):
     session = Session(compose(words(tmp_path / "run")), quiet=True)
     assert next_command(tmp_path / "run", ()) == ["resume", str(tmp_path / "run")]  # which is refused, by name
@@ -189,7 +189,7 @@ def check_one_runs(tmp_path: Path, command: list[str]) -> None:
 LONG = ("budget.env_steps=null", "budget.seconds=8", "checkpoint.every_seconds=1")
 
 
-@pytest.mark.fault
+@pytest.mark.fault(32)
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(20))
 def test_of_two_commands_in_one_directory_one_is_refused(tmp_path, i):

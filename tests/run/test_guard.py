@@ -25,7 +25,7 @@ def central(flat, lr, clip):
     return CentralOptimizer(own, Central(own, chunk=8))
 
 
-@pytest.mark.fault
+@pytest.mark.fault(4)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 3e38])  # the last one: finite, but not its norm
 @pytest.mark.parametrize("make", [AdamW, RAdam, RMSProp, RMSPropTF, central])
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -76,7 +76,7 @@ def weights(run_dir):
     return {k: v for k, v in checkpoint.load(points(run_dir)[-1])[0].items() if v.is_floating_point()}
 
 
-@pytest.mark.fault
+@pytest.mark.fault(4)
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
 def test_a_run_goes_on_after_updates_that_are_not_finite_and_counts_them(tmp_path, monkeypatch, schedule):
     spoil(monkeypatch, lambda number: number in (3, 4, 40))
@@ -99,7 +99,7 @@ def test_a_run_goes_on_after_updates_that_are_not_finite_and_counts_them(tmp_pat
     assert all(v.isfinite().all() for v in networks.values())
 
 
-@pytest.mark.fault
+@pytest.mark.fault(4)
 def test_a_run_of_nothing_else_ends_and_its_weights_are_those_from_before(tmp_path, monkeypatch):
     run_dir, more = tmp_path / "run", ["algo.schedule=lockstep", "algo.v_per_step=4"]
     run(*words(run_dir, *more))

@@ -207,7 +207,7 @@ def test_a_logger_that_is_not_installed_is_refused_at_once(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.fault
+@pytest.mark.fault(13)
 def test_a_sink_that_fails_is_warned_of_once_and_tried_again():
     class Flaky:
         tried = 0
@@ -377,7 +377,7 @@ def test_wandb_gets_the_videos_of_a_run(tmp_path, fake):
     assert not both.failed
 
 
-@pytest.mark.fault
+@pytest.mark.fault(20)
 @pytest.mark.parametrize("stage", ["init", "log", "finish"])
 def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, stage):
     monkeypatch.setenv("WANDB_FAKE", f"{tmp_path / 'notes'}:{stage}")
@@ -392,7 +392,7 @@ def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, s
     assert len(fake("log")) == {"init": 0, "log": 1, "finish": 3}[stage]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(20)
 def test_wandb_that_dies_is_told_of_while_the_run_goes_on(tmp_path):
     a_log(tmp_path / "run")
     sink = tracker(tmp_path / "run")
@@ -404,7 +404,7 @@ def test_wandb_that_dies_is_told_of_while_the_run_goes_on(tmp_path):
     sink.close()
 
 
-@pytest.mark.fault
+@pytest.mark.fault(20)
 def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, fake, monkeypatch):
     monkeypatch.setenv("WANDB_FAKE", f"{tmp_path / 'notes'}:hanginit")
     monkeypatch.setattr(loggers, "PATIENCE", 0.3)
@@ -424,7 +424,7 @@ def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, fake, monkeypatch):
     sink.process.wait()
 
 
-@pytest.mark.fault
+@pytest.mark.fault(20)
 def test_a_server_that_goes_while_wandb_finishes(monkeypatch):
     """It is left, with a word on it, after a while."""
     left = threading.Event()
@@ -486,7 +486,7 @@ def history(path) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.fault
+@pytest.mark.fault(20)
 def test_the_real_wandb_without_a_server_loses_nothing(tmp_path, monkeypatch):
     """Online, but the server cannot be reached: offline data of every row, and the run as without it."""
     pytest.importorskip("wandb")

@@ -308,7 +308,7 @@ def fail(count):
 
 
 @pytest.mark.parametrize("order", ["free", "turns"])
-@pytest.mark.fault
+@pytest.mark.fault(6)
 def test_a_failing_replica_ends_the_run_with_its_name_and_traceback(order, threads_left):
     parts = start(replicas(3, {"num_envs": 12}, order=order, each=12))
     ticks(parts, 1)
@@ -328,7 +328,7 @@ def test_a_failing_replica_ends_the_run_with_its_name_and_traceback(order, threa
 
 
 @pytest.mark.parametrize("order", ["free", "turns"])
-@pytest.mark.fault
+@pytest.mark.fault(7)
 def test_a_hung_replica_is_named_with_all_stacks(order, threads_left):
     """Though its tick of the run is long: the watchdog is for a replica's own tick."""
     change = {"num_envs": 12, "placement": {"watchdog_seconds": 2.0, "start_seconds": 2.0}}

@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_in_turns_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
     whole, parts, setting = tmp_path / "whole", tmp_path / "parts", (*case, "algo.central.order=turns")

@@ -44,7 +44,7 @@ def resumed(folder):
 # -- config.yaml ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault
+@pytest.mark.fault(34)
 def test_no_flipped_bit_in_config_yaml_makes_it_another_run_or_ends_it(folder):
     good, rng = (folder / "config.yaml").read_bytes(), random.Random(0)
     with warnings.catch_warnings():
@@ -71,7 +71,7 @@ def test_no_flipped_bit_in_config_yaml_makes_it_another_run_or_ends_it(folder):
     assert told > 150
 
 
-@pytest.mark.fault
+@pytest.mark.fault(34)
 def test_a_run_without_its_config_yaml_goes_on_and_writes_it_anew(folder):
     before = (folder / "config.yaml").read_text()
     (folder / "config.yaml").unlink()
@@ -106,7 +106,7 @@ def test_the_manifest_before_counts_where_the_newest_is_damaged(folder):
         resume_config(folder, [])
 
 
-@pytest.mark.fault
+@pytest.mark.fault(11)
 def test_a_new_budget_outlives_a_sitting_that_was_killed_before_it_saved(folder):
     before = {p.name: checkpoint.load(p) for p in points(folder)}
     Session(resume_config(folder, ["budget.env_steps=640"]), resume=True, quiet=True).closing.close()
@@ -121,7 +121,7 @@ def test_a_new_budget_outlives_a_sitting_that_was_killed_before_it_saved(folder)
     assert resume(folder).env_steps == 640
 
 
-@pytest.mark.fault
+@pytest.mark.fault(34)
 @pytest.mark.parametrize("text", ["3", "{a: 1}", "text", "[", "\x00"])
 def test_a_damaged_overrides_yaml_does_not_end_a_run(folder, text):
     (folder / "overrides.yaml").write_text(text)
@@ -150,7 +150,7 @@ def damage(path):
     (path / "tensors.safetensors").write_bytes(data)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(12)
 def test_a_damaged_policy_is_named_and_the_next_best_is_taken(folder):
     kept = folder / "checkpoints"
     newest, before = points(folder)[::-1]
@@ -174,7 +174,7 @@ def test_a_damaged_policy_is_named_and_the_next_best_is_taken(folder):
         open_stored(kept / "last")  # asked for by name: nothing else will do
 
 
-@pytest.mark.fault
+@pytest.mark.fault(12)
 def test_the_command_evaluates_the_next_best_policy_and_says_so(folder, capsys):
     damage(folder / "checkpoints" / "last")
     with pytest.warns(PqlWarning, match="checkpoints/last: .*; taking best instead"):
@@ -182,7 +182,7 @@ def test_the_command_evaluates_the_next_best_policy_and_says_so(folder, capsys):
     assert f"policy: {folder / 'checkpoints' / 'best'}" in capsys.readouterr().out
 
 
-@pytest.mark.fault
+@pytest.mark.fault(12)
 def test_a_run_that_starts_from_old_weights_takes_the_point_before(folder, tmp_path):
     damage(points(folder)[-1])
     with pytest.warns(PqlWarning, match=f"; taking {points(folder)[0].name} instead"):

@@ -126,7 +126,7 @@ def keep_saving(folder) -> None:
         one.outcomes(wait=True)
 
 
-@pytest.mark.fault
+@pytest.mark.fault(11)
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_killed_at_any_time_the_newest_point_but_one_stands(tmp_path):
     rng, found = random.Random(0), set()
@@ -170,7 +170,7 @@ def test_ticks_go_on_while_a_point_is_written_and_the_next_one_waits_for_it(tmp_
     assert [manifest(p)["counters"]["ticks"] for p in points(tmp_path)] == [0, 3]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("algo", ["pql"])
 def test_a_point_that_was_written_while_ticks_went_on_resumes_to_the_same_bits(tmp_path, monkeypatch, algo):
     real = tensorfile.write
@@ -194,7 +194,7 @@ def test_a_point_that_was_written_while_ticks_went_on_resumes_to_the_same_bits(t
     assert facts_a["sha256"] == facts_b["sha256"]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(13)
 def test_a_point_that_failed_on_the_way_is_told_at_the_end(tmp_path, monkeypatch):
     real, calls = tensorfile.write, []
 

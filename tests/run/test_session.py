@@ -68,7 +68,7 @@ RECIPE = (
 )
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 @pytest.mark.parametrize(("task", "algo"), CASES)
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, task, algo):
     """Split in the middle of episodes, on the default (threaded) executor. Everything the next tick depends on."""
@@ -113,7 +113,7 @@ def test_the_average_of_the_policy_is_the_policy_that_is_saved(tmp_path, algo):
         again.closing.close()
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("rows", [27, 26, 25, 24, 20])
 def test_resuming_keeps_the_bits_however_full_the_replay_was(tmp_path, rows):
     """Of 25 rows a column: one short of full with the head's observation, full, and turned over."""
@@ -208,7 +208,7 @@ def test_a_resumed_run_keeps_its_new_budget_and_the_words(tmp_path):
     assert said == [*words(tmp_path), "budget.env_steps=640"]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(12)
 def test_resuming_falls_back_to_the_point_before(tmp_path):
     run(*words(tmp_path, "budget.env_steps=320"))
     resume(tmp_path, "budget.env_steps=480")
@@ -468,7 +468,7 @@ CUT = [
 ]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("setting", CUT, ids=lambda s: "-".join(s))
 def test_a_warm_up_that_was_cut_goes_on_bit_for_bit(tmp_path, setting):
     """At its fourth step; also where the learner's first rows, or the second replica's warm-up, are still to come."""
@@ -498,7 +498,7 @@ def test_a_warm_up_that_was_cut_goes_on_bit_for_bit(tmp_path, setting):
 AS_ROLLOUTS = [w for w in words(Path()) if not w.startswith(("replay.", "algo.", "run_dir=", "placement."))]
 
 
-@pytest.mark.fault
+@pytest.mark.fault(8)
 def test_interrupting_the_final_evaluation_does_not_wait_for_it(tmp_path):
     interrupt, begun = Interrupt(), threading.Event()
 
@@ -535,7 +535,7 @@ def test_resume_points_are_written_on_time_and_rotate(tmp_path):
     assert [manifest(p)["counters"]["ticks"] for p in points(tmp_path)] == [3, 4, 5]  # 13 steps, 8 of them warm-up
 
 
-@pytest.mark.fault
+@pytest.mark.fault(13)
 def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
     real, calls = tensorfile.write, []
 
@@ -726,7 +726,7 @@ def test_a_callback_that_fails_ends_the_run(tmp_path):
 # -- before the simulator starts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault
+@pytest.mark.fault(17)
 @pytest.mark.parametrize(
     ("word", "message"),
     [
