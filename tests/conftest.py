@@ -137,7 +137,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-class Told:
+class SummaryTables:
     """Rows of tables printed after all tests; the reports of parallel workers carry them."""
 
     HEADS = {  # noqa: RUF012
@@ -150,7 +150,7 @@ class Told:
         self._record, self._case = record, case
 
     def row(self, table: str, text: str) -> None:
-        self._record(f"told {table}", text)
+        self._record(f"summary {table}", text)
 
     def conformance(self, report: Report) -> None:
         kept = [r.name for r in report.results if r.ok]
@@ -159,14 +159,14 @@ class Told:
 
 
 @pytest.fixture
-def told(record_property: Callable[[str, object], None], request: pytest.FixtureRequest) -> Told:
-    return Told(record_property, request.node.name)
+def summary_tables(record_property: Callable[[str, object], None], request: pytest.FixtureRequest) -> SummaryTables:
+    return SummaryTables(record_property, request.node.name)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     passed = [r for r in terminalreporter.getreports("passed") if r.when == "call"]
-    for table, head in Told.HEADS.items():
-        rows = sorted(str(text) for r in passed for key, text in r.user_properties if key == f"told {table}")
+    for table, head in SummaryTables.HEADS.items():
+        rows = sorted(str(text) for r in passed for key, text in r.user_properties if key == f"summary {table}")
         if rows:
             terminalreporter.write_line("\n".join(["", head, *(f"  {row}" for row in rows)]))
 

@@ -433,19 +433,18 @@ def check_port(port: int) -> None:
 def run_play(args: argparse.Namespace) -> int:
     from pql.run.play import record_video, watch_live
 
-    others = ("width", "height", "out", "steps") if args.browser else ("width", "height", "out", "port")
-    left_out = others if args.live or args.browser else ("port",)
-    kinds = {k: kind for k, kind in COMMANDS["play"].items() if k not in left_out}
+    # a file has a size, a window ends after some steps, a page has a port
+    only = ("port",) if args.browser else ("steps",) if args.live else ("out", "steps", "width", "height")
+    kinds = {key: kind for key, kind in COMMANDS["play"].items() if key in ("episodes", "seed", "device", *only)}
     asked: dict[str, Any] = parse_pairs(args.overrides, kinds)
     if args.browser:
-        from pql.reports.watch.stream import PORT, stream
+        from pql.reports.watch.stream import stream
 
-        port = asked.pop("port", PORT)
-        check_port(port)
+        if "port" in asked:
+            check_port(asked["port"])
         obey_interrupts()
-        stream(args.path, port, **asked, trust=args.trust)
+        stream(args.path, **asked, trust=args.trust)
         return 0
-    asked = {"episodes": 1, "seed": 0, "device": "cpu", **asked}
     if args.live:
         watch_live(args.path, **asked, trust=args.trust)
         return 0

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,13 +195,15 @@ def check_numbers(episodes: int, steps: int | None, width: int | None, height: i
             raise ConfigError(name, value, f"an even number of pixels from {SIZES[0]} to {SIZES[-1]}")
 
 
-def check_video_packages(setting: str, value: object) -> None:
-    """Raise ``ConfigError`` for a setting that needs the extra ``video`` if it is not installed."""
+def check_video_packages(
+    setting: str, value: object, modules: Sequence[str] = ("imageio.v2", "imageio_ffmpeg")
+) -> None:
+    """Raise ``ConfigError`` for a setting that needs the extra ``video`` if one of its modules is not installed."""
     try:
-        import imageio.v2  # noqa: F401
-        import imageio_ffmpeg  # noqa: F401
+        for module in modules:
+            importlib.import_module(module)
     except ModuleNotFoundError as error:
-        name = (error.name or "").replace("_", "-")
+        name = {"PIL": "pillow"}.get(error.name or "", (error.name or "").replace("_", "-"))
         what = f"the package {name!r}, which is not installed: pip install 'pql-rl[video]'"
         raise ConfigError(setting, value, what) from error
 

@@ -45,7 +45,7 @@ class Noted:
     """Stand-in for priorities that records its updates."""
 
     def update(self, index, priority, mask):
-        self.told = priority.tolist()
+        self.reported = priority.tolist()
 
 
 def trainer():
@@ -173,7 +173,7 @@ def test_twenty_updates_are_those_of_the_recipe():
         loss, norm, priorities = reference.learn(batch, theirs)
         assert metrics["loss/critic"].item() == pytest.approx(loss, rel=1e-7)
         assert metrics["grad_norm/critic"].item() == pytest.approx(norm, rel=1e-7)
-        assert state.priorities.told == pytest.approx(priorities, rel=1e-7)
+        assert state.priorities.reported == pytest.approx(priorities, rel=1e-7)
         norms.append(norm)
     assert min(norms) < CLIP < max(norms)
     for mine, other in ((state.q, reference.now), (state.target, reference.target)):

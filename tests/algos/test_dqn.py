@@ -64,7 +64,7 @@ class Noted:
     """Stand-in for priorities that records its updates."""
 
     def update(self, index, priority, mask):
-        self.told = (index.clone(), priority.clone(), mask.clone())
+        self.reported = (index.clone(), priority.clone(), mask.clone())
 
 
 def state_of(variant, priorities=None, period=1000):
@@ -190,10 +190,10 @@ def test_an_update_is_the_papers(variant):
     assert metrics["grad_norm/critic"].item() == pytest.approx(norm, rel=1e-4)
     want = SlowAdamW(**OPTIMIZER).step(before, grads)
     assert state.q.data.tolist() == pytest.approx(want, abs=3e-6)
-    index, told, mask = noted.told
+    index, reported, mask = noted.reported
     assert torch.equal(index, batch.index)
     assert torch.equal(mask, batch.mask)
-    assert told.tolist() == pytest.approx(errors, rel=1e-3, abs=1e-4)
+    assert reported.tolist() == pytest.approx(errors, rel=1e-3, abs=1e-4)
     kept = [abs(e) for e, m in zip(errors, batch.mask.tolist(), strict=True) if m]
     assert metrics["value/td_error"].item() == pytest.approx(sum(kept) / len(kept), rel=1e-3)
 

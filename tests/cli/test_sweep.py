@@ -283,13 +283,13 @@ def test_poor_trials_are_ended_early(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("axis", "budget", "told"),
+    ("axis", "budget", "reported"),
     [
         ("seconds", "budget.seconds=100", {0: 1.0, 2: 2.0, 4: 4.0, 20: 5.0}),
         ("env_steps", "budget.env_steps=4000000", {0: 1.0, 1: 2.0, 5: 4.0, 10: 5.0}),
     ],
 )
-def test_evaluations_are_told_by_their_share_of_the_budget(tmp_path, axis, budget, told):
+def test_evaluations_are_told_by_their_share_of_the_budget(tmp_path, axis, budget, reported):
     """The first evaluation of each twentieth; repeated ones are ignored."""
     evals = [(1, 1e5, 1.0), (12, 3e5, 2.0), (14, 3e5, 3.0), (20, 1e6, 4.0), (101, 2e6, 5.0)]
     rows = [{"time/seconds": s, "steps/env": n, "eval/return_mean": v} for s, n, v in evals]
@@ -299,7 +299,7 @@ def test_evaluations_are_told_by_their_share_of_the_budget(tmp_path, axis, budge
     for _ in range(2):
         watch = sweep.TrialWatch(trial, tmp_path, axis, compose(["device=cpu", budget]))
         assert not watch()
-    assert study.trials[0].intermediate_values == told
+    assert study.trials[0].intermediate_values == reported
 
 
 def test_evaluations_of_a_file_that_is_being_written(tmp_path):

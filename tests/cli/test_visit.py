@@ -27,18 +27,18 @@ class Flawed(Counter):
         return step._replace(reward=step.reward.index_fill(0, torch.tensor([1]), torch.nan))
 
 
-def told(env, steps):
+def reported(env, steps):
     return dict(visit(env, steps))
 
 
 def test_ends_and_lost_observations_are_counted():
     """Episodes of Counter without terminations have exactly 6 rows: in 20 steps three of each, with a filler between
     two where the next step resets."""
-    same = told(Counter(4, episode_length=6, terminate_every=0, final_obs="never"), 20)
+    same = reported(Counter(4, episode_length=6, terminate_every=0, final_obs="never"), 20)
     assert same["autoreset"].startswith("same step")
     assert same["episode ends"] == "0 terminated, 12 truncated in 80 rows; 0 filler rows in addition"
     assert same["final observations"] == "never; lost at 12 time limits, which are not bootstrapped from"
-    after = told(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
+    after = reported(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
     assert after["autoreset"].startswith("next step")
     assert after["episode ends"] == "0 terminated, 12 truncated in 72 rows; 8 filler rows in addition"
     assert after["final observations"].endswith("; lost at 0 time limits")
@@ -46,11 +46,11 @@ def test_ends_and_lost_observations_are_counted():
 
 
 def test_ranges_are_of_what_counts_and_nan_is_told():
-    rows = told(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
+    rows = reported(Counter(4, episode_length=6, terminate_every=0, autoreset="next_step"), 20)
     assert rows["obs policy"] == "0 to 6"
     low = float(rows["reward"].split()[0])
     assert low == 0 > FILLER_REWARD  # a filler row's reward is ignored
-    assert told(Flawed(4), 20)["reward"].endswith("; 20 NaN or infinite")
+    assert reported(Flawed(4), 20)["reward"].endswith("; 20 NaN or infinite")
     nothing = ValueRange()
     nothing.add(torch.tensor([torch.inf]))
     assert str(nothing) == "nothing finite; 1 NaN or infinite"
@@ -76,7 +76,7 @@ def test_terminations_in_the_row_of_the_limit_are_told():
             return step._replace(terminated=step.terminated | step.truncated, truncated=step.truncated & False)
 
     for kwargs in ({}, {"autoreset": "next_step"}):
-        rows = told(Done(4, episode_length=6, terminate_every=0, **kwargs), 20)
+        rows = reported(Done(4, episode_length=6, terminate_every=0, **kwargs), 20)
         assert rows["time limit"].startswith("6; 12 terminations in its row")
 
 

@@ -14,7 +14,7 @@ from pql.engine.executors import Inline
 CPU = torch.device("cpu")
 
 
-def told(*meters):
+def reported(*meters):
     return {k: v.item() for k, v in drain(meters).items()}
 
 
@@ -39,24 +39,27 @@ def test_the_measures_are_those_of_a_loop():
     for step in actions:
         meter(torch.tensor(step))
     saturated, frozen = oracle(actions)
-    got = told(meter)
+    got = reported(meter)
     assert got == {"policy/saturated": pytest.approx(saturated, abs=1e-5), "policy/frozen": frozen}
     assert frozen == 3 / 8  # the bang-bang one counts for nothing
     assert 0.5 < saturated < 0.6
     meter(torch.zeros(4, 2))
-    assert told(meter) == {"policy/saturated": 0.0, "policy/frozen": 3 / 8}  # the share starts over, the mean continues
+    assert reported(meter) == {
+        "policy/saturated": 0.0,
+        "policy/frozen": 3 / 8,
+    }  # the mean continues
     meter.reset()
-    assert told(meter) == {"policy/saturated": 0.0, "policy/frozen": 0.0}
+    assert reported(meter) == {"policy/saturated": 0.0, "policy/frozen": 0.0}
 
 
 def test_a_frozen_pose_shows_after_some_windows():
     meter, steps = Saturation(1, 1, CPU), math.ceil(math.log(1 - FROZEN) / math.log(1 - 1 / WINDOW))
     for _ in range(steps - 1):
         meter(torch.ones(1, 1))
-    assert told(meter)["policy/frozen"] == 0
+    assert reported(meter)["policy/frozen"] == 0
     for _ in range(2):
         meter(torch.ones(1, 1))
-    assert told(meter)["policy/frozen"] == 1
+    assert reported(meter)["policy/frozen"] == 1
 
 
 def test_environments_that_did_not_act_do_not_count():
@@ -65,14 +68,14 @@ def test_environments_that_did_not_act_do_not_count():
     for _ in range(3 * WINDOW):
         meter(action, late)
     assert not meter.mean[2:].any()
-    assert told(meter) == {"policy/saturated": pytest.approx(0.75), "policy/frozen": 3 / 8}
+    assert reported(meter) == {"policy/saturated": pytest.approx(0.75), "policy/frozen": 3 / 8}
 
 
 def test_numbers_that_are_not_finite_leave_no_trace():
     meter = Saturation(1, 2, CPU)
     meter(torch.tensor([[math.nan, math.inf]]))
     assert meter.mean.isfinite().all()
-    assert told(meter)["policy/saturated"] == 0
+    assert reported(meter)["policy/saturated"] == 0
 
 
 def test_groups_and_replicas_add_up():
@@ -84,9 +87,9 @@ def test_groups_and_replicas_add_up():
         first(step[:3]), second(step[3:])
         for columns in (slice(0, 3), slice(3, 6)):
             halves.part(columns)(step[columns])
-    want = told(whole)
+    want = reported(whole)
     assert 0 < want["policy/frozen"] < 1
-    for got in (told(first, second), told(halves)):
+    for got in (reported(first, second), reported(halves)):
         assert got == {k: pytest.approx(v, abs=1e-5) for k, v in want.items()}
 
 

@@ -33,13 +33,13 @@ SHIPPED = [
 
 
 @pytest.mark.parametrize(("name", "kwargs"), SHIPPED)
-def test_shipped_environments_conform(name, kwargs, told):
+def test_shipped_environments_conform(name, kwargs, summary_tables):
     if name == "gymnasium":
         pytest.importorskip("gymnasium")
     env = make_env(name, 6, **kwargs)
     report = check_env(env, 90, described=find_factory(name).describe(6, "cpu", **kwargs))
     env.close()
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
     idle = {"filler_flags", "final_obs_kept", "state_dict", "groups"}

@@ -56,9 +56,9 @@ def test_it_says_what_was_done_last_and_what_that_paid(kwargs, clip):
         step = env.step(action)
         for i in range(5):
             paid = float(step.reward[i]) if clip is None else max(-clip, min(clip, float(step.reward[i])))
-            told = [float(a == action[i]) for a in range(4)] + [paid]
-            assert step.obs["last"][i].tolist() == ([0.0] * 5 if step.first[i] else told)
-            assert step.final_obs["last"][i].tolist() == (told if step.valid[i] else [0.0] * 5)
+            reported = [float(a == action[i]) for a in range(4)] + [paid]
+            assert step.obs["last"][i].tolist() == ([0.0] * 5 if step.first[i] else reported)
+            assert step.final_obs["last"][i].tolist() == (reported if step.valid[i] else [0.0] * 5)
 
 
 def test_single_environments_are_restarted_with_nothing_done():

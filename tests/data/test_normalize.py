@@ -190,9 +190,9 @@ def test_sets_that_meet_go_on_from_all_that_any_has_seen():
                 torch.testing.assert_close(variance, seen.var(0, correction=0), rtol=1e-9, atol=0)
         merge_moments(sets)
         together += fresh
-        told = [torch.stack(one.statistics()) for one in sets]
-        assert torch.equal(told[0], told[1])
-        assert torch.equal(told[0], told[2])
+        reported = [torch.stack(one.statistics()) for one in sets]
+        assert torch.equal(reported[0], reported[1])
+        assert torch.equal(reported[0], reported[2])
     assert [one.count.item() for one in sets] == [11, 0, 0]
     alone = Moments((2,), CPU)
     alone.update(together[0])

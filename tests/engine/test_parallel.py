@@ -85,8 +85,8 @@ def collectives() -> dict[str, list[float]]:
     all_.mean_(weighted, rows)
     nothing = torch.tensor([0.0, 5.0])
     all_.mean_(nothing, torch.zeros(3))
-    told = torch.tensor([7.0 + mine])
-    all_.broadcast_(told)
+    reported = torch.tensor([7.0 + mine])
+    all_.broadcast_(reported)
     return {
         "sum": all_.sum_(torch.tensor([1.0, mine])).tolist(),
         "mean": mean[:2].tolist(),
@@ -94,7 +94,7 @@ def collectives() -> dict[str, list[float]]:
         "nothing": nothing[:1].tolist(),
         "number": [all_.mean(torch.tensor(8.0 * mine), rows).item()],
         "gather": all_.gather(torch.tensor([[mine, 2.0]])).flatten().tolist(),
-        "told": told.tolist(),
+        "reported": reported.tolist(),
     }
 
 
@@ -106,7 +106,7 @@ def test_collectives(both: Pair):
         "nothing": [0.0],
         "number": [6.0],
         "gather": [0.0, 2.0, 1.0, 2.0],
-        "told": [7.0],
+        "reported": [7.0],
     }
     assert both(collectives) == [want, want]
 
@@ -376,12 +376,12 @@ def on_policy(setting: str) -> dict[str, dict[str, Tensor]]:
     for name, state, part in (("whole", learner.state, segment), ("shared", other, segment_half(segment))):
         if name == "shared":
             state.connect(group())
-        told = []
+        reported = []
         for _ in range(3):
             for batch in ppo.draw_ppo(state, learner.inputs, part, torch.Generator().manual_seed(1)):
                 metrics = ppo.ppo_update(state, learner.inputs, batch, torch.Generator())
-                told.append([metrics[f"policy/{k}"].clone() for k in ("lr", "updates_kept", "kl")])
-        lrs, kept, kls = (torch.stack(column) for column in zip(*told, strict=True))
+                reported.append([metrics[f"policy/{k}"].clone() for k in ("lr", "updates_kept", "kl")])
+        lrs, kept, kls = (torch.stack(column) for column in zip(*reported, strict=True))
         out[name] = flatten(state.state_dict()) | {"lrs": lrs, "kept": kept, "kls": kls}
     return out
 

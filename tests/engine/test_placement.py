@@ -42,18 +42,18 @@ class Run:
 
 
 def search(cost, start, cores):
-    machine, told = Made(cost), []
-    best = placement.search(machine, start, cores, 0.0, 3, lambda split, ratio: told.append((split, ratio)))
+    machine, reported = Made(cost), []
+    best = placement.search(machine, start, cores, 0.0, 3, lambda split, ratio: reported.append((split, ratio)))
     assert machine.open == 0
-    assert [s for s, _ in told] == machine.made[1:]
-    return best, told
+    assert [s for s, _ in reported] == machine.made[1:]
+    return best, reported
 
 
 def test_the_busiest_part_is_tried_first_and_what_is_faster_is_kept():
     """Work 8 for v and 6 for the simulator, shared among their threads: both want all four cores."""
-    best, told = search(lambda s: {"v": 8 / s["v"], "simulator": 6 / s["simulator"]}, {"simulator": 1, "v": 1}, 4)
+    best, reported = search(lambda s: {"v": 8 / s["v"], "simulator": 6 / s["simulator"]}, {"simulator": 1, "v": 1}, 4)
     assert best == {"simulator": 4, "v": 4}
-    assert told[:3] == [
+    assert reported[:3] == [
         ({"simulator": 1, "v": 2}, pytest.approx(8 / 6)),
         ({"simulator": 1, "v": 4}, 1.0),  # now the simulator bounds the tick: no faster, and not kept
         ({"simulator": 2, "v": 2}, pytest.approx(6 / 4)),
@@ -62,9 +62,9 @@ def test_the_busiest_part_is_tried_first_and_what_is_faster_is_kept():
 
 def test_where_no_other_split_is_clearly_faster_the_default_stays():
     start = {"collector": 1, "v": 1}
-    best, told = search(lambda s: {"collector": 1.0, "v": 1 / (1 + 0.02 * (s["v"] > 1))}, start, 2)
+    best, reported = search(lambda s: {"collector": 1.0, "v": 1 / (1 + 0.02 * (s["v"] > 1))}, start, 2)
     assert best == start
-    assert len(told) == 2
+    assert len(reported) == 2
 
 
 def test_rates_are_compared_in_turn_and_an_odd_round_does_not_count():
@@ -80,8 +80,8 @@ def test_rates_are_compared_in_turn_and_an_odd_round_does_not_count():
 
 @pytest.mark.parametrize(("cores", "want"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_the_numbers_tried(cores, want):
-    told = search(lambda s: {"v": 1.0}, {"v": 1}, cores)[1]
-    assert [1, *(s["v"] for s, _ in told)] == want
+    reported = search(lambda s: {"v": 1.0}, {"v": 1}, cores)[1]
+    assert [1, *(s["v"] for s, _ in reported)] == want
 
 
 def test_what_has_threads():

@@ -76,11 +76,11 @@ def test_the_specification_needs_no_simulator():
         {"max_episode_steps": 40, "game": "pong", "noop_max": 0, "sticky": 0.25, "full_actions": True, "groups": 2},
     ],
 )
-def test_conforms(atari, kwargs, told):
+def test_conforms(atari, kwargs, summary_tables):
     env, life_loss = atari(4, **kwargs), kwargs.get("life_loss", False)
     kwargs = {"game": "breakout", **kwargs}
     report = check_env(env, 130 if life_loss else 90, described=find_factory("atari").describe(4, "cpu", **kwargs))
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
     assert untested <= {"filler_flags", "final_obs_kept", "action_range", "state_dict", "groups", "capturable"}, report

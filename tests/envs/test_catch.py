@@ -67,12 +67,12 @@ def test_frames_show_a_ball_that_is_mirrored_at_the_walls():
     assert bounced > 100
 
 
-def test_conforms_and_describes_itself(told):
+def test_conforms_and_describes_itself(summary_tables):
     described = find_factory("catch").describe(6, "cpu")
     assert described.obs == {"policy": ObsSpec((2, 8, 8), torch.uint8, stack=2)}
     assert described.action == Discrete(3)
     report = check_env(make_env("catch", 6), 90, described=described)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, report
 
 

@@ -221,10 +221,10 @@ def test_tilting_against_the_ball_beats_chance():
 
 
 @pytest.mark.parametrize("name", ["ballbalance", "ballbalance_pixels"])
-def test_ball_balance_conforms(name, told):
+def test_ball_balance_conforms(name, summary_tables):
     env = pql.make_env(name, num_envs=3, max_episode_steps=20)
     report = check_env(env, 50)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, report
 
 

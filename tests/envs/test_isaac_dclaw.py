@@ -10,7 +10,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from conftest import Told
+from conftest import SummaryTables
 from mujoco_runs import build, needs
 
 from pql.contract.conformance import check_env
@@ -173,7 +173,7 @@ def test_to_hold_still_beats_chance() -> None:
     assert earned["chance"] < -1
 
 
-def test_the_contract_holds(told: Told) -> None:
+def test_the_contract_holds(summary_tables: SummaryTables) -> None:
     report = check_env(build("dclaw", 3, max_episode_steps=6), steps=14)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, str(report)

@@ -12,7 +12,7 @@ from torch import Tensor
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from by_hand import stacker
-from conftest import Told
+from conftest import SummaryTables
 from mujoco_runs import build, derived, needs
 
 from pql.contract.conformance import check_env
@@ -324,7 +324,7 @@ def test_the_same_policy_stacks_on_warp() -> None:
 
 
 @pytest.mark.parametrize("name", ["franka_cube_stack", "franka_cube_stack_torque"])
-def test_the_contract_holds(name: str, told: Told) -> None:
+def test_the_contract_holds(name: str, summary_tables: SummaryTables) -> None:
     report = check_env(build(name, 3, max_episode_steps=15), steps=35)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, str(report)

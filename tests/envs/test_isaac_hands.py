@@ -11,7 +11,7 @@ from torch import Tensor
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from by_hand import HOLD
-from conftest import Told
+from conftest import SummaryTables
 from mujoco_runs import build, needs
 
 from pql.contract.conformance import check_env
@@ -379,7 +379,7 @@ def test_a_cube_that_is_held_stays() -> None:
 
 
 @pytest.mark.parametrize("name", [SHADOW, ALLEGRO])
-def test_the_contract_holds(name: str, told: Told) -> None:
+def test_the_contract_holds(name: str, summary_tables: SummaryTables) -> None:
     report = check_env(build(name, 3, max_episode_steps=8), steps=20)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, str(report)

@@ -11,7 +11,7 @@ from torch import Tensor
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from by_hand import GEARS, stand
-from conftest import Told
+from conftest import SummaryTables
 from mujoco_runs import Base, build, derived
 
 from pql.contract.conformance import check_env
@@ -225,7 +225,7 @@ def test_standing_stiffly_beats_random_actions() -> None:
     assert means[0] > means[1] + 60
 
 
-def test_the_contract_holds(told: Told) -> None:
+def test_the_contract_holds(summary_tables: SummaryTables) -> None:
     report = check_env(build("isaac_humanoid", 3, max_episode_steps=25), steps=60)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, str(report)

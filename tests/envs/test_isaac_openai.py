@@ -7,7 +7,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from conftest import Told
+from conftest import SummaryTables
 from mujoco_runs import build, needs, random_actions
 
 from pql.contract.conformance import check_env
@@ -131,7 +131,7 @@ def test_the_preset_randomises_and_the_critic_sees_the_truth() -> None:
     env.close()
 
 
-def test_the_contract_holds(told: Told) -> None:
+def test_the_contract_holds(summary_tables: SummaryTables) -> None:
     report = check_env(build(NAME, 3, max_episode_steps=6), steps=14)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, str(report)

@@ -33,10 +33,10 @@ def make(when="post", **kwargs):
 
 
 @pytest.mark.parametrize("when", isaacgym.TIMINGS)
-def test_every_timing_conforms(when, told):
+def test_every_timing_conforms(when, summary_tables):
     env, _ = make(when, states=3)
     report = check_env(env, 40)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
     never = {"final_obs_kept"} if when in ("same", "post", "pre") else set()

@@ -43,10 +43,10 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("both", [False, True])
-def test_they_conform(kind, both, told):
+def test_they_conform(kind, both, summary_tables):
     env = KINDS[kind](both=both)
     report = check_env(env, 30)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, report
     lost = {"final_obs_kept"} if kind == "lost" else set()
     untested = {r.name for r in report.results if r.ok is None}

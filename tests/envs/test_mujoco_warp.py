@@ -18,7 +18,7 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need them
 pytest.importorskip("mujoco_warp")
 
 import mujoco_runs
-from conftest import Told, never_waiting
+from conftest import SummaryTables, never_waiting
 from mujoco_runs import ROBOT_OF, derived, random_actions, task
 
 from pql.contract.conformance import check_env
@@ -87,7 +87,7 @@ def follow(env: MujocoVec, other: MujocoVec) -> None:
 
 @pytest.mark.parametrize("name", ROBOTS)
 def test_engines_agree_step_by_step_and_over_a_short_horizon(
-    name: str, monkeypatch: pytest.MonkeyPatch, told: Told
+    name: str, monkeypatch: pytest.MonkeyPatch, summary_tables: SummaryTables
 ) -> None:
     """Each step from C's own state, and 3 steps without putting it right again."""
     monkeypatch.setattr("pql.envs.mujoco.unitree.Unitree.lasting", None)  # each engine draws its own commands
@@ -118,7 +118,7 @@ def test_engines_agree_step_by_step_and_over_a_short_horizon(
         assert (apart > 1e-4 * stiff).float().mean() <= odd, apart
     last = {**gaps, "after three": gaps["after three"][-1:]}
     found = ", ".join(f"{what} {float(torch.cat(gap).quantile(0.9)):.0e}" for what, gap in last.items())
-    told.row("agreement", f"{name:26} {found}")
+    summary_tables.row("agreement", f"{name:26} {found}")
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_engines_agree_without_contact_forces(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROBOTS)
-def test_random_episodes_have_the_same_statistics(name: str, told: Told) -> None:
+def test_random_episodes_have_the_same_statistics(name: str, summary_tables: SummaryTables) -> None:
     """Tasks that fail do so in some of these episodes, so that their lengths differ."""
     n, limit = 64, LIMIT.get(name, 40)
     lengths, returns = [], []
@@ -159,7 +159,7 @@ def test_random_episodes_have_the_same_statistics(name: str, told: Told) -> None
         error = (a[picks[:, 0]].mean(1) - b[picks[:, 1]].mean(1)).std()  # bootstrap
         assert (a.mean() - b.mean()).abs() <= 4 * error + least
     (length, other), (total_c, total_w) = lengths, returns
-    told.row(
+    summary_tables.row(
         "episodes",
         f"{name:26} length C {length.mean():.1f}, Warp {other.mean():.1f} of {limit}; "
         f"return C {total_c.mean():.4g}, Warp {total_w.mean():.4g}",
@@ -203,9 +203,9 @@ def test_resume_repeats_every_bit() -> None:
         assert torch.equal(again.reward, step.reward)
 
 
-def test_the_contract_holds(told: Told) -> None:
+def test_the_contract_holds(summary_tables: SummaryTables) -> None:
     report = check_env(build("halfcheetah", 4, max_episode_steps=12), steps=30)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, str(report)
 
 

@@ -29,10 +29,10 @@ def make(num_envs=4, **kwargs):
 
 
 @pytest.mark.parametrize("full_reset", [False, True])
-def test_it_conforms(full_reset, told):
+def test_it_conforms(full_reset, summary_tables):
     env = make(full_reset=full_reset)
     report = check_env(env, 30)
-    told.conformance(report)
+    summary_tables.conformance(report)
     assert report.ok, report
     assert {r.name for r in report.results if r.ok is None} == {
         "filler_flags",

@@ -87,7 +87,7 @@ def fill(word):
 
 @functools.cache
 def planned(*words):
-    """How many runs a command with ``-m`` makes; pages share commands."""
+    """Return the number of runs that a command with ``-m`` makes; pages share commands."""
     return len(plan(words)[1])
 
 

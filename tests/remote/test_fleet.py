@@ -39,11 +39,11 @@ class Stage:
         self.news[number] = None
 
     def look(self):
-        told = dict(self.news)
-        for number, found in told.items():
+        reported = dict(self.news)
+        for number, found in reported.items():
             if isinstance(found, Ending):
                 del self.news[number]
-        return told
+        return reported
 
     def stop(self, number):
         assert number in self.news
@@ -279,11 +279,11 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(capsys):
 
 
 def test_of_ray_s_words_one_sentence_says_why():
-    told = """The actor died unexpectedly before finishing this task.
+    reported = """The actor died unexpectedly before finishing this task.
     \tclass_name: Located
     \tactor_id: 01
     The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR, and so on. And on."""
-    assert reason(RuntimeError(told)) == "The actor is dead because its worker process has died"
+    assert reason(RuntimeError(reported)) == "The actor is dead because its worker process has died"
     assert reason(RuntimeError("")) == "RuntimeError"
 
 

@@ -341,8 +341,8 @@ def test_the_doctor_visits(python, capsys):
     )
     assert "walk: conforms" in capsys.readouterr().out
     assert main(["doctor", "--env", "far_sims:Walk", f"task.process.python={python}", "limt=5"]) == 2
-    told = "limt=5: expected one of the keywords limit, discrete, fault, at, threads (did you mean limit?)"
-    assert told in capsys.readouterr().err
+    reported = "limt=5: expected one of the keywords limit, discrete, fault, at, threads (did you mean limit?)"
+    assert reported in capsys.readouterr().err
     hangs = [f"task.process.python={python}", "fault=hang", "task.process.step_seconds=0.5"]
     assert main(["doctor", "--env", "far_sims:Walk", *hangs]) == 1
     assert "has not answered for 0.5 s (task.process.step_seconds)" in capsys.readouterr().err

@@ -226,7 +226,7 @@ def test_tasks_are_told_apart_by_what_makes_them():
 # -- reported values ------------------------------------------------------------------------------------------------
 
 
-def told(folder: Path, x: str = "seconds", **more: Any) -> dict[str, Any]:
+def numbers_of(folder: Path, x: str = "seconds", **more: Any) -> dict[str, Any]:
     paths, notes = runs.find([str(folder)])
     return numbers.analyse(runs.read(paths), x, notes=notes, **more)
 
@@ -246,7 +246,7 @@ def two(tmp_path: Path) -> Path:
 
 
 def test_scores_are_taken_where_all_have_come(two):
-    by_time, by_steps = told(two), told(two, "env_steps")
+    by_time, by_steps = numbers_of(two), numbers_of(two, "env_steps")
     assert by_time["labels"] == ["pql", "slow"]
     assert by_time["tasks"][0]["end"] == {"seconds": 20.0, "env_steps": 2000, "updates": 300}
     assert group(by_time, "pql")["scores"] == [100, 200]
@@ -262,7 +262,7 @@ def test_scores_are_taken_where_all_have_come(two):
 
 def test_a_run_that_was_cut_off_does_not_shorten_the_others(two):
     write_run(two / "pql3", [(5.0, 500, 0.0), (8.0, 800, 20.0)], seed=3, finished=False)
-    page = told(two)
+    page = numbers_of(two)
     assert page["tasks"][0]["end"]["seconds"] == 20
     assert group(page, "pql")["scores"] == [100, 200, 20]
     assert "Ended before the common end on pendulum; the last evaluation counts: pql3." in page["notes"]
@@ -274,7 +274,7 @@ def test_an_interrupted_run_does_not_shorten_the_others(two):
     path = write_run(two / "pql3", [(5.0, 500, 0.0), (8.0, 800, 20.0)], seed=3)
     summary = path / "summary.json"
     summary.write_text(json.dumps({**json.loads(summary.read_text()), "interrupted": True}))
-    page = told(two)
+    page = numbers_of(two)
     assert page["tasks"][0]["end"]["seconds"] == 20
     assert "pql3: interrupted before its budget's end" in page["notes"]
 
@@ -284,14 +284,14 @@ def test_a_run_that_reached_its_target_does_not_shorten_the_others(two, after):
     path = write_run(two / "pql3", [(5.0, 500, 0.0), (8.0, 800, 300.0), *after], seed=3)
     data = json.loads((path / "config.yaml").read_text()) | {"budget": {"target_return": 300.0}}
     (path / "config.yaml").write_text(json.dumps(data))
-    page = told(two)
+    page = numbers_of(two)
     assert page["tasks"][0]["end"]["seconds"] == 20
     assert group(page, "pql")["scores"] == [100, 200, 290 if after else 300]
 
 
 def test_curves_go_from_where_all_are_evaluated_to_where_they_end(two):
     write_run(two / "pql3", [(12.0, 1200, 40.0), (30.0, 3000, 400.0)], seed=3)
-    curve = group(told(two), "pql")["curves"]["seconds"]
+    curve = group(numbers_of(two), "pql")["curves"]["seconds"]
     assert (curve["x"][0], curve["x"][-1], len(curve["x"])) == (12, 20, numbers.GRID)
     assert curve["iqm"][0] == pytest.approx((20 + 40 + 40) / 3)  # three runs: nothing is cut off
     assert curve["iqm"][-1] == pytest.approx((100 + 200 + 200) / 3)
@@ -299,7 +299,7 @@ def test_curves_go_from_where_all_are_evaluated_to_where_they_end(two):
 
 
 def test_the_time_to_thresholds_of_a_group(two):
-    page = told(two, thresholds=[50.0, 150.0])
+    page = numbers_of(two, thresholds=[50.0, 150.0])
     assert page["tasks"][0]["thresholds"] == [{"value": 50.0, "share": None}, {"value": 150.0, "share": None}]
     half, most = group(page, "pql")["time_to"]
     assert half == {
@@ -312,14 +312,18 @@ def test_the_time_to_thresholds_of_a_group(two):
     assert (most["reached"], most["seconds"]) == (1, {"median": None, "min": 17.5, "max": None})
     slow = group(page, "slow")["time_to"]
     assert (slow[0]["reached"], slow[0]["seconds"]["max"], slow[1]["reached"]) == (2, 40, 0)
-    assert [level["value"] for level in told(two)["tasks"][0]["thresholds"]] == [100, 150, 180]  # 0 lowest, 200 highest
+    assert [level["value"] for level in numbers_of(two)["tasks"][0]["thresholds"]] == [
+        100,
+        150,
+        180,
+    ]  # 0 lowest, 200 highest
 
 
 def test_over_all_tasks_scores_are_normalised_by_task(two):
     write_run(two / "h1", [(10.0, 1000, -100.0), (20.0, 2000, 300.0)], task="hopper")
     write_run(two / "h2", [(10.0, 1000, -100.0), (20.0, 2000, 0.0)], task="hopper", algo="slow")
     write_run(two / "h3", [(10.0, 1000, 0.0), (20.0, 2000, 0.0)], task="hopper", algo="there only")
-    page = told(two)
+    page = numbers_of(two)
     assert page["overall"]["tasks"] == ["hopper", "pendulum"]
     assert page["labels"] == ["pql", "slow", "there only"]  # on all tasks first, then by score
     pql, slow = page["overall"]["groups"]
@@ -340,7 +344,7 @@ def test_over_all_tasks_scores_are_normalised_by_task(two):
 
 def test_scores_are_normalised_by_references_where_every_task_has_one(two):
     def normalised(**more):
-        page = told(two, **more)
+        page = numbers_of(two, **more)
         return page["tasks"][0]["scale"], group(page, "pql")["normalised"]
 
     scale, scores = normalised()  # pendulum has no reference of the library: the range of the evaluations, 0 to 200
@@ -349,7 +353,7 @@ def test_scores_are_normalised_by_references_where_every_task_has_one(two):
     scale, scores = normalised(references={"pendulum": ours})
     assert (scale, scores) == (ours.as_dict(), [0.5, 0.75])
     write_run(two / "h1", [(10.0, 1000, 0.0), (20.0, 2000, 60.0)], task="other")
-    page = told(two, references={"pendulum": ours})
+    page = numbers_of(two, references={"pendulum": ours})
     assert [t["scale"]["source"] for t in page["tasks"]] == ["", ""]  # one kind of scale for all tasks
     assert group(page, "pql", 1)["normalised"] == [0.5, 1]
 
@@ -386,7 +390,7 @@ def test_a_file_of_references_in_another_form_is_refused(tmp_path, text, said):
 
 def test_sample_efficiency_stands_beside_wall_clock(two):
     """slow needs four times the steps a second: the same runs at 20 s and at 2,000 env steps."""
-    page = told(two)
+    page = numbers_of(two)
     slow = group(page, "slow")
     assert slow["at"]["seconds"]["value"] == pytest.approx((50 / 3 + 20) / 2)
     assert slow["at"]["env_steps"]["value"] == pytest.approx((50 / 7 + 60 / 7) / 2)
@@ -397,7 +401,7 @@ def test_curves_over_all_tasks_are_iqms_of_normalised_returns(two):
     """On pendulum (0 to 200) pql rises to 100 and 200, on hopper (-100 to 300) to 300, from 10 s to 20 s."""
     write_run(two / "h1", [(10.0, 1000, -100.0), (20.0, 2000, 300.0)], task="hopper")
     write_run(two / "h2", [(10.0, 1000, -100.0), (20.0, 2000, 0.0)], task="hopper", algo="slow")
-    whole = told(two)["overall"]
+    whole = numbers_of(two)["overall"]
     pql = next(g for g in whole["groups"] if g["label"] == "pql")["curves"]
     for axis, scale in (("seconds", 1), ("env_steps", 100)):
         x = np.array(whole["x"][axis])
@@ -411,7 +415,7 @@ def test_curves_over_all_tasks_are_iqms_of_normalised_returns(two):
 def test_seeds_that_repeat_are_no_independent_runs(two):
     write_run(two / "again", [(10.0, 1000, 0.0), (20.0, 2000, 200.0)], seed=2)
     write_run(two / "unknown", [(10.0, 1000, 0.0), (20.0, 2000, 200.0)], seed=None)
-    assert (group(told(two), "pql")["independent"], len(group(told(two), "pql")["scores"])) == (3, 4)
+    assert (group(numbers_of(two), "pql")["independent"], len(group(numbers_of(two), "pql")["scores"])) == (3, 4)
 
 
 def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
@@ -431,7 +435,7 @@ def test_speed_is_counted_from_the_first_row_to_the_last(tmp_path):
 
     for seed, rate in ((1, 100), (2, 300), (3, 900)):
         write_run(tmp_path / str(seed), [], seed=seed, rows=rows(rate, seed), finished=False, v_per_step=2)
-    page = told(tmp_path)
+    page = numbers_of(tmp_path)
     speed = group(page, "pql")["speed"]
     assert (speed["env_steps_per_s"], speed["updates_per_s"]) == (300, 15)
     assert speed["busy/v"] == pytest.approx((2 * 1.0 + 6 * 0.6) / 8)
@@ -464,7 +468,7 @@ def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(t
         others = {"ppo": {"horizon": 16}, "dqn": {"double": True}, "sac": {"alpha": 1.0}}
         sizes = {"v_per_step": 8.0, "p_per_v": 0.5, **others, family: sizes}
     write_run(tmp_path / "a", [], algo=family, rows=rows, family=family, **sizes)
-    page = told(tmp_path, x="updates")
+    page = numbers_of(tmp_path, x="updates")
     speed = group(page, family)["speed"]
     assert speed["updates_per_s"] == 10
     assert speed["configured"] == {"ratio/v_per_step": 0.625, "ratio/p_per_v": 1.0}
@@ -480,7 +484,7 @@ def test_one_learners_updates_count_once_and_its_ratios_are_those_of_its_sizes(t
 def test_a_task_where_nothing_happens(tmp_path):
     for seed in (1, 2):
         write_run(tmp_path / str(seed), [(10.0, 1000, 7.0)], seed=seed)
-    page = told(tmp_path)
+    page = numbers_of(tmp_path)
     assert group(page, "pql")["score"]["iqm"] == {"value": 7, "low": 7, "high": 7}
     assert page["notes"][0].startswith("An interval over fewer than 5 runs is too narrow: with two runs it contains")
     assert page["notes"][1] == "The IQM of two or three runs is their mean: nothing is cut off."
@@ -492,7 +496,7 @@ def test_a_task_where_nothing_happens(tmp_path):
 def test_a_seed_that_counts_twice_is_told(tmp_path):
     for name in "ab":
         write_run(tmp_path / name, LINE, seed=4)
-    assert "pql on pendulum: seed 4 more than once." in told(tmp_path)["notes"]
+    assert "pql on pendulum: seed 4 more than once." in numbers_of(tmp_path)["notes"]
 
 
 def test_how_and_on_what_runs_were_made_is_told(tmp_path):
@@ -503,7 +507,7 @@ def test_how_and_on_what_runs_were_made_is_told(tmp_path):
             settings = json.loads((path / "config.yaml").read_text()) | {"eval": {"num_envs": episodes, "epsilon": 0.0}}
             (path / "config.yaml").write_text(json.dumps(settings))
             (path / "env.json").write_text(json.dumps({"cpu": "Z80", "cores": cores, "gpu": None, "torch": "2.13.0"}))
-    same, other = told(tmp_path / "same"), told(tmp_path / "other")
+    same, other = numbers_of(tmp_path / "same"), numbers_of(tmp_path / "other")
     ends = "compared at equal wall-clock time"
     assert subtitle(same).endswith(f"{ends} · 16 episodes an evaluation · Z80, 2 cores, torch 2.13.0")
     assert subtitle(other).endswith(ends)

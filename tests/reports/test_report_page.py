@@ -224,12 +224,12 @@ def test_settings_stand_side_by_side_where_algorithms_differ(tmp_path):
     path, _ = write([str(tmp_path)], tmp_path / "out")
     rows = [[" ".join(c.split()) for c in row] for row in Checked(path.read_text()).cells]
     labels = next(row[1:] for row in rows if row and row[0] == "setting" and len(row) == 3)
-    told = {row[0]: dict(zip(labels, row[1:], strict=True)) for row in rows if len(row) == 3 and row[0] != "setting"}
-    assert told["algo.lr"] == {"pql": "0.001", "ppo": "0.0003"}
-    assert told["algo.batch_size"] == {"pql": "512", "ppo": "–"}
-    assert "algo.gamma" not in told
+    values = {row[0]: dict(zip(labels, row[1:], strict=True)) for row in rows if len(row) == 3 and row[0] != "setting"}
+    assert values["algo.lr"] == {"pql": "0.001", "ppo": "0.0003"}
+    assert values["algo.batch_size"] == {"pql": "512", "ppo": "–"}
+    assert "algo.gamma" not in values
     assert ["algo.gamma", "0.99"] in rows
-    assert told["budget.seconds"] == {"pql": "30", "ppo": "60"}
+    assert values["budget.seconds"] == {"pql": "30", "ppo": "60"}
     assert not any(row and row[0] == "seed" for row in rows if len(row) < 5)
 
 
@@ -266,15 +266,15 @@ def test_a_narrow_screen_keeps_the_name_of_every_row(page):
 
 
 def test_a_report_tells_every_number_and_success_with_the_returns(tmp_path):
-    told = {"eval/length_mean": 9.0, "eval/return_iqm": 1.0, "loss/v": 1.0}
+    extra = {"eval/length_mean": 9.0, "eval/return_iqm": 1.0, "loss/v": 1.0}
     rows = [
-        {"time/seconds": s, "steps/env": s, "eval/return_mean": s, "eval/success": s / 4, **told} for s in (1.0, 2.0)
+        {"time/seconds": s, "steps/env": s, "eval/return_mean": s, "eval/success": s / 4, **extra} for s in (1.0, 2.0)
     ]
     path, _ = write([str(write_run(tmp_path / "r", [], rows=rows))], tmp_path / "out", single=True)
     shown = Checked(path.read_text()).images
     assert "Success of evaluated episodes over time; at the end 50%." in shown
     assert (tmp_path / "out" / "success.png").exists()
-    for key in told:
+    for key in extra:
         assert any(text.startswith(f"{key} over time, from ") for text in shown), key
 
 
@@ -365,8 +365,8 @@ def test_comparing_two_real_runs_and_reporting_one(tmp_path, monkeypatch, capsys
         "policy lag (ticks)",
     ):
         assert words_there in text
-    told = json.loads(Path("multi/seed=1/report/numbers.json").read_text())
-    assert told["series"]["ratio/v_per_step"]["y"][-1] == 2.0
+    reported = json.loads(Path("multi/seed=1/report/numbers.json").read_text())
+    assert reported["series"]["ratio/v_per_step"]["y"][-1] == 2.0
     assert {p.stem for p in Path("multi/seed=1/report").glob("*.png")} >= {
         "curve-0-seconds",
         "curve-0-env_steps",

@@ -135,13 +135,13 @@ def test_a_table_where_nobody_looks():
     clock.now = 3.0 + EVERY
     console.write({**ROW, "time/seconds": 65.0})
     console.close()
-    head, *told = text()
+    head, *table = text()
     assert head.split()[-1] == "busiest"
-    assert re.split(r"  +", told[0].strip()) == ["0:50", "2:30", "20,000", "4,321", "2,400", "-123.5", "v 50%"]
-    assert len(told) == 3
-    assert told[1].split()[0] == "0:55"  # not back to when the evaluation was asked for
-    assert "77.7" in told[1]
-    assert told[2].split()[0] == "1:05"
+    assert re.split(r"  +", table[0].strip()) == ["0:50", "2:30", "20,000", "4,321", "2,400", "-123.5", "v 50%"]
+    assert len(table) == 3
+    assert table[1].split()[0] == "0:55"  # not back to when the evaluation was asked for
+    assert "77.7" in table[1]
+    assert table[2].split()[0] == "1:05"
 
 
 def test_lines_are_at_most_100_columns_and_the_header_comes_every_20():

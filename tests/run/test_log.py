@@ -160,11 +160,11 @@ def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):
     shutil.rmtree(points(tmp_path)[-1])
     Session(resume_config(tmp_path, ["budget.env_steps=3200"]), resume=True, quiet=True).train()
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    told = rows(tmp_path)
-    assert told[-1]["steps/env"] == 3200
-    for key in {key for row in told for key in row}:
+    logged = rows(tmp_path)
+    assert logged[-1]["steps/env"] == 3200
+    for key in {key for row in logged for key in row}:
         want = sorted(
-            (row["steps/env"], struct.unpack("f", struct.pack("f", row[key]))[0]) for row in told if key in row
+            (row["steps/env"], struct.unpack("f", struct.pack("f", row[key]))[0]) for row in logged if key in row
         )
         assert sorted((e.step, e.value) for e in events.Scalars(key)) == want, key
 

@@ -75,9 +75,9 @@ def write_run(
 ) -> Path:
     """Write a run directory like training's. ``evals``: (seconds, env steps, return); ``settings``: of ``algo``."""
     path.mkdir(parents=True)
-    told = [{"time/seconds": s, "steps/env": n, "eval/return_mean": r} for s, n, r in evals]
-    told += [{"time/seconds": s, "steps/env": n, "updates/v": n // 10, "updates/p": n // 20} for s, n, _ in evals]
-    lines = [json.dumps(row) + "\n" for row in [*told, *(rows or [])]]
+    reported = [{"time/seconds": s, "steps/env": n, "eval/return_mean": r} for s, n, r in evals]
+    reported += [{"time/seconds": s, "steps/env": n, "updates/v": n // 10, "updates/p": n // 20} for s, n, _ in evals]
+    lines = [json.dumps(row) + "\n" for row in [*reported, *(rows or [])]]
     (path / "metrics.jsonl").write_text("".join(lines))
     config = {"task": {"name": task, "id": None, "kwargs": {}}, "algo": {"name": algo, **settings}, "seed": seed}
     (path / "config.yaml").write_text(json.dumps(config))  # JSON is YAML

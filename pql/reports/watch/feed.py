@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pql.config.files import YAML_BYTES, read_bytes, read_yaml
-from pql.run.store.run_dir import read_summary
+from pql.config.files import read_yaml
+from pql.run.store import run_dir
 
 Row = dict[str, float]
 POINTS = 400  # rows of each kind that are kept; at most twice as many
@@ -81,14 +81,10 @@ class Feed:
 
     def state(self) -> str:
         """Return running, finished, or stopped."""
-        try:
-            summary = read_summary(self.path)
-            age = time.time() - (self.path / "metrics.jsonl").stat().st_mtime
-        except (OSError, ValueError):
-            return "stopped"
-        if summary is not None and not summary.get("interrupted"):
+        if run_dir.state(self.path) == "finished":
             return "finished"
-        return "running" if age < ALIVE and summary is None else "stopped"
+        ended = run_dir.read_summary(self.path) is not None
+        return "running" if not ended and time.time() - modified(self.path / "metrics.jsonl") < ALIVE else "stopped"
 
     def version(self) -> str:
         """Return a text that changes whenever :meth:`body` does."""
@@ -133,7 +129,7 @@ TEXTS = {"task": ("task", "name"), "algo": ("algo", "name"), "seed": ("seed",)}
 
 
 def modified(path: Path) -> float:
-    """Return the time at which a run directory last changed; 0 if it has gone."""
+    """Return the time at which a file or folder last changed; 0 if it has gone."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -143,7 +139,6 @@ def modified(path: Path) -> float:
 def settings_of(path: Path) -> dict[str, Any]:
     """Return the settings in a run's config.yaml, unchecked; {} if it cannot be read."""
     try:
-        read_bytes(path / "config.yaml", YAML_BYTES)  # refuses files that are too large, and other things than files
         found = read_yaml(path / "config.yaml")
     except Exception:  # of a run directory that anybody may have written
         return {}

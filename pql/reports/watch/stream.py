@@ -6,9 +6,8 @@ import time
 from html import escape
 from typing import Any
 
-from pql.errors import ConfigError
 from pql.reports.watch.loopback import LoopbackHandler, LoopbackServer
-from pql.run.play import Stage, cadence, check_numbers
+from pql.run.play import Stage, cadence, check_numbers, check_video_packages
 
 PORT = 8422
 PAGE = """<!doctype html>
@@ -107,10 +106,8 @@ def stream(
 
 def encoder() -> Any:
     """Return a function from an image, uint8 [H, W, 3], to a JPEG file's bytes."""
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as error:
-        raise ConfigError("--browser", True, "pillow, which is not installed: pip install 'pql-rl[video]'") from error
+    check_video_packages("--browser", True, ("PIL",))
+    from PIL import Image
 
     def encode(image: Any) -> bytes:
         file = io.BytesIO()
