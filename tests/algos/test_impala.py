@@ -47,8 +47,9 @@ def late(job, delays, count):
     job(count)
 
 
-def test_random_delays_between_workers_change_nothing():
-    config, gen = config_of(VARIANTS["lstm"]), Generator().manual_seed(0)
+@pytest.mark.fault(27, count=20)
+def test_random_delays_between_workers_change_nothing(trial):
+    config, gen = replace(config_of(VARIANTS["lstm"]), seed=trial), Generator().manual_seed(trial)
     reference = bits(ticks(start(config, Inline()), 20))
     parts = start(config, Threads(ORDERS[0]))
     for worker in parts.first.workers.values():
@@ -95,6 +96,7 @@ def test_streams_order_every_cross_worker_read():
         ({"policy_lag": 8, "schedule": "lockstep"}, 8),
     ],
 )
+@pytest.mark.fault(25)
 def test_ratios_and_lags_are_exact_at_every_tick(changes, lag):
     parts = start(config_of({"algo": changes}), Inline())
     begun = parts.first.collector.steps
@@ -112,6 +114,7 @@ def test_ratios_and_lags_are_exact_at_every_tick(changes, lag):
         assert lag == 0 or tick == 1 or (acted >= before).all()
 
 
+@pytest.mark.fault(25)
 def test_rows_of_different_lags_are_told_apart():
     """An environment that acted long ago keeps the version it acted with: the mean is over rows, the largest its."""
     parts = ticks(start(config_of({"algo": {"schedule": "lockstep"}}), Inline()), 5)

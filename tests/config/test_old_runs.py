@@ -38,16 +38,19 @@ def actions(policy):
 
 
 @EVERY
+@pytest.mark.fault(15)
 def test_an_old_policy_acts_as_it_did(run, name):
     torch.testing.assert_close(actions(pql.load_policy(run)), torch.tensor(ACTIONS[name]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.fault(15)
 def test_an_old_export_acts_as_it_did():
     policy = pql.load_policy(RUNS / "export" / "policy.pt2")
     torch.testing.assert_close(actions(policy), torch.tensor(ACTIONS["export"]), rtol=1e-5, atol=1e-5)
 
 
 @EVERY
+@pytest.mark.fault(15)
 def test_an_old_run_is_resumed_evaluated_and_exported(run, name, capsys):
     assert main(["resume", str(run), f"budget.env_steps={STEPS[name] * 2}"]) == 0
     newest = [row for row in rows(run) if "steps/env" in row][-1]
@@ -57,6 +60,7 @@ def test_an_old_run_is_resumed_evaluated_and_exported(run, name, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.fault(15)
 def test_old_settings_are_migrated(tmp_path):
     """Settings of the family move up into ``algo``; those of other families, which it never read, are dropped."""
     from pql.config import from_dict

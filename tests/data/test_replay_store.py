@@ -256,6 +256,7 @@ def older(ring: Replay) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.fault(15)
 def test_the_full_state_of_an_older_release_is_taken(depth):
     one, two = (Recorded(3, 16, 2, 4, depth=depth).replay for _ in range(2))
     ring = Recorded(3, 16, 2, 4, depth=depth)

@@ -52,17 +52,62 @@ def every_kind_of_argument(owner):
     torch.stack(torch.unbind(x)).permute(1, 0).contiguous().sum()
 
 
-def test_a_program_gives_the_bits_of_its_body():
+@pytest.mark.fault(26, cases=(5, 100))
+def test_a_program_gives_the_bits_of_its_body(cases):
+    """On new inputs each time."""
     one, two, new = (Owner(x=torch.zeros(4, 3), out=torch.ones(4, 1), count=torch.zeros(1)) for _ in range(3))
     graph = graph_of(lambda: every_kind_of_argument(one), one)
     graph.prepare()
     assert isinstance(graph.graph, Recorded)
     assert differences(bits(one), bits(new)) == []
-    for _ in range(5):
+    inputs = Generator().manual_seed(1)
+    for _ in range(cases):
+        one.tensors["x"].normal_(generator=inputs)
+        two.tensors["x"].copy_(one.tensors["x"])
         graph()
         every_kind_of_argument(two)
-    assert differences(bits(one), bits(two)) == []
+        assert differences(bits(one), bits(two)) == []
     assert one.tensors["count"].item() > 0
+
+
+@pytest.mark.fault(26, cases=(5, 100))
+def test_a_program_reads_weights_that_were_replaced_in_place(cases):
+    """A network whose weights are swapped between replays: as eager code with the new ones."""
+    net, x = nn.Sequential(nn.Linear(3, 8), nn.ELU(), nn.Linear(8, 2)), torch.zeros(5, 3)
+    owner = Owner(out=torch.zeros(5, 2))
+
+    def body():
+        with torch.no_grad():
+            owner.tensors["out"].copy_(net(x))
+
+    graph = graph_of(body, owner)
+    graph.prepare()
+    assert isinstance(graph.graph, Recorded)
+    for i in range(cases):
+        torch.manual_seed(i)
+        net.load_state_dict({k: torch.randn_like(v) for k, v in net.state_dict().items()})
+        x.normal_()
+        graph()
+        got = owner.tensors["out"].clone()
+        body()
+        assert torch.equal(got, owner.tensors["out"])
+
+
+@pytest.mark.fault(26, cases=(5, 100))
+def test_noise_differs_from_replay_to_replay_and_repeats_after_reseeding(cases):
+    owner = Owner(x=torch.zeros(4))
+    graph = graph_of(lambda: owner.tensors["x"].copy_(torch.randn(4, generator=owner.gen)), owner)
+    graph.prepare()
+    assert isinstance(graph.graph, Recorded)
+
+    def drawn(seed):
+        owner.gen.manual_seed(seed)
+        return [(graph(), owner.tensors["x"].tolist())[1] for _ in range(cases)]
+
+    first = drawn(7)
+    assert len({tuple(values) for values in first}) == cases
+    assert drawn(7) == first
+    assert not any(a == b for a, b in zip(first, drawn(8), strict=True))
 
 
 def test_gradients_and_a_fused_optimiser_are_part_of_it():
@@ -143,8 +188,9 @@ def test_a_body_with_large_results_stays_eager_without_a_word(monkeypatch, recwa
     assert [str(w.message) for w in recwarn] == []
 
 
+@pytest.mark.fault(26, cases=(6, 20))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_runs_equal_eager_ones(family, recwarn):
+def test_captured_runs_equal_eager_ones(family, recwarn, cases):
     """Updates of every family, and acting; bit for bit."""
     config = FAMILIES[family]
     captured, eager = (start(dataclasses.replace(config, graphs=g), Inline()) for g in ("on", "off"))
@@ -152,8 +198,8 @@ def test_captured_runs_equal_eager_ones(family, recwarn):
         graphs = [job.graph for job in parts.first.jobs.values()] + [lane._act for lane in parts.first.collector.lanes]
         assert len(graphs) >= 2
         assert {type(graph.graph) for graph in graphs} == {Recorded if program else type(None)}
-    ticks(captured, 6)
-    ticks(eager, 6)
+    ticks(captured, cases)
+    ticks(eager, cases)
     assert differences(bits(captured), bits(eager)) == []
     assert [str(w.message) for w in recwarn if "graph" in str(w.message)] == []
 

@@ -33,6 +33,7 @@ def run(config, executor, ticks=TICKS):
 
 
 @pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.fault(27)
 def test_every_worker_order_and_threads_give_the_same_bits(algo):
     """Variants are compared over fewer ticks order by order: nothing is left to chance there, as it is on threads."""
     config, total = small_config(algo=ALGOS[algo]), TICKS if algo == "pql" else FEW
@@ -65,19 +66,16 @@ def late(job, delays, count):
     job(count)
 
 
-def test_random_delays_between_workers_change_nothing():
-    config = small_config()
+@pytest.mark.fault(27, count=50)
+def test_random_delays_between_workers_change_nothing(trial):
+    config = small_config(seed=trial)
     reference = bits(run(config, Inline(), ticks=50))
-    for seed in range(5):
-        parts = start(config, Threads(("v", "p", "collector")))
-        generator = torch.Generator().manual_seed(seed)
-        for worker in parts.first.workers.values():
-            delays = (torch.rand(50, generator=generator) * 0.004).tolist()
-            worker.job = partial(late, worker.job, iter(delays))
-        for _ in range(50):
-            parts.schedule.tick()
-        parts.schedule.executor.close()
-        assert differences(reference, bits(parts)) == []
+    parts = start(config, Threads(ORDERS[trial % len(ORDERS)]))
+    generator = torch.Generator().manual_seed(trial)
+    for worker in parts.first.workers.values():
+        delays = (torch.rand(50, generator=generator) * 0.004).tolist()
+        worker.job = partial(late, worker.job, iter(delays))
+    assert differences(reference, bits(go_on(parts, 50))) == []
 
 
 def test_another_seed_gives_other_bits():
@@ -109,6 +107,7 @@ def test_ratios_that_no_horizon_meets_are_refused():
 
 @pytest.mark.parametrize(("schedule", "lag"), [("concurrent", 1), ("lockstep", 0)])
 @pytest.mark.parametrize(("v", "p", "horizon"), [(2, 0.5, 1), (0.5, 0.5, 4)])
+@pytest.mark.fault(25)
 def test_ratios_and_lag_are_exact_at_every_tick(schedule, lag, v, p, horizon):
     parts = start(small_config(algo={"schedule": schedule, "v_per_step": v, "p_per_v": p}), Inline())
     warm_up = parts.first.collector.steps

@@ -173,6 +173,7 @@ class Ordered(Streams):
 
 
 @everywhere(ALGOS, ALGOS)
+@pytest.mark.fault(26)
 def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
     captured, eager = (start(gpu_config(algo=algo, graphs=g)) for g in ("on", "off"))
     assert all(job.graph.graph is not None for job in captured.first.jobs.values())
@@ -196,6 +197,7 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
 
 
 @everywhere(BOTH, BOTH)
+@pytest.mark.fault(26)
 def test_a_captured_run_equals_an_eager_one(algo):
     captured, eager = (run(gpu_config(algo=algo, graphs=g), ticks=TICKS) for g in ("on", "off"))
     assert differences(captured, eager) == []
@@ -326,6 +328,7 @@ class Draws:
 
 
 @HERE_TOO
+@pytest.mark.fault(26)
 def test_replays_draw_new_numbers_and_repeat_them_after_reseeding():
     captured, eager = Draws(True), Draws(False)
     first, second = captured(), captured()
@@ -364,6 +367,7 @@ class Product:
         self.total.copy_(state["total"])
 
 
+@pytest.mark.fault(26, 27)
 def test_three_graphs_replayed_together_equal_three_replayed_one_after_another():
     products = [Product(seed) for seed in range(3)]
     saved = [{k: v.clone() for k, v in p.state_dict().items()} for p in products]
@@ -415,6 +419,7 @@ def test_shared_encoders_and_augmented_images_are_captured(algo):
 
 
 @everywhere({k: ALGOS[k] for k in ("pql", "pql_sac")}, ["pql"])
+@pytest.mark.fault(27)
 def test_every_order_on_three_streams_gives_the_same_bits(algo):
     config = gpu_config(algo=algo)
     reference = run(config, TICKS, Inline())
@@ -422,11 +427,12 @@ def test_every_order_on_three_streams_gives_the_same_bits(algo):
         assert differences(reference, run(config, TICKS, Ordered(config, order))) == [], order
 
 
+@pytest.mark.fault(27, cases=(1, 10))
 @HERE_TOO
-def test_random_delays_on_the_streams_change_nothing():
+def test_random_delays_on_the_streams_change_nothing(cases):
     config = gpu_config()
     reference = run(config, TICKS, Inline())
-    for seed in range(3 if DEVICE == "cuda" else 1):
+    for seed in range(cases):
         generator = torch.Generator().manual_seed(seed)
 
         def hold_up(parts, generator=generator):

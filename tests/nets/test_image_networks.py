@@ -493,6 +493,7 @@ def test_exact_products_are_exact_in_convolutions_too():
     assert torch.backends.cudnn.deterministic
 
 
+@pytest.mark.fault(15)
 def test_a_policy_of_an_older_config_is_read_as_it_was():
     old = {"channels": [16, 32, 32], "features": 128}
     net = Pictures((4, 84, 84), replace(EncoderConfig(), **old))

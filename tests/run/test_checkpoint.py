@@ -251,6 +251,7 @@ def test_a_damaged_newest_point_does_not_outlive_the_good_ones(tmp_path):
     assert (folder / "damaged-tick-3").exists()
 
 
+@pytest.mark.fault(15)
 def test_a_newer_format_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", 99)

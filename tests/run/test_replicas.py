@@ -116,6 +116,7 @@ def test_replicas_in_turns_are_a_serial_loop(variant, optimizer, exact, count):
 
 
 @pytest.mark.parametrize("variant", ["gaussian", "a2c", "shared lstm", "annealed, stopped"])
+@pytest.mark.fault(27)
 def test_turns_give_the_same_bits_whatever_the_threads_do(variant):
     config = replicas(3, VARIANTS[variant], {"num_envs": 12}, each=2)
     reference = bits(run(config, 3))
@@ -135,6 +136,7 @@ def late(job, delays, count):
     job(count)
 
 
+@pytest.mark.fault(25)
 def test_lag_in_turns_is_known_beforehand():
     parts = start(replicas(3, {"num_envs": 12}))  # eight pushes of each a tick
     ticks(parts, 1)
