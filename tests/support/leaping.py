@@ -1,4 +1,4 @@
-"""A library that makes the wall clock of a process jump by an hour both ways, for ``LD_PRELOAD``; made by the C compiler.
+"""A library for ``LD_PRELOAD`` that makes the wall clock of a process jump by an hour both ways.
 
 Monotonic clocks and the kernel's time stamps of files stay as they are, as when an administrator sets the clock.
 """
