@@ -47,8 +47,8 @@ def write(
     check_packages()
     from pql.reports import numbers, page, runs
     from pql.reports.references import known
+    from pql.reports.symptoms import symptoms
     from pql.reports.watch.feed import newest
-    from pql.reports.words import symptoms
 
     if x not in runs.AXES:
         raise ConfigError("x", x, f"one of {', '.join(runs.AXES)}{nearest(x, runs.AXES)}")
@@ -68,18 +68,19 @@ def write(
     _make(folder)  # before the work starts
     analysis = numbers.analyse(found, x, thresholds, notes, scales)
     series = numbers.clean(numbers.series(found[0])) if single else None
-    if single:
-        analysis["notes"] = [*analysis["notes"], *symptoms(found[0].rows)]
+    shown = symptoms(found[0].rows, found[0].settings) if single else []
     parts = page.sections(analysis, series, found)
     film = newest(paths[0] / "videos", ".mp4") if single else None
     video = os.path.relpath(film, folder) if film else None
-    text = page.render(analysis, parts, found[0].settings if single else None, pql.__version__, video)
+    text = page.render(analysis, parts, found[0].settings if single else None, pql.__version__, video, shown)
     figures = {f"{p.name}.png": p.png for part in parts for p in part.pictures}
     for name in set(_figures(folder)) - set(figures):  # of an earlier page, which this one replaces
         (folder / name).unlink(missing_ok=True)
     for name, data in figures.items():
         (folder / name).write_bytes(data)
-    content = {**analysis, "pictures": list(figures), **({} if series is None else {"series": series})}
+    content = {**analysis, "pictures": list(figures)}
+    if single:
+        content |= {"series": series, "symptoms": [symptom._asdict() for symptom in shown]}
     (folder / "numbers.json").write_text(json.dumps(content) + "\n")
     (folder / "index.html").write_text(text, encoding="utf-8")
     return folder / "index.html", analysis

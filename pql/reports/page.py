@@ -12,6 +12,7 @@ from pql.errors import show
 from pql.reports import draw, words
 from pql.reports.numbers import UNITS
 from pql.reports.runs import AXES, IDENTITY, IGNORED, Run
+from pql.reports.symptoms import Symptom
 from pql.reports.tables import (
     Cell,
     Table,
@@ -273,12 +274,14 @@ def render(
     settings: Mapping[str, Any] | None,
     version: str,
     video: str | None = None,
+    symptoms: Sequence[Symptom] = (),
 ) -> str:
-    """Return the page as HTML text, self-contained but for a video.
+    """Return the page as HTML text, self-contained but for a video and links to the documentation on this machine.
 
     Args:
         settings: the config of a page about one run.
         video: path of a video, relative to the page.
+        symptoms: of a page about one run.
     """
     import jinja2
 
@@ -295,6 +298,7 @@ def render(
         facts=words.facts(numbers["runs"][0]) if single else [],
         labels=numbers["labels"],
         video=video,
+        symptoms=symptoms,
         parts=parts,
         colors=len(draw.COLORS),
         css=source.joinpath("page.css").read_text(),

@@ -148,26 +148,6 @@ def verdict(first: Numbers, second: Numbers) -> str:
     )
 
 
-SYMPTOMS = (
-    ("policy/frozen", 0.5, "{:.0%} of the action components stay at one end of their range", 2),
-    ("skipped/v", 0.0, "{:.0%} of the critic's updates were left out, since their gradients were not finite", 18),
-    ("skipped/p", 0.0, "{:.0%} of the policy's updates were left out, since their gradients were not finite", 18),
-    ("env/dropped", 0.0, "{:,.0f} rows were left out, since they were not finite", 17),
-    ("replay/bootstrap_lost", 0.0, "{:,.0f} time limits had no final observation", 17),
-)
-"""Metric, the value above which it is a symptom, text, and its number in docs/troubleshooting.md."""
-
-
-def symptoms(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return notes on what the newest value of each metric shows."""
-    newest = {name: value for row in rows for name, value in row.items()}
-    return [
-        f"{metric}: {text.format(newest[metric])} (docs/troubleshooting.md, {number})."
-        for metric, limit, text, number in SYMPTOMS
-        if newest.get(metric, 0.0) > limit
-    ]
-
-
 def facts(run: Numbers) -> list[tuple[str, str]]:
     """Return (label, value) pairs of one run, for the top of its page."""
     evals, speed = run["evals"], run["speed"]

@@ -4,24 +4,20 @@ import http.client
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from run_files import run, words
 
-from pql import reports
 from pql.cli.main import main
 from pql.reports.watch import feed as feeds
 from pql.reports.watch.feed import Feed, Folder
 from pql.reports.watch.server import serving
-from pql.reports.words import SYMPTOMS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -218,19 +214,3 @@ def test_in_a_browser_nothing_is_executed_and_nothing_overflows(tmp_path, width)
     assert page.count("<path") >= 6
     assert "<img" not in page
     assert "&lt;img" in page
-
-
-def test_a_report_shows_the_newest_video_and_names_symptoms_with_their_place_in_the_docs(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = write_run(tmp_path / "run", **{"policy/frozen": 0.75, "skipped/v": 0.0, "env/dropped": 3.0})
-    (path / "videos").mkdir()
-    (path / "videos" / "steps-1.mp4").write_bytes(b"frames")
-    page, analysis = reports.write([str(path)], single=True)
-    assert 'src="../videos/steps-1.mp4"' in page.read_text()
-    notes = [note for note in analysis["notes"] if "troubleshooting" in note]
-    assert [note.partition(":")[0] for note in notes] == ["policy/frozen", "env/dropped"]
-    assert "75%" in notes[0]
-    text = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
-    for metric, _, _, number in SYMPTOMS:
-        (section,) = re.findall(rf"^### {number}\. .*?(?=^##)", text, re.M | re.S)
-        assert metric in section
