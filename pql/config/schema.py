@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import hashlib
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -261,6 +262,13 @@ def changed(config: Config, values: Mapping[str, Any]) -> Config:
 def to_dict(config: Any) -> dict[str, Any]:
     """Return plain nested dicts, for YAML and JSON."""
     return dataclasses.asdict(config)
+
+
+def fingerprint(record: type[AlgoConfig]) -> str:
+    """Return a hash of the names and types of all settings of a run whose algorithm has the settings ``record``."""
+    found = settings(Config(algo=record()))
+    lines = [f"{s.name}: {_words(types_of(type(s.record))[s.name.rpartition('.')[2]])}" for s in found]
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from pql.config import Config, from_dict, to_dict
+from pql.config import Config, from_dict
 from pql.config.trust import check_task
 from pql.contract.env import VecEnv
 from pql.contract.optional import PartialReset, Resumable, supports
 from pql.errors import ConfigError, RunError
 from pql.run.store import checkpoint
+from pql.run.store.manifest import config_entries
 from pql.types import Step
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def dump(path: Path, config: Config, collector: "Collector", counters: dict[str,
         "last": {"obs": collector.obs, "action": collector.actor.action},
         "out": collector.quarantine.out,
     }
-    facts = {"config": to_dict(config), "spec": spec_to_dict(collector.env.spec), "seed": config.seed}
+    facts = {**config_entries(config), "spec": spec_to_dict(collector.env.spec), "seed": config.seed}
     checkpoint.save(path, tree, {"kind": "dump", "counters": counters, **facts})
 
 

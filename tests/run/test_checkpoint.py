@@ -1,6 +1,8 @@
 """Checkpoints are complete or absent: crashes at every stage, damage, full disks, hostile files, concurrent readers."""
 
+import dataclasses
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -12,6 +14,9 @@ import pytest
 import torch
 from run_files import points
 
+import pql
+from pql.config import Config, DdpgConfig, SacConfig, fingerprint, from_dict, to_dict
+from pql.config.fields import setting
 from pql.data import tensorfile
 from pql.errors import ConfigError, PqlWarning
 from pql.run.store import checkpoint
@@ -26,6 +31,8 @@ from pql.run.store.checkpoint import (
     set_aside,
     unflatten,
 )
+from pql.run.store.manifest import config_entries
+from pql.run.store.run_dir import claim_directory, create_run_dir, run_settings
 
 
 def tree(value: float) -> dict:
@@ -260,6 +267,67 @@ def test_a_newer_format_is_named(tmp_path, monkeypatch):
         load(tmp_path / "x")
 
 
+CARTPOLE = {
+    "name": "cartpole",
+    "obs": {"policy": {"shape": [4], "dtype": "float32", "stack": 1}},
+    "action": {"discrete": 2},
+    "max_episode_steps": 500,
+}
+
+
+def save_with_settings(path: Path, **changes) -> None:
+    save(path, tree(1.0), {"kind": "policy", **config_entries(Config()), "spec": CARTPOLE, **changes})
+
+
+@pytest.mark.fault(15)
+def test_settings_that_this_release_lacks_are_named_with_the_release_that_wrote_them(tmp_path):
+    save_with_settings(tmp_path / "x")
+    facts = load(tmp_path / "x", ("policy",))[1]
+    assert (facts["release"], facts["schema"]) == (pql.__version__, fingerprint(DdpgConfig))
+    newer = to_dict(Config())
+    newer["algo"]["gamma_decay"] = 0.5
+    save_with_settings(tmp_path / "y", config=newer, release="7.1.0", schema="0" * 16)
+    said = f"expected settings of pql {pql.__version__}; these are of pql 7.1.0: algo.gamma_decay=0.5: expected a known"
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path / "y", ("policy",))
+    assert said in str(error.value)
+    assert not isinstance(error.value, CorruptCheckpointError)  # an older checkpoint is not taken instead
+    save_with_settings(tmp_path / "z", release="7.1.0", schema="0" * 16)  # other settings, all of them known here
+    assert load(tmp_path / "z", ("policy",))[1]["release"] == "7.1.0"
+    for name, value in (("schema", 3), ("schema", "x" * 65), ("release", ["0.2.0"]), ("release", "\x1b[2J")):
+        save_with_settings(tmp_path / "z", **{name: value})
+        with pytest.raises(CorruptCheckpointError, match=f"{name} is not (a short text|without control characters)"):
+            load(tmp_path / "z", ("policy",))
+
+
+@pytest.mark.fault(15)
+def test_a_run_to_resume_of_another_release_is_named(tmp_path):
+    newer = {**to_dict(Config()), "curriculum": 3}
+    point = tmp_path / "checkpoints" / "tick-1"
+    counters = {"ticks": 1, "seconds": 0.0}
+    save_with_settings(point, kind="resume", config=newer, release="7.1.0", schema="0" * 16, counters=counters)
+    with pytest.raises(ConfigError, match=r"checkpoint=.*tick-1: expected settings of pql .* of pql 7\.1\.0: curric"):
+        run_settings(tmp_path)
+
+
+def test_the_fingerprint_follows_names_and_types():
+    @dataclasses.dataclass(frozen=True)
+    class Renamed(DdpgConfig):
+        extra: int | None = setting(None, "A setting.")
+
+    @dataclasses.dataclass(frozen=True)
+    class Retyped(DdpgConfig):
+        extra: float | None = setting(None, "A setting.")
+
+    @dataclasses.dataclass(frozen=True)
+    class Redefaulted(DdpgConfig):
+        gamma: float = setting(0.5, "A setting.")
+
+    prints = [fingerprint(one) for one in (DdpgConfig, SacConfig, Renamed, Retyped)]
+    assert len({*prints}) == 4
+    assert fingerprint(Redefaulted) == prints[0]
+
+
 class Payload:
     def __reduce__(self):
         return (os.system, (f"touch {self.mark}",))
@@ -301,6 +369,49 @@ def test_a_full_disk_is_an_os_error_and_the_one_before_stays(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["last"]
 
 
+@pytest.mark.fault(13)
+def test_without_enough_space_nothing_is_written_and_both_sizes_are_named(tmp_path, monkeypatch):
+    save(tmp_path / "last", tree(1.0), {})
+    asked, opened = [], []
+
+    def usage(folder):
+        asked.append(folder)
+        return shutil._ntuple_diskusage(10**9, 10**9 - free, free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(tensorfile, "pieces", lambda tensor: opened.append(tensor) or iter(()))
+    free = 3_000_000
+    with pytest.raises(OSError) as error:  # noqa: PT011 - compared below
+        save(tmp_path / "last", {"a": torch.zeros(1_000_000)}, {})
+    assert str(error.value) == "[Errno 28] No space left on device: 4.0 MB to write, 3.0 MB free"
+    assert asked == [tmp_path / ".writing-last"]
+    assert opened == []
+    assert value_at(tmp_path / "last") == 1.0
+    assert [p.name for p in tmp_path.iterdir()] == ["last"]
+    size = len(tensorfile.header({"a": torch.zeros(5)}, None)) + 20
+    free = size - 1
+    with pytest.raises(OSError, match="No space left"):
+        tensorfile.write(tmp_path / "exact", {"a": torch.zeros(5)})
+    free = size
+    tensorfile.write(tmp_path / "exact", {"a": torch.zeros(5)})
+
+
+def test_what_is_written_is_not_read_again_for_its_hash(tmp_path, monkeypatch):
+    real, opened = io.open, []
+
+    def watched(file, mode="r", *rest, **more):
+        opened.append((Path(file).name, mode))
+        return real(file, mode, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", watched)
+        patch.setattr(checkpoint, "_sha256", None)
+        save(tmp_path / "x", tree(1.0), {})
+    assert opened == [("tensors.safetensors", "wb"), (".manifest.json", "x")]
+    digest = hashlib.sha256((tmp_path / "x" / "tensors.safetensors").read_bytes()).hexdigest()
+    assert json.loads((tmp_path / "x" / "manifest.json").read_text())["sha256"] == digest
+
+
 @pytest.mark.fault(11)
 def test_a_failed_last_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     save(tmp_path / "last", tree(1.0), {})
@@ -319,16 +430,21 @@ def test_a_failed_last_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     assert value_at(tmp_path / "last") == 1.0
 
 
-def test_all_files_have_the_mode_of_any_new_file(tmp_path):
-    before = os.umask(0o027)
+@pytest.mark.parametrize(("mask", "file", "folder"), [(0o027, 0o640, 0o750), (0o002, 0o664, 0o775)])
+def test_files_and_folders_of_a_run_have_the_modes_of_any_new_ones(tmp_path, mask, file, folder):
+    before = os.umask(mask)
     try:
-        save(tmp_path / "x", tree(1.0), {})
+        config = from_dict({"run_dir": str(tmp_path / "runs" / "one")})
+        with claim_directory(config) as held:
+            create_run_dir(held.path, config, [])
+            save(held.path / "checkpoints" / "tick-1", tree(1.0), {})
+            found = [p for p in (tmp_path / "runs").rglob("*") if p.name != "git.json"]
+            modes = {p.name: oct(p.stat().st_mode & 0o777) for p in (tmp_path / "runs", *found)}
     finally:
         os.umask(before)
-    assert {p.name: oct(p.stat().st_mode & 0o777) for p in (tmp_path / "x").iterdir()} == {
-        "tensors.safetensors": "0o640",
-        "manifest.json": "0o640",
-    }
+    folders = ("runs", "one", "checkpoints", "tick-1")
+    files = (".lock", "config.yaml", "overrides.yaml", "env.json", "tensors.safetensors", "manifest.json")
+    assert modes == {**dict.fromkeys(folders, oct(folder)), **dict.fromkeys(files, oct(file))}
 
 
 def test_rotation_keeps_the_newest(tmp_path):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pql.config import Config, to_dict
+from pql.config import Config
 from pql.contract.spec_json import spec_to_dict
 from pql.data import transitions
 from pql.errors import ConfigError, RunError
@@ -14,6 +14,7 @@ from pql.run.ranks import Ranks
 from pql.run.store import checkpoint
 from pql.run.store import run_dir as rundir
 from pql.run.store.claim import Claim
+from pql.run.store.manifest import config_entries
 from pql.run.store.saver import Saver
 
 
@@ -129,7 +130,7 @@ class Archive:
     def _save(self, path: Path, kind: str, state: Any, parts: Parts, facts: dict[str, Any], background: bool) -> None:
         spec = spec_to_dict(parts.first.env.spec)
         write = self.saver.later if background else self.saver.now
-        write(path, state, {"kind": kind, "config": to_dict(self.config), "spec": spec, **facts})
+        write(path, state, {"kind": kind, **config_entries(self.config), "spec": spec, **facts})
 
     # -- a deleted directory --------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pql.config import Config
 from pql.config.files import check_header, check_ordinary, create_file, read_json
 from pql.data import tensorfile
 from pql.errors import ConfigError, PqlWarning
-from pql.run.store.manifest import FORMAT, NewerFormatError, check_manifest
+from pql.run.store.manifest import FORMAT, NewerFormatError, check_manifest, check_schema, config_entries
 from pql.types import Rows
 
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
@@ -123,7 +124,18 @@ def _manifest(path: Path, kinds: Sequence[str]) -> dict[str, Any]:
     check_manifest(manifest, kinds)
     if manifest["manifest_sha256"] != _manifest_hash(manifest):
         raise ValueError("its content does not match its hash")
+    if kinds:
+        check_schema(manifest)
     return manifest
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raise ``ConfigError`` with the checkpoint's path for a manifest of another release."""
+    try:
+        yield
+    except NewerFormatError as error:
+        raise ConfigError("checkpoint", path, str(error)) from error
 
 
 def _manifest_hash(manifest: Mapping[str, Any]) -> str:
@@ -138,7 +150,7 @@ def load(path: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict
         kinds: allowed kinds (``policy``, ``resume``, ``dump``); the whole manifest is then validated.
     Raises:
         CorruptCheckpointError: incomplete, truncated, altered, or with an invalid manifest.
-        ConfigError: written by a newer format.
+        ConfigError: written by another release, in a format or with settings that this one does not know.
     """
     try:
         return _read(path, kinds)
@@ -150,11 +162,10 @@ def load(path: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict
 
 def _read(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
-        manifest = _manifest(path, kinds)
+        with _named(path):
+            manifest = _manifest(path, kinds)
         check_ordinary(path / TENSORS)
         intact = manifest["sha256"] == _sha256(path / TENSORS)
-    except NewerFormatError as error:
-        raise ConfigError("checkpoint", path, str(error)) from error
     except (OSError, ValueError) as error:
         raise CorruptCheckpointError("checkpoint", path, f"a complete, intact checkpoint ({error})") from error
     if not intact:
@@ -197,14 +208,18 @@ def ranks(folder: Path) -> int | None:
 
 
 def checkpoint_settings(folder: Path) -> dict[str, Any] | None:
-    """Return the config in the newest intact resume-point manifest in ``folder``, or None."""
+    """Return the config in the newest intact resume-point manifest in ``folder``, or None.
+
+    Raises:
+        ConfigError: written by another release, in a format or with settings that this one does not know.
+    """
     for path in reversed(resume_points(folder)):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError), _named(path):
             return dict(_manifest(path, ("resume",))["config"])
     return None
 
 
-def amend_manifest(folder: Path, config: Mapping[str, Any]) -> None:
+def amend_manifest(folder: Path, config: Config) -> None:
     """Replace the config in all resume points in ``folder`` with intact manifests.
 
     Raises:
@@ -212,7 +227,7 @@ def amend_manifest(folder: Path, config: Mapping[str, Any]) -> None:
     """
     for path in resume_points(folder):
         with contextlib.suppress(ValueError):
-            _write_manifest(path, {**_manifest(path, ("resume",)), "config": config})
+            _write_manifest(path, {**_manifest(path, ("resume",)), **config_entries(config)})
 
 
 def of_rank(folder: Path, rank: int) -> Path:

@@ -3,12 +3,16 @@
 Reads no files. A failed check is a ``ValueError`` that names the entry and the expected value.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pql import __version__
+from pql.config import Config, fingerprint, from_dict, to_dict
+from pql.config.families import record_of
 from pql.config.files import check_tree, walk
-from pql.errors import UNSEEN, printable
+from pql.errors import UNSEEN, ConfigError, printable
 
 FORMAT = 2  # in format 1, replays and priorities were saved in full, including unused rows
 EXPORT_FORMAT = 1
@@ -19,7 +23,12 @@ SETTINGS = 10_000  # values in a config
 
 
 class NewerFormatError(ValueError):
-    """Written by a later release."""
+    """Written by another release, in a format or with settings that this one does not know."""
+
+
+def config_entries(config: Config) -> dict[str, Any]:
+    """Return a manifest's entries for a config: its values, the release, and the fingerprint of its settings."""
+    return {"config": to_dict(config), "release": __version__, "schema": fingerprint(type(config.algo))}
 
 
 def check_manifest(data: Any, kinds: Sequence[str]) -> None:
@@ -60,6 +69,26 @@ def check_settings(name: str, settings: Any) -> None:
         raise ValueError(f"{name}: {error}") from None
     for text in check_texts(name, settings):
         _need("${" not in text, name, f"without interpolations: {text:.60}")
+
+
+def check_schema(data: Mapping[str, Any]) -> None:
+    """Validate the entries ``release`` and ``schema`` of a manifest, which older ones lack.
+
+    Raises:
+        NewerFormatError: its settings are of another release, and this one does not know them all.
+        ValueError: an entry has a wrong type.
+    """
+    release, schema = data.get("release", ""), data.get("schema", "")
+    for name, value in (("release", release), ("schema", schema)):
+        _need(isinstance(value, str) and len(value) <= 64, name, "a short text")
+        check_texts(name, value)
+    with contextlib.suppress(ConfigError):  # an unknown algorithm is named where the config is used
+        if schema in ("", fingerprint(record_of(data["config"].get("algo")))):
+            return
+        try:
+            from_dict(data["config"])
+        except ConfigError as error:
+            raise NewerFormatError(f"settings of pql {__version__}; these are of pql {release}: {error}") from None
 
 
 def check_texts(name: str, data: Any) -> list[str]:

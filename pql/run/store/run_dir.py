@@ -124,7 +124,7 @@ def amend_config(run_dir: Path, config: Config, overrides: Sequence[str]) -> Non
     try:
         if (before := read_summary(run_dir)) is not None:
             _write_json(run_dir / "summary.json", {**before, "interrupted": True})
-        checkpoint.amend_manifest(run_dir / "checkpoints", to_dict(config))
+        checkpoint.amend_manifest(run_dir / "checkpoints", config)
         _write_config(run_dir, config)
         _write_yaml(run_dir / "overrides.yaml", [*said, *overrides])
     except OSError as error:
