@@ -1,6 +1,7 @@
 """Runs of version 0.1, one of each family, with tiny networks: they are read, resumed, evaluated and exported.
 
-``tests/old_runs`` holds that version's files, and the actions of its policies on four observations.
+``tests/old_runs`` holds that version's files, and the actions of its policies on four observations. Its checkpoints are
+of format 2; ``format1`` is an earlier run.
 """
 
 import json
@@ -9,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_files import rows
+from run_files import points, rows
 
 import pql
 from pql.cli.main import main
 from pql.config import leaves
+from pql.run.resume import resume_config
+from pql.run.session import Session
+from pql.run.store import checkpoint
 from pql.run.store.run_dir import run_settings
 
 RUNS = Path(__file__).parents[1] / "old_runs"
@@ -58,6 +62,26 @@ def test_an_old_run_is_resumed_evaluated_and_exported(run, name, capsys):
     assert main(["eval", str(run), "episodes=2", "num_envs=2"]) == 0
     assert main(["export", str(run), "formats=pt2"]) == 0
     capsys.readouterr()
+
+
+@pytest.mark.fault(15)
+def test_a_resume_point_of_format_1_fills_the_replay_with_the_same_rows(tmp_path):
+    """Format 1 stored the whole ring, with rows and final observations in one tensor."""
+    folder = shutil.copytree(RUNS / "format1", tmp_path / "run")
+    stored, facts = checkpoint.load(points(folder)[0], ("resume",))
+    assert (facts["format"], "release" in facts) == (1, False)
+    session = Session(resume_config(folder, ["budget.env_steps=164"]), resume=True, quiet=True)
+    ring, old = session.parts.first.collector.replays[0], "collector/replay/0/"
+    assert (ring.rows, ring.finals, ring.num_envs) == (32, 7, 2)
+    assert torch.equal(ring.obs["policy"], stored[f"{old}obs.policy"])
+    for name in ("action", "reward", "flags", "final"):
+        assert torch.equal(getattr(ring, name), stored[old + name]), name
+    assert (ring.live.head.tolist(), ring.live.finals.tolist()) == ([80, 80], [11, 11])
+    assert session.train().env_steps == 164
+    tensors, facts = checkpoint.load(points(folder)[-1], ("resume",))
+    assert (facts["format"], facts["release"], facts["counters"]["ticks"]) == (2, pql.__version__, 74)
+    assert tensors[f"{old}obs.policy"].shape == (64, 4)
+    assert tensors[f"{old}final_obs.policy"].shape == (14, 4)
 
 
 @pytest.mark.fault(15)
