@@ -8,9 +8,11 @@ The library's own writer needs all tensors in host memory, creates files that on
 a second pass for the hash.
 """
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -42,10 +44,12 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | 
     Returns:
         the file's SHA-256, in hexadecimal.
     Raises:
-        OSError: it cannot be written, or the disk is full.
+        OSError: it cannot be written; before anything is written, if the disk has not enough space.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    parts: Iterator[bytes | memoryview] = chain([header(ordered, about)], *map(pieces, ordered.values()))
+    head = header(ordered, about)
+    check_space(path.parent, len(head) + sum(t.nbytes for t in ordered.values()))
+    parts: Iterator[bytes | memoryview] = chain([head], *map(pieces, ordered.values()))
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for part in parts:
@@ -54,6 +58,14 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | 
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def check_space(folder: Path, size: int) -> None:
+    """Raise ``OSError`` with both numbers if the disk of ``folder`` has less than ``size`` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        text = f"{os.strerror(errno.ENOSPC)}: {size / 1e6:,.1f} MB to write, {free / 1e6:,.1f} MB free"
+        raise OSError(errno.ENOSPC, text)
 
 
 def header(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None) -> bytes:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -104,6 +105,20 @@ def test_what_the_disk_is_not_to_blame_for_ends_the_run(tmp_path, one):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_copy_is_freed_once_it_is_written(tmp_path, monkeypatch, one):
+    real, copies = saver.copied, []
+
+    def copied(tensors):
+        out, events = real(tensors)
+        copies.extend(weakref.ref(t) for t in out.values())
+        return out, events
+
+    monkeypatch.setattr(saver, "copied", copied)
+    one.later(tmp_path / "x", tree(1.0), {})
+    one.wait()
+    assert [ref() for ref in copies] == [None] * 3
+
+
 def test_closing_waits_no_longer_than_it_says(tmp_path, monkeypatch):
     gate, one = Gate(monkeypatch), Saver()
     one.later(tmp_path / "x", tree(1.0), {})
@@ -196,18 +211,52 @@ def test_a_point_that_was_written_while_ticks_went_on_resumes_to_the_same_bits(t
 
 @pytest.mark.fault(13)
 def test_a_point_that_failed_on_the_way_is_told_at_the_end(tmp_path, monkeypatch):
-    real, calls = tensorfile.write, []
+    """For one resume point the disk is too full; the run continues, and later points are written."""
+    real, kept = shutil.disk_usage, []
 
-    def once(path, tensors):
-        calls.append(path)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        return real(path, tensors)
+    def usage(folder):
+        if folder.name == ".writing-tick-000000000003":
+            kept.extend(value["counters"]["ticks"] for value in map(manifest, points(tmp_path)))
+            return shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
+        return real(folder)
 
-    monkeypatch.setattr(tensorfile, "write", once)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    sizes = r"No space left on device: 0\.\d MB to write, 0\.0 MB free"
     with (
-        pytest.warns(PqlWarning, match=r"checkpoint tick-0*1 not written, the run continues: .*No space left"),
-        pytest.raises(RunError, match=r"kept in .*: checkpoint tick-0*1 \(.*No space left on device\)$"),
+        pytest.warns(PqlWarning, match=rf"checkpoint tick-0*3 not written, the run continues: .*{sizes}$"),
+        pytest.raises(RunError, match=rf"kept in .*: checkpoint tick-0*3 \(.*{sizes}\)$"),
     ):
         run(*words(tmp_path, "checkpoint.every_seconds=1e-9", "budget.env_steps=208"))
+    assert kept[-1] == 2  # intact until the next ones were written
     assert [manifest(p)["counters"]["ticks"] for p in points(tmp_path)] == [4, 5]
+
+
+def test_there_is_never_more_than_one_copy_of_the_state(tmp_path, monkeypatch):
+    """With a disk slower than the interval: the next copy is made when the one before has been written and freed."""
+    real, sizes, copies, peaks = saver.copied, [], [], []
+
+    def alive():
+        return sum(t.nbytes for t in (ref() for ref in copies) if t is not None)
+
+    def copied(tensors):
+        peaks.append(alive())
+        sizes.append(sum(t.nbytes for t in tensors.values()))
+        out, events = real(tensors)
+        copies.extend(weakref.ref(t) for t in out.values())
+        return out, events
+
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(saver, "copied", copied)
+    session = Session(compose(words(tmp_path)), quiet=True)
+    with session.closing:
+        for i in range(3):
+            session.parts.schedule.tick()
+            gate.opened.clear()
+            threading.Timer(0.05, gate.opened.set).start()
+            session.save(background=True)
+            assert len(sizes) == 2 * (i + 1)  # a policy and a resume point
+        session.archive.settle()
+        assert alive() == 0
+    policy, point = sizes[:2]
+    assert policy < point / 10
+    assert peaks == [0, policy, 0, policy, 0, policy]

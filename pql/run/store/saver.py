@@ -100,6 +100,7 @@ class Saver:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._run(*job)
+            del job  # it refers to the copy, which would stay in memory until the next job
             self._jobs.task_done()
 
     def _run(self, name: str, job: Job) -> None:
