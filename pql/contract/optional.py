@@ -63,6 +63,17 @@ class Viewable(VecEnv, Protocol):
         ...
 
 
+class WebViewable(VecEnv, Protocol):
+    """A page with a free camera, for ``pql play --browser``."""
+
+    def web_viewer(self, port: int, index: int = 0) -> Any:
+        """Serve environment ``index`` on the loopback address: an object with ``address``, ``show()`` and ``close()``.
+
+        Returns None if the package that this needs is not installed.
+        """
+        ...
+
+
 class Preparable(VecEnv, Protocol):
     """One-time work, such as compiling kernels and capturing CUDA graphs, that is done early."""
 

@@ -1,10 +1,12 @@
 """Images and videos: rendering agrees with the state, and a file has the expected frames."""
 
 import http.client
+import importlib.machinery
 import math
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -368,7 +370,8 @@ def film_words(run_dir, *more):
     return words(run_dir, short, "eval.video_every_seconds=0.01", "budget.env_steps=640", *more)
 
 
-def test_a_video_of_an_episode_is_recorded_beside_the_training_and_changes_no_bits(tmp_path):
+def test_a_video_of_an_episode_is_recorded_beside_the_training_and_changes_no_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr("pql.run.session.LAST_VIDEO", 250.0)  # on a busy machine
     shown = []
     session = Session(compose(film_words(tmp_path / "film", "eval.videos_kept=1")), quiet=True)
     (tmp_path / "film" / "videos").mkdir()
@@ -448,3 +451,46 @@ def test_a_policy_in_a_browser_is_a_stream_of_images(run):
     assert len(parts) > 1
     image = parts[0].partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
     assert iio.imread(image).shape[2] == 3
+
+
+def test_a_simulator_with_a_page_of_its_own_shows_its_states_there(monkeypatch, capsys):
+    """mjviser's scene gets the states that a video would show, and its server is stopped at the end."""
+    from pql.reports.watch.stream import stream
+
+    mujoco = pytest.importorskip("mujoco")
+    calls, heights = [], []
+
+    class Server:
+        def __init__(self, **options):
+            calls.append(("serve", options["host"], options["port"]))
+
+        def get_port(self):
+            return 4711
+
+        def stop(self):
+            calls.append("stop")
+
+    class Scene:
+        def __init__(self, server, model, num_envs):
+            assert isinstance(server, Server)
+            assert (model.nq, num_envs) == (9, 1)
+
+        def create_visualization_gui(self):
+            calls.append("controls")
+
+        def update_from_mjdata(self, data):
+            assert isinstance(data, mujoco.MjData)
+            heights.append(data.qpos[1])
+
+    modules = {"viser": {"ViserServer": Server}, "mjviser": {"ViserMujocoScene": Scene}}
+    for name, members in modules.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(members, __spec__=importlib.machinery.ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("pql.reports.watch.stream.time.sleep", lambda seconds: None)
+    policy = Path(__file__).parents[2] / "docs" / "policies" / "walker2d"
+    stream(str(policy), port=8000, episodes=1)
+    assert calls == [("serve", "127.0.0.1", 8000), "controls", "stop"]
+    assert "http://127.0.0.1:4711/ shows the policy" in capsys.readouterr().out
+    assert len(heights) == 250  # every fourth of 1,000 steps of 8 ms
+    assert 0.7 < min(heights) < max(heights) < 1.6  # it walks upright

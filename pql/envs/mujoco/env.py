@@ -1,5 +1,6 @@
 """``MujocoVec``: a task on an engine, with episodes. Results go to the configured device, wherever the physics runs."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_mo
 from pql.types import Obs, Step
 
 if TYPE_CHECKING:
-    from pql.envs.mujoco.render import Renderer, Viewer
+    from pql.envs.mujoco.render import Renderer, Viewer, WebViewer
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,14 @@ class MujocoVec:
         from pql.envs.mujoco.render import Viewer
 
         return Viewer(self.model, lambda data: self._data(index, data))
+
+    def web_viewer(self, port: int, index: int = 0) -> "WebViewer | None":
+        """Serve a page with a free camera on simulation ``index``; None without the package mjviser."""
+        from pql.envs.mujoco.render import WebViewer
+
+        if importlib.util.find_spec("mjviser") is None:
+            return None
+        return WebViewer(self.model, lambda data: self._data(index, data), port)
 
     def _data(self, index: int, data: mujoco.MjData | None = None) -> mujoco.MjData:
         """Return simulation ``index`` as an ``MjData`` with its derived fields up to date."""

@@ -172,3 +172,30 @@ class Viewer:
         self._window.close()
         for thread in self._threads:  # a thread still drawing when the interpreter exits would crash it
             thread.join(timeout=5.0)
+
+
+class WebViewer:
+    """mjviser's page on a simulation that other code steps: a camera that each visitor moves, contacts, forces.
+
+    Args:
+        load: fills an ``MjData`` (a new one for None) with the simulation's current state.
+        port: of the loopback address; the next free one if it is taken.
+    """
+
+    def __init__(self, model: mujoco.MjModel, load: Callable[[mujoco.MjData | None], mujoco.MjData], port: int):
+        import mjviser
+        import viser
+
+        self._load, self._data = load, load(None)
+        self._server = viser.ViserServer(host="127.0.0.1", port=port, verbose=False)
+        self._scene = mjviser.ViserMujocoScene(self._server, for_the_eye(model), 1)
+        self._scene.create_visualization_gui()
+        self.address = f"http://127.0.0.1:{self._server.get_port()}/"
+
+    def show(self) -> None:
+        """Send the simulation's current state to the visitors."""
+        self._load(self._data)
+        self._scene.update_from_mjdata(self._data)
+
+    def close(self) -> None:
+        self._server.stop()

@@ -3,9 +3,12 @@
 import io
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from html import escape
 from typing import Any
 
+from pql.contract.optional import WebViewable, supports
 from pql.reports.watch.loopback import LoopbackHandler, LoopbackServer
 from pql.run.play import Stage, cadence, check_numbers, check_video_packages
 
@@ -81,6 +84,8 @@ def stream(
 ) -> None:
     """Show the greedy policy of a run, checkpoint or export in a browser, at simulated speed, until Ctrl-C.
 
+    A simulator with a page of its own (``WebViewable``) serves that; of others, the page shows the frames.
+
     Args:
         port: 0: any free one.
         episodes: the stream ends after this many.
@@ -88,20 +93,28 @@ def stream(
         ConfigError: as :func:`pql.record_video`; the port is taken.
     """
     check_numbers(episodes, None, None, None, seed)
-    encode = encoder()
-    with (
-        Stage(path, seed, device, trust) as stage,
-        Server(f"pql: {stage.env.spec.name}", port) as server,
-        server.running(),
-    ):
-        print(f"{server.address} shows the policy; Ctrl-C ends it", flush=True)
+    with Stage(path, seed, device, trust) as stage, page(stage, port) as (address, show):
+        print(f"{address} shows the policy; Ctrl-C ends it", flush=True)
         every, fps = cadence(stage.env.spec.info.get("dt"))
         begun, shown = time.perf_counter(), 0
         for t in stage.run(episodes, None):
             if t % every == 0:
-                server.frames.put(encode(stage.picture(None, None)))
+                show()
                 shown += 1
                 time.sleep(max(0.0, begun + shown / fps - time.perf_counter()))
+
+
+@contextmanager
+def page(stage: Stage, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Serve a page; yield its address and a function that shows the simulation's current state on it."""
+    viewer = stage.env.web_viewer(port) if supports(stage.env, WebViewable) else None
+    if viewer is not None:
+        with closing(viewer):
+            yield viewer.address, viewer.show
+        return
+    encode = encoder()
+    with Server(f"pql: {stage.env.spec.name}", port) as server, server.running():
+        yield server.address, lambda: server.frames.put(encode(stage.picture(None, None)))
 
 
 def encoder() -> Any:
