@@ -9,6 +9,8 @@ import torch
 from histories import CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from machines import effort
 from oracles import Event, importance_weights, n_step
 from scipy.stats import chisquare
 
@@ -66,26 +68,64 @@ def test_rounding_never_leads_to_an_empty_leaf():
     assert index.tolist() == [0, 0]
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), size=st.integers(1, 70), fanout=st.integers(2, 5))
-def test_any_sequence_of_updates_leaves_the_sums_of_the_leaves(data, size, fanout):
-    tree, truth = SumTree(size, CPU, fanout), np.zeros(size)
-    for _ in range(data.draw(st.integers(1, 6))):
-        index = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=2 * size))
-        value = data.draw(st.lists(st.integers(0, 64).map(lambda v: v / 8), min_size=len(index), max_size=len(index)))
-        tree.set(torch.tensor(index), torch.tensor(value, dtype=torch.float64))
+class TreeMachine(RuleBasedStateMachine):
+    """A tree and a plain array of its leaves."""
+
+    @initialize(size=st.integers(1, 70), fanout=st.integers(2, 5))
+    def start(self, size, fanout):
+        self.tree, self.truth = SumTree(size, CPU, fanout), np.zeros(size)
+
+    @rule(data=st.data())
+    def set(self, data):
+        size = len(self.truth)
+        pairs = st.tuples(st.integers(0, size - 1), st.integers(0, 64).map(lambda v: v / 8))
+        given = data.draw(st.lists(pairs, min_size=1, max_size=2 * size))
+        index, value = zip(*given, strict=True)
+        self.tree.set(torch.tensor(index), torch.tensor(value, dtype=torch.float64))
         for i in set(index):
-            truth[i] = max(v for j, v in zip(index, value, strict=True) if j == i)
-    assert np.array_equal(tree.levels[0][:size].numpy(), truth)
-    assert tree.total == truth.sum()
-    for children, parents in zip(tree.levels, tree.levels[1:], strict=False):
-        sums = children.view(-1, fanout).sum(1)
-        assert torch.equal(parents[: len(sums)], sums)
-        assert not parents[len(sums) :].any()
-    if truth.sum() > 0:
-        masses = np.arange(0, truth.sum(), 1 / 16)
-        want = np.searchsorted(truth.cumsum(), masses, side="right")
-        assert find(tree, *masses) == want.tolist()
+            self.truth[i] = max(v for j, v in given if j == i)
+
+    @rule()
+    def clear(self):
+        self.tree.set(torch.arange(len(self.truth)), torch.zeros(len(self.truth), dtype=torch.float64))
+        self.truth[:] = 0
+
+    @rule(data=st.data())
+    def resume(self, data):
+        """Load the leaves in use into a tree with other content."""
+        filled = self.truth.nonzero()[0]
+        used = data.draw(st.integers(int(filled[-1]) + 1 if len(filled) else 0, len(self.truth)))
+        state = {k: v.clone() for k, v in self.tree.state_dict(used).items()}
+        assert len(state["level0"]) == used
+        self.tree = tree_of([3.0] * len(self.truth), self.tree.fanout)
+        self.tree.load_state_dict(state)
+
+    @precondition(lambda self: self.truth.any())
+    @rule(places=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=20))
+    def find(self, places):
+        """Eighths are added without rounding, so the boundaries between leaves are exact."""
+        total, ends = self.truth.sum(), self.truth.cumsum()
+        masses = [place * total for place in places] + [end for end in ends if end < total]
+        want = np.searchsorted(ends, masses, side="right")
+        index, value = self.tree.find(torch.tensor(masses, dtype=torch.float64))
+        assert index.tolist() == want.tolist()
+        assert value.tolist() == self.truth[want].tolist()
+
+    @invariant()
+    def every_node_is_the_sum_of_its_children(self):
+        if not hasattr(self, "tree"):
+            return
+        tree = self.tree
+        assert np.array_equal(tree.levels[0][: len(self.truth)].numpy(), self.truth)
+        assert tree.total == self.truth.sum()
+        for children, parents in zip(tree.levels, tree.levels[1:], strict=False):
+            sums = children.view(-1, tree.fanout).sum(1)
+            assert torch.equal(parents[: len(sums)], sums)
+            assert not parents[len(sums) :].any()
+
+
+TestTreeMachine = TreeMachine.TestCase
+TestTreeMachine.settings = effort(30, 12)
 
 
 # -- a ring with a known history --------------------------------------------------------------------------------------

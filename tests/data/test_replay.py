@@ -4,10 +4,7 @@ from collections import Counter as Tally
 
 import pytest
 import torch
-from histories import CPU, ENDS, SCENARIOS, Recorded, run_history
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from histories import CPU, SCENARIOS, Recorded, run_history
 
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout
@@ -90,60 +87,6 @@ def test_a_restart_from_outside_ends_every_window(kind):
         ring.insert(["step"] * 2)
         ring.seal()
     assert counts == ([2, 4, 6] if kind == "step" else [6, 8, 10])
-
-
-class RingMachine(RuleBasedStateMachine):
-    """Any order of inserts, seals and samples; the writer never runs more than ``horizon`` rows past a seal."""
-
-    @initialize(
-        num_envs=st.integers(1, 3),
-        rows=st.integers(8, 12),
-        horizon=st.integers(1, 4),
-        limit=st.sampled_from([None, 2, 5]),
-        next_step=st.booleans(),
-    )
-    def start(self, num_envs, rows, horizon, limit, next_step):
-        self.ring = Recorded(num_envs, rows, horizon, limit, next_step)
-
-    @rule(
-        kinds=st.lists(st.sampled_from(["step", "step", "life", "cut", "stall", *ENDS]), min_size=3, max_size=3),
-        who=st.sets(st.integers(0, 2)),
-        times=st.integers(1, 4),
-    )
-    def insert(self, kinds, who, times):
-        ring = self.ring
-        for _ in range(times):
-            ahead = (ring.replay.live.head - ring.cursor.head).tolist()
-            columns = [i for i in who if i < len(ahead) and ahead[i] < ring.replay.horizon]
-            if columns:
-                ring.insert([kinds[i] for i in columns], columns)
-
-    @rule()
-    def seal(self):
-        self.ring.seal()
-
-    @rule()
-    def restart(self):
-        self.ring.restart()
-        self.ring.seal()  # between two ticks
-
-    @rule(n=st.integers(1, 5), seed=st.integers(0, 99))
-    def sample(self, n, seed):
-        before = int(self.ring.cursor.lost)
-        batch = self.ring.replay.sample(self.ring.cursor, 4, n, 0.9, torch.Generator().manual_seed(seed))
-        self.ring.check(batch, int(self.ring.cursor.lost) - before, n, 0.9)
-
-    @rule(n=st.integers(1, 5))
-    def look_at_everything(self, n):
-        before = int(self.ring.cursor.lost)
-        batch = self.ring.everything(n, 0.9)
-        self.ring.check(batch, int(self.ring.cursor.lost) - before, n, 0.9)
-
-
-TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None
-)
 
 
 # --- the counter environment: the same targets whatever the simulator's autoreset mode ---

