@@ -4,6 +4,7 @@ It admits actors, validates their messages and passes them to the ``SlotTable``.
 """
 
 import asyncio
+import ctypes
 import hmac
 import sys
 import threading
@@ -41,6 +42,14 @@ OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log"
 
 class LateError(Exception):
     """An actor exceeded its time limit."""
+
+
+REFUSALS = {
+    WireError: grpc.StatusCode.INVALID_ARGUMENT,
+    FullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TooManyError: grpc.StatusCode.OUT_OF_RANGE,
+    LateError: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
 
 
 class ActorServer:
@@ -141,14 +150,12 @@ class ActorServer:
         await self._check_token(context)
         try:
             await self._converse(context)
-        except WireError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except FullError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except TooManyError as error:
-            await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
-        except LateError as error:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+            return
+        except tuple(REFUSALS) as error:
+            status, why = REFUSALS[type(error)], str(error)
+        # Here the error is gone, and with it its traceback, which holds the message.
+        self._loop.call_later(1.0, return_memory)
+        await context.abort(status, why)
 
     async def _check_token(self, context: grpc.aio.ServicerContext) -> None:
         if self.token is None:
@@ -215,6 +222,12 @@ class ActorServer:
         for name in OFFERED:
             if self.facts and facts[name] != self.facts[name]:
                 raise WireError(f"{name} of these environments is {facts[name]}, of this run's {self.facts[name]}")
+
+
+def return_memory() -> None:
+    """Return freed memory to the system: glibc would keep hundreds of megabytes after refused large messages."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def say_server(line: str) -> None:

@@ -1,6 +1,5 @@
 """Remote actors: the wire format, the learner's side, and access control."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -334,16 +333,15 @@ def test_more_environments_than_slots_wait_for_room(address):
         raw.close()
 
 
-@pytest.mark.fault(24)
-def test_garbage_ends_its_own_stream_alone(address):
-    """Row 24, short: random bytes, frames cut or changed at random, in place of a HELLO and of an answer."""
+@pytest.mark.fault(24, cases=(60, 2000))
+def test_garbage_ends_its_own_stream_alone(address, cases):
+    """Random bytes, frames cut or changed at random, in place of a HELLO and of an answer."""
     rng, sim = np.random.RandomState(3), make_sim("counter", 2, {})
     layout = wire.Layout(describe_simulator(sim.spec))
-    count = int(os.environ.get("PQL_FUZZ", 60))
     with remote(address, [make_sim("counter", 2, {})], 64) as env:
         env.reset(0)
         start = env.table.peers[0]
-        for i in range(count):
+        for i in range(cases):
             raw = Raw(address)
             good = wire.pack_json(wire.HELLO, 1, 0, {"spec": describe_simulator(sim.spec), "role": "train"})
             if i % 2:
@@ -363,6 +361,44 @@ def test_garbage_ends_its_own_stream_alone(address):
         assert env.table.peers[0] is start
         wait_until(lambda: env.table.live == 1)
         assert env.step(torch.zeros(64, 2)).valid[:2].all()
+
+
+def read_as_the_learner(message, layout):
+    frame = wire.unpack(message)
+    if frame.kind == wire.HELLO:
+        wire.Layout(wire.check_facts(wire.read_json_frame(frame.body).get("spec")))
+    elif frame.kind == wire.OBS:
+        layout.read_obs(frame.body)
+    else:
+        layout.read_step(wire.expect(frame, wire.STEP, 7, frame.seq).body)
+
+
+@pytest.mark.fault(24, cases=(600, 20_000))
+def test_damaged_frames_are_read_as_frames_or_refused(cases):
+    """Bits flipped, ends cut, bytes added, noise: as the learner reads them, without a connection."""
+    rng, sim = np.random.RandomState(4), make_sim("counter", 3, COUNTER)
+    packed = list(frames_of(sim))
+    layout, facts = packed[0][0], {"spec": describe_simulator(sim.spec), "role": "train"}
+    good = [wire.pack_json(wire.HELLO, 7, 0, facts), *(message for _, message, _ in packed)]
+    refused = 0
+    for i in range(cases):
+        message = bytearray(good[rng.randint(len(good))])
+        if i % 4 == 0:
+            for _ in range(rng.randint(1, 9)):
+                message[rng.randint(len(message))] ^= 1 << rng.randint(8)
+        elif i % 4 == 1:
+            message = message[: rng.randint(len(message))]
+        elif i % 4 == 2:
+            message[12:12] = rng.bytes(rng.randint(1, 40))
+        else:
+            at = rng.randint(len(message))
+            message[at : at + 16] = rng.bytes(len(message[at : at + 16]))
+        try:
+            read_as_the_learner(bytes(message), layout)
+        except wire.WireError as error:
+            refused += 1
+            assert len(str(error)) < 500
+    assert 0.5 * cases < refused < cases
 
 
 def test_beyond_this_machine_it_takes_a_token_and_tls(tmp_path):

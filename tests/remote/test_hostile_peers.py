@@ -1,0 +1,150 @@
+"""Hostile peers on the wire: pickles in frames, and messages of the largest size from actors that were admitted."""
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import attackers
+import grpc
+import pytest
+import torch
+from remotes import Raw, quiet, remote, wait_until
+
+from pql.errors import ConfigError, RunError
+from pql.remote import protocol as wire
+from pql.remote.actor.client import ActorClient
+from pql.remote.actor.sims import make_sim
+from pql.remote.process.far_build import describe_simulator
+
+STATUS = grpc.StatusCode
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/s"
+
+
+def counters(num_envs=2):
+    return make_sim("counter", num_envs, {})
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def bodies(mark):
+    """A pickle of the payload in every protocol, alone and where a JSON text or an array is expected."""
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        text = pickle.dumps(Payload(mark), protocol)
+        yield from (text, b'{"spec": ' + text + b"}", b"\x93NUMPY\x01\x00" + text)
+
+
+def check_payload(mark):
+    """The payload is a real one."""
+    pickle.loads(pickle.dumps(Payload(mark)))
+    assert mark.is_dir()
+
+
+@pytest.mark.fault(16, cases=(6, 20))
+def test_a_pickle_from_an_actor_is_never_executed(address, tmp_path, cases):
+    """In every frame that the learner reads: only that stream ends."""
+    mark, rng = tmp_path / "executed", random.Random(0)
+    texts, sim = list(bodies(mark)), counters()
+    hello = {"spec": describe_simulator(sim.spec), "role": "train"}
+    with remote(address, [counters()], 8) as env:
+        env.reset(0)
+        for i in range(cases):
+            raw, body = Raw(address), rng.choice(texts)
+            if i % 3 == 0:
+                raw.say(wire.pack(wire.HELLO, 1, 0, body))
+            else:
+                raw.say(wire.pack_json(wire.HELLO, 1, 0, hello))
+                assert raw.hear().kind == wire.WELCOME
+                raw.say(wire.pack(wire.OBS, 1, raw.hear().seq, body) if i % 3 == 1 else body)
+            assert raw.refusal()[0] == STATUS.INVALID_ARGUMENT
+            raw.close()
+        wait_until(lambda: env.table.live == 1)
+        assert env.step(torch.zeros(8, 2)).valid.tolist() == [True] * 2 + [False] * 6
+    assert not mark.exists()
+    check_payload(mark)
+
+
+@pytest.mark.fault(16, cases=(4, 20))
+def test_a_pickle_from_a_learner_is_never_executed(address, tmp_path, cases):
+    """In every frame that an actor reads: it ends with an error, or ignores what it does not know."""
+    mark, rng, due = tmp_path / "executed", random.Random(1), []
+
+    def act(requests, context):
+        run_id, (kind, body) = wire.unpack(next(requests)).run_id, due[-1]
+        yield wire.pack(kind, run_id, 0, body)
+        context.abort(STATUS.INVALID_ARGUMENT, "the end")
+
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        handler = grpc.stream_stream_rpc_method_handler(act)
+        service = grpc.method_handlers_generic_handler(wire.SERVICE, {wire.METHOD: handler})
+        server.add_generic_rpc_handlers((service,))
+        server.add_insecure_port(address)
+        server.start()
+        texts = list(bodies(mark))
+        for i in range(cases):
+            due.append(((wire.WELCOME, wire.RESET, wire.ACT, wire.BYE)[i % 4], rng.choice(texts)))
+            with pytest.raises((ConfigError, RunError, wire.WireError, OverflowError, ValueError)):
+                ActorClient(address, counters(), patience=0.1, tell=quiet).run()
+        server.stop(0).wait()
+    assert not mark.exists()
+    check_payload(mark)
+
+
+def resident():
+    """Resident memory of this process in MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.fault(35, count=4, cases=(8, 8))
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use as Linux tells it")
+def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_one(address, trial, cases, request):
+    """From ``cases`` connections at once; in the suite with 1 MB each."""
+    largest = wire.LARGEST if request.config.option.faults else 1 << 20
+    words = [address, trial, cases, largest, json.dumps(describe_simulator(counters().spec))]
+    script = [sys.executable, attackers.__file__, *map(str, words)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    action = torch.zeros(2 + 2 * cases, 2)
+    with remote(address, [counters()], 2 + 2 * cases) as env:
+        env.reset(0)
+        good = env.table.peers[0]
+        with subprocess.Popen(script, **pipes) as process:
+            assert process.stdout.readline() == "ready\n"
+            assert env.table.live == 1 + cases
+            before = resident()
+            process.stdin.write("\n")
+            process.stdin.close()
+            served = 0
+            while process.poll() is None:
+                served += bool(env.step(action).valid[:2].all())
+            ended = process.stdout.read().split("\n")[:-1]
+        over = "RESOURCE_EXHAUSTED" if largest == wire.LARGEST else "INVALID_ARGUMENT"
+        refusals = {f"{largest} INVALID_ARGUMENT", f"{largest + 1} {over}"}
+        assert len(ended) == cases
+        assert {*ended} <= refusals
+        assert served > 0
+        wait_until(lambda: resident() < before + 20, 10)
+        wait_until(lambda: env.table.live == 1)
+        assert [*env.table.peers.values()] == [good]
+        assert env.step(action).valid.tolist() == [True] * 2 + [False] * 2 * cases
+        newcomer = Raw(address)
+        newcomer.hello(counters(), run_id=99)
+        assert newcomer.hear().kind == wire.WELCOME
+        newcomer.close()
