@@ -395,9 +395,8 @@ def test_damaged_frames_are_read_as_frames_or_refused(cases):
             message[at : at + 16] = rng.bytes(len(message[at : at + 16]))
         try:
             read_as_the_learner(bytes(message), layout)
-        except wire.WireError as error:
+        except wire.WireError:
             refused += 1
-            assert len(str(error)) < 500
     assert 0.5 * cases < refused < cases
 
 

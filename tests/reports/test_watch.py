@@ -165,6 +165,7 @@ def test_only_this_machines_browser_is_answered(tmp_path):
         assert "default-src 'none'" in headers["Content-Security-Policy"]
 
 
+@pytest.mark.fault(31)
 def test_a_hostile_run_directory_does_not_disturb_the_others(tmp_path):
     write_run(tmp_path / "good")
     os.mkfifo(write_run(tmp_path / "fifo") / "fifo")

@@ -333,7 +333,7 @@ class Payload:
         return (os.system, (f"touch {self.mark}",))
 
 
-@pytest.mark.fault(16)
+@pytest.mark.fault(16, count=4)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_is_never_executed(tmp_path, protocol):
     """With hashes that match, as an attacker would write them."""

@@ -24,7 +24,7 @@ from pql.errors import ConfigError
 from pql.run.export.files import KNOWN, check_onnx, read_members
 from pql.run.export.program import OPERATORS, UnknownOperatorError, find_operator, takes_device
 
-SECONDS = 20.0  # on a busy machine, torch's first look at shapes included
+SECONDS = 2.0  # of this process, so that a busy machine does not matter
 OBS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 
 
@@ -81,10 +81,10 @@ def edited(good: Path, path: Path, changes: dict[str, bytes | Callable[[Any], ob
 
 
 def refused(path: Path, mark: Path) -> str:
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(ConfigError) as caught:
         pql.load_policy(path)
-    assert time.monotonic() - begun < SECONDS
+    assert time.process_time() - begun < SECONDS
     assert not mark.exists()
     text = str(caught.value)
     assert "\n" not in text
@@ -132,11 +132,13 @@ def test_an_older_export_with_its_sample_inputs_loads(good: Path, tmp_path: Path
         "data.pkl",
     ],
 )
+@pytest.mark.fault(16, 31)
 def test_a_pickle_in_any_member_is_refused(good: Path, tmp_path: Path, mark: Path, member: str, form: str) -> None:
     bad = edited(good, tmp_path / "policy.pt2", {member: pickled(mark, form)})
     assert "sample inputs" in (text := refused(bad, mark)) or "which no export has" in text
 
 
+@pytest.mark.fault(16, 31)
 def test_weights_that_say_they_are_pickled_are_refused(good: Path, tmp_path: Path, mark: Path) -> None:
     def change(config: Any) -> None:
         next(iter(config["config"].values()))["use_pickle"] = True
@@ -153,6 +155,7 @@ def test_weights_that_say_they_are_pickled_are_refused(good: Path, tmp_path: Pat
     assert "pickled" in refused(bad, mark)
 
 
+@pytest.mark.fault(16)
 def test_what_torch_would_load_is_what_pql_refuses(good: Path, tmp_path: Path, mark: Path) -> None:
     """The payload is a real one: torch's own loader runs it, as --trust does."""
     bad = edited(good, tmp_path / "policy.pt2", {"data/sample_inputs/model.pt": pickled(mark, "2")})
@@ -176,6 +179,7 @@ def test_what_torch_would_load_is_what_pql_refuses(good: Path, tmp_path: Path, m
         ("data/weights/weight_0/x", "no export has"),
     ],
 )
+@pytest.mark.fault(31)
 def test_other_members_are_refused(good: Path, tmp_path: Path, mark: Path, name: str, why: str) -> None:
     assert why in refused(edited(good, tmp_path / "policy.pt2", {name: b"x"}), mark)
 
@@ -235,6 +239,7 @@ def target(name: str) -> Callable[[Any], object]:
         "",
     ],
 )
+@pytest.mark.fault(31)
 def test_operators_that_are_not_on_the_list_are_refused(good: Path, tmp_path: Path, mark: Path, name: str) -> None:
     text = refused(edited(good, tmp_path / "policy.pt2", {"models/model.json": target(name)}), mark)
     assert "operators that pql knows, not the operator" in text
@@ -251,6 +256,7 @@ def test_the_list_holds_operators_that_torch_has_and_none_that_takes_a_name_of_a
     assert find_operator("torch.ops.aten.relu_.default") is torch.ops.aten.relu_.default
 
 
+@pytest.mark.fault(16, 31)
 def test_text_that_torch_evaluates_is_only_text_here(good: Path, tmp_path: Path, mark: Path) -> None:
     """torch's loader evaluates sizes as expressions and makes source code of names; here they are never looked at."""
     text = members(good)["policy/models/model.json"].decode()
@@ -279,6 +285,7 @@ def bomb(graph: Any) -> None:
             graph["nodes"].insert(-1, {**node, "outputs": [{"as_tensor": {"name": name}}]})
 
 
+@pytest.mark.fault(31)
 def test_a_graph_that_would_fill_the_memory_is_refused(good: Path, tmp_path: Path, mark: Path) -> None:
     path = tmp_path / "policy.pt2"
     assert "elements" in refused(edited(good, path, {"models/model.json": in_graph(bomb)}), mark)
@@ -364,6 +371,7 @@ BOMBS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "why"), BOMBS.values(), ids=BOMBS)
+@pytest.mark.fault(31)
 def test_small_files_that_ask_for_much_are_refused(good: Path, tmp_path: Path, mark: Path, change, why: str) -> None:
     bad = edited(good, tmp_path / "policy.pt2", {"models/model.json": change})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -455,6 +463,7 @@ def test_what_makes_a_tensor_of_nothing_takes_a_device() -> None:
         ("outputs", [{"name": "action", "shape": ["batch", 2], "dtype": "float32"}], "unlike in its metadata"),
     ],
 )
+@pytest.mark.fault(31)
 def test_metadata_that_no_export_has_are_refused(good: Path, tmp_path: Path, mark: Path, entry, value, why) -> None:
     bad = edited(good, tmp_path / "policy.pt2", {"extra/metadata.json": lambda about: about.update({entry: value})})
     assert why in refused(bad, mark)
@@ -517,6 +526,7 @@ def test_mutated_exports_load_as_they_were_or_are_refused(good: Path, tmp_path: 
 # -- ONNX -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(16, 31)
 def test_onnx_files_with_more_than_their_own_numbers_are_refused(good: Path, tmp_path: Path, mark: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
